@@ -1,0 +1,1 @@
+"""What every service shares: wire messages, codec, subjects, bus, actor runtime, configuration."""

@@ -1,0 +1,253 @@
+"""The life of an actor: start, ready, drain, stop; beats, signals, status.
+
+A service subclasses Actor. `shared.process.run` makes it a process (uvloop, NATS, signals);
+`Runtime` alone places it on any bus, as the tests do with MemoryBus. Handlers are plain functions
+called one at a time on the event loop, the first one when `start` has run up to its first await.
+An exception in a handler fails the actor, never just the message: a supervisor restarts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ParamSpec
+
+from shared import codec, micro, subjects
+from shared.bus import Bus, BusFault, Delivery
+from shared.clock import Clock, SystemClock, new_epoch
+from shared.codec import Envelope
+from shared.errors import SetupError, WireError
+from shared.messages import Beat, Message
+from shared.peers import Peer
+from shared.port import Port
+
+log = logging.getLogger("headrace.actor")
+P = ParamSpec("P")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What an actor's beat says about it beyond its name and state."""
+
+    model: str = ""
+    load: tuple[tuple[str, int], ...] = ()
+    arena: str = ""
+    arena_generation: int = 0
+    tiers: tuple[str, ...] = ()
+    rates: tuple[int, ...] = ()
+
+
+class Actor:
+    """Base of every service. Override what you need."""
+
+    kind = ""
+
+    async def start(self, port: Port) -> None:
+        """Load, subscribe public subjects. When it returns the actor is ready."""
+
+    def receive(self, source: str, message: Message, trace: str) -> None:
+        """Handle one message of the mailbox; in order and once per source `kind.id`."""
+
+    def on_peer(self, peer: Peer) -> None:
+        """An actor appeared, changed its state or its arena, or is a new incarnation."""
+
+    def on_restart(self, source: str) -> None:
+        """`source` is a new incarnation: what the one before held is void. Called before anything of
+        the new one arrives, message or beat."""
+
+    def on_peer_gone(self, peer: Peer) -> None:
+        """An actor missed its beats or stopped."""
+
+    def on_stream_lost(self, source: str) -> None:
+        """Messages from `source` are lost for good: resynchronise with it."""
+
+    def upkeep(self) -> None:
+        """Called once a beat interval: repeat what was not answered."""
+
+    def facts(self) -> Facts:
+        """For the next beat."""
+        return Facts()
+
+    def status(self) -> dict[str, object]:
+        """For `headrace status`: JSON-able, includes what must be zero when idle."""
+        return {}
+
+    async def drain(self) -> None:
+        """Take nothing new, finish or give back what runs. Bounded by the runtime's time limit."""
+
+    async def stop(self) -> None:
+        """Free everything. Called once, after drain."""
+
+
+@dataclass(slots=True)
+class Runtime:
+    """Runs one actor on one bus."""
+
+    actor: Actor
+    bus: Bus
+    fleet: str
+    actor_id: str
+    host_id: str = "local"
+    clock: Clock = field(default_factory=SystemClock)
+    beat_interval_us: int = 1_000_000
+    state: str = "starting"
+    failure: BaseException | None = None
+    port: Port = field(init=False)
+    _failed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _beats: asyncio.Task[None] | None = field(init=False, default=None)
+    _early: list[Callable[[], None]] | None = field(init=False, default_factory=list)
+    _upkeep_us: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        source = f"{self.actor.kind}.{self.actor_id}"
+        self.port = Port(self.bus, self.clock, self.fleet, source, new_epoch(self.clock))
+
+    async def start(self) -> None:
+        """Subscribe, start the actor, say ready."""
+        self.bus.on_fault(self._on_fault)
+        actor = self.actor
+        await self.port.open(
+            self._guarded(actor.receive), self._guarded(actor.on_stream_lost), self._guarded(actor.on_restart)
+        )
+        await self.bus.subscribe(subjects.beat_all(self.fleet), self._on_beat)
+        await self.bus.subscribe(subjects.beat_ask(self.fleet), lambda _: self.beat())
+        await self.bus.subscribe(subjects.STATUS, self._on_status)
+        await micro.answer(self.bus, self.port, lambda: self.state, self._status)
+        self._upkeep_us = self.clock.now_us()
+        self._beats = asyncio.get_running_loop().create_task(self._beat_forever())
+        self.bus.publish(subjects.beat_ask(self.fleet), b"")
+        asyncio.get_running_loop().call_soon(self._deliver_early)  # runs at the first await of start
+        await self.actor.start(self.port)
+        self.state = "ready"
+        self.beat()
+
+    async def finish(self, drain_timeout_s: float) -> None:
+        """Drain within the limit, stop, leave the bus. A second call does nothing."""
+        if self.state in ("stopped", "draining", "failed"):
+            return
+        self.state = "draining"
+        self.beat()
+        try:
+            if self.failure is None:
+                await asyncio.wait_for(self.actor.drain(), drain_timeout_s)
+        except TimeoutError:
+            log.warning("%s did not drain within %g s", self.port.source, drain_timeout_s)
+        except Exception as error:  # noqa: BLE001 - reported, and what follows must run
+            self.fail(error)
+        try:
+            await self.actor.stop()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+        self.state = "stopped" if self.failure is None else "failed"
+        self.beat()
+        if self._beats is not None:
+            self._beats.cancel()
+        await self.bus.drain()
+
+    async def failed(self) -> BaseException:
+        """Wait for the actor to fail."""
+        await self._failed.wait()
+        assert self.failure is not None
+        return self.failure
+
+    def beat(self) -> None:
+        """Say that this actor lives."""
+        facts = Facts() if self._early is not None or self.failure is not None else self.actor.facts()
+        beat = Beat(
+            kind=self.actor.kind,
+            actor=self.actor_id,
+            host_id=self.host_id,
+            state=self.state,
+            model=facts.model,
+            load=facts.load,
+            interval_us=self.beat_interval_us,
+            arena=facts.arena,
+            arena_generation=facts.arena_generation,
+            tiers=facts.tiers,
+            rates=facts.rates,
+        )
+        envelope = Envelope(self.port.source, self.port.epoch, 0, beat)
+        self.bus.publish(subjects.beat(self.fleet, beat.kind, beat.actor), codec.encode(envelope))
+
+    def fail(self, error: BaseException) -> None:
+        """Give up: the process ends with this error."""
+        if self.failure is None:
+            if isinstance(error, SetupError):
+                log.critical("%s cannot start: %s", self.port.source, error)
+            else:
+                log.critical("%s failed", self.port.source, exc_info=error)
+            self.failure = error
+            self._failed.set()
+
+    def upkeep(self) -> None:
+        """What happens once an interval besides the beat itself."""
+        now_us, last_us = self.clock.now_us(), self._upkeep_us
+        self._upkeep_us = now_us
+        if now_us - last_us > 2 * self.beat_interval_us:
+            self.port.peers.pardon(now_us)  # this process was stopped; what it missed waits in its mailbox
+            return
+        self.port.upkeep()
+        for peer in self.port.peers.expire(self.clock.now_us()):
+            self.port.forget(peer.source)
+            self.actor.on_peer_gone(peer)
+        self.actor.upkeep()
+
+    # ---- internals ------------------------------------------------------------------------------
+
+    async def _beat_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.beat_interval_us / 1e6)
+            try:
+                self.upkeep()
+                self.beat()
+            except Exception as error:  # noqa: BLE001 - any error in upkeep fails the actor
+                self.fail(error)
+                return
+
+    def _on_beat(self, delivery: Delivery) -> None:
+        try:
+            envelope = codec.decode(delivery.data)
+        except WireError as error:
+            log.error("dropped a beat on %s: %s", delivery.subject, error)
+            return
+        beat, source = envelope.message, envelope.source
+        if not isinstance(beat, Beat) or source != f"{beat.kind}.{beat.actor}":
+            return
+        if not self.port.hear(source, envelope.epoch):
+            return
+        if self.port.peers.get(source) is None:
+            self.port.remind(source)
+        if self.port.peers.hear(envelope.epoch, beat, self.clock.now_us()):
+            peer = self.port.peers.get(source)
+            assert peer is not None
+            self._guarded(self.actor.on_peer)(peer)
+
+    def _on_status(self, delivery: Delivery) -> None:
+        if delivery.reply:
+            body = micro.to_json({**micro.identity(self.port), "state": self.state, **self._status()})
+            self.bus.publish(delivery.reply, body)
+
+    def _status(self) -> dict[str, object]:
+        return {} if self._early is not None or self.failure is not None else self.actor.status()
+
+    def _on_fault(self, fault: BusFault) -> None:
+        log.warning("%s: %s: %s", self.port.source, fault.kind, fault.detail)
+
+    def _guarded(self, handler: Callable[P, None]) -> Callable[P, None]:
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            if self._early is not None:
+                self._early.append(lambda: run(*args, **kwargs))
+            elif self.failure is None:
+                try:
+                    handler(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - an actor fails as a whole
+                    self.fail(error)
+
+        return run
+
+    def _deliver_early(self) -> None:
+        early, self._early = self._early or [], None
+        for deliver in early:
+            deliver()

@@ -1,0 +1,97 @@
+"""The transport as services see it. NatsBus and MemoryBus obey the same contract (tests/contract).
+
+Publishing never suspends and never blocks: bytes leave when the caller next yields to the event
+loop, in the order of the calls. A handler is a plain function called serially per subscription;
+it puts the delivery into the actor's mailbox and returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shared.errors import HeadraceError, Unavailable
+
+NO_RESPONDERS = "503"  # value of the header `Status` when nobody listens to a request's subject
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One message as it arrives."""
+
+    subject: str
+    data: bytes
+    reply: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def no_responders(self) -> bool:
+        """True for the server's own answer that nobody listened (`headers["Nats-Subject"]`)."""
+        return not self.data and self.headers.get("Status") == NO_RESPONDERS
+
+
+class NoResponders(Unavailable):
+    """Nobody subscribes to the subject of a request."""
+
+
+class RequestTimeout(HeadraceError):
+    """A bus request got no answer in time."""
+
+    code, type, retryable = 504, "timeout", True
+
+
+@dataclass(frozen=True, slots=True)
+class BusFault:
+    """Something the transport lost or refused; a fault is reported, never swallowed."""
+
+    kind: str  # slow_consumer, disconnected, reconnected, permission, error
+    detail: str
+
+
+Handler = Callable[[Delivery], None]
+FaultHandler = Callable[[BusFault], None]
+
+
+class Subscription(Protocol):
+    """A live subscription."""
+
+    async def cancel(self) -> None:
+        """Stop deliveries. A second call does nothing."""
+
+
+class Bus(Protocol):
+    """A connection to the broker."""
+
+    @property
+    def max_payload(self) -> int:
+        """Largest body in bytes that the server accepts, as read at connect."""
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes published and not yet handed to the operating system."""
+
+    def publish(
+        self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Queue a message. Raises PayloadTooLarge when `data` is over `max_payload`."""
+
+    async def subscribe(self, pattern: str, handler: Handler, *, queue: str = "") -> Subscription:
+        """Call `handler` for each message on `pattern`; with `queue`, as one member of a group."""
+
+    async def request(
+        self, subject: str, data: bytes, *, timeout_us: int, headers: Mapping[str, str] | None = None
+    ) -> Delivery:
+        """Publish and await one reply. Raises NoResponders at once, RequestTimeout, PayloadTooLarge."""
+
+    def new_inbox(self) -> str:
+        """A fresh reply subject."""
+
+    def on_fault(self, handler: FaultHandler) -> None:
+        """Call `handler` for each BusFault from now on."""
+
+    async def flush(self) -> None:
+        """Return when the server has received everything published before. Never on a hot path."""
+
+    async def drain(self) -> None:
+        """Deliver what is pending, unsubscribe, close. A second call does nothing."""

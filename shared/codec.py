@@ -1,0 +1,255 @@
+"""Messages to bytes and back: a positional msgpack array, version first.
+
+    [version, kind, source, epoch, seq, trace, field, field, ...]
+
+Columns ride as raw little-endian bytes, nested records as arrays. A decoder ignores fields that it
+does not know (a newer sender) and fills missing ones with their defaults (an older sender); another
+major version, an unknown kind or a wrong type is a WireError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from shared import messages
+from shared.errors import PayloadTooLarge, WireError
+from shared.messages import Message, Open, SlotOpen, Tokenized
+
+if sys.byteorder != "little":  # columns would need a byte swap that nothing tests
+    raise ImportError("Headrace's wire format needs a little-endian machine")
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024
+PAGE_TOKENS = 12_000  # 48 kB of ids: with the other fields under MAX_MESSAGE_BYTES
+MAX_OPTIONS_BYTES = 56 * 1024  # of a Tokenized without its tokens: its Open and SlotOpen fit as well
+MAX_JOB_KEYS = 1_024  # 32 kB of keys: longer lists go as several Kv jobs
+_ENVELOPE_BYTES = 1_024  # more than source, numbers and trace take
+
+Paged = Tokenized | Open | SlotOpen  # the kinds whose `tokens` may need several parts
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message and where it comes from. `seq` counts the messages of one sender to one mailbox
+    from 1; 0 marks a message outside any stream (beats)."""
+
+    source: str  # kind.id of the sender
+    epoch: int
+    seq: int
+    message: Message
+    trace: str = ""
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The wire bytes of a message. Raises PayloadTooLarge over MAX_MESSAGE_BYTES."""
+    message = envelope.message
+    layout = _LAYOUTS[type(message).__name__]
+    head = [VERSION, layout.kind, envelope.source, envelope.epoch, envelope.seq, envelope.trace]
+    packed: bytes = msgpack.packb(head + layout.to_row(message))
+    if len(packed) > MAX_MESSAGE_BYTES:
+        raise PayloadTooLarge(
+            f"{layout.kind} of {len(packed)} bytes is over {MAX_MESSAGE_BYTES}: send it in smaller parts"
+        )
+    return packed
+
+
+def decode(data: bytes) -> Envelope:
+    """The message in `data`. Raises WireError for anything that is not one."""
+    try:
+        row = msgpack.unpackb(data, strict_map_key=True, max_map_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack: {error}") from error
+    if not isinstance(row, list) or len(row) < 6:
+        raise WireError("not an envelope: an array of at least 6 fields is expected")
+    version, kind, source, epoch, seq, trace = row[:6]
+    if type(version) is not int or version != VERSION:
+        raise WireError(f"protocol version {version!r} is not {VERSION}: upgrade the older service")
+    layout = _LAYOUTS.get(kind) if isinstance(kind, str) else None
+    if layout is None:
+        raise WireError(f"unknown message kind {kind!r}")
+    header = (_string(source), _integer(epoch), _integer(seq))
+    return Envelope(*header, layout.from_row(row[6:]), _string(trace))
+
+
+def split(message: Message) -> Iterator[Message]:
+    """The message itself, or its parts when its token list is too long for one message. The first
+    part carries the options, the others only the required fields. Raises PayloadTooLarge when the
+    options of a request are over MAX_OPTIONS_BYTES."""
+    if not isinstance(message, Paged):
+        yield message
+        return
+    options_bytes = _options_bytes(message)
+    tokens, room = message.tokens, MAX_MESSAGE_BYTES - _ENVELOPE_BYTES - options_bytes
+    first = max(0, min(PAGE_TOKENS, room // tokens.itemsize))
+    if len(tokens) <= first:
+        yield message
+        return
+    starts = range(first, len(tokens), PAGE_TOKENS)
+    parts = 1 + len(starts)
+    yield dataclasses.replace(message, part=0, parts=parts, tokens=tokens[:first])
+    bare = _LAYOUTS[type(message).__name__].bare(message)
+    for part, start in enumerate(starts, 1):
+        yield dataclasses.replace(bare, part=part, parts=parts, tokens=tokens[start : start + PAGE_TOKENS])
+
+
+def _options_bytes(message: Paged) -> int:
+    row = _LAYOUTS[type(message).__name__].to_row(dataclasses.replace(message, tokens=array("i")))
+    size = len(msgpack.packb(row))
+    if isinstance(message, Tokenized) and size > MAX_OPTIONS_BYTES:
+        raise PayloadTooLarge(
+            f"the options of the request take {size} bytes, over {MAX_OPTIONS_BYTES}: "
+            "shorten its grammar, stop strings or logit_bias"
+        )
+    return size
+
+
+class Assembler:
+    """Joins the parts of paged messages from one source, which arrive in order."""
+
+    def __init__(self) -> None:
+        self._head: Paged | None = None
+        self._tokens: array[int] = array("i")
+        self._next = 0
+
+    def add(self, message: Message) -> Message | None:
+        """The whole message once its last part is here, None before. Raises WireError on a part
+        that does not follow."""
+        if not isinstance(message, Paged) or message.parts == 1:
+            return message
+        if message.part == 0:
+            self._head, self._tokens, self._next = message, array("i"), 0
+        head = self._head
+        if head is None or message.part != self._next or type(head) is not type(message):
+            self._head = None
+            raise WireError(f"part {message.part} of {type(message).__name__} does not follow")
+        self._tokens += message.tokens
+        self._next += 1
+        if self._next < message.parts:
+            return None
+        self._head = None
+        return dataclasses.replace(head, part=0, parts=1, tokens=self._tokens)
+
+
+# ---- layouts: how each dataclass becomes a row, worked out once at import -----------------------
+
+Convert = Callable[[Any], Any]
+
+
+class _Layout:
+    """The fields of one dataclass with their converters in both directions."""
+
+    def __init__(self, cls: type) -> None:
+        hints = get_type_hints(cls, include_extras=True)
+        self.kind = cls.__name__
+        self._cls = cls
+        self._names = tuple(f.name for f in dataclasses.fields(cls))
+        self._required = sum(
+            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+            for f in dataclasses.fields(cls)
+        )
+        pairs = [_converters(hints[name]) for name in self._names]
+        self._out = tuple((name, out) for name, (out, _) in zip(self._names, pairs, strict=True))
+        self._into = tuple((name, into) for name, (_, into) in zip(self._names, pairs, strict=True))
+
+    def to_row(self, message: Any) -> list[Any]:
+        return [getattr(message, n) if out is None else out(getattr(message, n)) for n, out in self._out]
+
+    def bare(self, message: Any) -> Any:
+        """The message with its required fields only."""
+        return self._cls(**{name: getattr(message, name) for name in self._names[: self._required]})
+
+    def from_row(self, row: list[Any]) -> Any:
+        if not isinstance(row, list) or len(row) < self._required:
+            raise WireError(f"{self.kind} needs {self._required} fields")
+        try:
+            values = {name: into(value) for (name, into), value in zip(self._into, row, strict=False)}
+        except WireError as error:
+            raise WireError(f"{self.kind}: {error.message}") from error
+        return self._cls(**values)
+
+
+def _converters(hint: Any) -> tuple[Convert | None, Convert]:
+    """(to the wire, from the wire) for one field type; None = goes as it is."""
+    if hint in _PLAIN:
+        return None, _PLAIN[hint]
+    if (metadata := getattr(hint, "__metadata__", None)) is not None:
+        return _column_out(metadata[0]), _column_in(metadata[0])
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        layout = _Layout(hint)
+        return layout.to_row, layout.from_row
+    if get_origin(hint) is tuple:
+        return _tuple_converters(get_args(hint))
+    raise TypeError(f"the wire has no form for {hint!r}")
+
+
+def _tuple_converters(args: tuple[Any, ...]) -> tuple[Convert, Convert]:
+    if args[-1] is Ellipsis:
+        out, into = _converters(args[0])
+        return (
+            lambda values: [v if out is None else out(v) for v in values],
+            lambda row: tuple(into(v) for v in _listed(row)),
+        )
+    intos = [_converters(arg)[1] for arg in args]
+    return list, lambda row: tuple(into(v) for into, v in zip(intos, _listed(row, len(intos)), strict=True))
+
+
+def _listed(value: Any, length: int | None = None) -> list[Any]:
+    if not isinstance(value, list) or (length is not None and len(value) != length):
+        raise WireError(f"a list is expected, not {value!r:.40}")
+    return value
+
+
+def _column_out(typecode: str) -> Convert:
+    def convert(column: Any) -> bytes:
+        if column.typecode != typecode:  # both are array[int] to the type checker
+            raise TypeError(f"a column of {typecode!r} is expected, not of {column.typecode!r}")
+        data: bytes = column.tobytes()
+        return data
+
+    return convert
+
+
+def _column_in(typecode: str) -> Convert:
+    width = array(typecode).itemsize
+
+    def convert(value: Any) -> array[Any]:
+        if not isinstance(value, bytes) or len(value) % width:
+            raise WireError(f"a column of {width}-byte values is expected")
+        column: array[Any] = array(typecode)
+        column.frombytes(value)
+        return column
+
+    return convert
+
+
+def _exact(kind: type) -> Convert:
+    def convert(value: Any) -> Any:
+        if type(value) is not kind:
+            raise WireError(f"{kind.__name__} is expected, not {value!r:.40}")
+        return value
+
+    return convert
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise WireError(f"float is expected, not {value!r:.40}")
+    return float(value)
+
+
+_integer, _string = _exact(int), _exact(str)
+_PLAIN: dict[Any, Convert] = {
+    int: _integer, str: _string, bool: _exact(bool), bytes: _exact(bytes), float: _number,
+}  # fmt: skip
+_LAYOUTS = {cls.__name__: _Layout(cls) for cls in get_args(messages.Message)}
+
+KINDS = tuple(_LAYOUTS)
+assert isinstance(messages.Message, UnionType)

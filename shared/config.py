@@ -1,0 +1,180 @@
+"""Every setting of every service: its default, its meaning, and where its value came from.
+
+Order of authority: flags of the command line, `HEADRACE_*` of the environment, the TOML file named
+by `--config` (or HEADRACE_CONFIG), defaults. Defaults are measured or derived; auto means that the
+service works it out at start.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from shared.errors import SetupError
+
+PREFIX = "HEADRACE_"
+CONFIG_VARIABLE = "HEADRACE_CONFIG"
+DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+
+
+class Settings(BaseSettings):
+    """The settings. At most 40 in the whole product; each one is somebody's question to answer."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+
+    # transport and identity
+    nats_url: str = Field("", description="nats-server to use; empty: `up` embeds one, others look for it")
+    port: int = Field(0, ge=0, le=65535, description="port of the embedded server; 0: 4222, or any free one")
+    fleet: str = Field(
+        "default", pattern=r"^[A-Za-z0-9_-]+$", description="services of one fleet work together"
+    )
+    host_id: str = Field("", description="this machine, as other services see it; empty: the host name")
+    beat_interval_ms: int = Field(1000, ge=10, description="time between the beats of a service, ms")
+    drain_timeout_s: float = Field(30, ge=0, description="longest wait for running requests at a stop, s")
+    backlog_limit_bytes: int = Field(8_388_608, ge=65_536, description="unsent bytes that make a client slow")
+    # model
+    cache_dir: Path = Field(Path("~/.cache/headrace"), description="where models and run files are kept")
+    model: str = Field("smollm2-135m-instruct", description="model to serve: a name, a GGUF file or a folder")
+    model_name: str = Field("", description="name under which it is served; empty: from the model")
+    # logs
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    log_json: bool = Field(False, description="log JSON lines instead of text")
+    # executor
+    backend: Literal["auto", "torch", "sim"] = Field("auto", description="engine; auto: torch")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    dtype: Literal["auto", "bf16", "f32"] = Field("auto", description="auto: f32 on a cpu, bf16 on cuda")
+    kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
+    block_tokens: int = Field(16, ge=1, le=256, description="tokens in a KV block")
+    slots: int = Field(0, ge=0, description="sequences that run at once; 0: 64, sim 256")
+    max_context: int = Field(0, ge=0, description="longest prompt plus answer, tokens; 0: the model's")
+    threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the cores")
+    deterministic: bool = Field(False, description="on a cpu: logits do not depend on the batch")
+    sim_step_us: int = Field(5000, ge=0, description="sim: time of a step, us")
+    sim_token_us: int = Field(20, ge=0, description="sim: more time for each token of a step, us")
+    # scheduler
+    window: int = Field(2, ge=1, le=4, description="steps in flight; 2 hides the whole round trip")
+    step_tokens: int = Field(256, ge=1, description="most tokens in a step, prompt chunks and decodes")
+    max_waiting: int = Field(1024, ge=0, description="requests that may wait; beyond: 429")
+    max_waiting_tokens: int = Field(1_048_576, ge=0, description="prompt tokens that may wait; beyond: 429")
+    request_timeout_s: float = Field(300, gt=0, description="time limit of a request that names none, s")
+    # processes of `up`
+    tokenizers: int = Field(1, ge=1, le=64, description="tokenizer processes of `up`")
+    executors: int = Field(1, ge=1, le=64, description="executor processes of `up`")
+    detokenizers: int = Field(1, ge=1, le=64, description="detokenizer processes of `up`")
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _expand(cls, path: Path) -> Path:
+        return path.expanduser()
+
+    @field_validator("host_id")
+    @classmethod
+    def _host(cls, host_id: str) -> str:
+        return host_id or socket.gethostname()
+
+    @property
+    def models_dir(self) -> Path:
+        """Where `pull` puts models."""
+        return self.cache_dir / "models"
+
+    def to_env(self) -> dict[str, str]:
+        """These settings as environment variables, for a child process."""
+        return {PREFIX + name.upper(): _to_text(getattr(self, name)) for name in type(self).model_fields}
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, environment, file: no dotenv files, no secrets folder."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings, where each value came from, and what looks like a misspelt variable."""
+
+    settings: Settings
+    origins: Mapping[str, str] = field(default_factory=dict)  # name -> default, env, file, flag
+    unknown_env: tuple[str, ...] = ()
+
+
+def load(config_file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Loaded:
+    """Read every source; `flags` with value None count as not given. Raises SetupError with the
+    setting, its source and what is wrong."""
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    path = config_file or (Path(p) if (p := os.environ.get(CONFIG_VARIABLE)) else None)
+    in_file = _read_toml(path) if path is not None else {}
+    settings_cls = _with_file(path)
+    origins = {name: _origin(name, given, in_file) for name in Settings.model_fields}
+    try:
+        settings = settings_cls(**given)
+    except ValidationError as error:
+        raise SetupError(_explain(error, origins, path)) from None
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    return Loaded(settings, origins, tuple(unknown))
+
+
+def _with_file(path: Path | None) -> type[Settings]:
+    class FileSettings(Settings):
+        model_config = SettingsConfigDict(toml_file=path)
+
+    return FileSettings
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise SetupError(
+            f"no configuration file {path}: name another with --config, or leave it out"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SetupError(f"the configuration file {path} cannot be read: {error}") from None
+
+
+def _origin(name: str, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> str:
+    if name in flags:
+        return "flag"
+    if any(key.upper() == PREFIX + name.upper() for key in os.environ):
+        return "env"
+    return "file" if name in in_file else "default"
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str], path: Path | None) -> str:
+    lines = []
+    for problem in error.errors():
+        name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        source = {
+            "flag": f"flag --{name.replace('_', '-')}",
+            "env": f"variable {PREFIX}{name.upper()}",
+            "file": f"file {path}",
+        }.get(origins.get(name, ""), f"file {path}")
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{name}: no such setting ({source}); `headrace config show` lists them")
+        else:
+            lines.append(f"{name}: {problem['msg']}, not {problem['input']!r} ({source})")
+    return "; ".join(lines)
+
+
+def _to_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,117 @@
+"""Typed errors: each has the public code a client sees, what went wrong, and how to mend it."""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of all errors meant for a user. `code` follows HTTP; `type` is OpenAI's word for it."""
+
+    code = 500
+    type = "server_error"
+    retryable = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_ms = retry_after_ms
+
+
+class BadRequest(HeadraceError):
+    """The request can never work as it is."""
+
+    code, type = 400, "invalid_request_error"
+
+
+class UnknownModel(HeadraceError):
+    """No service serves this model."""
+
+    code, type = 404, "model_not_found"
+
+
+class DeadlineExceeded(HeadraceError):
+    """The request's own time limit passed."""
+
+    code, type, retryable = 408, "timeout", True
+
+
+class DuplicateRequest(HeadraceError):
+    """A request with this id is running."""
+
+    code, type = 409, "duplicate_request"
+
+
+class PayloadTooLarge(HeadraceError):
+    """A message over the limit of the server it would travel through."""
+
+    code, type = 413, "payload_too_large"
+
+
+class Overloaded(HeadraceError):
+    """A queue is full; try again after `retry_after_ms`."""
+
+    code, type, retryable = 429, "overloaded", True
+
+
+class Cancelled(HeadraceError):
+    """Somebody asked to stop this request."""
+
+    code, type = 499, "cancelled"
+
+
+class EngineError(HeadraceError):
+    """The engine failed on this request."""
+
+    code, type = 500, "engine_error"
+
+
+class Unavailable(HeadraceError):
+    """Nobody is there to serve, or the service is draining."""
+
+    code, type, retryable = 503, "unavailable", True
+
+
+class WireError(HeadraceError):
+    """Bytes that are not a message of this protocol version."""
+
+    code, type = 500, "wire_error"
+
+
+class SetupError(HeadraceError):
+    """The installation or configuration cannot work; the message says how to mend it."""
+
+    code, type = 500, "setup_error"
+
+
+_BY_CODE = {
+    error.code: error
+    for error in (
+        BadRequest, UnknownModel, DeadlineExceeded, DuplicateRequest, PayloadTooLarge,
+        Overloaded, Cancelled, EngineError, Unavailable,
+    )
+}  # fmt: skip
+
+
+def from_code(code: int, message: str, retry_after_ms: int = 0) -> HeadraceError:
+    """The error that a public code stands for; an unknown code becomes EngineError."""
+    return _BY_CODE.get(code, EngineError)(message, retry_after_ms=retry_after_ms)
+
+
+def error_body(error: HeadraceError, request_id: str = "", trace_id: str = "") -> dict[str, object]:
+    """The public error object, OpenAI-shaped."""
+    body: dict[str, object] = {
+        "code": error.code,
+        "type": error.type,
+        "message": error.message,
+        "param": error.param,
+        "retryable": error.retryable,
+        "retry_after_ms": error.retry_after_ms,
+        "request_id": request_id,
+        "trace_id": trace_id,
+    }
+    return {"error": body}
+
+
+def error_headers(error: HeadraceError) -> dict[str, str]:
+    """The NATS service headers that mark an error reply (ADR-32)."""
+    return {"Nats-Service-Error": error.message, "Nats-Service-Error-Code": str(error.code)}

@@ -1,0 +1,149 @@
+"""Numbered streams between two actors: order, duplicates, gaps and their repair. Pure.
+
+Each actor numbers what it sends to one mailbox from 1, also across restarts of the receiver. The
+receiver applies in order, drops duplicates, keeps what came too early and asks once or twice for what
+is missing; if the sender no longer has it, the stream goes on behind the hole and the actor above is
+told. A lost tail shows by `StreamAt`, which the sender says after a stream has fallen silent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+HISTORY = 512  # messages kept for Resend: two seconds of a 4 ms step
+ASK_AGAIN_US = 200_000
+MAX_ASKS = 2
+ANNOUNCEMENTS = 2  # of a silent stream's end, since an announcement may be lost as well
+MAX_EARLY = 4 * HISTORY  # kept behind a hole; beyond, the hole is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The answer to a Resend: the messages from number `next_seq` on."""
+
+    next_seq: int
+    messages: list[bytes]
+    lost: bool  # messages before `next_seq` were meant for the receiver and are gone
+
+
+class Outbound:
+    """The sending end of one stream."""
+
+    def __init__(self) -> None:
+        self.last_seq = 0
+        self._first = 1  # the first number meant for the receiver's present incarnation
+        self._sent_us = 0
+        self._announce = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=HISTORY)
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the message about to be sent."""
+        return self.last_seq + 1
+
+    def keep(self, data: bytes, now_us: int) -> None:
+        """Remember the bytes that carry number `next_seq`; they are sent now."""
+        self.last_seq += 1
+        self._kept.append((self.last_seq, data))
+        self._sent_us, self._announce = now_us, ANNOUNCEMENTS
+
+    def since(self, first_seq: int) -> Replay:
+        """What is still kept from number `first_seq` on."""
+        found = [data for seq, data in self._kept if seq >= first_seq]
+        next_seq = max(self.last_seq + 1 - len(found), first_seq)
+        return Replay(next_seq, found, lost=next_seq > max(first_seq, self._first))
+
+    def clear(self) -> None:
+        """Forget what was kept; the numbers go on."""
+        self._kept.clear()
+
+    def restart(self) -> None:
+        """The receiver is a new incarnation: nothing sent so far was meant for it."""
+        self._kept.clear()
+        self._first = self.last_seq + 1
+
+    def remind(self) -> None:
+        """Announce the stream's end again: the receiver may have been cut off."""
+        self._announce = ANNOUNCEMENTS if self.last_seq else 0
+
+    def silent_since(self, before_us: int) -> bool:
+        """True ANNOUNCEMENTS times after the last message, if there was none since `before_us`."""
+        if not self._announce or self._sent_us > before_us:
+            return False
+        self._announce -= 1
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived(Generic[T]):
+    """What an arrival leads to."""
+
+    deliver: list[T]
+    ask_from: int = 0  # 0 = nothing to ask
+    lost: bool = False  # messages are gone for good
+
+
+class Inbound(Generic[T]):
+    """The receiving end of one stream: one incarnation of one sender."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._next = 1
+        self._fresh = True  # nothing delivered yet: what came before us is not a loss
+        self._early: dict[int, T] = {}
+        self._end = 0  # the stream's last number, as announced
+        self._asked = 0
+        self._asked_us = 0
+
+    def arrive(self, seq: int, item: T, now_us: int) -> Arrived[T]:
+        """Take message number `seq`."""
+        if seq < self._next or seq in self._early:
+            return Arrived([])
+        self._early[seq] = item
+        if seq != self._next and len(self._early) > MAX_EARLY:
+            return self.skip_to(min(self._early), lost=True)
+        delivered = self._ready()
+        return Arrived(delivered, ask_from=self._ask(now_us) if self._early else 0)
+
+    def behind(self, last_seq: int, now_us: int) -> int:
+        """The number to ask from when the sender's stream has reached `last_seq`, 0 if none."""
+        self._end = max(self._end, last_seq)
+        return self._ask(now_us) if self._end >= self._next else 0
+
+    def overdue(self, now_us: int) -> Arrived[T]:
+        """Ask again for a hole that stays open; after MAX_ASKS give it up."""
+        if not self._early and self._end < self._next:
+            return Arrived([])
+        if self._asked and now_us - self._asked_us < ASK_AGAIN_US:
+            return Arrived([])
+        if self._asked >= MAX_ASKS:
+            return self.skip_to(min(self._early, default=self._end + 1), lost=True)
+        return Arrived([], ask_from=self._ask(now_us))
+
+    def skip_to(self, next_seq: int, *, lost: bool) -> Arrived[T]:
+        """Give up everything before `next_seq`. It is a loss if it is said to be one, or if this end
+        has read the stream before; a newcomer merely joins where the sender stands."""
+        if next_seq <= self._next:
+            return Arrived([])
+        lost = lost or not self._fresh
+        self._next, self._asked = next_seq, 0
+        self._early = {seq: item for seq, item in self._early.items() if seq >= next_seq}
+        return Arrived(self._ready(), lost=lost)
+
+    def _ready(self) -> list[T]:
+        delivered = []
+        while self._next in self._early:
+            delivered.append(self._early.pop(self._next))
+            self._next += 1
+            self._asked, self._fresh = 0, False
+        return delivered
+
+    def _ask(self, now_us: int) -> int:
+        if self._asked >= MAX_ASKS or (self._asked and now_us - self._asked_us < ASK_AGAIN_US):
+            return 0
+        self._asked, self._asked_us = self._asked + 1, now_us
+        return self._next

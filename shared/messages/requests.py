@@ -1,0 +1,216 @@
+"""Requests and text: client -> tokenizer -> scheduler -> detokenizer -> client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.messages.columns import Floats, Ints, floats, ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is chosen. Opaque to the scheduler; `temperature == 0` is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # prompt and output, as in the CTRL paper
+    presence_penalty: float = 0.0  # output only, as in the OpenAI API
+    frequency_penalty: float = 0.0
+    bias_ids: Ints = field(default_factory=ints)
+    bias_values: Floats = field(default_factory=floats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one sequence; `cached_tokens` is the part of the prompt not computed."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time of a request went. Durations follow each other in this order."""
+
+    received_wall_us: int = 0
+    tokenize_us: int = 0
+    transit_us: int = 0  # tokenizer -> scheduler, from wall stamps: for spans only
+    queue_us: int = 0  # arrival at the scheduler -> admission
+    prefill_us: int = 0  # admission -> first token
+    decode_us: int = 0  # first token -> last token
+    prefill_chunks: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One scheduling decision about a sequence, for its trace."""
+
+    at_us: int  # since arrival at the scheduler
+    what: str  # admit, requeue, preempt, restore, ...
+    why: str
+    numbers: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenized:
+    """tokenizer -> scheduler: a validated request. Idempotent by (tenant, request, attempt)."""
+
+    request: str
+    attempt: int
+    tenant: str
+    model: str
+    inbox: str  # the client's reply subject
+    slo_class: str = "standard"  # interactive, standard, batch
+    timeout_us: int = 0  # time left to answer, counted from arrival; the shell subtracts transit
+    received_wall_us: int = 0
+    sent_wall_us: int = 0
+    n: int = 1
+    max_tokens: int = 16
+    stream: bool = False
+    format: str = "chat"  # chat, completion: the shape of the public reply
+    finish_detached: bool = False  # go on computing when the client has gone
+    seed: int = 0  # uint64; choice i draws from choice_seed(seed, i)
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    stop_ids: Ints = field(default_factory=ints)  # end-of-sequence ids included
+    logprobs: int = 0  # 0 = none, else 1 + number of alternatives
+    prompt_logprobs: bool = False
+    grammar: str = ""  # JSON: {"kind": ..., "source": ...}
+    echo: bool = False
+    part: int = 0
+    parts: int = 1
+    tokens: Ints = field(default_factory=ints)  # the prompt
+    include_stop: bool = False
+    include_usage: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """scheduler -> tokenizer: the scheduler owns the request now; forget the inbox."""
+
+    tenant: str
+    request: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """scheduler -> tokenizer: not accepted, and why. The tokenizer tells the client."""
+
+    tenant: str
+    request: str
+    attempt: int
+    code: int
+    message: str
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """client -> tokenizers and schedulers: stop working. May overtake its request."""
+
+    tenant: str
+    request: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """scheduler -> detokenizer: take over the text and the reply stream of a sequence."""
+
+    seq: int
+    request: str
+    attempt: int
+    tenant: str
+    model: str
+    inbox: str
+    choice: int = 0
+    choices: int = 1
+    stream: bool = False
+    format: str = "chat"
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    logprobs: int = 0
+    received_wall_us: int = 0
+    prompt_tokens: int = 0
+    part: int = 0
+    parts: int = 1
+    tokens: Ints = field(default_factory=ints)  # generated so far: not empty on a re-open
+    include_usage: bool = True
+    echo: bool = False  # the text starts with the prompt, which PromptTokens bring
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """scheduler -> detokenizer: the tokens of one step for one shard. Row i of `seqs`, `first` and
+    `counts` owns the next `counts[i]` entries of `ids`."""
+
+    executor: str
+    step: int
+    seqs: Ints
+    first: Ints  # token index of the row's first id
+    counts: Ints
+    ids: Ints
+    logprobs: Floats = field(default_factory=floats)  # of the chosen ids, empty if none asked
+    top_counts: Ints = field(default_factory=ints)  # alternatives per id
+    top_ids: Ints = field(default_factory=ints)
+    top_logprobs: Floats = field(default_factory=floats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokens:
+    """executor -> scheduler -> detokenizer: a piece of a prompt with its logprobs, as many messages as
+    needed, those of a step before its StepResult. For `echo` alone the scheduler makes them."""
+
+    seq: int
+    step: int
+    first: int  # position in the prompt of the first id
+    ids: Ints
+    logprobs: Floats = field(default_factory=floats)
+    top_counts: Ints = field(default_factory=ints)  # alternatives per id
+    top_ids: Ints = field(default_factory=ints)
+    top_logprobs: Floats = field(default_factory=floats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopFound:
+    """detokenizer -> scheduler: a stop string ends in token `index`. The earliest index wins."""
+
+    seq: int
+    index: int  # number of tokens kept: those whose text belongs to the answer or its stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached:
+    """detokenizer -> scheduler: nobody reads the reply subject of these sequences any more."""
+
+    seqs: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """scheduler -> detokenizer: no token at or beyond `final` belongs to the sequence."""
+
+    seq: int
+    final: int  # number of generated tokens
+    reason: str  # stop, length, error, moved (another shard has it now: send nothing)
+    usage: Usage = field(default_factory=Usage)
+    timings: Timings = field(default_factory=Timings)
+    decisions: tuple[Decision, ...] = ()
+    code: int = 0  # with reason "error": the public error code
+    message: str = ""
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """detokenizer -> scheduler: the last frame has gone out. `index` <= Close.final is the true
+    number of generated tokens; the record and the usage are final only now."""
+
+    seq: int
+    index: int
+    reason: str

@@ -1,0 +1,95 @@
+"""One actor as one process: uvloop, NATS, signals, garbage collector."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from shared.actor import Actor, Runtime
+from shared.bus import Bus
+
+log = logging.getLogger("headrace.process")
+
+Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """How to run an actor as a process."""
+
+    fleet: str
+    host_id: str
+    actor_id: str = ""  # empty: drawn at random
+    beat_interval_us: int = 1_000_000
+    drain_timeout_s: float = 30.0
+
+
+def run(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
+    """Run until SIGTERM or SIGINT drains it; a second signal ends it at once. `connect` takes the
+    actor's name and returns its bus. Returns the exit status: 0 drained, 1 failed, 130 forced."""
+    with _runner() as runner:
+        return runner.run(_live(actor, connect, options))
+
+
+def _runner() -> asyncio.Runner:
+    try:
+        import uvloop
+    except ImportError:
+        log.warning("uvloop is missing: asyncio serves, at about half the speed; pip install uvloop")
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
+    actor_id = options.actor_id or secrets.token_hex(4)
+    bus = await connect(f"headrace-{actor.kind}-{actor_id}")
+    runtime = Runtime(
+        actor,
+        bus,
+        options.fleet,
+        actor_id,
+        host_id=options.host_id,
+        beat_interval_us=options.beat_interval_us,
+    )
+    signalled = _catch_signals()
+    started = asyncio.create_task(runtime.start())
+    stopping = asyncio.create_task(signalled.wait())
+    failing = asyncio.create_task(runtime.failed())
+    await asyncio.wait({started, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+    if started.done() and (error := started.exception()) is not None:
+        runtime.fail(error)
+    elif started.done() and not failing.done():
+        gc.collect()
+        gc.freeze()  # what start-up built lives as long as the process: never scan it again
+        log.info("%s is ready", runtime.port.source)
+        await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (started, stopping, failing):
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    await runtime.finish(options.drain_timeout_s)
+    return 1 if runtime.failure is not None else 0
+
+
+def _catch_signals() -> asyncio.Event:
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if signalled.is_set():
+            logging.shutdown()
+            os._exit(130)  # at once: an orderly exit would wait for threads
+        signalled.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return signalled

@@ -1,0 +1,43 @@
+"""The last message to a client: how it is marked, and the form of an error.
+
+Error bodies are `{"type":"error","error":{…}}`, the same as one reply and as the last frame of a
+stream, so a client needs one test for both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shared.errors import HeadraceError, error_body, error_headers
+
+END_HEADER = "Headrace-End"
+
+
+def to_json(body: Mapping[str, Any]) -> bytes:
+    """Compact UTF-8 JSON. What is not UTF-8 in an echoed string (a lone surrogate) becomes `?`."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def end_headers(error: HeadraceError | None = None, trace: str = "") -> dict[str, str]:
+    """Headers of the last message."""
+    headers = {END_HEADER: "1"}
+    if error is not None:  # a header is one line; the body has the whole message
+        headers |= {name: " ".join(value.split()) for name, value in error_headers(error).items()}
+    if trace:
+        headers["traceparent"] = trace
+    return headers
+
+
+def error_reply(
+    error: HeadraceError, request: str, trace: str, extra: Mapping[str, Any] | None = None
+) -> bytes:
+    """Body of an error; `extra` are fields of a stream frame."""
+    return to_json({"type": "error", **(extra or {}), **error_body(error, request, trace_id(trace))})
+
+
+def trace_id(traceparent: str) -> str:
+    """The trace id in a W3C traceparent (version-trace-span-flags), "" when there is none."""
+    parts = traceparent.split("-")
+    return parts[1] if len(parts) == 4 else ""

@@ -1,0 +1,117 @@
+"""Every NATS subject, in one place.
+
+`headrace.v1` is public and stable; `hr.<fleet>` is internal. Names of users (models, tenants,
+request ids) and of actors (a host name has dots) are one token each: characters that mean something to
+NATS are escaped as `=XX`.
+"""
+
+from __future__ import annotations
+
+import re
+
+PUBLIC = "headrace.v1"
+DEFAULT_TENANT = "public"
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
+_ESCAPED = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
+
+
+def token(name: str) -> str:
+    """One subject token for any non-empty name; reversible by `untoken`."""
+    if not name:
+        raise ValueError("a subject token cannot be empty")
+    return "".join(c if c in _PLAIN else "".join(f"={b:02X}" for b in c.encode()) for c in name)
+
+
+def untoken(text: str) -> str:
+    """The name that `token` escaped. Raises ValueError on a damaged escape."""
+    if not _ESCAPED.fullmatch(text):
+        raise ValueError(f"{text!r:.80} is not an escaped name")
+    first, *escapes = text.split("=")
+    return (first.encode() + b"".join(bytes.fromhex(e[:2]) + e[2:].encode() for e in escapes)).decode()
+
+
+def generate(tenant: str, model: str) -> str:
+    """Where a client publishes a request."""
+    return f"{PUBLIC}.generate.{token(tenant)}.{token(model)}"
+
+
+def generate_any_tenant(model: str) -> str:
+    """What the tokenizers of one model listen to, as a queue group."""
+    return f"{PUBLIC}.generate.*.{token(model)}"
+
+
+GENERATE_ALL = f"{PUBLIC}.generate.*.*"  # the queue group that answers 404
+CANCEL_ALL = f"{PUBLIC}.cancel.*.*"
+MODELS = f"{PUBLIC}.models"
+STATUS = f"{PUBLIC}.status"
+TRACE_ALL = f"{PUBLIC}.trace.*"
+
+
+def cancel(tenant: str, request: str) -> str:
+    """Where a client publishes (an empty body) to stop a request."""
+    return f"{PUBLIC}.cancel.{token(tenant)}.{token(request)}"
+
+
+def trace(request: str) -> str:
+    """Where one asks for the stages of a request."""
+    return f"{PUBLIC}.trace.{token(request)}"
+
+
+def tokenize(tenant: str, model: str) -> str:
+    """Request-reply: text to token ids."""
+    return f"{PUBLIC}.tokenize.{token(tenant)}.{token(model)}"
+
+
+def tokenize_any_tenant(model: str) -> str:
+    """What the tokenizers of one model listen to for `tokenize`."""
+    return f"{PUBLIC}.tokenize.*.{token(model)}"
+
+
+def detokenize(tenant: str, model: str) -> str:
+    """Request-reply: token ids to text."""
+    return f"{PUBLIC}.detokenize.{token(tenant)}.{token(model)}"
+
+
+def detokenize_any_tenant(model: str) -> str:
+    """What the detokenizers of one model listen to for `detokenize`."""
+    return f"{PUBLIC}.detokenize.*.{token(model)}"
+
+
+def name_at(subject: str, index: int) -> str:
+    """The user name in position `index` (from 0) of a public subject."""
+    return untoken(subject.split(".")[index])
+
+
+def mailbox(fleet: str, kind: str, actor: str, message: str) -> str:
+    """Where a message for one actor goes. `message` is the message's class name."""
+    return f"hr.{token(fleet)}.{kind}.{token(actor)}.in.{message}"
+
+
+def mailbox_all(fleet: str, kind: str, actor: str) -> str:
+    """The one wildcard subscription of an actor: several would lose their relative order."""
+    return f"hr.{token(fleet)}.{kind}.{token(actor)}.in.*"
+
+
+def beat(fleet: str, kind: str, actor: str) -> str:
+    """Where an actor's beats go."""
+    return f"hr.{token(fleet)}.beat.{kind}.{token(actor)}"
+
+
+def beat_all(fleet: str) -> str:
+    """The beats of the whole fleet."""
+    return f"hr.{token(fleet)}.beat.*.*"
+
+
+def beat_ask(fleet: str) -> str:
+    """A newcomer asks here for everybody's beat at once."""
+    return f"hr.{token(fleet)}.beat_ask"
+
+
+def gone(actor: str, request: str) -> str:
+    """Reply subject of delta frames: the server's 503 on it says that the client has gone."""
+    return f"_R.{token(actor)}.{token(request)}"
+
+
+def gone_all(actor: str) -> str:
+    """What a detokenizer listens to for those."""
+    return f"_R.{token(actor)}.*"

@@ -1,0 +1,184 @@
+"""The client library against a scripted service, over both buses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from services.launcher.client import Client, ask_all
+from shared import subjects
+from shared.bus import Bus, Delivery, NoResponders
+from shared.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineError,
+    Overloaded,
+    Unavailable,
+    error_body,
+    error_headers,
+)
+
+Connect = Callable[[], Awaitable[Bus]]
+END = {"Headrace-End": "1"}
+
+
+def frame(number: int, kind: str = "delta", attempt: int = 1, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "request_id": "r", "attempt": attempt, "frame": number, **more}
+
+
+class Service:
+    """Answers each request with the frames of `script`; the last one carries the end header."""
+
+    def __init__(self, bus: Bus, script: list[dict[str, Any]]) -> None:
+        self._bus = bus
+        self._script = script
+        self.asked: list[dict[str, Any]] = []
+        self.traces: list[str] = []
+        self.cancelled: asyncio.Queue[str] = asyncio.Queue()
+
+    async def listen(self, model: str) -> None:
+        await self._bus.subscribe(subjects.generate_any_tenant(model), self._on_request, queue="tokenizers")
+        await self._bus.subscribe(subjects.CANCEL_ALL, lambda d: self.cancelled.put_nowait(d.subject))
+        await self._bus.flush()
+
+    def _on_request(self, delivery: Delivery) -> None:
+        self.asked.append(json.loads(delivery.data))
+        self.traces.append(delivery.headers.get("traceparent", ""))
+        for i, body in enumerate(self._script):
+            ended = i == len(self._script) - 1 and body["type"] in ("done", "error", "answer")
+            self._bus.publish(delivery.reply, json.dumps(body).encode(), headers=END if ended else None)
+
+
+@pytest.fixture
+async def client(connect: Connect) -> AsyncIterator[Client]:
+    return await Client.open(await connect())
+
+
+async def serve(connect: Connect, model: str, script: list[dict[str, Any]]) -> Service:
+    service = Service(await connect(), script)
+    await service.listen(model)
+    return service
+
+
+async def test_a_stream_gives_every_frame_in_order(connect: Connect, client: Client, fleet: str) -> None:
+    script = [frame(0, "accepted"), *(frame(i) for i in range(1, 9)), frame(9, "done")]
+    service = await serve(connect, fleet, script)
+    got = [f async for f in client.stream({"model": fleet, "prompt": "p"}, trace="00-a-b-01")]
+    assert got == script
+    (asked,) = service.asked
+    assert (asked["stream"], asked["prompt"], asked["model"]) == (True, "p", fleet)
+    assert len(asked["request_id"]) == 22
+    assert service.traces == ["00-a-b-01"]
+    assert service.cancelled.empty()
+
+
+async def test_a_plain_request_gets_the_one_reply(connect: Connect, client: Client, fleet: str) -> None:
+    service = await serve(connect, fleet, [{"type": "answer", "choices": [{"text": "x"}]}])
+    got = await client.complete({"model": fleet, "stream": True, "request_id": "mine"})
+    assert got["choices"] == [{"text": "x"}]
+    assert service.asked == [{"model": fleet, "stream": False, "request_id": "mine"}]
+
+
+async def test_a_hole_in_the_stream_is_an_error_and_cancels(
+    connect: Connect, client: Client, fleet: str
+) -> None:
+    service = await serve(connect, fleet, [frame(0, "accepted"), frame(1), frame(3)])
+    frames = client.stream({"model": fleet, "request_id": "r"})
+    assert [(await anext(frames))["frame"] for _ in range(2)] == [0, 1]
+    with pytest.raises(EngineError, match=r"frame 2 of request r is missing \(frame 3 came\)"):
+        await anext(frames)
+    assert await asyncio.wait_for(service.cancelled.get(), 5) == "headrace.v1.cancel.public.r"
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+async def test_a_stream_may_start_over(connect: Connect, client: Client, fleet: str, attempt: int) -> None:
+    again = [frame(0, "accepted", attempt), frame(1, "delta", attempt), frame(2, "done", attempt)]
+    await serve(connect, fleet, [frame(0, "accepted"), frame(1), frame(2), *again])
+    assert [f["frame"] async for f in client.stream({"model": fleet})] == [0, 1, 2, 0, 1, 2]
+
+
+async def test_a_late_frame_of_an_earlier_attempt_is_an_error(
+    connect: Connect, client: Client, fleet: str
+) -> None:
+    await serve(connect, fleet, [frame(0, "accepted", 2), frame(1, "delta", 1)])
+    with pytest.raises(EngineError, match="is missing"):
+        _ = [f async for f in client.stream({"model": fleet})]
+
+
+async def test_errors_come_back_typed(connect: Connect, client: Client, fleet: str) -> None:
+    error = Overloaded("1024 requests wait: try later", retry_after_ms=1500)
+    await serve(connect, fleet, [{**frame(0, "error"), **error_body(error, "r")}])
+    with pytest.raises(Overloaded, match="1024 requests wait: try later") as caught:
+        await client.complete({"model": fleet})
+    assert caught.value.retry_after_ms == 1500
+    with pytest.raises(Overloaded):
+        _ = [f async for f in client.stream({"model": fleet})]
+
+
+async def test_an_error_keeps_its_parameter(connect: Connect, client: Client, fleet: str) -> None:
+    bus = await connect()
+    error = BadRequest("temperature is over 2", param="temperature")
+    await bus.subscribe(
+        subjects.generate_any_tenant(fleet),
+        lambda d: bus.publish(d.reply, json.dumps(error_body(error)).encode(), headers=error_headers(error)),
+    )
+    await bus.flush()
+    with pytest.raises(BadRequest, match="temperature is over 2") as caught:
+        await client.complete({"model": fleet})
+    assert caught.value.param == "temperature"
+
+
+async def test_nobody_serves_the_model(client: Client, fleet: str) -> None:
+    with pytest.raises(
+        Unavailable, match=f"no service answers for model '{fleet}': start one with `headrace up`"
+    ):
+        await client.complete({"model": fleet}, timeout_s=60)
+
+
+async def test_a_service_that_says_nothing_ends_in_a_timeout(
+    connect: Connect, client: Client, fleet: str
+) -> None:
+    service = await serve(connect, fleet, [])
+    with pytest.raises(DeadlineExceeded, match=r"no answer to request quiet within 0\.02 s"):
+        await client.complete({"model": fleet, "request_id": "quiet"}, timeout_s=0.02)
+    assert await asyncio.wait_for(service.cancelled.get(), 5) == "headrace.v1.cancel.public.quiet"
+
+
+async def test_leaving_a_stream_cancels_it(connect: Connect, client: Client, fleet: str) -> None:
+    service = await serve(connect, fleet, [frame(0, "accepted"), frame(1)])
+    async with contextlib.aclosing(client.stream({"model": fleet, "request_id": "left"})) as frames:
+        assert (await anext(frames))["type"] == "accepted"
+    assert await asyncio.wait_for(service.cancelled.get(), 5) == "headrace.v1.cancel.public.left"
+
+
+async def test_a_request_without_a_model(client: Client) -> None:
+    with pytest.raises(EngineError, match="add `model`"):
+        await client.complete({"prompt": "x"})
+
+
+async def test_an_answer_that_is_not_json(connect: Connect, client: Client, fleet: str) -> None:
+    bus = await connect()
+    await bus.subscribe(subjects.generate_any_tenant(fleet), lambda d: bus.publish(d.reply, b"\x80what"))
+    await bus.flush()
+    with pytest.raises(EngineError, match="not JSON"):
+        await client.complete({"model": fleet})
+
+
+async def test_ask_all_collects_every_answer(connect: Connect, fleet: str) -> None:
+    asker = await connect()
+    for name in (b'{"id":1}', b'{"id":2}'):
+        bus = await connect()
+        await bus.subscribe(fleet, lambda d, bus=bus, name=name: bus.publish(d.reply, name))
+        await bus.flush()
+    got = await ask_all(asker, fleet, wait_s=0.2)
+    assert sorted(body["id"] for body in got) == [1, 2]
+
+
+async def test_ask_all_with_nobody_there(connect: Connect, fleet: str) -> None:
+    with pytest.raises(NoResponders, match="no service runs on this server"):
+        await ask_all(await connect(), fleet, wait_s=60)

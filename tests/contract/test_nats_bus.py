@@ -1,0 +1,160 @@
+"""What only a real network does to a NatsBus: reconnects, slow consumers, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+
+from services.launcher import nats_server as servers
+from services.launcher.nats_server import NatsServer
+from shared.bus import BusFault, Delivery
+from shared.errors import SetupError
+from shared.nats_bus import OUTBOX_LIMIT_BYTES, NatsBus
+
+
+class Faults:
+    """Collects faults and wakes who waits for a kind."""
+
+    def __init__(self) -> None:
+        self.got: list[BusFault] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, fault: BusFault) -> None:
+        self.got.append(fault)
+        self._changed.set()
+
+    async def wait_for(self, kind: str) -> BusFault:
+        async with asyncio.timeout(10):
+            while not (found := [f for f in self.got if f.kind == kind]):
+                self._changed.clear()
+                await self._changed.wait()
+        return found[0]
+
+
+@pytest.fixture
+def own_server() -> Iterator[list[NatsServer]]:
+    """A server of the test's own in a list, so that the test may replace it."""
+    running = [servers.start()]
+    yield running
+    for server in running:
+        server.stop()
+
+
+async def test_comes_back_after_the_server_was_killed(own_server: list[NatsServer]) -> None:
+    faults, got, everything = Faults(), [], asyncio.Event()
+    server = own_server[0]
+    bus = await NatsBus.connect(server.url, on_fault=faults, timeout_s=5)
+
+    def collect(delivery: Delivery) -> None:
+        got.append(int(delivery.data))
+        if delivery.data == b"99":
+            everything.set()
+
+    await bus.subscribe("a.*", collect)
+    await bus.flush()
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait()
+    await faults.wait_for("disconnected")
+    for i in range(100):
+        bus.publish("a.b", b"%d" % i)
+    assert bus.backlog_bytes == sum(len(str(i)) for i in range(100))
+    port = urlparse(server.url).port
+    assert port is not None
+    own_server.append(servers.start(port))
+    await faults.wait_for("reconnected")
+    await asyncio.wait_for(everything.wait(), 10)
+    assert got == list(range(100))
+    assert [f.kind for f in faults.got] == ["disconnected", "reconnected"]
+    await bus.drain()
+
+
+async def test_waits_at_the_start_for_a_server_that_comes_late() -> None:
+    probe = servers.start()
+    port = urlparse(probe.url).port
+    assert port is not None
+    probe.stop()
+    connecting = asyncio.create_task(NatsBus.connect(f"nats://127.0.0.1:{port}"))
+    await asyncio.sleep(0)
+    late = servers.start(port)
+    bus = await asyncio.wait_for(connecting, 10)
+    await bus.flush()
+    await bus.drain()
+    late.stop()
+
+
+async def test_a_server_that_is_not_there_is_a_setup_error() -> None:
+    probe = servers.start()
+    probe.stop()
+    with pytest.raises(
+        SetupError, match=r"no connection to the nats-server at nats://127\.0\.0\.1:.*headrace up"
+    ):
+        await NatsBus.connect(probe.url, timeout_s=0.2)
+
+
+async def test_dropped_messages_are_a_fault_each_burst(nats_server: NatsServer, fleet: str) -> None:
+    faults, got = Faults(), []
+    reader = await NatsBus.connect(nats_server.url, on_fault=faults, pending_messages=10, timeout_s=5)
+    sender = await NatsBus.connect(nats_server.url, timeout_s=5)
+    await reader.subscribe(fleet, got.append)
+    await reader.flush()
+    for i in range(1000):
+        sender.publish(fleet, b"%d" % i)
+    fault = await faults.wait_for("slow_consumer")
+    assert fault.detail == f"messages on {fleet} are dropped: too many unread"
+    await sender.drain()
+    await reader.drain()
+    assert 10 <= len(got) < 1000
+    assert len(faults.got) < 1000 - len(got)
+
+
+async def test_a_full_outbox_is_a_fault(own_server: list[NatsServer]) -> None:
+    faults = Faults()
+    bus = await NatsBus.connect(own_server[0].url, on_fault=faults, timeout_s=5)
+    own_server[0].process.kill()
+    await faults.wait_for("disconnected")
+    piece = bytes(8 * 1024 * 1024)
+    for _ in range(OUTBOX_LIMIT_BYTES // len(piece)):
+        bus.publish("a", piece)
+    assert len(faults.got) == 1
+    bus.publish("a", b"x")
+    assert faults.got[1:] == [
+        BusFault("overflow", f"{OUTBOX_LIMIT_BYTES} bytes wait for the server: dropped a")
+    ]
+    assert bus.backlog_bytes == OUTBOX_LIMIT_BYTES
+    await asyncio.wait_for(bus.drain(), 5)
+
+
+async def test_a_refused_subject_is_a_fault(tmp_path: Path) -> None:
+    server = servers.start(
+        extra='authorization { users = [{user: u, password: p, permissions: {publish: "ok"}}] }'
+    )
+    faults = Faults()
+    bus = await NatsBus.connect(server.url.replace("//", "//u:p@"), on_fault=faults, timeout_s=5)
+    bus.publish("forbidden", b"")
+    fault = await faults.wait_for("permission")
+    assert "forbidden" in fault.detail
+    await bus.drain()
+    server.stop()
+
+
+async def test_an_error_in_a_handler_is_a_fault(nats_server: NatsServer, fleet: str) -> None:
+    faults = Faults()
+    bus = await NatsBus.connect(nats_server.url, on_fault=faults, timeout_s=5)
+    await bus.subscribe(fleet, lambda delivery: [][1])
+    bus.publish(fleet, b"")
+    assert await faults.wait_for("error") == BusFault("error", "IndexError: list index out of range")
+    await bus.drain()
+
+
+async def test_a_subject_that_cannot_be_sent_is_a_fault(nats_server: NatsServer, fleet: str) -> None:
+    faults = Faults()
+    bus = await NatsBus.connect(nats_server.url, on_fault=faults, timeout_s=5)
+    bus.publish(f"{fleet} with spaces", b"")
+    fault = await faults.wait_for("error")
+    assert fault.detail.startswith(f"not sent to {fleet} with spaces")
+    await bus.drain()
