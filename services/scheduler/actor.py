@@ -1,0 +1,117 @@
+"""The scheduler's shell: stamps time on events, sends commands, ticks while there is work."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.scheduler import status
+from services.scheduler.core import Scheduler
+from services.scheduler.events import (
+    Arrived,
+    DrainAsked,
+    Event,
+    PeerDraining,
+    PeerLost,
+    PeerReady,
+    StreamLost,
+    Ticked,
+)
+from services.scheduler.state import Limits
+from shared import subjects
+from shared.actor import Actor, Facts
+from shared.bus import Delivery
+from shared.config import Settings
+from shared.messages import Cancel, Message, Tokenized
+from shared.micro import to_json
+from shared.peers import Peer
+from shared.port import Port
+
+TICK_US = 10_000
+
+
+class SchedulerActor(Actor):
+    """Subjects to events, commands to subjects."""
+
+    kind = "scheduler"
+
+    def __init__(self, limits: Limits, model: str) -> None:
+        self._core = Scheduler(limits)
+        self._model = model
+        self._ticking: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self, port: Port) -> None:
+        self._port = port
+        await port.bus.subscribe(subjects.CANCEL_ALL, self._on_cancel)
+        await port.bus.subscribe(subjects.TRACE_ALL, self._on_trace)
+
+    def receive(self, source: str, message: Message, trace: str) -> None:
+        transit_us = 0
+        if isinstance(message, Tokenized) and message.sent_wall_us:
+            transit_us = max(self._port.clock.wall_us() - message.sent_wall_us, 0)
+        self._handle(Arrived(source, message, trace, transit_us))
+
+    def on_peer(self, peer: Peer) -> None:
+        if peer.beat.state == "ready":
+            self._handle(PeerReady(peer.beat.kind, peer.beat.actor, peer.epoch))
+        elif peer.beat.state == "draining":
+            self._handle(PeerDraining(peer.beat.kind, peer.beat.actor))
+
+    def on_peer_gone(self, peer: Peer) -> None:
+        self._handle(PeerLost(peer.beat.kind, peer.beat.actor))
+
+    def on_stream_lost(self, source: str) -> None:
+        self._handle(StreamLost(source))
+
+    def facts(self) -> Facts:
+        return Facts(model=self._model, load=status.load(self._core.state))
+
+    def status(self) -> dict[str, object]:
+        return status.status(self._core.state)
+
+    async def drain(self) -> None:
+        self._handle(DrainAsked())
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+
+    def _handle(self, event: Event) -> None:
+        for command in self._core.handle(event, self._port.clock.now_us()):
+            self._port.send(command.to, command.message, command.trace)
+        if self._core.idle:
+            self._idle.set()
+        elif self._ticking is None:
+            self._idle.clear()
+            self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while not self._core.idle:
+            await asyncio.sleep(TICK_US / 1e6)
+            self._handle(Ticked())
+        self._ticking = None
+
+    def _on_cancel(self, delivery: Delivery) -> None:
+        try:
+            tenant, request = subjects.name_at(delivery.subject, 3), subjects.name_at(delivery.subject, 4)
+        except ValueError:
+            return  # not a name that any request could have
+        self._handle(Arrived("client", Cancel(tenant=tenant, request=request)))
+
+    def _on_trace(self, delivery: Delivery) -> None:
+        request = subjects.name_at(delivery.subject, 3)
+        if delivery.reply:
+            self._port.bus.publish(delivery.reply, to_json(status.trace(self._core.state, request)))
+
+
+def build(settings: Settings) -> SchedulerActor:
+    """The scheduler that the configuration asks for."""
+    limits = Limits(
+        window=settings.window,
+        step_tokens=settings.step_tokens,
+        max_waiting=settings.max_waiting,
+        max_waiting_tokens=settings.max_waiting_tokens,
+    )
+    return SchedulerActor(limits, settings.model)

@@ -1,0 +1,95 @@
+"""The scheduler: events in, commands out. No await, no clock, no socket, no randomness.
+
+handle(event): apply it -> admit what fits -> plan while a window is open -> commands
+"""
+
+from __future__ import annotations
+
+from services.scheduler import admission, closing, fleet, intake, plan
+from services.scheduler.events import (
+    Arrived,
+    DrainAsked,
+    Event,
+    PeerDraining,
+    PeerLost,
+    PeerReady,
+    Send,
+    StreamLost,
+    Ticked,
+)
+from services.scheduler.state import Limits, State
+from shared.messages import (
+    Cancel,
+    Detached,
+    Ended,
+    ExecHello,
+    Message,
+    StepResult,
+    StopFound,
+    Tokenized,
+)
+
+
+class Scheduler:
+    """The one authority on what is a real token, and on every block and slot."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.state = State(limits)
+
+    def handle(self, event: Event, now_us: int) -> list[Send]:
+        """Apply one event at `now_us` and return what to send, executors first: the step after
+        this one is on its way before any token leaves for a reader."""
+        state = self.state
+        state.now_us = now_us
+        self._apply(event)
+        admission.admit(state)
+        for executor in state.executors.values():
+            while len(executor.in_flight) < state.limits.window and plan.plan_step(state, executor):
+                pass
+        commands, state.out = state.out, []
+        return sorted(commands, key=lambda command: not command.to.startswith("executor."))
+
+    @property
+    def idle(self) -> bool:
+        """No request is waiting, running or closing."""
+        return not self.state.requests
+
+    def _apply(self, event: Event) -> None:
+        state = self.state
+        match event:
+            case Arrived(source, Tokenized() as asked, trace, transit_us):
+                intake.take(state, source, asked, trace, transit_us)
+            case Arrived(source, message):
+                self._apply_message(source, message)
+            case PeerReady("detokenizer", actor, epoch):
+                fleet.detokenizer_ready(state, actor, epoch)
+            case PeerDraining("detokenizer", actor):
+                state.detokenizers.pop(actor, None)
+            case PeerLost("detokenizer", actor):
+                fleet.detokenizer_lost(state, actor)
+            case PeerReady("executor", actor, _):
+                fleet.executor_back(state, actor)
+            case PeerLost("executor", actor):
+                fleet.drop_executor(state, actor, "the executor is gone")
+            case StreamLost(source) if source.startswith("executor."):
+                fleet.reset_executor(state, source.removeprefix("executor."), "its results were lost")
+            case Ticked():
+                closing.expire(state)
+            case DrainAsked():
+                state.draining = True
+
+    def _apply_message(self, source: str, message: Message) -> None:
+        state = self.state
+        match message:
+            case StepResult():
+                fleet.step_result(state, source, message)
+            case StopFound():
+                closing.stop_found(state, message)
+            case Ended():
+                closing.ended(state, message)
+            case Cancel():
+                intake.cancel(state, message)
+            case Detached():
+                intake.detach(state, message)
+            case ExecHello():
+                fleet.hello(state, source, message)

@@ -1,0 +1,71 @@
+"""What goes into the scheduler's core and what comes out. Time comes in with each event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A message from the actor `source` (kind.id)."""
+
+    source: str
+    message: Message
+    trace: str = ""
+    transit_us: int = 0  # on the way, by wall clocks: for spans, never for a decision
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """An actor is ready, or is a new incarnation (`epoch`) of itself."""
+
+    kind: str
+    actor: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """An actor missed its beats or stopped."""
+
+    kind: str
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDraining:
+    """An actor finishes what it has and takes nothing new."""
+
+    kind: str
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLost:
+    """Messages from `source` are gone for good."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed; deadlines may be due."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Take nothing new."""
+
+
+Event = Arrived | PeerReady | PeerDraining | PeerLost | StreamLost | Ticked | DrainAsked
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `message` to the actor `to` (kind.id)."""
+
+    to: str
+    message: Message
+    trace: str = ""

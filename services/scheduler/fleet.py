@@ -1,0 +1,87 @@
+"""Executors and detokenizers come and go; what they held is rebuilt from the scheduler's record."""
+
+from __future__ import annotations
+
+from services.scheduler import closing, intake, results
+from services.scheduler.ledger import Ledger
+from services.scheduler.records import Phase, Sequence
+from services.scheduler.state import Executor, State, Unit
+from shared.messages import ExecHello, ExecReset, ExecWelcome, StepResult
+
+
+def hello(state: State, source: str, message: ExecHello) -> None:
+    """An executor with empty slots. A repeated hello of a known incarnation is only welcomed."""
+    known, epoch = state.executors.get(message.executor), message.exec_epoch
+    state.dropped.pop(message.executor, None)
+    if known is None or known.epoch != epoch:
+        if known is not None:
+            drop_executor(state, message.executor, "the executor restarted")
+        ledger = Ledger(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
+        state.executors[message.executor] = Executor(message, epoch, ledger)
+    state.send(source, ExecWelcome(exec_epoch=epoch))
+
+
+def step_result(state: State, source: str, result: StepResult) -> None:
+    """Apply a result of a known incarnation; a forgotten one is told to start over."""
+    executor = state.executors.get(source.removeprefix("executor."))
+    if executor is not None and executor.epoch == result.exec_epoch:
+        results.apply(state, executor, result)
+    elif executor is None:
+        state.send(source, ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has forgotten it"))
+
+
+def executor_back(state: State, executor_id: str) -> None:
+    """An executor that had been given up beats again: its slots are stale, it must start over."""
+    epoch = state.dropped.get(executor_id)
+    if epoch is not None:
+        state.send(f"executor.{executor_id}", ExecReset(exec_epoch=epoch, why="it was given up for dead"))
+
+
+def drop_executor(state: State, executor_id: str, why: str) -> None:
+    """The executor's memory is gone: its sequences wait again, with all their tokens."""
+    executor = state.executors.pop(executor_id, None)
+    if executor is None:
+        return
+    state.dropped[executor_id] = executor.epoch
+    for sequence in executor.running:
+        sequence.leave()
+        sequence.phase = Phase.WAITING
+        sequence.decide(state.now_us, "requeue", why, tokens=len(sequence.tokens))
+        state.waiting.append(Unit([sequence]))
+    state.waiting.sort(key=lambda unit: unit.order)
+
+
+def reset_executor(state: State, executor_id: str, why: str) -> None:
+    """Make an executor that cannot be trusted start over as a new incarnation."""
+    executor = state.executors.get(executor_id)
+    if executor is not None:
+        state.send(executor.source, ExecReset(exec_epoch=executor.epoch, why=why))
+        drop_executor(state, executor_id, why)
+
+
+def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
+    """A detokenizer, or a new incarnation of one: it gets the orphans, and its own back."""
+    restarted = state.detokenizers.get(shard, epoch) != epoch
+    state.detokenizers[shard] = epoch
+    for request in list(state.requests.values()):
+        if not request.shard or (restarted and request.shard == shard):
+            _reopen(state, request.sequences)
+
+
+def detokenizer_lost(state: State, shard: str) -> None:
+    """Its sequences are opened at another one with all their tokens, or wait for one."""
+    state.detokenizers.pop(shard, None)
+    for request in list(state.requests.values()):
+        if request.shard == shard:
+            _reopen(state, request.sequences)
+
+
+def _reopen(state: State, sequences: list[Sequence]) -> None:
+    """A new attempt of the reply stream, from the first token on."""
+    request = sequences[0].request
+    request.attempt += 1
+    intake.assign_shard(state, request)
+    for sequence in sequences:
+        if not sequence.live:
+            sequence.close_deadline_us = state.now_us + closing.ENDED_WITHIN_US
+            closing.send_close(state, sequence)

@@ -1,0 +1,129 @@
+"""Requests and sequences as the scheduler knows them. The token record here is the authority.
+
+tokens:   prompt ........ | generated, applied .... |
+computed: KV planned up to here, advanced when a step is planned
+planned_length: len(tokens) + tokens that steps in flight will sample
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.messages import Close, Decision, Timings, Tokenized
+
+
+class Phase(Enum):
+    """Where a sequence is in its life. It only moves down, but for WAITING after a requeue."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    CLOSING = "closing"  # Close sent, Ended awaited
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Request:
+    """One accepted request; `asked.tokens` is the prompt."""
+
+    asked: Tokenized
+    trace: str
+    tokenizer: str
+    arrival_us: int
+    deadline_us: int
+    transit_us: int = 0
+    attempt: int = 1  # of the reply stream: one more each time another detokenizer takes over
+    shard: str = ""  # detokenizer id, "" while none is alive
+    sequences: list[Sequence] = field(default_factory=list)
+    detached: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.asked.tenant, self.asked.request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request."""
+
+    seq: int
+    request: Request
+    choice: int
+    seed: int
+    tokens: array[int]
+    prompt_tokens: int
+    max_length: int
+    stop_ids: frozenset[int]
+    phase: Phase = Phase.WAITING
+    placement: int = 0  # counts placements: rows of an earlier one are ignored
+    executor: str = ""
+    slot: int = -1
+    generation: int = 0  # of the slot
+    table: list[int] = field(default_factory=list)
+    table_sent: int = 0  # entries of the table that the executor has
+    reserved: int = 0  # blocks promised and not yet allocated
+    opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
+    computed: int = 0
+    planned_length: int = 0
+    leader: Sequence | None = None  # computes the prompt for this sequence, until the fork
+    final: int = 0
+    reason: str = ""
+    close_deadline_us: int = 0
+    close: Close | None = None  # as sent, for a re-open
+    admitted_us: int = 0
+    first_token_us: int = 0
+    last_token_us: int = 0
+    prefill_chunks: int = 0
+    steps: int = 0
+    cached_tokens: int = 0
+    decisions: list[Decision] = field(default_factory=list)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.opened_length
+
+    @property
+    def live(self) -> bool:
+        return self.phase in (Phase.WAITING, Phase.RUNNING)
+
+    @property
+    def decodable(self) -> bool:
+        """Its next input token is the device's own last sample."""
+        return (
+            self.leader is None
+            and self.computed >= self.opened_length
+            and self.planned_length < self.max_length
+        )
+
+    def leave(self) -> None:
+        """Forget the executor; rows in flight are ignored from now on."""
+        self.placement += 1
+        self.executor, self.slot, self.leader = "", -1, None
+        self.table, self.table_sent, self.reserved = [], 0, 0
+        self.opened_length = self.computed = self.planned_length = 0
+
+    def decide(self, now_us: int, what: str, why: str, **numbers: int) -> None:
+        """Note a decision for the request's trace."""
+        at_us = now_us - self.request.arrival_us
+        self.decisions.append(Decision(at_us=at_us, what=what, why=why, numbers=tuple(numbers.items())))
+
+
+def timings_of(sequence: Sequence) -> Timings:
+    """The stages of a sequence so far."""
+    asked = sequence.request.asked
+    first = sequence.first_token_us or sequence.last_token_us
+    return Timings(
+        received_wall_us=asked.received_wall_us,
+        tokenize_us=max(asked.sent_wall_us - asked.received_wall_us, 0),
+        transit_us=sequence.request.transit_us,
+        queue_us=max(sequence.admitted_us - sequence.request.arrival_us, 0) if sequence.admitted_us else 0,
+        prefill_us=max(first - sequence.admitted_us, 0) if first else 0,
+        decode_us=max(sequence.last_token_us - first, 0),
+        prefill_chunks=sequence.prefill_chunks,
+        steps=sequence.steps,
+    )

@@ -1,0 +1,102 @@
+"""What a step brought: the sampled ids become tokens of their sequences, in order, once."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from services.scheduler import closing
+from services.scheduler.records import Phase, Sequence
+from services.scheduler.state import Executor, State
+from shared.messages import StepResult, Tokens, floats, ints
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The tokens of one step for one detokenizer shard."""
+
+    seqs: array[int] = field(default_factory=ints)
+    first: array[int] = field(default_factory=ints)
+    ids: array[int] = field(default_factory=ints)
+    logprobs: array[float] = field(default_factory=floats)
+    top_counts: array[int] = field(default_factory=ints)
+    top_ids: array[int] = field(default_factory=ints)
+    top_logprobs: array[float] = field(default_factory=floats)
+
+
+def apply(state: State, executor: Executor, result: StepResult) -> None:
+    """Take the result of the oldest step in flight; a result seen before does nothing."""
+    if not executor.in_flight or result.step != executor.in_flight[0].step:
+        return
+    flight = executor.in_flight.popleft()
+    executor.ledger.acknowledge(result.step)
+    executor.steps_done += 1
+    if result.error:
+        _fail_step(state, executor, result)
+        return
+    batches: dict[str, _Batch] = {}
+    over: list[tuple[Sequence, str]] = []
+    tops = _tops(result)
+    for index, (sequence, placement) in enumerate(flight.rows):
+        token = result.ids[index]
+        if sequence.placement != placement or sequence.phase is not Phase.RUNNING or token < 0:
+            continue
+        shard = sequence.request.shard
+        if shard:
+            batch = batches.get(shard) or batches.setdefault(shard, _Batch())
+            batch.seqs.append(sequence.seq)
+            batch.first.append(len(sequence.tokens) - sequence.prompt_tokens)
+            batch.ids.append(token)
+            if result.logprobs:
+                _add_logprobs(batch, result, index, tops)
+        sequence.tokens.append(token)
+        sequence.last_token_us = state.now_us
+        if token in sequence.stop_ids:
+            over.append((sequence, "stop"))
+        elif len(sequence.tokens) >= sequence.max_length:
+            over.append((sequence, "length"))
+        if not sequence.first_token_us:
+            sequence.first_token_us = state.now_us
+    for shard, batch in batches.items():
+        state.send(f"detokenizer.{shard}", _message(executor, result.step, batch))
+    for sequence, reason in over:
+        closing.finish(state, sequence, sequence.generated, reason)
+
+
+def _fail_step(state: State, executor: Executor, result: StepResult) -> None:
+    """The engine failed on a step: none of the executor's sequences can trust its KV any more."""
+    for sequence in list(executor.running):
+        message = f"step {result.step} of {executor.source} failed: {result.error}"
+        closing.fail(state, sequence.request, 500, message)
+
+
+def _tops(result: StepResult) -> list[int]:
+    """Where each row's alternatives start in `top_ids`."""
+    starts, at = [], 0
+    for count in result.top_counts:
+        starts.append(at)
+        at += count
+    return starts
+
+
+def _add_logprobs(batch: _Batch, result: StepResult, index: int, tops: list[int]) -> None:
+    batch.logprobs.append(result.logprobs[index])
+    count, start = result.top_counts[index], tops[index]
+    batch.top_counts.append(count)
+    batch.top_ids.extend(result.top_ids[start : start + count])
+    batch.top_logprobs.extend(result.top_logprobs[start : start + count])
+
+
+def _message(executor: Executor, step: int, batch: _Batch) -> Tokens:
+    return Tokens(
+        executor=executor.hello.executor,
+        step=step,
+        seqs=batch.seqs,
+        first=batch.first,
+        counts=ints([1]) * len(batch.seqs),
+        ids=batch.ids,
+        logprobs=batch.logprobs,
+        top_counts=batch.top_counts,
+        top_ids=batch.top_ids,
+        top_logprobs=batch.top_logprobs,
+    )

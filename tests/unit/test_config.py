@@ -1,0 +1,92 @@
+"""Settings: which source wins, what a mistake reads like, and that a child gets the same values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.config import PREFIX, Settings, load
+from shared.errors import SetupError
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+
+
+def test_flag_beats_env_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "headrace.toml"
+    file.write_text('window = 4\nstep_tokens = 512\nslots = 7\nfleet = "blue"\n')
+    monkeypatch.setenv("HEADRACE_STEP_TOKENS", "128")
+    monkeypatch.setenv("HEADRACE_SLOTS", "9")
+    loaded = load(file, {"slots": "11", "threads": None})
+    s = loaded.settings
+    assert (s.window, s.step_tokens, s.slots, s.fleet, s.threads) == (4, 128, 11, "blue", 0)
+    named = ("window", "step_tokens", "slots", "fleet", "threads")
+    assert [loaded.origins[n] for n in named] == ["file", "env", "flag", "file", "default"]
+
+
+def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "h.toml"
+    file.write_text("window = 3\n")
+    monkeypatch.setenv("HEADRACE_CONFIG", str(file))
+    loaded = load()
+    assert (loaded.settings.window, loaded.origins["window"], loaded.unknown_env) == (3, "file", ())
+
+
+def test_at_most_forty_settings_each_explained() -> None:
+    assert len(Settings.model_fields) <= 36
+    assert all(field.description for field in Settings.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("window = 9", "window: Input should be less than or equal to 4, not 9 (file "),
+        ("windows = 2", "windows: no such setting (file "),
+        ("window = ", "cannot be read"),
+    ],
+)
+def test_a_mistake_in_the_file_names_it(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "h.toml"
+    file.write_text(text)
+    with pytest.raises(SetupError) as caught:
+        load(file)
+    assert said in caught.value.message
+    assert str(file) in caught.value.message
+
+
+def test_a_mistake_in_a_variable_or_flag_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_KV_BLOCKS", "many")
+    with pytest.raises(SetupError, match=r"kv_blocks: .*not 'many' \(variable HEADRACE_KV_BLOCKS\)"):
+        load()
+    monkeypatch.delenv("HEADRACE_KV_BLOCKS")
+    with pytest.raises(SetupError, match=r"fleet: .*not 'a b' \(flag --fleet\)"):
+        load(flags={"fleet": "a b"})
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="no configuration file"):
+        load(tmp_path / "none.toml")
+
+
+def test_misspelt_variables_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_WINDOWS", "2")
+    assert load().unknown_env == ("HEADRACE_WINDOWS",)
+
+
+def test_a_child_gets_the_same_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = {"deterministic": True, "cache_dir": tmp_path, "request_timeout_s": 1.5, "backend": "sim"}
+    settings = load(flags=given).settings
+    for name, value in settings.to_env().items():
+        monkeypatch.setenv(name, value)
+    assert load().settings.model_dump() == settings.model_dump()
+
+
+def test_the_home_folder_is_expanded() -> None:
+    assert load().settings.models_dir == Path.home() / ".cache/headrace/models"

@@ -1,0 +1,157 @@
+"""The supervisor over small real processes: lines, restarts, order of the drain, kills, no orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.launcher import supervisor as module
+from services.launcher.supervisor import ServiceSpec, Supervisor, service_specs
+
+FOREVER = "import signal, time; print('up', flush=True); signal.pause()"
+POLITE = (
+    "import signal, sys; signal.signal(signal.SIGTERM, lambda *a: (print('bye', flush=True), sys.exit(0)));"
+    "print('up', flush=True); signal.pause()"
+)
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\nwhile 1: signal.pause()"
+
+
+class Lines:
+    """Collects the lines of services and wakes who waits for one."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[str, str]] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, name: str, line: str) -> None:
+        self.got.append((name, line))
+        self._changed.set()
+
+    async def wait_for(self, name: str, line: str, times: int = 1) -> None:
+        async with asyncio.timeout(20):
+            while self.got.count((name, line)) < times:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def spec(name: str, code: str, kind: str = "") -> ServiceSpec:
+    return ServiceSpec(name, kind or name, (sys.executable, "-S", "-c", code))
+
+
+def supervise(lines: Lines, *specs: ServiceSpec) -> Supervisor:
+    supervisor = Supervisor(specs, dict(os.environ), lines)
+    supervisor.start()
+    return supervisor
+
+
+async def test_drains_kind_by_kind_in_order() -> None:
+    lines = Lines()
+    running = supervise(lines, spec("b", POLITE), spec("a-0", POLITE, "a"), spec("a-1", POLITE, "a"))
+    for name in ("a-0", "a-1", "b"):
+        await lines.wait_for(name, "up")
+    assert await running.drain(["a", "b"], 20, lambda left, kind: None) is True
+    goodbyes = [name for name, line in lines.got if line == "bye"]
+    assert sorted(goodbyes[:2]) == ["a-0", "a-1"]
+    assert goodbyes[2:] == ["b"]
+    assert [s.process.returncode for s in running.services if s.process] == [0, 0, 0]
+
+
+async def test_what_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KILL_GRACE_S", 0.05)
+    lines, told = Lines(), []
+    running = supervise(lines, spec("a", STUBBORN))
+    await lines.wait_for("a", "up")
+    assert await running.drain(["a"], 0.05, lambda left, kind: told.append(kind)) is False
+    assert [s.process.returncode for s in running.services if s.process] == [-signal.SIGKILL]
+    assert told[0] == "a"
+
+
+async def test_a_kill_ends_a_drain() -> None:
+    lines = Lines()
+    running = supervise(lines, spec("a", STUBBORN), spec("b", FOREVER))
+    await lines.wait_for("a", "up")
+    await lines.wait_for("b", "up")
+    told = asyncio.Event()
+    draining = asyncio.create_task(running.drain(["a", "b"], 1000, lambda left, kind: told.set()))
+    await told.wait()
+    await running.kill()
+    await asyncio.wait_for(draining, 10)
+    await running.kill()
+    assert {s.process.returncode for s in running.services if s.process} == {-signal.SIGKILL}
+
+
+async def test_a_dead_service_starts_again_with_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(module, "BACKOFF_LAST_S", 0.02)
+    lines = Lines()
+    running = supervise(lines, spec("a", "print('up'); raise SystemExit(3)"), spec("b", POLITE))
+    await lines.wait_for("a", "up", times=4)
+    await lines.wait_for("b", "up")
+    assert await running.first_failure == "a ended with status 3"
+    ended = [line for name, line in lines.got if name == "a" and line != "up"]
+    assert ended[:3] == [f"ended with status 3; starts again in {t} s" for t in ("0.01", "0.02", "0.02")]
+    assert running.services[0].restarts >= 3
+    assert await running.drain(["a", "b"], 20, lambda left, kind: None) is True
+    assert lines.got.count(("b", "up")) == 1
+
+
+async def test_a_killed_service_is_told_by_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
+    lines = Lines()
+    running = supervise(lines, spec("a", FOREVER))
+    await lines.wait_for("a", "up")
+    running.services[0].send(signal.SIGKILL)
+    await lines.wait_for("a", "was ended by SIGKILL; starts again in 0.01 s")
+    await lines.wait_for("a", "up", times=2)
+    await running.kill()
+
+
+async def test_lines_of_any_length_and_bytes() -> None:
+    lines = Lines()
+    code = "import sys; o=sys.stdout.buffer; o.write(b'x'*3000000+b'\\nb\\xffd\\nlast'); o.flush(); import signal; signal.pause()"
+    running = supervise(lines, spec("a", code))
+    await lines.wait_for("a", "b�d")
+    await running.kill()
+    assert ("a", "last") in lines.got
+
+
+def test_services_die_with_the_launcher(tmp_path: Path) -> None:
+    """SIGKILL on the process that supervises: its child must be gone, though nobody told it."""
+    code = f"""
+import asyncio, os, sys
+from services.launcher.supervisor import ServiceSpec, Supervisor
+async def main():
+    code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+    Supervisor([ServiceSpec("a", "a", ({sys.executable!r}, "-S", "-c", code))], dict(os.environ),
+               lambda name, line: print(line, flush=True)).start()
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    child = int(launcher.stdout.readline())
+    gone = os.pidfd_open(child)
+    launcher.kill()
+    launcher.wait()
+    import select
+
+    assert select.select([gone], [], [], 10)[0] == [gone]  # readable once the process has ended
+    os.close(gone)
+
+
+def test_specs_are_named_by_kind_and_number() -> None:
+    specs = service_specs({"scheduler": 1, "executor": 2})
+    assert [(s.name, s.kind) for s in specs] == [
+        ("scheduler", "scheduler"),
+        ("executor-0", "executor"),
+        ("executor-1", "executor"),
+    ]
+    assert specs[1].argv == (
+        sys.executable, "-m", "services.launcher.serve", "executor", "--name", "executor-0",
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""Trace context by the examples of the W3C specification, and the two forms of a log line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import pytest
+
+from shared import logs, telemetry
+
+EXAMPLE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"  # W3C Trace Context, section 3.2
+
+
+def test_a_new_trace_is_valid_and_random() -> None:
+    one, two = telemetry.new_trace(), telemetry.new_trace(sampled=False)
+    assert telemetry.is_valid(one)
+    assert telemetry.is_valid(two)
+    assert telemetry.trace_id(one) != telemetry.trace_id(two)
+    assert (telemetry.is_sampled(one), telemetry.is_sampled(two)) == (True, False)
+
+
+def test_a_child_keeps_the_trace_and_changes_the_span() -> None:
+    child = telemetry.child(EXAMPLE)
+    assert child[:36] == EXAMPLE[:36]
+    assert child[-3:] == "-01"
+    assert child[36:52] != EXAMPLE[36:52]
+    assert telemetry.is_valid(child)
+
+
+def test_off_costs_nothing_and_stays_off() -> None:
+    assert telemetry.child("") == telemetry.trace_id("") == telemetry.from_headers({}) == ""
+    assert telemetry.is_sampled("") is False
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        (EXAMPLE, True),
+        (EXAMPLE[:-2] + "00", True),
+        ("cc" + EXAMPLE[2:] + "-what-the-future-will-be-like", True),  # higher versions may be longer
+        (EXAMPLE + "-more", False),
+        ("ff" + EXAMPLE[2:], False),
+        (EXAMPLE.upper(), False),
+        ("00-" + "0" * 32 + EXAMPLE[35:], False),
+        (EXAMPLE[:36] + "0" * 16 + "-01", False),
+        (EXAMPLE[:-1], False),
+        ("", False),
+    ],
+)
+def test_which_headers_are_taken(text: str, valid: bool) -> None:
+    assert telemetry.is_valid(text) is valid
+    assert telemetry.from_headers({"traceparent": text}) == (text if valid else "")
+
+
+@pytest.fixture
+def _logging_as_before() -> object:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], level = before
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("_logging_as_before")
+def test_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("scheduler", level="warning")
+    log = logging.getLogger("headrace.test")
+    log.info("not shown")
+    log.warning("%d blocks", 3)
+    logs.setup("", level="info")
+    log.info("ready")
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} scheduler warning: 3 blocks", first)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3}: ready", second)
+
+
+@pytest.mark.usefixtures("_logging_as_before")
+def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("executor", as_json=True)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logging.getLogger("headrace.test").exception("it broke: ü")
+    row = json.loads(capsys.readouterr().err)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", row.pop("time"))
+    assert row.pop("exception").endswith("ValueError: bad")
+    assert row == {
+        "level": "error",
+        "component": "executor",
+        "logger": "headrace.test",
+        "message": "it broke: ü",
+    }
