@@ -24,9 +24,15 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """Every metadata key of the file. Arrays become lists. Raises SetupError on a damaged file."""
+    return read_header(path)[0]
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The metadata, and the byte at which the tensor directory begins. Raises as `read_metadata`."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Cursor(data, path).header()
+            cursor = _Cursor(data, path)
+            return cursor.header(), cursor.at
     except (struct.error, IndexError, UnicodeDecodeError, ValueError) as error:
         raise SetupError(f"{path} is not a whole GGUF file ({error}); pull the model again") from error
 
@@ -37,30 +43,30 @@ class _Cursor:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
         self._path = path
-        self._at = 0
+        self.at = 0
 
     def header(self) -> dict[str, Any]:
         magic, version = self._data[:4], _U32.unpack_from(self._data, 4)[0]
         if magic != b"GGUF" or version not in (2, 3):
             raise SetupError(f"{self._path} is not a GGUF file of version 2 or 3")
         count = _U64.unpack_from(self._data, 16)[0]  # after the tensor count
-        self._at = 24
+        self.at = 24
         return {self._string(): self._value(self._u32()) for _ in range(count)}
 
     def _u32(self) -> int:
-        self._at += 4
-        return int(_U32.unpack_from(self._data, self._at - 4)[0])
+        self.at += 4
+        return int(_U32.unpack_from(self._data, self.at - 4)[0])
 
     def _u64(self) -> int:
-        self._at += 8
-        return int(_U64.unpack_from(self._data, self._at - 8)[0])
+        self.at += 8
+        return int(_U64.unpack_from(self._data, self.at - 8)[0])
 
     def _string(self) -> str:
         size = self._u64()
-        start, self._at = self._at, self._at + size
-        if self._at > len(self._data):
+        start, self.at = self.at, self.at + size
+        if self.at > len(self._data):
             raise ValueError("a string runs past the end")
-        return self._data[start : self._at].decode()
+        return self._data[start : self.at].decode()
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -76,15 +82,15 @@ class _Cursor:
         code = "B" if kind == _BOOL else _SCALARS[kind]
         column: array[Any] = array(code)
         size = count * column.itemsize
-        column.frombytes(self._data[self._at : self._at + size])
+        column.frombytes(self._data[self.at : self.at + size])
         if len(column) != count:
             raise ValueError("an array runs past the end")
-        self._at += size
+        self.at += size
         return [bool(v) for v in column] if kind == _BOOL else column.tolist()
 
     def _strings(self, count: int) -> list[str]:
         # The two long arrays (tokens, merges) are the whole cost: one tight loop with local names.
-        data, unpack, at = self._data, _U64.unpack_from, self._at
+        data, unpack, at = self._data, _U64.unpack_from, self.at
         out = []
         for _ in range(count):
             start = at + 8
@@ -92,5 +98,5 @@ class _Cursor:
             out.append(data[start:at].decode())
         if at > len(data):
             raise ValueError("a string array runs past the end")
-        self._at = at
+        self.at = at
         return out

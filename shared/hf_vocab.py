@@ -19,7 +19,10 @@ def hf_parts(folder: Path) -> VocabularyParts:
     if not file.is_file():
         raise SetupError(f"{folder} has no tokenizer.json; Headrace reads no other tokenizer format there")
     source = file.read_text("utf-8")
-    tokenizer = Tokenizer.from_str(source)
+    try:
+        tokenizer = Tokenizer.from_str(source)
+    except Exception as error:  # the library raises nothing narrower
+        raise SetupError(f"{file} is not a tokenizer ({error}); fetch the model again") from error
     config = _json(folder / "tokenizer_config.json")
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     tokens = [""] * (max(vocab.values()) + 1)

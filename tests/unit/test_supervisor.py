@@ -19,7 +19,10 @@ POLITE = (
     "import signal, sys; signal.signal(signal.SIGTERM, lambda *a: (print('bye', flush=True), sys.exit(0)));"
     "print('up', flush=True); signal.pause()"
 )
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\nwhile 1: signal.pause()"
+STUBBORN = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\n"
+    "while 1: signal.pause()"
+)
 
 
 class Lines:
@@ -114,7 +117,10 @@ async def test_a_killed_service_is_told_by_its_signal(monkeypatch: pytest.Monkey
 
 async def test_lines_of_any_length_and_bytes() -> None:
     lines = Lines()
-    code = "import sys; o=sys.stdout.buffer; o.write(b'x'*3000000+b'\\nb\\xffd\\nlast'); o.flush(); import signal; signal.pause()"
+    code = (
+        "import signal, sys; out = sys.stdout.buffer; out.write(b'x' * 3_000_000 + b'\\nb\\xffd\\nlast');"
+        "out.flush(); signal.pause()"
+    )
     running = supervise(lines, spec("a", code))
     await lines.wait_for("a", "b�d")
     await running.kill()

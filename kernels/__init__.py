@@ -1,0 +1,1 @@
+"""Kernels: each operation beside its torch reference. Imports nothing of services or shared."""

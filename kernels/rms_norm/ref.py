@@ -1,0 +1,21 @@
+"""RMS norm in torch (Zhang and Sennrich 2019, arXiv:1910.07467): the meaning of the op, and the CPU path.
+
+`F.rms_norm` accumulates 16-bit inputs in float and rounds once at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension. Any leading shape."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual`, and that sum: `[tokens, hidden]` each."""
+    total = torch.add(x, residual)
+    return rms_norm(total, weight, eps), total

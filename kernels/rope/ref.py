@@ -1,0 +1,33 @@
+"""Rotary position embedding in torch (Su et al. 2021, arXiv:2104.09864), rotating halves.
+
+    out[:half] = x[:half] * cos - x[half:] * sin
+    out[half:] = x[half:] * cos + x[:half] * sin
+
+The table holds [cos cos | -sin sin], so that the rotation is two products and a sum over whole rows.
+Products and sum are separate ops on purpose: a fused multiply-add would round differently in the
+vector body and in the scalar tail of an eager op, and a row would depend on its place in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope_table(inverse_frequencies: Tensor, positions: int) -> Tensor:
+    """The rotation of every position: `[positions, 2, 2 * half]` in float32, cosines then signed sines.
+
+    `inverse_frequencies` is `[half]` in float64: theta^(-2i/dim), scaled or not.
+    """
+    at = torch.arange(positions, dtype=torch.float64)
+    angles = torch.outer(at, inverse_frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).float()
+
+
+def apply_rope(x: Tensor, rotation: Tensor) -> Tensor:
+    """`x` `[tokens, heads, head_dim]` rotated by `rotation` `[tokens, 2, head_dim]`, in float, rounded once."""
+    wide = x.float()
+    low, high = wide.chunk(2, -1)
+    cos, sin = rotation[:, 0].unsqueeze(1), rotation[:, 1].unsqueeze(1)
+    return (wide * cos + torch.cat((high, low), -1) * sin).to(x.dtype)

@@ -1,0 +1,1 @@
+"""The services of Headrace, one package each. They never import each other."""

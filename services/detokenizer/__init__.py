@@ -1,0 +1,1 @@
+"""Detokenizer: turns token ids into text, finds stop strings, owns the reply streams."""

@@ -1,0 +1,107 @@
+"""The text of one sequence: ids in by token index, text out with the indices it covers."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from services.detokenizer.text import StopFinder, TextDecoder
+from shared.errors import EngineError
+from shared.messages import Open
+from shared.vocabulary import Vocabulary
+
+
+class TokenGap(EngineError):
+    """Tokens of a sequence never arrived: its text cannot be continued."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """Text not sent yet, and the tokens it stands for: `count` from token index `first` on. Text is
+    held back to whole characters and past possible stop strings, so `count` tokens may have none."""
+
+    first: int
+    count: int
+    text: str
+
+
+class SequenceStream:
+    """One choice of one request, from Open to Close."""
+
+    __slots__ = (
+        "_decoder", "_finder", "_pieces", "_sent", "choice", "ended", "reason", "seq", "stop_index", "taken",
+    )  # fmt: skip
+
+    def __init__(self, opened: Open, vocabulary: Vocabulary) -> None:
+        self.seq = opened.seq
+        self.choice = opened.choice
+        self.taken = 0  # tokens read; stays at the stop string's last token once that is found
+        self.stop_index: int | None = None
+        self.ended = False
+        self.reason = ""
+        self._sent = 0
+        self._pieces: list[str] = []
+        self._decoder = TextDecoder(vocabulary)
+        self._finder = StopFinder(opened.stop, opened.include_stop) if opened.stop else None
+
+    def take(self, first: int, ids: array[int]) -> bool:
+        """Read tokens from index `first` on; True when they complete a stop string. Tokens read
+        before, and those behind a stop string, are dropped. Raises TokenGap."""
+        if self.stop_index is not None or self.ended:
+            return False
+        if first != self.taken:
+            if first > self.taken:
+                raise TokenGap(f"tokens {self.taken} to {first - 1} of the answer were lost; send it again")
+            ids = ids[self.taken - first :]
+        if self._finder is not None:
+            return self._take_watching(self._finder, ids)
+        self.taken += len(ids)
+        if text := self._decoder.feed(ids):
+            self._pieces.append(text)
+        return False
+
+    def _take_watching(self, finder: StopFinder, ids: array[int]) -> bool:
+        """One by one, since the index of the token that completes a stop string matters."""
+        for i in range(len(ids)):
+            self.taken += 1
+            text, found = finder.feed(self._decoder.feed(ids[i : i + 1]))
+            if text:
+                self._pieces.append(text)
+            if found:
+                self.stop_index = self.taken
+                return True
+        return False
+
+    @property
+    def waiting(self) -> bool:
+        """True when there is text to send."""
+        return bool(self._pieces)
+
+    def drain(self) -> Delta:
+        """The text since the last drain."""
+        delta = Delta(self._sent, self.taken - self._sent, "".join(self._pieces))
+        self._sent = self.taken
+        self._pieces.clear()
+        return delta
+
+    def close(self, final: int, reason: str) -> int:
+        """End the text at `final` tokens, or earlier at the stop string; the earliest index wins.
+        Returns the true number of tokens; `reason` is true then too. Raises TokenGap."""
+        if final > self.taken and self.stop_index is None:
+            raise TokenGap(f"tokens {self.taken} to {final - 1} of the answer were lost; send it again")
+        self.ended = True
+        if self.stop_index is not None and self.stop_index <= final:
+            self.reason = "stop"
+            return self.stop_index
+        self.reason = reason
+        if self.stop_index is None:
+            self._finish_text()
+        return final
+
+    def _finish_text(self) -> None:
+        rest = self._decoder.finish()
+        if self._finder is not None:
+            shown, found = self._finder.feed(rest)
+            rest = shown if found else shown + self._finder.finish()
+        if rest:
+            self._pieces.append(rest)

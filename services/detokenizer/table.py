@@ -1,0 +1,57 @@
+"""Who is open on this shard: requests by key and number, sequences by scheduler and number."""
+
+from __future__ import annotations
+
+from services.detokenizer.request import RequestText
+from services.detokenizer.stream import SequenceStream
+from shared.messages import Open
+from shared.vocabulary import Vocabulary
+
+RequestKey = tuple[str, str, str]  # scheduler, tenant, request
+
+
+class OpenTable:
+    """The open requests; the one place that adds and forgets them."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.sequences: dict[tuple[str, int], tuple[SequenceStream, RequestText]] = {}
+        self.requests: dict[RequestKey, RequestText] = {}
+        self.waiting: dict[int, RequestText] = {}  # streams with text to send, by number
+        self._vocabulary = vocabulary
+        self._numbers: dict[int, RequestKey] = {}
+        self._last_number = 0
+
+    def add(self, scheduler: str, opened: Open, trace: str) -> tuple[RequestText | None, bool]:
+        """Place a sequence: (its request or None for a duplicate or outdated Open, whether the
+        request is new). A higher attempt replaces an earlier one."""
+        key = (scheduler, opened.tenant, opened.request)
+        request = self.requests.get(key)
+        if request is not None and opened.attempt > request.opened.attempt:
+            self.forget(key)
+            request = None
+        fresh = request is None
+        if request is None:
+            self._last_number += 1
+            request = self.requests[key] = RequestText(opened, self._last_number, trace)
+            self._numbers[request.number] = key
+        elif opened.attempt < request.opened.attempt or opened.choice in request.choices:
+            return None, False
+        self.sequences[scheduler, opened.seq] = (request.add(opened, self._vocabulary), request)
+        return request, fresh
+
+    def key_of(self, number: int) -> RequestKey | None:
+        """The request with this number, if it is still open."""
+        return self._numbers.get(number)
+
+    def of_scheduler(self, scheduler: str) -> list[RequestKey]:
+        """All requests of one scheduler."""
+        return [key for key in self.requests if key[0] == scheduler]
+
+    def forget(self, key: RequestKey) -> RequestText:
+        """The request has ended; its sequences go with it."""
+        request = self.requests.pop(key)
+        del self._numbers[request.number]
+        self.waiting.pop(request.number, None)
+        for seq in request.seqs:
+            self.sequences.pop((key[0], seq), None)
+        return request

@@ -1,0 +1,1 @@
+"""Executor: owns device memory. Runs the plans of the scheduler, never decides who runs."""

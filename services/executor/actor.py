@@ -1,0 +1,194 @@
+"""The executor's shell: mailbox to device thread, results to the scheduler.
+
+It has one scheduler. It says hello with empty slots until that scheduler welcomes this incarnation
+of its device state; a restarted or lost scheduler, a lost stream or a reset makes a new incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from services.executor.backend import Backend
+from services.executor.step import DeviceThread, Reset
+from shared.actor import Actor, Facts
+from shared.config import Settings
+from shared.messages import (
+    ExecHello,
+    ExecReset,
+    ExecWelcome,
+    KvCopied,
+    KvCopy,
+    Message,
+    SlotClose,
+    SlotOpen,
+    StepPlan,
+    StepResult,
+)
+from shared.peers import Peer
+from shared.port import Port
+
+log = logging.getLogger("headrace.executor")
+
+STOP_WITHIN_S = 5.0
+
+
+class ExecutorActor(Actor):
+    """Runs what the scheduler plans."""
+
+    kind = "executor"
+
+    def __init__(self, build_backend: Callable[[], Backend], host_id: str) -> None:
+        self._build_backend = build_backend
+        self._host_id = host_id
+        self._backend: Backend | None = None
+        self._scheduler = ""  # kind.id
+        self._welcomed = False
+        self._exec_epoch = 0
+        self._last_step = 0
+        self._steps = 0
+        self._open_slots: set[int] = set()
+        self._failed_steps = 0
+
+    async def start(self, port: Port) -> None:
+        self._port = port
+        loop = asyncio.get_running_loop()
+        built: asyncio.Future[Backend] = loop.create_future()
+
+        def on_built(result: Backend | BaseException) -> None:
+            if isinstance(result, BaseException):
+                loop.call_soon_threadsafe(built.set_exception, result)
+            else:
+                loop.call_soon_threadsafe(built.set_result, result)
+
+        def on_result(result: StepResult) -> None:
+            loop.call_soon_threadsafe(self._on_result, result)
+
+        self._device = DeviceThread(self._build_backend, port.clock, on_result)
+        self._device.start(on_built)
+        self._backend = await built
+        self._begin_incarnation()
+
+    def receive(self, source: str, message: Message, trace: str) -> None:
+        if source != self._scheduler:
+            return  # of a scheduler that this executor does not belong to (any more)
+        match message:
+            case ExecWelcome(exec_epoch=epoch):
+                self._welcomed = epoch == self._exec_epoch
+            case ExecReset(exec_epoch=epoch, why=why) if epoch == self._exec_epoch:
+                log.warning("reset by the scheduler: %s", why)
+                self._begin_incarnation()
+            case _ if self._welcomed:
+                self._work(message)
+
+    def on_peer(self, peer: Peer) -> None:
+        if peer.beat.kind != "scheduler" or peer.beat.state != "ready":
+            return
+        if self._scheduler in ("", peer.source):
+            self._scheduler = peer.source
+            self._begin_incarnation()
+
+    def on_peer_gone(self, peer: Peer) -> None:
+        if peer.source == self._scheduler:
+            others = self._port.peers.ready("scheduler")
+            self._scheduler = f"scheduler.{others[0]}" if others else ""
+            self._begin_incarnation()
+
+    def on_stream_lost(self, source: str) -> None:
+        if source == self._scheduler:
+            self._begin_incarnation()
+
+    def upkeep(self) -> None:
+        if not self._welcomed:
+            self._say_hello()
+
+    def facts(self) -> Facts:
+        model = self._backend.info.model if self._backend is not None else ""
+        return Facts(model=model, load=(("steps", self._steps), ("slots", len(self._open_slots))))
+
+    def status(self) -> dict[str, object]:
+        if self._backend is None:
+            return {"loading": True}
+        info = self._backend.info
+        return {
+            "model": info.model,
+            "backend": info.backend,
+            "dtype": info.dtype,
+            "scheduler": self._scheduler,
+            "steps": self._steps,
+            "failed_steps": self._failed_steps,
+            "open_slots": len(self._open_slots),
+            "queued": self._device.queued,
+            "device_busy_us": self._device.busy_us,
+            "device_idle_us": self._device.idle_us,
+        }
+
+    async def stop(self) -> None:
+        if self._backend is not None:
+            await asyncio.to_thread(self._device.join, STOP_WITHIN_S)
+
+    def _begin_incarnation(self) -> None:
+        """Empty slots and a new number for them; the scheduler must welcome it first."""
+        if self._backend is None:
+            return
+        self._exec_epoch = max(self._port.clock.wall_us(), self._exec_epoch + 1)
+        self._welcomed = False
+        self._last_step = 0
+        self._open_slots.clear()
+        self._device.put(Reset())
+        self._say_hello()
+
+    def _say_hello(self) -> None:
+        if self._backend is None or not self._scheduler:
+            return
+        info = self._backend.info
+        hello = ExecHello(
+            executor=self._port.actor,
+            exec_epoch=self._exec_epoch,
+            host_id=self._host_id,
+            model=info.model,
+            fingerprint=info.fingerprint,
+            vocab_digest=info.vocab_digest,
+            vocab=info.vocab,
+            blocks=info.blocks,
+            block_tokens=info.block_tokens,
+            slots=info.slots,
+            max_step_tokens=info.max_step_tokens,
+            max_context=info.max_context,
+            backend=info.backend,
+            dtype=info.dtype,
+            bytes_per_block=info.bytes_per_block,
+        )
+        self._port.send(self._scheduler, hello)
+
+    def _work(self, message: Message) -> None:
+        match message:
+            case StepPlan(exec_epoch=epoch, step=step):
+                if epoch == self._exec_epoch and step == self._last_step + 1:
+                    self._last_step = step
+                    self._device.put(message)
+            case SlotOpen(slot=slot):
+                self._open_slots.add(slot)
+                self._device.put(message)
+            case SlotClose(slot=slot):
+                self._open_slots.discard(slot)
+                self._device.put(message)
+            case KvCopy(job=job):
+                self._port.send(self._scheduler, KvCopied(job=job, status="no_arena"))
+
+    def _on_result(self, result: StepResult) -> None:
+        if result.exec_epoch != self._exec_epoch:
+            return  # of slots that are gone
+        self._steps += 1
+        self._failed_steps += bool(result.error)
+        if result.error:
+            log.error("step %d failed: %s", result.step, result.error)
+        self._port.send(self._scheduler, result)
+
+
+def build(settings: Settings) -> ExecutorActor:
+    """The executor that the configuration asks for. Its engine is built on the device thread."""
+    from services.executor.engines import engine_builder
+
+    return ExecutorActor(engine_builder(settings), settings.host_id)

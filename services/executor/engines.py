@@ -1,0 +1,62 @@
+"""Which engine the configuration asks for. torch is imported only here, and only when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.executor.backend import Backend
+from services.executor.sim import SimBackend, SimOptions
+from shared.config import Settings
+from shared.errors import SetupError
+from shared.model_files import resolve
+
+SIM_SLOTS, TORCH_SLOTS = 256, 64
+
+
+def engine_builder(settings: Settings) -> Callable[[], Backend]:
+    """A function that builds the engine; it runs on the device thread and may take seconds."""
+    return (lambda: _sim(settings)) if settings.backend == "sim" else (lambda: _torch(settings))
+
+
+def _sim(settings: Settings) -> Backend:
+    from shared.vocabulary import load_vocabulary
+
+    files = resolve(settings.model, settings.cache_dir)
+    usual = SimOptions()
+    options = SimOptions(
+        model=settings.model_name or files.name,
+        vocab=load_vocabulary(files).size,
+        blocks=settings.kv_blocks or usual.blocks,
+        block_tokens=settings.block_tokens,
+        slots=settings.slots or SIM_SLOTS,
+        max_context=settings.max_context or usual.max_context,
+        step_us=settings.sim_step_us,
+        token_us=settings.sim_token_us,
+    )
+    return SimBackend(options)
+
+
+def _torch(settings: Settings) -> Backend:
+    try:
+        from services.executor.torch_backend import TorchOptions, build
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"the torch engine needs {error.name}: pip install 'headrace[executor]', "
+            "or run without weights: --backend sim"
+        ) from error
+    files = resolve(settings.model, settings.cache_dir)
+    return build(
+        TorchOptions(
+            model_path=files.path,
+            model_name=settings.model_name or files.name,
+            dtype=settings.dtype,
+            device=settings.device,
+            blocks=settings.kv_blocks,
+            block_tokens=settings.block_tokens,
+            slots=settings.slots or TORCH_SLOTS,
+            max_step_tokens=max(settings.step_tokens, settings.slots or TORCH_SLOTS),
+            max_context=settings.max_context,
+            threads=settings.threads,
+            deterministic=settings.deterministic,
+        )
+    )

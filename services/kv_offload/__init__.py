@@ -1,0 +1,1 @@
+"""KV offload: the tiers below device memory, DRAM (L1) and remote (L2)."""

@@ -1,0 +1,1 @@
+"""Launcher: the command `headrace`; `headrace up` runs every service as a process."""

@@ -1,0 +1,179 @@
+"""The command `headrace`. Imports of a verb wait until that verb runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.launcher import console
+from shared.errors import HeadraceError
+
+if TYPE_CHECKING:
+    from shared.config import Loaded
+
+INTERRUPTED = 130
+_ALL_SETTINGS = ("up", "serve", "config", "doctor")  # verbs with a flag for every setting
+_CLIENT_SETTINGS = ("nats_url", "fleet", "cache_dir", "model", "model_name")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; its exit status."""
+    args = sys.argv[1:] if argv is None else list(argv)
+    given = _parser(args[0] if args else "").parse_args(args)
+    try:
+        return int(given.run(given) or 0)
+    except HeadraceError as error:
+        return console.fail(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser(verb: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="headrace", description="An LLM inference server made of actors over NATS."
+    )
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        if name == verb and name not in ("pull", "version"):
+            _add_setting_flags(sub, everything=name in _ALL_SETTINGS)
+        return sub
+
+    add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
+    chat = add("chat", "talk with the model", _chat)
+    chat.add_argument("-q", "--question", help="ask this one question, print the answer, end")
+    chat.add_argument("--max-tokens", type=int, help="longest answer, tokens")
+    chat.add_argument("--temperature", type=float, help="0 is greedy")
+    chat.add_argument("--seed", type=int, help="makes the answer repeatable")
+    request = add("request", "send a JSON request, print the JSON answer", _request)
+    request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
+    request.add_argument("-f", "--file", type=Path, help="read the request from a file")
+    request.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
+    pull = add("pull", "fetch a model into the cache", _pull)
+    pull.add_argument("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
+    pull.add_argument("--config", type=Path, help="TOML file with settings")
+    pull.add_argument("--cache-dir", help="where models are kept")
+    status = add("status", "what the services say about themselves", _status)
+    status.add_argument("--json", action="store_true", help="everything, as JSON")
+    add("doctor", "check this machine, say how to mend it", _doctor)
+    config = add("config", "show every setting, and where its value comes from", _config)
+    config.add_argument("action", choices=["show"])
+    serve = add("serve", "run one service in the foreground", _serve)
+    serve.add_argument("kind", help="tokenizer, scheduler, executor, kv_offload or detokenizer")
+    add("version", "print the version", _version)
+    return parser
+
+
+def _add_setting_flags(parser: argparse.ArgumentParser, *, everything: bool) -> None:
+    from shared.config import PREFIX, Settings
+
+    group = parser.add_argument_group("settings", "also as variables and in a TOML file, see --config")
+    group.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    for name, field in Settings.model_fields.items():
+        if not everything and name not in _CLIENT_SETTINGS:
+            continue
+        flag, text = f"--{name.replace('_', '-')}", f"{field.description} [{PREFIX}{name.upper()}]"
+        text = text.replace("%", "%%")
+        if field.annotation is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            group.add_argument(flag, dest=name, metavar="X", help=text)
+
+
+def _load(given: argparse.Namespace) -> Loaded:
+    from shared.config import Settings, load
+
+    return load(given.config, {name: getattr(given, name, None) for name in Settings.model_fields})
+
+
+def _up(given: argparse.Namespace) -> int:
+    from services.launcher.up import up
+
+    return up(_load(given).settings)
+
+
+def _chat(given: argparse.Namespace) -> None:
+    from services.launcher.chat import ask_once, converse
+    from services.launcher.connect import find_target
+
+    loaded = _load(given)
+    target, timeout_s = find_target(loaded), loaded.settings.request_timeout_s
+    named = {"max_tokens": given.max_tokens, "temperature": given.temperature, "seed": given.seed}
+    options = {name: value for name, value in named.items() if value is not None}
+    if given.question is not None:
+        asyncio.run(ask_once(target, given.question, options, timeout_s))
+    else:
+        converse(target, options, timeout_s)
+
+
+def _request(given: argparse.Namespace) -> None:
+    from services.launcher.connect import find_target
+    from services.launcher.request import read_body, request
+
+    body = read_body(given.body, given.file)
+    loaded = _load(given)
+    timeout_s = loaded.settings.request_timeout_s
+    asyncio.run(request(find_target(loaded), body, stream=given.stream, timeout_s=timeout_s))
+
+
+def _pull(given: argparse.Namespace) -> None:
+    from services.launcher.pull import pull
+
+    settings = _load(given).settings
+    pull(given.name or settings.model, settings.cache_dir, console.say)
+
+
+def _status(given: argparse.Namespace) -> None:
+    from services.launcher.connect import find_target
+    from services.launcher.status import status
+
+    loaded = _load(given)
+    asyncio.run(status(find_target(loaded), loaded.settings.fleet, as_json=given.json))
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from services.launcher.doctor import doctor
+
+    return doctor(_load(given))
+
+
+def _config(given: argparse.Namespace) -> None:
+    from shared.config import PREFIX
+
+    loaded = _load(given)
+    rows = [(n, str(v), loaded.origins[n]) for n, v in loaded.settings]
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    for name, value, origin in rows:
+        text = type(loaded.settings).model_fields[name].description
+        print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin:<7}  {console.dim(text or '')}")
+    for name in loaded.unknown_env:
+        print(f"{name} is no setting: {PREFIX}… takes the names above", file=sys.stderr)
+
+
+def _serve(given: argparse.Namespace) -> int:
+    from services.launcher.serve import serve
+
+    return serve(given.kind, _load(given).settings)
+
+
+def _version(_: argparse.Namespace) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        print(f"headrace {version('headrace')}")
+    except PackageNotFoundError:
+        print("headrace, from a source tree that is not installed")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

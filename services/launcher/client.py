@@ -1,0 +1,180 @@
+"""The native API from the client's side: requests, streams, cancels. What the CLI and benches use.
+
+One wildcard inbox serves every request of a client. Frames are checked: a missing number is an
+error, never a silent hole; a stream that starts over (its detokenizer died) says `accepted` again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared import subjects
+from shared.bus import Bus, Delivery, NoResponders
+from shared.errors import DeadlineExceeded, EngineError, HeadraceError, Unavailable, from_code
+
+END_HEADER = "Headrace-End"
+DEFAULT_TIMEOUT_S = 300.0
+
+Body = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Client:
+    """Sends requests over one bus connection. Build with `await Client.open(bus)`."""
+
+    bus: Bus
+    tenant: str = subjects.DEFAULT_TENANT
+    _prefix: str = ""
+    _waiting: dict[str, asyncio.Queue[Delivery]] = field(default_factory=dict)
+
+    @classmethod
+    async def open(cls, bus: Bus, tenant: str = subjects.DEFAULT_TENANT) -> Client:
+        """A client on `bus`, which stays the caller's to drain."""
+        client = cls(bus, tenant, bus.new_inbox())
+        await bus.subscribe(f"{client._prefix}.*", client._on_reply)
+        await bus.flush()  # the inbox is known to the server before the first reply can come
+        return client
+
+    async def complete(
+        self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S, trace: str = ""
+    ) -> Body:
+        """The whole answer, OpenAI-shaped. Raises the error the service names, Unavailable when none
+        serves the model, DeadlineExceeded when nothing comes in time."""
+        async with contextlib.aclosing(
+            self._exchange({**body, "stream": False}, timeout_s, trace)
+        ) as replies:
+            async for reply in replies:
+                return reply
+        raise EngineError("the service ended the request without an answer")
+
+    async def stream(
+        self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S, trace: str = ""
+    ) -> AsyncGenerator[Body]:
+        """The frames of an answer: accepted, delta…, done. `timeout_s` bounds the wait for each.
+
+        Raises like `complete`, and EngineError when a frame is missing. Leaving the iteration early
+        (`aclose`, cancellation) cancels the request.
+        """
+        order = FrameOrder()
+        async with contextlib.aclosing(self._exchange({**body, "stream": True}, timeout_s, trace)) as frames:
+            async for frame in frames:
+                order.check(frame)
+                yield frame
+
+    def cancel(self, request_id: str) -> None:
+        """Ask every service to stop working on a request of this tenant."""
+        self.bus.publish(subjects.cancel(self.tenant, request_id), b"")
+
+    async def _exchange(self, body: Body, timeout_s: float, trace: str) -> AsyncGenerator[Body]:
+        """Send `body` and give every message of the reply up to its last one."""
+        model = str(body.get("model", ""))
+        if not model:
+            raise EngineError("a request names its model: add `model`", param="model")
+        request_id = str(body.setdefault("request_id", secrets.token_hex(11)))
+        token = secrets.token_hex(8)
+        replies = self._waiting[token] = asyncio.Queue()
+        ended = False
+        try:
+            self.bus.publish(
+                subjects.generate(self.tenant, model),
+                json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(),
+                reply=f"{self._prefix}.{token}",
+                headers={"traceparent": trace} if trace else None,
+            )
+            while not ended:
+                delivery = await self._next(replies, timeout_s, request_id)
+                ended = True  # an error, or the last message: nothing is left to cancel
+                message = _message(delivery, model)
+                ended = not body["stream"] or END_HEADER in delivery.headers
+                yield message
+        finally:
+            del self._waiting[token]
+            if not ended:
+                self.cancel(request_id)
+
+    async def _next(self, replies: asyncio.Queue[Delivery], timeout_s: float, request_id: str) -> Delivery:
+        try:
+            return await asyncio.wait_for(replies.get(), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no answer to request {request_id} within {timeout_s:g} s: see `headrace status`"
+            ) from None
+
+    def _on_reply(self, delivery: Delivery) -> None:
+        replies = self._waiting.get(delivery.subject.rpartition(".")[2])
+        if replies is not None:
+            replies.put_nowait(delivery)
+
+
+@dataclass(slots=True)
+class FrameOrder:
+    """Checks the numbers of the frames of one stream."""
+
+    attempt: int = -1
+    frame: int = 0  # the next one
+
+    def check(self, frame: Mapping[str, Any]) -> None:
+        """Take the next frame. Raises EngineError on a hole; a new attempt starts at 0 again."""
+        attempt, number = int(frame["attempt"]), int(frame["frame"])
+        starts_over = attempt > self.attempt or (number == 0 and frame["type"] == "accepted")
+        expected = 0 if starts_over else self.frame
+        if number != expected or attempt < self.attempt:
+            raise EngineError(
+                f"frame {expected} of request {frame.get('request_id')} is missing (frame {number} came): "
+                "the reader was too slow or the connection broke; ask again"
+            )
+        self.attempt, self.frame = attempt, number + 1
+
+
+def error_of(body: Mapping[str, Any]) -> HeadraceError:
+    """The error that a public error body stands for, with its parameter."""
+    fields = body["error"]
+    error = from_code(int(fields["code"]), str(fields["message"]), int(fields.get("retry_after_ms") or 0))
+    error.param = fields.get("param")
+    return error
+
+
+async def ask_all(bus: Bus, subject: str, wait_s: float) -> list[Body]:
+    """The JSON replies of everybody who answers on `subject` within `wait_s`.
+
+    Raises NoResponders when nobody listens.
+    """
+    inbox, got = bus.new_inbox(), list[Delivery]()
+    silent = asyncio.Event()
+
+    def collect(delivery: Delivery) -> None:
+        if delivery.no_responders:
+            silent.set()
+        else:
+            got.append(delivery)
+
+    subscription = await bus.subscribe(inbox, collect)
+    bus.publish(subject, b"", reply=inbox)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(silent.wait(), wait_s)
+    await subscription.cancel()
+    if silent.is_set():
+        raise NoResponders(f"nobody listens to {subject}: no service runs on this server")
+    return [json.loads(delivery.data) for delivery in got]
+
+
+def _message(delivery: Delivery, model: str) -> Body:
+    if delivery.no_responders:
+        raise Unavailable(
+            f"no service answers for model {model!r}: start one with `headrace up`, or see `headrace status`"
+        )
+    try:
+        message: Body = json.loads(delivery.data)
+    except ValueError:
+        raise EngineError(
+            f"the service answered with something that is not JSON: {delivery.data[:80]!r}"
+        ) from None
+    if "error" in message:
+        raise error_of(message)
+    return message

@@ -1,0 +1,64 @@
+"""What people read: colours on a terminal, plain lines elsewhere. NO_COLOR is respected."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from shared.errors import HeadraceError
+
+_COLOURS = (36, 33, 32, 35, 34, 96)  # cyan, yellow, green, magenta, blue, bright cyan
+_BOLD, _RED, _DIM = 1, 31, 2
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person with a screen reads this stream."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether to use colours on this stream (no-color.org)."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def paint(text: str, code: int, stream: TextIO) -> str:
+    """`text` in an ANSI colour where the stream has colours."""
+    return f"\033[{code}m{text}\033[0m" if has_colour(stream) else text
+
+
+def bold(text: str) -> str:
+    """For stdout."""
+    return paint(text, _BOLD, sys.stdout)
+
+
+def dim(text: str) -> str:
+    """For stdout."""
+    return paint(text, _DIM, sys.stdout)
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own on stdout, at once."""
+    print(text, flush=True)
+
+
+def fail(error: HeadraceError) -> int:
+    """Tell an error on stderr; the exit status."""
+    head = paint("error", _RED, sys.stderr)
+    print(f"{head} {error.code} {error.type}: {error.message}", file=sys.stderr, flush=True)
+    return 1
+
+
+class ServiceLines:
+    """Prints the log lines of services on stderr, each behind its service's name in a colour of its own."""
+
+    def __init__(self, names: list[str], *, bare: bool = False) -> None:
+        self._bare = bare  # JSON lines name their component themselves
+        width = max(map(len, names), default=0)
+        self._heads = {
+            name: paint(f"{name:<{width}} |", _COLOURS[i % len(_COLOURS)], sys.stderr)
+            for i, name in enumerate(names)
+        }
+
+    def __call__(self, name: str, line: str) -> None:
+        print(line if self._bare else f"{self._heads[name]} {line}", file=sys.stderr, flush=True)

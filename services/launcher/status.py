@@ -1,0 +1,75 @@
+"""`headrace status`: what every service says about itself, asked over NATS."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from services.launcher.client import ask_all
+from services.launcher.connect import Target, connected
+from services.launcher.console import has_colour
+from shared import subjects
+from shared.errors import Unavailable
+
+WAIT_S = 0.5  # answers come within milliseconds; a service busy with a start may take longer
+_ORDER = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
+_IDENTITY = ("kind", "id", "state", "epoch", "fleet")
+
+
+async def status(target: Target, fleet: str, *, as_json: bool) -> None:
+    """Print the services of `fleet`. Raises Unavailable when there are none."""
+    async with connected(target.nats_url) as bus:
+        answers = await ask_all(bus, subjects.STATUS, WAIT_S)
+    services = sorted((a for a in answers if a.get("fleet") == fleet), key=_place)
+    if not services:
+        fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
+        raise Unavailable(f"no service of fleet {fleet!r} answers; there are: {fleets or 'none'}")
+    if as_json:
+        print(json.dumps({"nats_url": target.nats_url, "fleet": fleet, "services": services}, indent=2))
+    else:
+        _print_table([("service", "state", "details"), *(_row(s) for s in services)])
+
+
+def details(answer: dict[str, Any]) -> str:
+    """What a service adds to its identity, as `name value` pairs; nested ones with a dotted name."""
+    return "  ".join(f"{name} {value}" for name, value in _flat(answer) if name not in _IDENTITY)
+
+
+def _flat(body: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
+    for name, value in body.items():
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{name}.")
+        elif not isinstance(value, list):
+            pairs.append((prefix + name, value))
+        elif all(isinstance(item, dict) for item in value):
+            for i, item in enumerate(value):
+                pairs += _flat(item, f"{prefix}{name}.{item.get('id', i)}.")
+        else:
+            pairs.append((prefix + name, ",".join(map(str, value))))
+    return pairs
+
+
+def _place(answer: dict[str, Any]) -> tuple[int, str]:
+    kind = str(answer.get("kind"))
+    return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), f"{kind}.{answer.get('id')}")
+
+
+def _row(answer: dict[str, Any]) -> tuple[str, str, str]:
+    return f"{answer.get('kind')}.{answer.get('id')}", str(answer.get("state")), details(answer)
+
+
+def _print_table(rows: list[tuple[str, str, str]]) -> None:
+    if has_colour(sys.stdout):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*rows[0], box=None, header_style="bold")
+        for row in rows[1:]:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    for service, state, rest in rows:
+        print(f"{service:<{widths[0]}}  {state:<{widths[1]}}  {rest}".rstrip())

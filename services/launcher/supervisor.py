@@ -1,0 +1,164 @@
+"""Service processes: started together, restarted with back-off, drained in order, never orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.launcher.processes import die_with_parent
+
+BACKOFF_FIRST_S = 0.5
+BACKOFF_LAST_S = 30.0
+HEALTHY_S = 60.0  # a service that ran this long starts its back-off anew
+LINE_LIMIT_BYTES = 1024 * 1024
+KILL_GRACE_S = 2.0  # after the drain's time limit, for the service's own way out
+
+LogLine = Callable[[str, str], None]  # service name, line
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One process to keep running."""
+
+    name: str  # unique: scheduler, executor-0, executor-1, ...
+    kind: str
+    argv: tuple[str, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Service:
+    """A supervised process. `ended` is set while no process runs."""
+
+    spec: ServiceSpec
+    process: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+    task: asyncio.Task[None] | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.ended.set()
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the process, if it runs."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+
+class Supervisor:
+    """Runs a list of services. Use on the main thread, whose end ends the services, too."""
+
+    def __init__(self, specs: Sequence[ServiceSpec], env: Mapping[str, str], log_line: LogLine) -> None:
+        self.services = [Service(spec) for spec in specs]
+        self.first_failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._env = dict(env)
+        self._log_line = log_line
+        self._stopping = asyncio.Event()
+
+    def start(self) -> None:
+        """Start every service at once."""
+        for service in self.services:
+            service.task = asyncio.get_running_loop().create_task(self._keep(service))
+
+    async def drain(self, order: Sequence[str], timeout_s: float, tell: Callable[[int, str], None]) -> bool:
+        """SIGTERM each kind in turn, the next when the one before has ended; then kill what is left.
+
+        `tell` is called with the seconds left and who is waited for, about once a second. True when
+        every service ended by itself.
+        """
+        self._stopping.set()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s + KILL_GRACE_S
+        clean = True
+        for kind in order:
+            waiting = [s for s in self.services if s.spec.kind == kind]
+            for service in waiting:
+                service.send(signal.SIGTERM)
+            while (left := deadline - loop.time()) > 0 and any(not s.ended.is_set() for s in waiting):
+                tell(max(0, round(left - KILL_GRACE_S)), kind)
+                await _all_ended(waiting, min(1.0, left))
+            clean &= all(s.ended.is_set() for s in waiting)
+        await self.kill()
+        return clean
+
+    async def kill(self) -> None:
+        """SIGKILL everything and wait for its end. A second call does nothing."""
+        self._stopping.set()
+        for service in self.services:
+            service.send(signal.SIGKILL)
+        await asyncio.gather(*(s.task for s in self.services if s.task is not None))
+
+    async def _keep(self, service: Service) -> None:
+        backoff_s = BACKOFF_FIRST_S
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            started_at = loop.time()
+            status = await self._run_once(service)
+            if self._stopping.is_set():
+                return
+            if loop.time() - started_at > HEALTHY_S:
+                backoff_s = BACKOFF_FIRST_S
+            if not self.first_failure.done():
+                self.first_failure.set_result(f"{service.spec.name} {_ended_how(status)}")
+            self._log_line(service.spec.name, f"{_ended_how(status)}; starts again in {backoff_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), backoff_s)
+            backoff_s = min(backoff_s * 2, BACKOFF_LAST_S)
+            service.restarts += 1
+
+    async def _run_once(self, service: Service) -> int:
+        service.ended.clear()
+        process = service.process = await asyncio.create_subprocess_exec(
+            *service.spec.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._env,
+            limit=LINE_LIMIT_BYTES,
+            start_new_session=True,  # Ctrl-C is for the launcher, which drains in order
+            preexec_fn=die_with_parent(signal.SIGKILL),  # nobody is left to drain for
+        )
+        if self._stopping.is_set():  # asked to stop while the process was being made
+            service.send(signal.SIGKILL)
+        assert process.stdout is not None
+        await self._copy_lines(service.spec.name, process.stdout)
+        status = await process.wait()
+        service.ended.set()
+        return status
+
+    async def _copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than the limit: the reader has dropped that piece
+                continue
+            if not line:
+                return
+            self._log_line(name, line.decode(errors="replace").rstrip())
+
+
+def service_specs(counts: Mapping[str, int]) -> list[ServiceSpec]:
+    """The processes of a pipeline, given how many of each kind."""
+    specs = []
+    for kind, count in counts.items():
+        for i in range(count):
+            name = kind if count == 1 else f"{kind}-{i}"
+            argv = (sys.executable, "-m", "services.launcher.serve", kind, "--name", name)
+            specs.append(ServiceSpec(name, kind, argv))
+    return specs
+
+
+async def _all_ended(services: Sequence[Service], timeout_s: float) -> None:
+    waits = asyncio.gather(*(s.ended.wait() for s in services))
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(waits, timeout_s)
+
+
+def _ended_how(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

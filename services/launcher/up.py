@@ -1,0 +1,169 @@
+"""`headrace up`: a nats-server and every service as processes of this machine, until a signal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any
+
+from services.launcher import console, nats_server, run_file
+from services.launcher.console import ServiceLines, say
+from services.launcher.nats_server import NatsServer
+from services.launcher.run_file import RunFile
+from services.launcher.serve import KINDS
+from services.launcher.supervisor import Supervisor, service_specs
+from shared import subjects
+from shared.config import Settings
+from shared.errors import SetupError
+from shared.model_files import resolve
+
+FORCED = 130
+
+
+def up(settings: Settings) -> int:
+    """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure."""
+    _check_model(settings)
+    with ExitStack() as stack:
+        server = None
+        if not settings.nats_url:
+            server = nats_server.start(_port(settings))
+            stack.callback(server.stop)
+        return asyncio.run(_run(settings, server))
+
+
+def served_model(settings: Settings) -> str:
+    """The name clients ask for. Raises SetupError when the model is not on this machine."""
+    return settings.model_name or resolve(settings.model, settings.cache_dir).name
+
+
+async def _run(settings: Settings, server: NatsServer | None) -> int:
+    return await _Up(settings, server).run()
+
+
+class _Up:
+    """One run: services, readiness, signals."""
+
+    def __init__(self, settings: Settings, server: NatsServer | None) -> None:
+        self._settings = settings
+        self._server = server
+        self._url = server.url if server else settings.nats_url
+        self._model = served_model(settings)
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self._supervisor = self._make_supervisor()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        self._supervisor.start()
+        note = run_file.path_for(self._settings)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._supervisor.kill)
+            stack.callback(run_file.remove, note, os.getpid())
+            asked = loop.create_task(self._signals.get())
+            ready = loop.create_task(self._become_ready())
+            failed = self._supervisor.first_failure
+            any_of: set[asyncio.Future[Any]] = {asked, ready, failed}
+            await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                if not ready.done():
+                    ready.cancel()
+                    raise SetupError(f"{failed.result()} before the server was ready: its last lines say why")
+                await ready
+                self._write_note()
+                await asked
+            ready.cancel()
+            return await self._wind_down(asked.result())
+
+    def _make_supervisor(self) -> Supervisor:
+        s = self._settings
+        counts = {"tokenizer": s.tokenizers, "executor": s.executors, "detokenizer": s.detokenizers}
+        specs = service_specs({kind: counts.get(kind, 1) for kind in KINDS})
+        env = {**os.environ, **s.to_env(), "HEADRACE_NATS_URL": self._url, "PYTHONUNBUFFERED": "1"}
+        lines = ServiceLines([spec.name for spec in specs], bare=s.log_json)
+        return Supervisor(specs, env, lines)
+
+    async def _become_ready(self) -> None:
+        # These imports take longer than the server's start: the services are on their way already.
+        from services.launcher.readiness import Readiness
+        from shared.nats_bus import NatsBus
+
+        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=10)
+        try:
+            await Readiness(bus, self._settings.fleet).wait(self._model, say)
+        finally:
+            await bus.drain()
+
+    def _write_note(self) -> None:
+        monitoring = self._server.monitoring_url if self._server else ""
+        note = RunFile(
+            pid=os.getpid(),
+            fleet=self._settings.fleet,
+            nats_url=self._url,
+            monitoring_url=monitoring,
+            model=self._model,
+        )
+        note.write(run_file.path_for(self._settings))
+        subject = subjects.generate(subjects.DEFAULT_TENANT, self._model)
+        rows = {"model": self._model, "NATS": self._url, "monitoring": monitoring, "publish to": subject}
+        for name, value in rows.items():
+            if value:
+                say(f"  {name + ':':<12}{console.bold(value)}")
+        say(
+            f'ready: try `headrace chat -q "What is NATS?"` in a second shell; {console.dim("Ctrl-C drains")}'
+        )
+
+    async def _wind_down(self, first: signal.Signals) -> int:
+        """Drain; a second signal kills."""
+        say("draining: no new requests, running ones end; a second Ctrl-C kills")
+        loop = asyncio.get_running_loop()
+        drained = loop.create_task(
+            self._supervisor.drain(KINDS, self._settings.drain_timeout_s, _countdown())
+        )
+        again = loop.create_task(self._signals.get())
+        either: set[asyncio.Future[Any]] = {drained, again}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        forced = not drained.done()
+        if forced:
+            await self._supervisor.kill()
+        again.cancel()
+        clean = await drained
+        say("killed" if forced else "stopped" if clean else "stopped: what did not end in time was killed")
+        return FORCED if forced or first == signal.SIGINT else 0
+
+
+def _countdown() -> Callable[[int, str], None]:
+    last = 0
+
+    def tell(left_s: int, kind: str) -> None:
+        nonlocal last
+        if last and left_s != last:  # a drain that takes no time needs no countdown
+            say(f"draining: {kind} has {left_s} s left")
+        last = left_s
+
+    return tell
+
+
+def _port(settings: Settings) -> int:
+    if settings.port:
+        return settings.port
+    return nats_server.DEFAULT_PORT if nats_server.is_free(nats_server.DEFAULT_PORT) else -1
+
+
+def _check_model(settings: Settings) -> None:
+    """Fetch the default model where it is missing. Raises SetupError for any other that is missing."""
+    from services.launcher.pull import pull
+    from shared.catalogue import DEFAULT_MODEL
+
+    try:
+        resolve(settings.model, settings.cache_dir)
+    except SetupError:
+        if settings.model != DEFAULT_MODEL:
+            raise
+        say(f"the model {settings.model} is not here yet: fetching it once")
+        pull(settings.model, settings.cache_dir, say)
+        sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Tokenizer: the public edge. Validates requests and turns text into token ids."""

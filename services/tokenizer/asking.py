@@ -1,0 +1,83 @@
+"""The small questions: which models are there, how a prompt becomes tokens, who serves this model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.tokenizer.prepare import ServedModel, encode_prompt
+from services.tokenizer.request import read_body, read_request
+from shared import subjects
+from shared.bus import Delivery, Subscription
+from shared.errors import HeadraceError, UnknownModel
+from shared.port import Port
+from shared.replies import end_headers, error_reply, to_json
+
+
+class Asking:
+    """Answers what needs no scheduler."""
+
+    def __init__(self, port: Port, model: ServedModel) -> None:
+        self._port = port
+        self._model = model
+
+    async def listen(self) -> list[Subscription]:
+        """Subscribe. Each question is answered by one tokenizer."""
+        subscribe, name = self._port.bus.subscribe, self._model.name
+        return [
+            await subscribe(subjects.MODELS, self._on_models, queue="models"),
+            await subscribe(subjects.tokenize_any_tenant(name), self._on_tokenize, queue="tokenizer"),
+            await subscribe(subjects.GENERATE_ALL, self._on_any_model, queue="unknown-model"),
+        ]
+
+    def _on_models(self, delivery: Delivery) -> None:
+        if delivery.reply:
+            self._port.bus.publish(delivery.reply, to_json(models_body(self._served())))
+
+    def _on_tokenize(self, delivery: Delivery) -> None:
+        if not delivery.reply:
+            return
+        try:
+            body = to_json(tokenize_body(delivery.data, self._model, self._port.clock.wall_us()))
+        except HeadraceError as error:
+            self._fail(delivery, error)
+            return
+        self._port.bus.publish(delivery.reply, body)
+
+    def _on_any_model(self, delivery: Delivery) -> None:
+        names, served = names_in(delivery.subject), self._served()
+        if not delivery.reply or (names is not None and names[1] in served):
+            return
+        asked = repr(names[1]) if names else "of a damaged name"
+        self._fail(delivery, UnknownModel(f"no service serves model {asked}; there is {', '.join(served)}"))
+
+    def _fail(self, delivery: Delivery, error: HeadraceError) -> None:
+        trace = delivery.headers.get("traceparent", "")
+        body = error_reply(error, "", trace)
+        self._port.bus.publish(delivery.reply, body, headers=end_headers(error, trace))
+
+    def _served(self) -> list[str]:
+        """Models with a tokenizer that is ready, this one's included."""
+        return sorted({self._model.name, *self._port.peers.models("tokenizer")})
+
+
+def names_in(subject: str) -> tuple[str, str] | None:
+    """Tenant and model, or tenant and request, of a public subject; None when an escape is damaged."""
+    try:
+        return subjects.name_at(subject, 3), subjects.name_at(subject, 4)
+    except ValueError:
+        return None
+
+
+def models_body(names: list[str]) -> dict[str, Any]:
+    """OpenAI's list of models."""
+    return {
+        "object": "list",
+        "data": [{"id": name, "object": "model", "created": 0, "owned_by": "headrace"} for name in names],
+    }
+
+
+def tokenize_body(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any]:
+    """Token ids of the `prompt` or `messages` in `data`, exactly as a request would get them.
+    Raises BadRequest."""
+    ids = encode_prompt(read_request(read_body(data)), model, wall_us)
+    return {"model": model.name, "count": len(ids), "tokens": ids}

@@ -1,0 +1,200 @@
+"""The tokenizer's decisions: requests in, Tokenized out, and nobody's inbox lost. Pure.
+
+A request is kept from its arrival until a scheduler has accepted or rejected it. A scheduler that
+stays silent is asked once more (it knows the request by its id), one that dies is replaced by
+another, and in the end the client gets a 503: never silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from services.tokenizer.prepare import ServedModel, Submission, prepare, request_id_of
+from services.tokenizer.request import read_body
+from shared.blocks import rendezvous
+from shared.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DuplicateRequest,
+    HeadraceError,
+    Unavailable,
+    from_code,
+)
+from shared.messages import Accepted, Cancel, Rejected, Tokenized
+
+RESEND_US = 1_000_000  # far above an answer under load, well below a client's patience
+GIVE_UP_US = 5_000_000  # longer than it takes to notice a dead scheduler by its beats
+RETRY_AFTER_MS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Schedulers:
+    """Event: the ready schedulers of this model are now these (actor ids)."""
+
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Event: time has passed. Sent while requests are pending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Command: send to a scheduler. The shell stamps `sent_wall_us`."""
+
+    scheduler: str
+    message: Tokenized | Cancel
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Command: the last message to a client."""
+
+    inbox: str
+    request: str
+    error: HeadraceError
+    trace: str = ""
+
+
+Event = Submission | Accepted | Rejected | Cancel | Schedulers | Tick
+Command = Send | Fail
+Key = tuple[str, str]  # tenant, request
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request no scheduler has answered for yet."""
+
+    tokenized: Tokenized
+    scheduler: str
+    trace: str
+    arrived_us: int
+    resend_us: int  # when to ask again; 0 = asked twice
+
+
+class TokenizerCore:
+    """The pending requests of one tokenizer process."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._pending: dict[Key, _Pending] = {}
+        self._schedulers: tuple[str, ...] = ()
+        self.prompt_tokens = 0
+        self.requests = 0
+        self.failed = 0
+
+    @property
+    def pending(self) -> int:
+        """Requests that wait for a scheduler's answer; 0 when idle."""
+        return len(self._pending)
+
+    def handle(self, event: Event, now_us: int) -> list[Command]:
+        """Apply one event."""
+        match event:
+            case Submission():
+                return self._submit(event, now_us)
+            case Accepted():
+                self._answered(event)
+                return []
+            case Rejected():
+                return self._rejected(event)
+            case Cancel():
+                return self._cancel(event)
+            case Schedulers():
+                self._schedulers = event.ids
+                return self._move_orphans(now_us)
+            case Tick():
+                return self._tick(now_us)
+
+    def _submit(self, submission: Submission, now_us: int) -> list[Command]:
+        self.requests += 1
+        request = submission.fresh_id
+        try:
+            fields = read_body(submission.body)
+            request = request_id_of(fields, request)
+            tokenized = prepare(submission, fields, self._model)
+            key = (tokenized.tenant, tokenized.request)
+            if key in self._pending:
+                raise DuplicateRequest(
+                    f"request {request!r} is running; wait for it or use another request_id",
+                    param="request_id",
+                )
+            if not self._schedulers:
+                raise self._nobody()
+        except HeadraceError as error:
+            self.failed += 1
+            return [Fail(submission.inbox, request, error, submission.trace)]
+        self.prompt_tokens += len(tokenized.tokens)
+        scheduler = rendezvous(tokenized.request, self._schedulers)
+        self._pending[key] = _Pending(tokenized, scheduler, submission.trace, now_us, now_us + RESEND_US)
+        return [Send(scheduler, tokenized, submission.trace)]
+
+    def _answered(self, answer: Accepted | Rejected) -> _Pending | None:
+        key = (answer.tenant, answer.request)
+        pending = self._pending.get(key)
+        if pending is None or pending.tokenized.attempt != answer.attempt:
+            return None
+        return self._pending.pop(key)
+
+    def _rejected(self, answer: Rejected) -> list[Command]:
+        pending = self._answered(answer)
+        if pending is None:
+            return []
+        return [self._fail(pending, from_code(answer.code, answer.message, answer.retry_after_ms))]
+
+    def _cancel(self, cancel: Cancel) -> list[Command]:
+        """The schedulers hear the same cancel and drop the request themselves."""
+        pending = self._pending.pop((cancel.tenant, cancel.request), None)
+        return [] if pending is None else [self._fail(pending, Cancelled("the request was cancelled"))]
+
+    def _tick(self, now_us: int) -> list[Command]:
+        commands: list[Command] = []
+        for key, pending in list(self._pending.items()):
+            age_us = now_us - pending.arrived_us
+            if age_us >= pending.tokenized.timeout_us:
+                commands += self._give_up(key, DeadlineExceeded("the request's time limit passed in intake"))
+            elif age_us >= GIVE_UP_US:
+                commands += self._give_up(key, self._nobody())
+            elif pending.resend_us and now_us >= pending.resend_us:
+                pending.resend_us = 0
+                commands.append(Send(pending.scheduler, self._left(pending, now_us), pending.trace))
+        return commands
+
+    def _move_orphans(self, now_us: int) -> list[Command]:
+        """Requests of a vanished scheduler go to another one, as a new attempt."""
+        if not self._schedulers:
+            return []
+        commands: list[Command] = []
+        for pending in self._pending.values():
+            if pending.scheduler in self._schedulers:
+                continue
+            attempt = pending.tokenized.attempt + 1
+            pending.tokenized = dataclasses.replace(pending.tokenized, attempt=attempt)
+            pending.scheduler = rendezvous(pending.tokenized.request, self._schedulers)
+            pending.resend_us = now_us + RESEND_US
+            commands.append(Send(pending.scheduler, self._left(pending, now_us), pending.trace))
+        return commands
+
+    def _left(self, pending: _Pending, now_us: int) -> Tokenized:
+        """The request with the time it has left now."""
+        left_us = max(1, pending.tokenized.timeout_us - (now_us - pending.arrived_us))
+        return dataclasses.replace(pending.tokenized, timeout_us=left_us)
+
+    def _give_up(self, key: Key, error: HeadraceError) -> list[Command]:
+        """Answer the client, and tell the scheduler in case it got the request after all."""
+        pending = self._pending.pop(key)
+        cancel = Send(pending.scheduler, Cancel(tenant=key[0], request=key[1]), pending.trace)
+        return [self._fail(pending, error), cancel]
+
+    def _fail(self, pending: _Pending, error: HeadraceError) -> Fail:
+        self.failed += 1
+        return Fail(pending.tokenized.inbox, pending.tokenized.request, error, pending.trace)
+
+    def _nobody(self) -> Unavailable:
+        return Unavailable(
+            f"no scheduler answers for model {self._model.name!r}; see `headrace status`, or try again",
+            retry_after_ms=RETRY_AFTER_MS,
+        )

@@ -1,0 +1,157 @@
+"""The public request: OpenAI's field names, and a few of our own. Pydantic's only place on the path.
+
+Fields that nobody here knows are ignored (clients of other servers send many); a wrong type or
+range is a 400 that names the field, and so is a known field whose wish cannot be met yet.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from shared.errors import BadRequest
+
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
+MAX_STOPS, MAX_BIASES, MAX_CHOICES = 16, 1024, 64
+
+# Known fields that are answered by 400, unless they ask for what happens anyway.
+_NOT_YET: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "grammar": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (False, 0),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "modalities": (["text"],),
+    "audio": (),
+}
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class ChatMessage(BaseModel):
+    """One turn. Further fields (`name`, …) reach the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_-]{1,32}$")]
+    content: str | list[dict[str, Any]] = ""
+
+    @model_validator(mode="after")
+    def _only_text(self) -> ChatMessage:
+        if isinstance(self.content, list):
+            for part in self.content:
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    raise ValueError("only parts of type `text` are supported")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: content is one string."""
+        fields = self.model_dump()
+        if isinstance(self.content, list):
+            fields["content"] = "".join(part["text"] for part in self.content)
+        return fields
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool = True
+
+
+class GenerateRequest(BaseModel):
+    """A request for one prompt: `messages` for a chat, `prompt` (text or token ids) to go on with."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    prompt: str | list[int] | None = None
+    add_generation_prompt: bool = True
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: StopString | list[StopString] = Field(default_factory=list, max_length=256)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, max_length=MAX_BIASES, strict=False
+    )
+    stream: bool = False
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    user: str = ""
+    request_id: Annotated[str, StringConstraints(pattern=REQUEST_ID)] = ""
+    timeout_s: float | None = Field(None, gt=0, le=86_400)
+    slo_class: Literal["interactive", "standard", "batch"] = "standard"
+    finish_detached: bool = False
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> GenerateRequest:
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError("give either `messages` or `prompt`")
+        if len(self.stops) > MAX_STOPS:
+            raise ValueError(f"`stop` has {len(self.stops)} strings; at most {MAX_STOPS} are possible")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def read_body(body: bytes) -> dict[str, Any]:
+    """The fields of a request: JSON if it begins with `{`, else a msgpack map. Null means absent.
+
+    Raises BadRequest."""
+    try:
+        if body.lstrip()[:1] == b"{":
+            fields = json.loads(body)
+        else:
+            fields = msgpack.unpackb(body, strict_map_key=False)
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise BadRequest(
+            f"the body is neither a JSON object nor a msgpack map: {error}; send for example "
+            '{"messages":[{"role":"user","content":"Hi"}]}'
+        ) from error
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise BadRequest("the body must be a JSON object or a msgpack map with field names")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def read_request(fields: dict[str, Any]) -> GenerateRequest:
+    """The validated request. Raises BadRequest that names the field."""
+    for name, harmless in _NOT_YET.items():
+        if name in fields and not any(_same(fields[name], value) for value in harmless):
+            raise BadRequest(f"`{name}` is not supported yet; leave it out", param=name)
+    try:
+        return GenerateRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = ".".join(str(step) for step in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        if not path:
+            raise BadRequest(message) from error
+        raise BadRequest(f"`{path}`: {message}", param=str(first["loc"][0])) from error
+
+
+def _same(value: object, other: object) -> bool:
+    return type(value) is type(other) and value == other

