@@ -120,6 +120,7 @@ class Runtime:
         self.bus.publish(subjects.beat_ask(self.fleet), b"")
         asyncio.get_running_loop().call_soon(self._deliver_early)  # runs at the first await of start
         await self.actor.start(self.port)
+        self._deliver_early()  # for a start without an await
         self.state = "ready"
         self.beat()
 

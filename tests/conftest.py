@@ -7,12 +7,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 
 import pytest
+from hypothesis import settings
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
 from shared.bus import Bus
 from shared.memory_bus import MemoryBroker
 from shared.nats_bus import NatsBus
+
+# The same examples in every run, and no time limits: a busy machine is not a failure.
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile("steady")
 
 _FLEETS = itertools.count()
 

@@ -26,7 +26,7 @@ def rope_table(inverse_frequencies: Tensor, positions: int) -> Tensor:
 
 
 def apply_rope(x: Tensor, rotation: Tensor) -> Tensor:
-    """`x` `[tokens, heads, head_dim]` rotated by `rotation` `[tokens, 2, head_dim]`, in float, rounded once."""
+    """`x` `[tokens, heads, head_dim]` rotated by `rotation` `[tokens, 2, head_dim]`, in float."""
     wide = x.float()
     low, high = wide.chunk(2, -1)
     cos, sin = rotation[:, 0].unsqueeze(1), rotation[:, 1].unsqueeze(1)

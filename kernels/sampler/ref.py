@@ -40,7 +40,7 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
     """Logits `[rows, vocab]` with minus infinity at every token that a filter drops.
 
     Filters apply one after the other: `top_k` (int64, 0 = off), then `top_p` on what is left, renormalised
-    (the smallest set of most likely tokens with at least this mass), then `min_p` (relative to the most likely
+    (the smallest set of most likely tokens with at least this mass), then `min_p` (relative to the likeliest
     token). Each comes down to a least logit, so tokens of equal logit stay or go together.
     """
     least = logits.amax(-1) + torch.log(min_p)  # log(0) = -inf: off
@@ -91,7 +91,9 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """
     rows, vocab = logits.shape
     groups = -(-vocab // GROUP_TOKENS)
-    grouped = F.pad(logits, (0, groups * GROUP_TOKENS - vocab), value=-torch.inf).view(rows, groups, GROUP_TOKENS)
+    grouped = F.pad(logits, (0, groups * GROUP_TOKENS - vocab), value=-torch.inf).view(
+        rows, groups, GROUP_TOKENS
+    )
     key, position = seeds.unsqueeze(1), positions.unsqueeze(1)
     index = torch.arange(groups, device=logits.device).unsqueeze(0)
     noise = gumbel(philox(key, index, position, _LEVEL_GROUP))

@@ -28,27 +28,31 @@ async def status(target: Target, fleet: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"nats_url": target.nats_url, "fleet": fleet, "services": services}, indent=2))
     else:
-        _print_table([("service", "state", "details"), *(_row(s) for s in services)])
+        _print_table([("service", "state", "details"), *(row for s in services for row in _rows(s))])
 
 
-def details(answer: dict[str, Any]) -> str:
-    """What a service adds to its identity, as `name value` pairs; nested ones with a dotted name."""
-    return "  ".join(f"{name} {value}" for name, value in _flat(answer) if name not in _IDENTITY)
-
-
-def _flat(body: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    pairs: list[tuple[str, object]] = []
-    for name, value in body.items():
-        if isinstance(value, dict):
-            pairs += _flat(value, f"{prefix}{name}.")
-        elif not isinstance(value, list):
-            pairs.append((prefix + name, value))
-        elif all(isinstance(item, dict) for item in value):
-            for i, item in enumerate(value):
-                pairs += _flat(item, f"{prefix}{name}.{item.get('id', i)}.")
+def details(answer: dict[str, Any]) -> list[str]:
+    """What a service adds to its identity: one line of `name value` pairs, and one for each member of a
+    group, such as the executors of a scheduler."""
+    plain, groups = [], []
+    for name, value in answer.items():
+        if name in _IDENTITY:
+            continue
+        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+            groups += [f"{name} {member}: {_pairs(facts)}" for member, facts in value.items()]
         else:
-            pairs.append((prefix + name, ",".join(map(str, value))))
-    return pairs
+            plain.append((name, value))
+    return [_pairs(dict(plain)), *groups]
+
+
+def _pairs(facts: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {_text(value)}" for name, value in facts.items())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list) and value and not isinstance(value[0], dict | list):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _place(answer: dict[str, Any]) -> tuple[int, str]:
@@ -56,8 +60,10 @@ def _place(answer: dict[str, Any]) -> tuple[int, str]:
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), f"{kind}.{answer.get('id')}")
 
 
-def _row(answer: dict[str, Any]) -> tuple[str, str, str]:
-    return f"{answer.get('kind')}.{answer.get('id')}", str(answer.get("state")), details(answer)
+def _rows(answer: dict[str, Any]) -> list[tuple[str, str, str]]:
+    first, *more = details(answer)
+    head = (f"{answer.get('kind')}.{answer.get('id')}", str(answer.get("state")), first)
+    return [head, *(("", "", f"  {line}") for line in more)]
 
 
 def _print_table(rows: list[tuple[str, str, str]]) -> None:

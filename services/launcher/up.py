@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
@@ -52,6 +53,7 @@ class _Up:
         self._server = server
         self._url = server.url if server else settings.nats_url
         self._model = served_model(settings)
+        self._started_at = time.monotonic()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._supervisor = self._make_supervisor()
 
@@ -113,9 +115,8 @@ class _Up:
         for name, value in rows.items():
             if value:
                 say(f"  {name + ':':<12}{console.bold(value)}")
-        say(
-            f'ready: try `headrace chat -q "What is NATS?"` in a second shell; {console.dim("Ctrl-C drains")}'
-        )
+        say(f"ready after {time.monotonic() - self._started_at:.1f} s")
+        say(f'try `headrace chat -q "What is NATS?"` in a second shell; {console.dim("Ctrl-C drains")}')
 
     async def _wind_down(self, first: signal.Signals) -> int:
         """Drain; a second signal kills."""

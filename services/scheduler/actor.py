@@ -23,6 +23,7 @@ from shared.bus import Delivery
 from shared.config import Settings
 from shared.messages import Cancel, Message, Tokenized
 from shared.micro import to_json
+from shared.model_files import served_name
 from shared.peers import Peer
 from shared.port import Port
 
@@ -114,4 +115,4 @@ def build(settings: Settings) -> SchedulerActor:
         max_waiting=settings.max_waiting,
         max_waiting_tokens=settings.max_waiting_tokens,
     )
-    return SchedulerActor(limits, settings.model)
+    return SchedulerActor(limits, settings.model_name or served_name(settings.model))

@@ -70,7 +70,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         finish_detached=request.finish_detached,
         seed=seed,
         sampling=_sampling(request, model.vocabulary.size),
-        stop=request.stops,
+        stop=tuple(request.stop),
         stop_ids=ints(_stop_ids(request, model.vocabulary)),
         tokens=ints(prompt),
         include_stop=request.include_stop_str_in_output,
@@ -83,7 +83,7 @@ def encode_prompt(request: GenerateRequest, model: ServedModel, wall_us: int) ->
     Raises BadRequest."""
     vocabulary = model.vocabulary
     if request.messages is not None:
-        messages = [message.for_template() for message in request.messages]
+        messages = [message.model_dump() for message in request.messages]
         ids = model.template.encode(messages, request.add_generation_prompt, wall_us)
     elif isinstance(request.prompt, str):
         ids = [*vocabulary.prefix_ids, *vocabulary.encode(request.prompt, special=True)]

@@ -10,7 +10,15 @@ import json
 from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from shared.errors import BadRequest
 
@@ -34,6 +42,8 @@ _NOT_YET: dict[str, tuple[object, ...]] = {
     "audio": (),
 }
 
+TokenKey = Annotated[int, Field(strict=False)]  # JSON has text keys only
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -43,22 +53,18 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_-]{1,32}$")]
-    content: str | list[dict[str, Any]] = ""
+    content: str = ""
 
-    @model_validator(mode="after")
-    def _only_text(self) -> ChatMessage:
-        if isinstance(self.content, list):
-            for part in self.content:
-                if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise ValueError("only parts of type `text` are supported")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: content is one string."""
-        fields = self.model_dump()
-        if isinstance(self.content, list):
-            fields["content"] = "".join(part["text"] for part in self.content)
-        return fields
+    @field_validator("content", mode="before")
+    @classmethod
+    def _only_text(cls, content: object) -> object:
+        """Parts become one text; an assistant's null (it called tools) becomes an empty one."""
+        if isinstance(content, list):
+            texts = [part["text"] for part in content if _is_text(part)]
+            if len(texts) < len(content):
+                raise ValueError("only parts of type `text` are supported")
+            return "".join(texts)
+        return "" if content is None else content
 
 
 class StreamOptions(BaseModel):
@@ -86,16 +92,14 @@ class GenerateRequest(BaseModel):
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: StopString | list[StopString] = Field(default_factory=list, max_length=256)
+    stop: list[StopString] = Field(default_factory=list, max_length=MAX_STOPS)
     stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(
-        default_factory=dict, max_length=MAX_BIASES, strict=False
-    )
+    logit_bias: dict[TokenKey, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str = ""
@@ -108,14 +112,21 @@ class GenerateRequest(BaseModel):
     def _one_prompt(self) -> GenerateRequest:
         if (self.messages is None) == (self.prompt is None):
             raise ValueError("give either `messages` or `prompt`")
-        if len(self.stops) > MAX_STOPS:
-            raise ValueError(f"`stop` has {len(self.stops)} strings; at most {MAX_STOPS} are possible")
         return self
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_more(cls, stop: object) -> object:
+        return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _text_or_ids(cls, prompt: object) -> object:
+        if isinstance(prompt, str) or (
+            isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        ):
+            return prompt
+        raise ValueError("one text or one list of token ids is expected")
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -151,6 +162,10 @@ def read_request(fields: dict[str, Any]) -> GenerateRequest:
         if not path:
             raise BadRequest(message) from error
         raise BadRequest(f"`{path}`: {message}", param=str(first["loc"][0])) from error
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _same(value: object, other: object) -> bool:

@@ -20,7 +20,8 @@ def test_blocks_are_just_enough(tokens: int, block_tokens: int) -> None:
 
 def test_choice_seeds_are_frozen_and_distinct() -> None:
     """A change would change every seeded answer: frozen values."""
-    assert choice_seed(7, 0) == 0x0
+    assert choice_seed(7, 0) == 0x1C84B2D313C86E54
+    assert choice_seed(2**64 - 1, 3) == 0x485D22A536CE7274
     seeds = {choice_seed(seed, choice) for seed in range(100) for choice in range(10)}
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**64 for seed in seeds)

@@ -109,12 +109,15 @@ def test_a_request_that_cannot_be_read(text: str | None, file: Path | None, said
         read_body(text, file)
 
 
-def test_status_details_are_flat() -> None:
+def test_status_details_are_one_line_and_one_for_each_member() -> None:
     answer = {"kind": "scheduler", "id": "a", "state": "ready", "epoch": 1, "fleet": "f", "running": 0,
-              "executors": [{"id": "e1", "blocks": {"free": 7, "all": 8}}], "models": ["m", "n"]}  # fmt: skip
-    assert details(answer) == (
-        "running 0  executors.e1.id e1  executors.e1.blocks.free 7  executors.e1.blocks.all 8  models m,n"
-    )
+              "executors": {"e1": {"free": 7, "dtype": "f32"}, "e2": {"free": 8}}, "models": ["m", "n"],
+              "rates": {}, "late": None}  # fmt: skip
+    assert details(answer) == [
+        "running 0  models m,n  rates {}  late null",
+        "executors e1: free 7  dtype f32",
+        "executors e2: free 8",
+    ]
 
 
 def test_doctor_passes_here_and_fails_when_something_does(

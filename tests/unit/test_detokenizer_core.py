@@ -226,7 +226,8 @@ def test_an_error_close_ends_all_choices_at_once(core: DetokenizerCore) -> None:
     assert frame == {
         "type": "error", "request_id": "r1", "attempt": 1, "frame": 2,
         "error": {
-            "code": 408, "type": "timeout", "message": "not done\nwithin 1 s", "param": None, "retryable": True,
+            "code": 408, "type": "timeout", "message": "not done\nwithin 1 s", "param": None,
+            "retryable": True,
             "retry_after_ms": 5, "request_id": "r1", "trace_id": "0123456789abcdef0123456789abcdef",
         },
     }  # fmt: skip

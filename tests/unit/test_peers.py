@@ -68,3 +68,12 @@ def test_ready_lists_by_kind_and_model() -> None:
     assert peers.ready("executor") == ["a", "b"]
     assert peers.ready("executor", "m") == ["b"]
     assert peers.ready("scheduler") == []
+
+
+def test_models_are_those_of_ready_actors() -> None:
+    peers = Peers()
+    peers.hear(1, replace(BEAT, actor="b"), 0)
+    peers.hear(1, replace(BEAT, actor="a", model="other"), 0)
+    peers.hear(1, replace(BEAT, actor="c", model="third", state="starting"), 0)
+    peers.hear(1, replace(BEAT, actor="d", model=""), 0)
+    assert peers.models("executor") == ["m", "other"]

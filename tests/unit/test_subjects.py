@@ -71,6 +71,7 @@ def test_internal_subjects() -> None:
 
 def test_an_actor_named_after_a_host_stays_one_token() -> None:
     host = "node1.example.com"
-    assert subjects.mailbox("f", "kv_offload", host, "Beat") == "hr.f.kv_offload.node1=2Eexample=2Ecom.in.Beat"
+    mailbox = subjects.mailbox("f", "kv_offload", host, "Beat")
+    assert mailbox == "hr.f.kv_offload.node1=2Eexample=2Ecom.in.Beat"
     assert subjects.mailbox_all("f", "kv_offload", host).count(".") == 5
     assert subjects.beat("f", "kv_offload", host).count(".") == subjects.beat_all("f").count(".")

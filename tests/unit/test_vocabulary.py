@@ -24,6 +24,7 @@ from tokenizers import decoders
 from shared.catalogue import CATALOGUE, DEFAULT_MODEL
 from shared.errors import SetupError
 from shared.gguf_metadata import read_metadata
+from shared.gguf_vocab import gguf_parts
 from shared.model_files import ModelFiles, resolve, served_name
 from shared.pretokenizers import pre_tokenizer
 from shared.vocabulary import Vocabulary, byte_characters, load_vocabulary
@@ -258,3 +259,30 @@ def test_unreadable_vocabularies_are_setup_errors(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(SetupError, match="'bert'"):
         load_vocabulary(ModelFiles("b", tmp_path / "b.gguf"))
+
+
+def test_other_files_and_value_types_are_setup_errors(tmp_path: Path) -> None:
+    path = write_bpe_gguf(tmp_path / "m.gguf")
+    data = path.read_bytes()
+    for damaged in (b"GGML" + data[4:], data[:4] + b"\x01" + data[5:], data.replace(b"smollm", b"\xff" * 6)):
+        path.write_bytes(damaged)
+        with pytest.raises(SetupError, match="GGUF"):
+            read_metadata(path)
+    key = (21).to_bytes(8, "little") + b"general.architecture."
+    path.write_bytes(data[:16] + (1).to_bytes(8, "little") + key + (99).to_bytes(4, "little"))
+    with pytest.raises(SetupError, match="unknown value type 99"):
+        read_metadata(path)
+
+
+def test_tokens_outside_the_byte_alphabet_are_their_own_text(tmp_path: Path) -> None:
+    parts = gguf_parts(write_bpe_gguf(tmp_path / "m.gguf"))
+    odd = ["漢字", "two words", "Ġa", "\xad"]
+    fields = {name: getattr(parts, name) for name in parts.__slots__} | {
+        "tokens": odd,
+        "special": frozenset(),
+    }
+    vocabulary = Vocabulary(type(parts)(**fields))
+    assert vocabulary.token_bytes == ["漢字".encode(), b"two words", b" a", "\xad".encode()]
+    assert vocabulary.decode([0, 2]) == decoders.ByteLevel().decode([odd[0], odd[2]])
+    with pytest.raises(SetupError, match="empty"):
+        Vocabulary(type(parts)(**(fields | {"tokens": []})))

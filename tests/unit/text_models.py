@@ -92,7 +92,8 @@ def write_hf_folder(folder: Path) -> Path:
 
 
 def plain_bpe(text: str, tokens: list[str], merges: list[tuple[str, str]], single_digits: bool) -> list[int]:
-    """Byte-level BPE as the GPT-2 paper has it, in plain Python: words, bytes, lowest rank first."""
+    """Byte-level BPE as the GPT-2 paper has it, in plain Python: words, bytes, lowest rank first.
+    Bytes that have no token are dropped."""
     ids = {token: i for i, token in enumerate(tokens)}
     ranks = {pair: rank for rank, pair in enumerate(merges)}
     parts = regex.findall(r"\p{N}|\P{N}+", text) if single_digits else [text]
@@ -105,7 +106,7 @@ def plain_bpe(text: str, tokens: list[str], merges: list[tuple[str, str]], singl
             if rank == len(ranks):
                 break
             symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-        found += [ids[symbol] for symbol in symbols]
+        found += [ids[symbol] for symbol in symbols if symbol in ids]
     return found
 
 

@@ -1,0 +1,1 @@
+"""Load tests and benches. May import anything; imported by nothing."""

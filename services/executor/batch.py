@@ -1,0 +1,161 @@
+"""From the columns of a plan to the tensors of a forward pass.
+
+Tokens are laid out decode rows first, grouped by context length, then prompt chunks one after the other:
+
+    | decode, ≤ 16 tokens | decode, 17-32 | ... | chunk of slot 3 | chunk of slot 5 | padding |
+
+A group of decode rows is one attention call, padded to its longest row; a chunk is one call of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.kv_blocks import write_rows
+from services.executor.kv_cache import KvCache
+from services.executor.linear import ROW_TILE
+from services.executor.slots import Slots
+from shared.errors import EngineError
+from shared.messages import StepPlan
+
+_Column = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decode rows of like context: token rows `first` to `first + len(tables)`. See attend_decode."""
+
+    first: int
+    tables: Tensor  # [rows, blocks]
+    mask: Tensor  # [rows, 1, 1, tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A chunk of one prompt: token rows `first` to `first + count`. See attend_prefill."""
+
+    first: int
+    count: int
+    table: Tensor  # [blocks]
+    mask: Tensor | None  # [count, tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The input of a forward pass. All tensors are on the device."""
+
+    ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    rows: Tensor  # [layers, K|V, tokens], where KV goes
+    decode: tuple[DecodeGroup, ...]
+    prefill: tuple[PrefillChunk, ...]
+    sampled: Tensor  # [samples], the token row that each sample row reads
+    padding: int  # token rows at the end that stand for nothing
+
+
+class BatchBuilder:
+    """Builds batches over one set of slots and one cache."""
+
+    def __init__(self, slots: Slots, cache: KvCache, *, deterministic: bool) -> None:
+        self._slots = slots
+        self._cache = cache
+        self._deterministic = deterministic
+
+    def build(self, plan: StepPlan) -> Batch:
+        """The batch of a plan whose table deltas are applied. Raises EngineError for a slot not open."""
+        slots, starts, counts = (np.array(c, dtype=np.int64) for c in (plan.slots, plan.starts, plan.counts))
+        order, ranks = self._order(starts, counts)
+        first = np.empty_like(counts)
+        first[order] = np.cumsum(counts[order]) - counts[order]
+        row = np.repeat(order, counts[order])
+        positions = starts[row] + np.arange(len(row)) - first[row]
+        padding = -len(row) % ROW_TILE if self._deterministic else 0
+        return Batch(
+            ids=self._ids(plan, first, len(row) + padding),
+            positions=self._on_device(np.pad(positions, (0, padding))),
+            rows=self._rows(slots[row], positions, padding),
+            decode=self._decode(slots, starts, order, ranks),
+            prefill=tuple(
+                self._chunk(int(slots[i]), int(starts[i]), int(counts[i]), int(first[i]))
+                for i in order[len(ranks) :]
+            ),
+            sampled=self._on_device((first + counts - 1)[np.array(plan.sample_rows, dtype=np.int64)]),
+            padding=padding,
+        )
+
+    def _order(self, starts: _Column, counts: _Column) -> tuple[_Column, _Column]:
+        """Rows in token order, and the group of each decode row among them.
+
+        Groups double in length, so that padding costs less than a factor of two. Deterministic: a group
+        for each row, since the length of a padded row would show in its last bits.
+        """
+        decode = np.flatnonzero(counts == 1)
+        blocks = -(-(starts[decode] + 1) // self._cache.block_tokens)
+        ranks = np.arange(len(decode)) if self._deterministic else np.ceil(np.log2(blocks)).astype(np.int64)
+        by_rank = np.argsort(ranks, kind="stable")
+        return np.concatenate((decode[by_rank], np.flatnonzero(counts != 1))), ranks[by_rank]
+
+    def _ids(self, plan: StepPlan, first: _Column, tokens: int) -> Tensor:
+        ids = np.zeros(tokens, dtype=np.int64)
+        fed = []
+        for i, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            known = self._slots.tokens(slot)
+            if plan.from_device[i]:
+                fed.append(i)
+            elif start + count > len(known):
+                raise EngineError(
+                    f"slot {slot} has {len(known)} tokens; the plan wants {start} to {start + count}"
+                )
+            else:
+                ids[first[i] : first[i] + count] = known[start : start + count]
+        on_device = self._on_device(ids)
+        if fed:
+            sources = self._on_device(np.array([plan.slots[i] for i in fed]))
+            on_device[self._on_device(first[fed])] = self._slots.last_token[sources]
+        return on_device
+
+    def _rows(self, slots: _Column, positions: _Column, padding: int) -> Tensor:
+        """Where each token's KV goes; that of finished slots and of padding to the spare block."""
+        cache = self._cache
+        blocks = self._on_device(self._slots.tables[slots, positions // cache.block_tokens])
+        blocks = torch.where(self._slots.done[self._on_device(slots)], cache.spare, blocks)
+        blocks = torch.nn.functional.pad(blocks, (0, padding), value=cache.spare)
+        offsets = self._on_device(np.pad(positions % cache.block_tokens, (0, padding)))
+        return write_rows(cache.tensor, blocks, offsets)
+
+    def _decode(
+        self, slots: _Column, starts: _Column, order: _Column, ranks: _Column
+    ) -> tuple[DecodeGroup, ...]:
+        groups = []
+        edges = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
+        for first, end in itertools.pairwise(edges):
+            if first == end:
+                continue
+            members = order[first:end]
+            lengths = starts[members] + 1
+            tokens = int(lengths.max())
+            past_end = self._on_device(np.arange(tokens) >= lengths[:, None])
+            mask = torch.zeros(past_end.shape, dtype=self._cache.tensor.dtype, device=past_end.device)
+            tables = self._slots.tables[slots[members], : -(-tokens // self._cache.block_tokens)]
+            mask = mask.masked_fill_(past_end, -torch.inf)[:, None, None]
+            groups.append(DecodeGroup(first, self._on_device(tables), mask))
+        return tuple(groups)
+
+    def _chunk(self, slot: int, start: int, count: int, first: int) -> PrefillChunk:
+        end = start + count
+        table = self._on_device(self._slots.tables[slot, : -(-end // self._cache.block_tokens)])
+        mask = None
+        if start:
+            later = self._on_device(np.arange(end) > np.arange(start, end)[:, None])
+            mask = torch.zeros(later.shape, dtype=self._cache.tensor.dtype, device=later.device)
+            mask.masked_fill_(later, -torch.inf)
+        return PrefillChunk(first, count, table, mask)
+
+    def _on_device(self, values: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._cache.tensor.device)

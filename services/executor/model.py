@@ -1,0 +1,115 @@
+"""The forward pass of the Llama family, in one file.
+
+x = embedding[ids]
+for each layer:  x += out(attention(rope(qkv(norm(x)))))   K and V go through the paged cache
+                 x += down(swiglu(gate_up(norm(x))))
+logits = head(norm(x))                                      of the sampled rows only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.kv_blocks import write_kv
+from kernels.paged_attention import attend_decode, attend_prefill
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rope import apply_rope, rope_table
+from kernels.swiglu import swiglu, swiglu_by_row
+from services.executor.batch import Batch
+from services.executor.linear import ROW_TILE, Linear, Products
+from services.executor.shapes import Shapes
+from services.executor.weights import LayerWeights, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    weights: LayerWeights
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+
+
+class Model:
+    """A model on its device. Runs in `torch.inference_mode` and on one thread."""
+
+    def __init__(self, shapes: Shapes, weights: Weights, context_tokens: int, *, deterministic: bool) -> None:
+        """Rotations are tabled for `context_tokens` positions. With `deterministic` a row's logits do not
+        depend on the other rows of its batch, bit for bit (on a CPU)."""
+        self._shapes = shapes
+        self._embedding = weights.embedding
+        self._norm = weights.norm
+        device = weights.embedding.device
+        products = Products(weights.embedding.dtype, device, deterministic=deterministic)
+        self._head = products.linear(weights.head)
+        self._layers = [_layer(each, products) for each in weights.layers]
+        self._deterministic = deterministic
+        self._gate: Callable[[Tensor], Tensor] = swiglu_by_row if deterministic else swiglu
+        frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
+        self._rotations = rope_table(frequencies, context_tokens).to(device)
+
+    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
+        """Logits `[samples, vocab]` in float32 of the batch's sampled rows; writes the KV of all rows."""
+        eps = self._shapes.norm_eps
+        rotation = self._rotations[batch.positions]
+        residual = self._embedding[batch.ids]
+        normed = rms_norm(residual, self._layers[0].weights.attention_norm, eps)
+        for i, layer in enumerate(self._layers):
+            attended = self._attention(i, layer, normed, rotation, batch, kv)
+            normed, residual = add_rms_norm(attended, residual, layer.weights.mlp_norm, eps)
+            gated = self._gate(layer.gate_up(normed))
+            last = i + 1 == len(self._layers)
+            norm = self._norm if last else self._layers[i + 1].weights.attention_norm
+            normed, residual = add_rms_norm(layer.down(gated), residual, norm, eps)
+        return self._logits(normed[batch.sampled])
+
+    def _logits(self, chosen: Tensor) -> Tensor:
+        samples = len(chosen)
+        if self._deterministic:
+            chosen = F.pad(chosen, (0, 0, 0, -samples % ROW_TILE))
+        return self._head(chosen)[:samples].float()
+
+    def _attention(
+        self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
+    ) -> Tensor:
+        shapes, weights = self._shapes, layer.weights
+        heads = layer.qkv(x).view(len(x), -1, shapes.head_dim)
+        query, key, value = torch.split(heads, [shapes.heads, shapes.kv_heads, shapes.kv_heads], 1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            query = rms_norm(query, weights.q_norm, shapes.norm_eps)
+            key = rms_norm(key, weights.k_norm, shapes.norm_eps)
+            rotated = apply_rope(torch.cat((query, key), 1), rotation)
+        else:
+            rotated = apply_rope(heads[:, : shapes.heads + shapes.kv_heads], rotation)
+        query, key = torch.split(rotated, [shapes.heads, shapes.kv_heads], 1)
+        write_kv(kv, batch.rows[index], key, value)
+        return layer.out(_attend(index, query, batch, kv).view(len(x), -1))
+
+
+def _attend(index: int, query: Tensor, batch: Batch, kv: Tensor) -> Tensor:
+    """Attention of every token row, in order: decode groups, chunks, zeros for padding."""
+    pieces = []
+    for group in batch.decode:
+        rows = query[group.first : group.first + len(group.tables)]
+        pieces.append(attend_decode(rows, kv, index, group.tables, group.mask))
+    for chunk in batch.prefill:
+        rows = query[chunk.first : chunk.first + chunk.count]
+        pieces.append(attend_prefill(rows, kv, index, chunk.table, chunk.mask))
+    if batch.padding:
+        pieces.append(query.new_zeros(batch.padding, *query.shape[1:]))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _layer(weights: LayerWeights, products: Products) -> _Layer:
+    return _Layer(
+        weights=weights,
+        qkv=products.linear(weights.qkv, weights.qkv_bias),
+        out=products.linear(weights.out),
+        gate_up=products.linear(weights.gate_up),
+        down=products.linear(weights.down),
+    )

@@ -1,0 +1,118 @@
+"""How each slot's next token is chosen: the slots' sampling parameters, applied to the logits of a step.
+
+Order: penalties, logit bias, then the most likely token, or temperature, top-k, top-p, min-p and a draw.
+Work that no row asked for is not done. A draw depends on the slot's seed, the position and the logits only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.sampler import draw, keep_likely, penalize
+from shared.messages import SlotOpen
+
+_SIGN = 1 << 63
+
+
+class Sampler:
+    """Sampling state of every slot. Token counts for penalties are made when the first slot asks for them."""
+
+    def __init__(self, slots: int, vocab: int, device: torch.device, *, deterministic: bool) -> None:
+        self._size = (slots, vocab)
+        self._device = device
+        self._by_row = deterministic
+        self._filters = np.zeros((slots, 4), dtype=np.float32)  # temperature, top-k, top-p, min-p
+        self._seeds = np.zeros(slots, dtype=np.int64)
+        self._penalties: dict[int, tuple[float, float, float]] = {}
+        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self._prompted: Tensor | None = None  # [slots, vocab], in the prompt
+        self._counts: Tensor | None = None  # [slots, vocab], times in the output
+
+    def open(self, opened: SlotOpen) -> None:
+        """Take a slot's sampling; counts start from the tokens it brings."""
+        slot, wanted = opened.slot, opened.sampling
+        self.close(slot)
+        self._filters[slot] = (wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p)
+        self._seeds[slot] = (opened.seed ^ _SIGN) - _SIGN  # the bits of a uint64 as int64
+        penalties = (wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty)
+        if penalties != (1.0, 0.0, 0.0):
+            self._penalties[slot] = penalties
+            self._count(opened)
+        if wanted.bias_ids:
+            ids = torch.tensor(wanted.bias_ids, device=self._device)
+            self._bias[slot] = (ids, torch.tensor(wanted.bias_values, device=self._device))
+
+    def close(self, slot: int) -> None:
+        """Forget a slot's penalties and bias."""
+        self._penalties.pop(slot, None)
+        self._bias.pop(slot, None)
+
+    def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        """A token for each row of `logits` `[rows, vocab]`, float32: ids `[rows]`. Row i is for `slots[i]`,
+        and its token takes place `positions[i]` of the sequence. `logits` is left as it is."""
+        adjusted = self._adjust(logits, slots)
+        hot = [i for i, slot in enumerate(slots) if self._filters[slot, 0] > 0]
+        if not hot:
+            ids = adjusted.argmax(-1)
+        elif len(hot) == len(slots):
+            ids = self._draw(adjusted, slots, positions)
+        else:
+            ids = adjusted.argmax(-1)
+            rows = torch.tensor(hot, device=self._device)
+            ids[rows] = self._draw(adjusted[rows], [slots[i] for i in hot], [positions[i] for i in hot])
+        self._remember(slots, ids)
+        return ids
+
+    def _draw(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        step = 1 if self._by_row else len(slots)  # by row: vector tails must not fall by batch size
+        parts = [
+            self._draw_rows(logits[i : i + step], slots[i : i + step], positions[i : i + step])
+            for i in range(0, len(slots), step)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _draw_rows(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        filters = self._filters[slots]
+        on_device = torch.from_numpy(filters).to(self._device)
+        temperature, top_k, top_p, min_p = on_device.unbind(1)
+        # Relative to the largest, so that a tiny temperature cannot overflow.
+        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(1)
+        if (filters[:, 1] > 0).any() or (filters[:, 2] < 1).any() or (filters[:, 3] > 0).any():
+            scaled = keep_likely(scaled, top_k.long(), top_p, min_p)
+        seeds = torch.from_numpy(self._seeds[slots]).to(self._device)
+        return draw(scaled, seeds, torch.tensor(positions, device=self._device))
+
+    def _adjust(self, logits: Tensor, slots: list[int]) -> Tensor:
+        """Logits with penalties and bias; a copy if any row has one."""
+        punished = [i for i, slot in enumerate(slots) if slot in self._penalties]
+        biased = [i for i, slot in enumerate(slots) if slot in self._bias]
+        if not punished and not biased:
+            return logits
+        logits = logits.clone()
+        if punished and self._counts is not None and self._prompted is not None:
+            at = torch.tensor([slots[i] for i in punished], device=self._device)
+            counts = self._counts[at]
+            strength = torch.tensor([self._penalties[slots[i]] for i in punished], device=self._device)
+            logits[punished] = penalize(logits[punished], self._prompted[at] | (counts > 0), counts, strength)
+        for i in biased:
+            ids, values = self._bias[slots[i]]
+            logits[i].index_add_(0, ids, values)
+        return logits
+
+    def _count(self, opened: SlotOpen) -> None:
+        if self._counts is None or self._prompted is None:
+            self._counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
+            self._prompted = torch.zeros(self._size, dtype=torch.bool, device=self._device)
+        tokens = torch.tensor(opened.tokens, dtype=torch.int64, device=self._device)
+        prompt, output = tokens.tensor_split([opened.prompt_tokens])
+        self._prompted[opened.slot] = False
+        self._prompted[opened.slot, prompt] = True
+        self._counts[opened.slot] = torch.bincount(output, minlength=self._size[1])
+
+    def _remember(self, slots: list[int], ids: Tensor) -> None:
+        counted = [i for i, slot in enumerate(slots) if slot in self._penalties]
+        if counted and self._counts is not None:
+            at = torch.tensor([slots[i] for i in counted], device=self._device)
+            self._counts[at, ids[counted]] += 1

@@ -1,0 +1,202 @@
+"""The torch engine behind the Backend protocol: weights, paged KV, slots, forward pass and sampler."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.executor.backend import BackendInfo, StepOutput
+from services.executor.batch import BatchBuilder
+from services.executor.fingerprint import fingerprint
+from services.executor.kv_cache import KvCache, allocate, block_bytes, fitting_blocks
+from services.executor.logprobs import logprobs
+from services.executor.model import Model
+from services.executor.sampler import Sampler
+from services.executor.shapes import Shapes
+from services.executor.slots import Slots
+from services.executor.warm_up import warm_up_steps
+from services.executor.weights import Weights
+from services.executor.weights_gguf import load_gguf
+from services.executor.weights_hf import load_hf
+from shared.blocks import blocks_for
+from shared.errors import EngineError, SetupError
+from shared.messages import SlotOpen, StepPlan
+from shared.model_files import ModelFiles
+from shared.vocabulary import load_vocabulary
+
+_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """What to serve and how. Zeros and "auto" are worked out at start."""
+
+    model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
+    model_name: str
+    dtype: str = "auto"  # bf16, f32; auto: f32 on a CPU, bf16 on a GPU
+    device: str = "auto"  # cpu, cuda; auto: cuda where there is one
+    blocks: int = 0  # 0: from the free memory, 1 GiB on a CPU
+    block_tokens: int = 16
+    slots: int = 64
+    max_step_tokens: int = 256
+    max_context: int = 0  # 0: the model's
+    threads: int = 0  # 0: the cores
+    deterministic: bool = False  # on a CPU: a row's logits do not depend on its batch
+
+
+def build(options: TorchOptions) -> TorchBackend:
+    """Load the model and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
+    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    device = _device(options.device)
+    dtype = _dtype(options.dtype, device)
+    if options.model_path.suffix == ".gguf":
+        shapes, weights = load_gguf(options.model_path, dtype, device)
+    else:
+        shapes, weights = load_hf(options.model_path, dtype, device)
+    wanted = _context_tokens(shapes, options.max_context)
+    size = block_bytes(shapes, options.block_tokens, dtype)
+    blocks = options.blocks or fitting_blocks(
+        size, device, options.slots * blocks_for(wanted, options.block_tokens)
+    )
+    context = min(wanted, blocks * options.block_tokens)
+    if context < options.max_context:
+        raise SetupError(
+            f"{blocks} KV blocks of {options.block_tokens} tokens hold no sequence of {options.max_context}; "
+            "raise kv_blocks or lower max_context"
+        )
+    cache = allocate(shapes, blocks, options.block_tokens, dtype, device)
+    return TorchBackend(options, shapes, weights, cache, context)
+
+
+class TorchBackend:
+    """See services.executor.backend.Backend. Made by `build`."""
+
+    def __init__(
+        self, options: TorchOptions, shapes: Shapes, weights: Weights, cache: KvCache, context: int
+    ) -> None:
+        device, exact = weights.embedding.device, options.deterministic
+        self._cache = cache
+        self._model = Model(shapes, weights, context, deterministic=exact)
+        self._slots = Slots(
+            options.slots, blocks_for(context, cache.block_tokens), cache.spare, context, device
+        )
+        self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
+        self._batches = BatchBuilder(self._slots, cache, deterministic=exact)
+        self._asked: dict[int, int] = {}  # logprobs by slot
+        self._logits: Tensor | None = None
+        self._padding = 0
+        self._info = BackendInfo(
+            backend="torch",
+            model=options.model_name,
+            dtype="bf16" if cache.tensor.dtype == torch.bfloat16 else "f32",
+            fingerprint=fingerprint(options.model_name, shapes, weights, cache.block_tokens),
+            vocab_digest=_vocab_digest(options),
+            vocab=shapes.vocab,
+            blocks=cache.blocks,
+            block_tokens=cache.block_tokens,
+            bytes_per_block=cache.bytes_per_block,
+            slots=options.slots,
+            max_step_tokens=options.max_step_tokens,
+            max_context=context,
+        )
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    def warm_up(self) -> None:
+        for opened, plans in warm_up_steps(self._info):
+            self.open_slot(opened)
+            for plan in plans:
+                self.forward(plan)
+                self.sample(plan)
+        self.reset()
+
+    def open_slot(self, opened: SlotOpen) -> None:
+        self._slots.open(opened)
+        self._sampler.open(opened)
+        self._asked[opened.slot] = opened.logprobs
+
+    def close_slot(self, slot: int) -> None:
+        self._slots.close(slot)
+        self._sampler.close(slot)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        self._logits = None
+        self._slots.apply_tables(plan)
+        self._cache.copy(plan.copy_from, plan.copy_to)
+        if plan.slots:
+            batch = self._batches.build(plan)
+            self._logits = self._model.forward(batch, self._cache.tensor)
+            self._padding = batch.padding
+
+    @torch.inference_mode()
+    def sample(self, plan: StepPlan) -> StepOutput:
+        logits, slots = self._logits, list(plan.sample_slots)
+        if logits is None or len(logits) != len(slots):
+            raise EngineError(f"step {plan.step} samples, but its forward pass did not run")
+        self._logits = None
+        positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
+        chosen = self._sampler.choose(logits, slots, positions)
+        ids, done = self._slots.advance(slots, chosen, positions)
+        found = logprobs(logits, chosen, [self._asked[slot] for slot in slots])
+        return StepOutput(
+            ids=ids,
+            done=done,
+            padding_rows=self._padding,
+            logprobs=found.chosen,
+            top_counts=found.top_counts,
+            top_ids=found.top_ids,
+            top_logprobs=found.top_values,
+        )
+
+    def reset(self) -> None:
+        for slot in range(self._info.slots):
+            self.close_slot(slot)
+        self._logits = None
+
+    def close(self) -> None:
+        for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_logits"):
+            self.__dict__.pop(name, None)  # the memory goes with the last reference
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SetupError(
+            "device is cuda, but torch sees no GPU; install a CUDA build of torch or use device cpu"
+        )
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _context_tokens(shapes: Shapes, asked: int) -> int:
+    """The longest sequence: what is asked for, at most what the model can do without a sliding window."""
+    window = shapes.sliding_window or shapes.max_context
+    most = min(shapes.max_context, window)
+    if asked > most:
+        why = (
+            "its attention window, and sliding windows are not supported" if window == most else "its context"
+        )
+        raise SetupError(f"max_context {asked} is over {most} tokens, {why}; lower max_context")
+    return asked or most
+
+
+def _vocab_digest(options: TorchOptions) -> str:
+    path = options.model_path
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        return "none"  # weights alone: nobody can send it text
+    return load_vocabulary(ModelFiles(options.model_name, path)).digest

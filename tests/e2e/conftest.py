@@ -1,0 +1,147 @@
+"""`headrace up` on the simulated engine, as real processes, and commands run against it."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+HEADRACE = (sys.executable, "-m", "services.launcher.cli")
+READY_S = 60  # far above what it takes: a guard against hanging, no measure
+QUICK = {"HEADRACE_SIM_STEP_US": "1000", "HEADRACE_SIM_TOKEN_US": "0", "HEADRACE_BEAT_INTERVAL_MS": "200"}
+
+
+@dataclass
+class Up:
+    """A running `headrace up` and what it printed."""
+
+    process: subprocess.Popen[str]
+    env: dict[str, str]
+    log: Path
+    printed: list[str] = field(default_factory=list)
+
+    def read_until(self, pattern: str) -> str:
+        """Read its stdout up to a line that matches. Fails when it ends before, or hangs."""
+        assert self.process.stdout is not None
+        guard = threading.Timer(READY_S, self.process.kill)
+        guard.start()
+        try:
+            while line := self.process.stdout.readline():
+                self.printed.append(line.rstrip())
+                if re.search(pattern, line):
+                    return line.rstrip()
+        finally:
+            guard.cancel()
+        raise AssertionError(f"no {pattern!r} in {self.printed}\n{self.log.read_text()[-4000:]}")
+
+    @property
+    def nats_url(self) -> str:
+        """The URL in the block that `up` prints."""
+        return next(line.split()[-1] for line in self.printed if "NATS:" in line)
+
+    def run(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """A headrace command in a second shell."""
+        return subprocess.run(
+            [*HEADRACE, *args],
+            env=self.env,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def children(self) -> list[int]:
+        """Process ids of the services and the server."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+
+    def child(self, kind: str) -> int:
+        """The process id of the only service of a kind."""
+
+        def is_it(pid: int) -> bool:
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            return "services.launcher.serve" in words and kind in words
+
+        (found,) = [pid for pid in self.children() if is_it(pid)]
+        return found
+
+    def stop(self, *signals: signal.Signals) -> int:
+        """Signal it, wait for its end; its exit status."""
+        for number in signals:
+            self.process.send_signal(number)
+        status = self.process.wait(60)
+        assert self.process.stdout is not None
+        self.printed += self.process.stdout.read().splitlines()
+        return status
+
+
+StartUp = Callable[..., Up]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Return when every process has ended; fails after a time that only a hang can take."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ended, _, _ = select.select([handle], [], [], 30)
+        os.close(handle)
+        assert ended, f"process {pid} is an orphan: {Path(f'/proc/{pid}/cmdline').read_text()}"
+
+
+def _starter(folder: Path, running: list[Up]) -> StartUp:
+    def start(*args: str, wait: bool = True, **env: str) -> Up:
+        home = folder / f"up{len(running)}"
+        home.mkdir()
+        full = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
+        full |= {"XDG_RUNTIME_DIR": str(home), **QUICK, **env}
+        log = home / "stderr"
+        process = subprocess.Popen(
+            [*HEADRACE, "up", "--backend", "sim", *args],
+            env=full,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+        up = Up(process, full, log)
+        running.append(up)
+        if wait:
+            up.read_until("^ready after")
+        return up
+
+    return start
+
+
+def _end(running: list[Up]) -> None:
+    for up in running:
+        children = up.children() if up.process.poll() is None else []
+        if up.process.poll() is None:
+            up.stop(signal.SIGTERM)
+        wait_until_gone(children)
+
+
+@pytest.fixture
+def start_up(tmp_path: Path) -> Iterator[StartUp]:
+    """Starts servers of the test's own, and stops them at its end."""
+    running: list[Up] = []
+    yield _starter(tmp_path, running)
+    _end(running)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One server for the tests of a file."""
+    running: list[Up] = []
+    yield _starter(tmp_path_factory.mktemp("up"), running)()
+    _end(running)

@@ -1,0 +1,172 @@
+"""A person's session: `up` in one shell; chat, request, status, doctor in a second one, without flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.conftest import HEADRACE, Up
+
+MODEL = "smollm2-135m-instruct"
+
+
+def status_of(up: Up) -> dict[str, dict[str, object]]:
+    done = up.run("status", "--json")
+    assert done.returncode == 0, done.stderr
+    return {service["kind"]: service for service in json.loads(done.stdout)["services"]}
+
+
+def test_up_says_where_to_publish(up: Up) -> None:
+    text = "\n".join(up.printed)
+    assert re.search(r"NATS: +nats://127\.0\.0\.1:\d+\n", text)
+    assert re.search(r"monitoring: +http://127\.0\.0\.1:\d+\n", text)
+    assert f"headrace.v1.generate.public.{MODEL}" in text
+
+
+def test_chat_answers_one_question(up: Up) -> None:
+    done = up.run("chat", "-q", "Hi", "--max-tokens", "5", "--seed", "7")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
+    assert up.run("chat", "-q", "Hi", "--max-tokens", "5", "--seed", "7").stdout == done.stdout
+
+
+def test_a_request_gets_one_json_answer(up: Up) -> None:
+    done = up.run("request", stdin='{"prompt": "Hello", "max_tokens": 4, "seed": 1}')
+    answer = json.loads(done.stdout)
+    assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
+    assert answer["usage"]["completion_tokens"] == 4
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_streamed_request_prints_the_same_text_in_frames(up: Up) -> None:
+    body = '{"prompt": "Hello", "max_tokens": 40, "seed": 1}'
+    done = up.run("request", "--stream", body)
+    frames = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [f["type"] for f in frames] == ["accepted", *["delta"] * (len(frames) - 2), "done"]
+    assert [f["frame"] for f in frames] == list(range(len(frames)))
+    text = "".join(c["text"] for f in frames[1:-1] for c in f["choices"])
+    assert text == json.loads(up.run("request", body).stdout)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"prompt": "x", "model": "nobody"}', "error 404 model_not_found"),
+        ('{"prompt": "x", "temperature": 9}', "error 400 invalid_request_error"),
+        ("{}", "error 400 invalid_request_error"),
+    ],
+)
+def test_errors_go_to_stderr_with_their_code(up: Up, body: str, said: str) -> None:
+    done = up.run("request", body)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(said), done.stderr
+
+
+def test_an_interrupted_request_is_cancelled(up: Up) -> None:
+    asking = subprocess.Popen(
+        [*HEADRACE, "request", "--stream", '{"prompt": "Hello", "max_tokens": 4000}'],
+        env=up.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert asking.stdout is not None
+    assert json.loads(asking.stdout.readline())["type"] == "accepted"
+    asking.send_signal(signal.SIGINT)
+    asking.communicate(timeout=30)
+    assert asking.returncode == 130
+    assert_idle(up)
+
+
+def assert_idle(up: Up) -> None:
+    """Every request, block and slot is free, at the latest after the time limit of a closing request."""
+    import time
+
+    deadline = time.monotonic() + 10
+    while (scheduler := status_of(up)["scheduler"])["requests"] and time.monotonic() < deadline:
+        pass
+    assert scheduler["requests"] == 0
+    executors = scheduler["executors"]
+    assert isinstance(executors, dict)
+    for executor in executors.values():
+        assert executor["free_blocks"] == executor["blocks"]
+        assert executor["free_slots"] == executor["slots"]
+
+
+def test_status_names_every_service(up: Up) -> None:
+    services = status_of(up)
+    assert set(services) == {"tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"}
+    assert {s["state"] for s in services.values()} == {"ready"}
+    table = up.run("status").stdout.splitlines()
+    assert [line.split(".")[0] for line in table[1:] if not line.startswith(" ")] == [
+        "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer",
+    ]  # fmt: skip
+    other = up.run("status", "--fleet", "other")
+    assert other.stderr.startswith("error 503 unavailable: ")
+
+
+def test_doctor_is_content(up: Up) -> None:
+    done = up.run("doctor")
+    assert f"nats-server at {up.nats_url}, messages up to 8 MB" in done.stdout
+
+
+class Terminal:
+    """A headrace command on a terminal of its own."""
+
+    def __init__(self, up: Up, *args: str) -> None:
+        self._ours, theirs = pty.openpty()
+        env = {**up.env, "TERM": "xterm", "NO_COLOR": "1"}
+        self.process = subprocess.Popen(
+            [*HEADRACE, *args], env=env, stdin=theirs, stdout=theirs, stderr=theirs,
+            start_new_session=True, preexec_fn=_take_terminal,
+        )  # fmt: skip
+        os.close(theirs)
+        self.text = ""
+
+    def read_until(self, pattern: str) -> str:
+        """What is on the screen since the last call, up to a match."""
+        while not (match := re.search(pattern, self.text)):
+            piece = os.read(self._ours, 65536)
+            assert piece, self.text
+            self.text += piece.decode(errors="replace")
+        seen, self.text = self.text[: match.end()], self.text[match.end() :]
+        return seen
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self._ours, text.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+def _take_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def chat(up: Up) -> Iterator[Terminal]:
+    """An interactive chat."""
+    terminal = Terminal(up, "chat", "--max-tokens", "4000")
+    yield terminal
+    terminal.close()
+
+
+def test_a_conversation_with_a_stopped_answer(up: Up, chat: Terminal) -> None:
+    chat.read_until("> ")
+    chat.type("tell me everything\n")
+    chat.read_until(r"everything\r\n[^\r\n]+ ")
+    chat.type("\x03")
+    chat.read_until(r"\[stopped\]\r\n> ")
+    assert_idle(up)
+    chat.type("\x04")
+    assert chat.process.wait(30) == 0

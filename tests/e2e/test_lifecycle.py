@@ -1,0 +1,121 @@
+"""Starts, drains, kills, deaths: exit statuses, nothing lost in a drain, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+from tests.e2e.conftest import HEADRACE, StartUp, wait_until_gone
+
+SLOW = {"HEADRACE_SIM_STEP_US": "20000"}
+
+
+def test_sigterm_drains_and_ends_with_0(start_up: StartUp) -> None:
+    up = start_up(**SLOW)
+    children = up.children()
+    assert len(children) == 6
+    asking = subprocess.Popen(
+        [*HEADRACE, "request", "--stream", '{"prompt": "Hello", "max_tokens": 50, "seed": 1}'],
+        env=up.env, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert asking.stdout is not None
+    assert json.loads(asking.stdout.readline())["type"] == "accepted"
+    assert up.stop(signal.SIGTERM) == 0
+    frames = [json.loads(line) for line in asking.communicate(timeout=30)[0].splitlines()]
+    assert frames[-1]["type"] == "done"
+    assert frames[-1]["usage"]["completion_tokens"] == 50
+    assert up.printed[-1] == "stopped"
+    wait_until_gone(children)
+    assert list(Path(up.env["XDG_RUNTIME_DIR"]).glob("headrace/*")) == []
+
+
+def test_ctrl_c_ends_with_130(start_up: StartUp) -> None:
+    up = start_up()
+    children = up.children()
+    assert up.stop(signal.SIGINT) == 130
+    assert up.printed[-1] == "stopped"
+    wait_until_gone(children)
+
+
+def test_a_second_ctrl_c_kills(start_up: StartUp) -> None:
+    up = start_up(HEADRACE_SIM_STEP_US="1000000")
+    children = up.children()
+    asking = subprocess.Popen(
+        [*HEADRACE, "request", "--stream", '{"prompt": "Hello", "max_tokens": 1000}'],
+        env=up.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert asking.stdout is not None
+    asking.stdout.readline()
+    up.process.send_signal(signal.SIGINT)
+    up.read_until("^draining")
+    assert up.stop(signal.SIGINT) == 130
+    assert up.printed[-1] == "killed"
+    wait_until_gone(children)
+    asking.kill()
+    asking.communicate()
+
+
+def test_a_killed_launcher_leaves_no_process(start_up: StartUp) -> None:
+    up = start_up()
+    children = up.children()
+    up.process.kill()
+    up.process.wait()
+    wait_until_gone(children)
+
+
+def test_ctrl_c_before_it_is_ready(start_up: StartUp) -> None:
+    up = start_up(wait=False)
+    while len(children := up.children()) < 6:
+        assert up.process.poll() is None
+    assert up.stop(signal.SIGINT) == 130
+    wait_until_gone(children)
+
+
+def test_a_dead_service_comes_back(start_up: StartUp) -> None:
+    up = start_up()
+    tokenizer = up.child("tokenizer")
+    os.kill(tokenizer, signal.SIGKILL)
+    wait_until_gone([tokenizer])
+    answered = None
+    while answered is None or answered.returncode:  # the launcher waits half a second, then starts it
+        answered = up.run("request", '{"prompt": "Hello", "max_tokens": 2}')
+        assert not answered.returncode or "503" in answered.stderr, answered.stderr
+    assert "was ended by SIGKILL; starts again in 0.5 s" in up.log.read_text()
+
+
+def test_a_taken_port_is_told(start_up: StartUp) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        up = start_up("--port", str(port), wait=False)
+        assert up.stop() == 1
+    assert (
+        f"port {port} of 127.0.0.1 is taken by another program: choose one with --port" in up.log.read_text()
+    )
+
+
+def test_services_that_cannot_start_end_it(start_up: StartUp) -> None:
+    up = start_up(
+        "--kv-blocks", "1", "--max-context", "1000000", "--nats-url", "nats://127.0.0.1:1", wait=False
+    )
+    children_ended = up.stop()
+    assert children_ended == 1
+    assert "no connection to the nats-server at nats://127.0.0.1:1" in up.log.read_text()
+
+
+def test_several_of_each_service_and_a_server_of_ones_own(start_up: StartUp) -> None:
+    first = start_up("--port", "0")
+    more = ("--tokenizers", "2", "--detokenizers", "2", "--fleet", "second")
+    second = start_up("--nats-url", first.nats_url, "--model-name", "other", *more)
+    assert len(second.children()) == 7
+    asked = [second.run("request", '{"prompt": "Hello", "max_tokens": 3}') for _ in range(3)]
+    assert [json.loads(done.stdout)["model"] for done in asked] == ["other"] * 3
+    services = json.loads(second.run("status", "--json", "--fleet", "second").stdout)["services"]
+    assert len(services) == 7
+    assert second.stop(signal.SIGTERM) == 0
+    assert first.run("request", '{"prompt": "Hello", "max_tokens": 1}').returncode == 0

@@ -1,0 +1,318 @@
+"""Tokenizer and detokenizer as actors over an in-process bus, with a scheduler that answers by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_models import write_bpe_gguf
+
+from services.detokenizer import actor as detokenizer
+from services.tokenizer import actor as tokenizer
+from shared import subjects
+from shared.actor import Actor, Facts, Runtime
+from shared.bus import Delivery
+from shared.config import Settings
+from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.messages import (
+    Accepted,
+    Cancel,
+    Close,
+    Detached,
+    Ended,
+    Message,
+    Open,
+    Rejected,
+    Tokenized,
+    Tokens,
+    ints,
+)
+from shared.peers import Peer
+from shared.port import Port
+
+TRACE = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+class HandScheduler(Actor):
+    """Accepts everything, sends the prompt back as the answer, two tokens a step."""
+
+    kind = "scheduler"
+
+    def __init__(self, seq: int = 0) -> None:
+        self.got: list[Message] = []
+        self.tokenized: list[tuple[Tokenized, str]] = []
+        self.refuse = False
+        self.hold = False
+        self.seq = seq
+
+    async def start(self, port: Port) -> None:
+        self.port = port
+
+    def facts(self) -> Facts:
+        return Facts(model="tiny")
+
+    def receive(self, source: str, message: Message, trace: str) -> None:
+        self.got.append(message)
+        if not isinstance(message, Tokenized):
+            return
+        self.tokenized.append((message, trace))
+        key = {"tenant": message.tenant, "request": message.request, "attempt": message.attempt}
+        if self.refuse:
+            self.port.send(source, Rejected(**key, code=429, message="full", retry_after_ms=9))
+            return
+        self.port.send(source, Accepted(**key))
+        self.seq += 1
+        shard = self.port.peers.ready("detokenizer")[0]
+        self.answer(f"detokenizer.{shard}", message, trace, self.seq)
+
+    def answer(self, shard: str, asked: Tokenized, trace: str, seq: int) -> None:
+        opened = Open(
+            seq=seq, request=asked.request, attempt=1, tenant=asked.tenant, model=asked.model,
+            inbox=asked.inbox,
+            stream=asked.stream, format=asked.format, stop=asked.stop, prompt_tokens=len(asked.tokens),
+        )  # fmt: skip
+        self.port.send(shard, opened, trace)
+        for at in range(0, len(asked.tokens), 2):
+            ids = asked.tokens[at : at + 2]
+            step = Tokens(
+                executor="e", step=at, seqs=ints([seq]), first=ints([at]), counts=ints([len(ids)]), ids=ids
+            )
+            self.port.send(shard, step)
+        if not self.hold:
+            self.port.send(shard, Close(seq=seq, final=len(asked.tokens), reason="length"))
+
+
+class World:
+    """One of each, and a client."""
+
+    def __init__(self, broker: MemoryBroker, settings: Settings, stack: AsyncExitStack) -> None:
+        self.broker = broker
+        self.settings = settings
+        self.client: MemoryBus = broker.connect()
+        self._stack = stack
+
+    async def run(self, actor: Actor, name: str) -> Runtime:
+        runtime = Runtime(actor, self.broker.connect(), "fleet", name)
+        await runtime.start()
+        self._stack.push_async_callback(runtime.finish, 1.0)
+        await self.broker.settle()
+        return runtime
+
+    async def ask(self, subject: str, body: dict[str, Any] | bytes) -> Delivery:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.client.request(subject, data, timeout_us=5_000_000, headers={"traceparent": TRACE})
+
+    async def stream(self, body: dict[str, Any]) -> list[Delivery]:
+        got: list[Delivery] = []
+        ended = asyncio.Event()
+
+        def on_frame(delivery: Delivery) -> None:
+            got.append(delivery)
+            if "Headrace-End" in delivery.headers:
+                ended.set()
+
+        inbox = self.client.new_inbox()
+        await self.client.subscribe(inbox, on_frame)
+        subject = subjects.generate("public", "tiny")
+        self.client.publish(subject, json.dumps({**body, "stream": True}).encode(), reply=inbox)
+        await asyncio.wait_for(ended.wait(), 5)
+        return got
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    path = write_bpe_gguf(tmp_path_factory.mktemp("text") / "tiny.gguf")
+    return Settings(model=str(path), cache_dir=Path("/nowhere"))
+
+
+@pytest.fixture
+async def world(settings: Settings) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        yield World(MemoryBroker(), settings, stack)
+
+
+@pytest.fixture
+async def scheduler(world: World) -> HandScheduler:
+    await world.run(tokenizer.build(world.settings), "t1")
+    await world.run(detokenizer.build(world.settings), "d1")
+    actor = HandScheduler()
+    await world.run(actor, "s1")
+    return actor
+
+
+async def test_a_plain_request_and_its_trace(world: World, scheduler: HandScheduler) -> None:
+    reply = await world.ask(subjects.generate("acme", "tiny"), {**CHAT, "request_id": "r9"})
+    body = json.loads(reply.data)
+    assert body["choices"][0]["message"]["content"] == "user\nHi\nassistant\n"
+    assert (body["id"], body["choices"][0]["finish_reason"]) == ("r9", "length")
+    assert reply.headers == {"Headrace-End": "1", "traceparent": TRACE}
+    ((asked, trace),) = scheduler.tokenized
+    assert (asked.tenant, asked.request, trace) == ("acme", "r9", TRACE)
+    assert asked.sent_wall_us >= asked.received_wall_us > 0
+    await world.broker.settle()
+    assert scheduler.got[1:] == [Ended(seq=1, index=len(asked.tokens), reason="length")]
+
+
+async def test_a_stream(world: World, scheduler: HandScheduler) -> None:
+    got = await world.stream({**CHAT, "stop": ["ant"]})
+    frames = [json.loads(delivery.data) for delivery in got]
+    assert [frame["frame"] for frame in frames] == list(range(len(frames)))
+    assert (frames[0]["type"], frames[-1]["type"]) == ("accepted", "done")
+    text = "".join(c["delta"]["content"] for f in frames[1:-1] for c in f["choices"])
+    assert text == "user\nHi\nassist"
+    assert frames[-1]["choices"][0]["finish_reason"] == "stop"
+    drawn = scheduler.tokenized[0][0]
+    assert len(drawn.request) == 22
+    assert {delivery.reply for delivery in got[:-1]} == {subjects.gone("d1", "1")}
+
+
+async def test_refusals_reach_the_client(world: World, scheduler: HandScheduler) -> None:
+    subject = subjects.generate("public", "tiny")
+    reply = await world.ask(subject, {**CHAT, "temperature": -1})
+    assert reply.headers["Nats-Service-Error-Code"] == "400"
+    assert json.loads(reply.data)["error"]["param"] == "temperature"
+    scheduler.refuse = True
+    error = json.loads((await world.ask(subject, CHAT)).data)["error"]
+    assert (error["code"], error["message"], error["retry_after_ms"]) == (429, "full", 9)
+
+
+async def test_unknown_models_and_no_scheduler(world: World) -> None:
+    await world.run(tokenizer.build(world.settings), "t1")
+    reply = await world.ask(subjects.generate("public", "gpt-9"), CHAT)
+    error = json.loads(reply.data)["error"]
+    assert (error["code"], error["message"]) == (404, "no service serves model 'gpt-9'; there is tiny")
+    reply = await world.ask(subjects.generate("public", "tiny"), CHAT)
+    assert json.loads(reply.data)["error"]["code"] == 503
+    reply = await world.ask("headrace.v1.generate.public.=Z", CHAT)
+    assert json.loads(reply.data)["error"]["code"] == 404
+    reply = await world.ask("headrace.v1.generate.=ZZ.tiny", CHAT)
+    assert json.loads(reply.data)["error"]["code"] == 404
+
+
+async def test_a_cancel_that_reaches_the_tokenizer_first(world: World) -> None:
+    runtime = await world.run(tokenizer.build(world.settings), "t1")
+    await world.run(HandScheduler(), "s1")
+    world.broker.drop("hr.fleet.scheduler.s1.in.Tokenized")
+    asking = asyncio.ensure_future(
+        world.ask(subjects.generate("public", "tiny"), {**CHAT, "request_id": "r"})
+    )
+    await asyncio.sleep(0)
+    await world.broker.settle()
+    assert runtime.actor.status()["pending"] == 1
+    world.client.publish(subjects.cancel("public", "r"), b"")
+    world.client.publish("headrace.v1.cancel.public.=Z", b"")
+    assert json.loads((await asking).data)["error"]["code"] == 499
+    assert runtime.actor.status()["pending"] == 0
+
+
+async def test_questions(world: World, scheduler: HandScheduler) -> None:
+    models = json.loads((await world.ask(subjects.MODELS, b"")).data)
+    assert [entry["id"] for entry in models["data"]] == ["tiny"]
+    ids = json.loads((await world.ask(subjects.tokenize("public", "tiny"), {"prompt": "Hi é"})).data)[
+        "tokens"
+    ]
+    text = json.loads((await world.ask(subjects.detokenize("public", "tiny"), {"tokens": ids})).data)
+    assert text == {"model": "tiny", "text": "Hi é"}
+    for subject, body in [
+        (subjects.tokenize("public", "tiny"), {}),
+        (subjects.detokenize("public", "tiny"), {"tokens": [10**9]}),
+        (subjects.detokenize("public", "tiny"), b"nonsense"),
+    ]:
+        assert json.loads((await world.ask(subject, body)).data)["error"]["code"] == 400
+
+
+async def test_a_client_that_leaves_is_reported(world: World, scheduler: HandScheduler) -> None:
+    scheduler.hold = True
+    body = json.dumps({**CHAT, "stream": True}).encode()
+    world.client.publish(subjects.generate("public", "tiny"), body, reply="_INBOX.nobody.listens")
+    await world.broker.settle()
+    assert Detached(seqs=ints([1])) in scheduler.got
+
+
+async def test_a_scheduler_that_dies_is_told_to_its_clients(world: World) -> None:
+    await world.run(tokenizer.build(world.settings), "t1")
+    shard = detokenizer.build(world.settings)
+    await world.run(shard, "d1")
+    actor = HandScheduler()
+    actor.hold = True
+    await world.run(actor, "s1")
+    asking = asyncio.ensure_future(world.ask(subjects.generate("public", "tiny"), CHAT))
+    await asyncio.sleep(0)
+    await world.broker.settle()
+    assert shard.status()["requests"] == 1
+    peer = actor.port.peers.get("scheduler.s1")
+    assert peer is not None
+    shard.on_peer(Peer(peer.source, peer.epoch + 1, peer.beat, 0))
+    error = json.loads((await asking).data)["error"]
+    assert (error["code"], error["message"]) == (503, "the scheduler was restarted; send the request again")
+    assert shard.status()["requests"] == 0
+
+
+async def test_a_full_backlog_merges_frames(
+    world: World, scheduler: HandScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryBus, "backlog_bytes", property(lambda self: 10**9))
+    frames = [json.loads(d.data) for d in await world.stream(CHAT)]
+    assert [frame["type"] for frame in frames] == ["accepted", "delta", "done"]
+    assert frames[1]["choices"][0]["delta"]["content"] == "user\nHi\nassistant\n"
+
+
+async def test_messages_for_others_are_left_alone(world: World, scheduler: HandScheduler) -> None:
+    scheduler.port.send("tokenizer.t1", Cancel(tenant="t", request="r"))
+    scheduler.port.send("detokenizer.d1", Cancel(tenant="t", request="r"))
+    await world.broker.settle()
+    assert json.loads((await world.ask(subjects.MODELS, b"")).data)["object"] == "list"
+
+
+async def test_an_answer_too_large_for_the_server_is_413(world: World, scheduler: HandScheduler) -> None:
+    world.broker.max_payload = 950  # 110 ids fit, and 110 escaped characters do not
+    body = {"prompt": "\x01" * 110}
+    error = json.loads((await world.ask(subjects.generate("public", "tiny"), body)).data)["error"]
+    assert error["code"] == 413
+    assert "over the server's limit of 950" in error["message"]
+
+
+async def test_a_bug_met_by_a_request_is_its_500(
+    world: World, scheduler: HandScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("services.tokenizer.core.prepare", broken)
+    error = json.loads((await world.ask(subjects.generate("public", "tiny"), CHAT)).data)["error"]
+    assert (error["code"], error["message"]) == (
+        500,
+        "the tokenizer failed on this request: ZeroDivisionError",
+    )
+
+
+async def test_questions_without_a_reply_subject_are_ignored(world: World, scheduler: HandScheduler) -> None:
+    for subject in (
+        subjects.generate("public", "tiny"),
+        subjects.generate("public", "other"),
+        subjects.MODELS,
+        subjects.tokenize("public", "tiny"),
+        subjects.detokenize("public", "tiny"),
+    ):
+        world.client.publish(subject, json.dumps(CHAT).encode())
+    await world.broker.settle()
+    assert scheduler.got == []
+
+
+async def test_lost_messages_end_the_requests_of_a_scheduler(world: World, scheduler: HandScheduler) -> None:
+    scheduler.hold = True
+    shard = detokenizer.build(world.settings)
+    await world.run(shard, "d0")
+    asking = asyncio.ensure_future(world.ask(subjects.generate("public", "tiny"), CHAT))
+    await asyncio.sleep(0)
+    await world.broker.settle()
+    shard.on_stream_lost("scheduler.s1")
+    error = json.loads((await asking).data)["error"]
+    assert (error["code"], error["retryable"]) == (503, True)
+    assert error["message"].startswith("a part of the answer was lost between two services")

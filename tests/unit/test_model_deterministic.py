@@ -1,0 +1,79 @@
+"""Deterministic mode: a row's logits are the same bits at any batch size and in any company."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from default_model import default_engine
+from plan_maker import PlanMaker, Row
+from tiny_models import save_tiny
+
+from services.executor.torch_backend import TorchOptions, build
+
+BATCHES = (1, 2, 3, 5, 8, 16, 17)
+
+
+def tiny_engine(folder: Path, kind: str, dtype: str, threads: int) -> PlanMaker:
+    options = TorchOptions(
+        model_path=save_tiny(kind, folder),
+        model_name=kind,
+        dtype=dtype,
+        device="cpu",
+        blocks=200,
+        slots=20,
+        threads=threads,
+        deterministic=True,
+    )
+    return PlanMaker(build(options))
+
+
+def logits(maker: PlanMaker, rows: list[Row]) -> torch.Tensor:
+    plan = maker.plan(rows)
+    maker.backend.forward(plan)
+    found = maker.backend._logits  # the output of the forward pass, before any choice
+    maker.backend.sample(plan)
+    return found
+
+
+def assert_rows_do_not_see_each_other(maker: PlanMaker) -> None:
+    draw = random.Random(5)
+    lengths = {slot: 19 + 7 * slot % 40 for slot in range(max(BATCHES))}
+    vocab = maker.backend.info.vocab
+    for slot, length in lengths.items():
+        maker.open(slot, [draw.randrange(vocab) for _ in range(length + 1)])
+    alone = {
+        slot: logits(maker, [Row(slot, 0, length, feeds=(slot,))])[0] for slot, length in lengths.items()
+    }
+    together = logits(
+        maker, [Row(slot, 0, length, feeds=(slot,)) for slot, length in list(lengths.items())[:5]]
+    )
+    for slot, row in enumerate(together):
+        assert torch.equal(row, alone[slot])
+
+    decoded: dict[int, torch.Tensor] = {}
+    for batch in BATCHES:
+        for slots in (list(range(batch)), draw.sample(sorted(lengths), batch)):
+            rows = [Row(slot, lengths[slot], 1, feeds=(slot,)) for slot in slots]
+            for slot, row in zip(slots, logits(maker, rows), strict=True):
+                assert torch.equal(row, decoded.setdefault(slot, row)), (batch, slot)
+
+    mixed = [
+        Row(3, lengths[3], 1, feeds=(3,)),
+        Row(0, 0, lengths[0], feeds=(0,)),
+        Row(9, lengths[9], 1, feeds=(9,)),
+    ]
+    for found, wanted in zip(logits(maker, mixed), (decoded[3], alone[0], decoded[9]), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("dtype", "threads"), [("f32", 1), ("f32", 2), ("bf16", 2)])
+def test_tiny_models(kind: str, dtype: str, threads: int, tmp_path: Path) -> None:
+    assert_rows_do_not_see_each_other(tiny_engine(tmp_path, kind, dtype, threads))
+
+
+def test_the_default_model() -> None:
+    assert_rows_do_not_see_each_other(PlanMaker(default_engine(deterministic=True)))
