@@ -90,6 +90,12 @@ class Vocabulary:
         data = b"".join([table[i] for i in ids])
         return data.removeprefix(b" " if self.strips_leading_space else b"").decode("utf-8", "replace")
 
+    def token_text(self, token: int) -> str:
+        """One token for people to read: its text, or the name of a control token."""
+        if token in self.special_ids:
+            return self._parts.tokens[token]
+        return self.token_bytes[token].decode("utf-8", "replace")
+
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return self._parts.build()

@@ -8,6 +8,7 @@ reader (or a broker) that lags gets fewer and longer frames.
 from __future__ import annotations
 
 from services.detokenizer.commands import Command, Fault, Publish, Tell
+from services.detokenizer.logprobs import ScoreReader
 from services.detokenizer.request import RequestText
 from services.detokenizer.stream import TokenGap
 from services.detokenizer.table import OpenTable, RequestKey
@@ -94,14 +95,16 @@ class DetokenizerCore:
         commands: list[Command] = []
         sequences, ids, at = self._table.sequences, step.ids, 0
         self.tokens += len(ids)
+        scores = ScoreReader(step) if step.logprobs else None
         for seq, first, count in zip(step.seqs, step.first, step.counts, strict=True):
             start, at = at, at + count
+            row = scores.next_row(count) if scores is not None else ()
             found = sequences.get((scheduler, seq))
             if found is None:
                 continue  # failed or closed before
             stream, request = found
             try:
-                if stream.take(first, ids[start:at]):
+                if stream.take(first, ids[start:at], row):
                     commands.append(Tell(scheduler, StopFound(seq=seq, index=stream.taken)))
             except TokenGap as gap:
                 commands += self._gap(scheduler, request, gap)

@@ -59,6 +59,8 @@ class FrameMaker:
         else:
             self._role_sent.add(index)
             body = f'"delta":{{"role":"assistant","content":{text}}}'
+        if delta.logprobs is not None:
+            body = f'{body},"logprobs":{to_json(delta.logprobs).decode()}'
         return f'{{"index":{index},"first":{delta.first},"count":{delta.count},{body},"finish_reason":null}}'
 
     def done(self, choices: list[dict[str, Any]], facts: Mapping[str, Any]) -> bytes:
@@ -75,13 +77,14 @@ class FrameMaker:
         return {"type": kind, "request_id": self._request, "attempt": self._attempt, "frame": number}
 
 
-def answer(opened: Open, texts: list[tuple[str, str]], facts: Mapping[str, Any]) -> bytes:
-    """The one reply of a request that does not stream; `texts` are (text, finish reason) by choice."""
+def answer(opened: Open, whole: list[tuple[Delta, str]], facts: Mapping[str, Any]) -> bytes:
+    """The one reply of a request that does not stream; `whole` is (text, finish reason) by choice."""
     chat = opened.format == "chat"
 
-    def choice(index: int, text: str, reason: str) -> dict[str, Any]:
+    def choice(index: int, delta: Delta, reason: str) -> dict[str, Any]:
+        text = delta.text
         body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        return {"index": index, **body, "logprobs": None, "finish_reason": reason}
+        return {"index": index, **body, "logprobs": delta.logprobs, "finish_reason": reason}
 
     return to_json(
         {
@@ -89,7 +92,7 @@ def answer(opened: Open, texts: list[tuple[str, str]], facts: Mapping[str, Any])
             "object": "chat.completion" if chat else "text_completion",
             "created": opened.received_wall_us // 1_000_000,
             "model": opened.model,
-            "choices": [choice(i, text, reason) for i, (text, reason) in enumerate(texts)],
+            "choices": [choice(i, delta, reason) for i, (delta, reason) in enumerate(whole)],
             **facts,
         }
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.detokenizer import frames
 from services.detokenizer.frames import FrameMaker
-from services.detokenizer.stream import Delta, SequenceStream
+from services.detokenizer.stream import SequenceStream
 from shared.errors import HeadraceError
 from shared.messages import Close, Open, Timings
 from shared.replies import error_reply
@@ -72,8 +72,8 @@ class RequestText:
         """The last frame of a stream, or the one reply."""
         facts = self._facts()
         if not self.opened.stream:
-            texts = [(self._text(i), self._closed[i].reason) for i in sorted(self._closed)]
-            return frames.answer(self.opened, texts, facts)
+            whole = [(self.choices[i].drain(), self._closed[i].reason) for i in sorted(self._closed)]
+            return frames.answer(self.opened, whole, facts)
         choices: list[dict[str, Any]] = [
             {"index": i, "tokens": closed.tokens, "finish_reason": closed.reason}
             for i, closed in sorted(self._closed.items())
@@ -85,10 +85,6 @@ class RequestText:
         if self.opened.stream:
             return self._frames.error(error, self.trace)
         return error_reply(error, self.opened.request, self.trace)
-
-    def _text(self, index: int) -> str:
-        delta: Delta = self.choices[index].drain()
-        return delta.text
 
     def _facts(self) -> dict[str, Any]:
         closed = self._closed.values()

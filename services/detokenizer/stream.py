@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from services.detokenizer.logprobs import LogprobShape, Score
 from services.detokenizer.text import StopFinder, TextDecoder
 from shared.errors import EngineError
 from shared.messages import Open
@@ -23,13 +26,15 @@ class Delta:
     first: int
     count: int
     text: str
+    logprobs: dict[str, Any] | None = field(default=None)
 
 
 class SequenceStream:
     """One choice of one request, from Open to Close."""
 
     __slots__ = (
-        "_decoder", "_finder", "_pieces", "_sent", "choice", "ended", "reason", "seq", "stop_index", "taken",
+        "_decoder", "_finder", "_pieces", "_scores", "_sent", "_shape",
+        "choice", "ended", "reason", "seq", "stop_index", "taken",
     )  # fmt: skip
 
     def __init__(self, opened: Open, vocabulary: Vocabulary) -> None:
@@ -42,25 +47,33 @@ class SequenceStream:
         self._sent = 0
         self._pieces: list[str] = []
         self._decoder = TextDecoder(vocabulary)
+        # None when not asked for
+        self._shape = LogprobShape(vocabulary, opened.format == "chat") if opened.logprobs else None
+        self._scores: list[Score] = []
         self._finder = StopFinder(opened.stop, opened.include_stop) if opened.stop else None
 
-    def take(self, first: int, ids: array[int]) -> bool:
+    def take(self, first: int, ids: array[int], scores: Sequence[Score] = ()) -> bool:
         """Read tokens from index `first` on; True when they complete a stop string. Tokens read
-        before, and those behind a stop string, are dropped. Raises TokenGap."""
+        before, and those behind a stop string, are dropped. `scores` are for these ids, or empty.
+        Raises TokenGap."""
         if self.stop_index is not None or self.ended:
             return False
         if first != self.taken:
             if first > self.taken:
                 raise TokenGap(f"tokens {self.taken} to {first - 1} of the answer were lost; send it again")
-            ids = ids[self.taken - first :]
+            ids, scores = ids[self.taken - first :], scores[self.taken - first :]
+        before = self.taken
         if self._finder is not None:
-            return self._take_watching(self._finder, ids)
-        self.taken += len(ids)
-        if text := self._decoder.feed(ids):
-            self._pieces.append(text)
-        return False
+            self._take_watching(self._finder, ids)
+        else:
+            self.taken += len(ids)
+            if text := self._decoder.feed(ids):
+                self._pieces.append(text)
+        if self._shape is not None:
+            self._scores.extend(scores[: self.taken - before])
+        return self.stop_index is not None
 
-    def _take_watching(self, finder: StopFinder, ids: array[int]) -> bool:
+    def _take_watching(self, finder: StopFinder, ids: array[int]) -> None:
         """One by one, since the index of the token that completes a stop string matters."""
         for i in range(len(ids)):
             self.taken += 1
@@ -69,8 +82,7 @@ class SequenceStream:
                 self._pieces.append(text)
             if found:
                 self.stop_index = self.taken
-                return True
-        return False
+                return
 
     @property
     def waiting(self) -> bool:
@@ -80,6 +92,8 @@ class SequenceStream:
     def drain(self) -> Delta:
         """The text since the last drain."""
         delta = Delta(self._sent, self.taken - self._sent, "".join(self._pieces))
+        if self._shape is not None:
+            delta.logprobs, self._scores = self._shape.body(self._scores), []
         self._sent = self.taken
         self._pieces.clear()
         return delta

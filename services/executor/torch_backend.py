@@ -24,7 +24,7 @@ from services.executor.weights_gguf import load_gguf
 from services.executor.weights_hf import load_hf
 from shared.blocks import blocks_for
 from shared.errors import EngineError, SetupError
-from shared.messages import SlotOpen, StepPlan
+from shared.messages import SlotOpen, StepPlan, ints
 from shared.model_files import ModelFiles
 from shared.vocabulary import load_vocabulary
 
@@ -138,6 +138,8 @@ class TorchBackend:
     @torch.inference_mode()
     def sample(self, plan: StepPlan) -> StepOutput:
         logits, slots = self._logits, list(plan.sample_slots)
+        if not slots:
+            return StepOutput(ids=ints(), done=ints(), padding_rows=self._padding)
         if logits is None or len(logits) != len(slots):
             raise EngineError(f"step {plan.step} samples, but its forward pass did not run")
         self._logits = None

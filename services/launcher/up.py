@@ -94,7 +94,7 @@ class _Up:
         from services.launcher.readiness import Readiness
         from shared.nats_bus import NatsBus
 
-        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=10)
+        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
         try:
             await Readiness(bus, self._settings.fleet).wait(self._model, say)
         finally:

@@ -72,6 +72,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         sampling=_sampling(request, model.vocabulary.size),
         stop=tuple(request.stop),
         stop_ids=ints(_stop_ids(request, model.vocabulary)),
+        logprobs=request.logprobs,
         tokens=ints(prompt),
         include_stop=request.include_stop_str_in_output,
         include_usage=request.stream_options.include_usage,

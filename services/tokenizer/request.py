@@ -23,7 +23,7 @@ from pydantic import (
 from shared.errors import BadRequest
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
-MAX_STOPS, MAX_BIASES, MAX_CHOICES = 16, 1024, 64
+MAX_STOPS, MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS = 16, 1024, 64, 20
 
 # Known fields that are answered by 400, unless they ask for what happens anyway.
 _NOT_YET: dict[str, tuple[object, ...]] = {
@@ -32,8 +32,6 @@ _NOT_YET: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "grammar": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (False, 0),
     "echo": (False,),
     "suffix": ("",),
@@ -100,6 +98,7 @@ class GenerateRequest(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: dict[TokenKey, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
+    logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS + 1)  # 0 = none, else 1 + number of alternatives
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str = ""
@@ -148,13 +147,32 @@ def read_body(body: bytes) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def _logprobs(fields: dict[str, Any]) -> int:
+    """0 for none, else 1 + the number of alternatives. A chat says `"logprobs": true` and
+    `"top_logprobs": n`, a completion `"logprobs": n`."""
+    asked, tops = fields.get("logprobs", False), fields.get("top_logprobs", 0)
+    chat = "messages" in fields
+    if type(asked) is not bool and (chat or type(asked) is not int):
+        raise BadRequest(
+            f"`logprobs`: {'true or false' if chat else 'a number'} is expected", param="logprobs"
+        )
+    if type(asked) is int:
+        asked, tops = True, asked
+    if type(tops) is not int or not 0 <= tops <= MAX_LOGPROBS:
+        param = "top_logprobs" if chat else "logprobs"
+        raise BadRequest(f"`{param}`: a number from 0 to {MAX_LOGPROBS} is expected", param=param)
+    if tops and not asked:
+        raise BadRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
+    return 1 + tops if asked else 0
+
+
 def read_request(fields: dict[str, Any]) -> GenerateRequest:
     """The validated request. Raises BadRequest that names the field."""
     for name, harmless in _NOT_YET.items():
         if name in fields and not any(_same(fields[name], value) for value in harmless):
             raise BadRequest(f"`{name}` is not supported yet; leave it out", param=name)
     try:
-        return GenerateRequest.model_validate(fields)
+        return GenerateRequest.model_validate({**fields, "logprobs": _logprobs(fields)})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         path = ".".join(str(step) for step in first["loc"])

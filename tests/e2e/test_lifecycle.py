@@ -9,6 +9,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+from services.launcher.nats_server import NatsServer
 from tests.e2e.conftest import HEADRACE, StartUp, wait_until_gone
 
 SLOW = {"HEADRACE_SIM_STEP_US": "20000"}
@@ -99,23 +100,32 @@ def test_a_taken_port_is_told(start_up: StartUp) -> None:
     )
 
 
-def test_services_that_cannot_start_end_it(start_up: StartUp) -> None:
-    up = start_up(
-        "--kv-blocks", "1", "--max-context", "1000000", "--nats-url", "nats://127.0.0.1:1", wait=False
-    )
-    children_ended = up.stop()
-    assert children_ended == 1
+def test_a_server_of_ones_own_that_is_not_there_is_told(start_up: StartUp) -> None:
+    up = start_up("--nats-url", "nats://127.0.0.1:1", wait=False)
+    assert up.stop() == 1
     assert "no connection to the nats-server at nats://127.0.0.1:1" in up.log.read_text()
 
 
-def test_several_of_each_service_and_a_server_of_ones_own(start_up: StartUp) -> None:
-    first = start_up("--port", "0")
-    more = ("--tokenizers", "2", "--detokenizers", "2", "--fleet", "second")
-    second = start_up("--nats-url", first.nats_url, "--model-name", "other", *more)
-    assert len(second.children()) == 7
-    asked = [second.run("request", '{"prompt": "Hello", "max_tokens": 3}') for _ in range(3)]
-    assert [json.loads(done.stdout)["model"] for done in asked] == ["other"] * 3
-    services = json.loads(second.run("status", "--json", "--fleet", "second").stdout)["services"]
+def test_a_service_that_cannot_start_ends_it(start_up: StartUp, tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF, or so it says")
+    up = start_up("--model", str(tmp_path / "broken.gguf"), wait=False)
+    assert up.stop() == 1
+    said = up.log.read_text().splitlines()[-1]
+    assert said.startswith("error 500 setup_error: ")
+    assert said.endswith(" ended with status 1 before the server was ready: its last lines say why")
+
+
+def test_several_of_each_service_and_a_server_of_ones_own(
+    start_up: StartUp, nats_server: NatsServer, fleet: str
+) -> None:
+    flags = ("--nats-url", nats_server.url, "--fleet", fleet, "--model-name", "other")
+    up = start_up(*flags, "--tokenizers", "2", "--detokenizers", "2")
+    children = up.children()
+    assert len(children) == 7
+    ask = ("request", "--fleet", fleet, '{"prompt": "Hello", "max_tokens": 3}')
+    assert [json.loads(up.run(*ask).stdout)["model"] for _ in range(3)] == ["other"] * 3
+    services = json.loads(up.run("status", "--json", "--fleet", fleet).stdout)["services"]
     assert len(services) == 7
-    assert second.stop(signal.SIGTERM) == 0
-    assert first.run("request", '{"prompt": "Hello", "max_tokens": 1}').returncode == 0
+    assert up.stop(signal.SIGTERM) == 0
+    wait_until_gone(children)
+    assert nats_server.process.poll() is None

@@ -1,134 +1,27 @@
-"""The life of an actor on MemoryBus: states in beats, failure, drain, status, discovery, its mailbox."""
+"""The life of an actor on MemoryBus: states in beats, failure, drain, status, discovery."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
+from actor_fleet import INTERVAL_US, Fleet, Recorder, cancel, watched_fleet
 
 from shared import codec, subjects
-from shared.actor import Actor, Facts, Runtime
+from shared.actor import Actor, Facts
 from shared.bus import BusFault
-from shared.clock import FakeClock
 from shared.codec import Envelope
-from shared.errors import PayloadTooLarge, SetupError, WireError
-from shared.memory_bus import MemoryBroker
-from shared.messages import Accepted, Beat, Cancel, Message, Resend, StreamReset
+from shared.errors import SetupError
+from shared.messages import Beat, StreamReset
 from shared.peers import Peer
-from shared.port import RETIRED_US, Port
-
-INTERVAL_US = 3_600_000_000  # an hour by the fake clock; nothing beats by itself
-
-
-class Recorder(Actor):
-    """Writes down what it is told."""
-
-    def __init__(self, kind: str = "executor") -> None:
-        self.kind = kind
-        self.told: list[tuple[str, str]] = []
-        self.port: Port | None = None
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.fail_on = ""
-
-    async def start(self, port: Port) -> None:
-        self.port = port
-        self._note("start", "")
-        await self.gate.wait()
-
-    def _note(self, what: str, about: str) -> None:
-        self.told.append((what, about))
-        if what == self.fail_on:
-            raise RuntimeError(f"broken in {what}")
-
-    def receive(self, source: str, message: Message, trace: str) -> None:
-        assert isinstance(message, Cancel)
-        self._note("receive", message.request + trace)
-
-    def on_peer(self, peer: Peer) -> None:
-        self._note("peer", f"{peer.source} {peer.beat.state}")
-
-    def on_peer_gone(self, peer: Peer) -> None:
-        self._note("gone", peer.source)
-
-    def on_restart(self, source: str) -> None:
-        self._note("restart", source)
-
-    def on_stream_lost(self, source: str) -> None:
-        self._note("lost", source)
-
-    def facts(self) -> Facts:
-        self._note("facts", "")
-        return Facts(model="m", load=(("rows", 3),))
-
-    def status(self) -> dict[str, object]:
-        return {"slots": 4}
-
-    async def drain(self) -> None:
-        self._note("drain", "")
-        await self.gate.wait()
-
-    async def stop(self) -> None:
-        self._note("stop", "")
-
-    def of(self, *what: str) -> list[str]:
-        return [about for name, about in self.told if name in what]
-
-
-class Fleet:
-    def __init__(self) -> None:
-        self.broker, self.clock = MemoryBroker(), FakeClock()
-        self.beats: list[tuple[str, str]] = []
-        self.runtimes: list[Runtime] = []
-        self.outside = self.broker.connect()
-
-    def runtime(self, actor: Actor, actor_id: str = "a") -> Runtime:
-        self.clock.advance(1)
-        bus = self.broker.connect()
-        runtime = Runtime(actor, bus, "f", actor_id, "host", self.clock, INTERVAL_US)
-        self.runtimes.append(runtime)
-        return runtime
-
-    async def started(self, actor: Actor, actor_id: str = "a") -> Runtime:
-        runtime = self.runtime(actor, actor_id)
-        await runtime.start()
-        await self.broker.settle()
-        return runtime
-
-    async def ask(self, subject: str) -> dict[str, Any]:
-        answer = await self.outside.request(subject, b"", timeout_us=1_000_000)
-        body: dict[str, Any] = json.loads(answer.data)
-        return body
-
-    def put(self, envelope: Envelope, to: str = "executor.a") -> None:
-        kind, _, actor = to.partition(".")
-        name = type(envelope.message).__name__
-        self.outside.publish(subjects.mailbox("f", kind, actor, name), codec.encode(envelope))
 
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
-    fleet = Fleet()
-
-    def on_beat(delivery: Any) -> None:
-        with contextlib.suppress(WireError):
-            beat = codec.decode(delivery.data).message
-            if isinstance(beat, Beat):
-                fleet.beats.append((f"{beat.kind}.{beat.actor}", beat.state))
-
-    await fleet.outside.subscribe("hr.f.beat.*.*", on_beat)
-    yield fleet
-    for runtime in fleet.runtimes:
-        await runtime.finish(1.0)
-
-
-def cancel(name: str) -> Cancel:
-    return Cancel(tenant="t", request=name)
+    async with watched_fleet() as fleet:
+        yield fleet
 
 
 async def test_beats_tell_the_states_of_a_life(fleet: Fleet) -> None:
@@ -364,101 +257,6 @@ async def test_beats_and_upkeep_go_on_by_themselves(fleet: Fleet) -> None:
         actor.fail_on = "facts"
         error = await runtime.failed()
     assert str(error) == "broken in facts"
-
-
-# ---- the mailbox -------------------------------------------------------------------------------
-
-
-async def test_a_new_incarnation_is_announced_before_its_messages(fleet: Fleet) -> None:
-    actor = Recorder()
-    runtime = await fleet.started(actor)
-    fleet.put(Envelope("scheduler.s", 5, 1, cancel("a")))
-    fleet.put(Envelope("scheduler.s", 6, 1, cancel("b")))
-    fleet.put(Envelope("scheduler.s", 5, 2, cancel("late")))
-    await fleet.broker.settle()
-    assert [t for t in actor.told if t[0] in ("receive", "restart")] == [
-        ("receive", "a"),
-        ("restart", "scheduler.s"),
-        ("receive", "b"),
-    ]
-    assert runtime.port.epoch_of("scheduler.s") == 6
-    assert runtime.port.epoch_of("scheduler.nobody") == 0
-
-
-async def test_a_beat_of_a_new_incarnation_announces_it_as_well_and_only_once(fleet: Fleet) -> None:
-    actor = Recorder()
-    await fleet.started(actor)
-    await fleet.started(Recorder("scheduler"), "s")
-    again = await fleet.started(Recorder("scheduler"), "s")
-    fleet.put(Envelope("scheduler.s", again.port.epoch, 1, cancel("a")))
-    old = Beat(kind="scheduler", actor="s", host_id="h", state="draining")
-    fleet.outside.publish("hr.f.beat.scheduler.s", codec.encode(Envelope("scheduler.s", 1, 0, old)))
-    await fleet.broker.settle()
-    assert actor.of("restart") == ["scheduler.s"]
-    assert actor.of("receive") == ["a"]
-    assert actor.of("peer").count("scheduler.s draining") == 0
-
-
-async def test_messages_outside_a_stream_need_no_order(fleet: Fleet) -> None:
-    actor = Recorder()
-    await fleet.started(actor)
-    fleet.put(Envelope("client.c", 1, 0, cancel("a")))
-    fleet.put(Envelope("client.c", 1, 0, cancel("a")))
-    await fleet.broker.settle()
-    assert actor.of("receive") == ["a", "a"]
-
-
-async def test_junk_in_the_mailbox_is_counted_and_dropped(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime = await fleet.started(Recorder())
-    fleet.outside.publish("hr.f.executor.a.in.Junk", b"junk")
-    parts = list(codec.split(long_open()))
-    fleet.put(Envelope("scheduler.s", 1, 1, parts[1]))
-    await fleet.broker.settle()
-    assert runtime.port.wire_errors == 2
-    assert "dropped 4 bytes on hr.f.executor.a.in.Junk" in caplog.text
-    assert "dropped a message of scheduler.s: part 1 of Open does not follow" in caplog.text
-
-
-def long_open() -> Message:
-    from shared.messages import Open, ints
-
-    return Open(seq=1, request="r", attempt=0, tenant="t", model="m", inbox="i", tokens=ints(range(20_000)))
-
-
-async def test_a_message_over_the_limit_is_refused_before_it_takes_a_number(fleet: Fleet) -> None:
-    sender = await fleet.started(Recorder("scheduler"), "s")
-    receiver = Recorder()
-    await fleet.started(receiver)
-    with pytest.raises(PayloadTooLarge):
-        sender.port.send("executor.a", Accepted(tenant="t", request="r" * 70_000, attempt=0))
-    sender.port.send("executor.a", cancel("next"))
-    await fleet.broker.settle()
-    assert receiver.of("receive") == ["next"]
-
-
-async def test_a_source_that_vanished_long_ago_is_forgotten(fleet: Fleet) -> None:
-    runtime = await fleet.started(Recorder())
-    fleet.put(Envelope("scheduler.s", 5, 1, cancel("a")))
-    await fleet.broker.settle()
-    fleet.clock.advance(RETIRED_US)
-    runtime.port.upkeep()
-    assert runtime.port.epoch_of("scheduler.s") == 5
-    fleet.clock.advance(1)
-    runtime.port.upkeep()
-    assert runtime.port.epoch_of("scheduler.s") == 0
-
-
-async def test_a_resend_for_a_stream_that_never_was_is_answered_with_nothing(fleet: Fleet) -> None:
-    actor = Recorder()
-    runtime = await fleet.started(actor)
-    got: list[str] = []
-    await fleet.outside.subscribe("hr.f.scheduler.s.in.*", lambda d: got.append(d.subject))
-    fleet.put(Envelope("scheduler.s", 5, 0, Resend(first_seq=4)))
-    await fleet.broker.settle()
-    runtime.port.forget("scheduler.nobody")
-    assert got == []
 
 
 async def test_the_default_actor_does_nothing(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,7 @@ from shared.messages import (
     Timings,
     Tokens,
     Usage,
+    floats,
     ints,
 )
 from shared.model_files import ModelFiles
@@ -282,6 +283,40 @@ def test_a_lost_scheduler_fails_only_its_own_requests(core: DetokenizerCore) -> 
 def test_other_messages_are_faults(core: DetokenizerCore) -> None:
     (fault,) = core.handle(SCHEDULER, StreamAt(last_seq=1))
     assert fault == Fault("StreamAt of scheduler.a is not for a detokenizer")
+
+
+def scored(core: DetokenizerCore, form: str, **more: Any) -> list[dict[str, Any]]:
+    """Two sequences in one step, of which the second asked: "a" -0.5 and control token 2 -0.25."""
+    step = Tokens(
+        executor="e", step=1, seqs=ints([7, 8]), first=ints([0, 0]), counts=ints([1, 2]),
+        ids=ints([3 + 66, 3 + 97, 2]), logprobs=floats([0, -0.5, -0.25]), top_counts=ints([0, 2, 1]),
+        top_ids=ints([3 + 97, 3 + 0xC3, 2]), top_logprobs=floats([-0.5, -1.5, -0.25]),
+    )  # fmt: skip
+    run(core, opened(7, request="other"))
+    out = run(core, opened(8, format=form, logprobs=3, **more), step, close(2, seq=8))
+    return [frame for frame in frames(out) if frame.get("request_id", frame.get("id")) == "r1"]
+
+
+def test_logprobs_of_a_chat(core: DetokenizerCore) -> None:
+    delta = scored(core, "chat")[1]
+    first = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    assert delta["choices"][0]["logprobs"]["content"] == [
+        {**first, "top_logprobs": [first, {"token": "\ufffd", "logprob": -1.5, "bytes": [0xC3]}]},
+        {
+            "token": "</s>", "logprob": -0.25, "bytes": list(b"</s>"),
+            "top_logprobs": [{"token": "</s>", "logprob": -0.25, "bytes": list(b"</s>")}],
+        },
+    ]  # fmt: skip
+
+
+def test_logprobs_of_a_completion(core: DetokenizerCore) -> None:
+    (body,) = scored(core, "completion", stream=False)
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["a", "</s>"],
+        "token_logprobs": [-0.5, -0.25],
+        "top_logprobs": [{"a": -0.5, "\ufffd": -1.5}, {"</s>": -0.25}],
+        "text_offset": [0, 1],
+    }
 
 
 EVENTS = st.lists(

@@ -135,6 +135,20 @@ def test_room_for_the_answer(model: ServedModel, body: dict[str, Any], tokens: i
     assert prepared(model, body).max_tokens == tokens
 
 
+@pytest.mark.parametrize(
+    ("body", "wire"),
+    [
+        ({**CHAT, "logprobs": True}, 1),
+        ({**CHAT, "logprobs": True, "top_logprobs": 20}, 21),
+        ({**CHAT, "logprobs": False}, 0),
+        ({"prompt": "x", "logprobs": 0}, 1),
+        ({"prompt": "x", "logprobs": 3}, 4),
+    ],
+)
+def test_logprobs_are_one_number_on_the_wire(model: ServedModel, body: dict[str, Any], wire: int) -> None:
+    assert prepared(model, body).logprobs == wire
+
+
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({}, None, "give either `messages` or `prompt`"),
     ({**CHAT, "prompt": "x"}, None, "give either"),
@@ -174,8 +188,11 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "tools": [{"type": "function"}]}, "tools", "`tools` is not supported yet; leave it out"),
     ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
     ({"prompt": "x", "echo": True}, "echo", "not supported yet"),
-    ({"prompt": "x", "logprobs": 1}, "logprobs", "not supported yet"),
-    ({"prompt": "x", "logprobs": True}, "logprobs", "not supported yet"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "`logprobs`: a number from 0 to 20"),
+    ({"prompt": "x", "logprobs": "5"}, "logprobs", "`logprobs`: a number is expected"),
+    ({**CHAT, "logprobs": 2}, "logprobs", "`logprobs`: true or false is expected"),
+    ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    ({**CHAT, "top_logprobs": 2}, "top_logprobs", "needs `logprobs` to be true"),
 ]  # fmt: skip
 
 
