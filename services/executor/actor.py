@@ -82,12 +82,18 @@ class ExecutorActor(Actor):
             case _ if self._welcomed:
                 self._work(message)
 
+    def on_restart(self, source: str) -> None:
+        if source == self._scheduler:
+            self._begin_incarnation()
+
     def on_peer(self, peer: Peer) -> None:
         if peer.beat.kind != "scheduler" or peer.beat.state != "ready":
             return
-        if self._scheduler in ("", peer.source):
+        if not self._scheduler:
             self._scheduler = peer.source
             self._begin_incarnation()
+        elif peer.source == self._scheduler and not self._welcomed:
+            self._say_hello()
 
     def on_peer_gone(self, peer: Peer) -> None:
         if peer.source == self._scheduler:

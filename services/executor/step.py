@@ -17,6 +17,8 @@ from services.executor.backend import Backend, StepOutput
 from shared.clock import Clock
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
 
+MAX_ERROR_CHARS = 1_000
+
 
 @dataclass(frozen=True, slots=True)
 class Reset:
@@ -133,5 +135,5 @@ def _failed(plan: StepPlan, error: Exception, start_wall_us: int, clock: Clock) 
         done=ints([0]) * rows,
         start_wall_us=start_wall_us,
         end_wall_us=clock.wall_us(),
-        error=f"{type(error).__name__}: {error}",
+        error=f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS],
     )

@@ -6,7 +6,7 @@ from services.scheduler import closing, intake, results
 from services.scheduler.ledger import Ledger
 from services.scheduler.records import Phase, Sequence
 from services.scheduler.state import Executor, State, Unit
-from shared.messages import ExecHello, ExecReset, ExecWelcome, StepResult
+from shared.messages import Close, ExecHello, ExecReset, ExecWelcome, StepResult
 
 
 def hello(state: State, source: str, message: ExecHello) -> None:
@@ -60,7 +60,12 @@ def reset_executor(state: State, executor_id: str, why: str) -> None:
 
 
 def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
-    """A detokenizer, or a new incarnation of one: it gets the orphans, and its own back."""
+    """A detokenizer, or a new incarnation of one: it gets the orphans, and its own back. One that
+    had been given up and still lives is told which sequences are no longer its own."""
+    moved_epoch, moved = state.moved.pop(shard, (0, []))
+    if moved_epoch == epoch:
+        for seq in moved:
+            state.send(f"detokenizer.{shard}", Close(seq=seq, final=0, reason="moved"))
     restarted = state.detokenizers.get(shard, epoch) != epoch
     state.detokenizers[shard] = epoch
     for request in list(state.requests.values()):
@@ -70,10 +75,11 @@ def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
 
 def detokenizer_lost(state: State, shard: str) -> None:
     """Its sequences are opened at another one with all their tokens, or wait for one."""
-    state.detokenizers.pop(shard, None)
-    for request in list(state.requests.values()):
-        if request.shard == shard:
-            _reopen(state, request.sequences)
+    epoch = state.detokenizers.pop(shard, 0)
+    lost = [request for request in state.requests.values() if request.shard == shard]
+    state.moved[shard] = (epoch, [s.seq for request in lost for s in request.sequences])
+    for request in lost:
+        _reopen(state, request.sequences)
 
 
 def _reopen(state: State, sequences: list[Sequence]) -> None:

@@ -9,6 +9,8 @@ from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, InFlight, Row, State
 from shared.messages import StepPlan, ints
 
+MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 of the 64 KiB that a message may have
+
 
 @dataclass(slots=True)
 class _Columns:
@@ -58,6 +60,9 @@ def _add_decodes(executor: Executor, columns: _Columns) -> int:
             continue
         if len(slots) == room:
             break
+        unsent = len(sequence.table) - sequence.table_sent
+        if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
+            continue  # a fork of a long prompt: its table travels with a later step
         start = sequence.computed
         if start >= len(sequence.table) * block_tokens or sequence.table_sent < len(sequence.table):
             _grow_table(executor, columns, sequence, start + 1)

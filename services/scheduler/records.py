@@ -13,6 +13,8 @@ from enum import Enum
 
 from shared.messages import Close, Decision, Timings, Tokenized
 
+MAX_DECISIONS = 64  # kept for the trace: they travel in one Close
+
 
 class Phase(Enum):
     """Where a sequence is in its life. It only moves down, but for WAITING after a requeue."""
@@ -110,7 +112,8 @@ class Sequence:
     def decide(self, now_us: int, what: str, why: str, **numbers: int) -> None:
         """Note a decision for the request's trace."""
         at_us = now_us - self.request.arrival_us
-        self.decisions.append(Decision(at_us=at_us, what=what, why=why, numbers=tuple(numbers.items())))
+        if len(self.decisions) < MAX_DECISIONS:
+            self.decisions.append(Decision(at_us=at_us, what=what, why=why, numbers=tuple(numbers.items())))
 
 
 def timings_of(sequence: Sequence) -> Timings:

@@ -78,6 +78,7 @@ class State:
     executors: dict[str, Executor] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # executors given up: id -> their epoch
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
+    moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
     tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: until
     recent: Recent = field(default_factory=Recent)
     out: list[Send] = field(default_factory=list)

@@ -66,7 +66,7 @@ async def assert_reference(pipeline: Pipeline, tap: Tap, round_name: str, togeth
         for one in work:
             await one
     for case, request in zip(CASES, requests, strict=True):
-        assert tap.ids[request, 0] == case["ids"], case["prompt"]
+        assert tap.ids[request, 0] == case["output_ids"], case["prompt"]
 
 
 @pytest.mark.parametrize(("window", "step_tokens"), [(1, 512), (2, 16), (4, 512)])

@@ -55,6 +55,7 @@ class World:
     plans: list[StepPlan] = field(default_factory=list)
     unanswered: dict[str, dict[int, tuple[set[int], set[int]]]] = field(default_factory=dict)
     resets: list[str] = field(default_factory=list)
+    moved: list[tuple[str, int]] = field(default_factory=list)
     auto_end: bool = True
 
     def __post_init__(self) -> None:
@@ -177,6 +178,8 @@ class World:
                 self.readers[opened.seq] = Reader(opened, list(opened.tokens))
             case Tokens() as tokens:
                 self._read(tokens)
+            case Close(seq=seq, reason="moved"):
+                self.moved.append((command.to, seq))
             case Close() as close:
                 self.readers[close.seq].closed = close
                 if self.auto_end:

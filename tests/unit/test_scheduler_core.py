@@ -363,6 +363,31 @@ def test_a_restarted_detokenizer_gets_its_own_back() -> None:
     world.assert_answers("a")
 
 
+def test_a_detokenizer_given_up_and_back_is_told_what_is_no_longer_its_own() -> None:
+    world = World(shards=("d1",))
+    world.add_engine()
+    world.ask("a", [5], 6)
+    seq = world.readers_of("a")[0].opened.seq
+    world.handle(PeerReady("detokenizer", "d2", 1))
+    world.handle(PeerLost("detokenizer", "d1"))
+    before = len(world.moved)
+    world.handle(PeerReady("detokenizer", "d1", 1))
+    assert (before, world.moved) == (0, [("detokenizer.d1", seq)])
+    world.run()
+    world.assert_answers("a")
+
+
+def test_tables_of_a_long_fork_travel_in_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.scheduler.plan.MAX_TABLE_ENTRIES", 6)
+    world = World()
+    world.add_engine(blocks=64, slots=6)
+    world.ask("a", list(range(20)), 6, n=4)
+    world.run()
+    world.assert_answers("a")
+    assert max(len(plan.table_blocks) for plan in world.plans) <= 6
+    world.assert_idle()
+
+
 def test_a_draining_detokenizer_gets_nothing_new() -> None:
     world = World(shards=("d1", "d2"))
     world.add_engine()
