@@ -7,9 +7,10 @@
                   {"index","tokens","finish_reason"}],"usage","timings"}
     error     {"type":"error","request_id","attempt","frame","error":{…}}
 
-A completion has `"text"` in the place of `"delta"`. The concatenated texts of a choice are its whole
-answer. `done` and `error` carry the header `Headrace-End: 1`. Deltas are the hot path, so their JSON
-is put together by hand around the escaped text.
+A completion has `"text"` in the place of `"delta"`; choices that asked for it have `"logprobs"`. The
+concatenated texts of a choice are its whole answer. `done` and `error` carry the header
+`Headrace-End: 1`. Deltas are the hot path, so their JSON is put together by hand around the escaped
+text.
 """
 
 from __future__ import annotations

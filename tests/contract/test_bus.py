@@ -214,3 +214,34 @@ async def test_a_handler_may_reply_while_its_bus_drains(connect: Connect, fleet:
     await asker.flush()
     await answerer.drain()
     assert {d.data for d in await replies.wait_for(100)} == {b"late but here"}
+
+
+async def test_flush_is_a_barrier_for_subscriptions(connect: Connect, fleet: str) -> None:
+    asker, answerer = await connect(), await connect()
+    for i in range(100):
+        await answerer.subscribe(f"{fleet}.{i}", lambda d: answerer.publish(d.reply, b"here"))
+        await answerer.flush()
+        assert (await asker.request(f"{fleet}.{i}", b"", timeout_us=5_000_000)).data == b"here"
+
+
+async def test_a_member_that_drains_loses_nothing_of_its_group(connect: Connect, fleet: str) -> None:
+    sender, leaver, stayer = await connect(), await connect(), await connect()
+    left, stayed = Inbox(), Inbox()
+    await leaver.subscribe(fleet, left, queue="workers")
+    await stayer.subscribe(fleet, stayed, queue="workers")
+    await leaver.flush()
+    await stayer.flush()
+    leaving = None
+    for i in range(4000):
+        sender.publish(fleet, b"%d" % i)
+        if i % 8 == 0:
+            await asyncio.sleep(0)
+        if i == 1000:
+            leaving = asyncio.create_task(leaver.drain())
+    assert leaving is not None
+    await leaving
+    await sender.flush()
+    await stayer.flush()
+    got = sorted(int(d.data) for d in left.got + stayed.got)
+    assert got == list(range(4000))
+    assert left.got

@@ -28,11 +28,9 @@ async def pipeline(connect: Connect, fleet: str) -> AsyncIterator[Pipeline]:
 
 
 async def text_of(pipeline: Pipeline, body: dict[str, Any]) -> str:
-    parts = []
-    async for frame in pipeline.client.stream(body):
-        for choice in frame.get("choices", []):
-            parts.append(choice.get("delta", {}).get("content") or "")
-    return "".join(parts)
+    frames = [frame async for frame in pipeline.client.stream(body)]
+    choices = [choice for frame in frames for choice in frame.get("choices", [])]
+    return "".join(choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
 async def test_a_plain_request_gets_one_openai_shaped_reply(pipeline: Pipeline) -> None:

@@ -31,6 +31,7 @@ class PlanMaker:
     seed: int = 0
     tables: dict[int, list[int]] = field(default_factory=dict)
     step: int = 0
+    _untold: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free = list(range(self.backend.info.blocks))
@@ -49,6 +50,8 @@ class PlanMaker:
     def plan(self, rows: list[Row], copies: tuple[tuple[int, int], ...] = ()) -> StepPlan:
         """A plan for `rows`, with the blocks that they need."""
         self.step += 1
+        if len({row.slot for row in rows}) < len(rows):
+            raise ValueError("a slot has one row in a plan")
         deltas = {row.slot: self._grow(row.slot, row.start + row.count) for row in rows}
         for slot, extra in self._untold.items():
             deltas[slot] = (0, extra)
@@ -72,8 +75,6 @@ class PlanMaker:
             copy_from=ints(source for source, _ in copies),
             copy_to=ints(target for _, target in copies),
         )
-
-    _untold: dict[int, list[int]] = field(default_factory=dict)
 
     def set_table(self, slot: int, blocks: list[int]) -> None:
         """Give a slot the table of a fork; the next plan tells the backend."""
