@@ -18,7 +18,7 @@ from shared import codec, micro, subjects
 from shared.bus import Bus, BusFault, Delivery
 from shared.clock import Clock, SystemClock, new_epoch
 from shared.codec import Envelope
-from shared.errors import SetupError, WireError
+from shared.errors import SetupError, Unavailable, WireError
 from shared.messages import Beat, Message
 from shared.peers import Peer
 from shared.port import Port
@@ -112,7 +112,8 @@ class Runtime:
             self._guarded(actor.receive), self._guarded(actor.on_stream_lost), self._guarded(actor.on_restart)
         )
         await self.bus.subscribe(subjects.beat_all(self.fleet), self._on_beat)
-        await self.bus.subscribe(subjects.beat_ask(self.fleet), lambda _: self.beat())
+        for ask in (subjects.beat_ask(self.fleet), subjects.BEAT_ASK_ALL_FLEETS):
+            await self.bus.subscribe(ask, lambda _: self.beat())
         await self.bus.subscribe(subjects.STATUS, self._on_status)
         await micro.answer(self.bus, self.port, lambda: self.state, self._status)
         self._upkeep_us = self.clock.now_us()
@@ -235,6 +236,8 @@ class Runtime:
 
     def _on_fault(self, fault: BusFault) -> None:
         log.warning("%s: %s: %s", self.port.source, fault.kind, fault.detail)
+        if fault.kind == "closed":
+            self.fail(Unavailable(f"the broker ended the connection for good: {fault.detail}"))
 
     def _guarded(self, handler: Callable[P, None]) -> Callable[P, None]:
         def run(*args: P.args, **kwargs: P.kwargs) -> None:

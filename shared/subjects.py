@@ -42,6 +42,8 @@ def generate_any_tenant(model: str) -> str:
 
 GENERATE_ALL = f"{PUBLIC}.generate.*.*"  # the queue group that answers 404
 CANCEL_ALL = f"{PUBLIC}.cancel.*.*"
+TOKENIZER_BEATS_ALL_FLEETS = "hr.*.beat.tokenizer.*"
+BEAT_ASK_ALL_FLEETS = "hr.beat_ask"  # a newcomer asks here for the beats of every fleet
 MODELS = f"{PUBLIC}.models"
 STATUS = f"{PUBLIC}.status"
 TRACE_ALL = f"{PUBLIC}.trace.*"

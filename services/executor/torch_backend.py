@@ -187,12 +187,10 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _context_tokens(shapes: Shapes, asked: int) -> int:
     """The longest sequence: what is asked for, at most what the model can do without a sliding window."""
-    window = shapes.sliding_window or shapes.max_context
-    most = min(shapes.max_context, window)
+    most, why = shapes.max_context, "its context"
+    if 0 < shapes.sliding_window < most:
+        most, why = shapes.sliding_window, "its attention window, and sliding windows are not supported"
     if asked > most:
-        why = (
-            "its attention window, and sliding windows are not supported" if window == most else "its context"
-        )
         raise SetupError(f"max_context {asked} is over {most} tokens, {why}; lower max_context")
     return asked or most
 

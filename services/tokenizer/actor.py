@@ -50,10 +50,11 @@ class TokenizerActor(Actor):
         self._started = True
         self._handle(Schedulers(tuple(port.peers.ready("scheduler", self._name))))
         subscribe = port.bus.subscribe
+        self._asking = Asking(port, self._model)
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
             await subscribe(subjects.generate_any_tenant(self._name), self._on_request, queue="tokenizer"),
-            *await Asking(port, self._model).listen(),
+            *await self._asking.listen(),
         ]
 
     def receive(self, source: str, message: Message, trace: str) -> None:
@@ -76,6 +77,7 @@ class TokenizerActor(Actor):
         core = self._core
         return {
             "model": self._name,
+            "models_here": self._asking.served(),
             "pending": core.pending,
             "requests": core.requests,
             "failed": core.failed,

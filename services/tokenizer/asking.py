@@ -6,9 +6,11 @@ from typing import Any
 
 from services.tokenizer.prepare import ServedModel, encode_prompt
 from services.tokenizer.request import read_body, read_request
-from shared import subjects
+from shared import codec, subjects
 from shared.bus import Delivery, Subscription
-from shared.errors import HeadraceError, UnknownModel
+from shared.errors import HeadraceError, UnknownModel, WireError
+from shared.messages import Beat
+from shared.peers import Peers
 from shared.port import Port
 from shared.replies import end_headers, error_reply, to_json
 
@@ -19,11 +21,15 @@ class Asking:
     def __init__(self, port: Port, model: ServedModel) -> None:
         self._port = port
         self._model = model
+        self._fleets: dict[str, Peers] = {}  # tokenizers of every fleet on this server
 
     async def listen(self) -> list[Subscription]:
         """Subscribe. Each question is answered by one tokenizer."""
         subscribe, name = self._port.bus.subscribe, self._model.name
+        beats = await subscribe(subjects.TOKENIZER_BEATS_ALL_FLEETS, self._on_beat)
+        self._port.bus.publish(subjects.BEAT_ASK_ALL_FLEETS, b"")
         return [
+            beats,
             await subscribe(subjects.MODELS, self._on_models, queue="models"),
             await subscribe(subjects.tokenize_any_tenant(name), self._on_tokenize, queue="tokenizer"),
             await subscribe(subjects.GENERATE_ALL, self._on_any_model, queue="unknown-model"),
@@ -31,7 +37,7 @@ class Asking:
 
     def _on_models(self, delivery: Delivery) -> None:
         if delivery.reply:
-            self._port.bus.publish(delivery.reply, to_json(models_body(self._served())))
+            self._port.bus.publish(delivery.reply, to_json(models_body(self.served())))
 
     def _on_tokenize(self, delivery: Delivery) -> None:
         if not delivery.reply:
@@ -44,7 +50,7 @@ class Asking:
         self._port.bus.publish(delivery.reply, body)
 
     def _on_any_model(self, delivery: Delivery) -> None:
-        names, served = names_in(delivery.subject), self._served()
+        names, served = names_in(delivery.subject), self.served()
         if not delivery.reply or (names is not None and names[1] in served):
             return
         asked = repr(names[1]) if names else "of a damaged name"
@@ -55,9 +61,23 @@ class Asking:
         body = error_reply(error, "", trace)
         self._port.bus.publish(delivery.reply, body, headers=end_headers(error, trace))
 
-    def _served(self) -> list[str]:
-        """Models with a tokenizer that is ready, this one's included."""
-        return sorted({self._model.name, *self._port.peers.models("tokenizer")})
+    def _on_beat(self, delivery: Delivery) -> None:
+        try:
+            envelope = codec.decode(delivery.data)
+        except WireError:
+            return  # of a fleet with another version: not ours to judge
+        if isinstance(envelope.message, Beat):
+            peers = self._fleets.setdefault(delivery.subject.split(".")[1], Peers())
+            peers.hear(envelope.epoch, envelope.message, self._port.clock.now_us())
+
+    def served(self) -> list[str]:
+        """Models with a tokenizer that is ready in any fleet on this server, this one's included: the
+        public subjects are common to all, and a 404 must be true for all."""
+        names = {self._model.name}
+        for peers in self._fleets.values():
+            peers.expire(self._port.clock.now_us())
+            names.update(peers.models("tokenizer"))
+        return sorted(names)
 
 
 def names_in(subject: str) -> tuple[str, str] | None:

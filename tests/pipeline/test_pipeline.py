@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pipeline import Connect, Pipeline
 
-from shared.errors import BadRequest, Cancelled, DeadlineExceeded, DuplicateRequest, Unavailable
+from shared.errors import BadRequest, Cancelled, DeadlineExceeded, DuplicateRequest, Unavailable, UnknownModel
 
 CHAT: dict[str, Any] = {
     "model": "smollm2-135m-instruct",
@@ -145,3 +145,14 @@ async def test_no_scheduler_is_a_503(pipeline: Pipeline) -> None:
     await pipeline.runtimes.pop("scheduler-1").finish(0)
     with pytest.raises(Unavailable):
         await pipeline.client.complete(CHAT)
+
+
+async def test_two_fleets_on_one_server_do_not_deny_each_other(pipeline: Pipeline, connect: Connect) -> None:
+    other = await Pipeline.start(connect, f"{pipeline.settings.fleet}-other", model_name="another-model")
+    await pipeline.until(lambda: len(pipeline.status("tokenizer")["models_here"]) == 2)
+    await pipeline.until(lambda: len(other.status("tokenizer")["models_here"]) == 2)
+    for model in ("another-model", CHAT["model"]) * 3:
+        assert (await pipeline.client.complete({**CHAT, "model": model}))["model"] == model
+    with pytest.raises(UnknownModel):
+        await pipeline.client.complete({**CHAT, "model": "nobody's"})
+    await other.stop()

@@ -33,8 +33,16 @@ def model_path() -> Path:
 
 
 def default_engine(**options: Any) -> TorchBackend:
-    """The default model on a CPU, small cache."""
-    chosen = {"dtype": "f32", "device": "cpu", "blocks": 200, "slots": 20, "max_context": 512, **options}
+    """The default model on a CPU, small cache. One thread: quick too where other tests hold the cores."""
+    chosen = {
+        "dtype": "f32",
+        "device": "cpu",
+        "threads": 1,
+        "blocks": 200,
+        "slots": 20,
+        "max_context": 512,
+        **options,
+    }
     return build(TorchOptions(model_path=model_path(), model_name="smollm2-135m-instruct", **chosen))
 
 

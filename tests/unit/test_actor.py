@@ -13,7 +13,8 @@ from shared import codec, subjects
 from shared.actor import Actor, Facts
 from shared.bus import BusFault
 from shared.codec import Envelope
-from shared.errors import SetupError
+from shared.errors import SetupError, Unavailable
+from shared.memory_bus import MemoryBus
 from shared.messages import Beat, StreamReset
 from shared.peers import Peer
 
@@ -273,3 +274,15 @@ async def test_the_default_actor_does_nothing(fleet: Fleet, caplog: pytest.LogCa
     await runtime.finish(1.0)
     assert runtime.failure is None
     assert caplog.text == ""
+
+
+async def test_a_connection_closed_for_good_fails_the_actor(fleet: Fleet) -> None:
+    runtime = await fleet.started(Recorder())
+    bus = runtime.bus
+    assert isinstance(bus, MemoryBus)
+    bus.report(BusFault("disconnected", "for a moment"))
+    assert runtime.failure is None
+    bus.report(BusFault("closed", "authorization violation"))
+    assert isinstance(await runtime.failed(), Unavailable)
+    await runtime.finish(1.0)
+    assert runtime.state == "failed"
