@@ -53,6 +53,8 @@ def build(options: TorchOptions) -> TorchBackend:
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every context length: 140 ms a step
     if options.model_path.suffix == ".gguf":
         shapes, weights = load_gguf(options.model_path, dtype, device)
     else:

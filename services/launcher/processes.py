@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
@@ -26,3 +28,14 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], Non
                 os.kill(os.getpid(), number)
 
     return arm
+
+
+def leave(status: int) -> int:
+    """The exit status; but with another thread still at work, an engine that is loading say, end the
+    process here: native code must not see the interpreter go down around it."""
+    if threading.active_count() > 1:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

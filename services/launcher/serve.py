@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from services.launcher.processes import leave
 from shared.errors import SetupError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def serve(kind: str, settings: Settings, *, name: str = "") -> int:
         beat_interval_us=settings.beat_interval_ms * 1000,
         drain_timeout_s=settings.drain_timeout_s,
     )
-    return run(builder(kind)(settings), partial(_connect, url), options)
+    return leave(run(builder(kind)(settings), partial(_connect, url), options))
 
 
 async def _connect(url: str, name: str) -> Bus:
