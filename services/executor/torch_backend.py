@@ -54,7 +54,7 @@ def build(options: TorchOptions) -> TorchBackend:
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every context length: 140 ms a step
+        torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each context length: 82 ms a step, not 4
     if options.model_path.suffix == ".gguf":
         shapes, weights = load_gguf(options.model_path, dtype, device)
     else:
