@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import queue
-from typing import TYPE_CHECKING
 
+from loadtest.case import PROMPT_TOKENS, Case
+from services.executor.hello import hello_of
 from services.executor.sim import SimBackend, SimOptions
 from services.executor.step import DeviceThread
 from services.scheduler.core import Scheduler
 from services.scheduler.events import Arrived, PeerReady, Send
 from services.scheduler.state import Limits
 from shared.clock import SystemClock
-from shared.messages import ExecHello, SlotClose, SlotOpen, StepPlan, StepResult, Tokenized, ints
-
-if TYPE_CHECKING:
-    from loadtest.step_overhead import Case
-
-PROMPT_TOKENS = 32
+from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, Tokenized, ints
 
 
 def run_bare(case: Case) -> list[StepResult]:
@@ -36,7 +32,7 @@ def run_bare(case: Case) -> list[StepResult]:
                 device.put(command.message)
 
     carry_out(scheduler.handle(PeerReady("detokenizer", "d", 1), clock.now_us()))
-    carry_out(scheduler.handle(Arrived("executor.e", _hello(engine)), clock.now_us()))
+    carry_out(scheduler.handle(Arrived("executor.e", hello_of(engine.info, "e", 1, "h")), clock.now_us()))
     for i in range(case.rows):
         carry_out(scheduler.handle(Arrived("tokenizer.t", _request(i, case.steps)), clock.now_us()))
     results = []
@@ -46,24 +42,6 @@ def run_bare(case: Case) -> list[StepResult]:
         carry_out(scheduler.handle(Arrived("executor.e", result), clock.now_us()))
     device.join(5)
     return results
-
-
-def _hello(engine: SimBackend) -> ExecHello:
-    info = engine.info
-    return ExecHello(
-        executor="e",
-        exec_epoch=1,
-        host_id="h",
-        model=info.model,
-        fingerprint=info.fingerprint,
-        vocab_digest=info.vocab_digest,
-        vocab=info.vocab,
-        blocks=info.blocks,
-        block_tokens=info.block_tokens,
-        slots=info.slots,
-        max_step_tokens=info.max_step_tokens,
-        max_context=info.max_context,
-    )
 
 
 def _request(number: int, tokens: int) -> Tokenized:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loadtest.bare_steps import run_bare
+from loadtest.case import PROMPT_TOKENS, Case
 from services.launcher import nats_server
 from services.launcher.client import Client
 from services.launcher.processes import die_with_parent
@@ -33,18 +34,6 @@ from shared.messages import StepResult
 from shared.nats_bus import NatsBus
 
 MODEL = "smollm2-135m-instruct"
-PROMPT_TOKENS = 32
-
-
-@dataclass(frozen=True)
-class Case:
-    """One arm: a step time, a window, and whether answers are streamed."""
-
-    step_us: int
-    window: int
-    rows: int
-    steps: int
-    stream: bool = False
 
 
 @dataclass

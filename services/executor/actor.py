@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable
 
 from services.executor.backend import Backend
+from services.executor.hello import hello_of
 from services.executor.step import DeviceThread, Reset
 from shared.actor import Actor, Facts
 from shared.config import Settings
 from shared.messages import (
-    ExecHello,
     ExecReset,
     ExecWelcome,
     KvCopied,
@@ -148,24 +148,7 @@ class ExecutorActor(Actor):
     def _say_hello(self) -> None:
         if self._backend is None or not self._scheduler:
             return
-        info = self._backend.info
-        hello = ExecHello(
-            executor=self._port.actor,
-            exec_epoch=self._exec_epoch,
-            host_id=self._host_id,
-            model=info.model,
-            fingerprint=info.fingerprint,
-            vocab_digest=info.vocab_digest,
-            vocab=info.vocab,
-            blocks=info.blocks,
-            block_tokens=info.block_tokens,
-            slots=info.slots,
-            max_step_tokens=info.max_step_tokens,
-            max_context=info.max_context,
-            backend=info.backend,
-            dtype=info.dtype,
-            bytes_per_block=info.bytes_per_block,
-        )
+        hello = hello_of(self._backend.info, self._port.actor, self._exec_epoch, self._host_id)
         self._port.send(self._scheduler, hello)
 
     def _work(self, message: Message) -> None:

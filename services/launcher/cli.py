@@ -53,7 +53,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     chat = add("chat", "talk with the model", _chat)
     chat.add_argument("-q", "--question", help="ask this one question, print the answer, end")
     chat.add_argument("--max-tokens", type=int, help="longest answer, tokens")
-    chat.add_argument("--temperature", type=float, help="0 is greedy")
+    chat.add_argument("--temperature", type=float, default=0.2, help="0 is greedy; default 0.2")
     chat.add_argument("--seed", type=int, help="makes the answer repeatable")
     request = add("request", "send a JSON request, print the JSON answer", _request)
     request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
