@@ -40,7 +40,6 @@ class DetokenizerActor(Actor):
         self._model = model
         self._backlog_limit_bytes = backlog_limit_bytes
         self._core = DetokenizerCore(vocabulary)
-        self._epochs: dict[str, int] = {}  # of the schedulers
         self._flush_due = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -57,17 +56,11 @@ class DetokenizerActor(Actor):
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
-    def on_peer(self, peer: Peer) -> None:
-        if peer.beat.kind != "scheduler":
-            return
-        known = self._epochs.setdefault(peer.source, peer.epoch)
-        if known != peer.epoch:
-            self._epochs[peer.source] = peer.epoch
-            self._run(self._core.scheduler_lost(peer.source, "the scheduler was restarted"))
+    def on_restart(self, source: str) -> None:
+        self._run(self._core.scheduler_lost(source, "the scheduler was restarted"))
 
     def on_peer_gone(self, peer: Peer) -> None:
         if peer.beat.kind == "scheduler":
-            self._epochs.pop(peer.source, None)
             self._run(self._core.scheduler_lost(peer.source, "the scheduler has gone"))
 
     def on_stream_lost(self, source: str) -> None:

@@ -115,6 +115,10 @@ class DetokenizerCore:
 
     def _close(self, scheduler: str, close: Close) -> list[Command]:
         found = self._table.sequences.get((scheduler, close.seq))
+        if close.reason == "moved":  # another shard has the whole request, and its reader
+            if found is not None:
+                self._table.forget(_key(scheduler, found[1]))
+            return []
         if found is None:  # failed before, or a duplicate: the scheduler still waits for an answer
             return [_ended(scheduler, close, close.final, close.reason)]
         stream, request = found

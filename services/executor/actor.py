@@ -15,6 +15,7 @@ from services.executor.hello import hello_of
 from services.executor.step import DeviceThread, Reset
 from shared.actor import Actor, Facts
 from shared.config import Settings
+from shared.errors import EngineError, PayloadTooLarge
 from shared.messages import (
     ExecReset,
     ExecWelcome,
@@ -32,6 +33,7 @@ from shared.port import Port
 log = logging.getLogger("headrace.executor")
 
 STOP_WITHIN_S = 5.0
+MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the engine's
 
 
 class ExecutorActor(Actor):
@@ -50,6 +52,7 @@ class ExecutorActor(Actor):
         self._steps = 0
         self._open_slots: set[int] = set()
         self._failed_steps = 0
+        self._failed_in_a_row = 0
 
     async def start(self, port: Port) -> None:
         self._port = port
@@ -106,6 +109,8 @@ class ExecutorActor(Actor):
             self._begin_incarnation()
 
     def upkeep(self) -> None:
+        if self._failed_in_a_row >= MAX_FAILED_STEPS:
+            raise EngineError(f"{self._failed_in_a_row} steps in a row failed: the engine is broken")
         if not self._welcomed:
             self._say_hello()
 
@@ -171,9 +176,21 @@ class ExecutorActor(Actor):
             return  # of slots that are gone
         self._steps += 1
         self._failed_steps += bool(result.error)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if result.error else 0
         if result.error:
             log.error("step %d failed: %s", result.step, result.error)
-        self._port.send(self._scheduler, result)
+        try:
+            self._port.send(self._scheduler, result)
+        except PayloadTooLarge as error:  # alternatives of very many rows; silence would be a hang
+            log.error("the result of step %d cannot be sent: %s", result.step, error)
+            bare = StepResult(
+                exec_epoch=result.exec_epoch,
+                step=result.step,
+                ids=result.ids,
+                done=result.done,
+                error=str(error),
+            )
+            self._port.send(self._scheduler, bare)
 
 
 def build(settings: Settings) -> ExecutorActor:

@@ -38,6 +38,7 @@ class _Slot:
     opened: SlotOpen
     stop_ids: frozenset[int]
     last: int
+    max_length: int
     done: bool = False
 
 
@@ -71,7 +72,8 @@ class SimBackend:
         """Nothing to warm."""
 
     def open_slot(self, opened: SlotOpen) -> None:
-        self._slots[opened.slot] = _Slot(opened, frozenset(opened.stop_ids), opened.tokens[-1])
+        last, max_length = opened.tokens[-1], opened.max_length or self._options.max_context
+        self._slots[opened.slot] = _Slot(opened, frozenset(opened.stop_ids), last, max_length)
 
     def close_slot(self, slot: int) -> None:
         self._slots.pop(slot, None)
@@ -90,7 +92,7 @@ class SimBackend:
                 done.append(2)
                 continue
             state.last = token = self._next(state.opened.seed, position, state.last)
-            state.done = token in state.stop_ids or position + 1 >= state.opened.max_length
+            state.done = token in state.stop_ids or position + 1 >= state.max_length
             ids.append(token)
             done.append(1 if state.done else 0)
         left_s = self._ready_at_s - time.monotonic()

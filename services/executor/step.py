@@ -37,7 +37,7 @@ def run_step(backend: Backend, plan: StepPlan, clock: Clock, wait_us: int) -> St
         forwarded_us = clock.now_us()
         output = backend.sample(plan)
     except Exception as error:  # noqa: BLE001 - the step fails with a typed result, the process lives
-        return _failed(plan, error, start_wall_us, clock)
+        return failed(plan, error, start_wall_us, clock)
     return _result(plan, output, start_wall_us, (start_us, forwarded_us, clock.now_us(), wait_us))
 
 
@@ -51,6 +51,7 @@ class DeviceThread:
         self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._on_built: Callable[[Backend | BaseException], None] = lambda built: None
+        self._broken: Exception | None = None  # what a slot's opening or closing met
         self.busy_us = 0
         self.idle_us = 0
 
@@ -80,28 +81,44 @@ class DeviceThread:
             self._on_built(error)
             return
         self._on_built(backend)
+        wait_us = 0
         while True:
             waited_from = time.monotonic_ns()
             work = self._work.get()
-            wait_us = (time.monotonic_ns() - waited_from) // 1000
+            wait_us += (time.monotonic_ns() - waited_from) // 1000
             if work is None:
                 break
-            self._do(backend, work, wait_us)
+            if isinstance(work, StepPlan):
+                self._step(backend, work, wait_us)
+                wait_us = 0
+            else:
+                self._set_slots(backend, work)
         backend.close()
 
-    def _do(self, backend: Backend, work: SlotOpen | SlotClose | StepPlan | Reset, wait_us: int) -> None:
-        match work:
-            case StepPlan():
-                began_us = self._clock.now_us()
-                self._deliver(run_step(backend, work, self._clock, wait_us))
-                self.busy_us += self._clock.now_us() - began_us
-                self.idle_us += wait_us
-            case SlotOpen():
-                backend.open_slot(work)
-            case SlotClose(slot=slot):
-                backend.close_slot(slot)
-            case Reset():
-                backend.reset()
+    def _step(self, backend: Backend, plan: StepPlan, wait_us: int) -> None:
+        began_us, began_wall_us = self._clock.now_us(), self._clock.wall_us()
+        broken, self._broken = self._broken, None
+        if broken is not None:
+            result = failed(plan, broken, began_wall_us, self._clock)
+        else:
+            result = run_step(backend, plan, self._clock, wait_us)
+        self._deliver(result)
+        self.busy_us += self._clock.now_us() - began_us
+        self.idle_us += wait_us
+
+    def _set_slots(self, backend: Backend, work: SlotOpen | SlotClose | Reset) -> None:
+        """An error here has no answer of its own: it becomes that of the next step."""
+        try:
+            match work:
+                case SlotOpen():
+                    backend.open_slot(work)
+                case SlotClose(slot=slot):
+                    backend.close_slot(slot)
+                case Reset():
+                    self._broken = None
+                    backend.reset()
+        except Exception as error:  # noqa: BLE001 - a dead thread would leave every client waiting
+            self._broken = error
 
 
 def _result(
@@ -126,7 +143,8 @@ def _result(
     )
 
 
-def _failed(plan: StepPlan, error: Exception, start_wall_us: int, clock: Clock) -> StepResult:
+def failed(plan: StepPlan, error: Exception, start_wall_us: int, clock: Clock) -> StepResult:
+    """The result of a step that failed with `error`."""
     rows = len(plan.sample_slots)
     return StepResult(
         exec_epoch=plan.exec_epoch,

@@ -11,6 +11,9 @@ from shared.messages import (
     KvLookup,
     KvPrefetch,
     KvReady,
+    KvRelease,
+    KvRenew,
+    KvRenewed,
     KvReserve,
     KvReserved,
     KvStored,
@@ -31,13 +34,20 @@ class Tiers(Protocol):
         """0 nowhere, 1 DRAM, 2 remote."""
 
     def reserve(self, job: int, keys: list[bytes], value_bytes: int) -> list[int]:
-        """Arena offset per key, -1 where there is no room."""
+        """Arena offset per key, -1 where there is no room, -2 where the key is in DRAM already. A job
+        reserved before starts anew."""
 
     def fetch(self, job: int, keys: list[bytes]) -> list[int]:
         """Arena offset per key, -1 where it cannot be had."""
 
     def commit(self, job: int, written: list[int]) -> list[int]:
-        """Tier reached per key of the job, 0 = lost."""
+        """Tier reached per key of the job, 0 = lost. What is not written is free again."""
+
+    def release(self, job: int) -> None:
+        """End the job's lease. An unknown job does nothing."""
+
+    def holds(self, job: int) -> bool:
+        """True while the job has a lease."""
 
 
 def keys_of(joined: bytes) -> list[bytes]:
@@ -60,14 +70,19 @@ class KvCore:
                 return KvFound(job=job, tiers=ints(self._lookup(keys_of(keys), prefix)))
             case KvReserve(job=job, keys=keys, value_bytes=value_bytes):
                 offsets = self._tiers.reserve(job, keys_of(keys), value_bytes)
-                status = "ok" if all(offset >= 0 for offset in offsets) else "no_room"
+                status = "no_room" if -1 in offsets else "ok"
                 return KvReserved(job=job, arena_generation=0, offsets=longs(offsets), status=status)
             case KvPrefetch(job=job, keys=keys):
                 offsets = self._tiers.fetch(job, keys_of(keys))
-                status = "ok" if all(offset >= 0 for offset in offsets) else "missing"
+                status = "missing" if -1 in offsets else "ok"
                 return KvReady(job=job, arena_generation=0, offsets=longs(offsets), status=status)
             case KvCommit(job=job, written=written):
                 return KvStored(job=job, tiers=ints(self._tiers.commit(job, list(written))))
+            case KvRenew(jobs=jobs):
+                return KvRenewed(jobs=jobs, alive=ints(self._tiers.holds(job) for job in jobs))
+            case KvRelease(jobs=jobs):
+                for job in jobs:
+                    self._tiers.release(job)
         return None
 
     def _lookup(self, keys: list[bytes], prefix: bool) -> list[int]:

@@ -16,7 +16,7 @@ from services.scheduler.events import (
     StreamLost,
     Ticked,
 )
-from services.scheduler.state import Limits
+from services.scheduler.state import Limits, State
 from shared import subjects
 from shared.actor import Actor, Facts
 from shared.bus import Delivery
@@ -45,7 +45,9 @@ class SchedulerActor(Actor):
     async def start(self, port: Port) -> None:
         self._port = port
         await port.bus.subscribe(subjects.CANCEL_ALL, self._on_cancel)
-        await port.bus.subscribe(subjects.TRACE_ALL, self._on_trace)
+        await port.bus.subscribe(
+            subjects.TRACE_ALL, lambda asked: answer_trace(port, self._core.state, asked)
+        )
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         transit_us = 0
@@ -62,8 +64,16 @@ class SchedulerActor(Actor):
     def on_peer_gone(self, peer: Peer) -> None:
         self._handle(PeerLost(peer.beat.kind, peer.beat.actor))
 
+    def on_restart(self, source: str) -> None:
+        kind, _, actor = source.partition(".")
+        self._handle(PeerLost(kind, actor))
+
     def on_stream_lost(self, source: str) -> None:
         self._handle(StreamLost(source))
+
+    def upkeep(self) -> None:
+        if self._ticking is not None and self._ticking.done():
+            self._ticking.result()  # a tick that failed fails the actor, as a message would have
 
     def facts(self) -> Facts:
         return Facts(model=self._model, load=status.load(self._core.state))
@@ -84,8 +94,9 @@ class SchedulerActor(Actor):
             self._port.send(command.to, command.message, command.trace)
         if self._core.idle:
             self._idle.set()
-        elif self._ticking is None:
-            self._idle.clear()
+            return
+        self._idle.clear()
+        if self._ticking is None:
             self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
     async def _tick(self) -> None:
@@ -101,10 +112,15 @@ class SchedulerActor(Actor):
             return  # not a name that any request could have
         self._handle(Arrived("client", Cancel(tenant=tenant, request=request)))
 
-    def _on_trace(self, delivery: Delivery) -> None:
-        request = subjects.name_at(delivery.subject, 3)
-        if delivery.reply:
-            self._port.bus.publish(delivery.reply, to_json(status.trace(self._core.state, request)))
+
+def answer_trace(port: Port, state: State, asked: Delivery) -> None:
+    """Reply to `headrace.v1.trace.<request>`."""
+    try:
+        request = subjects.name_at(asked.subject, 3)
+    except ValueError:
+        request = ""  # of no request: the answer is "unknown"
+    if asked.reply:
+        port.bus.publish(asked.reply, to_json(status.trace(state, request)))
 
 
 def build(settings: Settings) -> SchedulerActor:

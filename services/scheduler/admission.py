@@ -15,17 +15,25 @@ from shared.messages import SlotOpen
 
 
 def admit(state: State) -> None:
-    """Start every waiting unit that fits, in order, up to the first of its model that does not."""
-    blocked: set[str] = set()
+    """Start every waiting unit that fits, in order, up to the first of its model that must wait. One
+    that was accepted for a larger executor, now gone, holds up nobody."""
+    if not state.waiting:
+        return
+    executors = state.executors.values()
+    admitting = {e.hello.model for e in executors}
     left: list[Unit] = []
-    for unit in state.waiting:
+    for at, unit in enumerate(state.waiting):
+        if not admitting:
+            left += state.waiting[at:]
+            break
         model = unit.sequences[0].request.asked.model
-        executor = None if model in blocked else place(state.executors.values(), unit, model)
-        if executor is None:
-            blocked.add(model)
-            left.append(unit)
-        else:
+        executor = place(executors, unit, model) if model in admitting else None
+        if executor is not None:
             _start(state, executor, unit)
+            continue
+        left.append(unit)
+        if any(e.hello.model == model and _holds(e, unit) for e in executors):
+            admitting.discard(model)
     state.waiting = left
 
 
@@ -40,6 +48,13 @@ def place(executors: Iterable[Executor], unit: Unit, model: str) -> Executor | N
         and unit.sequences[0].max_length <= e.hello.max_context
     ]
     return max(fitting, key=lambda e: (e.ledger.free_blocks - e.ledger.reserved, e.source), default=None)
+
+
+def _holds(executor: Executor, unit: Unit) -> bool:
+    """True when the executor can run the unit once it has room."""
+    hello, head = executor.hello, unit.sequences[0]
+    blocks, slots = sum(needs(unit, hello.block_tokens)), len(unit.sequences)
+    return blocks <= hello.blocks and slots <= hello.slots and head.max_length <= hello.max_context
 
 
 def needs(unit: Unit, block_tokens: int) -> list[int]:
@@ -59,6 +74,7 @@ def _start(state: State, executor: Executor, unit: Unit) -> None:
         sequence.executor, sequence.slot = executor.hello.executor, executor.ledger.take_slot()
         sequence.generation = executor.generation
         sequence.leader = None if sequence is leader else leader
+        sequence.opened_after = executor.step
         sequence.opened_length = sequence.planned_length = len(sequence.tokens)
         sequence.admitted_us = sequence.admitted_us or state.now_us
         sequence.decide(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from services.scheduler.recent import Trace
 from services.scheduler.records import Phase, Request, Sequence, timings_of
-from services.scheduler.state import State
+from services.scheduler.state import NEVER_US, State
 from shared.messages import Close, Ended, SlotClose, StopFound, Usage
 
-ENDED_WITHIN_US = 1_000_000  # after that the record closes without the detokenizer's word
+ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
+# have to tell the client. After that the record closes without its word; memory is long free.
 
 
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
@@ -25,28 +26,45 @@ def fail(state: State, request: Request, code: int, message: str) -> None:
 def stop_found(state: State, found: StopFound) -> None:
     """A stop string ends at `found.index`, whatever was generated since."""
     sequence = state.sequences.get(found.seq)
-    if sequence is not None and sequence.live and found.index <= sequence.generated:
+    if sequence is not None and sequence.live and 0 < found.index <= sequence.generated:
         finish(state, sequence, found.index, "stop")
 
 
-def ended(state: State, message: Ended) -> None:
-    """The detokenizer's last word: index and reason are final."""
+def ended(state: State, source: str, message: Ended) -> None:
+    """The detokenizer's last word: index and reason are final. Another one's than the present owner's
+    says nothing: a new incarnation answers so for sequences it has never seen."""
     sequence = state.sequences.get(message.seq)
     if sequence is None or sequence.phase is not Phase.CLOSING:
+        return
+    if source != f"detokenizer.{sequence.request.shard}":
         return
     sequence.final, sequence.reason = min(message.index, sequence.final), message.reason
     forget(state, sequence)
 
 
 def expire(state: State) -> None:
-    """Close what is past its time: running requests, records without an Ended, tombstones."""
-    for request in list(state.requests.values()):
-        if state.now_us >= request.deadline_us:
-            fail(state, request, 408, _late(request))
-        for sequence in request.sequences:
-            if sequence.phase is Phase.CLOSING and state.now_us >= sequence.close_deadline_us:
-                forget(state, sequence)
+    """Close what is past its time: running requests, records without an Ended, tombstones. Called
+    every 10 ms, so it looks at them only when one can be due."""
+    if state.now_us < state.due_us:
+        return
+    for sequence in list(state.sequences.values()):
+        if state.now_us < due_at_us(sequence):
+            continue
+        if sequence.live:
+            fail(state, sequence.request, 408, _late(sequence.request))
+        else:
+            forget(state, sequence)
     state.tombstones = {key: until for key, until in state.tombstones.items() if until > state.now_us}
+    due_us = [due_at_us(sequence) for sequence in state.sequences.values()]
+    state.due_us = min([*due_us, *state.tombstones.values()], default=NEVER_US)
+
+
+def due_at_us(sequence: Sequence) -> int:
+    """When a live sequence is late, or a closing one is no longer waited for."""
+    late_us, silent_us = sequence.request.deadline_us, sequence.close_deadline_us
+    if sequence.live:
+        return late_us
+    return silent_us if sequence.request.shard else max(silent_us, late_us)  # nobody has told the client yet
 
 
 def forget(state: State, sequence: Sequence) -> None:
@@ -80,9 +98,10 @@ def _close(state: State, sequence: Sequence, final: int, reason: str, code: int,
         for unit in state.waiting:
             if sequence in unit.sequences:
                 unit.sequences.remove(sequence)
-        state.waiting = [unit for unit in state.waiting if unit.sequences]
+                if not unit.sequences:
+                    state.waiting.remove(unit)
+                break
     sequence.phase, sequence.final, sequence.reason = Phase.CLOSING, final, reason
-    sequence.close_deadline_us = state.now_us + ENDED_WITHIN_US
     sequence.close = Close(
         seq=sequence.seq,
         final=final,
@@ -101,8 +120,10 @@ def _close(state: State, sequence: Sequence, final: int, reason: str, code: int,
 
 
 def send_close(state: State, sequence: Sequence) -> None:
-    """(Re)send the Close of a sequence to its shard."""
+    """(Re)send the Close of a sequence to its shard, and wait for its Ended."""
     request = sequence.request
+    sequence.close_deadline_us = state.now_us + ENDED_WITHIN_US
+    state.wake(sequence.close_deadline_us)
     if request.shard and sequence.close is not None:
         state.send(f"detokenizer.{request.shard}", sequence.close, request.trace)
 

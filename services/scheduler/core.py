@@ -86,7 +86,7 @@ class Scheduler:
             case StopFound():
                 closing.stop_found(state, message)
             case Ended():
-                closing.ended(state, message)
+                closing.ended(state, source, message)
             case Cancel():
                 intake.cancel(state, message)
             case Detached():

@@ -12,12 +12,12 @@ from shared.messages import Close, ExecHello, ExecReset, ExecWelcome, StepResult
 def hello(state: State, source: str, message: ExecHello) -> None:
     """An executor with empty slots. A repeated hello of a known incarnation is only welcomed."""
     known, epoch = state.executors.get(message.executor), message.exec_epoch
-    state.dropped.pop(message.executor, None)
     if known is None or known.epoch != epoch:
         if known is not None:
             drop_executor(state, message.executor, "the executor restarted")
         ledger = Ledger(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
         state.executors[message.executor] = Executor(message, epoch, ledger)
+    state.dropped.pop(message.executor, None)
     state.send(source, ExecWelcome(exec_epoch=epoch))
 
 
@@ -85,9 +85,9 @@ def detokenizer_lost(state: State, shard: str) -> None:
 def _reopen(state: State, sequences: list[Sequence]) -> None:
     """A new attempt of the reply stream, from the first token on."""
     request = sequences[0].request
-    request.attempt += 1
+    if state.detokenizers:
+        request.attempt += 1
     intake.assign_shard(state, request)
     for sequence in sequences:
         if not sequence.live:
-            sequence.close_deadline_us = state.now_us + closing.ENDED_WITHIN_US
             closing.send_close(state, sequence)

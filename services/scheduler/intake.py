@@ -9,6 +9,7 @@ from shared.blocks import blocks_for, choice_seed, rendezvous
 from shared.messages import Accepted, Cancel, Detached, Open, Rejected, Tokenized
 
 TOMBSTONE_US = 60_000_000
+MAX_TOMBSTONES = 10_000  # then the oldest go: anybody may cancel what never was
 RETRY_AFTER_MS = 1_000
 
 
@@ -41,6 +42,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
     )
     request.sequences = [_new_sequence(state, request, choice) for choice in range(asked.n)]
     state.requests[key] = request
+    state.wake(request.deadline_us)
     state.waiting.append(Unit(list(request.sequences)))  # arrival order: never before another
     _accept(state, source, asked)
     assign_shard(state, request)
@@ -80,13 +82,17 @@ def open_message(sequence: Sequence) -> Open:
 
 
 def cancel(state: State, message: Cancel) -> None:
-    """Stop a request; an unknown one leaves a tombstone, since a cancel may overtake it."""
+    """Stop a request; an unknown one leaves a tombstone, since a cancel may overtake it. One that has
+    ended leaves none: its id may be used again."""
     key = (message.tenant, message.request)
     request = state.requests.get(key)
-    if request is None:
+    if request is not None:
+        closing.fail(state, request, 499, "cancelled by the client")
+    elif key not in state.recent.traces:
+        if len(state.tombstones) >= MAX_TOMBSTONES:
+            del state.tombstones[next(iter(state.tombstones))]
         state.tombstones[key] = state.now_us + TOMBSTONE_US
-        return
-    closing.fail(state, request, 499, "cancelled by the client")
+        state.wake(state.tombstones[key])
 
 
 def detach(state: State, message: Detached) -> None:
@@ -131,10 +137,17 @@ def _refusal(state: State, asked: Tokenized) -> tuple[int, str, int] | None:
         return 503, "no detokenizer is ready: see `headrace status`", RETRY_AFTER_MS
     if not any(_fits_ever(executor, asked) for executor in executors):
         return 400, _too_large(executors, asked), 0
-    waiting = sum(len(u.sequences[0].tokens) for u in state.waiting) + len(asked.tokens)
-    if len(state.waiting) >= state.limits.max_waiting or waiting > state.limits.max_waiting_tokens:
+    if _full(state, asked):
         return 429, f"{len(state.waiting)} requests are waiting: try again later", RETRY_AFTER_MS
     return None
+
+
+def _full(state: State, asked: Tokenized) -> bool:
+    """True when the request may not wait. An empty queue takes any: a retry would not find it emptier."""
+    waiting, limits = state.waiting, state.limits
+    if not waiting or len(waiting) >= limits.max_waiting:
+        return bool(waiting)
+    return sum(len(u.sequences[0].tokens) for u in waiting) + len(asked.tokens) > limits.max_waiting_tokens
 
 
 def _fits_ever(executor: Executor, asked: Tokenized) -> bool:

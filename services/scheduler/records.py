@@ -66,6 +66,7 @@ class Sequence:
     table_sent: int = 0  # entries of the table that the executor has
     reserved: int = 0  # blocks promised and not yet allocated
     opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
+    opened_after: int = 0  # the executor's last step then: up to it none touched this slot
     computed: int = 0
     planned_length: int = 0
     leader: Sequence | None = None  # computes the prompt for this sequence, until the fork

@@ -10,6 +10,8 @@ from services.scheduler.records import Phase, Sequence
 from services.scheduler.state import Executor, State
 from shared.messages import StepResult, Tokens, floats, ints
 
+MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB that a message may have
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -44,6 +46,9 @@ def apply(state: State, executor: Executor, result: StepResult) -> None:
         shard = sequence.request.shard
         if shard:
             batch = batches.get(shard) or batches.setdefault(shard, _Batch())
+            if len(batch.seqs) == MAX_ROWS:
+                state.send(f"detokenizer.{shard}", _message(executor, result.step, batch))
+                batch = batches[shard] = _Batch()
             batch.seqs.append(sequence.seq)
             batch.first.append(len(sequence.tokens) - sequence.prompt_tokens)
             batch.ids.append(token)
@@ -64,8 +69,8 @@ def apply(state: State, executor: Executor, result: StepResult) -> None:
 
 
 def _fail_step(state: State, executor: Executor, result: StepResult) -> None:
-    """The engine failed on a step: none of the executor's sequences can trust its KV any more."""
-    for sequence in list(executor.running):
+    """The engine failed on a step: no sequence that it may have touched can trust its KV any more."""
+    for sequence in [s for s in executor.running if s.opened_after < result.step]:
         message = f"step {result.step} of {executor.source} failed: {result.error}"
         closing.fail(state, sequence.request, 500, message)
 

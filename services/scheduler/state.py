@@ -11,6 +11,7 @@ from services.scheduler.recent import Recent
 from services.scheduler.records import Request, Sequence
 from shared.messages import ExecHello, Message
 
+NEVER_US = 2**63
 Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and in which placement
 
 
@@ -52,7 +53,7 @@ class Executor:
         return f"executor.{self.hello.executor}"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Unit:
     """Sequences admitted together: a fresh request with its choices, or one requeued sequence."""
 
@@ -80,9 +81,14 @@ class State:
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
     tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: until
+    due_us: int = NEVER_US  # no deadline ends earlier; see closing.expire
     recent: Recent = field(default_factory=Recent)
     out: list[Send] = field(default_factory=list)
 
     def send(self, to: str, message: Message, trace: str = "") -> None:
         """Put a message among the commands of this event."""
         self.out.append(Send(to, message, trace))
+
+    def wake(self, at_us: int) -> None:
+        """Something may be due at `at_us`."""
+        self.due_us = min(self.due_us, at_us)

@@ -32,7 +32,6 @@ from shared.messages import (
     Tokens,
     ints,
 )
-from shared.peers import Peer
 from shared.port import Port
 
 TRACE = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
@@ -246,9 +245,8 @@ async def test_a_scheduler_that_dies_is_told_to_its_clients(world: World) -> Non
     await asyncio.sleep(0)
     await world.broker.settle()
     assert shard.status()["requests"] == 1
-    peer = actor.port.peers.get("scheduler.s1")
-    assert peer is not None
-    shard.on_peer(Peer(peer.source, peer.epoch + 1, peer.beat, 0))
+    actor.port.epoch += 1  # whatever the next incarnation says first
+    actor.port.send("detokenizer.d1", Close(seq=9, final=0, reason="moved"))
     error = json.loads((await asking).data)["error"]
     assert (error["code"], error["message"]) == (503, "the scheduler was restarted; send the request again")
     assert shard.status()["requests"] == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paged_engine import STOP_ID, PagedEngine, expected_tokens
 
+from services.scheduler import closing
 from services.scheduler.core import Scheduler
 from services.scheduler.events import Arrived, Event, PeerLost, PeerReady, Send, Ticked
 from services.scheduler.state import Limits
@@ -100,8 +101,11 @@ class World:
         self.now_us += 10
         for command in self.scheduler.handle(event, self.now_us):
             self._carry_out(command)
-        for executor in self.scheduler.state.executors.values():
+        state = self.scheduler.state
+        for executor in state.executors.values():
             executor.ledger.check()
+        deadlines = [closing.due_at_us(sequence) for sequence in state.sequences.values()]
+        assert state.due_us <= min([*deadlines, *state.tombstones.values()], default=state.due_us)
 
     def deliver(self, name: str = "e1") -> bool:
         """Hand the oldest result of an engine to the scheduler."""

@@ -357,3 +357,10 @@ def test_any_order_of_events_gives_whole_texts(
         ends = [c["first"] + c["count"] for c in choices]
         assert [c["first"] for c in choices] == [0, *ends][: len(choices)]
         assert got[-1]["choices"] == [{"index": 0, "tokens": sent[seq], "finish_reason": "stop"}]
+
+
+def test_a_request_that_moved_to_another_shard_is_dropped_without_a_word(core: DetokenizerCore) -> None:
+    run(core, opened(7, choices=2), opened(8, choice=1, choices=2), tokens(0, "A"))
+    assert run(core, close(0, "moved"), close(0, "moved", seq=8)) == []
+    assert core.idle
+    assert core.flush() == []

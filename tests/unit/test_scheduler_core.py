@@ -237,7 +237,9 @@ def test_the_record_waits_for_ended_and_closes_without_it() -> None:
     trace = world.scheduler.state.recent.find("a")
     assert trace is not None
     assert (trace.choices[0]["final"], trace.choices[0]["reason"]) == (2, "stop")
-    world.tick(1_100_000)
+    world.tick(4_900_000)
+    assert not world.scheduler.idle
+    world.tick(200_000)
     world.assert_idle()
 
 

@@ -1,0 +1,142 @@
+"""The device thread: strict order, and every failure an answer."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import pytest
+
+from services.executor.backend import StepOutput
+from services.executor.step import MAX_ERROR_CHARS, DeviceThread, Reset, Work, run_step
+from shared.clock import FakeClock
+from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
+
+
+class Scripted:
+    """A backend that writes down its calls, takes 100 µs a forward and 10 a sample, and fails on request."""
+
+    def __init__(self, clock: FakeClock, fail: dict[str, Exception] | None = None) -> None:
+        self.clock, self.fail = clock, fail or {}
+        self.calls: list[tuple[str, int]] = []
+
+    def _do(self, what: str, about: int = 0, took_us: int = 0) -> None:
+        self.calls.append((what, about))
+        self.clock.advance(took_us)
+        if error := self.fail.pop(f"{what} {about}" if about else what, None):
+            raise error
+
+    def warm_up(self) -> None:
+        self._do("warm_up")
+
+    def open_slot(self, opened: SlotOpen) -> None:
+        self._do("open", opened.slot)
+
+    def close_slot(self, slot: int) -> None:
+        self._do("close", slot)
+
+    def forward(self, plan: StepPlan) -> None:
+        self._do("forward", plan.step, 100)
+
+    def sample(self, plan: StepPlan) -> StepOutput:
+        self._do("sample", plan.step, 10)
+        return StepOutput(ids=ints([plan.step]), done=ints([0]), padding_rows=3)
+
+    def reset(self) -> None:
+        self._do("reset")
+
+    def close(self) -> None:
+        self._do("end")
+
+
+def plan(step: int) -> StepPlan:
+    one = ints([1])
+    return StepPlan(
+        exec_epoch=5, step=step, mode="single", micro_batch=0, slots=one, starts=one, counts=one,
+        from_device=one, sample_rows=ints([0]), sample_slots=one,
+    )  # fmt: skip
+
+
+def opened(slot: int) -> SlotOpen:
+    return SlotOpen(slot=slot, generation=1, seq=1, prompt_tokens=1, tokens=ints([4]))
+
+
+CLOSED = SlotClose(slot=1, generation=1, last_step=2)
+
+
+def run(backend: Scripted, *work: Work) -> list[StepResult]:
+    """The results of a device thread that is given `work`."""
+    results: list[StepResult] = []
+    built: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    device = DeviceThread(lambda: backend, backend.clock, results.append)
+    device.start(built.put)
+    assert built.get(timeout=10) is backend
+    for item in work:
+        device.put(item)
+    device.join(10)
+    assert device.queued == 0
+    calls = [what for what, _ in backend.calls]
+    assert device.busy_us == 100 * calls.count("forward") + 10 * calls.count("sample")
+    return results
+
+
+def test_work_is_done_in_order_and_the_thread_ends_after_it() -> None:
+    backend = Scripted(FakeClock())
+    results = run(backend, opened(1), plan(1), plan(2), CLOSED, Reset(), opened(2), plan(3))
+    assert [(r.exec_epoch, r.step, list(r.ids)) for r in results] == [(5, 1, [1]), (5, 2, [2]), (5, 3, [3])]
+    assert backend.calls == [
+        ("warm_up", 0), ("open", 1), ("forward", 1), ("sample", 1), ("forward", 2), ("sample", 2),
+        ("close", 1), ("reset", 0), ("open", 2), ("forward", 3), ("sample", 3), ("end", 0),
+    ]  # fmt: skip
+
+
+def test_a_result_carries_its_times() -> None:
+    clock = FakeClock()
+    start_us = clock.wall_us()
+    result = run_step(Scripted(clock), plan(1), clock, wait_us=7)
+    assert (result.start_wall_us, result.end_wall_us) == (start_us, start_us + 110)
+    assert (result.forward_us, result.sample_us, result.wait_us) == (100, 10, 7)
+    assert (result.bucket_padding_rows, result.error) == (3, "")
+
+
+@pytest.mark.parametrize("part", ["forward", "sample"])
+def test_an_engine_error_is_the_steps_result_and_the_next_step_runs(part: str) -> None:
+    backend = Scripted(FakeClock(), {f"{part} 1": RuntimeError("x" * 5_000)})
+    first, second = run(backend, opened(1), plan(1), plan(2))
+    assert first.error.startswith("RuntimeError: xxx")
+    assert len(first.error) == MAX_ERROR_CHARS
+    assert (list(first.ids), list(first.done)) == ([-1], [0])
+    assert (second.error, list(second.ids)) == ("", [2])
+
+
+@pytest.mark.parametrize(("what", "work"), [("open", opened(1)), ("close", CLOSED), ("reset", Reset())])
+def test_an_error_outside_a_step_fails_the_next_step_not_the_thread(what: str, work: Work) -> None:
+    key = what if what == "reset" else f"{what} 1"
+    backend = Scripted(FakeClock(), {key: ValueError("no such bias id")})
+    first, second = run(backend, work, plan(1), plan(2))
+    assert first.error == "ValueError: no such bias id"
+    assert ("forward", 1) not in backend.calls
+    assert (second.error, list(second.ids)) == ("", [2])
+
+
+def test_a_reset_forgets_an_error_before_it() -> None:
+    backend = Scripted(FakeClock(), {"open 1": ValueError("of the incarnation before")})
+    (result,) = run(backend, opened(1), Reset(), plan(1))
+    assert result.error == ""
+
+
+@pytest.mark.parametrize("in_warm_up", [False, True])
+def test_an_engine_that_cannot_be_built_is_reported(in_warm_up: bool) -> None:
+    error = MemoryError("no room for the weights")
+    backend = Scripted(FakeClock(), {"warm_up": error} if in_warm_up else {})
+
+    def build() -> Scripted:
+        if not in_warm_up:
+            raise error
+        return backend
+
+    built: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    device = DeviceThread(build, backend.clock, lambda result: None)
+    device.start(built.put)
+    assert built.get(timeout=10) is error
+    device.join(10)
