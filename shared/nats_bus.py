@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ PING_INTERVAL_S = 20
 PENDING_MESSAGES = 8192  # more than 128 kB of the smallest messages, which one read may bring at once
 OUTBOX_LIMIT_BYTES = 64 * 1024 * 1024  # what a server that is away may cost in memory
 FLUSH_TIMEOUT_S = 10
+CANCEL_AGAIN_S = 0.05
 
 
 class _Client(NatsClient):
@@ -96,7 +97,7 @@ class NatsBus:
             bus.on_fault(on_fault)
         try:
             bus._faults.cause = "no answer"
-            await asyncio.wait_for(bus._open(url, name), timeout_s)
+            await _within(bus._open(url, name), timeout_s)
         except (TimeoutError, OSError, nats_errors.Error) as error:
             with contextlib.suppress(OSError, nats_errors.Error):
                 await bus._nc.close()
@@ -305,6 +306,22 @@ class _Faults:
     async def on_closed(self) -> None:
         """The server ended the connection, and nats-py does not try again."""
         self.report("closed", "the nats-server ended the connection for good")
+
+
+async def _within(work: Coroutine[Any, Any, None], timeout_s: float | None) -> None:
+    """Await `work`; raises TimeoutError. Cancels until it heeds: Python 3.11's own wait_for, which nats-py
+    uses inside, loses a cancellation that meets a refused connection, and then tries for ever."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if task.done():
+            task.result()
+        else:
+            raise TimeoutError
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
 
 
 async def _drained(subscription: Any) -> None:  # nats-py leaves its drain without a return type

@@ -158,3 +158,25 @@ async def test_a_subject_that_cannot_be_sent_is_a_fault(nats_server: NatsServer,
     fault = await faults.wait_for("error")
     assert fault.detail.startswith(f"not sent to {fleet} with spaces")
     await bus.drain()
+
+
+async def test_a_cancellation_that_gets_lost_does_not_hang_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As inside nats-py on Python 3.11, when it meets a refused connection."""
+    lost = []
+
+    async def deaf(*_: object) -> None:
+        while len(lost) < 2:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                lost.append(1)
+        await asyncio.Event().wait()
+
+    async def close(_: object) -> None:
+        """Nothing was opened."""
+
+    monkeypatch.setattr(NatsBus, "_open", deaf)
+    monkeypatch.setattr("shared.nats_bus._Client.close", close)
+    with pytest.raises(SetupError, match="no answer"):
+        await NatsBus.connect("nats://127.0.0.1:1", timeout_s=0.01)
+    assert len(lost) == 2
