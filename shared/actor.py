@@ -22,6 +22,7 @@ from shared.errors import SetupError, Unavailable, WireError
 from shared.messages import Beat, Message
 from shared.peers import Peer
 from shared.port import Port
+from shared.replies import to_json
 
 log = logging.getLogger("headrace.actor")
 P = ParamSpec("P")
@@ -228,8 +229,8 @@ class Runtime:
 
     def _on_status(self, delivery: Delivery) -> None:
         if delivery.reply:
-            body = micro.to_json({**micro.identity(self.port), "state": self.state, **self._status()})
-            self.bus.publish(delivery.reply, body)
+            about = {**micro.identity(self.port), "state": self.state, "wire_errors": self.port.wire_errors}
+            self.bus.publish(delivery.reply, to_json({**about, **self._status()}))
 
     def _status(self) -> dict[str, object]:
         return {} if self._early is not None or self.failure is not None else self.actor.status()

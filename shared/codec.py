@@ -30,7 +30,6 @@ VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
 PAGE_TOKENS = 12_000  # 48 kB of ids: with the other fields under MAX_MESSAGE_BYTES
 MAX_OPTIONS_BYTES = 56 * 1024  # of a Tokenized without its tokens: its Open and SlotOpen fit as well
-MAX_JOB_KEYS = 1_024  # 32 kB of keys: longer lists go as several Kv jobs
 _ENVELOPE_BYTES = 1_024  # more than source, numbers and trace take
 
 Paged = Tokenized | Open | SlotOpen  # the kinds whose `tokens` may need several parts

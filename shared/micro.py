@@ -5,23 +5,18 @@ Spec: nats-architecture-and-design ADR-32. Answered over Bus, so it works on any
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from shared import subjects
 from shared.bus import Bus, Delivery
+from shared.replies import to_json
 
 if TYPE_CHECKING:
     from shared.port import Port
 
 VERSION = "0.1.0"
-
-
-def to_json(body: dict[str, object]) -> bytes:
-    """Compact JSON bytes."""
-    return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def identity(port: Port) -> dict[str, object]:

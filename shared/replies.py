@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import HeadraceError, error_body, error_headers
+from shared.telemetry import HEADER, trace_id
 
 END_HEADER = "Headrace-End"
 
@@ -26,7 +27,7 @@ def end_headers(error: HeadraceError | None = None, trace: str = "") -> dict[str
     if error is not None:  # a header is one line; the body has the whole message
         headers |= {name: " ".join(value.split()) for name, value in error_headers(error).items()}
     if trace:
-        headers["traceparent"] = trace
+        headers[HEADER] = trace
     return headers
 
 
@@ -35,9 +36,3 @@ def error_reply(
 ) -> bytes:
     """Body of an error; `extra` are fields of a stream frame."""
     return to_json({"type": "error", **(extra or {}), **error_body(error, request, trace_id(trace))})
-
-
-def trace_id(traceparent: str) -> str:
-    """The trace id in a W3C traceparent (version-trace-span-flags), "" when there is none."""
-    parts = traceparent.split("-")
-    return parts[1] if len(parts) == 4 else ""

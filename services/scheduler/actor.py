@@ -22,10 +22,10 @@ from shared.actor import Actor, Facts
 from shared.bus import Delivery
 from shared.config import Settings
 from shared.messages import Cancel, Message, Tokenized
-from shared.micro import to_json
 from shared.model_files import served_name
 from shared.peers import Peer
 from shared.port import Port
+from shared.replies import to_json
 
 TICK_US = 10_000
 

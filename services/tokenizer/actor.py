@@ -15,7 +15,7 @@ from services.tokenizer.asking import Asking, names_in
 from services.tokenizer.chat import ChatTemplate
 from services.tokenizer.core import Command, Event, Fail, Schedulers, Send, Tick, TokenizerCore
 from services.tokenizer.prepare import ServedModel, Submission
-from shared import subjects
+from shared import subjects, telemetry
 from shared.actor import Actor, Facts
 from shared.bus import Delivery, Subscription
 from shared.config import Settings
@@ -133,7 +133,7 @@ class TokenizerActor(Actor):
             fresh_id=secrets.token_urlsafe(16),
             fresh_seed=secrets.randbits(64),
             received_wall_us=self._port.clock.wall_us(),
-            trace=delivery.headers.get("traceparent", ""),
+            trace=telemetry.from_headers(delivery.headers),
         )
         try:
             self._handle(submission)

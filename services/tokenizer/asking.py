@@ -6,7 +6,7 @@ from typing import Any
 
 from services.tokenizer.prepare import ServedModel, encode_prompt
 from services.tokenizer.request import read_body, read_request
-from shared import codec, subjects
+from shared import codec, subjects, telemetry
 from shared.bus import Delivery, Subscription
 from shared.errors import HeadraceError, UnknownModel, WireError
 from shared.messages import Beat
@@ -57,7 +57,7 @@ class Asking:
         self._fail(delivery, UnknownModel(f"no service serves model {asked}; there is {', '.join(served)}"))
 
     def _fail(self, delivery: Delivery, error: HeadraceError) -> None:
-        trace = delivery.headers.get("traceparent", "")
+        trace = telemetry.from_headers(delivery.headers)
         body = error_reply(error, "", trace)
         self._port.bus.publish(delivery.reply, body, headers=end_headers(error, trace))
 

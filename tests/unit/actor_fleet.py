@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 from shared import codec, subjects
 from shared.actor import Actor, Facts, Runtime
@@ -126,3 +126,35 @@ async def watched_fleet() -> AsyncIterator[Fleet]:
     yield fleet
     for runtime in fleet.runtimes:
         await runtime.finish(1.0)
+
+
+M = TypeVar("M", bound=Message)
+
+
+class Hand(Actor):
+    """A neighbour moved by the test."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.heard: list[Message] = []
+        self._news = asyncio.Event()
+
+    async def start(self, port: Port) -> None:
+        self.port = port
+
+    def facts(self) -> Facts:
+        return Facts(model="m")
+
+    def receive(self, source: str, message: Message, trace: str) -> None:
+        self.heard.append(message)
+        self._news.set()
+
+    def of(self, kind: type[M]) -> list[M]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    async def until(self, kind: type[M], count: int = 1) -> M:
+        async with asyncio.timeout(10):
+            while len(self.of(kind)) < count:
+                self._news.clear()
+                await self._news.wait()
+        return self.of(kind)[count - 1]

@@ -168,7 +168,8 @@ async def test_status_and_discovery_answers(fleet: Fleet) -> None:
     runtime = await fleet.started(Recorder())
     epoch = runtime.port.epoch
     assert await fleet.ask(subjects.STATUS) == {
-        "kind": "executor", "id": "a", "epoch": epoch, "fleet": "f", "state": "ready", "slots": 4,
+        "kind": "executor", "id": "a", "epoch": epoch, "fleet": "f", "state": "ready",
+        "wire_errors": 0, "slots": 4,
     }  # fmt: skip
     name = "headrace-executor"
     for subject in ("$SRV.PING", f"$SRV.PING.{name}", f"$SRV.PING.{name}.a"):

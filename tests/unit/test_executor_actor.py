@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from actor_fleet import Fleet, watched_fleet
+from actor_fleet import Fleet, Hand, watched_fleet
 
 from services.executor.actor import ExecutorActor
 from services.executor.backend import Backend
 from services.executor.sim import SimBackend, SimOptions
 from shared import codec
-from shared.actor import Actor, Facts, Runtime
+from shared.actor import Facts, Runtime
 from shared.errors import EngineError, PayloadTooLarge
 from shared.messages import (
     ExecHello,
@@ -29,40 +28,13 @@ from shared.messages import (
     ints,
     longs,
 )
-from shared.port import Port
-
-M = TypeVar("M", bound=Message)
 
 
-class HandScheduler(Actor):
-    """Says what a test says; keeps what it hears."""
-
-    kind = "scheduler"
+class HandScheduler(Hand):
+    """Says to the executor what a test says."""
 
     def __init__(self) -> None:
-        self.heard: list[Message] = []
-        self._news = asyncio.Event()
-
-    async def start(self, port: Port) -> None:
-        self.port = port
-
-    def facts(self) -> Facts:
-        return Facts(model="sim")
-
-    def receive(self, source: str, message: Message, trace: str) -> None:
-        self.heard.append(message)
-        self._news.set()
-
-    def of(self, kind: type[M]) -> list[M]:
-        return [message for message in self.heard if isinstance(message, kind)]
-
-    async def until(self, kind: type[M], count: int = 1) -> M:
-        """The message of `kind` number `count`, counted from 1, once it is here."""
-        async with asyncio.timeout(10):
-            while len(self.of(kind)) < count:
-                self._news.clear()
-                await self._news.wait()
-        return self.of(kind)[count - 1]
+        super().__init__("scheduler")
 
     def say(self, *messages: Message) -> None:
         for message in messages:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import pytest
-from actor_fleet import Fleet, watched_fleet
+from actor_fleet import Fleet, Hand, watched_fleet
 
 from services.scheduler.actor import SchedulerActor, build
 from services.scheduler.state import Limits
 from shared import subjects
-from shared.actor import Actor, Facts, Runtime
+from shared.actor import Runtime
 from shared.config import Settings
 from shared.messages import (
     Accepted,
     Close,
     Ended,
     ExecHello,
-    Message,
     Open,
     Rejected,
     StepPlan,
@@ -28,38 +26,6 @@ from shared.messages import (
     Tokenized,
     ints,
 )
-from shared.port import Port
-
-M = TypeVar("M", bound=Message)
-
-
-class Hand(Actor):
-    """A neighbour moved by the test."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.heard: list[Message] = []
-        self._news = asyncio.Event()
-
-    async def start(self, port: Port) -> None:
-        self.port = port
-
-    def facts(self) -> Facts:
-        return Facts(model="m")
-
-    def receive(self, source: str, message: Message, trace: str) -> None:
-        self.heard.append(message)
-        self._news.set()
-
-    def of(self, kind: type[M]) -> list[M]:
-        return [message for message in self.heard if isinstance(message, kind)]
-
-    async def until(self, kind: type[M], count: int = 1) -> M:
-        async with asyncio.timeout(10):
-            while len(self.of(kind)) < count:
-                self._news.clear()
-                await self._news.wait()
-        return self.of(kind)[count - 1]
 
 
 @dataclass
