@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +44,14 @@ class Service:
         self.ended.set()
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the process, if it runs."""
+        """Signal the process, if it runs.
+
+        Not by `Process.send_signal`: up to Python 3.12 that first polls, and may so reap a child that has
+        just died behind the back of asyncio's watcher, which then reports status 255.
+        """
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
+                os.kill(self.process.pid, number)
 
 
 class Supervisor:
