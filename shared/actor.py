@@ -23,9 +23,12 @@ from shared.messages import Beat, Message
 from shared.peers import Peer
 from shared.port import Port
 from shared.replies import to_json
+from shared.tracing import Tracer
 
 log = logging.getLogger("headrace.actor")
 P = ParamSpec("P")
+
+DEAF_BEATS = 1.5  # an actor hears its own beats; without them the silence of others says nothing
 
 
 @dataclass(slots=True)
@@ -44,6 +47,7 @@ class Actor:
     """Base of every service. Override what you need."""
 
     kind = ""
+    traced = False  # whether its process makes spans
 
     async def start(self, port: Port) -> None:
         """Load, subscribe public subjects. When it returns the actor is ready."""
@@ -63,6 +67,10 @@ class Actor:
 
     def on_stream_lost(self, source: str) -> None:
         """Messages from `source` are lost for good: resynchronise with it."""
+
+    def on_broker(self, online: bool) -> None:
+        """The connection to the broker was cut, or is back. The streams between actors mend themselves;
+        what was published outside them just before may be lost."""
 
     def upkeep(self) -> None:
         """Called once a beat interval: repeat what was not answered."""
@@ -95,6 +103,7 @@ class Runtime:
     beat_interval_us: int = 1_000_000
     state: str = "starting"
     failure: BaseException | None = None
+    tracer: Tracer | None = None
     port: Port = field(init=False)
     _failed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _beats: asyncio.Task[None] | None = field(init=False, default=None)
@@ -104,6 +113,7 @@ class Runtime:
     def __post_init__(self) -> None:
         source = f"{self.actor.kind}.{self.actor_id}"
         self.port = Port(self.bus, self.clock, self.fleet, source, new_epoch(self.clock))
+        self.port.tracer = self.tracer
 
     async def start(self) -> None:
         """Subscribe, start the actor, say ready."""
@@ -188,8 +198,11 @@ class Runtime:
         """What happens once an interval besides the beat itself."""
         now_us, last_us = self.clock.now_us(), self._upkeep_us
         self._upkeep_us = now_us
-        if now_us - last_us > 2 * self.beat_interval_us:
-            self.port.peers.pardon(now_us)  # this process was stopped; what it missed waits in its mailbox
+        stopped = now_us - last_us > 2 * self.beat_interval_us  # what it missed waits in its mailbox
+        own = self.port.peers.get(self.port.source)
+        deaf = own is not None and now_us - own.heard_us > DEAF_BEATS * self.beat_interval_us
+        if stopped or deaf:
+            self.port.peers.pardon(now_us)
             return
         self.port.upkeep()
         for peer in self.port.peers.expire(self.clock.now_us()):
@@ -228,7 +241,7 @@ class Runtime:
             self._guarded(self.actor.on_peer)(peer)
 
     def _on_status(self, delivery: Delivery) -> None:
-        if delivery.reply:
+        if subjects.is_inbox(delivery.reply):
             about = {**micro.identity(self.port), "state": self.state, "wire_errors": self.port.wire_errors}
             self.bus.publish(delivery.reply, to_json({**about, **self._status()}))
 
@@ -237,6 +250,8 @@ class Runtime:
 
     def _on_fault(self, fault: BusFault) -> None:
         log.warning("%s: %s: %s", self.port.source, fault.kind, fault.detail)
+        if fault.kind in ("disconnected", "reconnected"):
+            self._guarded(self.actor.on_broker)(fault.kind == "reconnected")
         if fault.kind == "closed":
             self.fail(Unavailable(f"the broker ended the connection for good: {fault.detail}"))
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shared.errors import HeadraceError, Unavailable
+from shared.errors import HeadraceError, PayloadTooLarge, Unavailable
 
+_HEADER_FRAME = len(b"NATS/1.0\r\n\r\n")
 NO_RESPONDERS = "503"  # value of the header `Status` when nobody listens to a request's subject
 
 
@@ -47,6 +48,19 @@ class BusFault:
 
     kind: str  # slow_consumer, disconnected, reconnected, permission, error
     detail: str
+
+
+def check_payload(subject: str, data: bytes, headers: Mapping[str, str] | None, most: int) -> None:
+    """Raise PayloadTooLarge for a message over the server's limit `most`, which counts headers too: the
+    server would end the connection of whoever sends it."""
+    size = len(data)
+    if headers:
+        size += _HEADER_FRAME + sum(len(n.encode()) + len(v.encode()) + 4 for n, v in headers.items())
+    if size > most:
+        raise PayloadTooLarge(
+            f"{size} bytes for {subject} are over the server's limit of {most}: "
+            "send less, or raise max_payload in the server's configuration"
+        )
 
 
 Handler = Callable[[Delivery], None]

@@ -20,6 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgpack
 
 from shared import messages
+from shared.checks import flaw
 from shared.errors import PayloadTooLarge, WireError
 from shared.messages import Message, Open, SlotOpen, Tokenized
 
@@ -61,7 +62,9 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(data: bytes) -> Envelope:
-    """The message in `data`. Raises WireError for anything that is not one."""
+    """The message in `data`. Raises WireError for anything that is not one, or says what cannot be."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{len(data)} bytes are over {MAX_MESSAGE_BYTES}, the most a message may have")
     try:
         row = msgpack.unpackb(data, strict_map_key=True, max_map_len=0)
     except (ValueError, msgpack.UnpackException) as error:
@@ -75,7 +78,10 @@ def decode(data: bytes) -> Envelope:
     if layout is None:
         raise WireError(f"unknown message kind {kind!r}")
     header = (_string(source), _integer(epoch), _integer(seq))
-    return Envelope(*header, layout.from_row(row[6:]), _string(trace))
+    message = layout.from_row(row[6:])
+    if wrong := flaw(message):
+        raise WireError(f"{kind}: {wrong}")
+    return Envelope(*header, message, _string(trace))
 
 
 def split(message: Message) -> Iterator[Message]:
@@ -126,7 +132,8 @@ class Assembler:
         if message.part == 0:
             self._head, self._tokens, self._next = message, array("i"), 0
         head = self._head
-        if head is None or message.part != self._next or type(head) is not type(message):
+        follows = head is not None and (type(head), head.parts) == (type(message), message.parts)
+        if head is None or not follows or message.part != self._next:
             self._head = None
             raise WireError(f"part {message.part} of {type(message).__name__} does not follow")
         self._tokens += message.tokens

@@ -47,7 +47,9 @@ class Settings(BaseSettings):
     # model
     cache_dir: Path = Field(Path("~/.cache/headrace"), description="where models and run files are kept")
     model: str = Field("smollm2-135m-instruct", description="model to serve: a name, a GGUF file or a folder")
-    model_name: str = Field("", description="name under which it is served; empty: from the model")
+    model_name: str = Field(
+        "", max_length=128, description="name under which it is served; empty: from the model"
+    )
     # logs
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     log_json: bool = Field(False, description="log JSON lines instead of text")

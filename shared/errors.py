@@ -29,6 +29,12 @@ class UnknownModel(HeadraceError):
     code, type = 404, "model_not_found"
 
 
+class UnknownRequest(HeadraceError):
+    """No such request is running or remembered."""
+
+    code, type = 404, "request_not_found"
+
+
 class DeadlineExceeded(HeadraceError):
     """The request's own time limit passed."""
 

@@ -18,6 +18,7 @@ HISTORY = 512  # messages kept for Resend: two seconds of a 4 ms step
 ASK_AGAIN_US = 200_000
 MAX_ASKS = 2
 ANNOUNCEMENTS = 2  # of a silent stream's end, since an announcement may be lost as well
+MAX_JUMP = 2**40  # no stream runs so far ahead of its reader: the number is garbage
 MAX_EARLY = 4 * HISTORY  # kept behind a hole; beyond, the hole is given up
 
 
@@ -101,7 +102,7 @@ class Inbound(Generic[T]):
 
     def arrive(self, seq: int, item: T, now_us: int) -> Arrived[T]:
         """Take message number `seq`."""
-        if seq < self._next or seq in self._early:
+        if seq < self._next or seq in self._early or self._absurd(seq):
             return Arrived([])
         self._early[seq] = item
         if seq != self._next and len(self._early) > MAX_EARLY:
@@ -111,7 +112,8 @@ class Inbound(Generic[T]):
 
     def behind(self, last_seq: int, now_us: int) -> int:
         """The number to ask from when the sender's stream has reached `last_seq`, 0 if none."""
-        self._end = max(self._end, last_seq)
+        if not self._absurd(last_seq):
+            self._end = max(self._end, last_seq)
         return self._ask(now_us) if self._end >= self._next else 0
 
     def overdue(self, now_us: int) -> Arrived[T]:
@@ -127,12 +129,16 @@ class Inbound(Generic[T]):
     def skip_to(self, next_seq: int, *, lost: bool) -> Arrived[T]:
         """Give up everything before `next_seq`. It is a loss if it is said to be one, or if this end
         has read the stream before; a newcomer merely joins where the sender stands."""
-        if next_seq <= self._next:
+        if next_seq <= self._next or self._absurd(next_seq):
             return Arrived([])
         lost = lost or not self._fresh
         self._next, self._asked = next_seq, 0
         self._early = {seq: item for seq, item in self._early.items() if seq >= next_seq}
         return Arrived(self._ready(), lost=lost)
+
+    def _absurd(self, seq: int) -> bool:
+        """A number that would end the stream for good; a newcomer may join anywhere."""
+        return seq - self._next > MAX_JUMP and not self._fresh
 
     def _ready(self) -> list[T]:
         delivered = []

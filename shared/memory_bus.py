@@ -12,8 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from shared.bus import NO_RESPONDERS, BusFault, Delivery, FaultHandler, Handler, NoResponders, RequestTimeout
-from shared.errors import PayloadTooLarge
+from shared.bus import (
+    NO_RESPONDERS,
+    BusFault,
+    Delivery,
+    FaultHandler,
+    Handler,
+    NoResponders,
+    RequestTimeout,
+    check_payload,
+)
 
 
 @dataclass(eq=False)
@@ -153,11 +161,7 @@ class MemoryBus:
     def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        if len(data) > self.max_payload:
-            raise PayloadTooLarge(
-                f"{len(data)} bytes for {subject} are over the server's limit of {self.max_payload}: "
-                "send less, or raise max_payload in the server's configuration"
-            )
+        check_payload(subject, data, headers, self.max_payload)
         self._broker.put(Delivery(subject, data, reply, dict(headers or {})))
 
     async def subscribe(self, pattern: str, handler: Handler, *, queue: str = "") -> _Subscription:

@@ -53,7 +53,7 @@ async def answer(
 
 def _replier(bus: Bus, make: Callable[[], dict[str, object]]) -> Callable[[Delivery], None]:
     def reply(delivery: Delivery) -> None:
-        if delivery.reply:
+        if subjects.is_inbox(delivery.reply):
             bus.publish(delivery.reply, to_json(make()))
 
     return reply

@@ -21,8 +21,16 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from shared.bus import BusFault, Delivery, FaultHandler, Handler, NoResponders, RequestTimeout
-from shared.errors import PayloadTooLarge, SetupError
+from shared.bus import (
+    BusFault,
+    Delivery,
+    FaultHandler,
+    Handler,
+    NoResponders,
+    RequestTimeout,
+    check_payload,
+)
+from shared.errors import SetupError
 
 RECONNECT_WAIT_S = 0.05  # back 10 ms after the server is; the library's 2 s would be a visible hole
 PING_INTERVAL_S = 20
@@ -140,11 +148,7 @@ class NatsBus:
     def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        if len(data) > self.max_payload:
-            raise PayloadTooLarge(
-                f"{len(data)} bytes for {subject} are over the server's limit of {self.max_payload}: "
-                "send less, or raise max_payload in the server's configuration"
-            )
+        check_payload(subject, data, headers, self.max_payload)
         self._outbox.put(_Outgoing(subject, data, reply, dict(headers) if headers else None))
 
     async def subscribe(self, pattern: str, handler: Handler, *, queue: str = "") -> _Subscribed:

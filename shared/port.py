@@ -14,6 +14,7 @@ from shared.errors import WireError
 from shared.link import Arrived, Inbound, Outbound
 from shared.messages import Beat, Message, Resend, StreamAt, StreamReset
 from shared.peers import Peers
+from shared.tracing import Tracer
 
 log = logging.getLogger("headrace.port")
 
@@ -44,6 +45,7 @@ class Port:
         self.epoch = epoch
         self.peers = Peers()
         self.wire_errors = 0
+        self.tracer: Tracer | None = None  # None: this process sends no spans
         self._outbound: dict[str, Outbound] = {}
         self._sources: dict[str, _Source] = {}
         self._receive: Receive = lambda source, message, trace: None

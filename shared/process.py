@@ -13,10 +13,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from shared import tracing
 from shared.actor import Actor, Runtime
 from shared.bus import Bus
+from shared.tracing import Tracer
 
 log = logging.getLogger("headrace.process")
+
+FLUSH_S = 2.0  # for the last spans, once nothing else is left to do
 
 Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
 
@@ -50,7 +54,20 @@ def _runner() -> asyncio.Runner:
 
 async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
     actor_id = options.actor_id or secrets.token_hex(4)
-    bus = await connect(f"headrace-{actor.kind}-{actor_id}")
+    tracer = tracing.from_env(actor.kind, actor_id) if actor.traced else None
+    if tracer is not None:
+        tracer.test()
+    try:
+        bus = await connect(f"headrace-{actor.kind}-{actor_id}")
+        return await _live_on(bus, actor, actor_id, options, tracer)
+    finally:
+        if tracer is not None:
+            tracer.stop(FLUSH_S)
+
+
+async def _live_on(
+    bus: Bus, actor: Actor, actor_id: str, options: ProcessOptions, tracer: Tracer | None
+) -> int:
     runtime = Runtime(
         actor,
         bus,
@@ -58,6 +75,7 @@ async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
         actor_id,
         host_id=options.host_id,
         beat_interval_us=options.beat_interval_us,
+        tracer=tracer,
     )
     signalled = _catch_signals()
     started = asyncio.create_task(runtime.start())

@@ -14,6 +14,7 @@ from shared.errors import HeadraceError, error_body, error_headers
 from shared.telemetry import HEADER, trace_id
 
 END_HEADER = "Headrace-End"
+MAX_HEADER_CHARS = 512
 
 
 def to_json(body: Mapping[str, Any]) -> bytes:
@@ -24,8 +25,8 @@ def to_json(body: Mapping[str, Any]) -> bytes:
 def end_headers(error: HeadraceError | None = None, trace: str = "") -> dict[str, str]:
     """Headers of the last message."""
     headers = {END_HEADER: "1"}
-    if error is not None:  # a header is one line; the body has the whole message
-        headers |= {name: " ".join(value.split()) for name, value in error_headers(error).items()}
+    if error is not None:  # the body has the whole message
+        headers |= {name: _one_line(value) for name, value in error_headers(error).items()}
     if trace:
         headers[HEADER] = trace
     return headers
@@ -36,3 +37,9 @@ def error_reply(
 ) -> bytes:
     """Body of an error; `extra` are fields of a stream frame."""
     return to_json({"type": "error", **(extra or {}), **error_body(error, request, trace_id(trace))})
+
+
+def _one_line(text: str) -> str:
+    """What a header can hold: one line of text, not too long, in UTF-8."""
+    line = " ".join(text[:MAX_HEADER_CHARS].split())
+    return "".join(c if c.isprintable() else "?" for c in line)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import re
 
 PUBLIC = "headrace.v1"
+MAX_NAME_CHARS = 128  # of a tenant, a model, a request id
+MAX_INBOX_CHARS = 512  # it travels in several messages of its request
+_OURS = ("hr.", "headrace.", "_R.", "$")  # no client reads here
 DEFAULT_TENANT = "public"
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _ESCAPED = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
@@ -47,6 +50,7 @@ BEAT_ASK_ALL_FLEETS = "hr.beat_ask"  # a newcomer asks here for the beats of eve
 MODELS = f"{PUBLIC}.models"
 STATUS = f"{PUBLIC}.status"
 TRACE_ALL = f"{PUBLIC}.trace.*"
+TRACE_STEPS = b"steps"  # body of a question for a trace with the steps of its time
 
 
 def cancel(tenant: str, request: str) -> str:
@@ -80,8 +84,22 @@ def detokenize_any_tenant(model: str) -> str:
 
 
 def name_at(subject: str, index: int) -> str:
-    """The user name in position `index` (from 0) of a public subject."""
-    return untoken(subject.split(".")[index])
+    """The user name in position `index` (from 0) of a public subject. Raises ValueError when it is
+    damaged, or longer than MAX_NAME_CHARS."""
+    name = untoken(subject.split(".")[index])
+    if len(name) > MAX_NAME_CHARS:
+        raise ValueError(f"a name has at most {MAX_NAME_CHARS} characters")
+    return name
+
+
+def is_inbox(subject: str) -> bool:
+    """True for a reply subject that an answer may be sent to. One of our own would let a client write,
+    by our hand, where it may not write itself; wildcards and blanks are no subject at all."""
+    if not 0 < len(subject) <= MAX_INBOX_CHARS or subject.startswith(_OURS):
+        return False
+    return all(name and name not in ("*", ">") and name.isprintable() for name in subject.split(".")) and (
+        " " not in subject
+    )
 
 
 def mailbox(fleet: str, kind: str, actor: str, message: str) -> str:

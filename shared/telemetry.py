@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 
 HEADER = "traceparent"
+SAMPLED = 1  # bit of the flags
+NO_PARENT = "0" * 16  # span id in the place of a root's parent
 MAX_CHARS = 256  # it travels in every message of the request; version 00 has 55
 
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -35,3 +37,20 @@ def trace_id(trace: str) -> str:
     """The 32 hex digits that name the trace, empty when not traced."""
     fields = trace.split("-")
     return fields[1] if len(fields) >= 4 else ""
+
+
+def span_id(trace: str) -> str:
+    """The 16 hex digits of the span that the traceparent names, empty when not traced."""
+    fields = trace.split("-")
+    return fields[2] if len(fields) >= 4 else ""
+
+
+def is_sampled(trace: str) -> bool:
+    """Whether whoever made the traceparent wants the trace recorded."""
+    fields = trace.split("-")
+    return len(fields) >= 4 and bool(int(fields[3], 16) & SAMPLED)
+
+
+def make(trace: str, span: str, *, sampled: bool) -> str:
+    """The traceparent of a trace id (32 hex digits) and a span id (16)."""
+    return f"00-{trace}-{span}-{SAMPLED if sampled else 0:02x}"

@@ -76,12 +76,23 @@ class Vocabulary:
         """SentencePiece puts a space before the first word; decoding takes it off again."""
         return not self._parts.byte_level
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more text: a text of n bytes has at least n / this many tokens."""
+        names = (len(self._parts.tokens[i].encode()) for i in self.special_ids)
+        return max((*names, *map(len, self.token_bytes)))
+
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; with `special`, control tokens written in it become their ids.
-        Nothing is put in front (see `prefix_ids`)."""
-        tokenizer = self._tokenizer
-        tokenizer.encode_special_tokens = not special  # True = treat them as ordinary text
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        Nothing is put in front (see `prefix_ids`). May be called from several threads once each form has
+        been used. Raises ValueError for a text that is not Unicode (a lone surrogate)."""
+        tokenizer = self._with_controls if special else self._tokenizer
+        try:
+            # Of the library's entries this one lets other threads run meanwhile, and is the fastest.
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except TypeError as error:
+            raise ValueError("the text holds a lone surrogate") from error
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -91,13 +102,24 @@ class Vocabulary:
         return data.removeprefix(b" " if self.strips_leading_space else b"").decode("utf-8", "replace")
 
     def token_text(self, token: int) -> str:
-        """One token for people to read: its text, or the name of a control token."""
+        """One token for people to read: its text, or the name of a control token. An id outside the
+        vocabulary, which a padded output layer may produce, has no text."""
+        if token >= self.size:
+            return ""
         if token in self.special_ids:
             return self._parts.tokens[token]
         return self.token_bytes[token].decode("utf-8", "replace")
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
+        """Takes control tokens in a text as text. Two objects, since a switch cannot be thrown while
+        another thread encodes."""
+        tokenizer = self._parts.build()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @cached_property
+    def _with_controls(self) -> Tokenizer:
         return self._parts.build()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 
@@ -17,7 +18,11 @@ from shared.nats_bus import NatsBus
 
 # The same examples in every run, and no time limits: a busy machine is not a failure.
 settings.register_profile("steady", deadline=None, derandomize=True)
-settings.load_profile("steady")
+# `HYPOTHESIS_PROFILE=soak pytest -k fuzz`: new examples each time, and many.
+settings.register_profile(
+    "soak", deadline=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", "20000")), print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 _FLEETS = itertools.count()
 

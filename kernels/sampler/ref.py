@@ -19,21 +19,23 @@ from torch import Tensor
 from kernels.philox.ref import gumbel, philox
 
 GROUP_TOKENS = 256
-_SORTED = (256, 2048)  # largest logits looked at for top-p before sorting everything: 0.12, 0.3, 2 ms a row
+_SORTED = (256, 2048)  # largest logits sorted for a top-k up to this, else all: 0.2, 0.5, 4 ms a row
+_BINS, _BINS_PER_UNIT = 4096, 128  # for top-p: down to 32 below the largest logit, e^-32 of its probability
 _LEVEL_TOKEN, _LEVEL_GROUP = 0, 1
 
 
 def penalize(logits: Tensor, seen: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
-    """Logits `[rows, vocab]` less likely where a token occurred.
+    """Logits `[rows, vocab]` less likely where a token occurred. Only those tokens are computed.
 
     `seen` `[rows, vocab]`, bool: in the prompt or the output. `counts` `[rows, vocab]`: times in the output.
     `penalties` `[rows, 3]`: repetition (divides a positive logit, multiplies a negative one; Keskar et al.
     2019, arXiv:1909.05858), presence and frequency (subtracted once, and per occurrence; OpenAI's API).
     """
-    repetition, presence, frequency = penalties.unsqueeze(-1).unbind(1)
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(seen, repeated, logits)
-    return logits - presence * (counts > 0) - frequency * counts
+    row, token = seen.nonzero().unbind(1)
+    repetition, presence, frequency = penalties[row].unbind(1)
+    plain, times = logits[row, token], counts[row, token]
+    repeated = torch.where(plain > 0, plain / repetition, plain * repetition)
+    return logits.index_put((row, token), repeated - presence * (times > 0) - frequency * times)
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -44,44 +46,69 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
     token). Each comes down to a least logit, so tokens of equal logit stay or go together.
     """
     least = logits.amax(-1) + torch.log(min_p)  # log(0) = -inf: off
-    sorting = (top_k > 0) | (top_p < 1)
-    if bool(sorting.any()):
-        rows = sorting.nonzero().squeeze(1)
-        found = _least_sorted(logits[rows], top_k[rows], top_p[rows])
+    by_k, by_p = top_k > 0, (top_k == 0) & (top_p < 1)
+    if len(rows := by_k.nonzero().squeeze(1)):
+        found = _least_of_top_k(_rows(logits, rows), top_k[rows], top_p[rows])
         least[rows] = torch.maximum(least[rows], found)
-    return logits.masked_fill(logits < least.unsqueeze(-1), -torch.inf)
+    if len(rows := by_p.nonzero().squeeze(1)):
+        found = _least_of_top_p(_rows(logits, rows), top_p[rows])
+        least[rows] = torch.maximum(least[rows], found)
+    return torch.where(logits < least.unsqueeze(-1), -torch.inf, logits)
 
 
-def _least_sorted(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least logit that top-k and top-p keep, `[rows]`, from as few sorted logits as will do."""
+def _least_of_top_k(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The least logit that top-k, then top-p keep, `[rows]`, from as few sorted logits as hold top-k."""
     vocab = logits.shape[-1]
-    least = torch.empty_like(top_p)
-    total = logits.logsumexp(-1)
-    left = torch.arange(len(logits), device=logits.device)
+    top_k = top_k.clamp(max=vocab)
+    least, below = torch.empty_like(top_p), 0
     for width in (*(size for size in _SORTED if size < vocab), vocab):
-        top = logits[left].topk(width).values
-        found, complete = _least_of_top(top, top_k[left], top_p[left], total[left])
-        least[left] = found
-        left = left[~complete & (width < vocab)]
-        if not len(left):
-            break
+        rows = ((top_k > below) & (top_k <= width)).nonzero().squeeze(1)
+        if len(rows):
+            top = _rows(logits, rows).topk(width).values
+            least[rows] = _least_of_sorted(top, top_k[rows], top_p[rows])
+        below = width
     return least
 
 
-def _least_of_top(top: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """The least logit kept, given the `top` logits in falling order, and whether those were enough."""
-    width = top.shape[-1]
-    last = torch.where(top_k > 0, top_k, width).clamp(max=width) - 1
-    by_k = top.gather(-1, last.unsqueeze(-1))
-    inside = top >= by_k
-    limited = torch.where(inside, top, -torch.inf)
-    mass = torch.where((top_k > 0).unsqueeze(-1), limited.logsumexp(-1, keepdim=True), total.unsqueeze(-1))
-    probability = (limited - mass).exp()
+def _least_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The same, given the `top` logits in falling order, at least `top_k` of them."""
+    inside = top >= top.gather(-1, top_k.unsqueeze(-1) - 1)
+    probability = torch.where(inside, top, -torch.inf).softmax(-1)
     before = probability.cumsum(-1) - probability
     kept = inside & ((before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1))
-    found = torch.where(kept, top, torch.inf).amin(-1)
-    complete = ((top_k > 0) & (top_k <= width)) | ((top_k == 0) & ~kept[:, -1])
-    return found, complete
+    return torch.where(kept, top, torch.inf).amin(-1)
+
+
+def _least_of_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """The least logit that top-p keeps, `[rows]`, without sorting the vocabulary.
+
+    A token is kept if the tokens likelier than it have less than `top_p` of the mass. Mass is summed by
+    bins of like logits; the least token kept lies in the last bin with less than `top_p` before it, and
+    only the tokens of that bin are sorted. Measured on one Zen 3 core, 32 rows of 49,152 flat logits:
+    11 ms, sorted 136 ms.
+    """
+    mass = logits.softmax(-1).double()
+    below = logits.amax(-1, keepdim=True) - logits
+    bins = below.mul_(_BINS_PER_UNIT).clamp_(max=_BINS - 1).long()
+    by_bin = mass.new_zeros(len(logits), _BINS).scatter_add_(1, bins, mass)
+    before_bin = F.pad(by_bin.cumsum(-1)[:, :-1], (1, 0))
+    last = (before_bin < top_p.unsqueeze(-1)).sum(-1, keepdim=True) - 1
+
+    row, token = (bins == last).nonzero().unbind(1)
+    by_logit = logits[row, token].argsort(descending=True)
+    order = by_logit[row[by_logit].argsort(stable=True)]
+    row, token = row[order], token[order]
+    logit, inside = logits[row, token], mass[row, token]
+    before = inside.cumsum(0) - inside
+    before = before - before[torch.searchsorted(row, row)] + before_bin.gather(1, last)[row, 0]
+    candidates = torch.where(before < top_p[row], logit, torch.inf)
+    least = torch.full_like(top_p, torch.inf).scatter_reduce_(0, row, candidates, "amin")
+    return torch.where(least < torch.inf, least, -torch.inf)  # an empty bin is the very last: all are kept
+
+
+def _rows(logits: Tensor, rows: Tensor) -> Tensor:
+    """Some rows in rising order; without a copy, which costs as much as a filter, when that is all."""
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

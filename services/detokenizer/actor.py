@@ -8,21 +8,23 @@ none are built at all, except the last one of a request.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 
-from services.detokenizer.commands import Command, Fault, Publish, Tell
+from services.detokenizer.asking import answer
+from services.detokenizer.commands import Command, Fault, Finished, Publish, Tell
 from services.detokenizer.core import DetokenizerCore
+from services.detokenizer.endings import Endings
+from services.detokenizer.replay import TURN_S
 from shared import subjects
 from shared.actor import Actor, Facts
 from shared.bus import Delivery
 from shared.config import Settings
-from shared.errors import BadRequest, HeadraceError, PayloadTooLarge
-from shared.messages import Message
+from shared.errors import PayloadTooLarge
+from shared.messages import Ended, Message
 from shared.model_files import resolve, served_name
 from shared.peers import Peer
 from shared.port import Port
-from shared.replies import end_headers, error_reply, to_json
+from shared.replies import end_headers, error_reply
 from shared.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.detokenizer")
@@ -34,6 +36,7 @@ class DetokenizerActor(Actor):
     """One shard: text, stop strings and reply streams of the sequences opened here."""
 
     kind = "detokenizer"
+    traced = True
 
     def __init__(self, vocabulary: Vocabulary, model: str, backlog_limit_bytes: int) -> None:
         self._vocabulary = vocabulary
@@ -41,17 +44,21 @@ class DetokenizerActor(Actor):
         self._backlog_limit_bytes = backlog_limit_bytes
         self._core = DetokenizerCore(vocabulary)
         self._flush_due = False
+        self._replaying = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def start(self, port: Port) -> None:
         self._port = port
+        self._endings = Endings(port, lambda: self._run([]))
         await port.bus.subscribe(subjects.gone_all(port.actor), self._on_gone)
         pattern = subjects.detokenize_any_tenant(self._model)
-        await port.bus.subscribe(pattern, self._on_detokenize, queue="detokenize")
+        await port.bus.subscribe(
+            pattern, lambda asked: answer(port.bus, self._model, self._vocabulary, asked), queue="detokenize"
+        )
 
     def receive(self, source: str, message: Message, trace: str) -> None:
-        self._run(self._core.handle(source, message, trace))
+        self._run(self._core.handle(source, message, trace, self._port.clock.wall_us()))
         if not self._flush_due:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -66,6 +73,18 @@ class DetokenizerActor(Actor):
     def on_stream_lost(self, source: str) -> None:
         self._run(self._core.scheduler_lost(source, "a part of the answer was lost between two services"))
 
+    def on_broker(self, online: bool) -> None:
+        if not online:
+            self._core.replay.broker_lost()
+            return
+        self._core.replay.broker_back(self._core.streams)
+        if not self._replaying:
+            self._replaying = True
+            asyncio.get_running_loop().call_later(TURN_S, self._replay)
+
+    def upkeep(self) -> None:
+        self._core.replay.age()
+
     def facts(self) -> Facts:
         return Facts(model=self._model, load=tuple(self._core.load().items()))
 
@@ -78,62 +97,57 @@ class DetokenizerActor(Actor):
 
     # ---- internals ------------------------------------------------------------------------------
 
+    def _replay(self) -> None:
+        self._run(self._core.replay_turn())
+        self._replaying = self._core.replay.active
+        if self._replaying:
+            asyncio.get_running_loop().call_later(TURN_S, self._replay)
+
     def _flush(self) -> None:
         if self._port.bus.backlog_bytes > self._backlog_limit_bytes:
             asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._flush)
             return
         self._flush_due = False
-        self._run(self._core.flush())
+        self._run(self._core.flush(self._port.clock.wall_us()))
 
     def _run(self, commands: list[Command]) -> None:
+        finished: Finished | None = None
         for command in commands:
             if type(command) is Publish:
-                self._publish(command)
+                publish(self._port, command)
             elif type(command) is Tell:
-                self._port.send(command.scheduler, command.message)
+                if finished is not None and isinstance(command.message, Ended):
+                    self._endings.add(finished, command)
+                    finished = None
+                else:
+                    self._port.send(command.scheduler, command.message)
             elif type(command) is Fault:
                 log.error("%s", command.detail)
-        if self._core.idle:
+            elif type(command) is Finished:
+                if finished is not None:
+                    self._endings.add(finished, None)
+                finished = command
+        if finished is not None:
+            self._endings.add(finished, None)
+        if self._core.idle and not self._endings.waiting:
             self._idle.set()
         else:
             self._idle.clear()
-
-    def _publish(self, frame: Publish) -> None:
-        bus = self._port.bus
-        reply = subjects.gone(self._port.actor, str(frame.number)) if frame.number else ""
-        try:
-            bus.publish(frame.inbox, frame.data, reply=reply, headers=frame.headers)
-        except PayloadTooLarge as error:
-            log.error("an answer is too large: %s", error)
-            bus.publish(frame.inbox, error_reply(error, "", ""), headers=end_headers(error))
 
     def _on_gone(self, delivery: Delivery) -> None:
         number = delivery.subject.rpartition(".")[2]
         if delivery.no_responders and number.isdecimal():
             self._run(self._core.client_gone(int(number)))
 
-    def _on_detokenize(self, delivery: Delivery) -> None:
-        headers: dict[str, str] = {}
-        try:
-            body = to_json({"model": self._model, "text": decode_body(delivery.data, self._vocabulary)})
-        except HeadraceError as error:
-            body, headers = error_reply(error, "", ""), end_headers(error)
-        if delivery.reply:
-            self._port.bus.publish(delivery.reply, body, headers=headers)
 
-
-def decode_body(data: bytes, vocabulary: Vocabulary) -> str:
-    """The text that a `detokenize` request asks for: `{"tokens": [ids]}`. Raises BadRequest."""
+def publish(port: Port, frame: Publish) -> None:
+    """Send a frame; the server tells `gone` when nobody listens."""
+    reply = subjects.gone(port.actor, str(frame.number))
     try:
-        tokens = json.loads(data)["tokens"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise BadRequest('send {"tokens": [1, 2, 3]}', param="tokens") from None
-    valid = isinstance(tokens, list) and all(type(t) is int and 0 <= t < vocabulary.size for t in tokens)
-    if not valid:
-        raise BadRequest(
-            f"`tokens`: a list of ids from 0 to {vocabulary.size - 1} is expected", param="tokens"
-        )
-    return vocabulary.decode(tokens)
+        port.bus.publish(frame.inbox, frame.data, reply=reply, headers=frame.headers)
+    except PayloadTooLarge as error:
+        log.error("an answer is too large: %s", error)
+        port.bus.publish(frame.inbox, error_reply(error, "", ""), headers=end_headers(error))
 
 
 def build(settings: Settings) -> DetokenizerActor:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from services.detokenizer.request import RequestText
 from shared.messages import Detached, Ended, StopFound
 
 
 @dataclass(slots=True)
 class Publish:
     """Send bytes to a client. `number` is the request's, for the reply subject on which the server
-    says that the client has gone; 0 for the last message, after which nobody cares."""
+    says that nobody listens."""
 
     inbox: str
     data: bytes
-    number: int = 0
+    number: int
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -34,4 +35,11 @@ class Fault:
     detail: str
 
 
-Command = Publish | Tell | Fault
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last frame of a request precedes this. The Ended that follows, if any, is its last one."""
+
+    request: RequestText
+
+
+Command = Publish | Tell | Fault | Finished

@@ -7,8 +7,11 @@ reader (or a broker) that lags gets fewer and longer frames.
 
 from __future__ import annotations
 
-from services.detokenizer.commands import Command, Fault, Publish, Tell
+from collections.abc import Callable
+
+from services.detokenizer.commands import Command, Fault, Finished, Publish, Tell
 from services.detokenizer.logprobs import ScoreReader
+from services.detokenizer.replay import Replay
 from services.detokenizer.request import RequestText
 from services.detokenizer.stream import TokenGap
 from services.detokenizer.table import OpenTable, RequestKey
@@ -23,11 +26,14 @@ class DetokenizerCore:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._table = OpenTable(vocabulary)
+        self.replay = Replay()
         self.frames = 0
         self.tokens = 0
+        self._wall_us = 0  # of the present event: for spans only
 
-    def handle(self, scheduler: str, message: Message, trace: str = "") -> list[Command]:
+    def handle(self, scheduler: str, message: Message, trace: str = "", wall_us: int = 0) -> list[Command]:
         """Apply one message of the scheduler `kind.id`."""
+        self._wall_us = wall_us
         match message:
             case Tokens():
                 return self._tokens(scheduler, message)
@@ -37,22 +43,40 @@ class DetokenizerCore:
                 return self._close(scheduler, message)
         return [Fault(f"{type(message).__name__} of {scheduler} is not for a detokenizer")]
 
-    def flush(self) -> list[Command]:
+    def flush(self, wall_us: int = 0) -> list[Command]:
         """One frame for each stream that has text waiting."""
         waiting, self._table.waiting = self._table.waiting, {}
-        return [self._publish(request, request.delta()) for request in waiting.values()]
+        held = self.replay.holds
+        for request in waiting.values():
+            request.first_us = request.first_us or wall_us
+        return [self._publish(r, r.delta()) for r in waiting.values() if not held(r.number)]
 
     def client_gone(self, number: int) -> list[Command]:
         """Nobody reads the stream of request `number` any more. Its text is still worked out: the
         scheduler decides whether it goes on."""
         key = self._table.key_of(number)
+        if self.replay.absent(number, None if key is None else self._table.requests[key]):
+            return []
         return [] if key is None else [Tell(key[0], Detached(seqs=self._table.requests[key].seqs))]
+
+    @property
+    def streams(self) -> list[RequestText]:
+        """The open requests that stream."""
+        return [r for r in self._table.requests.values() if r.opened.stream]
+
+    def replay_turn(self) -> list[Command]:
+        """Every replay.TURN_S while the replay is active."""
+        frames, gone = self.replay.turn()
+        self.frames += len(frames)
+        return [*frames, *(command for number in gone for command in self.client_gone(number))]
 
     def scheduler_lost(self, scheduler: str, why: str) -> list[Command]:
         """The scheduler is gone or has lost its state, or messages of it are lost: its requests
-        cannot be finished, and their clients are told."""
+        cannot be finished, and their clients are told. So is the scheduler, which may only have been
+        stopped."""
         commands: list[Command] = []
         for key in self._table.of_scheduler(scheduler):
+            commands.append(Tell(scheduler, Detached(seqs=self._table.requests[key].seqs)))
             commands += self._fail(key, Unavailable(f"{why}; send the request again"))
         return commands
 
@@ -61,14 +85,15 @@ class DetokenizerCore:
         return {
             "sequences": len(self._table.sequences),
             "requests": len(self._table.requests),
+            "unsure": len(self.replay),
             "frames": self.frames,
             "tokens": self.tokens,
         }
 
     @property
     def idle(self) -> bool:
-        """True when no request is open."""
-        return not self._table.requests
+        """True when no request is open and no reader is in doubt."""
+        return not self._table.requests and not self.replay
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -77,6 +102,7 @@ class DetokenizerCore:
         if request is None:
             return []
         commands: list[Command] = []
+        request.opened_us = request.opened_us or self._wall_us
         if fresh and opened.stream:
             commands.append(self._publish(request, request.accepted()))
         if opened.tokens:  # a re-open: everything so far
@@ -109,7 +135,9 @@ class DetokenizerCore:
             except TokenGap as gap:
                 commands += self._gap(scheduler, request, gap)
                 continue
-            if request.opened.stream and stream.waiting:
+            if not request.opened.stream:
+                request.first_us = request.first_us or self._wall_us
+            elif stream.waiting:
                 self._table.waiting[request.number] = request
         return commands
 
@@ -124,6 +152,7 @@ class DetokenizerCore:
         stream, request = found
         if close.reason == "error":
             error = from_code(close.code, close.message, close.retry_after_ms)
+            request.broken(stream, close)
             return [
                 *self._fail(_key(scheduler, request), error),
                 _ended(scheduler, close, close.final, "error"),
@@ -144,10 +173,7 @@ class DetokenizerCore:
     # ---- the ends of requests -------------------------------------------------------------------
 
     def _finish(self, scheduler: str, request: RequestText) -> list[Command]:
-        commands = self._rest(request)
-        commands.append(self._publish(request, request.end(), end_headers(trace=request.trace)))
-        self._table.forget(_key(scheduler, request))
-        return commands
+        return self._last(_key(scheduler, request), request.end, end_headers(trace=request.trace))
 
     def _gap(self, scheduler: str, request: RequestText, gap: TokenGap) -> list[Command]:
         fault = Fault(f"request {request.opened.request} of {scheduler}: {gap.message}")
@@ -156,23 +182,27 @@ class DetokenizerCore:
 
     def _fail(self, key: RequestKey, error: HeadraceError) -> list[Command]:
         request = self._table.requests[key]
-        commands = self._rest(request)
-        headers = end_headers(error, request.trace)
-        commands.append(self._publish(request, request.failure(error), headers))
-        self._table.forget(key)
-        return commands
+        return self._last(key, lambda: request.failure(error), end_headers(error, request.trace))
 
-    def _rest(self, request: RequestText) -> list[Command]:
-        """The text that waits, before the last frame."""
+    def _last(self, key: RequestKey, build: Callable[[], bytes], headers: dict[str, str]) -> list[Command]:
+        """The text that waits and the last message; a reader in doubt gets both when it is back."""
+        request = self._table.requests[key]
         waits = self._table.waiting.pop(request.number, None) is not None
-        return [self._publish(request, request.delta())] if waits else []
+        rest = request.delta() if waits else b""
+        last = build()
+        self._table.forget(key)
+        held = self.replay.holds(request.number)
+        self.replay.ended(request)
+        if held:
+            return [Finished(request)]
+        if rest:
+            request.first_us = request.first_us or self._wall_us
+        commands = [self._publish(request, rest)] if rest else []
+        return [*commands, self._publish(request, last, headers), Finished(request)]
 
     def _publish(self, request: RequestText, data: bytes, headers: dict[str, str] | None = None) -> Command:
         self.frames += 1
-        inbox = request.opened.inbox
-        if headers is None:
-            return Publish(inbox, data, request.number)
-        return Publish(inbox, data, headers=headers)
+        return Publish(request.opened.inbox, data, request.number, headers or {})
 
 
 def _key(scheduler: str, request: RequestText) -> RequestKey:

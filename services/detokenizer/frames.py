@@ -38,8 +38,22 @@ class FrameMaker:
         self._chat = opened.format == "chat"
         self._frame = 0
         self._role_sent: set[int] = set()
-        head = f'"request_id":{quote(opened.request)},"attempt":{opened.attempt},"frame":'
-        self._prefix = f'{{"type":"delta",{head}'
+        self._prefix = self._delta_prefix()
+
+    def start_over(self) -> None:
+        """Begin a new attempt."""
+        self._attempt += 1
+        self._frame = 0
+        self._prefix = self._delta_prefix()
+
+    def rewind(self) -> None:
+        """What was built since `accepted` has not been sent."""
+        self._frame = 1
+        self._role_sent.clear()
+
+    def _delta_prefix(self) -> str:
+        head = f'"request_id":{quote(self._request)},"attempt":{self._attempt},"frame":'
+        return f'{{"type":"delta",{head}'
 
     def accepted(self) -> bytes:
         """The first frame: the request is queued."""
@@ -112,7 +126,8 @@ def usage_body(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 def timings_body(timings: Timings, prompt: int, completion: int) -> dict[str, float]:
     """Where the time went, in milliseconds and tokens per second. The first token comes out of the
     prefill, so decoding made one token less."""
-    first_us = timings.tokenize_us + timings.transit_us + timings.queue_us + timings.prefill_us
+    waited_us = timings.received_us + timings.tokenize_us + timings.transit_us + timings.queue_us
+    first_us = waited_us + timings.prefill_us
     return {
         "tokenize_ms": _ms(timings.tokenize_us),
         "queue_ms": _ms(timings.queue_us),

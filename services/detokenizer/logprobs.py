@@ -81,8 +81,8 @@ class LogprobShape:
         return {**self._named(score.token, score.logprob), "top_logprobs": tops}
 
     def _named(self, token: int, value: float) -> dict[str, Any]:
-        data = self._vocabulary.token_bytes[token]
         text = self._vocabulary.token_text(token)
+        data = self._vocabulary.token_bytes[token] if token < self._vocabulary.size else b""
         return {"token": text, "logprob": _rounded(value), "bytes": list(data or text.encode())}
 
 

@@ -29,6 +29,18 @@ class Delta:
     logprobs: dict[str, Any] | None = field(default=None)
 
 
+def merged(deltas: Sequence[Delta]) -> Delta:
+    """Successive deltas of one choice as one."""
+    whole = Delta(deltas[0].first, sum(d.count for d in deltas), "".join(d.text for d in deltas))
+    if deltas[0].logprobs is not None:
+        lists = {name: [*value] for name, value in deltas[0].logprobs.items()}
+        for delta in deltas[1:]:
+            for name, value in (delta.logprobs or {}).items():
+                lists[name] += value
+        whole.logprobs = lists
+    return whole
+
+
 class SequenceStream:
     """One choice of one request, from Open to Close."""
 

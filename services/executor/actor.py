@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from services.executor.backend import Backend
+from services.executor.guard import open_flaw, plan_flaw
 from services.executor.hello import hello_of
 from services.executor.step import DeviceThread, Reset
 from shared.actor import Actor, Facts
@@ -51,6 +52,8 @@ class ExecutorActor(Actor):
         self._last_step = 0
         self._steps = 0
         self._open_slots: set[int] = set()
+        self._empty = asyncio.Event()  # no slot is open
+        self._empty.set()
         self._failed_steps = 0
         self._failed_in_a_row = 0
 
@@ -78,7 +81,7 @@ class ExecutorActor(Actor):
             return  # of a scheduler that this executor does not belong to (any more)
         match message:
             case ExecWelcome(exec_epoch=epoch):
-                self._welcomed = epoch == self._exec_epoch
+                self._welcomed = self._welcomed or epoch == self._exec_epoch  # else of an earlier one
             case ExecReset(exec_epoch=epoch, why=why) if epoch == self._exec_epoch:
                 log.warning("reset by the scheduler: %s", why)
                 self._begin_incarnation()
@@ -88,6 +91,8 @@ class ExecutorActor(Actor):
     def on_restart(self, source: str) -> None:
         if source == self._scheduler:
             self._begin_incarnation()
+
+    on_stream_lost = on_restart
 
     def on_peer(self, peer: Peer) -> None:
         if peer.beat.kind != "scheduler" or peer.beat.state != "ready":
@@ -102,10 +107,6 @@ class ExecutorActor(Actor):
         if peer.source == self._scheduler:
             others = self._port.peers.ready("scheduler")
             self._scheduler = f"scheduler.{others[0]}" if others else ""
-            self._begin_incarnation()
-
-    def on_stream_lost(self, source: str) -> None:
-        if source == self._scheduler:
             self._begin_incarnation()
 
     def upkeep(self) -> None:
@@ -135,6 +136,10 @@ class ExecutorActor(Actor):
             "device_idle_us": self._device.idle_us,
         }
 
+    async def drain(self) -> None:
+        """The scheduler places nothing here any more; what runs may end."""
+        await self._empty.wait()
+
     async def stop(self) -> None:
         if self._backend is not None:
             await asyncio.to_thread(self._device.join, STOP_WITHIN_S)
@@ -147,6 +152,7 @@ class ExecutorActor(Actor):
         self._welcomed = False
         self._last_step = 0
         self._open_slots.clear()
+        self._empty.set()
         self._device.put(Reset())
         self._say_hello()
 
@@ -157,16 +163,27 @@ class ExecutorActor(Actor):
         self._port.send(self._scheduler, hello)
 
     def _work(self, message: Message) -> None:
+        assert self._backend is not None, "welcomed before it was built"
+        info = self._backend.info
         match message:
             case StepPlan(exec_epoch=epoch, step=step):
                 if epoch == self._exec_epoch and step == self._last_step + 1:
                     self._last_step = step
+                    self._device.refuse(plan_flaw(message, info, self._open_slots))
                     self._device.put(message)
+                elif epoch == self._exec_epoch and step > self._last_step:
+                    log.error("step %d was planned, step %d expected", step, self._last_step + 1)
+                    self._begin_incarnation()  # the plans between will never come
+            case SlotOpen() if flaw := open_flaw(message, info):
+                self._device.refuse(flaw)
             case SlotOpen(slot=slot):
                 self._open_slots.add(slot)
+                self._empty.clear()
                 self._device.put(message)
             case SlotClose(slot=slot):
                 self._open_slots.discard(slot)
+                if not self._open_slots:
+                    self._empty.set()
                 self._device.put(message)
             case KvCopy(job=job):
                 self._port.send(self._scheduler, KvCopied(job=job, status="no_arena"))
@@ -181,6 +198,7 @@ class ExecutorActor(Actor):
             log.error("step %d failed: %s", result.step, result.error)
         try:
             self._port.send(self._scheduler, result)
+            self._device.published_us = max(0, self._port.clock.wall_us() - result.end_wall_us)
         except PayloadTooLarge as error:  # alternatives of very many rows; silence would be a hang
             log.error("the result of step %d cannot be sent: %s", result.step, error)
             bare = StepResult(

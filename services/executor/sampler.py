@@ -27,7 +27,7 @@ class Sampler:
         self._seeds = np.zeros(slots, dtype=np.int64)
         self._penalties: dict[int, tuple[float, float, float]] = {}
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prompted: Tensor | None = None  # [slots, vocab], in the prompt
+        self._seen: Tensor | None = None  # [slots, vocab], in the prompt or the output
         self._counts: Tensor | None = None  # [slots, vocab], times in the output
 
     def open(self, opened: SlotOpen) -> None:
@@ -78,7 +78,7 @@ class Sampler:
         on_device = torch.from_numpy(filters).to(self._device)
         temperature, top_k, top_p, min_p = on_device.unbind(1)
         # Relative to the largest, so that a tiny temperature cannot overflow.
-        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(1)
+        scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(1))
         if (filters[:, 1] > 0).any() or (filters[:, 2] < 1).any() or (filters[:, 3] > 0).any():
             scaled = keep_likely(scaled, top_k.long(), top_p, min_p)
         seeds = torch.from_numpy(self._seeds[slots]).to(self._device)
@@ -91,28 +91,29 @@ class Sampler:
         if not punished and not biased:
             return logits
         logits = logits.clone()
-        if punished and self._counts is not None and self._prompted is not None:
+        if punished and self._counts is not None and self._seen is not None:
             at = torch.tensor([slots[i] for i in punished], device=self._device)
-            counts = self._counts[at]
             strength = torch.tensor([self._penalties[slots[i]] for i in punished], device=self._device)
-            logits[punished] = penalize(logits[punished], self._prompted[at] | (counts > 0), counts, strength)
+            rows = torch.tensor(punished, device=self._device)
+            logits[rows] = penalize(logits[rows], self._seen[at], self._counts[at], strength)
         for i in biased:
             ids, values = self._bias[slots[i]]
             logits[i].index_add_(0, ids, values)
         return logits
 
     def _count(self, opened: SlotOpen) -> None:
-        if self._counts is None or self._prompted is None:
+        if self._counts is None or self._seen is None:
             self._counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
-            self._prompted = torch.zeros(self._size, dtype=torch.bool, device=self._device)
+            self._seen = torch.zeros(self._size, dtype=torch.bool, device=self._device)
         tokens = torch.tensor(opened.tokens, dtype=torch.int64, device=self._device)
-        prompt, output = tokens.tensor_split([opened.prompt_tokens])
-        self._prompted[opened.slot] = False
-        self._prompted[opened.slot, prompt] = True
-        self._counts[opened.slot] = torch.bincount(output, minlength=self._size[1])
+        self._seen[opened.slot] = False
+        self._seen[opened.slot, tokens] = True
+        self._counts[opened.slot] = torch.bincount(tokens[opened.prompt_tokens :], minlength=self._size[1])
 
     def _remember(self, slots: list[int], ids: Tensor) -> None:
         counted = [i for i, slot in enumerate(slots) if slot in self._penalties]
-        if counted and self._counts is not None:
+        if counted and self._counts is not None and self._seen is not None:
             at = torch.tensor([slots[i] for i in counted], device=self._device)
-            self._counts[at, ids[counted]] += 1
+            chosen = ids[torch.tensor(counted, device=self._device)]
+            self._counts[at, chosen] += 1
+            self._seen[at, chosen] = True

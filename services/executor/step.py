@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from services.executor.backend import Backend, StepOutput
 from shared.clock import Clock
+from shared.errors import EngineError
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
 
 MAX_ERROR_CHARS = 1_000
@@ -25,11 +26,20 @@ class Reset:
     """Forget every slot."""
 
 
-Work = SlotOpen | SlotClose | StepPlan | Reset | None  # None ends the thread
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Something that the engine must not see; the next step fails with this error."""
+
+    error: Exception
+
+
+Work = SlotOpen | SlotClose | StepPlan | Reset | Refused | None  # None ends the thread
 Deliver = Callable[[StepResult], None]
 
 
-def run_step(backend: Backend, plan: StepPlan, clock: Clock, wait_us: int) -> StepResult:
+def run_step(
+    backend: Backend, plan: StepPlan, clock: Clock, wait_us: int, published_us: int = 0
+) -> StepResult:
     """One step: forward, sample, and the times they took. An engine's error becomes the result's."""
     start_wall_us, start_us = clock.wall_us(), clock.now_us()
     try:
@@ -38,7 +48,8 @@ def run_step(backend: Backend, plan: StepPlan, clock: Clock, wait_us: int) -> St
         output = backend.sample(plan)
     except Exception as error:  # noqa: BLE001 - the step fails with a typed result, the process lives
         return failed(plan, error, start_wall_us, clock)
-    return _result(plan, output, start_wall_us, (start_us, forwarded_us, clock.now_us(), wait_us))
+    times_us = (start_us, forwarded_us, clock.now_us(), wait_us, published_us)
+    return _result(plan, output, start_wall_us, times_us)
 
 
 class DeviceThread:
@@ -54,6 +65,7 @@ class DeviceThread:
         self._broken: Exception | None = None  # what a slot's opening or closing met
         self.busy_us = 0
         self.idle_us = 0
+        self.published_us = 0  # set by who publishes: see StepResult
 
     def start(self, on_built: Callable[[Backend | BaseException], None]) -> None:
         """Build and warm the backend on the device thread; `on_built` is called there with it."""
@@ -63,6 +75,11 @@ class DeviceThread:
     def put(self, work: Work) -> None:
         """Queue work; never blocks."""
         self._work.put(work)
+
+    def refuse(self, flaw: str) -> None:
+        """Make the next step fail with this flaw, if there is one."""
+        if flaw:
+            self.put(Refused(EngineError(flaw)))
 
     def join(self, timeout_s: float) -> None:
         """End the thread after the queued work."""
@@ -101,12 +118,12 @@ class DeviceThread:
         if broken is not None:
             result = failed(plan, broken, began_wall_us, self._clock)
         else:
-            result = run_step(backend, plan, self._clock, wait_us)
+            result = run_step(backend, plan, self._clock, wait_us, self.published_us)
         self._deliver(result)
         self.busy_us += self._clock.now_us() - began_us
         self.idle_us += wait_us
 
-    def _set_slots(self, backend: Backend, work: SlotOpen | SlotClose | Reset) -> None:
+    def _set_slots(self, backend: Backend, work: SlotOpen | SlotClose | Reset | Refused) -> None:
         """An error here has no answer of its own: it becomes that of the next step."""
         try:
             match work:
@@ -117,14 +134,16 @@ class DeviceThread:
                 case Reset():
                     self._broken = None
                     backend.reset()
+                case Refused(error=error):
+                    self._broken = error
         except Exception as error:  # noqa: BLE001 - a dead thread would leave every client waiting
             self._broken = error
 
 
 def _result(
-    plan: StepPlan, output: StepOutput, start_wall_us: int, times_us: tuple[int, int, int, int]
+    plan: StepPlan, output: StepOutput, start_wall_us: int, times_us: tuple[int, int, int, int, int]
 ) -> StepResult:
-    start_us, forwarded_us, end_us, wait_us = times_us
+    start_us, forwarded_us, end_us, wait_us, published_us = times_us
     return StepResult(
         exec_epoch=plan.exec_epoch,
         step=plan.step,
@@ -140,6 +159,7 @@ def _result(
         top_ids=output.top_ids,
         top_logprobs=output.top_logprobs,
         wait_us=wait_us,
+        published_us=published_us,
     )
 
 

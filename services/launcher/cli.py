@@ -65,6 +65,10 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     pull.add_argument("--cache-dir", help="where models are kept")
     status = add("status", "what the services say about themselves", _status)
     status.add_argument("--json", action="store_true", help="everything, as JSON")
+    trace = add("trace", "where the time of one request went", _trace)
+    trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
+    trace.add_argument("--json", action="store_true", help="the data, with the steps of its time")
+    trace.add_argument("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
     add("doctor", "check this machine, say how to mend it", _doctor)
     config = add("config", "show every setting, and where its value comes from", _config)
     config.add_argument("action", choices=["show"])
@@ -139,6 +143,14 @@ def _status(given: argparse.Namespace) -> None:
 
     loaded = _load(given)
     asyncio.run(status(find_target(loaded), loaded.settings.fleet, as_json=given.json))
+
+
+def _trace(given: argparse.Namespace) -> None:
+    from services.launcher.connect import find_target
+    from services.launcher.trace import trace
+
+    target = find_target(_load(given))
+    asyncio.run(trace(target, given.request, as_json=given.json, perfetto=given.perfetto))
 
 
 def _doctor(given: argparse.Namespace) -> int:

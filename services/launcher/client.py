@@ -20,8 +20,17 @@ from shared.errors import DeadlineExceeded, EngineError, HeadraceError, Unavaila
 
 END_HEADER = "Headrace-End"
 DEFAULT_TIMEOUT_S = 300.0
+HOLE_S = 3.0  # wait for a stream with a hole to start over; after a broker's return that takes one
 
 Body = dict[str, Any]
+
+
+class NoAnswer(DeadlineExceeded):
+    """The client's own time limit: the service has said nothing for that long."""
+
+
+class MissingFrame(EngineError):
+    """A frame never came, and the stream did not start over."""
 
 
 @dataclass(slots=True)
@@ -45,7 +54,7 @@ class Client:
         self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S, trace: str = ""
     ) -> Body:
         """The whole answer, OpenAI-shaped. Raises the error the service names, Unavailable when none
-        serves the model, DeadlineExceeded when nothing comes in time."""
+        serves the model, NoAnswer when nothing comes in time."""
         async with contextlib.aclosing(
             self._exchange({**body, "stream": False}, timeout_s, trace)
         ) as replies:
@@ -58,13 +67,11 @@ class Client:
     ) -> AsyncGenerator[Body]:
         """The frames of an answer: accepted, delta…, done. `timeout_s` bounds the wait for each.
 
-        Raises like `complete`, and EngineError when a frame is missing. Leaving the iteration early
-        (`aclose`, cancellation) cancels the request.
+        Raises like `complete`, and MissingFrame. Leaving the iteration early (`aclose`, cancellation)
+        cancels the request.
         """
-        order = FrameOrder()
         async with contextlib.aclosing(self._exchange({**body, "stream": True}, timeout_s, trace)) as frames:
             async for frame in frames:
-                order.check(frame)
                 yield frame
 
     def cancel(self, request_id: str) -> None:
@@ -77,7 +84,7 @@ class Client:
         if not model:
             raise EngineError("a request names its model: add `model`", param="model")
         request_id = str(body.setdefault("request_id", secrets.token_hex(11)))
-        token = secrets.token_hex(8)
+        token, order = secrets.token_hex(8), FrameOrder()
         replies = self._waiting[token] = asyncio.Queue()
         ended = False
         try:
@@ -88,11 +95,17 @@ class Client:
                 headers={"traceparent": trace} if trace else None,
             )
             while not ended:
-                delivery = await self._next(replies, timeout_s, request_id)
+                try:
+                    wait_s = min(timeout_s, HOLE_S) if order.hole is not None else timeout_s
+                    delivery = await self._next(replies, wait_s, request_id)
+                except NoAnswer as error:
+                    raise order.hole or error from None
                 ended = True  # an error, or the last message: nothing is left to cancel
                 message = _message(delivery, model)
-                ended = not body["stream"] or END_HEADER in delivery.headers
-                yield message
+                ended = not body["stream"]
+                if ended or order.take(message):
+                    ended = ended or END_HEADER in delivery.headers
+                    yield message
         finally:
             del self._waiting[token]
             if not ended:
@@ -102,7 +115,7 @@ class Client:
         try:
             return await asyncio.wait_for(replies.get(), timeout_s)
         except TimeoutError:
-            raise DeadlineExceeded(
+            raise NoAnswer(
                 f"no answer to request {request_id} within {timeout_s:g} s: see `headrace status`"
             ) from None
 
@@ -114,22 +127,30 @@ class Client:
 
 @dataclass(slots=True)
 class FrameOrder:
-    """Checks the numbers of the frames of one stream."""
+    """Checks the numbers of the frames of one stream. After a hole nothing is taken until the stream
+    starts over, as it does after the broker was away."""
 
     attempt: int = -1
     frame: int = 0  # the next one
+    hole: MissingFrame | None = None
 
-    def check(self, frame: Mapping[str, Any]) -> None:
-        """Take the next frame. Raises EngineError on a hole; a new attempt starts at 0 again."""
+    def take(self, frame: Mapping[str, Any]) -> bool:
+        """True when this is the next frame; a new attempt starts at 0 again."""
         attempt, number = int(frame["attempt"]), int(frame["frame"])
+        if attempt < self.attempt:
+            return False  # of a detokenizer that was given up and does not know it yet
         starts_over = attempt > self.attempt or (number == 0 and frame["type"] == "accepted")
         expected = 0 if starts_over else self.frame
-        if number != expected or attempt < self.attempt:
-            raise EngineError(
+        if number != expected:
+            self.hole = self.hole or MissingFrame(
                 f"frame {expected} of request {frame.get('request_id')} is missing (frame {number} came): "
                 "the reader was too slow or the connection broke; ask again"
             )
-        self.attempt, self.frame = attempt, number + 1
+        elif starts_over:
+            self.hole = None
+        if self.hole is None:
+            self.attempt, self.frame = attempt, number + 1
+        return self.hole is None
 
 
 def error_of(body: Mapping[str, Any]) -> HeadraceError:

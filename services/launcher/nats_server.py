@@ -17,6 +17,7 @@ from services.launcher.processes import die_with_parent
 from shared.errors import SetupError
 
 DEFAULT_PORT = 4222
+CONFIG_NAME = "nats.conf"
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.005  # the server offers no other sign of readiness than its ports file
@@ -42,6 +43,15 @@ class NatsServer:
     url: str
     monitoring_url: str
     folder: tempfile.TemporaryDirectory[str] = field(repr=False)
+    limits: ServerLimits = field(default_factory=ServerLimits, repr=False)
+    extra: str = field(default="", repr=False)
+
+    def restart(self) -> None:
+        """Start an ended server again on the same ports, with the same files. Raises SetupError."""
+        home = Path(self.folder.name)
+        ports = [int(url.rpartition(":")[2].strip("/")) for url in (self.url, self.monitoring_url)]
+        (home / CONFIG_NAME).write_text(_config(ports[0], ports[1], self.limits, home) + self.extra)
+        self.process, self.url, self.monitoring_url = _launch(find_binary(), home, ports[0])
 
     def stop(self) -> None:
         """SIGTERM, wait, then SIGKILL. A second call does nothing."""
@@ -75,15 +85,24 @@ def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = ""
     `extra` is appended to the server's configuration. JetStream's files go with the server. Raises
     SetupError when the port is taken or the server ends at once, with its own words.
     """
-    binary = find_binary()
+    binary, limits = find_binary(), limits or ServerLimits()
     run_folder = tempfile.TemporaryDirectory(prefix="headrace-nats-")
     home = Path(run_folder.name)
-    config = home / "nats.conf"
-    config.write_text(_config(port, limits or ServerLimits(), home) + extra)
+    (home / CONFIG_NAME).write_text(_config(port, -1, limits, home) + extra)
+    try:
+        process, url, monitoring_url = _launch(binary, home, port)
+    except SetupError:
+        run_folder.cleanup()
+        raise
+    return NatsServer(process, url, monitoring_url, run_folder, limits, extra)
+
+
+def _launch(binary: Path, home: Path, port: int) -> tuple[subprocess.Popen[bytes], str, str]:
+    """Start the binary in `home` and wait for its ports: (process, URL, monitoring URL)."""
     log = home / "nats.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [str(binary), "-c", str(config)],
+            [str(binary), "-c", str(home / CONFIG_NAME)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -91,13 +110,11 @@ def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = ""
             start_new_session=True,  # Ctrl-C is for the launcher, which stops the server last
         )
     try:
-        url, monitoring_url = _await_ports(process, home, log, port)
+        return process, *_await_ports(process, home, log, port)
     except SetupError:
         process.kill()
         process.wait()
-        run_folder.cleanup()
         raise
-    return NatsServer(process, url, monitoring_url, run_folder)
 
 
 def is_free(port: int) -> bool:
@@ -111,11 +128,11 @@ def is_free(port: int) -> bool:
     return True
 
 
-def _config(port: int, limits: ServerLimits, home: Path) -> str:
+def _config(port: int, monitoring_port: int, limits: ServerLimits, home: Path) -> str:
     lines = [
         "host: 127.0.0.1",
         f"port: {port}",
-        'http: "127.0.0.1:-1"',
+        f'http: "127.0.0.1:{monitoring_port}"',
         f"ports_file_dir: {json.dumps(str(home))}",
         f"max_payload: {limits.max_payload}",
         f"max_pending: {limits.max_pending}",

@@ -108,8 +108,8 @@ class Supervisor:
             if loop.time() - started_at > HEALTHY_S:
                 backoff_s = BACKOFF_FIRST_S
             if not self.first_failure.done():
-                self.first_failure.set_result(f"{service.spec.name} {_ended_how(status)}")
-            self._log_line(service.spec.name, f"{_ended_how(status)}; starts again in {backoff_s:g} s")
+                self.first_failure.set_result(f"{service.spec.name} {ended_how(status)}")
+            self._log_line(service.spec.name, f"{ended_how(status)}; starts again in {backoff_s:g} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), backoff_s)
             backoff_s = min(backoff_s * 2, BACKOFF_LAST_S)
@@ -163,7 +163,8 @@ async def _all_ended(services: Sequence[Service], timeout_s: float) -> None:
         await asyncio.wait_for(waits, timeout_s)
 
 
-def _ended_how(status: int) -> str:
+def ended_how(status: int) -> str:
+    """An exit status in words."""
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
-from services.launcher import console, nats_server, run_file
+from services.launcher import broker, console, nats_server, run_file
 from services.launcher.console import ServiceLines, say
 from services.launcher.nats_server import NatsServer
 from services.launcher.run_file import RunFile
@@ -66,6 +66,9 @@ class _Up:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._supervisor.kill)
             stack.callback(run_file.remove, note, os.getpid())
+            if self._server is not None:
+                kept = loop.create_task(broker.keep_running(self._server, say))
+                stack.callback(kept.cancel)
             asked = loop.create_task(self._signals.get())
             ready = loop.create_task(self._become_ready())
             failed = self._supervisor.first_failure

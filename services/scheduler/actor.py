@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
-from services.scheduler import status
+from services.scheduler import status, traces
 from services.scheduler.core import Scheduler
 from services.scheduler.events import (
     Arrived,
@@ -17,6 +18,8 @@ from services.scheduler.events import (
     Ticked,
 )
 from services.scheduler.state import Limits, State
+from services.scheduler.step_spans import step_span, step_trace
+from services.scheduler.steps import StepSpan
 from shared import subjects
 from shared.actor import Actor, Facts
 from shared.bus import Delivery
@@ -26,6 +29,7 @@ from shared.model_files import served_name
 from shared.peers import Peer
 from shared.port import Port
 from shared.replies import to_json
+from shared.tracing import Tracer
 
 TICK_US = 10_000
 
@@ -34,6 +38,7 @@ class SchedulerActor(Actor):
     """Subjects to events, commands to subjects."""
 
     kind = "scheduler"
+    traced = True
 
     def __init__(self, limits: Limits, model: str) -> None:
         self._core = Scheduler(limits)
@@ -44,6 +49,7 @@ class SchedulerActor(Actor):
 
     async def start(self, port: Port) -> None:
         self._port = port
+        self._core.state.next_seq = port.epoch % 2**30 + 1  # no number means another sequence after a restart
         await port.bus.subscribe(subjects.CANCEL_ALL, self._on_cancel)
         await port.bus.subscribe(
             subjects.TRACE_ALL, lambda asked: answer_trace(port, self._core.state, asked)
@@ -92,6 +98,8 @@ class SchedulerActor(Actor):
     def _handle(self, event: Event) -> None:
         for command in self._core.handle(event, self._port.clock.now_us()):
             self._port.send(command.to, command.message, command.trace)
+        if unsent := self._core.state.steps.unsent:
+            send_spans(unsent, self._port.tracer)
         if self._core.idle:
             self._idle.set()
             return
@@ -113,14 +121,24 @@ class SchedulerActor(Actor):
         self._handle(Arrived("client", Cancel(tenant=tenant, request=request)))
 
 
+def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:
+    """Take the steps whose turn it was to become spans."""
+    while unsent:
+        step = unsent.popleft()
+        if tracer is not None:
+            tracer.export(step_trace(step), "", [step_span(step)])
+
+
 def answer_trace(port: Port, state: State, asked: Delivery) -> None:
-    """Reply to `headrace.v1.trace.<request>`."""
+    """Reply to `headrace.v1.trace.<request>`; the body `steps` asks for the steps, too."""
     try:
         request = subjects.name_at(asked.subject, 3)
     except ValueError:
         request = ""  # of no request: the answer is "unknown"
-    if asked.reply:
-        port.bus.publish(asked.reply, to_json(status.trace(state, request)))
+    if subjects.is_inbox(asked.reply):
+        offset_us = port.clock.wall_us() - port.clock.now_us()
+        body = traces.answer(state, request, offset_us, steps=asked.data == subjects.TRACE_STEPS)
+        port.bus.publish(asked.reply, to_json(body))
 
 
 def build(settings: Settings) -> SchedulerActor:

@@ -44,6 +44,7 @@ def place(executors: Iterable[Executor], unit: Unit, model: str) -> Executor | N
         e
         for e in executors
         if e.hello.model == model
+        and not e.draining
         and e.ledger.can_admit(sum(needs(unit, e.hello.block_tokens)), slots)
         and unit.sequences[0].max_length <= e.hello.max_context
     ]
@@ -72,6 +73,7 @@ def _start(state: State, executor: Executor, unit: Unit) -> None:
         executor.generation += 1
         sequence.phase, sequence.reserved = Phase.RUNNING, blocks
         sequence.executor, sequence.slot = executor.hello.executor, executor.ledger.take_slot()
+        sequence.last_executor = sequence.executor
         sequence.generation = executor.generation
         sequence.leader = None if sequence is leader else leader
         sequence.opened_after = executor.step

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from services.scheduler.recent import Trace
-from services.scheduler.records import Phase, Request, Sequence, timings_of
+from services.scheduler.records import Phase, Request, Sequence, close_of
 from services.scheduler.state import NEVER_US, State
-from shared.messages import Close, Ended, SlotClose, StopFound, Usage
+from services.scheduler.traces import facts_of
+from shared.messages import Ended, SlotClose, StopFound
+from shared.request_spans import Reply
 
 ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
 # have to tell the client. After that the record closes without its word; memory is long free.
@@ -39,6 +43,10 @@ def ended(state: State, source: str, message: Ended) -> None:
     if source != f"detokenizer.{sequence.request.shard}":
         return
     sequence.final, sequence.reason = min(message.index, sequence.final), message.reason
+    if message.sent_wall_us:
+        sequence.request.reply = Reply(
+            first_us=message.first_wall_us, built_us=message.built_wall_us, sent_us=message.sent_wall_us
+        )
     forget(state, sequence)
 
 
@@ -55,7 +63,9 @@ def expire(state: State) -> None:
         else:
             forget(state, sequence)
     state.tombstones = {key: until for key, until in state.tombstones.items() if until > state.now_us}
+    state.refused = {key: kept for key, kept in state.refused.items() if kept[0] > state.now_us}
     due_us = [due_at_us(sequence) for sequence in state.sequences.values()]
+    due_us += [until for until, _ in state.refused.values()]
     state.due_us = min([*due_us, *state.tombstones.values()], default=NEVER_US)
 
 
@@ -74,8 +84,9 @@ def forget(state: State, sequence: Sequence) -> None:
     request = sequence.request
     if all(s.phase is Phase.ENDED for s in request.sequences):
         state.requests.pop(request.key, None)
-        choices = tuple(_summary(s) for s in request.sequences)
-        state.recent.add(request.key, Trace(request.asked.inbox, choices))
+        state.recent.add(
+            request.key, Trace(request.asked.inbox, request.trace, facts_of(request, state.now_us))
+        )
 
 
 def withdraw(state: State, sequence: Sequence) -> None:
@@ -102,20 +113,8 @@ def _close(state: State, sequence: Sequence, final: int, reason: str, code: int,
                     state.waiting.remove(unit)
                 break
     sequence.phase, sequence.final, sequence.reason = Phase.CLOSING, final, reason
-    sequence.close = Close(
-        seq=sequence.seq,
-        final=final,
-        reason=reason,
-        usage=Usage(
-            prompt_tokens=sequence.prompt_tokens,
-            completion_tokens=final,
-            cached_tokens=sequence.cached_tokens,
-        ),
-        timings=timings_of(sequence),
-        decisions=tuple(sequence.decisions),
-        code=code,
-        message=message,
-    )
+    close = close_of(sequence, state.now_us, final, reason)
+    sequence.close = dataclasses.replace(close, code=code, message=message) if code else close
     send_close(state, sequence)
 
 
@@ -134,17 +133,3 @@ def _late(request: Request) -> str:
         f"not done within its {seconds:g} s: {generated} tokens generated; "
         "raise timeout_s or ask for fewer tokens"
     )
-
-
-def _summary(sequence: Sequence) -> dict[str, object]:
-    timings = timings_of(sequence)
-    return {
-        "choice": sequence.choice,
-        "final": sequence.final,
-        "reason": sequence.reason,
-        "prompt_tokens": sequence.prompt_tokens,
-        "timings": {name: getattr(timings, name) for name in timings.__slots__},
-        "decisions": [
-            {"at_us": d.at_us, "what": d.what, "why": d.why, **dict(d.numbers)} for d in sequence.decisions
-        ],
-    }

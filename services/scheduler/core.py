@@ -65,6 +65,8 @@ class Scheduler:
                 fleet.detokenizer_ready(state, actor, epoch)
             case PeerDraining("detokenizer", actor):
                 state.detokenizers.pop(actor, None)
+            case PeerDraining("executor", actor) if actor in state.executors:
+                state.executors[actor].draining = True
             case PeerLost("detokenizer", actor):
                 fleet.detokenizer_lost(state, actor)
             case PeerReady("executor", actor, _):
@@ -90,6 +92,6 @@ class Scheduler:
             case Cancel():
                 intake.cancel(state, message)
             case Detached():
-                intake.detach(state, message)
+                intake.detach(state, source, message)
             case ExecHello():
                 fleet.hello(state, source, message)

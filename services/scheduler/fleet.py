@@ -25,7 +25,10 @@ def step_result(state: State, source: str, result: StepResult) -> None:
     """Apply a result of a known incarnation; a forgotten one is told to start over."""
     executor = state.executors.get(source.removeprefix("executor."))
     if executor is not None and executor.epoch == result.exec_epoch:
-        results.apply(state, executor, result)
+        if results.fits(executor, result):
+            results.apply(state, executor, result)
+        else:
+            reset_executor(state, executor.hello.executor, "its result does not fit its plan")
     elif executor is None:
         state.send(source, ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has forgotten it"))
 

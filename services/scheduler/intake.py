@@ -10,6 +10,8 @@ from shared.messages import Accepted, Cancel, Detached, Open, Rejected, Tokenize
 
 TOMBSTONE_US = 60_000_000
 MAX_TOMBSTONES = 10_000  # then the oldest go: anybody may cancel what never was
+REFUSED_US = 10_000_000  # longer than a tokenizer asks
+MAX_REFUSED = 10_000
 RETRY_AFTER_MS = 1_000
 
 
@@ -19,17 +21,8 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
     if _known(state, asked):
         _accept(state, source, asked)
         return
-    refusal = _refusal(state, asked)
-    if refusal is not None:
-        code, message, retry_after_ms = refusal
-        rejected = Rejected(
-            tenant=asked.tenant,
-            request=asked.request,
-            attempt=asked.attempt,
-            code=code,
-            message=message,
-            retry_after_ms=retry_after_ms,
-        )
+    rejected = _refused(state, asked)
+    if rejected is not None:
         state.send(source, rejected, trace)
         return
     request = Request(
@@ -78,7 +71,33 @@ def open_message(sequence: Sequence) -> Open:
         prompt_tokens=sequence.prompt_tokens,
         tokens=sequence.tokens[sequence.prompt_tokens : sequence.prompt_tokens + kept],
         include_usage=asked.include_usage,
+        parent_span=asked.parent_span,
     )
+
+
+def _refused(state: State, asked: Tokenized) -> Rejected | None:
+    """The refusal, or None to accept. A resend of what was refused is refused again, whatever has become
+    free since: its client has been told."""
+    submission = (asked.tenant, asked.request, asked.received_wall_us)
+    if submission in state.refused:
+        return state.refused[submission][1]
+    refusal = _refusal(state, asked)
+    if refusal is None:
+        return None
+    code, message, retry_after_ms = refusal
+    rejected = Rejected(
+        tenant=asked.tenant,
+        request=asked.request,
+        attempt=asked.attempt,
+        code=code,
+        message=message,
+        retry_after_ms=retry_after_ms,
+    )
+    if len(state.refused) >= MAX_REFUSED:
+        del state.refused[next(iter(state.refused))]
+    state.refused[submission] = (state.now_us + REFUSED_US, rejected)
+    state.wake(state.now_us + REFUSED_US)
+    return rejected
 
 
 def cancel(state: State, message: Cancel) -> None:
@@ -95,11 +114,12 @@ def cancel(state: State, message: Cancel) -> None:
         state.wake(state.tombstones[key])
 
 
-def detach(state: State, message: Detached) -> None:
-    """Nobody reads these sequences any more: stop them unless they asked to be finished."""
+def detach(state: State, source: str, message: Detached) -> None:
+    """Nobody reads these sequences any more: stop them unless they asked to be finished. One that has
+    moved to another detokenizer since is read there."""
     for seq in message.seqs:
         sequence = state.sequences.get(seq)
-        if sequence is None:
+        if sequence is None or source != f"detokenizer.{sequence.request.shard}":
             continue
         sequence.request.detached = True
         if not sequence.request.asked.finish_detached:
@@ -130,7 +150,9 @@ def _refusal(state: State, asked: Tokenized) -> tuple[int, str, int] | None:
         return 409, f"a request with the id {asked.request!r} is running: choose another id", 0
     if state.draining:
         return 503, "the scheduler is draining: send the request again", RETRY_AFTER_MS
-    executors = [e for e in state.executors.values() if e.hello.model == asked.model]
+    if not asked.tokens:
+        return 400, "the prompt is empty: send at least one token", 0
+    executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
     if not executors:
         return 503, f"no executor of {asked.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
     if not state.detokenizers:

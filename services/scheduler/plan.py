@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from services.scheduler.records import Sequence
+from services.scheduler.records import ChunkNote, Sequence
 from services.scheduler.state import Executor, InFlight, Row, State
 from shared.messages import StepPlan, ints
 
@@ -28,6 +28,7 @@ class _Columns:
     table_blocks: array[int] = field(default_factory=ints)
     sampled: list[Row] = field(default_factory=list)
     forks: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
 
 
 def plan_step(state: State, executor: Executor) -> bool:
@@ -40,6 +41,7 @@ def plan_step(state: State, executor: Executor) -> bool:
     for sequence in executor.running:
         if room and sequence.prefilling and sequence.leader is None:
             count = min(room, sequence.opened_length - sequence.computed)
+            columns.chunks.append((sequence, sequence.note_chunk(state.now_us, count, executor.step + 1)))
             _add_chunk(executor, columns, sequence, count)
             room -= count
     if not columns.slots:
@@ -156,5 +158,5 @@ def _send(state: State, executor: Executor, columns: _Columns) -> None:
         copy_from=ints(source for source, _ in copies),
         copy_to=ints(target for _, target in copies),
     )
-    executor.in_flight.append(InFlight(executor.step, columns.sampled, state.now_us))
+    executor.in_flight.append(InFlight(executor.step, columns.sampled, state.now_us, plan, columns.chunks))
     state.send(executor.source, plan)

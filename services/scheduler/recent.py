@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from shared.request_spans import RequestFacts
+
 KEPT = 1_000
 
 
@@ -13,7 +15,8 @@ class Trace:
     """What is left of a request."""
 
     inbox: str
-    choices: tuple[dict[str, object], ...]
+    trace: str  # the traceparent of its root span, empty when not traced
+    facts: RequestFacts
 
 
 @dataclass(slots=True)

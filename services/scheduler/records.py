@@ -11,9 +11,12 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shared.messages import Close, Decision, Timings, Tokenized
+from shared import telemetry
+from shared.messages import Chunk, Close, Decision, Timings, Tokenized, Usage
+from shared.request_spans import Reply
 
 MAX_DECISIONS = 64  # kept for the trace: they travel in one Close
+MAX_CHUNKS = 32  # likewise; later ones count as part of the last
 
 
 class Phase(Enum):
@@ -39,10 +42,27 @@ class Request:
     shard: str = ""  # detokenizer id, "" while none is alive
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
+    reply: Reply = field(default_factory=Reply)  # the detokenizer's stamps, once it has ended
+
+    @property
+    def traced(self) -> bool:
+        """Whether somebody sends spans of it."""
+        return bool(self.asked.parent_span) and telemetry.is_sampled(self.trace)
 
     @property
     def key(self) -> tuple[str, str]:
         return self.asked.tenant, self.asked.request
+
+
+@dataclass(slots=True)
+class ChunkNote:
+    """A prompt chunk, for the trace; `done_us` is 0 until its step has come back."""
+
+    planned_us: int
+    tokens: int
+    step: int
+    executor: str
+    done_us: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +101,8 @@ class Sequence:
     steps: int = 0
     cached_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
+    chunks: list[ChunkNote] = field(default_factory=list)
+    last_executor: str = ""  # also once it has left it
 
     @property
     def generated(self) -> int:
@@ -116,18 +138,66 @@ class Sequence:
         if len(self.decisions) < MAX_DECISIONS:
             self.decisions.append(Decision(at_us=at_us, what=what, why=why, numbers=tuple(numbers.items())))
 
+    def note_chunk(self, now_us: int, tokens: int, step: int) -> ChunkNote:
+        """Note a prompt chunk in the step now planned."""
+        if len(self.chunks) < MAX_CHUNKS:
+            self.chunks.append(ChunkNote(now_us, tokens, step, self.executor))
+        else:
+            self.chunks[-1].tokens += tokens
+        return self.chunks[-1]
 
-def timings_of(sequence: Sequence) -> Timings:
+
+def timings_of(sequence: Sequence, now_us: int) -> Timings:
     """The stages of a sequence so far."""
     asked = sequence.request.asked
     first = sequence.first_token_us or sequence.last_token_us
+    handled_wall_us = asked.handled_wall_us or asked.received_wall_us
+    arrival_us = sequence.request.arrival_us
     return Timings(
         received_wall_us=asked.received_wall_us,
-        tokenize_us=max(asked.sent_wall_us - asked.received_wall_us, 0),
+        tokenize_us=max(asked.sent_wall_us - handled_wall_us, 0),
         transit_us=sequence.request.transit_us,
-        queue_us=max(sequence.admitted_us - sequence.request.arrival_us, 0) if sequence.admitted_us else 0,
+        queue_us=max(sequence.admitted_us - arrival_us, 0) if sequence.admitted_us else 0,
         prefill_us=max(first - sequence.admitted_us, 0) if first else 0,
         decode_us=max(sequence.last_token_us - first, 0),
         prefill_chunks=sequence.prefill_chunks,
         steps=sequence.steps,
+        received_us=max(handled_wall_us - asked.received_wall_us, 0),
+        live_us=max(now_us - arrival_us, 0),
+    )
+
+
+def chunks_of(sequence: Sequence, now_us: int) -> tuple[Chunk, ...]:
+    """Its prompt chunks so far. One without a result ended when its sequence was taken off the executor,
+    or lasts until now."""
+    arrival_us = sequence.request.arrival_us
+    left_us = [arrival_us + d.at_us for d in sequence.decisions if d.what != "admit"]
+    return tuple(
+        Chunk(
+            at_us=note.planned_us - arrival_us,
+            took_us=(note.done_us or min([*(at for at in left_us if at >= note.planned_us), now_us]))
+            - note.planned_us,
+            tokens=note.tokens,
+            step=note.step,
+            executor=note.executor,
+        )
+        for note in sequence.chunks
+    )
+
+
+def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> Close:
+    """The Close of a sequence that ends now after `final` tokens."""
+    return Close(
+        seq=sequence.seq,
+        final=final,
+        reason=reason,
+        usage=Usage(
+            prompt_tokens=sequence.prompt_tokens,
+            completion_tokens=final,
+            cached_tokens=sequence.cached_tokens,
+        ),
+        timings=timings_of(sequence, now_us),
+        decisions=tuple(sequence.decisions),
+        executor=sequence.last_executor,
+        chunks=chunks_of(sequence, now_us),
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from services.scheduler import closing
 from services.scheduler.records import Phase, Sequence
-from services.scheduler.state import Executor, State
+from services.scheduler.state import Executor, InFlight, State
+from services.scheduler.steps import StepRecord
 from shared.messages import StepResult, Tokens, floats, ints
 
 MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB that a message may have
@@ -26,6 +27,15 @@ class _Batch:
     top_logprobs: array[float] = field(default_factory=floats)
 
 
+def fits(executor: Executor, result: StepResult) -> bool:
+    """True for the result of the oldest step in flight, row for row, and for one seen before. Any other
+    would leave its step in flight for ever, or give tokens to the wrong sequences."""
+    if not executor.in_flight or result.step < executor.in_flight[0].step:
+        return result.step <= executor.step
+    oldest = executor.in_flight[0]
+    return result.step == oldest.step and len(result.ids) == len(oldest.rows)
+
+
 def apply(state: State, executor: Executor, result: StepResult) -> None:
     """Take the result of the oldest step in flight; a result seen before does nothing."""
     if not executor.in_flight or result.step != executor.in_flight[0].step:
@@ -33,6 +43,7 @@ def apply(state: State, executor: Executor, result: StepResult) -> None:
     flight = executor.in_flight.popleft()
     executor.ledger.acknowledge(result.step)
     executor.steps_done += 1
+    _note(state, executor, flight, result)
     if result.error:
         _fail_step(state, executor, result)
         return
@@ -66,6 +77,32 @@ def apply(state: State, executor: Executor, result: StepResult) -> None:
         state.send(f"detokenizer.{shard}", _message(executor, result.step, batch))
     for sequence, reason in over:
         closing.finish(state, sequence, sequence.generated, reason)
+
+
+def _note(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
+    """Keep the step for traces."""
+    for _, note in flight.chunks:
+        note.done_us = state.now_us
+    plan = flight.plan
+    record = StepRecord(
+        executor=executor.hello.executor,
+        step=flight.step,
+        planned_us=flight.planned_us,
+        result_us=state.now_us,
+        start_wall_us=result.start_wall_us,
+        end_wall_us=result.end_wall_us,
+        forward_us=result.forward_us,
+        sample_us=result.sample_us,
+        wait_us=result.wait_us,
+        rows=len(plan.slots),
+        tokens=sum(plan.counts),
+        prefill_tokens=sum(plan.counts[-len(flight.chunks) :]) if flight.chunks else 0,
+        micro_batch=plan.micro_batch,
+        mode=plan.mode,
+        failed=bool(result.error),
+    )
+    chunked = [sequence.request for sequence, _ in flight.chunks]
+    state.steps.add(record, executor.epoch, chunked, (s.request for s, _ in flight.rows))
 
 
 def _fail_step(state: State, executor: Executor, result: StepResult) -> None:

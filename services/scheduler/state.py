@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from services.scheduler.events import Send
 from services.scheduler.ledger import Ledger
 from services.scheduler.recent import Recent
-from services.scheduler.records import Request, Sequence
-from shared.messages import ExecHello, Message
+from services.scheduler.records import ChunkNote, Request, Sequence
+from services.scheduler.steps import Steps
+from shared.messages import ExecHello, Message, Rejected, StepPlan
 
 NEVER_US = 2**63
 Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and in which placement
@@ -32,6 +33,8 @@ class InFlight:
     step: int
     rows: list[Row]
     planned_us: int
+    plan: StepPlan
+    chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class Executor:
     copies: list[tuple[int, int]] = field(default_factory=list)  # block copies for the next plan
     generation: int = 0
     steps_done: int = 0
+    draining: bool = False  # finishes what it has, gets nothing new
 
     @property
     def source(self) -> str:
@@ -82,7 +86,9 @@ class State:
     moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
     tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: until
     due_us: int = NEVER_US  # no deadline ends earlier; see closing.expire
+    refused: dict[tuple[str, str, int], tuple[int, Rejected]] = field(default_factory=dict)  # until
     recent: Recent = field(default_factory=Recent)
+    steps: Steps = field(default_factory=Steps)
     out: list[Send] = field(default_factory=list)
 
     def send(self, to: str, message: Message, trace: str = "") -> None:

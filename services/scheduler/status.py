@@ -1,4 +1,4 @@
-"""What the scheduler tells about itself: beats, `headrace status`, and the trace of a request."""
+"""What the scheduler tells about itself: beats and `headrace status`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,6 @@ def status(state: State) -> dict[str, object]:
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(e) for name, e in sorted(state.executors.items())},
     }
-
-
-def trace(state: State, request: str) -> dict[str, object]:
-    """The stages of an ended request, or what is known of a running one."""
-    ended = state.recent.find(request)
-    if ended is not None:
-        return {"request_id": request, "state": "ended", "choices": list(ended.choices)}
-    live = [r for key, r in state.requests.items() if key[1] == request]
-    if live:
-        phases = [s.phase.value for s in live[0].sequences]
-        return {"request_id": request, "state": "live", "phases": phases}
-    return {"request_id": request, "state": "unknown"}
 
 
 def _executor(executor: Executor) -> dict[str, object]:

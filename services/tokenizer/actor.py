@@ -12,19 +12,21 @@ import logging
 import secrets
 
 from services.tokenizer.asking import Asking, names_in
+from services.tokenizer.beside import LONG_BYTES, Beside
 from services.tokenizer.chat import ChatTemplate
 from services.tokenizer.core import Command, Event, Fail, Schedulers, Send, Tick, TokenizerCore
-from services.tokenizer.prepare import ServedModel, Submission
+from services.tokenizer.mailbox import Mailbox
+from services.tokenizer.prepare import Prepared, ServedModel, Submission, prepared
+from services.tokenizer.refusals import refuse
 from shared import subjects, telemetry
 from shared.actor import Actor, Facts
 from shared.bus import Delivery, Subscription
 from shared.config import Settings
-from shared.errors import EngineError
+from shared.errors import Overloaded, PayloadTooLarge
 from shared.messages import Accepted, Cancel, Message, Rejected, Tokenized
 from shared.model_files import resolve, served_name
 from shared.peers import Peer
 from shared.port import Port
-from shared.replies import end_headers, error_reply
 from shared.vocabulary import load_vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
@@ -36,6 +38,7 @@ class TokenizerActor(Actor):
     """One tokenizer process of one model."""
 
     kind = "tokenizer"
+    traced = True
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -44,12 +47,14 @@ class TokenizerActor(Actor):
         self._started = False
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
+        self._beside = Beside(model, self._handle)
 
     async def start(self, port: Port) -> None:
         self._port = port
         self._started = True
         self._handle(Schedulers(tuple(port.peers.ready("scheduler", self._name))))
         subscribe = port.bus.subscribe
+        self._mailbox = Mailbox(port.clock, self._take)
         self._asking = Asking(port, self._model)
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
@@ -67,8 +72,11 @@ class TokenizerActor(Actor):
         if peer.beat.kind == "scheduler" and self._started:
             self._handle(Schedulers(tuple(self._port.peers.ready("scheduler", self._name))))
 
-    def on_peer_gone(self, peer: Peer) -> None:
-        self.on_peer(peer)
+    on_peer_gone = on_peer  # either way: who is ready now?
+
+    def upkeep(self) -> None:
+        if self._ticking is not None and self._ticking.done():
+            self._ticking.result()  # a tick that failed fails the actor, as a message would have
 
     def facts(self) -> Facts:
         return Facts(model=self._name)
@@ -78,7 +86,7 @@ class TokenizerActor(Actor):
         return {
             "model": self._name,
             "models_here": self._asking.served(),
-            "pending": core.pending,
+            "pending": core.pending + self._beside.waiting + len(self._mailbox),
             "requests": core.requests,
             "failed": core.failed,
             "prompt_tokens": core.prompt_tokens,
@@ -87,6 +95,8 @@ class TokenizerActor(Actor):
     async def drain(self) -> None:
         for subscription in self._subscriptions:
             await subscription.cancel()
+        await self._mailbox.drain()
+        await self._beside.drain()
         if self._ticking is not None:  # it ends when nothing is pending
             await self._ticking
 
@@ -109,38 +119,60 @@ class TokenizerActor(Actor):
                 message = command.message
                 if isinstance(message, Tokenized):
                     message = dataclasses.replace(message, sent_wall_us=self._port.clock.wall_us())
-                self._port.send(f"scheduler.{command.scheduler}", message, command.trace)
+                self._send(command.scheduler, message, command.trace)
             else:
-                self._fail(command)
+                refuse(self._port, self._name, command)
 
-    def _fail(self, fail: Fail) -> None:
-        headers = end_headers(fail.error, fail.trace)
-        self._port.bus.publish(fail.inbox, error_reply(fail.error, fail.request, fail.trace), headers=headers)
+    def _send(self, scheduler: str, message: Tokenized | Cancel, trace: str) -> None:
+        try:
+            self._port.send(f"scheduler.{scheduler}", message, trace)
+        except PayloadTooLarge as error:  # no message can carry its options: refused, as a scheduler would
+            if isinstance(message, Tokenized):
+                self._handle(
+                    Rejected(
+                        tenant=message.tenant,
+                        request=message.request,
+                        attempt=message.attempt,
+                        code=error.code,
+                        message=error.message,
+                    )
+                )
 
     def _on_request(self, delivery: Delivery) -> None:
-        if not delivery.reply:
-            log.warning(
-                "a request on %s has no reply subject: nobody could hear the answer", delivery.subject
-            )
+        if not subjects.is_inbox(delivery.reply):
+            log.warning("nobody could hear the answer to a request on %.200s", delivery.subject)
             return
-        names = names_in(delivery.subject)
-        if names is None:
-            return
+        if names_in(delivery.subject) is None:
+            return  # the group that hears every model says why
+        try:
+            self._mailbox.put(delivery)
+        except Overloaded as error:
+            trace = telemetry.from_headers(delivery.headers)
+            refuse(self._port, self._name, Fail(delivery.reply, secrets.token_urlsafe(16), error, trace))
+
+    def _take(self, delivery: Delivery, received_wall_us: int) -> None:
+        tracer, given = self._port.tracer, telemetry.from_headers(delivery.headers)
+        trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
         submission = Submission(
-            tenant=names[0],
+            tenant=subjects.name_at(delivery.subject, 3),
             inbox=delivery.reply,
             body=delivery.data,
             fresh_id=secrets.token_urlsafe(16),
             fresh_seed=secrets.randbits(64),
-            received_wall_us=self._port.clock.wall_us(),
-            trace=telemetry.from_headers(delivery.headers),
+            received_wall_us=received_wall_us,
+            trace=trace,
+            handled_wall_us=self._port.clock.wall_us(),
+            parent_span=parent_span,
         )
+        if len(delivery.data) <= LONG_BYTES:
+            self._handle(prepared(submission, self._model))
+            return
         try:
-            self._handle(submission)
-        except Exception as error:  # a bug met by one request is that client's 500, never silence
-            log.exception("request %s failed", submission.fresh_id)
-            failure = EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
-            self._fail(Fail(delivery.reply, submission.fresh_id, failure, submission.trace))
+            self._beside.put(submission)
+        except Overloaded as error:
+            self._handle(
+                Prepared(submission.inbox, submission.fresh_id, error, submission.trace, submission.origin)
+            )
 
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := names_in(delivery.subject)) is not None:
@@ -152,7 +184,8 @@ def load_model(settings: Settings) -> ServedModel:
 
     Raises SetupError when the model is missing or of an unknown family."""
     vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
-    vocabulary.encode("warm up")
+    for special in (False, True):  # both forms now: see Vocabulary.encode
+        vocabulary.encode("warm up", special=special)
     return ServedModel(
         name=settings.model_name or served_name(settings.model),
         vocabulary=vocabulary,

@@ -8,11 +8,13 @@ from services.tokenizer.prepare import ServedModel, encode_prompt
 from services.tokenizer.request import read_body, read_request
 from shared import codec, subjects, telemetry
 from shared.bus import Delivery, Subscription
-from shared.errors import HeadraceError, UnknownModel, WireError
+from shared.errors import BadRequest, HeadraceError, PayloadTooLarge, UnknownModel, WireError
 from shared.messages import Beat
 from shared.peers import Peers
 from shared.port import Port
 from shared.replies import end_headers, error_reply, to_json
+
+MAX_QUESTION_BYTES = 65_536  # answered on the event loop: at most 0.2 s of it
 
 
 class Asking:
@@ -36,25 +38,38 @@ class Asking:
         ]
 
     def _on_models(self, delivery: Delivery) -> None:
-        if delivery.reply:
+        if subjects.is_inbox(delivery.reply):
             self._port.bus.publish(delivery.reply, to_json(models_body(self.served())))
 
     def _on_tokenize(self, delivery: Delivery) -> None:
-        if not delivery.reply:
+        if not subjects.is_inbox(delivery.reply):
             return
         try:
+            if len(delivery.data) > MAX_QUESTION_BYTES:
+                raise PayloadTooLarge(
+                    f"{len(delivery.data)} bytes are over {MAX_QUESTION_BYTES}: ask in smaller parts",
+                    param="prompt",
+                )
             body = to_json(tokenize_body(delivery.data, self._model, self._port.clock.wall_us()))
+            self._port.bus.publish(delivery.reply, body)
+        except RecursionError:
+            self._fail(delivery, BadRequest("the body is nested too deeply; send flat messages"))
         except HeadraceError as error:
             self._fail(delivery, error)
-            return
-        self._port.bus.publish(delivery.reply, body)
 
     def _on_any_model(self, delivery: Delivery) -> None:
         names, served = names_in(delivery.subject), self.served()
-        if not delivery.reply or (names is not None and names[1] in served):
+        if not subjects.is_inbox(delivery.reply) or (names is not None and names[1] in served):
             return
-        asked = repr(names[1]) if names else "of a damaged name"
-        self._fail(delivery, UnknownModel(f"no service serves model {asked}; there is {', '.join(served)}"))
+        if names is None:
+            wrong = f"tenant and model are names of 1 to {subjects.MAX_NAME_CHARS} characters, escaped as =XX"
+            self._fail(delivery, BadRequest(f"the subject is damaged: {wrong}", param="subject"))
+            return
+        there = ", ".join(served)
+        self._fail(
+            delivery,
+            UnknownModel(f"no service serves model {names[1]!r}; ask for one of: {there}", param="model"),
+        )
 
     def _fail(self, delivery: Delivery, error: HeadraceError) -> None:
         trace = telemetry.from_headers(delivery.headers)
@@ -81,7 +96,7 @@ class Asking:
 
 
 def names_in(subject: str) -> tuple[str, str] | None:
-    """Tenant and model, or tenant and request, of a public subject; None when an escape is damaged."""
+    """Tenant and model, or tenant and request, of a public subject; None when one is damaged or long."""
     try:
         return subjects.name_at(subject, 3), subjects.name_at(subject, 4)
     except ValueError:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from services.tokenizer.prepare import ServedModel, Submission, prepare, request_id_of
-from services.tokenizer.request import read_body
+from services.tokenizer.prepare import NOWHERE, Origin, Prepared, ServedModel, Submission, prepared
 from shared.blocks import rendezvous
 from shared.errors import (
     Cancelled,
@@ -26,6 +25,7 @@ from shared.messages import Accepted, Cancel, Rejected, Tokenized
 RESEND_US = 1_000_000  # far above an answer under load, well below a client's patience
 GIVE_UP_US = 5_000_000  # longer than it takes to notice a dead scheduler by its beats
 RETRY_AFTER_MS = 1_000
+_REFUSED_FIELD = {400: "max_tokens", 409: "request_id"}  # what a scheduler's refusal is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,10 @@ class Fail:
     request: str
     error: HeadraceError
     trace: str = ""
+    origin: Origin = NOWHERE
 
 
-Event = Submission | Accepted | Rejected | Cancel | Schedulers | Tick
+Event = Submission | Prepared | Accepted | Rejected | Cancel | Schedulers | Tick
 Command = Send | Fail
 Key = tuple[str, str]  # tenant, request
 
@@ -95,6 +96,8 @@ class TokenizerCore:
         """Apply one event."""
         match event:
             case Submission():
+                return self._submit(prepared(event, self._model), now_us)
+            case Prepared():
                 return self._submit(event, now_us)
             case Accepted():
                 self._answered(event)
@@ -109,28 +112,25 @@ class TokenizerCore:
             case Tick():
                 return self._tick(now_us)
 
-    def _submit(self, submission: Submission, now_us: int) -> list[Command]:
+    def _submit(self, submitted: Prepared, now_us: int) -> list[Command]:
         self.requests += 1
-        request = submission.fresh_id
-        try:
-            fields = read_body(submission.body)
-            request = request_id_of(fields, request)
-            tokenized = prepare(submission, fields, self._model)
-            key = (tokenized.tenant, tokenized.request)
-            if key in self._pending:
-                raise DuplicateRequest(
-                    f"request {request!r} is running; wait for it or use another request_id",
-                    param="request_id",
-                )
-            if not self._schedulers:
-                raise self._nobody()
-        except HeadraceError as error:
-            self.failed += 1
-            return [Fail(submission.inbox, request, error, submission.trace)]
+        tokenized = submitted.outcome
+        if isinstance(tokenized, HeadraceError):
+            return [self._refuse(submitted, tokenized)]
+        key = (tokenized.tenant, tokenized.request)
+        if key in self._pending:
+            running = f"request {tokenized.request!r} is running; wait for it or use another request_id"
+            return [self._refuse(submitted, DuplicateRequest(running, param="request_id"))]
+        if not self._schedulers:
+            return [self._refuse(submitted, self._nobody())]
         self.prompt_tokens += len(tokenized.tokens)
         scheduler = rendezvous(tokenized.request, self._schedulers)
-        self._pending[key] = _Pending(tokenized, scheduler, submission.trace, now_us, now_us + RESEND_US)
-        return [Send(scheduler, tokenized, submission.trace)]
+        self._pending[key] = _Pending(tokenized, scheduler, submitted.trace, now_us, now_us + RESEND_US)
+        return [Send(scheduler, tokenized, submitted.trace)]
+
+    def _refuse(self, submitted: Prepared, error: HeadraceError) -> Fail:
+        self.failed += 1
+        return Fail(submitted.inbox, submitted.request, error, submitted.trace, submitted.origin)
 
     def _answered(self, answer: Accepted | Rejected) -> _Pending | None:
         key = (answer.tenant, answer.request)
@@ -143,7 +143,9 @@ class TokenizerCore:
         pending = self._answered(answer)
         if pending is None:
             return []
-        return [self._fail(pending, from_code(answer.code, answer.message, answer.retry_after_ms))]
+        error = from_code(answer.code, answer.message, answer.retry_after_ms)
+        error.param = _REFUSED_FIELD.get(answer.code)
+        return [self._fail(pending, error)]
 
     def _cancel(self, cancel: Cancel) -> list[Command]:
         """The schedulers hear the same cancel and drop the request themselves."""
@@ -191,7 +193,11 @@ class TokenizerCore:
 
     def _fail(self, pending: _Pending, error: HeadraceError) -> Fail:
         self.failed += 1
-        return Fail(pending.tokenized.inbox, pending.tokenized.request, error, pending.trace)
+        asked = pending.tokenized
+        origin = Origin(
+            asked.tenant, asked.received_wall_us, asked.handled_wall_us, asked.parent_span, tokenized=True
+        )
+        return Fail(asked.inbox, asked.request, error, pending.trace, origin)
 
     def _nobody(self) -> Unavailable:
         return Unavailable(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from services.tokenizer.chat import ChatTemplate
-from services.tokenizer.request import GenerateRequest, read_request
-from shared.errors import BadRequest
+from services.tokenizer.request import REQUEST_ID, GenerateRequest, read_body, read_request
+from shared.errors import BadRequest, EngineError, HeadraceError
 from shared.messages import Sampling, Tokenized, floats, ints
 from shared.vocabulary import Vocabulary
+
+log = logging.getLogger("headrace.tokenizer")
 
 DEFAULT_COMPLETION_TOKENS = 16  # as in the OpenAI API
 
@@ -25,6 +29,37 @@ class Submission:
     fresh_seed: int  # likewise; uint64
     received_wall_us: int
     trace: str = ""
+    handled_wall_us: int = 0  # taken up; before, it waited in the mailbox
+    parent_span: str = ""  # see Tokenized
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.tenant, self.received_wall_us, self.handled_wall_us, self.parent_span)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where and when a request came in, for the spans of one that is refused."""
+
+    tenant: str = ""
+    received_wall_us: int = 0
+    handled_wall_us: int = 0
+    parent_span: str = ""
+    tokenized: bool = False  # it was on its way to a scheduler
+
+
+NOWHERE = Origin()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request ready for a scheduler, or why it is none."""
+
+    inbox: str
+    request: str  # the id to answer under
+    outcome: Tokenized | HeadraceError
+    trace: str = ""
+    origin: Origin = NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +74,27 @@ class ServedModel:
 
 
 def request_id_of(fields: dict[str, Any], fresh_id: str) -> str:
-    """The id to answer under, also when the rest of the request is wrong."""
+    """The id to answer under, also when the rest of the request is wrong. One that could not be an id
+    is not repeated: it may be of any size."""
     asked = fields.get("request_id")
-    return asked if isinstance(asked, str) and asked else fresh_id
+    return asked if isinstance(asked, str) and re.fullmatch(REQUEST_ID, asked) else fresh_id
+
+
+def prepared(submission: Submission, model: ServedModel) -> Prepared:
+    """All that needs no state, so that a long one may be worked out beside the event loop."""
+    request = submission.fresh_id
+    try:
+        fields = read_body(submission.body)
+        request = request_id_of(fields, request)
+        outcome: Tokenized | HeadraceError = prepare(submission, fields, model)
+    except HeadraceError as error:
+        outcome = error
+    except RecursionError:
+        outcome = BadRequest("the request is nested too deeply; send flat messages", param="messages")
+    except Exception as error:  # a bug met by one request is that client's 500, never silence
+        log.exception("request %s failed", request)
+        outcome = EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
+    return Prepared(submission.inbox, request, outcome, submission.trace, submission.origin)
 
 
 def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) -> Tokenized:
@@ -49,7 +102,9 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     request = read_request(fields)
     if request.model not in (None, model.name):
         raise BadRequest(
-            f"the body asks for model {request.model!r}, its subject for {model.name!r}", param="model"
+            f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
+            "one, or none",
+            param="model",
         )
     prompt = encode_prompt(request, model, submission.received_wall_us)
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
@@ -76,6 +131,8 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         tokens=ints(prompt),
         include_stop=request.include_stop_str_in_output,
         include_usage=request.stream_options.include_usage,
+        handled_wall_us=submission.handled_wall_us,
+        parent_span=submission.parent_span,
     )
 
 
@@ -84,13 +141,16 @@ def encode_prompt(request: GenerateRequest, model: ServedModel, wall_us: int) ->
     Raises BadRequest."""
     vocabulary = model.vocabulary
     if request.messages is not None:
+        _check_chars("messages", sum(len(message.content) for message in request.messages), model)
         messages = [message.model_dump() for message in request.messages]
         ids = model.template.encode(messages, request.add_generation_prompt, wall_us)
     elif isinstance(request.prompt, str):
+        _check_chars("prompt", len(request.prompt), model)
         ids = [*vocabulary.prefix_ids, *vocabulary.encode(request.prompt, special=True)]
     else:
         ids = request.prompt or []
-        _check_ids("prompt", ids, vocabulary.size)
+        if len(ids) < model.max_context:
+            _check_ids("prompt", ids, vocabulary.size)
     if not ids:
         raise BadRequest("the prompt is empty", param="prompt")
     return ids
@@ -99,15 +159,26 @@ def encode_prompt(request: GenerateRequest, model: ServedModel, wall_us: int) ->
 def _max_tokens(request: GenerateRequest, prompt_tokens: int, max_context: int) -> int:
     room = max_context - prompt_tokens
     if room < 1:
-        raise BadRequest(
-            f"context_length_exceeded: the prompt has {prompt_tokens} tokens, the context of this model "
-            f"{max_context}, and the answer needs at least one; shorten the prompt",
-            param="messages" if request.messages is not None else "prompt",
-        )
+        param = "messages" if request.messages is not None else "prompt"
+        raise _too_long(param, f"{prompt_tokens} tokens", max_context)
     asked = request.max_completion_tokens or request.max_tokens
     if asked is None:
         asked = room if request.messages is not None else DEFAULT_COMPLETION_TOKENS
     return min(asked, room)
+
+
+def _check_chars(param: str, chars: int, model: ServedModel) -> None:
+    """Refuse a text that no tokenization makes short enough, without the seconds it would take."""
+    if chars > model.max_context * model.vocabulary.longest_token_bytes:
+        raise _too_long(param, f"{chars} characters", model.max_context)
+
+
+def _too_long(param: str, size: str, max_context: int) -> BadRequest:
+    return BadRequest(
+        f"context_length_exceeded: the prompt has {size}, the context of this model {max_context} tokens, "
+        "and the answer needs at least one; shorten the prompt",
+        param=param,
+    )
 
 
 def _sampling(request: GenerateRequest, vocabulary_size: int) -> Sampling:

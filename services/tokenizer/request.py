@@ -1,12 +1,15 @@
 """The public request: OpenAI's field names, and a few of our own. Pydantic's only place on the path.
 
-Fields that nobody here knows are ignored (clients of other servers send many); a wrong type or
-range is a 400 that names the field, and so is a known field whose wish cannot be met yet.
+A wrong type or range is a 400 that names the field, and so is a field that nobody here knows (a
+misspelt wish must not be dropped in silence) and a known one whose wish cannot be met yet. The limits
+here are listed in docs/limits.md.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from typing import Annotated, Any, Literal
 
 import msgpack
@@ -23,7 +26,15 @@ from pydantic import (
 from shared.errors import BadRequest
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
-MAX_STOPS, MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS = 16, 1024, 64, 20
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 64
+MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES = 1024, 64, 20, 4096
+MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, and an int on every wire
+MAX_ERROR_CHARS = 400  # an error rides in a header as well; what it quotes of a request may be long
+
+# Fields of other servers that change nothing here.
+_IGNORED = frozenset({"metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"})
+# JSON may escape half a character; most bodies hold none and are not looked at again.
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Known fields that are answered by 400, unless they ask for what happens anyway.
 _NOT_YET: dict[str, tuple[object, ...]] = {
@@ -42,7 +53,7 @@ _NOT_YET: dict[str, tuple[object, ...]] = {
 
 TokenKey = Annotated[int, Field(strict=False)]  # JSON has text keys only
 Bias = Annotated[float, Field(ge=-100, le=100)]
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class ChatMessage(BaseModel):
@@ -68,9 +79,10 @@ class ChatMessage(BaseModel):
 class StreamOptions(BaseModel):
     """`stream_options`."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = True
+    include_obfuscation: bool = False  # OpenAI's padding of frames: nothing is padded here
 
 
 class GenerateRequest(BaseModel):
@@ -79,7 +91,7 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     model: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     prompt: str | list[int] | None = None
     add_generation_prompt: bool = True
     max_tokens: int | None = Field(None, ge=1)
@@ -87,11 +99,11 @@ class GenerateRequest(BaseModel):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=MAX_TOP_K)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: list[StopString] = Field(default_factory=list, max_length=MAX_STOPS)
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -137,14 +149,30 @@ def read_body(body: bytes) -> dict[str, Any]:
             fields = json.loads(body)
         else:
             fields = msgpack.unpackb(body, strict_map_key=False)
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise BadRequest(
-            f"the body is neither a JSON object nor a msgpack map: {error}; send for example "
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise BadRequest(  # TypeError: a map key that cannot be one
+            f"the body is neither a JSON object nor a msgpack map: {error!s:.200}; send for example "
             '{"messages":[{"role":"user","content":"Hi"}]}'
         ) from error
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise BadRequest("the body must be a JSON object or a msgpack map with field names")
+    if _HALF.search(body):
+        _refuse_half_characters(fields)
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _refuse_half_characters(fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except RecursionError:
+            raise BadRequest(f"`{name:.40}` is nested too deeply; send a flat value", param=name) from None
+        except UnicodeEncodeError:
+            shown = name.encode("utf-8", "replace").decode()
+            raise BadRequest(
+                f"`{shown:.40}` holds a lone surrogate, one half of a UTF-16 pair: send whole characters",
+                param=shown[:40],
+            ) from None
 
 
 def _logprobs(fields: dict[str, Any]) -> int:
@@ -171,12 +199,15 @@ def read_request(fields: dict[str, Any]) -> GenerateRequest:
     for name, harmless in _NOT_YET.items():
         if name in fields and not any(_same(fields[name], value) for value in harmless):
             raise BadRequest(f"`{name}` is not supported yet; leave it out", param=name)
+    unknown = next((name for name in fields if name not in _KNOWN), None)
+    if unknown is not None:
+        raise _unknown(unknown)
     try:
         return GenerateRequest.model_validate({**fields, "logprobs": _logprobs(fields)})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        path = ".".join(str(step) for step in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
+        path = ".".join(str(step) for step in first["loc"])[:80]
+        message = first["msg"].removeprefix("Value error, ")[:MAX_ERROR_CHARS]
         if not path:
             raise BadRequest(message) from error
         raise BadRequest(f"`{path}`: {message}", param=str(first["loc"][0])) from error
@@ -188,3 +219,12 @@ def _is_text(part: object) -> bool:
 
 def _same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other
+
+
+_KNOWN = GenerateRequest.model_fields.keys() | _NOT_YET.keys() | _IGNORED | {"top_logprobs"}
+
+
+def _unknown(name: str) -> BadRequest:
+    near = difflib.get_close_matches(name[:40], sorted(_KNOWN), 1)
+    mend = f"did you mean `{near[0]}`?" if near else "leave it out"
+    return BadRequest(f"`{name:.40}` is not a field of a request; {mend}", param=name[:40])

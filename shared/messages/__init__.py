@@ -16,6 +16,7 @@ from shared.messages.liveness import Beat
 from shared.messages.requests import (
     Accepted,
     Cancel,
+    Chunk,
     Close,
     Decision,
     Detached,
@@ -76,6 +77,7 @@ __all__ = [
     "AuxMsg",
     "Beat",
     "Cancel",
+    "Chunk",
     "Close",
     "Decision",
     "Detached",

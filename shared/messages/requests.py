@@ -43,6 +43,19 @@ class Timings:
     decode_us: int = 0  # first token -> last token
     prefill_chunks: int = 0
     steps: int = 0
+    received_us: int = 0  # comes first: seen on the bus -> taken up by the tokenizer
+    live_us: int = 0  # arrival at the scheduler -> Close
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One prompt chunk of a sequence, for its trace: a row of a step."""
+
+    at_us: int  # the step's plan was sent, since arrival at the scheduler
+    took_us: int  # until its result was applied
+    tokens: int
+    step: int
+    executor: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +99,8 @@ class Tokenized:
     tokens: Ints = field(default_factory=ints)  # the prompt
     include_stop: bool = False
     include_usage: bool = True
+    handled_wall_us: int = 0  # the tokenizer took it up; before, it waited in its mailbox
+    parent_span: str = ""  # of the trace's root span, zeros = none; empty: nobody traces this request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +157,7 @@ class Open:
     include_usage: bool = True
     echo: bool = False  # the text starts with the prompt, which PromptTokens bring
     prompt_logprobs: bool = False
+    parent_span: str = ""  # as in Tokenized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,13 +220,19 @@ class Close:
     code: int = 0  # with reason "error": the public error code
     message: str = ""
     retry_after_ms: int = 0
+    executor: str = ""  # the last one that ran it; empty: never admitted
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """detokenizer -> scheduler: the last frame has gone out. `index` <= Close.final is the true
-    number of generated tokens; the record and the usage are final only now."""
+    number of generated tokens; the record and the usage are final only now. The choice that ends its
+    request brings the stamps of the reply."""
 
     seq: int
     index: int
     reason: str
+    first_wall_us: int = 0  # the first text was sent, or joined an answer that is not streamed
+    built_wall_us: int = 0  # the last frame was built
+    sent_wall_us: int = 0  # it has left the process

@@ -149,6 +149,7 @@ class StepResult:
     top_logprobs: Floats = field(default_factory=floats)
     error: str = ""  # the step failed as a whole: its sequences cannot go on here
     wait_us: int = 0  # device idle before this step, waiting for its plan
+    published_us: int = 0  # how long the result sent last took from the end of its step to its sending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

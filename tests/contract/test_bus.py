@@ -175,6 +175,17 @@ async def test_a_payload_over_the_limit_is_refused_by_name(connect: Connect, fle
     assert len((await inbox.wait_for(1))[0].data) == 8 * 1024 * 1024
 
 
+async def test_headers_count_for_the_limit(connect: Connect, fleet: str) -> None:
+    bus, inbox = await connect(), Inbox()
+    await bus.subscribe(fleet, inbox)
+    await bus.flush()
+    frame = len(b"NATS/1.0\r\nA: b\r\n\r\n")
+    with pytest.raises(PayloadTooLarge, match="8388609 bytes"):
+        bus.publish(fleet, bytes(bus.max_payload - frame + 1), headers={"A": "b"})
+    bus.publish(fleet, bytes(bus.max_payload - frame), headers={"A": "b"})  # the server still takes it
+    assert len((await inbox.wait_for(1))[0].data) == 8 * 1024 * 1024 - frame
+
+
 async def test_cancelled_subscriptions_are_silent_and_cancel_twice(connect: Connect, fleet: str) -> None:
     bus, first, second = await connect(), Inbox(), Inbox()
     subscription = await bus.subscribe(fleet, first)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.launcher import client as client_module
 from services.launcher.client import Client, ask_all
 from shared import subjects
 from shared.bus import Bus, Delivery, NoResponders
@@ -85,8 +86,9 @@ async def test_a_plain_request_gets_the_one_reply(connect: Connect, client: Clie
 
 
 async def test_a_hole_in_the_stream_is_an_error_and_cancels(
-    connect: Connect, client: Client, fleet: str
+    connect: Connect, client: Client, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(client_module, "HOLE_S", 0.05)
     service = await serve(connect, fleet, [frame(0, "accepted"), frame(1), frame(3)])
     frames = client.stream({"model": fleet, "request_id": "r"})
     assert [(await anext(frames))["frame"] for _ in range(2)] == [0, 1]
@@ -102,12 +104,20 @@ async def test_a_stream_may_start_over(connect: Connect, client: Client, fleet: 
     assert [f["frame"] async for f in client.stream({"model": fleet})] == [0, 1, 2, 0, 1, 2]
 
 
-async def test_a_late_frame_of_an_earlier_attempt_is_an_error(
+async def test_a_stream_that_starts_over_fills_its_hole(connect: Connect, client: Client, fleet: str) -> None:
+    again = [frame(0, "accepted", 2), frame(1, "delta", 2), frame(2, "done", 2)]
+    await serve(connect, fleet, [frame(0, "accepted"), frame(2), frame(3), frame(1), *again])
+    got = [(f["attempt"], f["frame"]) async for f in client.stream({"model": fleet})]
+    assert got == [(1, 0), (2, 0), (2, 1), (2, 2)]
+
+
+async def test_a_late_frame_of_an_earlier_attempt_is_ignored(
     connect: Connect, client: Client, fleet: str
 ) -> None:
-    await serve(connect, fleet, [frame(0, "accepted", 2), frame(1, "delta", 1)])
-    with pytest.raises(EngineError, match="is missing"):
-        _ = [f async for f in client.stream({"model": fleet})]
+    frames = [frame(0, "accepted", 2), frame(1, "delta", 1), frame(0, "accepted", 1), frame(1, "done", 2)]
+    await serve(connect, fleet, frames)
+    got = [(f["attempt"], f["frame"]) async for f in client.stream({"model": fleet})]
+    assert got == [(2, 0), (2, 1)]
 
 
 async def test_errors_come_back_typed(connect: Connect, client: Client, fleet: str) -> None:

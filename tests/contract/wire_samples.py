@@ -9,6 +9,7 @@ from shared.messages import (
     AuxMsg,
     Beat,
     Cancel,
+    Chunk,
     Close,
     Decision,
     Detached,
@@ -95,6 +96,8 @@ REQUESTS: tuple[Message, ...] = (
         tokens=ints([1, 2, 3]),
         include_stop=True,
         include_usage=False,
+        handled_wall_us=1_700_000_000_000_200,
+        parent_span="00f067aa0ba902b7",
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
@@ -123,6 +126,7 @@ REQUESTS: tuple[Message, ...] = (
         include_usage=False,
         echo=True,
         prompt_logprobs=True,
+        parent_span="00f067aa0ba902b7",
     ),
     Tokens(
         executor="e0",
@@ -162,6 +166,8 @@ REQUESTS: tuple[Message, ...] = (
             decode_us=70_000,
             prefill_chunks=2,
             steps=11,
+            received_us=40,
+            live_us=81_000,
         ),
         decisions=(
             Decision(at_us=1_000, what="admit", why="room", numbers=(("blocks", 4), ("free", 90))),
@@ -170,8 +176,20 @@ REQUESTS: tuple[Message, ...] = (
         code=408,
         message="deadline passed",
         retry_after_ms=100,
+        executor="e0",
+        chunks=(
+            Chunk(at_us=1_100, took_us=6_000, tokens=2, step=30, executor="e0"),
+            Chunk(at_us=1_200, took_us=8_800, tokens=1, step=31, executor="e0"),
+        ),
     ),
-    Ended(seq=70_000, index=8, reason="stop"),
+    Ended(
+        seq=70_000,
+        index=8,
+        reason="stop",
+        first_wall_us=1_700_000_000_012_000,
+        built_wall_us=1_700_000_000_083_000,
+        sent_wall_us=1_700_000_000_083_400,
+    ),
 )
 
 STEPS: tuple[Message, ...] = (
@@ -253,6 +271,7 @@ STEPS: tuple[Message, ...] = (
         top_logprobs=floats([-0.5]),
         error="device lost",
         wait_us=50,
+        published_us=350,
     ),
     Resend(first_seq=42),
     StreamReset(next_seq=57, lost=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import select
@@ -10,10 +12,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nats.aio.client import Client as Nats
+
+from loadtest import faults
 
 HEADRACE = (sys.executable, "-m", "services.launcher.cli")
 READY_S = 60  # far above what it takes: a guard against hanging, no measure
@@ -62,17 +69,11 @@ class Up:
 
     def children(self) -> list[int]:
         """Process ids of the services and the server."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        return faults.children(self.process.pid)
 
     def child(self, kind: str) -> int:
         """The process id of the only service of a kind."""
-
-        def is_it(pid: int) -> bool:
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            return "services.launcher.serve" in words and kind in words
-
-        (found,) = [pid for pid in self.children() if is_it(pid)]
+        (found,) = faults.pids_of(self.process.pid, kind)
         return found
 
     def stop(self, *signals: signal.Signals) -> int:
@@ -86,6 +87,36 @@ class Up:
 
 
 StartUp = Callable[..., Up]
+
+
+async def statuses(nc: Nats) -> dict[str, dict[str, Any]]:
+    """What each service of a fleet of one each says about itself, by kind."""
+    inbox = nc.new_inbox()
+    answers = await nc.subscribe(inbox)
+    await nc.publish("headrace.v1.status", b"", reply=inbox)
+    found = [json.loads((await answers.next_msg(30)).data) for _ in range(5)]
+    await answers.unsubscribe()
+    return {answer["kind"]: answer for answer in found}
+
+
+async def assert_all_free(nc: Nats) -> None:
+    """Requests, blocks, slots, sequences and inboxes are all free, at the latest after what is on its way
+    has arrived: asked again and again, and no longer than a fence could last."""
+    async with asyncio.timeout(30):
+        while _held(await statuses(nc)):
+            pass
+
+
+def _held(services: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    scheduler, executor = services["scheduler"], services["executor"]
+    counts = {name: scheduler[name] for name in ("requests", "waiting", "running", "closing")}
+    for name, engine in scheduler["executors"].items():
+        counts[f"blocks of {name}"] = engine["blocks"] - engine["free_blocks"]
+        counts[f"slots of {name}"] = engine["slots"] - engine["free_slots"]
+        counts |= {f"{held} of {name}": engine[held] for held in ("reserved_blocks", "fenced_blocks")}
+    counts |= {"open slots": executor["open_slots"], "pending": services["tokenizer"]["pending"]}
+    counts |= {name: services["detokenizer"][name] for name in ("sequences", "requests")}
+    return {name: count for name, count in counts.items() if count}
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -139,9 +170,18 @@ def start_up(tmp_path: Path) -> Iterator[StartUp]:
     _end(running)
 
 
+@contextmanager
+def running_up(folder: Path, *args: str, **env: str) -> Iterator[Up]:
+    """A server for the length of a block."""
+    running: list[Up] = []
+    try:
+        yield _starter(folder, running)(*args, **env)
+    finally:
+        _end(running)
+
+
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """One server for the tests of a file."""
-    running: list[Up] = []
-    yield _starter(tmp_path_factory.mktemp("up"), running)()
-    _end(running)
+    with running_up(tmp_path_factory.mktemp("up")) as up:
+        yield up

@@ -154,8 +154,13 @@ async def test_a_plain_request_and_its_trace(world: World, scheduler: HandSchedu
     ((asked, trace),) = scheduler.tokenized
     assert (asked.tenant, asked.request, trace) == ("acme", "r9", TRACE)
     assert asked.sent_wall_us >= asked.received_wall_us > 0
-    await world.broker.settle()
-    assert scheduler.got[1:] == [Ended(seq=1, index=len(asked.tokens), reason="length")]
+    async with asyncio.timeout(10):
+        while len(scheduler.got) < 2:  # the last frame leaves before it is told
+            await asyncio.sleep(0)
+    (ended,) = scheduler.got[1:]
+    assert isinstance(ended, Ended)
+    assert (ended.seq, ended.index, ended.reason) == (1, len(asked.tokens), "length")
+    assert 0 < ended.first_wall_us <= ended.built_wall_us <= ended.sent_wall_us
 
 
 async def test_a_stream(world: World, scheduler: HandScheduler) -> None:
@@ -185,13 +190,16 @@ async def test_unknown_models_and_no_scheduler(world: World) -> None:
     await world.run(tokenizer.build(world.settings), "t1")
     reply = await world.ask(subjects.generate("public", "gpt-9"), CHAT)
     error = json.loads(reply.data)["error"]
-    assert (error["code"], error["message"]) == (404, "no service serves model 'gpt-9'; there is tiny")
+    assert (error["code"], error["message"]) == (
+        404,
+        "no service serves model 'gpt-9'; ask for one of: tiny",
+    )
     reply = await world.ask(subjects.generate("public", "tiny"), CHAT)
     assert json.loads(reply.data)["error"]["code"] == 503
-    reply = await world.ask("headrace.v1.generate.public.=Z", CHAT)
-    assert json.loads(reply.data)["error"]["code"] == 404
-    reply = await world.ask("headrace.v1.generate.=ZZ.tiny", CHAT)
-    assert json.loads(reply.data)["error"]["code"] == 404
+    for damaged in ("public.=Z", "=ZZ.tiny", f"{'a' * 129}.tiny", f"public.{'a' * 129}"):
+        reply = await world.ask(f"headrace.v1.generate.{damaged}", CHAT)
+        error = json.loads(reply.data)["error"]
+        assert (error["code"], error["param"]) == (400, "subject")
 
 
 async def test_a_cancel_that_reaches_the_tokenizer_first(world: World) -> None:
@@ -282,7 +290,7 @@ async def test_a_bug_met_by_a_request_is_its_500(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("services.tokenizer.core.prepare", broken)
+    monkeypatch.setattr("services.tokenizer.prepare.prepare", broken)
     error = json.loads((await world.ask(subjects.generate("public", "tiny"), CHAT)).data)["error"]
     assert (error["code"], error["message"]) == (
         500,

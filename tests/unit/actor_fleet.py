@@ -58,6 +58,9 @@ class Recorder(Actor):
     def on_stream_lost(self, source: str) -> None:
         self._note("lost", source)
 
+    def on_broker(self, online: bool) -> None:
+        self._note("broker", str(online))
+
     def facts(self) -> Facts:
         self._note("facts", "")
         return Facts(model="m", load=(("rows", 3),))

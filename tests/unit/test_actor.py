@@ -248,6 +248,35 @@ async def test_who_was_stopped_itself_takes_nobody_for_dead(fleet: Fleet) -> Non
     assert actor.of("gone") == []
 
 
+async def test_who_hears_not_even_itself_takes_nobody_for_dead(fleet: Fleet) -> None:
+    actor = Recorder()
+    runtime = await fleet.started(actor)
+    await fleet.started(Recorder("scheduler"), "s")
+    fleet.broker.drop("hr.f.beat.>", times=10)
+    for _ in range(10):
+        fleet.clock.advance(INTERVAL_US)
+        runtime.upkeep()
+        runtime.beat()
+        await fleet.broker.settle()
+    assert actor.of("gone") == []
+    for _ in range(5):
+        fleet.clock.advance(INTERVAL_US)
+        runtime.beat()
+        await fleet.broker.settle()
+        runtime.upkeep()
+    assert actor.of("gone") == ["scheduler.s"]
+
+
+async def test_an_actor_is_told_when_the_broker_is_cut_off_and_back(fleet: Fleet) -> None:
+    actor = Recorder()
+    runtime = await fleet.started(actor)
+    assert isinstance(runtime.bus, MemoryBus)
+    runtime.bus.report(BusFault("disconnected", "cut"))
+    runtime.bus.report(BusFault("reconnected", "back"))
+    runtime.bus.report(BusFault("slow_consumer", "no news of the broker"))
+    assert actor.of("broker") == ["False", "True"]
+
+
 async def test_beats_and_upkeep_go_on_by_themselves(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = fleet.runtime(actor)

@@ -109,12 +109,12 @@ def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
         b'"usage":{"prompt_tokens":4,"completion_tokens":5,"total_tokens":9,'
         b'"prompt_tokens_details":{"cached_tokens":3}}}',
     ]
-    assert [c.number for c in published] == [1, 1, 1, 0]
+    assert [c.number for c in published] == [1, 1, 1, 1]
     assert [dict(c.headers) for c in published[:3]] == [{}, {}, {}]
     assert published[3].headers == {"Headrace-End": "1", "traceparent": TRACE}
     assert told(out) == [Ended(seq=7, index=5, reason="length")]
     assert core.idle
-    assert core.load() == {"sequences": 0, "requests": 0, "frames": 4, "tokens": 5}
+    assert core.load() == {"sequences": 0, "requests": 0, "unsure": 0, "frames": 4, "tokens": 5}
 
 
 def test_a_plain_chat_is_one_reply(core: DetokenizerCore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -111,7 +112,7 @@ async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet
     actor, hand, hello = await welcomed(fleet)
     epoch = hello.exec_epoch
     second = plan(epoch, 2, start=2, count=1)
-    hand.say(opened(), plan(epoch - 1, 1), plan(epoch, 1), plan(epoch, 1), plan(epoch, 3), second)
+    hand.say(opened(), plan(epoch - 1, 1), plan(epoch, 1), plan(epoch, 1), second)
     await hand.until(StepResult, 2)
     hand.say(SlotClose(slot=0, generation=1, last_step=2), opened(5), plan(epoch, 3, slot=5))
     await hand.until(StepResult, 3)
@@ -120,6 +121,19 @@ async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet
     assert results[0].ids == results[2].ids != results[1].ids
     assert (actor.status()["steps"], actor.status()["open_slots"]) == (3, 1)
     assert actor.facts().load == (("steps", 3), ("slots", 1))
+
+
+async def test_a_plan_that_skips_a_step_makes_a_new_incarnation(fleet: Fleet) -> None:
+    """The scheduler would wait for the steps between for ever."""
+    _, hand, hello = await welcomed(fleet)
+    hand.say(opened(), plan(hello.exec_epoch, 1), plan(hello.exec_epoch, 3, start=2, count=1))
+    assert (await hand.until(ExecHello, 2)).exec_epoch > hello.exec_epoch
+
+
+async def test_a_welcome_of_an_earlier_incarnation_changes_nothing(fleet: Fleet) -> None:
+    _, hand, hello = await welcomed(fleet)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch - 1), opened(), plan(hello.exec_epoch, 1))
+    assert (await hand.until(StepResult)).error == ""
 
 
 async def test_a_reset_is_a_new_incarnation_with_empty_slots(fleet: Fleet) -> None:
@@ -202,7 +216,7 @@ async def test_a_failed_step_is_reported_and_counted(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
     hand.say(plan(hello.exec_epoch, 1, slot=9))  # never opened
     result = await hand.until(StepResult)
-    assert result.error.startswith("KeyError")
+    assert result.error == "EngineError: the plan names slot 9, which is not open"
     assert list(result.ids) == [-1]
     assert actor.status()["failed_steps"] == 1
 
@@ -264,3 +278,15 @@ async def test_build_makes_the_simulated_engine_from_the_settings(monkeypatch: p
     settings = Settings(host_id="h9")
     assert module.build(settings)._host_id == "h9"
     assert made["settings"] is settings
+
+
+async def test_the_next_result_tells_how_long_publishing_the_last_one_took(fleet: Fleet) -> None:
+    late_us = 350
+    actor, hand, hello = await welcomed(fleet)
+    hand.say(opened(), plan(hello.exec_epoch, 1))
+    first = await hand.until(StepResult)
+    assert first.published_us == 0
+    actor._on_result(dataclasses.replace(first, end_wall_us=fleet.clock.wall_us() - late_us))
+    hand.say(plan(hello.exec_epoch, 2, start=2, count=1))
+    await hand.until(StepResult, 3)
+    assert [r.published_us for r in hand.of(StepResult)] == [0, 0, late_us]  # the first came twice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -13,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from services.launcher import broker, run_file
 from services.launcher import nats_server as servers
-from services.launcher import run_file
 from services.launcher.connect import find_target
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.run_file import RunFile
 from services.launcher.serve import KINDS, builder
 from shared.config import PREFIX, load
 from shared.errors import SetupError
+from shared.nats_bus import NatsBus
 
 
 @pytest.fixture
@@ -65,6 +67,50 @@ def test_jetstream_has_the_limits_it_was_given() -> None:
     server.stop()
     assert server.process.returncode == 0
     assert not Path(server.folder.name).exists()
+
+
+async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker, "BACKOFF_FIRST_S", 0.01)
+    server, told = servers.start(), list[str]()
+    before, url, monitoring = server.process, server.url, server.monitoring_url
+    keeping = asyncio.create_task(broker.keep_running(server, told.append))
+    bus = await NatsBus.connect(url, timeout_s=5)
+    back = asyncio.Event()
+    bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
+    before.kill()
+    await asyncio.wait_for(back.wait(), 20)
+    assert (server.url, server.monitoring_url) == (url, monitoring)
+    assert server.process.pid != before.pid
+    assert told == ["nats-server was ended by SIGKILL; starts again in 0.01 s"]
+    await bus.drain()
+    keeping.cancel()
+    server.stop()
+
+
+async def test_a_server_that_cannot_be_started_again_is_told_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(broker, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(broker, "BACKOFF_LAST_S", 0.02)
+    server, told, tried = servers.start(), list[str](), asyncio.Event()
+
+    def restart() -> None:
+        if len(told) > 4:
+            tried.set()
+        raise SetupError("the port is taken")
+
+    monkeypatch.setattr(servers.NatsServer, "restart", lambda _: restart())
+    keeping = asyncio.create_task(broker.keep_running(server, told.append))
+    server.process.kill()
+    await asyncio.wait_for(tried.wait(), 20)
+    keeping.cancel()
+    server.stop()
+    assert told[:4] == [
+        "nats-server was ended by SIGKILL; starts again in 0.01 s",
+        "nats-server: the port is taken",
+        "nats-server was ended by SIGKILL; starts again in 0.02 s",
+        "nats-server: the port is taken",
+    ]
 
 
 def test_a_taken_port_is_told() -> None:

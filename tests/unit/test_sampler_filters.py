@@ -60,6 +60,31 @@ def test_ties_stay_or_go_together() -> None:
     assert kept.tolist() == [[2.0, 1.0, 1.0, -torch.inf]]
 
 
+def kept_by_definition(logits: torch.Tensor, top_p: float) -> list[bool]:
+    """A token stays while the tokens likelier than it have less than `top_p` of the mass."""
+    mass = np.exp(logits.numpy().astype(np.float64) - float(logits.max()))
+    mass /= mass.sum()
+    return [bool(mass[(logits > each).numpy()].sum() < np.float32(top_p)) for each in logits]
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.62, 0.9, 0.999])
+def test_top_p_by_bins_is_top_p_by_definition(top_p: float) -> None:
+    spread = torch.randn(400, generator=torch.Generator().manual_seed(3)) * 2
+    rows = {
+        "all equal": torch.zeros(400),
+        "ties": (spread * 4).round() / 4,
+        "within one bin": spread * 1e-4,
+        "far below the bins": torch.cat((spread[:3], spread[3:] - 60)),
+        "banned": spread.masked_fill(torch.arange(400) % 3 == 0, -torch.inf),
+    }
+    logits = torch.stack(list(rows.values()))
+    off = torch.zeros(len(rows))
+    kept = keep_likely(logits, off.long(), torch.full((len(rows),), top_p), off)
+    for (name, row), found in zip(rows.items(), kept, strict=True):
+        wanted = torch.tensor(kept_by_definition(row, top_p)) & (row > -torch.inf)
+        assert torch.equal(found > -torch.inf, wanted), name
+
+
 def test_min_p_alone_is_relative_to_the_likeliest() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.06, 0.04]]).log()
     kept = keep_likely(logits, torch.tensor([0]), torch.tensor([1.0]), torch.tensor([0.1]))

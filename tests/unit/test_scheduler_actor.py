@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from actor_fleet import Fleet, Hand, watched_fleet
@@ -101,16 +102,25 @@ async def test_a_cancel_on_the_public_subject_stops_a_request(house: House) -> N
 
 
 async def test_the_trace_of_a_request_before_during_and_after(house: House) -> None:
-    async def ask() -> dict[str, object]:
+    async def ask() -> dict[str, Any]:
         return await house.fleet.ask(subjects.trace("r"))
 
+    def stages(trace: dict[str, Any]) -> list[str]:
+        return [span["name"] for span in trace["spans"][1:]]
+
     assert await ask() == {"request_id": "r", "state": "unknown"}
-    await house.ask("r")
-    assert await ask() == {"request_id": "r", "state": "live", "phases": ["running"]}
+    await house.ask("r", received_wall_us=1_000)
+    running = await ask()
+    assert (running["state"], running["choices"][0]["reason"]) == ("running", "running")
+    until_now = ["received", "tokenize", "transit", "queue", "prefill", "prefill chunk 1"]
+    assert stages(running) == until_now
     await house.step()
     await house.end()
-    (choice,) = (await ask())["choices"]  # type: ignore[misc]  # JSON
-    assert (choice["final"], choice["reason"], choice["decisions"][0]["what"]) == (1, "length", "admit")
+    ended = await ask()
+    (choice,) = ended["choices"]
+    assert (ended["state"], choice["tokens"], choice["reason"]) == ("ended", 1, "length")
+    assert stages(ended) == [*until_now, "decode"]  # this detokenizer says nothing of its own stages
+    assert [event["name"] for event in ended["spans"][0]["events"]] == ["admit"]
     house.fleet.outside.publish(subjects.trace("r"), b"")  # nobody to answer
     assert (await house.fleet.ask("headrace.v1.trace.=ZZ"))["state"] == "unknown"
 

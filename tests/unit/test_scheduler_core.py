@@ -236,7 +236,7 @@ def test_the_record_waits_for_ended_and_closes_without_it() -> None:
     assert [s.request.asked.request for s in world.scheduler.state.sequences.values()] == ["b"]
     trace = world.scheduler.state.recent.find("a")
     assert trace is not None
-    assert (trace.choices[0]["final"], trace.choices[0]["reason"]) == (2, "stop")
+    assert (trace.facts.choices[0].tokens, trace.facts.choices[0].reason) == (2, "stop")
     world.tick(4_900_000)
     assert not world.scheduler.idle
     world.tick(200_000)

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from paged_engine import STOP_ID, expected_tokens
 from scheduler_world import World
 
-from services.scheduler.events import Arrived, PeerLost, PeerReady, StreamLost
-from services.scheduler.state import Limits
+from services.scheduler import intake
+from services.scheduler.events import Arrived, PeerDraining, PeerLost, PeerReady, StreamLost, Ticked
+from services.scheduler.intake import REFUSED_US
+from services.scheduler.state import NEVER_US, Limits
 from shared.blocks import choice_seed
 from shared.messages import Cancel, Detached, Ended, StepResult, StopFound, Tokens, floats, ints
 
@@ -53,6 +55,61 @@ def test_what_only_a_lost_executor_could_hold_holds_up_nobody() -> None:
     world.run()
     world.assert_answers("large")
     world.assert_idle()
+
+
+def test_a_draining_executor_finishes_what_it_has_and_gets_nothing_new() -> None:
+    world = World()
+    world.add_engine("e1")
+    world.ask("old", [5, 6], 9)
+    world.handle(PeerDraining("executor", "e1"))
+    world.handle(PeerDraining("executor", "unknown"))
+    world.ask("refused", [5, 7], 3)
+    assert [r.code for r in world.rejected] == [503]
+    world.add_engine("e2")
+    world.ask("new", [5, 8], 9)
+    assert [s.request.asked.request for s in world.scheduler.state.executors["e1"].running] == ["old"]
+    assert [s.request.asked.request for s in world.scheduler.state.executors["e2"].running] == ["new"]
+    world.run()
+    world.assert_answers("old")
+    world.assert_answers("new")
+    world.assert_idle()
+
+
+def test_a_resend_of_what_was_refused_is_refused_again() -> None:
+    world = World()
+    world.ask("a", [5, 6], 3, received_wall_us=7)
+    world.add_engine()
+    again = Arrived("tokenizer.t1", world.asked["a"])
+    world.handle(again)
+    assert [(r.code, r.request) for r in world.rejected] == [(503, "a")] * 2
+    world.ask("a", [5, 6], 3, received_wall_us=8)  # the client itself asks again
+    world.run()
+    world.assert_answers("a")
+    world.ask("bad", [5] * 99, 3)
+    world.tick(REFUSED_US)
+    world.handle(Ticked())
+    assert world.scheduler.state.refused == {}
+    assert world.scheduler.state.due_us == NEVER_US
+
+
+def test_only_the_latest_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MAX_REFUSED", 2)
+    world = World()
+    for name in ("a", "b", "c"):
+        world.ask(name, [5], 3)
+    assert [key[1] for key in world.scheduler.state.refused] == ["b", "c"]
+
+
+def test_the_one_that_reads_a_sequence_alone_can_detach_it() -> None:
+    world = World(shards=("d1", "d2"))
+    world.add_engine()
+    world.ask("a", [5, 6], 9)
+    (reader,) = world.readers_of("a")
+    owner = world.scheduler.state.requests["public", "a"].shard
+    other = "d2" if owner == "d1" else "d1"
+    world.handle(Arrived(f"detokenizer.{other}", Detached(seqs=ints([reader.opened.seq]))))
+    world.run()
+    world.assert_answers("a")
 
 
 def test_the_order_holds_on_executors_that_could_hold_the_first() -> None:

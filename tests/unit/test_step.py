@@ -93,9 +93,9 @@ def test_work_is_done_in_order_and_the_thread_ends_after_it() -> None:
 def test_a_result_carries_its_times() -> None:
     clock = FakeClock()
     start_us = clock.wall_us()
-    result = run_step(Scripted(clock), plan(1), clock, wait_us=7)
+    result = run_step(Scripted(clock), plan(1), clock, wait_us=7, published_us=9)
     assert (result.start_wall_us, result.end_wall_us) == (start_us, start_us + 110)
-    assert (result.forward_us, result.sample_us, result.wait_us) == (100, 10, 7)
+    assert (result.forward_us, result.sample_us, result.wait_us, result.published_us) == (100, 10, 7, 9)
     assert (result.bucket_padding_rows, result.error) == (3, "")
 
 

@@ -75,3 +75,29 @@ def test_an_actor_named_after_a_host_stays_one_token() -> None:
     assert mailbox == "hr.f.kv_offload.node1=2Eexample=2Ecom.in.Beat"
     assert subjects.mailbox_all("f", "kv_offload", host).count(".") == 5
     assert subjects.beat("f", "kv_offload", host).count(".") == subjects.beat_all("f").count(".")
+
+
+@pytest.mark.parametrize(
+    "subject",
+    ["_INBOX.abc.1", "_INBOX.a", "my.app.answers", "hrx.a", "headracer", "r", "a" * 512, "ünï.cödé"],
+)
+def test_a_reply_subject(subject: str) -> None:
+    assert subjects.is_inbox(subject)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "", "hr.default.scheduler.s1.in.Tokenized", "hr.beat_ask", "headrace.v1.generate.public.m",
+        "_R.d1.5", "$JS.API.STREAM.DELETE.x", "$SYS.REQ", "a.*", ">", "a..b", ".a", "a.", "a b", "a\r\nPUB x",
+        "a\x00", "a" * 513,
+    ],
+)  # fmt: skip
+def test_no_answer_goes_to_a_subject_of_ours_or_to_none(subject: str) -> None:
+    assert not subjects.is_inbox(subject)
+
+
+def test_a_long_name_is_no_name() -> None:
+    assert subjects.name_at(f"headrace.v1.cancel.t.{'a' * 128}", 4) == "a" * 128
+    with pytest.raises(ValueError, match="at most 128"):
+        subjects.name_at(f"headrace.v1.cancel.t.{'a' * 129}", 4)

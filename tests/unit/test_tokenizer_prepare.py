@@ -15,7 +15,7 @@ from text_models import CONTROLS, TEMPLATE, write_bpe_gguf
 
 from services.tokenizer.asking import tokenize_body
 from services.tokenizer.chat import ChatTemplate
-from services.tokenizer.prepare import ServedModel, Submission, prepare
+from services.tokenizer.prepare import ServedModel, Submission, prepare, request_id_of
 from services.tokenizer.request import read_body
 from shared.errors import BadRequest, SetupError
 from shared.gguf_vocab import gguf_parts
@@ -81,7 +81,7 @@ def test_every_field(model: ServedModel) -> None:
             "request_id": "job:1.a_b-c",
             "timeout_s": 1.5, "slo_class": "batch", "finish_detached": True, "ignore_eos": True,
             "include_stop_str_in_output": True, "tools": [], "response_format": {"type": "text"},
-            "logprobs": False, "something_new": {"x": 1}, "top_logprobs": None,
+            "logprobs": False, "metadata": {"x": 1}, "top_logprobs": None,
         },
     )  # fmt: skip
     assert got == Tokenized(
@@ -193,6 +193,36 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({**CHAT, "logprobs": 2}, "logprobs", "`logprobs`: true or false is expected"),
     ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "needs `logprobs` to be true"),
+    ({"prompt": "x", "max_token": 5}, "max_token", "not a field of a request; did you mean `max_tokens`"),
+    ({"prompt": "x", "zzzzzz": 5}, "zzzzzz", "not a field of a request; leave it out"),
+    ({"prompt": "x", "q" * 10**6: 5}, "q" * 40, f"`{'q' * 40}` is not a field"),
+    ({"prompt": "x", "stream_options": {"usage": True}}, "stream_options", r"`stream_options\.usage`: Extra"),
+    ({"prompt": "x", "top_k": 2**31}, "top_k", "less than or equal to 2147483647"),
+    ({"prompt": "x", "top_k": 10**400}, "top_k", "less than or equal to 2147483647"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+    ({"prompt": "x", "max_tokens": float("inf")}, "max_tokens", "valid integer"),
+    ({"prompt": "x", "temperature": -0.1}, "temperature", "greater than or equal to 0"),
+    ({"prompt": "x", "temperature": float("-inf")}, "temperature", "finite"),
+    ({"prompt": "x", "temperature": True}, "temperature", "valid number"),
+    ({"prompt": "x", "n": 65}, "n", "less than or equal to 64"),
+    ({"prompt": "x", "seed": -(2**63) - 1}, "seed", "`seed`"),
+    ({"prompt": "x", "timeout_s": -1}, "timeout_s", "greater than 0"),
+    ({"prompt": "x", "timeout_s": float("inf")}, "timeout_s", "finite"),
+    ({"prompt": "x", "timeout_s": 86_401}, "timeout_s", "less than or equal to 86400"),
+    ({"prompt": "x", "stop": [f"s{i}" for i in range(10_000)]}, "stop", "at most 16 items"),
+    ({"prompt": "x", "stop_token_ids": list(range(65))}, "stop_token_ids", "at most 64"),
+    ({"prompt": "x", "logit_bias": {"5": float("nan")}}, "logit_bias", "finite"),
+    ({"prompt": "x", "logit_bias": {"k" * 10**6: 1}}, "logit_bias", "valid integer"),
+    ({"prompt": "x", "request_id": "a*b"}, "request_id", "`request_id`"),
+    ({"prompt": "x", "request_id": "a\n"}, "request_id", "`request_id`"),
+    ({"prompt": "x", "request_id": 7}, "request_id", "`request_id`"),
+    ({"prompt": "x", "model": 7}, "model", "`model`"),
+    ({"prompt": "x" * 100_000}, "prompt", "context_length_exceeded: the prompt has 100000 characters"),
+    ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages", "has 100000 characters"),
+    ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages", "at most 4096"),
+    ({"messages": {"role": "user", "content": "x"}}, "messages", "valid list"),
+    ({"messages": ["x"]}, "messages", r"`messages\.0`"),
+    ({"messages": [{"role": "r" * 33, "content": "x"}]}, "messages", r"`messages\.0\.role`"),
 ]  # fmt: skip
 
 
@@ -215,11 +245,50 @@ def test_refusals(model: ServedModel, body: dict[str, Any], param: str | None, t
         msgpack.packb([1]),
         msgpack.packb({1: 2}),
         b'{"a":' * 5000,
+        b'{"a": "\xff"}',
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": 1',
+        b'{"a": 1} trailing',
+        b'\xef\xbb\xbf{"prompt": "x"}',
+        b"\x81\x90\x01",  # a map whose key is a list
+        b"\x81\xa1\xff\x01",  # not UTF-8
+        b"\xdf\xff\xff\xff\xff",  # a map of 4 G entries
+        b"\x91" * 100_000,
+        b"\xd6\xff\x00\x00\x00\x00",
     ],
 )
 def test_bodies_that_are_no_request(data: bytes) -> None:
     with pytest.raises(BadRequest, match="JSON object"):
         read_body(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        (rb'{"prompt": "a\ud800b"}', "prompt"),
+        (rb'{"messages": [{"role": "user", "content": "x", "name": "\udfff"}]}', "messages"),
+        (rb'{"prompt": "x", "a\udc00": 1}', "a?"),
+        (rb'{"prompt": "x", "stop": ["\uDBFF"]}', "stop"),
+    ],
+)
+def test_a_lone_surrogate_is_named(data: bytes, param: str) -> None:
+    with pytest.raises(BadRequest, match=r"lone surrogate.*: send whole characters") as caught:
+        read_body(data)
+    assert caught.value.param == param
+
+
+def test_a_pair_of_surrogates_is_a_character() -> None:
+    assert read_body(rb'{"prompt": "\ud83c\udf89"}') == {"prompt": "🎉"}
+
+
+def test_a_doubled_field_has_its_last_value() -> None:
+    assert read_body(b'{"n": 1, "n": 2}') == {"n": 2}
+
+
+def test_what_cannot_be_an_id_is_not_repeated() -> None:
+    for asked in ("a" * 10**6, "a b", "", "\ud800", 5, None, ["a"], "a\n"):
+        assert request_id_of({"request_id": asked}, "fresh") == "fresh"
+    assert request_id_of({"request_id": "job:1"}, "fresh") == "job:1"
 
 
 @given(st.binary(max_size=60))

@@ -1,0 +1,46 @@
+"""Faults done to the processes of a running `headrace up`: by name, from the process table."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+
+def pids_of(up_pid: int, kind: str) -> list[int]:
+    """The processes of one kind, or `nats-server`, among the children of `headrace up`, oldest first."""
+    found = []
+    for pid in children(up_pid):
+        words = _words(pid)
+        service = "services.launcher.serve" in words and kind in words
+        if service or (words and words[0].endswith(kind)):
+            found.append(pid)
+    return sorted(found)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of a process."""
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+
+def kill(pid: int) -> None:
+    """SIGKILL: the process has no time for anything."""
+    os.kill(pid, signal.SIGKILL)
+
+
+async def stop(pid: int, seconds: float) -> None:
+    """SIGSTOP, as of a machine that swaps or is suspended, and SIGCONT after `seconds`."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []

@@ -1,0 +1,67 @@
+"""What a fleet still holds when nothing runs, as `headrace status` would show it. For tests and the soak."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.launcher.client import ask_all
+from shared import subjects
+from shared.bus import Bus, NoResponders
+
+Status = dict[str, Any]
+
+# By kind: counters that are 0 when nothing runs.
+MUST_BE_ZERO = {
+    "tokenizer": ("pending",),
+    "scheduler": ("requests", "waiting", "running", "closing"),
+    "executor": ("open_slots", "queued"),
+    "detokenizer": ("sequences", "requests", "unsure"),
+}
+MUST_BE_EQUAL = (("free_blocks", "blocks"), ("free_slots", "slots"))
+MUST_BE_ZERO_OF_ENGINE = ("reserved_blocks", "fenced_blocks", "in_flight", "running")
+
+
+def leaks(status: Sequence[Status], expected: Mapping[str, int]) -> list[str]:
+    """What is missing (`expected` services by kind) or not free; empty when all is well."""
+    there = Counter(s["kind"] for s in status if s["state"] == "ready")
+    held = [
+        f"{kind}: {there[kind]} of {count} ready" for kind, count in expected.items() if there[kind] != count
+    ]
+    for service in status:
+        name = f"{service['kind']}.{service['id']}"
+        counters = MUST_BE_ZERO.get(service["kind"], ())
+        held += [f"{name}: {counter} {service[counter]}" for counter in counters if service.get(counter)]
+        if service["kind"] == "scheduler":
+            held += _of_scheduler(name, service, expected)
+    return held
+
+
+def _of_scheduler(name: str, service: Status, expected: Mapping[str, int]) -> list[str]:
+    engines, shards = service.get("executors", {}), service.get("detokenizers", [])
+    held = [] if len(engines) == expected["executor"] else [f"{name}: knows {len(engines)} executors"]
+    held += [] if len(shards) == expected["detokenizer"] else [f"{name}: knows {len(shards)} detokenizers"]
+    for engine_name, engine in engines.items():
+        held += [
+            f"{name}: {engine_name}: {a} {engine[a]}" for a, b in MUST_BE_EQUAL if engine[a] != engine[b]
+        ]
+        held += [f"{name}: {engine_name}: {n} {engine[n]}" for n in MUST_BE_ZERO_OF_ENGINE if engine[n]]
+    return held
+
+
+async def settle(bus: Bus, expected: Mapping[str, int], timeout_s: float) -> list[Status]:
+    """Wait until everybody is there and nothing is held; the status then. Raises AssertionError with
+    what is still held after `timeout_s`."""
+    held: list[str] = ["no answer"]
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while loop.time() < deadline:
+        try:
+            status = await ask_all(bus, subjects.STATUS, 0.3)
+        except NoResponders:
+            continue
+        if not (held := leaks(status, expected)):
+            return status
+    raise AssertionError(f"after {timeout_s:g} s: {held}")

@@ -1,0 +1,112 @@
+"""The answer to `headrace.v1.trace.<request>`: the spans of a request that runs or has ended, and the
+steps of its time. Works without OpenTelemetry, from what the scheduler has kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.scheduler.records import Request, close_of
+from services.scheduler.state import State
+from services.scheduler.steps import StepRecord
+from shared import telemetry
+from shared.errors import from_code
+from shared.request_spans import Choice, RequestFacts, request_spans
+from shared.spans import to_body
+
+MAX_STEPS = 2_000  # in one answer, the newest: about 200 kB, below the payload limit of any server
+COLUMNS = (
+    "step", "planned_us", "start_us", "end_us", "result_us", "forward_us", "sample_us", "wait_us", "rows",
+    "tokens", "prefill_tokens", "micro_batch",
+)  # fmt: skip
+
+
+def facts_of(request: Request, now_us: int) -> RequestFacts:
+    """What the spans of a request are made of; of a running one, as if it ended now."""
+    asked = request.asked
+    choices = []
+    for s in request.sequences:
+        close = s.close or close_of(s, now_us, s.generated, "")
+        tokens = s.final if s.close else s.generated
+        choices.append(Choice(index=s.choice, tokens=tokens, reason=s.reason or s.phase.value, close=close))
+    failed = next((c.close for c in choices if c.close.code), None)
+    return RequestFacts(
+        request=asked.request,
+        tenant=asked.tenant,
+        model=asked.model,
+        format=asked.format,
+        inbox=asked.inbox,
+        received_wall_us=asked.received_wall_us,
+        detokenizer=f"detokenizer.{request.shard}" if request.shard else "",
+        choices=tuple(choices),
+        reply=request.reply,
+        error=from_code(failed.code, failed.message, failed.retry_after_ms) if failed else None,
+    )
+
+
+def answer(state: State, request: str, wall_offset_us: int, *, steps: bool = False) -> dict[str, Any]:
+    """The trace of a request, of any tenant; with `steps`, also those of its executors in its time.
+    `wall_offset_us` is the wall clock less the scheduler's monotonic one."""
+    live = next((r for key, r in state.requests.items() if key[1] == request), None)
+    ended = None if live is not None else state.recent.find(request)
+    if live is not None:
+        facts, trace = facts_of(live, state.now_us), live.trace
+    elif ended is not None:
+        facts, trace = ended.facts, ended.trace
+    else:
+        return {"request_id": request, "state": "unknown"}
+    spans = request_spans(facts)
+    body: dict[str, Any] = {
+        "request_id": request,
+        "state": "ended" if live is None else "running",
+        "tenant": facts.tenant,
+        "model": facts.model,
+        "trace_id": telemetry.trace_id(trace),
+        "detokenizer": facts.detokenizer,
+        "choices": [_choice(c) for c in facts.choices],
+        "spans": to_body(spans),
+    }
+    if steps:
+        within_us = (spans[0].start_us - wall_offset_us, spans[0].end_us - wall_offset_us)
+        executors = {chunk.executor for c in facts.choices for chunk in c.close.chunks}
+        found = state.steps.between(executors, *within_us)[-MAX_STEPS:]
+        body["window"] = state.limits.window
+        body["steps"] = {
+            name: _columns([r for r in found if r.executor == name], wall_offset_us)
+            for name in sorted(executors)
+        }
+    return body
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    usage = choice.close.usage
+    return {
+        "choice": choice.index,
+        "reason": choice.reason,
+        "tokens": choice.tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "executor": choice.close.executor,
+        "error": choice.close.message,
+    }
+
+
+def _columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[int]]:
+    """Column by column; times are wall clock."""
+    rows = [
+        (
+            r.step,
+            r.planned_us + wall_offset_us,
+            r.start_wall_us,
+            r.end_wall_us,
+            r.result_us + wall_offset_us,
+            r.forward_us,
+            r.sample_us,
+            r.wait_us,
+            r.rows,
+            r.tokens,
+            r.prefill_tokens,
+            r.micro_batch,
+        )
+        for r in records
+    ]
+    return {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}

@@ -1,0 +1,69 @@
+"""Whether this process sends spans, as the standard OTEL_* variables say. Off costs nothing: OpenTelemetry
+is imported only when they ask for it.
+
+On: OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set, OTEL_SDK_DISABLED is not
+`true` and OTEL_TRACES_EXPORTER is not `none`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from shared.spans import SpanRecord
+
+log = logging.getLogger("headrace.tracing")
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+HTTP, GRPC = "http/protobuf", "grpc"
+GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
+
+
+class Tracer(Protocol):
+    """Decides which requests are traced, and sends their spans from a thread of its own."""
+
+    def begin(self, given: str) -> tuple[str, str]:
+        """For a request that came with the traceparent `given` (or none): the traceparent that names
+        its root span, and the id of that span's parent."""
+
+    def export(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> None:
+        """Send one tree: its root is the span that `trace` names, below `parent_span`. Never blocks."""
+
+    def test(self) -> None:
+        """Send a span, and log whether it arrived. Returns at once."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Send what waits, for at most `timeout_s`."""
+
+
+def is_on(env: Mapping[str, str]) -> bool:
+    """Whether these variables ask for spans."""
+    return (
+        any(env.get(name) for name in ENDPOINTS)
+        and env.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
+        and env.get("OTEL_TRACES_EXPORTER", "").strip().lower() != "none"
+    )
+
+
+def from_env(kind: str, actor: str) -> Tracer | None:
+    """The tracer of the process `kind.actor`, None when spans are not asked for or cannot be sent; the
+    log says then how to mend it."""
+    if not is_on(os.environ):
+        return None
+    protocol = next((p for name in PROTOCOLS if (p := os.environ.get(name))), HTTP)
+    if protocol not in (HTTP, GRPC):
+        log.warning("traces: off, %s=%s is not known here: use %s or %s", PROTOCOLS[1], protocol, HTTP, GRPC)
+        return None
+    from shared.otel import OtelTracer
+
+    try:
+        return OtelTracer(kind, actor, protocol)
+    except ImportError as error:
+        mend = f"pip install {GRPC_PACKAGE}, or set {PROTOCOLS[1]}={HTTP}"
+        log.warning("traces: off, the protocol %s needs a package (%s): %s", protocol, error, mend)
+    except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
+        log.warning("traces: off, the OTEL_* variables cannot be used: %s", error)
+    return None
