@@ -71,17 +71,16 @@ class Receiver:
 
     def take(self, body: bytes) -> None:
         """Read one export request."""
-        request = ExportTraceServiceRequest.FromString(body)
-        found = [
-            _received(span, _values(group.resource.attributes))
-            for group in request.resource_spans
-            for scope in group.scope_spans
-            for span in scope.spans
-        ]
+        groups = ExportTraceServiceRequest.FromString(body).resource_spans
         with self._more:
-            self.count += len(found)
+            self.count += sum(len(scope.spans) for group in groups for scope in group.scope_spans)
             if self._keep:
-                self.spans += found
+                self.spans += [
+                    _received(span, _values(group.resource.attributes))
+                    for group in groups
+                    for scope in group.scope_spans
+                    for span in scope.spans
+                ]
             self._more.notify_all()
 
     def wait_for(self, requests: Iterable[str], timeout_s: float) -> dict[str, Received]:
@@ -133,7 +132,7 @@ def _value(value: Any) -> Any:
 
 
 def main() -> None:
-    """Count spans until interrupted."""
+    """Say the URL, then count the spans until interrupted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--port", type=int, default=4318)
     receiver = Receiver(parser.parse_args().port, keep=False)

@@ -17,23 +17,17 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loadtest.bare_steps import run_bare
 from loadtest.case import PROMPT_TOKENS, Case
-from services.launcher import nats_server
+from loadtest.fleet import MODEL, Fleet, cpu_name, until_ready
 from services.launcher.client import Client
-from services.launcher.processes import die_with_parent
-from services.launcher.serve import KINDS
 from shared import codec
 from shared.bus import Delivery
 from shared.messages import StepResult
 from shared.nats_bus import NatsBus
-
-MODEL = "smollm2-135m-instruct"
 
 
 @dataclass
@@ -48,52 +42,24 @@ class Round:
         return 100 * (self.nats_us / self.bare_us - 1)
 
 
-class Fleet:
-    """The five services as processes on their own nats-server."""
-
-    def __init__(self, case: Case) -> None:
-        self.server = nats_server.start()
-        env = {
-            **os.environ,
-            "HEADRACE_NATS_URL": self.server.url,
-            "HEADRACE_FLEET": "bench",
-            "HEADRACE_BACKEND": "sim",
-            "HEADRACE_SIM_STEP_US": str(case.step_us),
-            "HEADRACE_SIM_TOKEN_US": "0",
-            "HEADRACE_WINDOW": str(case.window),
-            "HEADRACE_STEP_TOKENS": "8192",
-            "HEADRACE_LOG_LEVEL": "warning",
-        }
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "services.launcher.cli", "serve", kind],
-                env=env,
-                preexec_fn=die_with_parent(),
-            )
-            for kind in KINDS
-        ]
-
-    def stop(self) -> None:
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.wait(20)
-        self.server.stop()
-
-    def cpu_us(self) -> dict[str, int]:
-        """CPU time of each process so far, user and system."""
-        names = [*KINDS, "nats-server"]
-        pids = [*(p.pid for p in self.processes), self.server.process.pid]
-        return {name: _cpu_us(pid) for name, pid in zip(names, pids, strict=True)}
+def sim_env(case: Case) -> dict[str, str]:
+    """The settings of a fleet for one arm."""
+    return {
+        "HEADRACE_BACKEND": "sim",
+        "HEADRACE_SIM_STEP_US": str(case.step_us),
+        "HEADRACE_SIM_TOKEN_US": "0",
+        "HEADRACE_WINDOW": str(case.window),
+        "HEADRACE_STEP_TOKENS": "8192",
+    }
 
 
 async def measure(case: Case, rounds: int) -> dict[str, object]:
     """Paired rounds of one case."""
-    fleet = Fleet(case)
+    fleet = Fleet(sim_env(case))
     try:
         bus = await NatsBus.connect(fleet.server.url, name="bench")
         client = await Client.open(bus)
-        await _until_ready(client)
+        await until_ready(client)
         tapped: list[StepResult] = []
         await bus.subscribe("hr.bench.scheduler.*.in.StepResult", lambda d: _tap(d, tapped))
         found: list[Round] = []
@@ -153,28 +119,10 @@ async def _load(client: Client, case: Case) -> None:
     await asyncio.gather(*(one(i) for i in range(case.rows)))
 
 
-async def _until_ready(client: Client) -> None:
-    for _ in range(200):
-        try:
-            await client.complete({"model": MODEL, "prompt": [300], "max_tokens": 1}, timeout_s=2)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported if it lasts
-            last = error
-            await asyncio.sleep(0.1)
-        else:
-            return
-    raise last
-
-
 def _tap(delivery: Delivery, into: list[StepResult]) -> None:
     message = codec.decode(delivery.data).message
     if isinstance(message, StepResult):
         into.append(message)
-
-
-def _cpu_us(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ticks = int(fields[11]) + int(fields[12])
-    return ticks * 1_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -201,14 +149,9 @@ def main() -> None:
                 flush=True,
             )
     if args.out:
-        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "cpu": _cpu_name()}
+        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "cpu": cpu_name()}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"machine": machine, "cases": table}, indent=1) + "\n")
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 if __name__ == "__main__":

@@ -18,25 +18,19 @@ import os
 import platform
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.launcher import nats_server
+from loadtest.fleet import FLEET, MODEL, Fleet, until_ready
 from services.launcher.client import Client
-from services.launcher.processes import die_with_parent
-from services.launcher.serve import KINDS
 from shared import codec
 from shared.bus import Delivery
 from shared.messages import Beat, StepPlan, StepResult
 from shared.nats_bus import NatsBus
 
-MODEL = "smollm2-135m-instruct"
-FLEET = "profile"
 STREAMS = 32
 FULL_ROWS = 30  # decode rows of a step that counts as one of 32 rows
 PROMPT_TOKENS = (16, 160)
@@ -142,41 +136,12 @@ def kind_of(plan: StepPlan) -> str:
     return "mixed, chunks to 64" if chunk_tokens <= 64 else "mixed, chunks over 64"
 
 
-class Fleet:
-    """The five services as processes on their own nats-server."""
-
-    def __init__(self, threads: int, nats_url: str) -> None:
-        env = {
-            **os.environ,
-            "HEADRACE_NATS_URL": nats_url,
-            "HEADRACE_FLEET": FLEET,
-            "HEADRACE_MODEL": MODEL,
-            "HEADRACE_THREADS": str(threads),
-            "HEADRACE_LOG_LEVEL": "warning",
-        }
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "services.launcher.cli", "serve", kind],
-                env=env,
-                preexec_fn=die_with_parent(),
-            )
-            for kind in KINDS
-        ]
-
-    def stop(self) -> None:
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.wait(20)
-
-
 async def measure(threads: int, seconds: float, sampling: list[str]) -> list[Row]:
     """A row of figures for each kind of step of each sampling."""
-    server = nats_server.start()
-    fleet = Fleet(threads, server.url)
+    fleet = Fleet({"HEADRACE_MODEL": MODEL, "HEADRACE_THREADS": str(threads)})
     observed, table = Observed(), list[Row]()
     try:
-        bus = await NatsBus.connect(server.url, name="profile")
+        bus = await NatsBus.connect(fleet.server.url, name="profile")
         client = await Client.open(bus)
         await until_ready(client)
         for subject in ("scheduler.*.in.StepResult", "executor.*.in.StepPlan", "beat.executor.*"):
@@ -189,7 +154,6 @@ async def measure(threads: int, seconds: float, sampling: list[str]) -> list[Row
         await bus.drain()
     finally:
         await asyncio.to_thread(fleet.stop)
-        server.stop()
     return table
 
 
@@ -218,7 +182,8 @@ def summary(about: dict[str, object], steps: list[StepTimes], beat_gap_s: float)
 
 
 def _median_ms(steps: list[StepTimes], part: str) -> float:
-    return round(statistics.median(getattr(step, part) for step in steps) / 1000, 3)
+    times_us: list[int] = [getattr(step, part) for step in steps]
+    return round(statistics.median(times_us) / 1000, 3)
 
 
 def _share_of_sums(steps: list[StepTimes]) -> float:
@@ -250,19 +215,6 @@ async def load(client: Client, sampling: dict[str, object], seconds: float) -> N
     await asyncio.gather(*streams, return_exceptions=True)
     for stream in ended:
         stream.result()
-
-
-async def until_ready(client: Client) -> None:
-    """Wait until a first request is answered; up to a minute, since the model must load."""
-    for _ in range(300):
-        try:
-            await client.complete({"model": MODEL, "prompt": [300], "max_tokens": 1}, timeout_s=5)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported if it lasts
-            last = error
-            await asyncio.sleep(0.2)
-        else:
-            return
-    raise last
 
 
 def show(row: Row) -> str:

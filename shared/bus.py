@@ -105,7 +105,8 @@ class Bus(Protocol):
         """Call `handler` for each BusFault from now on."""
 
     async def flush(self) -> None:
-        """Return when the server has received everything published before. Never on a hot path."""
+        """Return when the server has received everything published before. Never on a hot path. Raises
+        Unavailable when it does not in a time far above any round trip."""
 
     async def drain(self) -> None:
         """Deliver what is pending, unsubscribe, close. A second call does nothing."""

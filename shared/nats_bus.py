@@ -30,7 +30,7 @@ from shared.bus import (
     RequestTimeout,
     check_payload,
 )
-from shared.errors import SetupError
+from shared.errors import SetupError, Unavailable
 
 RECONNECT_WAIT_S = 0.05  # back 10 ms after the server is; the library's 2 s would be a visible hole
 PING_INTERVAL_S = 20
@@ -194,9 +194,13 @@ class NatsBus:
         self._faults.handlers.append(handler)
 
     async def flush(self) -> None:
-        await self._outbox.empty.wait()
-        await self._online.wait()
-        await self._nc.flush(FLUSH_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await self._outbox.empty.wait()
+                await self._online.wait()
+                await self._nc.flush(FLUSH_TIMEOUT_S)
+        except TimeoutError:
+            raise Unavailable(f"the nats-server did not answer within {FLUSH_TIMEOUT_S} s") from None
 
     async def drain(self) -> None:
         if self._draining is None:
@@ -205,9 +209,10 @@ class NatsBus:
 
     async def _drain(self) -> None:
         if self._nc.is_connected:
-            with contextlib.suppress(nats_errors.Error):  # cut off half-way: nothing is left to deliver
+            # cut off half-way, or the server has stopped answering: nothing is left to deliver
+            with contextlib.suppress(nats_errors.Error, Unavailable):
                 await asyncio.gather(*(_drained(s.inner) for s in self._subscriptions))
-                await asyncio.wait_for(self.flush(), FLUSH_TIMEOUT_S)
+                await self.flush()
         self._subscriptions.clear()
         self._faults.silent = True
         if self._writer is not None:

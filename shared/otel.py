@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from shared import conventions, telemetry
 from shared.spans import SpanRecord
 from shared.tracing import ENDPOINTS, GRPC, log
 
+SWITCH_S = 0.000_5  # the thread that encodes spans may hold up the event loop so long, not the usual 5 ms
 QUEUE_SPANS = 8_192  # defaults of OTEL_BSP_*: a second of spans, sent each second
 DELAY_MS = 1_000
 TEST_TIMEOUT_S = 3
@@ -56,6 +58,7 @@ class OtelTracer:
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         self._sampler = provider.sampler  # as OTEL_TRACES_SAMPLER says
         self._ids = provider.id_generator
+        sys.setswitchinterval(SWITCH_S)
         self._scope = InstrumentationScope("headrace")
         self._processor = BatchSpanProcessor(
             _Exporter(_exporter(protocol), self._reasons, endpoint(protocol)),
@@ -86,10 +89,10 @@ class OtelTracer:
         threading.Thread(target=self._test, name="trace-test", daemon=True).start()
 
     def stop(self, timeout_s: float) -> None:
-        """Flush; a collector that hangs is not waited for longer than that."""
+        """Flush; a collector that hangs is not waited for longer than that, one that is away not at all."""
         flush = threading.Thread(target=self._processor.shutdown, name="trace-flush", daemon=True)
         flush.start()
-        flush.join(timeout_s)
+        flush.join(0 if self._reasons.trouble else timeout_s)
 
     def _test(self) -> None:
         trace, _ = self.begin("")
@@ -102,6 +105,7 @@ class OtelTracer:
         exporter.shutdown()
         where = endpoint(self._protocol)
         if arrived:
+            self._reasons.trouble = False
             log.info("traces: a test span arrived at %s", where)
         else:
             mend = f"start a collector there, or correct {ENDPOINTS[1]}"
@@ -146,7 +150,7 @@ class _Exporter(SpanExporter):
         if result is SpanExportResult.SUCCESS:
             if self._lost:
                 log.info("traces: %s takes spans again; %d were lost", self._where, self._lost)
-            self._lost, self._quiet_until_s = 0, 0.0
+            self._lost, self._quiet_until_s, self._reasons.trouble = 0, 0.0, False
             return result
         self._lost += len(spans)
         if time.monotonic() >= self._quiet_until_s:
@@ -165,6 +169,7 @@ class _Reasons(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.last = "no answer"
+        self.trouble = False  # since the last export that arrived
         sdk = logging.getLogger("opentelemetry")
         sdk.handlers[:] = [self]
         sdk.propagate = False
@@ -174,7 +179,9 @@ class _Reasons(logging.Handler):
         text = record.getMessage()
         if not record.name.startswith(("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")):
             log.warning("traces: %s", text)
-        elif "retries or shutdown" not in text:  # says less than the attempts before it
+            return
+        self.trouble = True
+        if "retries or shutdown" not in text:  # says less than the attempts before it
             cause = _ERRNO.search(text)  # the rest of such a line is the names of classes around it
             self.last = cause.group(1) if cause else text[:200]
 
@@ -199,11 +206,22 @@ def _exporter(protocol: str, timeout_s: float | None = None) -> SpanExporter:
 
 def _resource(kind: str, actor: str) -> Resource:
     """What the variables say, and for the rest this process."""
-    found = Resource.create()
-    own = {conventions.SERVICE_INSTANCE: f"{kind}.{actor}"}
+    own = Resource({conventions.SERVICE_INSTANCE: f"{kind}.{actor}"})
+    found = own.merge(Resource.create())
     if str(found.attributes[conventions.SERVICE_NAME]).startswith("unknown_service"):
-        return found.merge(Resource({**own, conventions.SERVICE_NAME: f"headrace-{kind}"}))
-    return Resource(own).merge(found)
+        found = found.merge(Resource({conventions.SERVICE_NAME: f"headrace-{kind}"}))
+    return _ProcessResource(found.attributes, found.schema_url)
+
+
+class _ProcessResource(Resource):
+    """The one resource of a process. The encoder looks it up for each span, and the SDK's own hash dumps
+    all attributes as JSON each time: a sixth of the whole encoding."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 def _context(trace: str, *, is_remote: bool = False) -> SpanContext:

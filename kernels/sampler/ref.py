@@ -4,7 +4,6 @@ The draw has two levels. The largest of `logit + Gumbel` over a group of tokens 
 `logsumexp(group) + Gumbel`, and which token attains it does not depend on its size (Gumbel max-stability;
 Maddison et al. 2014, arXiv:1411.0030). So one noise per group of 256 tokens chooses the group, and one per
 token of that group the token: exact, and 448 Philox calls in place of 49,152 for the default model.
-Shapes do not depend on the data.
 
 Noise is Philox with the sequence's seed as key and the counter (index, position, level): index is the
 token at level 0 and the group at level 1, position the place of the new token in its sequence.
@@ -85,14 +84,14 @@ def _least_of_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     A token is kept if the tokens likelier than it have less than `top_p` of the mass. Mass is summed by
     bins of like logits; the least token kept lies in the last bin with less than `top_p` before it, and
     only the tokens of that bin are sorted. Measured on one Zen 3 core, 32 rows of 49,152 flat logits:
-    11 ms, sorted 136 ms.
+    15 ms, sorted 136 ms.
     """
     mass = logits.softmax(-1).double()
     below = logits.amax(-1, keepdim=True) - logits
     bins = below.mul_(_BINS_PER_UNIT).clamp_(max=_BINS - 1).long()
     by_bin = mass.new_zeros(len(logits), _BINS).scatter_add_(1, bins, mass)
     before_bin = F.pad(by_bin.cumsum(-1)[:, :-1], (1, 0))
-    last = (before_bin < top_p.unsqueeze(-1)).sum(-1, keepdim=True) - 1
+    last = (before_bin < top_p.unsqueeze(-1)).sum(-1, keepdim=True).sub_(1).clamp_(min=0)  # -1: NaN logits
 
     row, token = (bins == last).nonzero().unbind(1)
     by_logit = logits[row, token].argsort(descending=True)

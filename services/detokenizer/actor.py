@@ -14,6 +14,7 @@ from services.detokenizer.asking import answer
 from services.detokenizer.commands import Command, Fault, Finished, Publish, Tell
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.endings import Endings
+from services.detokenizer.presence import PROBE_HEADERS, Presence
 from services.detokenizer.replay import TURN_S
 from shared import subjects
 from shared.actor import Actor, Facts
@@ -43,6 +44,7 @@ class DetokenizerActor(Actor):
         self._model = model
         self._backlog_limit_bytes = backlog_limit_bytes
         self._core = DetokenizerCore(vocabulary)
+        self._presence = Presence()
         self._flush_due = False
         self._replaying = False
         self._idle = asyncio.Event()
@@ -71,19 +73,25 @@ class DetokenizerActor(Actor):
             self._run(self._core.scheduler_lost(peer.source, "the scheduler has gone"))
 
     def on_stream_lost(self, source: str) -> None:
-        self._run(self._core.scheduler_lost(source, "a part of the answer was lost between two services"))
+        self._run(self._core.stream_lost(source))
 
     def on_broker(self, online: bool) -> None:
-        if not online:
+        if online:
+            self._core.replay.broker_back(self._core.streams)
+        else:
             self._core.replay.broker_lost()
-            return
-        self._core.replay.broker_back(self._core.streams)
-        if not self._replaying:
+        self._run([])  # idle or not
+        if online and not self._replaying:
             self._replaying = True
             asyncio.get_running_loop().call_later(TURN_S, self._replay)
 
     def upkeep(self) -> None:
         self._core.replay.age()
+        if self._core.replay.active:
+            return  # readers are on their way back
+        for probe in self._presence.turn(self._core.plain):
+            reply = subjects.gone(self._port.actor, probe.name)
+            self._port.bus.publish(probe.subject, b"", reply=reply, headers=PROBE_HEADERS)
 
     def facts(self) -> Facts:
         return Facts(model=self._model, load=tuple(self._core.load().items()))
@@ -135,9 +143,13 @@ class DetokenizerActor(Actor):
             self._idle.clear()
 
     def _on_gone(self, delivery: Delivery) -> None:
-        number = delivery.subject.rpartition(".")[2]
-        if delivery.no_responders and number.isdecimal():
-            self._run(self._core.client_gone(int(number)))
+        name = delivery.subject.rpartition(".")[2]
+        if not delivery.no_responders:
+            return
+        if name.isdecimal():
+            self._run(self._core.client_gone(int(name)))
+        elif (number := self._presence.unheard(name)) is not None and not self._core.replay.active:
+            self._run(self._core.client_gone(number))
 
 
 def publish(port: Port, frame: Publish) -> None:

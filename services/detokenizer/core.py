@@ -64,6 +64,11 @@ class DetokenizerCore:
         """The open requests that stream."""
         return [r for r in self._table.requests.values() if r.opened.stream]
 
+    @property
+    def plain(self) -> list[RequestText]:
+        """The open requests that get one reply."""
+        return [r for r in self._table.requests.values() if not r.opened.stream]
+
     def replay_turn(self) -> list[Command]:
         """Every replay.TURN_S while the replay is active."""
         frames, gone = self.replay.turn()
@@ -80,6 +85,12 @@ class DetokenizerCore:
             commands += self._fail(key, Unavailable(f"{why}; send the request again"))
         return commands
 
+    def stream_lost(self, scheduler: str) -> list[Command]:
+        """Messages of the scheduler never came. What is open here has a hole; what was opened by one of them
+        is known to the scheduler alone, which opens it again when it hears of a loss without names."""
+        failed = self.scheduler_lost(scheduler, "a part of the answer was lost between two services")
+        return [*failed, Tell(scheduler, Detached(seqs=ints()))]
+
     def load(self) -> dict[str, int]:
         """What is here; `sequences` and `requests` are 0 when idle."""
         return {
@@ -93,7 +104,7 @@ class DetokenizerCore:
     @property
     def idle(self) -> bool:
         """True when no request is open and no reader is in doubt."""
-        return not self._table.requests and not self.replay
+        return not self._table.requests and not self.replay.waiting
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -146,6 +157,7 @@ class DetokenizerCore:
         if close.reason == "moved":  # another shard has the whole request, and its reader
             if found is not None:
                 self._table.forget(_key(scheduler, found[1]))
+                self.replay.forget(found[1].number)
             return []
         if found is None:  # failed before, or a duplicate: the scheduler still waits for an answer
             return [_ended(scheduler, close, close.final, close.reason)]

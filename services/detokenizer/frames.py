@@ -24,6 +24,8 @@ from shared.errors import HeadraceError
 from shared.messages import Open, Timings
 from shared.replies import error_reply, to_json
 
+REPLAYS = 1_000  # attempts that one detokenizer may begin: the next one's are higher than all of them
+
 
 class FrameMaker:
     """Numbers and builds the frames of one request's stream."""
@@ -32,7 +34,7 @@ class FrameMaker:
 
     def __init__(self, opened: Open) -> None:
         self._request = opened.request
-        self._attempt = opened.attempt
+        self._attempt = (opened.attempt - 1) * REPLAYS + 1
         self._model = opened.model
         self._created = opened.received_wall_us // 1_000_000
         self._chat = opened.format == "chat"

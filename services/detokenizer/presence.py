@@ -15,27 +15,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.detokenizer.commands import Publish
 from services.detokenizer.request import RequestText
 
 ABSENT_TURNS = 3  # as many as the missed beats of a dead service: a client may be on its way back
 PREFIX, SIBLING = "_INBOX.", "headrace-probe"
-HEADERS = {"Headrace-Probe": "1"}
+PROBE_HEADERS = {"Headrace-Probe": "1"}
 
 
 @dataclass(slots=True)
 class _Reader:
-    known: bool = False  # its siblings are listened to
-    mute: bool = False  # they are not
+    mute: bool = False  # it does not listen to siblings
     absent: int = 0  # turns in a row
     absent_now: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A message to send; the server's 503 to it comes back under `name`."""
+    """An empty message to send; the server's 503 to it comes back under `name`."""
 
-    frame: Publish
+    subject: str
     name: str
 
 
@@ -45,24 +43,22 @@ class Presence:
     def __init__(self) -> None:
         self._readers: dict[int, _Reader] = {}
 
-    def turn(self, requests: Iterable[RequestText]) -> list[Probe]:
-        """Once a beat: whom to ask."""
+    def turn(self, plain: Iterable[RequestText]) -> list[Probe]:
+        """Once a beat: whom to ask, of the open requests that do not stream."""
         before, self._readers = self._readers, {}
         probes = []
-        for request in requests:
+        for request in plain:
             inbox, number = request.opened.inbox, request.number
             head, _, _ = inbox.rpartition(".")
-            if request.opened.stream or not inbox.startswith(PREFIX) or head.count(".") != 1:
+            if not inbox.startswith(PREFIX) or head.count(".") != 1:
                 continue
             known = number in before
             reader = self._readers[number] = before.get(number) or _Reader()
             if reader.mute:
                 continue
-            reader.known = known
             reader.absent = reader.absent + 1 if reader.absent_now else 0
             reader.absent_now = False
-            frame = Publish(f"{head}.{SIBLING}", b"", number, HEADERS)
-            probes.append(Probe(frame, f"{'p' if known else 'f'}{number}"))
+            probes.append(Probe(f"{head}.{SIBLING}", f"{'p' if known else 'f'}{number}"))
         return probes
 
     def unheard(self, name: str) -> int | None:

@@ -3,11 +3,12 @@
 What was on its way when a nats-server died is lost, the last frame of an answer perhaps among it, and
 the readers come back one after the other. Until a reader is known to listen it is *unsure*: its text
 waits, a new attempt is begun every turn, and once the server no longer says that nobody listens the
-whole text follows. A reader that stays away for TURNS has gone.
+whole text follows. An end must be seen to arrive, too: no later frame would show that it did not. A
+reader that stays away for TURNS has gone; while the broker is away again, nothing counts.
 
-    unsure ──accepted──▶ probed ──no 503──▶ whole text, last frame ──▶ sure
-       ▲                   │ 503
-       └───────────────────┘
+    unsure ──accepted──▶ probed ──no 503──▶ whole text, last frame ──no 503──▶ sure
+       ▲                   │ 503                      │ 503
+       └───────────────────┴──────────────────────────┘
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class _Reader:
     request: RequestText
     probed: bool = False  # something was sent to see whether anybody listens
     absent: bool = False  # nobody did
-    told: bool = False  # the probe was the last message: nothing has to follow
+    told: bool = False  # what was sent was the last message: nothing has to follow
 
 
 class Replay:
@@ -45,6 +46,11 @@ class Replay:
 
     def __len__(self) -> int:
         return len(self._unsure)
+
+    @property
+    def waiting(self) -> bool:
+        """True while there is something to send that waits for the broker or for a reader."""
+        return bool(self._unsure) or (self._away and bool(self._ended or self._ended_before))
 
     @property
     def active(self) -> bool:
@@ -74,8 +80,13 @@ class Replay:
         """The connection is back; `streams` are the open requests that stream."""
         self._away = False
         self._turns_left = TURNS
-        for request in (*self._ended_before, *self._ended, *streams):
+        doubted = [reader.request for reader in self._unsure.values()]  # since it was away before
+        for request in (*doubted, *self._ended_before, *self._ended, *streams):
             self._unsure[request.number] = _Reader(request)
+
+    def forget(self, number: int) -> None:
+        """Request `number` is read elsewhere now."""
+        self._unsure.pop(number, None)
 
     def absent(self, number: int, request: RequestText | None) -> bool:
         """The server says that nobody listens for request `number` (`request`, if it is open). True
@@ -91,14 +102,18 @@ class Replay:
 
     def turn(self) -> tuple[list[Publish], list[int]]:
         """Every TURN_S while `active`: what to send, and the numbers of readers that have gone."""
+        if self._away:
+            return [], []
         self._turns_left = max(self._turns_left - 1, 0)
         frames: list[Publish] = []
         gone: list[int] = []
         for number, reader in list(self._unsure.items()):
             if reader.probed and not reader.absent:
-                del self._unsure[number]
+                if reader.told or not reader.request.ended or not self.active:
+                    del self._unsure[number]
                 if not reader.told:
                     frames += _whole(reader.request)
+                    reader.told = True
             elif not self.active:
                 del self._unsure[number]
                 gone.append(number)

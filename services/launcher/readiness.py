@@ -13,7 +13,7 @@ from services.launcher.client import Client
 from shared import codec, subjects
 from shared.bus import Bus, Delivery
 from shared.clock import SystemClock
-from shared.errors import HeadraceError
+from shared.errors import HeadraceError, WireError
 from shared.messages import Beat
 from shared.peers import Peers
 
@@ -68,7 +68,10 @@ class Readiness:
                 tell(f"waiting for: {why}")
 
     def _on_beat(self, delivery: Delivery) -> None:
-        envelope = codec.decode(delivery.data)
+        try:
+            envelope = codec.decode(delivery.data)
+        except WireError:
+            return  # not of this version
         if isinstance(envelope.message, Beat):
             self._peers.hear(envelope.epoch, envelope.message, self._clock.now_us())
             self._beaten.set()

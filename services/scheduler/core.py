@@ -91,6 +91,8 @@ class Scheduler:
                 closing.ended(state, source, message)
             case Cancel():
                 intake.cancel(state, message)
+            case Detached(seqs=seqs) if not seqs:
+                fleet.detokenizer_missed(state, source)
             case Detached():
                 intake.detach(state, source, message)
             case ExecHello():

@@ -85,12 +85,26 @@ def detokenizer_lost(state: State, shard: str) -> None:
         _reopen(state, request.sequences)
 
 
+def detokenizer_missed(state: State, source: str) -> None:
+    """Messages to a detokenizer were lost. It has ended and named what it knew; the requests it did not
+    name it may never have heard of, and nobody would tell their clients."""
+    for request in list(state.requests.values()):
+        if source == f"detokenizer.{request.shard}" and not request.detached:
+            request.attempt += 1
+            intake.open_at_shard(state, request)
+            _close_again(state, request.sequences)
+
+
 def _reopen(state: State, sequences: list[Sequence]) -> None:
     """A new attempt of the reply stream, from the first token on."""
     request = sequences[0].request
     if state.detokenizers:
         request.attempt += 1
     intake.assign_shard(state, request)
+    _close_again(state, sequences)
+
+
+def _close_again(state: State, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         if not sequence.live:
             closing.send_close(state, sequence)

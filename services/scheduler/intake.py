@@ -45,8 +45,13 @@ def assign_shard(state: State, request: Request) -> None:
     """Choose the request's detokenizer, if one is alive, and open its sequences there."""
     request.shard = rendezvous(request.asked.request, state.detokenizers) if state.detokenizers else ""
     if request.shard:
-        for sequence in request.sequences:
-            state.send(f"detokenizer.{request.shard}", open_message(sequence), request.trace)
+        open_at_shard(state, request)
+
+
+def open_at_shard(state: State, request: Request) -> None:
+    """Open the sequences of a request at its detokenizer."""
+    for sequence in request.sequences:
+        state.send(f"detokenizer.{request.shard}", open_message(sequence), request.trace)
 
 
 def open_message(sequence: Sequence) -> Open:

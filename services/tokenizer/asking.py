@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.tokenizer.prepare import ServedModel, encode_prompt
+from services.tokenizer.core import Fail
+from services.tokenizer.prepare import Origin, ServedModel, encode_prompt
+from services.tokenizer.refusals import refuse
 from services.tokenizer.request import read_body, read_request
 from shared import codec, subjects, telemetry
 from shared.bus import Delivery, Subscription
@@ -66,10 +68,12 @@ class Asking:
             self._fail(delivery, BadRequest(f"the subject is damaged: {wrong}", param="subject"))
             return
         there = ", ".join(served)
-        self._fail(
-            delivery,
-            UnknownModel(f"no service serves model {names[1]!r}; ask for one of: {there}", param="model"),
-        )
+        error = UnknownModel(f"no service serves model {names[1]!r}; ask for one of: {there}", param="model")
+        tracer, trace = self._port.tracer, telemetry.from_headers(delivery.headers)
+        trace, parent_span = (trace, "") if tracer is None else tracer.begin(trace)
+        now_us = self._port.clock.wall_us()
+        origin = Origin(names[0], now_us, now_us, parent_span)
+        refuse(self._port, names[1], Fail(delivery.reply, "", error, trace, origin))
 
     def _fail(self, delivery: Delivery, error: HeadraceError) -> None:
         trace = telemetry.from_headers(delivery.headers)

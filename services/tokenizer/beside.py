@@ -7,6 +7,7 @@ tokenizer library lets other threads run meanwhile. One thread: several would on
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -54,7 +55,17 @@ class Beside:
     async def _prepare(self, submission: Submission) -> None:
         loop = asyncio.get_running_loop()
         try:
-            result = await loop.run_in_executor(self._thread, prepared, submission, self._model)
+            result = await loop.run_in_executor(self._thread, _prepared_long, submission, self._model)
         finally:
             self._bytes -= len(submission.body)
         self._done(result)
+
+
+def _prepared_long(submission: Submission, model: ServedModel) -> Prepared:
+    """`prepared`, without the collector: it would look at every object of a hostile body again and again,
+    2.2 s for 8 MB of empty lists in the place of 0.6, and no other thread runs meanwhile."""
+    gc.disable()
+    try:
+        return prepared(submission, model)
+    finally:
+        gc.enable()

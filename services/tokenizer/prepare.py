@@ -88,6 +88,8 @@ def prepared(submission: Submission, model: ServedModel) -> Prepared:
         request = request_id_of(fields, request)
         outcome: Tokenized | HeadraceError = prepare(submission, fields, model)
     except HeadraceError as error:
+        # Its traceback would hold this frame, and with it the whole body, until the collector runs.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         outcome = error
     except RecursionError:
         outcome = BadRequest("the request is nested too deeply; send flat messages", param="messages")

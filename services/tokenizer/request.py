@@ -28,6 +28,7 @@ from shared.errors import BadRequest
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 64
 MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES = 1024, 64, 20, 4096
+MAX_TIMEOUT_S = 86_400
 MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, and an int on every wire
 MAX_ERROR_CHARS = 400  # an error rides in a header as well; what it quotes of a request may be long
 
@@ -115,7 +116,7 @@ class GenerateRequest(BaseModel):
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str = ""
     request_id: Annotated[str, StringConstraints(pattern=REQUEST_ID)] = ""
-    timeout_s: float | None = Field(None, gt=0, le=86_400)
+    timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
     slo_class: Literal["interactive", "standard", "batch"] = "standard"
     finish_detached: bool = False
 

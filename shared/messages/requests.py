@@ -202,7 +202,8 @@ class StopFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
-    """detokenizer -> scheduler: nobody reads the reply subject of these sequences any more."""
+    """detokenizer -> scheduler: nobody reads the reply subject of these sequences any more. None at all:
+    messages to this detokenizer were lost, and it knows of no sequence but those it named just before."""
 
     seqs: Ints
 

@@ -120,6 +120,15 @@ async def test_a_late_frame_of_an_earlier_attempt_is_ignored(
     assert got == [(2, 0), (2, 1)]
 
 
+async def test_a_late_error_of_an_earlier_attempt_is_ignored(
+    connect: Connect, client: Client, fleet: str
+) -> None:
+    given_up = {**frame(1, "error", 1), **error_body(Unavailable("a part was lost"), "r")}
+    await serve(connect, fleet, [frame(0, "accepted", 2), given_up, frame(1, "done", 2)])
+    got = [(f["attempt"], f["frame"]) async for f in client.stream({"model": fleet})]
+    assert got == [(2, 0), (2, 1)]
+
+
 async def test_errors_come_back_typed(connect: Connect, client: Client, fleet: str) -> None:
     error = Overloaded("1024 requests wait: try later", retry_after_ms=1500)
     await serve(connect, fleet, [{**frame(0, "error"), **error_body(error, "r")}])
@@ -192,3 +201,47 @@ async def test_ask_all_collects_every_answer(connect: Connect, fleet: str) -> No
 async def test_ask_all_with_nobody_there(connect: Connect, fleet: str) -> None:
     with pytest.raises(NoResponders, match="no service runs on this server"):
         await ask_all(await connect(), fleet, wait_s=60)
+
+
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"prompt": "\ud800"}, "holds a lone surrogate"),
+        ({"prompt": "x", "request_id": "\ud800"}, "holds a lone surrogate"),
+        ({"model": "\ud800", "prompt": "x"}, "holds a lone surrogate"),
+        ({"prompt": DEEP}, "is nested too deeply"),
+    ],
+    ids=["prompt", "id", "model", "deep"],
+)
+async def test_what_cannot_be_written_is_refused_here(client: Client, body: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadRequest, match=f"the request {why}: send flat values of whole characters"):
+        await client.complete({"model": "m", **body}, timeout_s=5)
+    assert client.waiting == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"nonsense", b"\xff", b"[1]", b"5", b'{"error": 5}', b'{"error": {"code": "x"}}', b'{"error": {}}'],
+)
+async def test_an_answer_of_another_form_is_a_typed_error(
+    client: Client, connect: Connect, data: bytes
+) -> None:
+    service = await connect()
+
+    def reply(delivery: Delivery) -> None:
+        service.publish(delivery.reply, data)
+
+    await service.subscribe(subjects.generate_any_tenant("m"), reply)
+    await service.subscribe("asked", reply)
+    await service.flush()
+    with pytest.raises(
+        EngineError, match=r"answered with (something that is not JSON|an error of another form)"
+    ):
+        await client.complete({"model": "m"}, timeout_s=5)
+    good = [b for b in await ask_all(client.bus, "asked", 0.05) if "error" not in b]
+    assert good == []

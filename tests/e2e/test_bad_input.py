@@ -57,6 +57,11 @@ BAD: dict[str, tuple[bytes, int, str | None, str]] = {
     "digits": (j(prompt="1" * 600_000), 400, "prompt", "shorten the prompt"),
     "7 MB": (j(prompt="a" * 7_000_000), 400, "prompt", "7000000 characters"),
     "two million ids": (j(prompt=[1] * 2_000_000), 400, "prompt", "2000000 tokens"),
+    "two million lists": (b'{"prompt":[' + b"[]," * 2_000_000 + b"[]]}", 400, "prompt", "one text or one"),
+    "seven million lists": (
+        b"\x81\xa6prompt\xdd" + (7_000_000).to_bytes(4, "big") + b"\x90" * 7_000_000,
+        400, "prompt", "one text or one",
+    ),
     "100,000 messages": (
         json.dumps({"messages": [{"role": "user", "content": "x"}] * 100_000}).encode(),
         400, "messages", "at most 4096",

@@ -14,20 +14,20 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from conftest import Up, running_up
 
 from loadtest import faults
 from loadtest.leaks import settle
 from loadtest.storm import Ask, Outcome, Storm, mixed
 from services.launcher.client import Client
 from shared.nats_bus import NatsBus
+from tests.e2e.conftest import Up, running_up
 
 MODEL = "smollm2-135m-instruct"
 SERVICES = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
 EXPECTED = dict.fromkeys(SERVICES, 1)
 REQUESTS, CLIENTS = 96, 24
 STOPPED_S = 10.0
-DEADLINE_S = 25  # of a request: longer than a stop and what follows it
+DEADLINE_S = 20  # of a request: longer than a stop and what follows it
 SETTLE_S = 30  # a guard: what is not free by then never will be
 REFUSALS = {503, 408, 429}  # what a request that was not accepted may be told
 
@@ -88,6 +88,7 @@ async def under_load(up: Up, victim: str, fault: str) -> list[Outcome]:
         await settle(client.bus, EXPECTED, SETTLE_S)
         after = await client.complete({**asks()[0].body, "stream": False}, timeout_s=DEADLINE_S)
         assert after["choices"]
+        assert client.waiting == 0
         return storm.outcomes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import nats
 import pytest
@@ -58,9 +60,10 @@ async def ask(nc: Nats, request: str, *, long: bool, **more: object) -> Sent:
     subscription = await nc.subscribe(inbox, cb=on_frame)
     prompt = LONG_PROMPT if long else LONG_PROMPT[:20]
     body = {"prompt": prompt, "max_tokens": 128, "ignore_eos": True, "stream": True, "request_id": request}
+    subject = str(more.pop("subject", SUBJECT))
     headers = {str(k): str(v) for k, v in more.pop("headers", {}).items()}  # type: ignore[attr-defined] # test shorthand
     sent.published_ns = time.time_ns()
-    await nc.publish(SUBJECT, json.dumps({**body, **more}).encode(), reply=inbox, headers=headers or None)
+    await nc.publish(subject, json.dumps({**body, **more}).encode(), reply=inbox, headers=headers or None)
     await asyncio.wait_for(ended.wait(), 60)
     await subscription.unsubscribe()
     return sent
@@ -154,18 +157,20 @@ def test_a_clients_trace_goes_on_and_failures_are_traced(start_up: StartUp, rece
             await ask(nc, "good", long=False, headers=sampled, n=2),
             await ask(nc, "bad", long=False, headers=sampled, temperature=-1),
             await ask(nc, "late", long=False, headers=sampled, timeout_s=0.02),
+            await ask(nc, "", long=False, headers=sampled, subject="headrace.v1.generate.t.other"),
         ]
         await nc.close()
         return done
 
     sent = asyncio.run(talk())
-    assert [one.headers["traceparent"].split("-")[1] for one in sent] == [unsampled, mine, mine, mine]
-    roots = receiver.wait_for(["bad", "good", "late"], 30)
+    assert [one.headers["traceparent"].split("-")[1] for one in sent] == [unsampled, mine, mine, mine, mine]
+    roots = receiver.wait_for(["bad", "good", "late", ""], 30)
     assert "quiet" not in receiver.roots()
     assert {(r.trace_id, r.parent_id) for r in roots.values()} == {(mine, "00f067aa0ba902b7")}
     assert [roots[name].attributes.get("error.type") for name in ("good", "bad", "late")] == [
         None, "invalid_request_error", "timeout",
     ]  # fmt: skip
+    assert roots[""].attributes["error.type"] == "model_not_found"
     assert "temperature" in roots["bad"].error
     assert "not done within" in roots["late"].error
     children = [s.name for s in receiver.spans if s.parent_id == roots["bad"].span_id]
@@ -215,3 +220,44 @@ def test_off_imports_nothing(env: dict[str, str], up: Up) -> None:
         [sys.executable, "-c", CHECK], env={**plain, **env}, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_trace_command(up: Up, tmp_path: Path) -> None:
+    body = {"prompt": LONG_PROMPT, "max_tokens": 8, "ignore_eos": True, "request_id": "traced"}
+    assert up.run("request", json.dumps(body)).returncode == 0
+    shown = up.run("trace", "traced")
+    assert shown.returncode == 0
+    lines = shown.stdout.splitlines()
+    assert re.match(r"traced  text_completion smollm2-135m-instruct  tenant public  ended: length", lines[0])
+    assert "prompt 700 tokens (0 cached), answer 8 tokens" in lines[2]
+    stages = [re.sub(r" *[█▏].*", "", line).strip() for line in lines if re.search(r"[█▏]", line)]
+    assert [name for name in stages if name != "prefill wait"] == [
+        "received", "tokenize", "transit", "queue", "prefill", "prefill chunk 1", "prefill chunk 2",
+        "prefill chunk 3", "decode", "first token", "detokenize", "send",
+    ]  # fmt: skip
+    assert [line for line in lines if "admit: executor." in line and "has the most room" in line]
+    data = json.loads(up.run("trace", "traced", "--json").stdout)
+    assert (data["state"], data["choices"][0]["tokens"]) == ("ended", 8)
+    (steps,) = data["steps"].values()
+    assert sum(steps["prefill_tokens"]) == 700
+    file = tmp_path / "timeline.json"
+    assert (
+        f"{file} has the timeline with {len(steps['step'])} steps"
+        in up.run("trace", "traced", "--perfetto", str(file)).stdout
+    )
+    events = json.loads(file.read_text())["traceEvents"]
+    lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert lanes >= {"in flight 0", "in flight 1", "waiting for a plan", "request", "stages"}
+    forwards = [e for e in events if e["name"].startswith("forward ")]
+    assert len(forwards) == len(steps["step"])
+
+
+def test_the_trace_command_says_what_is_wrong(up: Up, tmp_path: Path) -> None:
+    unknown = up.run("trace", "never-asked")
+    assert unknown.returncode == 1
+    assert "error 404 request_not_found: no request 'never-asked' is running" in unknown.stderr
+    nobody = up.run("trace", "r", "--nats-url", "nats://127.0.0.1:9")
+    assert nobody.returncode == 1
+    assert "no connection to the nats-server" in nobody.stderr
+    no_folder = up.run("trace", "never-asked", "--perfetto", str(tmp_path / "no" / "folder"))
+    assert no_folder.returncode == 1

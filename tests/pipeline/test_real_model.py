@@ -5,38 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pipeline import Connect, Pipeline
+from token_tap import Tap
 
-from shared import codec
-from shared.bus import Delivery
 from shared.memory_bus import MemoryBroker
-from shared.messages import Open, Tokens
 from shared.nats_bus import NatsBus
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
 MODEL = "smollm2-135m-instruct"
-
-
-class Tap:
-    """Token ids per (request, choice), as the scheduler sends them to the detokenizer."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, tuple[str, int]] = {}
-        self.ids: dict[tuple[str, int], list[int]] = defaultdict(list)
-
-    def take(self, delivery: Delivery) -> None:
-        message = codec.decode(delivery.data).message
-        if isinstance(message, Open):
-            self._names[message.seq] = (message.request, message.choice)
-        elif isinstance(message, Tokens):
-            for seq, token in zip(message.seqs, message.ids, strict=True):
-                self.ids[self._names[seq]].append(token)
 
 
 async def start(connect: Connect, fleet: str, **settings: Any) -> tuple[Pipeline, Tap]:

@@ -284,6 +284,44 @@ async def test_an_answer_too_large_for_the_server_is_413(world: World, scheduler
     assert "over the server's limit of 950" in error["message"]
 
 
+async def test_options_that_no_message_can_carry_are_a_413(
+    world: World, scheduler: HandScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.codec.MAX_OPTIONS_BYTES", 200)
+    actor = tokenizer.build(world.settings)
+    await world.run(actor, "t1")
+    reply = await world.ask(subjects.generate("acme", "tiny"), {**CHAT, "stop": ["s" * 200]})
+    error = json.loads(reply.data)["error"]
+    assert error["code"] == 413
+    assert "shorten its grammar, stop strings or logit_bias" in error["message"]
+    assert (scheduler.tokenized, actor.status()["pending"]) == ([], 0)
+
+
+async def test_a_tick_that_fails_fails_the_actor(world: World) -> None:
+    """Else what is pending would never be asked for again."""
+    actor = tokenizer.build(world.settings)
+    await world.run(actor, "t1")
+
+    async def tick() -> None:
+        raise ZeroDivisionError
+
+    actor._ticking = asyncio.ensure_future(tick())
+    actor.upkeep()  # not run yet
+    await asyncio.sleep(0)
+    with pytest.raises(ZeroDivisionError):
+        actor.upkeep()
+    actor._ticking = None
+
+
+async def test_a_long_prompt_is_prepared_beside_and_answered(world: World, scheduler: HandScheduler) -> None:
+    actor = tokenizer.build(world.settings)
+    await world.run(actor, "t1")
+    reply = await world.ask(subjects.generate("acme", "tiny"), {"prompt": "word " * 10_000})
+    error = json.loads(reply.data)["error"]
+    assert (error["code"], error["param"]) == (400, "prompt")
+    assert (scheduler.tokenized, actor.status()["pending"]) == ([], 0)
+
+
 async def test_a_bug_met_by_a_request_is_its_500(
     world: World, scheduler: HandScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,9 +205,9 @@ def test_a_reopened_stream_starts_over_as_a_new_attempt(core: DetokenizerCore) -
     run(core, opened(), tokens(0, "ab"))
     again = run(core, opened(9, attempt=2, tokens=ints(3 + b for b in b"abc")), tokens(3, "d", seq=9))
     assert [(f["type"], f["attempt"], f["frame"]) for f in frames(again)] == [
-        ("accepted", 2, 0),
-        ("delta", 2, 1),
-        ("delta", 2, 2),
+        ("accepted", 1001, 0),
+        ("delta", 1001, 1),
+        ("delta", 1001, 2),
     ]
     assert [(f["choices"][0]["first"], f["choices"][0]["count"]) for f in frames(again)[1:]] == [
         (0, 3),
@@ -280,6 +280,14 @@ def test_a_lost_scheduler_fails_only_its_own_requests(core: DetokenizerCore) -> 
     assert core.load()["requests"] == 1
 
 
+def test_a_lost_part_of_a_stream_is_told_though_nothing_is_open(core: DetokenizerCore) -> None:
+    """The Open of a request may be among it: only the scheduler knows of that one."""
+    assert core.stream_lost(SCHEDULER) == [Tell(SCHEDULER, Detached(seqs=ints()))]
+    run(core, opened())
+    out = core.stream_lost(SCHEDULER)
+    assert told(out) == [Detached(seqs=ints([7])), Detached(seqs=ints())]
+
+
 def test_other_messages_are_faults(core: DetokenizerCore) -> None:
     (fault,) = core.handle(SCHEDULER, StreamAt(last_seq=1))
     assert fault == Fault("StreamAt of scheduler.a is not for a detokenizer")
@@ -317,6 +325,23 @@ def test_logprobs_of_a_completion(core: DetokenizerCore) -> None:
         "top_logprobs": [{"a": -0.5, "\ufffd": -1.5}, {"</s>": -0.25}],
         "text_offset": [0, 1],
     }
+
+
+def test_ids_outside_the_vocabulary_have_no_text_in_logprobs(core: DetokenizerCore) -> None:
+    """A padded output layer may choose one, or name one as an alternative."""
+    far = 10**6
+    step = Tokens(
+        executor="e", step=1, seqs=ints([8]), first=ints([0]), counts=ints([1]), ids=ints([far]),
+        logprobs=floats([-0.5]), top_counts=ints([1]), top_ids=ints([far]), top_logprobs=floats([-0.5]),
+    )  # fmt: skip
+    shapes = []
+    for form in ("chat", "completion"):
+        asked = opened(8, format=form, logprobs=2, request=form, stream=False)
+        (answer,) = frames(run(core, asked, step, close(1, seq=8)))
+        shapes.append(answer["choices"][0]["logprobs"])
+    nothing = {"token": "", "logprob": -0.5, "bytes": []}
+    assert shapes[0] == {"content": [{**nothing, "top_logprobs": [nothing]}]}
+    assert (shapes[1]["tokens"], shapes[1]["top_logprobs"]) == ([""], [{"": -0.5}])
 
 
 EVENTS = st.lists(

@@ -282,3 +282,94 @@ def test_any_order_of_events_gives_the_text_once(
     (end,) = at.ends
     assert (at.text if stream else end["choices"][0]["message"]["content"]) == sent
     assert at.core.idle
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("turns_before", [0, 1, 2])
+def test_a_broker_that_dies_again_loses_no_end(letters: Vocabulary, stream: bool, turns_before: int) -> None:
+    """Back for a moment, away for longer than readers have, back: nothing counts while it is away."""
+    at = line(letters, stream)
+    at.open()
+    at.tokens("done")
+    at.loses = True
+    at.close()
+    at.cut()
+    at.listens = False
+    at.mend()
+    for _ in range(turns_before):
+        at.turn()
+    at.core.replay.age()
+    at.core.replay.age()
+    at.loses = True  # no 503 comes from a server that is away
+    at.cut()
+    for _ in range(2 * TURNS):
+        at.turn()
+        at.core.replay.age()
+    at.mend()
+    for _ in range(TURNS // 2):
+        at.turn()
+    at.listens = True
+    for _ in range(TURNS // 2):
+        at.turn()
+    (end,) = at.ends
+    assert at.text == "done" if stream else end["choices"][0]["message"]["content"] == "done"
+    assert at.core.idle
+
+
+def test_the_end_itself_is_seen_to_arrive(letters: Vocabulary) -> None:
+    """A reader that heard the new attempt and was cut off before the text."""
+    at = line(letters)
+    at.open()
+    at.tokens("done")
+    at.loses = True
+    at.close()
+    at.cut()
+    at.mend()
+    at.turn()
+    at.listens = False
+    at.turn()
+    at.listens = True
+    for _ in range(4):
+        at.turn()
+    assert (at.text, len(at.ends)) == ("done", 1)
+    assert at.core.idle
+
+
+def test_another_detokenizer_continues_after_any_number_of_new_attempts(letters: Vocabulary) -> None:
+    first = line(letters)
+    first.open()
+    first.tokens("ab")
+    first.flush()
+    for _ in range(3):
+        first.cut()
+        first.mend()
+        for _ in range(TURNS):
+            first.turn()
+    second = Line(DetokenizerCore(letters), order=first.order)
+    second.open(attempt=2, tokens=ints(3 + byte for byte in b"ab"))
+    second.flush()
+    second.sent = 2
+    second.close()
+    assert (second.text, [end["type"] for end in second.ends]) == ("ab", ["done"])
+
+
+def test_what_has_moved_is_not_replayed(letters: Vocabulary) -> None:
+    at = line(letters)
+    at.open()
+    at.cut()
+    at.mend()
+    at.say(Close(seq=7, final=0, reason="moved"))
+    assert at.core.replay_turn() == []
+    assert at.core.idle
+
+
+def test_a_detokenizer_with_an_end_to_repeat_is_not_idle(letters: Vocabulary) -> None:
+    at = line(letters)
+    at.open()
+    at.cut()
+    at.close()
+    assert not at.core.idle
+    at.mend()
+    for _ in range(3):
+        at.turn()
+    assert (len(at.ends), at.core.idle) == (1, True)

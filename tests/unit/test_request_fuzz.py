@@ -166,7 +166,6 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": st.floats(0.1, 10),
     "logit_bias": st.dictionaries(st.integers(0, 400).map(str), st.floats(-100, 100), max_size=4),
     "logprobs": st.booleans() | st.integers(0, 20),
-    "top_logprobs": st.integers(0, 20),
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
     "user": text,
@@ -183,9 +182,12 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
 def bodies(draw: st.DrawFn) -> bytes:
     names = draw(st.lists(st.sampled_from(sorted(RIGHT)), max_size=6, unique=True))
     body = {name: draw(RIGHT[name]) for name in names}
-    if draw(st.booleans()) and not {"prompt", "messages"} & body.keys():
-        body["prompt"] = "Hello"
-    for name in draw(st.lists(st.sampled_from([*sorted(RIGHT), "grammar", "x"]), max_size=2)):
+    if draw(st.integers(0, 7)):  # mostly one prompt, and logprobs in the form that goes with it
+        chat = body.pop("messages", None)
+        body |= {"prompt": "Hello", **body} if chat is None or "prompt" in body else {"messages": chat}
+        if "logprobs" in body:
+            body["logprobs"] = draw(st.booleans() if "messages" in body else st.integers(0, 20))
+    for name in draw(st.lists(st.sampled_from([*sorted(RIGHT), "top_logprobs", "grammar", "x"]), max_size=2)):
         if draw(st.integers(0, 3)) == 0:
             body[name] = draw(anything)
     if draw(st.booleans()):

@@ -339,3 +339,52 @@ def test_whatever_happens_every_request_ends_and_no_token_is_wrong(data: st.Data
         assert len(reader.tokens) >= closed.final
         if closed.reason == "length":
             assert reader.tokens == want
+
+
+def test_an_empty_prompt_is_refused_here_too() -> None:
+    world = World()
+    world.add_engine()
+    world.ask("a", [], 3)
+    assert [(r.code, r.message) for r in world.rejected] == [
+        (400, "the prompt is empty: send at least one token")
+    ]
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_result_that_does_not_fit_its_plan_resets_the_executor(rows: int, later: int) -> None:
+    """Its step would be in flight for ever, or its tokens go to the wrong sequences."""
+    world = World()
+    world.add_engine()
+    world.ask("a", [5, 6, 7], 6)
+    world.deliver()
+    right = world.results["e1"].popleft()
+    wrong = dataclasses.replace(right, step=right.step + later, ids=ints([9] * rows), done=ints([0] * rows))
+    world.handle(Arrived("executor.e1", wrong))
+    assert world.resets == ["e1"]
+    world.add_engine(epoch=2)
+    world.run()
+    world.assert_answers("a")
+    world.assert_idle()
+
+
+def test_what_a_detokenizer_never_heard_of_is_opened_again() -> None:
+    """Messages to it were lost: it names what it knew and has failed; another request's Open was lost."""
+    world = World(auto_end=False)
+    world.add_engine()
+    for name in ("known", "running", "over"):
+        world.ask(name, [5], 3 if name == "over" else 9)
+    for _ in range(4):
+        world.deliver()
+    (known,) = [reader.opened.seq for reader in world.readers_of("known")]
+    world.readers.clear()
+    world.handle(Arrived("detokenizer.d1", Detached(seqs=ints([known]))))
+    world.handle(Arrived("detokenizer.d2", Detached(seqs=ints())))
+    assert world.readers == {}, "nothing of it is at that one"
+    world.handle(Arrived("detokenizer.d1", Detached(seqs=ints())))
+    world.run()
+    opened = {reader.opened.request: reader.opened.attempt for reader in world.readers.values()}
+    assert opened == {"running": 2, "over": 2}
+    world.assert_answers("running")
+    world.assert_answers("over")

@@ -7,7 +7,7 @@ import pytest
 from loadtest.step_profile import Observed, kind_of, step_times, summary
 from shared.bus import Delivery
 from shared.codec import Envelope, encode
-from shared.messages import StepPlan, StepResult, ints
+from shared.messages import Message, StepPlan, StepResult, ints
 
 STEP_US = 1_000
 
@@ -60,7 +60,10 @@ def test_a_step_is_filed_by_its_rows(counts: list[int], kind: str) -> None:
 
 def test_times_are_those_of_steps_whose_neighbours_were_seen() -> None:
     observed = Observed()
-    for message in (*(plan(step, [1] * 32) for step in (1, 2, 3, 5)), *map(result, (1, 2, 3, 5))):
+    messages: list[Message] = []
+    for step in (1, 2, 3, 5):
+        messages += [plan(step, [1] * 32), result(step)]
+    for message in messages:
         observed.take(Delivery("", encode(Envelope("x.y", 1, 1, message)), "", {}))
     (only,) = step_times(observed)
     assert (only.period, only.wait, only.forward, only.sample) == (STEP_US, 100, 700, 50)

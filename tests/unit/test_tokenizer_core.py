@@ -24,8 +24,9 @@ from services.tokenizer.core import (
     Tick,
     TokenizerCore,
 )
-from services.tokenizer.prepare import ServedModel, Submission
+from services.tokenizer.prepare import ServedModel, Submission, prepared
 from shared.blocks import rendezvous
+from shared.errors import BadRequest
 from shared.messages import Accepted, Cancel, Rejected, Tokenized
 from shared.model_files import ModelFiles
 from shared.vocabulary import load_vocabulary
@@ -81,6 +82,14 @@ def test_a_bad_request_is_answered_under_its_id(core: TokenizerCore) -> None:
     broken = dataclasses.replace(submission(), body=b"{")
     assert failure(core.handle(broken, 0))[1:3] == ("fresh", 400)
     assert (core.pending, core.failed, core.requests) == (0, 2, 2)
+
+
+def test_an_error_holds_nothing_of_the_request(model: ServedModel) -> None:
+    """A traceback would keep the body, of many megabytes perhaps, until the collector runs."""
+    for body in (b"nonsense", b'{"prompt": ""}', b'{"prompt": "x", "n": "y"}', rb'{"prompt": "\ud800"}'):
+        error = prepared(Submission("t", "inbox", body, "fresh", 7, 1, ""), model).outcome
+        assert isinstance(error, BadRequest)
+        assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)
 
 
 def test_without_a_scheduler_the_answer_is_503(model: ServedModel) -> None:

@@ -1,0 +1,66 @@
+"""The executor dies in the middle of real answers: every greedy id is still that of the reference."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from token_tap import Tap
+
+from loadtest import faults
+from loadtest.leaks import settle
+from services.launcher.client import Client
+from shared.bus import Delivery
+from shared.nats_bus import NatsBus
+from tests.e2e.conftest import Up, running_up
+
+CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
+MODEL = "smollm2-135m-instruct"
+EXPECTED = dict.fromkeys(("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"), 1)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with running_up(tmp_path_factory.mktemp("real"), "--backend", "torch", "--dtype", "f32") as up:
+        yield up
+
+
+async def ids_with_a_death_after(up: Up, tokens: int) -> dict[tuple[str, int], list[int]]:
+    """The ids of the reference prompts, all at once; the executor is killed when `tokens` have come."""
+    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
+    client, tap = await Client.open(bus), Tap()
+    enough = asyncio.Event()
+
+    def take(delivery: Delivery) -> None:
+        tap.take(delivery)
+        if sum(map(len, tap.ids.values())) >= tokens:
+            enough.set()
+
+    await bus.subscribe("hr.default.detokenizer.*.in.*", take)
+    bodies = [
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": case["prompt"]}],
+            "temperature": 0,
+            "max_tokens": 64,
+            "request_id": f"case-{i}",
+        }
+        for i, case in enumerate(CASES)
+    ]
+    async with asyncio.TaskGroup() as group:
+        answers = [group.create_task(client.complete(body, timeout_s=120)) for body in bodies]
+        await enough.wait()
+        assert not any(answer.done() for answer in answers)
+        faults.kill(up.child("executor"))
+    await settle(bus, EXPECTED, 60)
+    await bus.drain()
+    return tap.ids
+
+
+def test_a_dead_executor_costs_no_token(real: Up) -> None:
+    ids = asyncio.run(ids_with_a_death_after(real, 25))
+    for i, case in enumerate(CASES):
+        assert ids[f"case-{i}", 0] == case["output_ids"], case["prompt"]
