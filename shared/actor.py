@@ -202,7 +202,7 @@ class Runtime:
         own = self.port.peers.get(self.port.source)
         deaf = own is not None and now_us - own.heard_us > DEAF_BEATS * self.beat_interval_us
         if stopped or deaf:
-            self.port.peers.pardon(now_us)
+            self.port.peers.pardon(now_us, but=self.port.source)
             return
         self.port.upkeep()
         for peer in self.port.peers.expire(self.clock.now_us()):
@@ -250,6 +250,8 @@ class Runtime:
 
     def _on_fault(self, fault: BusFault) -> None:
         log.warning("%s: %s: %s", self.port.source, fault.kind, fault.detail)
+        if fault.kind == "reconnected":
+            self.port.reconnected()
         if fault.kind in ("disconnected", "reconnected"):
             self._guarded(self.actor.on_broker)(fault.kind == "reconnected")
         if fault.kind == "closed":

@@ -73,6 +73,10 @@ class Subscription(Protocol):
     async def cancel(self) -> None:
         """Stop deliveries. A second call does nothing."""
 
+    async def drain(self) -> None:
+        """Stop deliveries once what is on its way here has been handled; others of a queue group get the
+        rest. After it, or `cancel`, does nothing."""
+
 
 class Bus(Protocol):
     """A connection to the broker."""

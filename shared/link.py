@@ -100,6 +100,11 @@ class Inbound(Generic[T]):
         self._asked = 0
         self._asked_us = 0
 
+    @property
+    def resume_at(self) -> int:
+        """The number that must come next, 0 while the stream may still be joined anywhere."""
+        return 0 if self._fresh else self._next
+
     def arrive(self, seq: int, item: T, now_us: int) -> Arrived[T]:
         """Take message number `seq`."""
         if seq < self._next or seq in self._early or self._absurd(seq):

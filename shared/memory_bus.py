@@ -35,6 +35,9 @@ class _Subscription:
         if self in self.broker.subscriptions:
             self.broker.subscriptions.remove(self)
 
+    async def drain(self) -> None:
+        await self.cancel()  # a message is for this subscription only when it is delivered
+
 
 @dataclass(eq=False)
 class _Fault:

@@ -69,6 +69,9 @@ class _Subscribed:
     async def cancel(self) -> None:
         await self.bus.unsubscribe(self)
 
+    async def drain(self) -> None:
+        await self.bus.unsubscribe(self, drain=True)
+
 
 class NatsBus:
     """One connection to a nats-server. See shared.bus.Bus."""
@@ -163,12 +166,16 @@ class NatsBus:
         self._subscriptions.append(subscription)
         return subscription
 
-    async def unsubscribe(self, subscription: _Subscribed) -> None:
+    async def unsubscribe(self, subscription: _Subscribed, *, drain: bool = False) -> None:
         """End a subscription of this connection. A second call does nothing."""
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
-            with contextlib.suppress(nats_errors.Error):  # the connection is closing, and with it this
-                await subscription.inner.unsubscribe()
+            # the connection is closing, and with it this; or the server has stopped answering
+            with contextlib.suppress(nats_errors.Error):
+                if drain and self._nc.is_connected:
+                    await _drained(subscription.inner)
+                else:
+                    await subscription.inner.unsubscribe()
 
     async def request(
         self, subject: str, data: bytes, *, timeout_us: int, headers: Mapping[str, str] | None = None

@@ -113,7 +113,7 @@ class OtelTracer:
 
     def _readable(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> list[ReadableSpan]:
         root = _context(trace)
-        above = int(parent_span or "0", 16)
+        above = telemetry.span_number(parent_span)
         ids = [root.span_id, *(_child_id(root.span_id, i) for i in range(1, len(spans)))]
         contexts = [SpanContext(root.trace_id, span_id, False, _SAMPLED) for span_id in ids]
         remote = SpanContext(root.trace_id, above, True, _SAMPLED) if above else None

@@ -43,10 +43,11 @@ class Peers:
             del self._peers[peer.source]
         return sorted(gone, key=lambda p: p.source)
 
-    def pardon(self, now_us: int) -> None:
-        """We were stopped ourselves: nobody's silence until now counts."""
+    def pardon(self, now_us: int, but: str = "") -> None:
+        """We were stopped or cut off ourselves: nobody's silence until now counts, `but` our own."""
         for peer in self._peers.values():
-            peer.heard_us = now_us
+            if peer.source != but:
+                peer.heard_us = now_us
 
     def get(self, source: str) -> Peer | None:
         """The actor `kind.id`, if alive."""

@@ -22,6 +22,8 @@ Receive = Callable[[str, Message, str], None]  # source, message, trace
 Told = Callable[[str], None]  # source
 
 SILENCE_US = 100_000  # a stream this long without a message announces its end
+REMIND_BEATS = 10  # how often the end of a stream to a living peer is announced again: its last message and
+# the announcements may both be lost, and one that waits for an answer says nothing that would show it
 RETIRED_US = 600_000_000  # a vanished source is forgotten; a stopped process that comes back within
 # this time finds its numbers, a later one has its last messages delivered twice
 
@@ -51,6 +53,7 @@ class Port:
         self._receive: Receive = lambda source, message, trace: None
         self._lost: Told = lambda source: None
         self._restarted: Told = lambda source: None
+        self._upkeeps = 0
 
     async def open(self, receive: Receive, stream_lost: Told, restarted: Told | None = None) -> None:
         """Subscribe the mailbox. `receive` gets every message once and in order per source;
@@ -81,6 +84,10 @@ class Port:
         for to, stream in self._outbound.items():
             if stream.silent_since(now_us - SILENCE_US):
                 self._send_loose(to, StreamAt(last_seq=stream.last_seq))
+        self._upkeeps += 1
+        if self._upkeeps % REMIND_BEATS == 0:
+            for peer in filter(self.peers.get, self._outbound):
+                self.remind(peer)
 
     def forget(self, to: str) -> None:
         """The peer has gone: what it never read is of no use to it. The numbers go on, since a
@@ -92,6 +99,14 @@ class Port:
         """The peer is back: tell it again how far its stream has come."""
         if (stream := self._outbound.get(to)) is not None:
             stream.remind()
+
+    def reconnected(self) -> None:
+        """We were cut off, and what was on its way either side may be lost, announcements included: tell
+        again how far our streams have come, and ask everybody for what follows the last we have."""
+        for stream in self._outbound.values():
+            stream.remind()
+        for source, state in self._sources.items():
+            self._ask(source, state.inbound.resume_at)
 
     def hear(self, source: str, epoch: int) -> bool:
         """Note a sign of life, message or beat; False if it is from a past incarnation. The first

@@ -14,6 +14,7 @@ SAMPLED = 1  # bit of the flags
 NO_PARENT = "0" * 16  # span id in the place of a root's parent
 MAX_CHARS = 256  # it travels in every message of the request; version 00 has 55
 
+_SPAN_ID = re.compile(r"[0-9a-f]{16}")
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
@@ -46,9 +47,13 @@ def span_id(trace: str) -> str:
 
 
 def is_sampled(trace: str) -> bool:
-    """Whether whoever made the traceparent wants the trace recorded."""
-    fields = trace.split("-")
-    return len(fields) >= 4 and bool(int(fields[3], 16) & SAMPLED)
+    """Whether whoever made the traceparent wants the trace recorded; False for what is none."""
+    return is_valid(trace) and bool(int(trace.split("-")[3], 16) & SAMPLED)
+
+
+def span_number(span: str) -> int:
+    """A span id as a number; 0, which names none, for what is no span id."""
+    return int(span, 16) if _SPAN_ID.fullmatch(span) else 0
 
 
 def make(trace: str, span: str, *, sampled: bool) -> str:

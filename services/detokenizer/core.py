@@ -49,7 +49,8 @@ class DetokenizerCore:
         held = self.replay.holds
         for request in waiting.values():
             request.first_us = request.first_us or wall_us
-        return [self._publish(r, r.delta()) for r in waiting.values() if not held(r.number)]
+        deltas = [(r, r.delta()) for r in waiting.values() if not held(r.number)]
+        return [self._publish(r, delta) for r, delta in deltas if delta]  # a replay may have sent it
 
     def client_gone(self, number: int) -> list[Command]:
         """Nobody reads the stream of request `number` any more. Its text is still worked out: the
@@ -179,13 +180,13 @@ class DetokenizerCore:
         del self._table.sequences[scheduler, close.seq]
         if request.opened.stream and stream.waiting:
             self._table.waiting[request.number] = request
-        commands = self._finish(scheduler, request) if request.complete else []
+        commands: list[Command] = []
+        if request.complete:
+            key = _key(scheduler, request)
+            commands = self._last(key, request.end, end_headers(trace=request.trace))
         return [*commands, _ended(scheduler, close, tokens, stream.reason)]
 
     # ---- the ends of requests -------------------------------------------------------------------
-
-    def _finish(self, scheduler: str, request: RequestText) -> list[Command]:
-        return self._last(_key(scheduler, request), request.end, end_headers(trace=request.trace))
 
     def _gap(self, scheduler: str, request: RequestText, gap: TokenGap) -> list[Command]:
         fault = Fault(f"request {request.opened.request} of {scheduler}: {gap.message}")

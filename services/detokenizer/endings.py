@@ -53,13 +53,13 @@ class Endings:
         )
         if tell is not None and isinstance(tell.message, Ended):
             self._port.send(tell.scheduler, stamped(tell.message, reply))
+        self.waiting -= 1
+        if not self.waiting:
+            self._on_empty()
         tracer, parent_span = self._port.tracer, request.opened.parent_span
         if tracer is not None and parent_span and telemetry.is_sampled(request.trace):
             facts = facts_of(request, reply, self._port.source)
             tracer.export(request.trace, parent_span, request_spans(facts))
-        self.waiting -= 1
-        if not self.waiting:
-            self._on_empty()
 
 
 def stamped(ended: Ended, reply: Reply) -> Ended:

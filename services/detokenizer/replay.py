@@ -91,10 +91,10 @@ class Replay:
     def absent(self, number: int, request: RequestText | None) -> bool:
         """The server says that nobody listens for request `number` (`request`, if it is open). True
         when it may only be late."""
-        if not self.active:
+        if not self.active and not self._away:  # away: the news of its return is on the way
             return False
         reader = self._unsure.get(number)
-        if reader is None and request is not None:
+        if reader is None and request is not None and request.opened.stream:
             reader = self._unsure[number] = _Reader(request)
         if reader is not None:
             reader.absent = True

@@ -15,6 +15,8 @@ from shared.messages import Close, Open, Timings
 from shared.replies import error_reply
 from shared.vocabulary import Vocabulary
 
+MAX_SENT = 256  # pieces kept for a reader that missed them; then they become one: 200 bytes a piece add up
+
 
 @dataclass(frozen=True, slots=True)
 class Closed:
@@ -65,6 +67,8 @@ class RequestText:
         """A frame with all text not sent yet; empty when there is none."""
         waiting = [(i, s.drain()) for i, s in self.choices.items() if s.waiting]
         self._sent += waiting
+        if len(self._sent) > MAX_SENT:
+            self._sent = self._sent_whole()
         return self._frames.delta(waiting) if waiting else b""
 
     def start_over(self) -> bytes:
@@ -76,12 +80,15 @@ class RequestText:
         """The frame that follows `accepted`, with the whole text so far; empty when there is none."""
         self._frames.rewind()
         self._sent += [(i, s.drain()) for i, s in self.choices.items() if s.waiting]
+        whole = self._sent = self._sent_whole()
+        return self._frames.delta(whole) if whole else b""
+
+    def _sent_whole(self) -> list[tuple[int, Delta]]:
+        """What was sent, one piece for each choice."""
         texts: dict[int, list[Delta]] = {}
         for i, delta in self._sent:
             texts.setdefault(i, []).append(delta)
-        whole = [(i, merged(deltas)) for i, deltas in sorted(texts.items())]
-        self._sent = list(whole)
-        return self._frames.delta(whole) if whole else b""
+        return [(i, merged(deltas)) for i, deltas in sorted(texts.items())]
 
     def last_again(self) -> bytes:
         """The last message once more, after `end` or `failure`."""

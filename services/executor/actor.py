@@ -34,6 +34,7 @@ from shared.port import Port
 log = logging.getLogger("headrace.executor")
 
 STOP_WITHIN_S = 5.0
+STUCK_US = 120_000_000  # far above any step; a process whose device call never returns must be replaced
 MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the engine's
 
 
@@ -47,6 +48,7 @@ class ExecutorActor(Actor):
         self._host_id = host_id
         self._backend: Backend | None = None
         self._scheduler = ""  # kind.id
+        self._last_resort = ""  # a scheduler that drains: its last requests need an executor, too
         self._welcomed = False
         self._exec_epoch = 0
         self._last_step = 0
@@ -95,6 +97,8 @@ class ExecutorActor(Actor):
     on_stream_lost = on_restart
 
     def on_peer(self, peer: Peer) -> None:
+        if peer.beat.kind == "scheduler" and peer.beat.state == "draining":
+            self._last_resort = peer.source
         if peer.beat.kind != "scheduler" or peer.beat.state != "ready":
             return
         if not self._scheduler:
@@ -112,7 +116,13 @@ class ExecutorActor(Actor):
     def upkeep(self) -> None:
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineError(f"{self._failed_in_a_row} steps in a row failed: the engine is broken")
-        if not self._welcomed:
+        since_us = self._device.since_us
+        if since_us and self._port.clock.now_us() - since_us > STUCK_US:
+            raise EngineError(f"a step has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
+        if not self._scheduler and self._port.peers.get(self._last_resort) is not None:
+            self._scheduler = self._last_resort
+            self._begin_incarnation()
+        elif not self._welcomed:
             self._say_hello()
 
     def facts(self) -> Facts:

@@ -65,6 +65,7 @@ class DeviceThread:
         self._broken: Exception | None = None  # what a slot's opening or closing met
         self.busy_us = 0
         self.idle_us = 0
+        self.since_us = 0  # when the step that runs began, 0 between steps
         self.published_us = 0  # set by who publishes: see StepResult
 
     def start(self, on_built: Callable[[Backend | BaseException], None]) -> None:
@@ -114,11 +115,13 @@ class DeviceThread:
 
     def _step(self, backend: Backend, plan: StepPlan, wait_us: int) -> None:
         began_us, began_wall_us = self._clock.now_us(), self._clock.wall_us()
+        self.since_us = began_us
         broken, self._broken = self._broken, None
         if broken is not None:
             result = failed(plan, broken, began_wall_us, self._clock)
         else:
             result = run_step(backend, plan, self._clock, wait_us, self.published_us)
+        self.since_us = 0
         self._deliver(result)
         self.busy_us += self._clock.now_us() - began_us
         self.idle_us += wait_us

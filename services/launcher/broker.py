@@ -22,16 +22,19 @@ async def keep_running(server: NatsServer, tell: Callable[[str], None]) -> None:
     loop, backoff_s = asyncio.get_running_loop(), BACKOFF_FIRST_S
     while True:
         started_at = loop.time()
-        status = await ended(server.process)
+        what = ended_how(await ended(server.process))
         if loop.time() - started_at > HEALTHY_S:
             backoff_s = BACKOFF_FIRST_S
-        tell(f"nats-server {ended_how(status)}; starts again in {backoff_s:g} s")
-        await asyncio.sleep(backoff_s)
-        backoff_s = min(backoff_s * 2, BACKOFF_LAST_S)
-        try:
-            server.restart()
-        except SetupError as error:
-            tell(f"nats-server: {error}")
+        runs = False
+        while not runs:
+            tell(f"nats-server {what}; starts again in {backoff_s:g} s")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, BACKOFF_LAST_S)
+            try:
+                server.restart()
+                runs = True
+            except (SetupError, OSError, subprocess.SubprocessError) as error:
+                what = f"did not start ({error})"
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:

@@ -31,6 +31,7 @@ class ServerLimits:
     max_pending: str = "64MB"  # bytes a slow reader may leave unread before it is cut off
     write_deadline: str = "10s"
     ping_interval: str = "20s"
+    max_closed_clients: int = 1_000  # remembered for its monitoring; its own 10,000 look like a leak of 10 MB
     jetstream_memory: str = ""  # empty: JetStream is off; its own default would be 75 % of the RAM
     jetstream_file: str = ""
 
@@ -47,11 +48,15 @@ class NatsServer:
     extra: str = field(default="", repr=False)
 
     def restart(self) -> None:
-        """Start an ended server again on the same ports, with the same files. Raises SetupError."""
+        """Start an ended server again on the same port, with the same files. Raises SetupError, OSError.
+
+        Clients know the port; the one for monitoring changes when somebody has taken it meanwhile.
+        """
         home = Path(self.folder.name)
-        ports = [int(url.rpartition(":")[2].strip("/")) for url in (self.url, self.monitoring_url)]
-        (home / CONFIG_NAME).write_text(_config(ports[0], ports[1], self.limits, home) + self.extra)
-        self.process, self.url, self.monitoring_url = _launch(find_binary(), home, ports[0])
+        port, monitoring = (int(url.rpartition(":")[2].strip("/")) for url in (self.url, self.monitoring_url))
+        monitoring = monitoring if is_free(monitoring) else -1
+        (home / CONFIG_NAME).write_text(_config(port, monitoring, self.limits, home) + self.extra)
+        self.process, self.url, self.monitoring_url = _launch(find_binary(), home, port)
 
     def stop(self) -> None:
         """SIGTERM, wait, then SIGKILL. A second call does nothing."""
@@ -138,6 +143,7 @@ def _config(port: int, monitoring_port: int, limits: ServerLimits, home: Path) -
         f"max_pending: {limits.max_pending}",
         f'write_deadline: "{limits.write_deadline}"',
         f'ping_interval: "{limits.ping_interval}"',
+        f"max_closed_clients: {limits.max_closed_clients}",
     ]
     if limits.jetstream_memory or limits.jetstream_file:
         memory, file = limits.jetstream_memory or "0", limits.jetstream_file or "0"

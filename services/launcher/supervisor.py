@@ -1,4 +1,7 @@
-"""Service processes: started together, restarted with back-off, drained in order, never orphaned."""
+"""Service processes: started together, restarted with back-off, drained in order, never orphaned.
+
+A service is kept running until its own turn in the drain comes: those before it may still need it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,16 +36,22 @@ class ServiceSpec:
 
 @dataclass(eq=False, slots=True)
 class Service:
-    """A supervised process. `ended` is set while no process runs."""
+    """A supervised process. `ended` is set while no process runs, `leaving` when none shall run again."""
 
     spec: ServiceSpec
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
     task: asyncio.Task[None] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.ended.set()
+
+    def dismiss(self, number: signal.Signals) -> None:
+        """Signal the process, for the last time if it heeds: it is not started again."""
+        self.leaving.set()
+        self.send(number)
 
     def send(self, number: signal.Signals) -> None:
         """Signal the process, if it runs.
@@ -62,7 +72,6 @@ class Supervisor:
         self.first_failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._env = dict(env)
         self._log_line = log_line
-        self._stopping = asyncio.Event()
 
     def start(self) -> None:
         """Start every service at once."""
@@ -75,14 +84,13 @@ class Supervisor:
         `tell` is called with the seconds left and who is waited for, about once a second. True when
         every service ended by itself.
         """
-        self._stopping.set()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s + KILL_GRACE_S
         clean = True
         for kind in order:
             waiting = [s for s in self.services if s.spec.kind == kind]
             for service in waiting:
-                service.send(signal.SIGTERM)
+                service.dismiss(signal.SIGTERM)
             while (left := deadline - loop.time()) > 0 and any(not s.ended.is_set() for s in waiting):
                 tell(max(0, round(left - KILL_GRACE_S)), kind)
                 await _all_ended(waiting, min(1.0, left))
@@ -92,31 +100,39 @@ class Supervisor:
 
     async def kill(self) -> None:
         """SIGKILL everything and wait for its end. A second call does nothing."""
-        self._stopping.set()
         for service in self.services:
-            service.send(signal.SIGKILL)
+            service.dismiss(signal.SIGKILL)
         await asyncio.gather(*(s.task for s in self.services if s.task is not None))
 
     async def _keep(self, service: Service) -> None:
         backoff_s = BACKOFF_FIRST_S
         loop = asyncio.get_running_loop()
-        while not self._stopping.is_set():
+        while not service.leaving.is_set():
             started_at = loop.time()
-            status = await self._run_once(service)
-            if self._stopping.is_set():
+            how = await self._run_once(service)
+            if service.leaving.is_set():
                 return
             if loop.time() - started_at > HEALTHY_S:
                 backoff_s = BACKOFF_FIRST_S
             if not self.first_failure.done():
-                self.first_failure.set_result(f"{service.spec.name} {ended_how(status)}")
-            self._log_line(service.spec.name, f"{ended_how(status)}; starts again in {backoff_s:g} s")
+                self.first_failure.set_result(f"{service.spec.name} {how}")
+            self._log_line(service.spec.name, f"{how}; starts again in {backoff_s:g} s")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), backoff_s)
+                await asyncio.wait_for(service.leaving.wait(), backoff_s)
             backoff_s = min(backoff_s * 2, BACKOFF_LAST_S)
-            service.restarts += 1
+            service.restarts += not service.leaving.is_set()
 
-    async def _run_once(self, service: Service) -> int:
+    async def _run_once(self, service: Service) -> str:
+        """Start the process and wait for its end; how it ended."""
         service.ended.clear()
+        try:
+            return ended_how(await self._run_process(service))
+        except (OSError, subprocess.SubprocessError) as error:  # no memory or no process left for it, say
+            return f"did not start ({error})"
+        finally:
+            service.ended.set()
+
+    async def _run_process(self, service: Service) -> int:
         process = service.process = await asyncio.create_subprocess_exec(
             *service.spec.argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -127,13 +143,11 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C is for the launcher, which drains in order
             preexec_fn=die_with_parent(signal.SIGKILL),  # nobody is left to drain for
         )
-        if self._stopping.is_set():  # asked to stop while the process was being made
+        if service.leaving.is_set():  # asked to stop while the process was being made
             service.send(signal.SIGKILL)
         assert process.stdout is not None
         await self._copy_lines(service.spec.name, process.stdout)
-        status = await process.wait()
-        service.ended.set()
-        return status
+        return await process.wait()
 
     async def _copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
         while True:

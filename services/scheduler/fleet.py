@@ -11,6 +11,8 @@ from shared.messages import Close, ExecHello, ExecReset, ExecWelcome, StepResult
 
 def hello(state: State, source: str, message: ExecHello) -> None:
     """An executor with empty slots. A repeated hello of a known incarnation is only welcomed."""
+    if source != f"executor.{message.executor}":
+        return  # it speaks for another
     known, epoch = state.executors.get(message.executor), message.exec_epoch
     if known is None or known.epoch != epoch:
         if known is not None:

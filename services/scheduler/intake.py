@@ -174,7 +174,8 @@ def _full(state: State, asked: Tokenized) -> bool:
     waiting, limits = state.waiting, state.limits
     if not waiting or len(waiting) >= limits.max_waiting:
         return bool(waiting)
-    return sum(len(u.sequences[0].tokens) for u in waiting) + len(asked.tokens) > limits.max_waiting_tokens
+    held = sum(len(sequence.tokens) for unit in waiting for sequence in unit.sequences)
+    return held + asked.n * len(asked.tokens) > limits.max_waiting_tokens
 
 
 def _fits_ever(executor: Executor, asked: Tokenized) -> bool:

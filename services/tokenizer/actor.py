@@ -94,7 +94,7 @@ class TokenizerActor(Actor):
 
     async def drain(self) -> None:
         for subscription in self._subscriptions:
-            await subscription.cancel()
+            await subscription.drain()
         await self._mailbox.drain()
         await self._beside.drain()
         if self._ticking is not None:  # it ends when nothing is pending

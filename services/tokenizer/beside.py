@@ -7,11 +7,13 @@ tokenizer library lets other threads run meanwhile. One thread: several would on
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from services.tokenizer.prepare import Prepared, ServedModel, Submission, prepared
+from shared.clock import Clock, SystemClock
 from shared.errors import Overloaded
 
 LONG_BYTES = 16_384  # 10 to 50 ms of work
@@ -22,8 +24,11 @@ RETRY_AFTER_MS = 1_000
 class Beside:
     """The long requests of one tokenizer; `done` is called on the event loop with each."""
 
-    def __init__(self, model: ServedModel, done: Callable[[Prepared], None]) -> None:
+    def __init__(
+        self, model: ServedModel, done: Callable[[Prepared], None], clock: Clock | None = None
+    ) -> None:
         self._model = model
+        self._clock = clock or SystemClock()
         self._done = done
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="long-requests")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,10 +60,14 @@ class Beside:
     async def _prepare(self, submission: Submission) -> None:
         loop = asyncio.get_running_loop()
         try:
-            result = await loop.run_in_executor(self._thread, _prepared_long, submission, self._model)
+            result = await loop.run_in_executor(self._thread, self._take_up, submission)
         finally:
             self._bytes -= len(submission.body)
         self._done(result)
+
+    def _take_up(self, submission: Submission) -> Prepared:
+        handled = dataclasses.replace(submission, handled_wall_us=self._clock.wall_us())
+        return _prepared_long(handled, self._model)
 
 
 def _prepared_long(submission: Submission, model: ServedModel) -> Prepared:

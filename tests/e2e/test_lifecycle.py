@@ -34,6 +34,26 @@ def test_sigterm_drains_and_ends_with_0(start_up: StartUp) -> None:
     assert list(Path(up.env["XDG_RUNTIME_DIR"]).glob("headrace/*")) == []
 
 
+def test_a_death_during_the_drain_loses_no_answer(start_up: StartUp) -> None:
+    up = start_up(**SLOW)
+    children = up.children()
+    asking = subprocess.Popen(
+        [*HEADRACE, "request", "--stream", '{"prompt": "Hello", "max_tokens": 100, "seed": 1}'],
+        env=up.env, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert asking.stdout is not None
+    assert json.loads(asking.stdout.readline())["type"] == "accepted"
+    up.process.send_signal(signal.SIGTERM)
+    up.read_until("^draining")
+    os.kill(up.child("executor"), signal.SIGKILL)
+    assert up.stop() == 0
+    frames = [json.loads(line) for line in asking.communicate(timeout=30)[0].splitlines()]
+    assert frames[-1]["type"] == "done"
+    assert frames[-1]["usage"]["completion_tokens"] == 100
+    assert up.printed[-1] == "stopped"
+    wait_until_gone(children)
+
+
 def test_ctrl_c_ends_with_130(start_up: StartUp) -> None:
     up = start_up()
     children = up.children()

@@ -267,6 +267,25 @@ async def test_who_hears_not_even_itself_takes_nobody_for_dead(fleet: Fleet) -> 
     assert actor.of("gone") == ["scheduler.s"]
 
 
+async def test_who_is_cut_off_neither_asks_nor_announces(fleet: Fleet) -> None:
+    """It would go the way of the message: the few announcements are for later."""
+    runtime = await fleet.started(Recorder())
+    other = Recorder("scheduler")
+    await fleet.started(other, "s")
+    fleet.broker.drop("hr.f.>", times=1 + 1 + 10)  # the message, the first announcement, the beats
+    runtime.port.send("scheduler.s", cancel("lost"))
+    for _ in range(10):
+        fleet.clock.advance(INTERVAL_US)
+        runtime.upkeep()
+        runtime.beat()
+        await fleet.broker.settle()
+    runtime.beat()
+    await fleet.broker.settle()
+    runtime.upkeep()
+    await fleet.broker.settle()
+    assert other.of("receive") == ["lost"]
+
+
 async def test_an_actor_is_told_when_the_broker_is_cut_off_and_back(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from actor_fleet import Fleet, Hand, watched_fleet
 
-from services.executor.actor import ExecutorActor
+from services.executor.actor import STUCK_US, ExecutorActor
 from services.executor.backend import Backend
 from services.executor.sim import SimBackend, SimOptions
 from shared import codec
@@ -106,6 +108,25 @@ async def test_it_waits_for_a_scheduler(fleet: Fleet) -> None:
     hand = HandScheduler()
     await fleet.started(hand, "s")
     assert (await hand.until(ExecHello)).executor == "e"
+
+
+@pytest.mark.parametrize("another", [False, True])
+async def test_a_draining_scheduler_gets_its_executor_back_if_it_is_the_only_one(
+    fleet: Fleet, another: bool
+) -> None:
+    """Its last requests cannot end without one."""
+    draining, ready = HandScheduler(), HandScheduler()
+    if another:
+        await fleet.started(ready, "r")
+    leaving = await fleet.started(draining, "d")
+    leaving.state = "draining"
+    leaving.beat()
+    actor, runtime = await executor(fleet)
+    runtime.upkeep()
+    await (ready if another else draining).until(ExecHello)
+    await fleet.broker.settle()
+    assert actor.status()["scheduler"] == ("scheduler.r" if another else "scheduler.d")
+    assert len(draining.of(ExecHello)) == (0 if another else 1)
 
 
 async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet) -> None:
@@ -234,6 +255,37 @@ async def test_an_engine_that_fails_three_steps_in_a_row_fails_the_executor(flee
     await hand.until(StepResult, 6)
     with pytest.raises(EngineError, match="3 steps in a row"):
         actor.upkeep()
+
+
+class Stuck(SimBackend):
+    """Its first forward pass returns when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(SimOptions(step_us=0))
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def forward(self, plan: StepPlan) -> None:
+        self.entered.set()
+        self.released.wait()
+        super().forward(plan)
+
+
+async def test_a_device_call_that_never_returns_fails_the_executor(fleet: Fleet) -> None:
+    hand, engine = HandScheduler(), Stuck()
+    await fleet.started(hand, "s")
+    actor, _ = await executor(fleet, lambda: engine)
+    hello = await hand.until(ExecHello)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    await fleet.broker.settle()
+    await asyncio.to_thread(engine.entered.wait)
+    fleet.clock.advance(STUCK_US)
+    actor.upkeep()
+    fleet.clock.advance(1)
+    with pytest.raises(EngineError, match="has not ended for 120 s: the device is stuck"):
+        actor.upkeep()
+    engine.released.set()
+    await hand.until(StepResult)
+    actor.upkeep()
 
 
 async def test_a_result_too_large_to_send_is_an_error_not_a_silence(

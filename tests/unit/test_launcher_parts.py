@@ -93,11 +93,13 @@ async def test_a_server_that_cannot_be_started_again_is_told_and_tried_again(
     monkeypatch.setattr(broker, "BACKOFF_FIRST_S", 0.01)
     monkeypatch.setattr(broker, "BACKOFF_LAST_S", 0.02)
     server, told, tried = servers.start(), list[str](), asyncio.Event()
+    errors = [SetupError("the port is taken"), OSError(11, "no process left")]
 
     def restart() -> None:
-        if len(told) > 4:
+        if not errors:
             tried.set()
-        raise SetupError("the port is taken")
+            raise SetupError("enough")
+        raise errors.pop(0)
 
     monkeypatch.setattr(servers.NatsServer, "restart", lambda _: restart())
     keeping = asyncio.create_task(broker.keep_running(server, told.append))
@@ -105,12 +107,28 @@ async def test_a_server_that_cannot_be_started_again_is_told_and_tried_again(
     await asyncio.wait_for(tried.wait(), 20)
     keeping.cancel()
     server.stop()
-    assert told[:4] == [
+    assert told[:3] == [
         "nats-server was ended by SIGKILL; starts again in 0.01 s",
-        "nats-server: the port is taken",
-        "nats-server was ended by SIGKILL; starts again in 0.02 s",
-        "nats-server: the port is taken",
+        "nats-server did not start (the port is taken); starts again in 0.02 s",
+        "nats-server did not start ([Errno 11] no process left); starts again in 0.02 s",
     ]
+
+
+def test_a_stolen_monitoring_port_does_not_keep_the_server_down() -> None:
+    server = servers.start()
+    url, stolen = server.url, server.monitoring_url
+    server.process.kill()
+    server.process.wait()
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", int(stolen.rpartition(":")[2])))
+        thief.listen()
+        server.restart()
+        assert server.url == url
+        assert server.monitoring_url != stolen
+        with urllib.request.urlopen(f"{server.monitoring_url}/healthz") as answer:
+            assert json.load(answer) == {"status": "ok"}
+    server.stop()
 
 
 def test_a_taken_port_is_told() -> None:

@@ -8,12 +8,14 @@ import pytest
 from actor_fleet import INTERVAL_US, Fleet, Recorder, cancel, watched_fleet
 
 from shared import codec
+from shared.bus import BusFault
 from shared.codec import Envelope
 from shared.errors import PayloadTooLarge
 from shared.link import ANNOUNCEMENTS
+from shared.memory_bus import MemoryBus
 from shared.messages import Accepted, Beat, Message, Open, Resend, StreamReset, ints
 from shared.peers import MISSED_BEATS
-from shared.port import RETIRED_US
+from shared.port import REMIND_BEATS, RETIRED_US
 
 
 @pytest.fixture
@@ -149,3 +151,59 @@ async def test_a_resend_for_a_stream_that_never_was_is_answered_with_nothing(fle
     await fleet.broker.settle()
     runtime.port.forget("scheduler.nobody")
     assert got == []
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fleet: Fleet, who: str) -> None:
+    """A broker that hangs for a while before it dies takes all of them along."""
+    actor, sender = Recorder(), Recorder("scheduler")
+    receiving = await fleet.started(actor)
+    sending = await fleet.started(sender, "s")
+    sending.port.send("executor.a", cancel("one"))
+    await fleet.broker.settle()
+    fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
+    sending.port.send("executor.a", cancel("two"))
+    for _ in range(2 * ANNOUNCEMENTS):
+        await everybody_beats(fleet)
+    assert actor.of("receive") == ["one"]
+    bus = {"sender": sending, "receiver": receiving}[who].bus
+    assert isinstance(bus, MemoryBus)
+    bus.report(BusFault("reconnected", "back"))
+    await everybody_beats(fleet)
+    assert actor.of("receive", "lost") == ["one", "two"]
+
+
+async def test_a_tail_lost_with_its_announcements_shows_in_the_end(fleet: Fleet) -> None:
+    """Nobody was cut off: the reader's mailbox overflowed, say."""
+    actor = Recorder()
+    await fleet.started(actor)
+    sending = await fleet.started(Recorder("scheduler"), "s")
+    fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
+    sending.port.send("executor.a", cancel("one"))
+    for _ in range(REMIND_BEATS + 1):
+        await everybody_beats(fleet)
+    assert actor.of("receive", "lost") == ["one"]
+
+
+async def test_reconnecting_brings_nothing_twice(fleet: Fleet) -> None:
+    actor = Recorder()
+    receiving = await fleet.started(actor)
+    sending = await fleet.started(Recorder("scheduler"), "s")
+    for name in ("one", "two"):
+        sending.port.send("executor.a", cancel(name))
+    await fleet.broker.settle()
+    for runtime in (receiving, sending):
+        assert isinstance(runtime.bus, MemoryBus)
+        runtime.bus.report(BusFault("reconnected", "back"))
+        await everybody_beats(fleet)
+    assert actor.of("receive", "lost") == ["one", "two"]
+
+
+async def everybody_beats(fleet: Fleet) -> None:
+    fleet.clock.advance(INTERVAL_US)
+    for runtime in fleet.runtimes:
+        runtime.beat()
+    await fleet.broker.settle()
+    for runtime in fleet.runtimes:
+        runtime.upkeep()
+    await fleet.broker.settle()

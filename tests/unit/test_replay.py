@@ -14,6 +14,7 @@ from text_models import write_sentencepiece_gguf
 from services.detokenizer.commands import Command, Publish, Tell
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.replay import TURNS
+from services.detokenizer.request import MAX_SENT
 from services.launcher.client import FrameOrder
 from shared.messages import Close, Detached, Message, Open, Tokens, floats, ints
 from shared.model_files import ModelFiles
@@ -242,6 +243,34 @@ def test_a_failure_is_told_again_as_well(letters: Vocabulary) -> None:
     assert (at.text, at.ends[0]["error"]["code"]) == ("part", 503)
 
 
+def test_text_that_the_replay_has_sent_leaves_no_empty_frame(letters: Vocabulary) -> None:
+    at = line(letters)
+    at.open()
+    at.cut()
+    at.mend()
+    at.turn()
+    at.tokens("ab")
+    at.turn()
+    at.flush()
+    at.close()
+    assert (at.text, len(at.ends)) == ("ab", 1)
+
+
+def test_what_is_kept_of_a_long_stream_is_its_text(letters: Vocabulary) -> None:
+    at = line(letters)
+    at.open()
+    for _ in range(2 * MAX_SENT):
+        at.tokens("ab")
+        at.flush()
+    (request,) = at.core.streams
+    assert len(request._sent) <= MAX_SENT
+    at.cut()
+    at.mend()
+    at.turn()
+    at.turn()
+    assert at.text == "ab" * (2 * MAX_SENT)
+
+
 WORDS = st.lists(st.text(alphabet="abcé", min_size=1, max_size=3), max_size=4)
 
 
@@ -351,6 +380,21 @@ def test_another_detokenizer_continues_after_any_number_of_new_attempts(letters:
     second.sent = 2
     second.close()
     assert (second.text, [end["type"] for end in second.ends]) == ("ab", ["done"])
+
+
+def test_a_503_that_comes_before_the_news_of_the_return_is_no_departure(letters: Vocabulary) -> None:
+    """What waited for the broker leaves first, and nobody listens yet."""
+    at = line(letters)
+    at.open()
+    at.tokens("ab")
+    at.cut()
+    (request,) = at.core.streams
+    assert at.core.client_gone(request.number) == []
+    at.mend()
+    at.turn()
+    at.turn()
+    at.close()
+    assert (at.text, len(at.ends)) == ("ab", 1)
 
 
 def test_what_has_moved_is_not_replayed(letters: Vocabulary) -> None:

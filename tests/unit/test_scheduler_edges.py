@@ -75,6 +75,24 @@ def test_a_draining_executor_finishes_what_it_has_and_gets_nothing_new() -> None
     world.assert_idle()
 
 
+def test_nobody_says_hello_for_another() -> None:
+    world = World()
+    world.add_engine("e1")
+    hello = dataclasses.replace(world.scheduler.state.executors["e1"].hello, exec_epoch=9)
+    world.handle(Arrived("executor.e2", hello))
+    assert world.scheduler.state.executors["e1"].epoch == 1
+
+
+def test_waiting_tokens_are_counted_for_every_choice() -> None:
+    world = World(limits=Limits(max_waiting_tokens=20))
+    world.add_engine(blocks=8)
+    world.ask("running", [5] * 8, 24)
+    world.ask("first", [5] * 4, 20)  # an empty queue takes any
+    world.ask("choices", [5] * 10, 2, n=2)
+    world.ask("one", [5] * 10, 2)
+    assert [(r.code, r.request) for r in world.rejected] == [(429, "choices")]
+
+
 def test_a_resend_of_what_was_refused_is_refused_again() -> None:
     world = World()
     world.ask("a", [5, 6], 3, received_wall_us=7)
@@ -378,13 +396,13 @@ def test_what_a_detokenizer_never_heard_of_is_opened_again() -> None:
     for _ in range(4):
         world.deliver()
     (known,) = [reader.opened.seq for reader in world.readers_of("known")]
-    world.readers.clear()
     world.handle(Arrived("detokenizer.d1", Detached(seqs=ints([known]))))
     world.handle(Arrived("detokenizer.d2", Detached(seqs=ints())))
-    assert world.readers == {}, "nothing of it is at that one"
+    attempts = {reader.opened.request: reader.opened.attempt for reader in world.readers.values()}
+    assert attempts == {"known": 1, "running": 1, "over": 1}, "that one has none of them"
     world.handle(Arrived("detokenizer.d1", Detached(seqs=ints())))
+    attempts = {reader.opened.request: reader.opened.attempt for reader in world.readers.values()}
+    assert attempts == {"known": 1, "running": 2, "over": 2}
     world.run()
-    opened = {reader.opened.request: reader.opened.attempt for reader in world.readers.values()}
-    assert opened == {"running": 2, "over": 2}
     world.assert_answers("running")
     world.assert_answers("over")

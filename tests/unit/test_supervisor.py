@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,11 @@ POLITE = (
 )
 STUBBORN = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\n"
+    "while 1: signal.pause()"
+)
+NEEDY = (
+    "import signal, sys; signal.signal(signal.SIGUSR1, lambda *a: sys.exit(0));"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\n"
     "while 1: signal.pause()"
 )
 
@@ -63,6 +69,40 @@ async def test_drains_kind_by_kind_in_order() -> None:
     assert sorted(goodbyes[:2]) == ["a-0", "a-1"]
     assert goodbyes[2:] == ["b"]
     assert [s.process.returncode for s in running.services if s.process] == [0, 0, 0]
+
+
+async def test_a_service_that_is_still_needed_is_kept_running_in_a_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
+    lines, told = Lines(), asyncio.Event()
+    running = supervise(lines, spec("a", NEEDY), spec("b", POLITE))
+    await lines.wait_for("a", "up")
+    await lines.wait_for("b", "up")
+    draining = asyncio.create_task(running.drain(["a", "b"], 1000, lambda left, kind: told.set()))
+    await told.wait()
+    running.services[1].send(signal.SIGKILL)
+    await lines.wait_for("b", "up", times=2)
+    running.services[0].send(signal.SIGUSR1)  # b is here again: a can end
+    assert await asyncio.wait_for(draining, 20) is True
+    assert [s.restarts for s in running.services] == [0, 1]
+    assert lines.got[-1] == ("b", "bye")
+
+
+async def test_what_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
+    lines, start, refused = Lines(), asyncio.create_subprocess_exec, [OSError(11, "no process left")]
+
+    async def exec_or_refuse(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+        if refused:
+            raise refused.pop()
+        return await start(*args, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", exec_or_refuse)
+    running = supervise(lines, spec("a", POLITE))
+    await lines.wait_for("a", "did not start ([Errno 11] no process left); starts again in 0.01 s")
+    await lines.wait_for("a", "up")
+    assert await running.drain(["a"], 20, lambda left, kind: None) is True
 
 
 async def test_what_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,18 @@ def test_which_headers_are_taken(text: str, valid: bool) -> None:
     assert telemetry.from_headers({"traceparent": text}) == (text if valid else "")
 
 
+def test_the_parts_of_a_traceparent() -> None:
+    assert telemetry.span_id(EXAMPLE) == "00f067aa0ba902b7"
+    assert telemetry.span_id("") == ""
+    made = telemetry.make("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=True)
+    assert made == EXAMPLE
+    assert telemetry.make("a" * 32, "b" * 16, sampled=False)[-3:] == "-00"
+    sampled = [EXAMPLE, EXAMPLE[:-1] + "3", EXAMPLE[:-1] + "0", "", "a-b-c-zz", EXAMPLE.upper()]
+    assert [telemetry.is_sampled(trace) for trace in sampled] == [True, True, False, False, False, False]
+    spans = ["00f067aa0ba902b7", "", "zz", "00f067aa0ba902b", "0" * 16]
+    assert [telemetry.span_number(span) for span in spans] == [0xF067AA0BA902B7, 0, 0, 0, 0]
+
+
 def test_a_header_too_long_to_carry_is_not_taken() -> None:
     assert telemetry.from_headers({"traceparent": "cc" + EXAMPLE[2:] + "-" + "x" * 300}) == ""
 
