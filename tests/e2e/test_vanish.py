@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -140,6 +141,7 @@ async def test_a_reader_that_reads_nothing_is_cut_off_by_the_server_and_noticed(
             assert await end_of(nc, "lazy") == STOPPED
         await assert_all_free(nc)
         await nc.close()
+        assert up.stop(signal.SIGTERM) == 0
     finally:
         server.stop()
 
