@@ -34,8 +34,8 @@ from opentelemetry.trace import (
 from opentelemetry.trace.status import Status, StatusCode
 
 from shared import conventions, telemetry
+from shared.otel_env import ENDPOINTS, GRPC, endpoint, log
 from shared.spans import SpanRecord
-from shared.tracing import ENDPOINTS, GRPC, log
 
 SWITCH_S = 0.000_5  # the thread that encodes spans may hold up the event loop so long, not the usual 5 ms
 QUEUE_SPANS = 8_192  # defaults of OTEL_BSP_*: a second of spans, sent each second
@@ -61,7 +61,7 @@ class OtelTracer:
         sys.setswitchinterval(SWITCH_S)
         self._scope = InstrumentationScope("headrace")
         self._processor = BatchSpanProcessor(
-            _Exporter(_exporter(protocol), self._reasons, endpoint(protocol)),
+            _Exporter(_exporter(protocol), self._reasons, endpoint(os.environ, protocol)),
             max_queue_size=None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else QUEUE_SPANS,
             schedule_delay_millis=None if "OTEL_BSP_SCHEDULE_DELAY" in os.environ else DELAY_MS,
         )
@@ -103,7 +103,7 @@ class OtelTracer:
         )
         arrived = exporter.export(spans) is SpanExportResult.SUCCESS
         exporter.shutdown()
-        where = endpoint(self._protocol)
+        where = endpoint(os.environ, self._protocol)
         if arrived:
             self._reasons.trouble = False
             log.info("traces: a test span arrived at %s", where)
@@ -184,14 +184,6 @@ class _Reasons(logging.Handler):
         if "retries or shutdown" not in text:  # says less than the attempts before it
             cause = _ERRNO.search(text)  # the rest of such a line is the names of classes around it
             self.last = cause.group(1) if cause else text[:200]
-
-
-def endpoint(protocol: str) -> str:
-    """Where the spans go, as the specification derives it."""
-    if given := os.environ.get(ENDPOINTS[0]):
-        return given
-    base = os.environ.get(ENDPOINTS[1], "")
-    return base if protocol == GRPC else f"{base.rstrip('/')}/v1/traces"
 
 
 def _exporter(protocol: str, timeout_s: float | None = None) -> SpanExporter:

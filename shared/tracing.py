@@ -1,25 +1,14 @@
-"""Whether this process sends spans, as the standard OTEL_* variables say. Off costs nothing: OpenTelemetry
-is imported only when they ask for it.
-
-On: OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set, OTEL_SDK_DISABLED is not
-`true` and OTEL_TRACES_EXPORTER is not `none`.
-"""
+"""The tracer of a process, if its environment asks for spans. Off costs nothing: OpenTelemetry is imported
+only when it does."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
+from shared.otel_env import GRPC, GRPC_PACKAGE, HTTP, PROTOCOLS, is_on, log, protocol_of
 from shared.spans import SpanRecord
-
-log = logging.getLogger("headrace.tracing")
-
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-HTTP, GRPC = "http/protobuf", "grpc"
-GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
 
 
 class Tracer(Protocol):
@@ -39,21 +28,12 @@ class Tracer(Protocol):
         """Send what waits, for at most `timeout_s`."""
 
 
-def is_on(env: Mapping[str, str]) -> bool:
-    """Whether these variables ask for spans."""
-    return (
-        any(env.get(name) for name in ENDPOINTS)
-        and env.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
-        and env.get("OTEL_TRACES_EXPORTER", "").strip().lower() != "none"
-    )
-
-
 def from_env(kind: str, actor: str) -> Tracer | None:
     """The tracer of the process `kind.actor`, None when spans are not asked for or cannot be sent; the
     log says then how to mend it."""
     if not is_on(os.environ):
         return None
-    protocol = next((p for name in PROTOCOLS if (p := os.environ.get(name))), HTTP)
+    protocol = protocol_of(os.environ)
     if protocol not in (HTTP, GRPC):
         log.warning("traces: off, %s=%s is not known here: use %s or %s", PROTOCOLS[1], protocol, HTTP, GRPC)
         return None

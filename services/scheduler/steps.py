@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from services.scheduler.records import Request
 
 KEPT = 4_096
-SPAN_EVERY_US = 20_000
+SPAN_EVERY_US = 100_000
 SECOND_US = 1_000_000
 MAX_LINKS = 16
 MAX_UNSENT_SPANS = 64  # a shell takes them after each event
