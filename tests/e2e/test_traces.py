@@ -59,7 +59,7 @@ async def ask(nc: Nats, request: str, *, long: bool, **more: object) -> Sent:
     inbox = nc.new_inbox()
     subscription = await nc.subscribe(inbox, cb=on_frame)
     prompt = LONG_PROMPT if long else LONG_PROMPT[:20]
-    body = {"prompt": prompt, "max_tokens": 128, "ignore_eos": True, "stream": True, "request_id": request}
+    body = {"prompt": prompt, "max_tokens": 256, "ignore_eos": True, "stream": True, "request_id": request}
     subject = str(more.pop("subject", SUBJECT))
     headers = {str(k): str(v) for k, v in more.pop("headers", {}).items()}  # type: ignore[attr-defined] # test shorthand
     sent.published_ns = time.time_ns()
