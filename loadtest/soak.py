@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import faults
-from loadtest.leaks import settle
+from loadtest.leaks import leaks, settle
 from loadtest.memory import MemoryWatch
 from loadtest.storm import Ask, Outcome, Storm, mixed, oracle_key
 from services.launcher.client import Client
@@ -163,11 +163,11 @@ async def part(url: str, up_pid: int, args: argparse.Namespace, *, broken: bool)
     tally.seconds = time.monotonic() - started_at
     for task in side:
         task.cancel()
-    await settle(bus, COUNTS, SETTLE_S)
+    held = leaks(await settle(bus, COUNTS, SETTLE_S), COUNTS)
     after = await client.complete({"model": MODEL, "prompt": "still there?", "max_tokens": 4}, timeout_s=30)
     assert after["choices"]
     await bus.drain()
-    return _report(tally, watch, broken)
+    return {**_report(tally, watch, broken), "held_at_the_end": held}
 
 
 async def _watch(up_pid: int, watch: MemoryWatch) -> None:
@@ -197,7 +197,6 @@ def _report(tally: Tally, watch: MemoryWatch, broken: bool) -> dict[str, Any]:
         "longest_s": round(tally.longest_s, 1),
         "wrong": tally.wrong[:20],
         "memory": memory,
-        "held_at_the_end": [],  # `settle` has seen everything free
     }
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 
 def dequantize(raw: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """The values of a tensor of `shape`. Raises NotImplementedError for a type nobody can read."""
+    """The values of a tensor of `shape`. A type that the gguf library cannot read either raises its
+    NotImplementedError: only the caller can name the file and the tensor."""
     if kind == Kind.F32:
         return torch.from_numpy(raw.view(np.float32).copy()).view(shape)
     if kind in _FAST:

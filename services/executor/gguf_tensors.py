@@ -64,7 +64,7 @@ class GgufTensors:
         entry = self._entry(name)
         try:
             return dequantize(self.raw(name), entry.kind, entry.shape)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # how the gguf library says that it cannot read a type
             raise SetupError(
                 f"{self._path}: tensor {name!r} has type {entry.kind.name}, not supported"
             ) from error

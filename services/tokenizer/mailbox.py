@@ -31,7 +31,8 @@ class Mailbox:
         """Queue a request. Raises Overloaded when MAX_WAITING do wait."""
         if len(self._waiting) >= MAX_WAITING:
             raise Overloaded(
-                f"{MAX_WAITING} requests wait for this tokenizer: try again later", retry_after_ms=1_000
+                f"{MAX_WAITING} requests wait for this tokenizer: try again later",
+                retry_after_ms=RETRY_AFTER_MS,
             )
         wall_us = self._clock.wall_us()
         if not self._empty.is_set():

@@ -235,30 +235,8 @@ async def test_flush_is_a_barrier_for_subscriptions(connect: Connect, fleet: str
         assert (await asker.request(f"{fleet}.{i}", b"", timeout_us=5_000_000)).data == b"here"
 
 
-async def test_a_member_that_drains_loses_nothing_of_its_group(connect: Connect, fleet: str) -> None:
-    sender, leaver, stayer = await connect(), await connect(), await connect()
-    left, stayed = Inbox(), Inbox()
-    await leaver.subscribe(fleet, left, queue="workers")
-    await stayer.subscribe(fleet, stayed, queue="workers")
-    await leaver.flush()
-    await stayer.flush()
-    leaving = None
-    for i in range(4000):
-        sender.publish(fleet, b"%d" % i)
-        if i % 8 == 0:
-            await asyncio.sleep(0)
-        if i == 1000:
-            leaving = asyncio.create_task(leaver.drain())
-    assert leaving is not None
-    await leaving
-    await sender.flush()
-    await stayer.flush()
-    got = sorted(int(d.data) for d in left.got + stayed.got)
-    assert got == list(range(4000))
-    assert left.got
-
-
-async def test_a_subscription_that_drains_loses_nothing_of_its_group(connect: Connect, fleet: str) -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["connection", "subscription"])
+async def test_what_drains_loses_nothing_of_its_group(connect: Connect, fleet: str, whole: bool) -> None:
     sender, leaver, stayer = await connect(), await connect(), await connect()
     left, stayed = Inbox(), Inbox()
     leaves = await leaver.subscribe(fleet, left, queue="workers")
@@ -271,7 +249,7 @@ async def test_a_subscription_that_drains_loses_nothing_of_its_group(connect: Co
         if i % 8 == 0:
             await asyncio.sleep(0)
         if i == 1000:
-            leaving = asyncio.create_task(leaves.drain())
+            leaving = asyncio.create_task(leaver.drain() if whole else leaves.drain())
     assert leaving is not None
     await leaving
     await sender.flush()
