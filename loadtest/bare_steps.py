@@ -19,7 +19,7 @@ def run_bare(case: Case) -> list[StepResult]:
     """Run `case.rows` requests of `case.steps` tokens and return the results of every step."""
     clock = SystemClock()
     arrivals: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
-    engine = SimBackend(SimOptions(step_us=case.step_us, model="m"))
+    engine = SimBackend(SimOptions(timing=f"step={case.step_us}", model="m"))
     device = DeviceThread(lambda: engine, clock, arrivals.put)
     built: queue.SimpleQueue[object] = queue.SimpleQueue()
     device.start(built.put)

@@ -1,4 +1,4 @@
-"""A small OTLP/HTTP collector: keeps every span it is sent. For tests and benches.
+"""A small OTLP/HTTP collector: keeps every span, and the last of each metric. For tests and benches.
 
     python -m loadtest.otlp_receiver --port 4318     prints a count each second
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -43,6 +44,7 @@ class Receiver:
 
     def __init__(self, port: int = 0, *, keep: bool = True) -> None:
         self.spans: list[Received] = []
+        self.metrics: dict[str, Any] = {}  # the last of each name, as it came
         self.count = 0
         self._keep = keep
         self._more = threading.Condition()
@@ -53,7 +55,7 @@ class Receiver:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.take(body)
+                (receiver.take_metrics if self.path.endswith("/metrics") else receiver.take)(body)
                 answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/x-protobuf")
@@ -82,6 +84,21 @@ class Receiver:
                     for span in scope.spans
                 ]
             self._more.notify_all()
+
+    def take_metrics(self, body: bytes) -> None:
+        """Read one export request of metrics."""
+        groups = ExportMetricsServiceRequest.FromString(body).resource_metrics
+        with self._more:
+            for metric in (m for group in groups for scope in group.scope_metrics for m in scope.metrics):
+                self.metrics[metric.name] = metric
+            self._more.notify_all()
+
+    def wait_for_metric(self, name: str, timeout_s: float) -> Any:
+        """The metric of this name, once it is here. Raises TimeoutError."""
+        with self._more:
+            if not self._more.wait_for(lambda: name in self.metrics, timeout_s):
+                raise TimeoutError(f"no metric {name}")
+            return self.metrics[name]
 
     def wait_for(self, requests: Iterable[str], timeout_s: float) -> dict[str, Received]:
         """The root spans of these requests, by request id, once they are all here. Raises TimeoutError."""

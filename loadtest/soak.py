@@ -65,7 +65,7 @@ def house(args: argparse.Namespace) -> Iterator[tuple[int, str]]:
     """A running `headrace up`: (process id, server URL)."""
     flags = [f"--{kind}s={COUNTS[kind]}" for kind in ("tokenizer", "executor", "detokenizer")]
     with tempfile.TemporaryDirectory() as home, Path(args.log).open("w") as log:
-        env = {**os.environ, "XDG_RUNTIME_DIR": home, "HEADRACE_SIM_STEP_US": str(args.step_us)}
+        env = {**os.environ, "XDG_RUNTIME_DIR": home, "HEADRACE_SIM": f"step={args.step_us},token=20"}
         process = subprocess.Popen(
             [sys.executable, "-m", "services.launcher.cli", "up", "--backend", "sim", "--port", "0", *flags],
             env=env, stdout=subprocess.PIPE, stderr=log, text=True,

@@ -61,9 +61,9 @@ class Rows:
     def run(self, plan: StepPlan) -> tuple[int, int]:
         """Forward and sample, µs."""
         start = time.perf_counter_ns()
-        self._backend.forward(plan)
+        pending = self._backend.forward(plan)
         forwarded = time.perf_counter_ns()
-        self._backend.sample(plan)
+        self._backend.sample(pending)
         return (forwarded - start) // 1000, (time.perf_counter_ns() - forwarded) // 1000
 
     def decode(self) -> tuple[int, int]:

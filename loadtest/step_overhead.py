@@ -46,8 +46,7 @@ def sim_env(case: Case) -> dict[str, str]:
     """The settings of a fleet for one arm."""
     return {
         "HEADRACE_BACKEND": "sim",
-        "HEADRACE_SIM_STEP_US": str(case.step_us),
-        "HEADRACE_SIM_TOKEN_US": "0",
+        "HEADRACE_SIM": f"step={case.step_us}",
         "HEADRACE_WINDOW": str(case.window),
         "HEADRACE_STEP_TOKENS": "8192",
     }

@@ -34,6 +34,9 @@ MAX_CHOICES = 1_024
 MAX_BLOCKS, MAX_SLOTS = 2**24, 2**16  # of one executor: 16 M blocks of 2 MiB are 32 TiB
 MAX_INTERVAL_US = 3_600_000_000
 MAX_NUMBER = 2**53  # of a stream
+MAX_PROCESSORS, MAX_PROCESSOR_CHARS = 8, 4_096  # of one request; a name with its arguments
+MAX_ROW_ERROR_CHARS = 1_000
+MAX_STAGES = 64  # of a pipeline
 
 _SEED_END = 2**64
 _USUAL = 1_024  # rows: shorter columns of these contents, the usual ones, are compared as bytes
@@ -97,7 +100,28 @@ def _step_plan(m: StepPlan) -> str:
 def _step_result(m: StepResult) -> str:
     if len(m.ids) != len(m.done):
         return "its columns differ in length"
+    if m.queued_us < 0 or m.host_us < 0:
+        return "a duration is negative"
+    if m.row_errors and (wrong := _row_errors(m)):
+        return wrong
     return "" if _scores(m) else "its log probabilities do not add up"
+
+
+def _row_errors(m: StepResult) -> str:
+    rows = {row for row, _ in m.row_errors}
+    if len(rows) < len(m.row_errors) or min(rows) < 0 or max(rows) >= len(m.ids):
+        return "a row error names no row, or one twice"
+    if not all(0 < len(why) <= MAX_ROW_ERROR_CHARS for _, why in m.row_errors):
+        return f"a row error is empty or over {MAX_ROW_ERROR_CHARS} characters"
+    return ""
+
+
+def _processors(m: Tokenized | SlotOpen) -> str:
+    if len(m.processors) > MAX_PROCESSORS:
+        return f"it has over {MAX_PROCESSORS} logits processors"
+    if not all(0 < len(text) <= MAX_PROCESSOR_CHARS for text in m.processors):
+        return f"a logits processor is empty or over {MAX_PROCESSOR_CHARS} characters"
+    return ""
 
 
 def _tokens(m: Tokens) -> str:
@@ -129,7 +153,7 @@ def _tokenized(m: Tokenized) -> str:
         return "its request, inbox or a stop string is empty"
     if len(m.sampling.bias_ids) != len(m.sampling.bias_values):
         return "its bias columns differ in length"
-    return _parts(m)
+    return _processors(m) or _parts(m)
 
 
 def _open(m: Open) -> str:
@@ -151,13 +175,14 @@ def _slot_open(m: SlotOpen) -> str:
         return "slot, max_length or seed is out of range"
     if len(m.sampling.bias_ids) != len(m.sampling.bias_values):
         return "its bias columns differ in length"
-    return _parts(m)
+    return _processors(m) or _parts(m)
 
 
 def _exec_hello(m: ExecHello) -> str:
     sizes = (m.block_tokens, m.max_step_tokens, m.max_context, m.vocab)
     sane = 1 <= m.blocks <= MAX_BLOCKS and 1 <= m.slots <= MAX_SLOTS and min(sizes) >= 1
-    return "" if sane else "its blocks, slots or sizes are out of range"
+    sane = sane and 1 <= m.stages <= MAX_STAGES
+    return "" if sane else "its blocks, slots, sizes or stages are out of range"
 
 
 def _resend(m: Resend) -> str:

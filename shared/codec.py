@@ -84,6 +84,21 @@ def decode(data: bytes) -> Envelope:
     return Envelope(*header, message, _string(trace))
 
 
+def to_row(message: Message) -> list[Any]:
+    """[kind, field, field, ...]: a message of any size as plain data, for what is no wire."""
+    layout = _LAYOUTS[type(message).__name__]
+    return [layout.kind, *layout.to_row(message)]
+
+
+def from_row(row: list[Any]) -> Message:
+    """The message of `to_row`. Raises WireError for what is none."""
+    layout = _LAYOUTS.get(row[0]) if row and isinstance(row[0], str) else None
+    if layout is None:
+        raise WireError(f"unknown message kind {row[:1]!r:.80}")
+    message: Message = layout.from_row(row[1:])
+    return message
+
+
 def split(message: Message) -> Iterator[Message]:
     """The message itself, or its parts when its token list is too long for one message. The first
     part carries the options, the others only the required fields. Raises PayloadTooLarge when the

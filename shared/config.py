@@ -63,11 +63,17 @@ class Settings(BaseSettings):
     max_context: int = Field(0, ge=0, description="longest prompt plus answer, tokens; 0: the model's")
     threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the cores")
     deterministic: bool = Field(False, description="on a cpu: logits do not depend on the batch")
-    sim_step_us: int = Field(5000, ge=0, description="sim: time of a step, us")
-    sim_token_us: int = Field(20, ge=0, description="sim: more time for each token of a step, us")
+    sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
     # scheduler
     window: int = Field(2, ge=1, le=4, description="steps in flight; 2 hides the whole round trip")
-    step_tokens: int = Field(256, ge=1, description="most tokens in a step, prompt chunks and decodes")
+    overlap: Literal["auto", "single", "run_ahead", "two_batch"] = Field(
+        "auto", description="which rows are in flight together; auto: by cost, each step"
+    )
+    step_tokens: int = Field(1024, ge=1, description="most tokens in a step, prompt chunks and decodes")
+    policy: str = Field("", description="scheduling policies: rank=,fill=,kv=,victim=,place=; see docs")
+    slo: str = Field("", description="classes: name=ttft/tbt/age in ms; interactive, standard, batch")
+    event_log: str = Field("", description="write every event and command: a file, or nats; see replay")
+    logits_processors: str = Field("", description="name=module:class,... that requests may name")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; beyond: 429")
     max_waiting_tokens: int = Field(1_048_576, ge=0, description="prompt tokens that may wait; beyond: 429")
     request_timeout_s: float = Field(300, gt=0, description="time limit of a request that names none, s")

@@ -1,4 +1,4 @@
-"""Spans to an OTLP collector by the OpenTelemetry SDK; the only file that imports it.
+"""Spans to an OTLP collector by the OpenTelemetry SDK; with otel_metrics.py the only files that import it.
 
     export() ──▶ queue of the SDK's batch processor ──its thread──▶ OTLP over HTTP (or gRPC)
 
@@ -53,7 +53,7 @@ class OtelTracer:
 
     def __init__(self, kind: str, actor: str, protocol: str) -> None:
         self._protocol = protocol
-        self._resource = _resource(kind, actor)
+        self._resource = process_resource(kind, actor)
         self._reasons = _Reasons()
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         self._sampler = provider.sampler  # as OTEL_TRACES_SAMPLER says
@@ -196,7 +196,7 @@ def _exporter(protocol: str, timeout_s: float | None = None) -> SpanExporter:
     return OTLPSpanExporter(timeout=timeout_s)
 
 
-def _resource(kind: str, actor: str) -> Resource:
+def process_resource(kind: str, actor: str) -> Resource:
     """What the variables say, and for the rest this process."""
     own = Resource({conventions.SERVICE_INSTANCE: f"{kind}.{actor}"})
     found = own.merge(Resource.create())

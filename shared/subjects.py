@@ -63,6 +63,16 @@ def trace(request: str) -> str:
     return f"{PUBLIC}.trace.{token(request)}"
 
 
+def events(scheduler: str) -> str:
+    """Where a scheduler publishes its event log, if it does."""
+    return f"{PUBLIC}.events.{token(scheduler)}"
+
+
+def events_snapshot(scheduler: str) -> str:
+    """Request-reply: publish a snapshot now, so that a log can begin."""
+    return f"{PUBLIC}.events.{token(scheduler)}.snapshot"
+
+
 def tokenize(tenant: str, model: str) -> str:
     """Request-reply: text to token ids."""
     return f"{PUBLIC}.tokenize.{token(tenant)}.{token(model)}"

@@ -1,16 +1,21 @@
 """What an engine must do to run plans. SimBackend and TorchBackend pass the same contract tests.
 
-Every method is called from one thread, the device thread, in the order of the messages. Plans are
-strictly ordered by step. Forward and sample are two calls, so that a token mask can come late
-without stopping run-ahead.
+Every method is called from one thread, the device thread, in the order of the messages, but `sample`: it
+may run on the host lane, of one step at a time and in step order, while the device thread goes on. Whatever
+the device thread then forwards, opens or closes is of other slots than those sampled: both threads write
+entries of their own slots in state that they share. Plans are strictly ordered by step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shared.messages import Floats, Ints, SlotOpen, StepPlan, floats, ints
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.cuda import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,18 @@ class BackendInfo:
     slots: int
     max_step_tokens: int
     max_context: int
+    stages: int = 1  # of a pipeline: so many steps are computed at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A step between its forward and its sampling: what `forward` returns and `sample` takes, once."""
+
+    plan: StepPlan
+    logits: Tensor | None = None  # [samples, vocab]
+    padding_rows: int = 0
+    forwarded: Event | None = None  # marks the forward's end on a GPU, for rows that need the host
+    due_s: float = 0.0  # sim: when the forward ends, on the monotonic clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +59,8 @@ class StepOutput:
     top_counts: Ints = field(default_factory=ints)
     top_ids: Ints = field(default_factory=ints)
     top_logprobs: Floats = field(default_factory=floats)
+    host_us: int = 0  # logits processors
+    row_errors: tuple[tuple[int, str], ...] = ()
 
 
 class Backend(Protocol):
@@ -60,14 +79,15 @@ class Backend(Protocol):
     def close_slot(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan) -> Pending:
         """Apply table deltas, then block copies, then compute the forward rows. Rows of a slot that
         is done (stop id seen, or `max_length` reached) are no-ops and write no KV. On return the
-        work is queued or done; at most one forward is outstanding before its `sample`."""
+        work is queued or done. The slots of forwards that are not sampled yet are not in this plan."""
 
-    def sample(self, plan: StepPlan) -> StepOutput:
-        """Choose a token for each sample row of the forward before, remember it as the slot's last
-        token (so the next plan may be device-fed), and wait for the ids to reach the host."""
+    def sample(self, pending: Pending) -> StepOutput:
+        """Choose a token for each sample row of that forward, remember it as the slot's last token
+        (so the next plan may be device-fed), and wait for the ids to reach the host. Logits processors
+        run first; a row whose processor fails gets a row error, id -1 and done 2, and its slot is done."""
 
     def reset(self) -> None:
         """Forget every slot and block table; keep the weights."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.executor.backend import Backend
+from services.executor.processors import load_processors
 from services.executor.sim import SimBackend, SimOptions
 from shared.config import Settings
 from shared.errors import SetupError
@@ -21,6 +22,7 @@ def engine_builder(settings: Settings) -> Callable[[], Backend]:
 def _sim(settings: Settings) -> Backend:
     from shared.vocabulary import load_vocabulary
 
+    processors = load_processors(settings.logits_processors)
     files = resolve(settings.model, settings.cache_dir)
     usual = SimOptions()
     options = SimOptions(
@@ -30,8 +32,8 @@ def _sim(settings: Settings) -> Backend:
         block_tokens=settings.block_tokens,
         slots=settings.slots or SIM_SLOTS,
         max_context=settings.max_context or usual.max_context,
-        step_us=settings.sim_step_us,
-        token_us=settings.sim_token_us,
+        timing=settings.sim,
+        processors=processors,
     )
     return SimBackend(options)
 
@@ -44,6 +46,7 @@ def _torch(settings: Settings) -> Backend:
             f"the torch engine needs {error.name}: pip install 'headrace[executor]', "
             "or run without weights: --backend sim"
         ) from error
+    processors = load_processors(settings.logits_processors)
     files = resolve(settings.model, settings.cache_dir)
     return build(
         TorchOptions(
@@ -58,5 +61,6 @@ def _torch(settings: Settings) -> Backend:
             max_context=settings.max_context,
             threads=settings.threads,
             deterministic=settings.deterministic,
+            processors=processors,
         )
     )

@@ -24,4 +24,5 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
         backend=info.backend,
         dtype=info.dtype,
         bytes_per_block=info.bytes_per_block,
+        stages=info.stages,
     )

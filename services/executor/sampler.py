@@ -17,7 +17,11 @@ _SIGN = 1 << 63
 
 
 class Sampler:
-    """Sampling state of every slot. Token counts for penalties are made when the first slot asks for them."""
+    """Sampling state of every slot. Token counts for penalties are made when the first slot asks for them.
+
+    The host lane may choose for some slots while the device thread opens or closes others: each touches the
+    rows and keys of its own slots, and the counts exist before a slot that needs them is sampled.
+    """
 
     def __init__(self, slots: int, vocab: int, device: torch.device, *, deterministic: bool) -> None:
         self._size = (slots, vocab)

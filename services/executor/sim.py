@@ -1,17 +1,23 @@
 """An engine without weights: a latency model and reproducible tokens. Ships in the product.
 
-A step takes `step_us + token_us * tokens`, slept through on the device thread as a GPU would be
-waited for. The next token depends on the slot's seed, its position and the token before, so that
-the same request gives the same tokens in any batch, slot or order of steps.
+A step takes the time of its shape (see sim_timing), slept through as a GPU would be waited for; in a
+pipeline it passes one stage after the other, and another step may be in the stage that it has left. The
+next token depends on the slot's seed, its position and the token before, so that the same request gives
+the same tokens in any batch, slot or order of steps.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from services.executor.backend import BackendInfo, StepOutput
+from services.executor.backend import BackendInfo, Pending, StepOutput
+from services.executor.processors import MakeProcessor
+from services.executor.sim_host import SimHostRows
+from services.executor.sim_timing import sim_timing
 from shared.messages import SlotOpen, StepPlan, ints
+from shared.step_model import shape_of
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in SplitMix64
 _MASK = (1 << 64) - 1
@@ -29,8 +35,8 @@ class SimOptions:
     slots: int = 256
     max_step_tokens: int = 8_192
     max_context: int = 131_072
-    step_us: int = 5_000
-    token_us: int = 0
+    timing: str = "step=5000"  # the setting `sim`
+    processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
 
 
 @dataclass(slots=True)
@@ -39,6 +45,7 @@ class _Slot:
     stop_ids: frozenset[int]
     last: int
     max_length: int
+    tokens: list[int]  # all so far; of a slot with logits processors, else empty
     done: bool = False
 
 
@@ -48,7 +55,9 @@ class SimBackend:
     def __init__(self, options: SimOptions) -> None:
         self._options = options
         self._slots: dict[int, _Slot] = {}
-        self._ready_at_s = 0.0
+        self._timing = sim_timing(options.timing)
+        self._free_s = [0.0] * self._timing.stages  # when each stage has nothing left to do
+        self._host_rows = SimHostRows(options.processors, options.vocab, self._timing.host_row_us)
 
     @property
     def info(self) -> BackendInfo:
@@ -66,6 +75,7 @@ class SimBackend:
             slots=o.slots,
             max_step_tokens=o.max_step_tokens,
             max_context=o.max_context,
+            stages=self._timing.stages,
         )
 
     def warm_up(self) -> None:
@@ -73,38 +83,65 @@ class SimBackend:
 
     def open_slot(self, opened: SlotOpen) -> None:
         last, max_length = opened.tokens[-1], opened.max_length or self._options.max_context
-        self._slots[opened.slot] = _Slot(opened, frozenset(opened.stop_ids), last, max_length)
+        tokens = list(opened.tokens) if opened.processors else []
+        self._slots[opened.slot] = _Slot(opened, frozenset(opened.stop_ids), last, max_length, tokens)
+        self._host_rows.open(opened)
 
     def close_slot(self, slot: int) -> None:
         self._slots.pop(slot, None)
+        self._host_rows.close(slot)
 
-    def forward(self, plan: StepPlan) -> None:
-        o = self._options
-        self._ready_at_s = time.monotonic() + (o.step_us + o.token_us * sum(plan.counts)) / 1e6
+    def forward(self, plan: StepPlan) -> Pending:
+        now_s = time.monotonic()
+        left_s, due_s = self._pass_stages(now_s, self._timing.step_us(shape_of(plan)) / 1e6)
+        if len(self._free_s) > 1 or self._host_rows.rows_of(plan.sample_slots):
+            _sleep_until(left_s)  # the next step's forward may begin before this step is sampled
+        return Pending(plan=plan, due_s=due_s)
 
-    def sample(self, plan: StepPlan) -> StepOutput:
+    def sample(self, pending: Pending) -> StepOutput:
+        plan = pending.plan
+        host_us, failures = 0, dict[int, str]()
+        if self._host_rows.rows_of(plan.sample_slots):
+            _sleep_until(pending.due_s)
+            host_us, failures = self._host_rows.process(plan.sample_slots, self._tokens)
+            for row in failures:
+                self._slots[plan.sample_slots[row]].done = True
         ids, done = ints(), ints()
         for row, slot in zip(plan.sample_rows, plan.sample_slots, strict=True):
-            state = self._slots[slot]
-            position = plan.starts[row] + plan.counts[row]
-            if state.done:
-                ids.append(-1)
-                done.append(2)
-                continue
-            state.last = token = self._next(state.opened.seed, position, state.last)
-            state.done = token in state.stop_ids or position + 1 >= state.max_length
+            token, ended = self._choose(self._slots[slot], plan.starts[row] + plan.counts[row])
             ids.append(token)
-            done.append(1 if state.done else 0)
-        left_s = self._ready_at_s - time.monotonic()
-        if left_s > 0:
-            time.sleep(left_s)
-        return StepOutput(ids=ids, done=done)
+            done.append(ended)
+        _sleep_until(pending.due_s)
+        return StepOutput(ids=ids, done=done, host_us=host_us, row_errors=tuple(failures.items()))
 
     def reset(self) -> None:
-        self._slots.clear()
+        for slot in list(self._slots):
+            self.close_slot(slot)
 
     def close(self) -> None:
-        self._slots.clear()
+        self.reset()
+        self._host_rows.stop()
+
+    def _tokens(self, slot: int) -> Sequence[int]:
+        return self._slots[slot].tokens
+
+    def _pass_stages(self, now_s: float, took_s: float) -> tuple[float, float]:
+        """When a step that begins now leaves the first stage, and when the last."""
+        at_s, stages = now_s, len(self._free_s)
+        for stage, free_s in enumerate(self._free_s):
+            at_s = max(at_s, free_s) + took_s / stages
+            self._free_s[stage] = at_s
+        return self._free_s[0], at_s
+
+    def _choose(self, slot: _Slot, position: int) -> tuple[int, int]:
+        """The slot's next token and its `done`."""
+        if slot.done:
+            return -1, 2
+        slot.last = token = self._next(slot.opened.seed, position, slot.last)
+        slot.done = token in slot.stop_ids or position + 1 >= slot.max_length
+        if slot.opened.processors:
+            slot.tokens.append(token)
+        return token, int(slot.done)
 
     def _next(self, seed: int, position: int, last: int) -> int:
         mixed = (seed ^ (position * _MULTIPLIER) ^ (last << 32)) & _MASK
@@ -112,3 +149,9 @@ class SimBackend:
         mixed ^= mixed >> 27
         low = min(FIRST_TEXT_ID, self._options.vocab - 1)
         return low + mixed % (self._options.vocab - low)
+
+
+def _sleep_until(at_s: float) -> None:
+    left_s = at_s - time.monotonic()
+    if left_s > 0:
+        time.sleep(left_s)

@@ -2,6 +2,11 @@
 
 A slot's end (stop id or length) is found on the device when a token is sampled. The plan after may have been
 made without knowing it: its rows for that slot are then no-ops, which is why `done` lives here.
+
+The host lane advances slots while the device thread reads and opens others. Nothing is guarded, since each
+writes entries of its own slots only, in place: the tensors by index, the dict by key. Two things move:
+`_stop_ids` may be widened by a new slot, which leaves both the old and the new tensor right for the others.
+`tables` is the device thread's alone.
 """
 
 from __future__ import annotations
@@ -43,6 +48,11 @@ class Slots:
         self.done[slot] = False
         self._max_length[slot] = min(opened.max_length or self._max_context, self._max_context)
         self._set_stop_ids(slot, opened.stop_ids)
+
+    def end(self, slots: list[int]) -> None:
+        """Slots that failed: like one that has stopped, without a further token."""
+        if slots:
+            self.done[torch.tensor(slots, device=self.done.device)] = True
 
     def close(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
@@ -89,7 +99,9 @@ class Slots:
         have = self._stop_ids.shape[1]
         if len(stop_ids) > have:
             more = self._stop_ids.new_full((len(self._stop_ids), len(stop_ids) - have), _NO_TOKEN)
-            self._stop_ids = torch.cat((self._stop_ids, more), 1)
+            narrow, self._stop_ids = self._stop_ids, torch.cat((self._stop_ids, more), 1)
+            if narrow.is_cuda:  # a sample on another stream may be reading it
+                torch.cuda.synchronize()
         self._stop_ids[slot] = _NO_TOKEN
         if stop_ids:
             self._stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, device=self._stop_ids.device)

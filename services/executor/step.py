@@ -2,7 +2,8 @@
 
     loop thread:   SlotOpen, StepPlan n, StepPlan n+1, SlotClose ... ──▶ queue
     device thread: take -> forward -> sample -> StepResult ──▶ loop thread
-With two plans queued, the next step starts while the result of the last is still on its way.
+With two plans queued, the next step starts while the result of the last is still on its way. A step with
+rows whose tokens need the host is sampled on the host lane instead, and what follows it meanwhile, too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.executor.backend import Backend, StepOutput
+from services.executor.backend import Backend
+from services.executor.host_lane import MOST_PENDING, HostLane
+from services.executor.one_step import Step
 from shared.clock import Clock
 from shared.errors import EngineError
-from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
-
-MAX_ERROR_CHARS = 1_000
+from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,35 +38,24 @@ Work = SlotOpen | SlotClose | StepPlan | Reset | Refused | None  # None ends the
 Deliver = Callable[[StepResult], None]
 
 
-def run_step(
-    backend: Backend, plan: StepPlan, clock: Clock, wait_us: int, published_us: int = 0
-) -> StepResult:
-    """One step: forward, sample, and the times they took. An engine's error becomes the result's."""
-    start_wall_us, start_us = clock.wall_us(), clock.now_us()
-    try:
-        backend.forward(plan)
-        forwarded_us = clock.now_us()
-        output = backend.sample(plan)
-    except Exception as error:  # noqa: BLE001 - the step fails with a typed result, the process lives
-        return failed(plan, error, start_wall_us, clock)
-    times_us = (start_us, forwarded_us, clock.now_us(), wait_us, published_us)
-    return _result(plan, output, start_wall_us, times_us)
-
-
 class DeviceThread:
-    """Owns the backend. `deliver` is called on the device thread with each result."""
+    """Owns the backend. `deliver` is called with each result in step order, on the device thread or on the
+    host lane."""
 
     def __init__(self, build: Callable[[], Backend], clock: Clock, deliver: Deliver) -> None:
         self._build = build
         self._clock = clock
         self._deliver = deliver
-        self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[int, Work]] = queue.SimpleQueue()  # with its arrival
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._on_built: Callable[[Backend | BaseException], None] = lambda built: None
         self._broken: Exception | None = None  # what a slot's opening or closing met
+        self._lane = HostLane()
+        self._staged = False  # a pipeline: the last stage of a step runs under the first of the next
+        self._host_fed: set[int] = set()  # slots with logits processors
+        self._began_us = 0
         self.busy_us = 0
         self.idle_us = 0
-        self.since_us = 0  # when the step that runs began, 0 between steps
         self.published_us = 0  # set by who publishes: see StepResult
 
     def start(self, on_built: Callable[[Backend | BaseException], None]) -> None:
@@ -75,7 +65,7 @@ class DeviceThread:
 
     def put(self, work: Work) -> None:
         """Queue work; never blocks."""
-        self._work.put(work)
+        self._work.put((self._clock.now_us(), work))
 
     def refuse(self, flaw: str) -> None:
         """Make the next step fail with this flaw, if there is one."""
@@ -91,6 +81,11 @@ class DeviceThread:
     def queued(self) -> int:
         return self._work.qsize()
 
+    @property
+    def since_us(self) -> int:
+        """When the oldest step that has no result yet began, 0 between steps."""
+        return self._lane.since_us or self._began_us
+
     def _run(self) -> None:
         try:
             backend = self._build()
@@ -98,83 +93,69 @@ class DeviceThread:
         except BaseException as error:  # noqa: BLE001 - reported to the actor, which fails
             self._on_built(error)
             return
+        self._staged = backend.info.stages > 1
+        self._lane = HostLane(max(MOST_PENDING, backend.info.stages))
         self._on_built(backend)
+        self._serve(backend)
+        self._lane.close()
+        backend.close()
+
+    def _serve(self, backend: Backend) -> None:
         wait_us = 0
         while True:
             waited_from = time.monotonic_ns()
-            work = self._work.get()
+            arrived_us, work = self._work.get()
             wait_us += (time.monotonic_ns() - waited_from) // 1000
             if work is None:
-                break
+                return
             if isinstance(work, StepPlan):
-                self._step(backend, work, wait_us)
+                self._step(backend, work, arrived_us, wait_us)
                 wait_us = 0
             else:
                 self._set_slots(backend, work)
-        backend.close()
 
-    def _step(self, backend: Backend, plan: StepPlan, wait_us: int) -> None:
-        began_us, began_wall_us = self._clock.now_us(), self._clock.wall_us()
-        self.since_us = began_us
-        broken, self._broken = self._broken, None
-        if broken is not None:
-            result = failed(plan, broken, began_wall_us, self._clock)
-        else:
-            result = run_step(backend, plan, self._clock, wait_us, self.published_us)
-        self.since_us = 0
-        self._deliver(result)
-        self.busy_us += self._clock.now_us() - began_us
+    def _step(self, backend: Backend, plan: StepPlan, arrived_us: int, wait_us: int) -> None:
+        if self._lane.busy:
+            self._lane.wait_for({*plan.slots, *plan.sample_slots})
+        self._began_us = began_us = self._clock.now_us()
+        step = Step(backend, plan, self._clock, wait_us=wait_us, queued_us=began_us - arrived_us)
+        refused, self._broken = self._broken, None
+        step.forward(refused)
         self.idle_us += wait_us
+        if self._lane.busy or self._staged or not self._host_fed.isdisjoint(plan.sample_slots):
+            self.busy_us += self._clock.now_us() - began_us
+            self._lane.put(plan.sample_slots, began_us, lambda: self._finish(step))
+            self._began_us = 0
+        else:
+            self._finish(step)
+            self.busy_us += self._clock.now_us() - began_us
+
+    def _finish(self, step: Step) -> None:
+        result = step.finish(self.published_us)
+        if not self._lane.busy:
+            self._began_us = 0
+        self._deliver(result)
 
     def _set_slots(self, backend: Backend, work: SlotOpen | SlotClose | Reset | Refused) -> None:
         """An error here has no answer of its own: it becomes that of the next step."""
         try:
             match work:
-                case SlotOpen():
+                case SlotOpen(slot=slot):
+                    self._lane.wait_for((slot,))
+                    self._host_fed.discard(slot)
+                    if work.processors:
+                        self._host_fed.add(slot)
                     backend.open_slot(work)
                 case SlotClose(slot=slot):
+                    self._lane.wait_for((slot,))
+                    self._host_fed.discard(slot)
                     backend.close_slot(slot)
                 case Reset():
+                    self._lane.drain()
                     self._broken = None
+                    self._host_fed.clear()
                     backend.reset()
                 case Refused(error=error):
                     self._broken = error
         except Exception as error:  # noqa: BLE001 - a dead thread would leave every client waiting
             self._broken = error
-
-
-def _result(
-    plan: StepPlan, output: StepOutput, start_wall_us: int, times_us: tuple[int, int, int, int, int]
-) -> StepResult:
-    start_us, forwarded_us, end_us, wait_us, published_us = times_us
-    return StepResult(
-        exec_epoch=plan.exec_epoch,
-        step=plan.step,
-        ids=output.ids,
-        done=output.done,
-        start_wall_us=start_wall_us,
-        end_wall_us=start_wall_us + end_us - start_us,
-        forward_us=forwarded_us - start_us,
-        sample_us=end_us - forwarded_us,
-        bucket_padding_rows=output.padding_rows,
-        logprobs=output.logprobs,
-        top_counts=output.top_counts,
-        top_ids=output.top_ids,
-        top_logprobs=output.top_logprobs,
-        wait_us=wait_us,
-        published_us=published_us,
-    )
-
-
-def failed(plan: StepPlan, error: Exception, start_wall_us: int, clock: Clock) -> StepResult:
-    """The result of a step that failed with `error`."""
-    rows = len(plan.sample_slots)
-    return StepResult(
-        exec_epoch=plan.exec_epoch,
-        step=plan.step,
-        ids=ints([-1]) * rows,
-        done=ints([0]) * rows,
-        start_wall_us=start_wall_us,
-        end_wall_us=clock.wall_us(),
-        error=f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS],
-    )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from services.executor.backend import BackendInfo, StepOutput
+from services.executor.backend import BackendInfo, Pending, StepOutput
 from services.executor.batch import BatchBuilder
 from services.executor.fingerprint import fingerprint
+from services.executor.host_rows import HostRows
 from services.executor.kv_cache import KvCache, allocate, block_bytes, fitting_blocks
 from services.executor.logprobs import logprobs
 from services.executor.model import Model
+from services.executor.processors import MakeProcessor
 from services.executor.sampler import Sampler
 from services.executor.shapes import Shapes
 from services.executor.slots import Slots
@@ -46,6 +48,7 @@ class TorchOptions:
     max_context: int = 0  # 0: the model's
     threads: int = 0  # 0: the cores
     deterministic: bool = False  # on a CPU: a row's logits do not depend on its batch
+    processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
 
 
 def build(options: TorchOptions) -> TorchBackend:
@@ -88,9 +91,8 @@ class TorchBackend:
         )
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact)
+        self._host_rows = HostRows(options.processors, device)
         self._asked: dict[int, int] = {}  # logprobs by slot
-        self._logits: Tensor | None = None
-        self._padding = 0
         self._info = BackendInfo(
             backend="torch",
             model=options.model_name,
@@ -114,58 +116,64 @@ class TorchBackend:
         for opened, plans in warm_up_steps(self._info):
             self.open_slot(opened)
             for plan in plans:
-                self.forward(plan)
-                self.sample(plan)
+                self.sample(self.forward(plan))
         self.reset()
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._slots.open(opened)
         self._sampler.open(opened)
+        self._host_rows.open(opened)
         self._asked[opened.slot] = opened.logprobs
 
     def close_slot(self, slot: int) -> None:
         self._slots.close(slot)
         self._sampler.close(slot)
+        self._host_rows.close(slot)
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> None:
-        self._logits = None
+    def forward(self, plan: StepPlan) -> Pending:
         self._slots.apply_tables(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
-        if plan.slots:
-            batch = self._batches.build(plan)
-            self._logits = self._model.forward(batch, self._cache.tensor)
-            self._padding = batch.padding
+        if not plan.slots:
+            return Pending(plan=plan)
+        batch = self._batches.build(plan)
+        logits = self._model.forward(batch, self._cache.tensor)
+        forwarded = self._host_rows.forwarded(plan.sample_slots)
+        return Pending(plan=plan, logits=logits, padding_rows=batch.padding, forwarded=forwarded)
 
     @torch.inference_mode()
-    def sample(self, plan: StepPlan) -> StepOutput:
-        logits, slots = self._logits, list(plan.sample_slots)
+    def sample(self, pending: Pending) -> StepOutput:
+        plan, logits, slots = pending.plan, pending.logits, list(pending.plan.sample_slots)
         if not slots:
-            return StepOutput(ids=ints(), done=ints(), padding_rows=self._padding)
+            return StepOutput(ids=ints(), done=ints(), padding_rows=pending.padding_rows)
         if logits is None or len(logits) != len(slots):
-            raise EngineError(f"step {plan.step} samples, but its forward pass did not run")
-        self._logits = None
+            raise EngineError(f"step {plan.step} samples rows that its forward pass did not compute")
         positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
-        chosen = self._sampler.choose(logits, slots, positions)
-        ids, done = self._slots.advance(slots, chosen, positions)
-        found = logprobs(logits, chosen, [self._asked[slot] for slot in slots])
+        with self._host_rows.beside(pending.forwarded):
+            processed = self._host_rows.process(logits, slots, self._slots.tokens)
+            self._slots.end([slots[row] for row in processed.failures])
+            chosen = self._sampler.choose(processed.logits, slots, positions)
+            ids, done = self._slots.advance(slots, chosen, positions)
+            found = logprobs(logits, chosen, [self._asked[slot] for slot in slots])
         return StepOutput(
             ids=ids,
             done=done,
-            padding_rows=self._padding,
+            padding_rows=pending.padding_rows,
             logprobs=found.chosen,
             top_counts=found.top_counts,
             top_ids=found.top_ids,
             top_logprobs=found.top_values,
+            host_us=processed.host_us,
+            row_errors=tuple(processed.failures.items()),
         )
 
     def reset(self) -> None:
         for slot in range(self._info.slots):
             self.close_slot(slot)
-        self._logits = None
 
     def close(self) -> None:
-        for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_logits"):
+        self._host_rows.stop()
+        for name in ("_model", "_cache", "_batches", "_slots", "_sampler"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference
 
 

@@ -45,7 +45,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
-        if name == verb and name not in ("pull", "version"):
+        if name == verb and name not in ("pull", "replay", "version"):
             _add_setting_flags(sub, everything=name in _ALL_SETTINGS)
         return sub
 
@@ -68,7 +68,16 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     trace = add("trace", "where the time of one request went", _trace)
     trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
     trace.add_argument("--json", action="store_true", help="the data, with the steps of its time")
+    trace.add_argument("--overlap", action="store_true", help="some of its steps, as lanes of A and B")
     trace.add_argument("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
+    record = add("record", "write the event log of a running scheduler to a file", _record)
+    record.add_argument("out", type=Path, help="the file, a new one")
+    record.add_argument("--seconds", type=float, help="how long; default: until Ctrl-C")
+    record.add_argument("--scheduler", default="", help="its id, where there are several")
+    replay = add("replay", "recompute a scheduler's event log and compare", _replay)
+    replay.add_argument("log", type=Path, help="what `event_log` or `headrace record` wrote")
+    replay.add_argument("--last", action="store_true", help="from the last snapshot on")
+    replay.add_argument("--json", action="store_true", help="the result as JSON")
     add("doctor", "check this machine, say how to mend it", _doctor)
     config = add("config", "show every setting, and where its value comes from", _config)
     config.add_argument("action", choices=["show"])
@@ -147,10 +156,24 @@ def _status(given: argparse.Namespace) -> None:
 
 def _trace(given: argparse.Namespace) -> None:
     from services.launcher.connect import find_target
-    from services.launcher.trace import trace
+    from services.launcher.trace import Form, trace
+
+    form = Form(as_json=given.json, overlap=given.overlap, perfetto=given.perfetto)
+    asyncio.run(trace(find_target(_load(given)), given.request, form))
+
+
+def _record(given: argparse.Namespace) -> None:
+    from services.launcher.connect import find_target
+    from services.launcher.record import record
 
     target = find_target(_load(given))
-    asyncio.run(trace(target, given.request, as_json=given.json, perfetto=given.perfetto))
+    asyncio.run(record(target, given.out, given.scheduler, given.seconds))
+
+
+def _replay(given: argparse.Namespace) -> int:
+    from services.launcher.replay import replay
+
+    return replay(given.log, last_only=given.last, as_json=given.json)
 
 
 def _doctor(given: argparse.Namespace) -> int:

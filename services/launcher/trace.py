@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.launcher import overlap as lanes
 from services.launcher.connect import Target, connected
 from services.launcher.console import say
 from services.launcher.perfetto import timeline
@@ -22,17 +24,31 @@ WAIT_S = 1.0  # for a scheduler that knows the request; those that do not answer
 Body = dict[str, Any]
 
 
-async def trace(target: Target, request: str, *, as_json: bool, perfetto: Path | None) -> None:
-    """Print the waterfall of a request, or its data; with `perfetto` also write the timeline there.
-    Raises UnknownRequest, Unavailable, BadRequest."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How to show a trace."""
+
+    as_json: bool = False
+    overlap: bool = False  # some steps as lanes, in place of the waterfall
+    perfetto: Path | None = None  # write a timeline there, too
+
+
+async def trace(target: Target, request: str, form: Form) -> None:
+    """Print the waterfall of a request, or its data. Raises UnknownRequest, Unavailable, BadRequest."""
+    perfetto, as_json = form.perfetto, form.as_json
     async with connected(target.nats_url) as bus:
-        body = await find(bus, request, steps=as_json or perfetto is not None)
+        body = await find(bus, request, steps=as_json or form.overlap or perfetto is not None)
     if perfetto is not None:
         _write(perfetto, json.dumps(timeline(body)))
+    if form.overlap:
+        found = lanes.overlap(body)
+        for line in [json.dumps(found, indent=2)] if as_json else lanes.draw(found, _width()):
+            say(line)
+        return
     if as_json:
         say(json.dumps(body, indent=2))
         return
-    for line in draw(body, shutil.get_terminal_size().columns):
+    for line in draw(body, _width()):
         say(line)
     if perfetto is not None:
         steps = sum(len(columns["step"]) for columns in body["steps"].values())
@@ -67,6 +83,10 @@ async def find(bus: Bus, request: str, *, steps: bool = False, wait_s: float = W
         f"no request {request!r} is running or among the last 1000: the id is `request_id` in the frames and "
         "`id` in a plain answer; a request that was refused leaves no trace here"
     )
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from services.scheduler import status, traces
+from services.scheduler import classes, gauges, policy, status, traces
 from services.scheduler.core import Scheduler
 from services.scheduler.events import (
     Arrived,
@@ -17,14 +17,17 @@ from services.scheduler.events import (
     StreamLost,
     Ticked,
 )
+from services.scheduler.replay.attach import attach
+from services.scheduler.replay.recorder import Recorder
 from services.scheduler.state import Limits, State
 from services.scheduler.step_spans import step_span, step_trace
 from services.scheduler.steps import StepSpan
-from shared import subjects
+from shared import metering, subjects
 from shared.actor import Actor, Facts
 from shared.bus import Delivery
 from shared.config import Settings
 from shared.messages import Cancel, Message, Tokenized
+from shared.metering import MeterSink
 from shared.model_files import served_name
 from shared.peers import Peer
 from shared.port import Port
@@ -32,6 +35,7 @@ from shared.replies import to_json
 from shared.tracing import Tracer
 
 TICK_US = 10_000
+METRICS_FLUSH_S = 2.0  # for the last metrics
 
 
 class SchedulerActor(Actor):
@@ -40,9 +44,12 @@ class SchedulerActor(Actor):
     kind = "scheduler"
     traced = True
 
-    def __init__(self, limits: Limits, model: str) -> None:
+    def __init__(self, limits: Limits, model: str, event_log: str = "") -> None:
         self._core = Scheduler(limits)
         self._model = model
+        self._event_log = event_log
+        self._recorder: Recorder | None = None
+        self._metrics: MeterSink | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -50,6 +57,9 @@ class SchedulerActor(Actor):
     async def start(self, port: Port) -> None:
         self._port = port
         self._core.state.next_seq = port.epoch % 2**30 + 1  # no number means another sequence after a restart
+        self._metrics = metering.from_env(self.kind, port.actor)
+        if self._event_log:
+            self._recorder = await attach(self._core, port, self._event_log, self._model)
         await port.bus.subscribe(subjects.CANCEL_ALL, self._on_cancel)
         await port.bus.subscribe(
             subjects.TRACE_ALL, lambda asked: answer_trace(port, self._core.state, asked)
@@ -80,6 +90,10 @@ class SchedulerActor(Actor):
     def upkeep(self) -> None:
         if self._ticking is not None and self._ticking.done():
             self._ticking.result()  # a tick that failed fails the actor, as a message would have
+        if self._recorder is not None:
+            self._recorder.upkeep(self._port.clock.now_us())
+        if self._metrics is not None:
+            self._metrics.put(gauges.readings(self._core.state))
 
     def facts(self) -> Facts:
         return Facts(model=self._model, load=status.load(self._core.state))
@@ -94,9 +108,15 @@ class SchedulerActor(Actor):
     async def stop(self) -> None:
         if self._ticking is not None:
             self._ticking.cancel()
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._metrics is not None:
+            self._metrics.put(gauges.readings(self._core.state))
+            await asyncio.to_thread(self._metrics.stop, METRICS_FLUSH_S)
 
     def _handle(self, event: Event) -> None:
-        for command in self._core.handle(event, self._port.clock.now_us()):
+        handle = self._core.handle if self._recorder is None else self._recorder.handle
+        for command in handle(event, self._port.clock.now_us()):
             self._port.send(command.to, command.message, command.trace)
         if unsent := self._core.state.steps.unsent:
             send_spans(unsent, self._port.tracer)
@@ -145,8 +165,12 @@ def build(settings: Settings) -> SchedulerActor:
     """The scheduler that the configuration asks for."""
     limits = Limits(
         window=settings.window,
+        overlap=settings.overlap,
         step_tokens=settings.step_tokens,
         max_waiting=settings.max_waiting,
         max_waiting_tokens=settings.max_waiting_tokens,
+        policy=policy.parse(settings.policy),
+        classes=classes.parse(settings.slo),
     )
-    return SchedulerActor(limits, settings.model_name or served_name(settings.model))
+    model = settings.model_name or served_name(settings.model)
+    return SchedulerActor(limits, model, settings.event_log)

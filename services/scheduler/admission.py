@@ -1,74 +1,98 @@
-"""Admission by reservation: a sequence runs once every block it may ever need is promised.
+"""Admission: the first that waits starts as soon as an executor has what it needs.
 
-No preemption is needed then. Waiting units are taken strictly in order, so that a large one is
-never overtaken for ever; where one runs is a pure choice among the executors that fit it.
+Units are taken strictly in the order of the queue, so that a large one is never overtaken for ever. Where
+one must wait, sequences of lower classes may have to give way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
+from services.scheduler import fills, needs, preempt, prefix
+from services.scheduler.growth import spare_blocks
+from services.scheduler.places import Option
 from services.scheduler.records import Phase, Sequence
-from services.scheduler.state import Executor, State, Unit
-from shared.blocks import blocks_for
+from services.scheduler.state import Executor, State
+from services.scheduler.waiting import Unit
 from shared.messages import SlotOpen
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An executor that can start a unit now: the cached blocks of its prompt, and what it promises."""
+
+    executor: Executor
+    hits: list[int]
+    promises: list[int]
+    option: Option
+
+
 def admit(state: State) -> None:
-    """Start every waiting unit that fits, in order, up to the first of its model that must wait. One
-    that was accepted for a larger executor, now gone, holds up nobody."""
-    if not state.waiting:
+    """Start what can start, in order."""
+    waiting = state.waiting
+    if not waiting.lines:
         return
+    waiting.age(state.now_us)
+    for model in sorted({e.hello.model for e in state.executors.values()}):
+        while (unit := waiting.first(model)) is not None and _admit(state, unit):
+            pass
+
+
+def _admit(state: State, unit: Unit) -> bool:
+    """Start the first unit of the queue, or set it aside; False when it must wait."""
     executors = state.executors.values()
-    admitting = {e.hello.model for e in executors}
-    left: list[Unit] = []
-    for at, unit in enumerate(state.waiting):
-        if not admitting:
-            left += state.waiting[at:]
-            break
-        model = unit.sequences[0].request.asked.model
-        executor = place(executors, unit, model) if model in admitting else None
-        if executor is not None:
-            _start(state, executor, unit)
-            continue
-        left.append(unit)
-        if any(e.hello.model == model and _holds(e, unit) for e in executors):
-            admitting.discard(model)
-    state.waiting = left
+    seen = (unit.number, *(number for e in executors for number in _room(e)))
+    if seen == state.stuck:
+        return False
+    offers = [offer for e in executors if (offer := _offer(state, e, unit)) is not None]
+    if offers:
+        _start(state, _place(state, offers), unit)
+        return True
+    model = unit.request.asked.model
+    if not any(e.hello.model == model and needs.holds(e, unit) for e in executors):
+        state.waiting.park(unit)  # it was accepted for a larger executor, now gone
+        return True
+    preempt.give_way(state, unit)
+    state.stuck = seen
+    return False
 
 
-def place(executors: Iterable[Executor], unit: Unit, model: str) -> Executor | None:
-    """The executor with the most room among those that can take the unit now."""
-    slots = len(unit.sequences)
-    fitting = [
-        e
-        for e in executors
-        if e.hello.model == model
-        and not e.draining
-        and e.ledger.can_admit(sum(needs(unit, e.hello.block_tokens)), slots)
-        and unit.sequences[0].max_length <= e.hello.max_context
-    ]
-    return max(fitting, key=lambda e: (e.ledger.free_blocks - e.ledger.reserved, e.source), default=None)
+def _room(executor: Executor) -> tuple[int, ...]:
+    """What must change before a unit that had to wait may start."""
+    ledger = executor.ledger
+    return executor.step, ledger.free_blocks, ledger.reserved, ledger.free_slots
 
 
-def _holds(executor: Executor, unit: Unit) -> bool:
-    """True when the executor can run the unit once it has room."""
-    hello, head = executor.hello, unit.sequences[0]
-    blocks, slots = sum(needs(unit, hello.block_tokens)), len(unit.sequences)
-    return blocks <= hello.blocks and slots <= hello.slots and head.max_length <= hello.max_context
+def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
+    hello, ledger, head = executor.hello, executor.ledger, unit.sequences[0]
+    if hello.model != unit.request.asked.model or executor.draining or head.max_length > hello.max_context:
+        return None
+    if ledger.free_slots < len(unit.sequences) or not fills.joins(
+        state.limits.policy.fill, any(s.computed for s in executor.running)
+    ):
+        return None
+    hits = prefix.lookup(executor, head)
+    promises = needs.promises(state, executor, unit)
+    promises[0] -= len(hits)
+    spare = spare_blocks(state, executor) if executor.running else 0
+    if not ledger.can_admit(sum(promises) + spare, len(promises), ledger.free_taken_by(hits)):
+        return None
+    room = ledger.free_blocks - ledger.reserved
+    option = Option(executor.source, len(hits) * hello.block_tokens, room, len(executor.running))
+    return Offer(executor, hits, promises, option)
 
 
-def needs(unit: Unit, block_tokens: int) -> list[int]:
-    """Blocks that each sequence of the unit may come to own; followers share full prompt blocks."""
-    head = unit.sequences[0]
-    shared = len(head.tokens) // block_tokens
-    total = [blocks_for(s.max_length, block_tokens) for s in unit.sequences]
-    return [total[0]] + [blocks - shared for blocks in total[1:]]
+def _place(state: State, offers: list[Offer]) -> Offer:
+    if len(offers) == 1:
+        return offers[0]
+    chosen = state.limits.policy.the("place")([offer.option for offer in offers])
+    return next(offer for offer in offers if offer.option == chosen)
 
 
-def _start(state: State, executor: Executor, unit: Unit) -> None:
-    leader = unit.sequences[0]
-    for sequence, blocks in zip(unit.sequences, needs(unit, executor.hello.block_tokens), strict=True):
+def _start(state: State, offer: Offer, unit: Unit) -> None:
+    executor, leader = offer.executor, unit.sequences[0]
+    state.waiting.remove(unit)
+    for sequence, blocks in zip(unit.sequences, offer.promises, strict=True):
         executor.ledger.reserve(blocks)
         executor.generation += 1
         sequence.phase, sequence.reserved = Phase.RUNNING, blocks
@@ -78,17 +102,36 @@ def _start(state: State, executor: Executor, unit: Unit) -> None:
         sequence.leader = None if sequence is leader else leader
         sequence.opened_after = executor.step
         sequence.opened_length = sequence.planned_length = len(sequence.tokens)
-        sequence.admitted_us = sequence.admitted_us or state.now_us
-        sequence.decide(
-            state.now_us,
-            "admit",
-            f"{executor.source} has the most room",
-            blocks=blocks,
-            free=executor.ledger.free_blocks,
-            reserved=executor.ledger.reserved,
-        )
-        executor.running.append(sequence)
+        if sequence is leader:
+            _take_hits(state, executor, leader, offer.hits)
+        executor.enter(sequence)
+        _note(state, offer, unit, sequence)
         state.send(executor.source, _slot_open(sequence), sequence.request.trace)
+
+
+def _take_hits(state: State, executor: Executor, leader: Sequence, hits: list[int]) -> None:
+    fresh = leader.admitted_us == 0
+    found = prefix.adopt(executor, leader, hits)
+    if fresh:
+        state.meter.prefix_lookup_tokens += len(leader.tokens)
+        state.meter.prefix_hit_tokens += found
+
+
+def _note(state: State, offer: Offer, unit: Unit, sequence: Sequence) -> None:
+    ledger = offer.executor.ledger
+    if not sequence.admitted_us:
+        sequence.admitted_us = state.now_us
+        state.meter.queue_us.add(state.now_us - sequence.request.arrival_us)
+    sequence.decide(
+        state.now_us,
+        "resume" if unit.resumes else "admit",
+        f"{state.limits.policy.place}: {offer.executor.source}, {offer.option.room_blocks} blocks free",
+        blocks=sequence.reserved,
+        hit_tokens=offer.option.hit_tokens,
+        recompute_tokens=max(0, sequence.reach - offer.option.hit_tokens),
+        free=ledger.free_blocks,
+        reserved=ledger.reserved,
+    )
 
 
 def _slot_open(sequence: Sequence) -> SlotOpen:
@@ -98,6 +141,7 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         generation=sequence.generation,
         seq=sequence.seq,
         prompt_tokens=sequence.prompt_tokens,
+        computed=sequence.computed,
         max_length=sequence.max_length,
         seed=sequence.seed,
         sampling=asked.sampling,
@@ -106,4 +150,5 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         prompt_logprobs=asked.prompt_logprobs,
         grammar=asked.grammar,
         tokens=sequence.tokens[:],
+        processors=asked.processors,
     )

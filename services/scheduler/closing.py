@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from services.scheduler import growth
+from services.scheduler.leaving import withdraw
 from services.scheduler.recent import Trace
 from services.scheduler.records import Phase, Request, Sequence, close_of
-from services.scheduler.state import NEVER_US, State
+from services.scheduler.state import State
 from services.scheduler.traces import facts_of
-from shared.messages import Ended, SlotClose, StopFound
+from shared.messages import Ended, StopFound
 from shared.request_spans import Reply
 
 ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
@@ -17,14 +19,25 @@ ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: un
 
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
     """End a live sequence normally after `final` generated tokens."""
-    _close(state, sequence, final, reason, 0, "")
+    growth.learn(state, final)
+    _close(state, sequence, final, reason)
 
 
-def fail(state: State, request: Request, code: int, message: str) -> None:
+def fail(state: State, request: Request, code: int, message: str, retry_after_ms: int = 0) -> None:
     """End the live choices of a request with a typed error for its client."""
     for sequence in request.sequences:
         if sequence.live:
-            _close(state, sequence, sequence.generated, "error", code, message)
+            fail_one(state, sequence, code, message, retry_after_ms)
+
+
+def fail_one(state: State, sequence: Sequence, code: int, message: str, retry_after_ms: int = 0) -> None:
+    """End one live choice with a typed error."""
+    _close(state, sequence, sequence.generated, "error")
+    assert sequence.close is not None
+    sequence.close = dataclasses.replace(
+        sequence.close, code=code, message=message, retry_after_ms=retry_after_ms
+    )
+    send_close(state, sequence)
 
 
 def stop_found(state: State, found: StopFound) -> None:
@@ -51,30 +64,32 @@ def ended(state: State, source: str, message: Ended) -> None:
 
 
 def expire(state: State) -> None:
-    """Close what is past its time: running requests, records without an Ended, tombstones. Called
-    every 10 ms, so it looks at them only when one can be due."""
-    if state.now_us < state.due_us:
-        return
-    for sequence in list(state.sequences.values()):
-        if state.now_us < due_at_us(sequence):
+    """Close what is past its time: requests that wait or run, records without an Ended, tombstones."""
+    while (seq := state.due.pop(state.now_us)) is not None:
+        sequence = state.sequences.get(seq)
+        if sequence is None:
             continue
-        if sequence.live:
+        if (at_us := due_at_us(sequence)) > state.now_us:
+            state.due.watch(at_us, seq)
+        elif not sequence.live:
+            forget(state, sequence)
+        elif state.now_us >= sequence.request.deadline_us:
             fail(state, sequence.request, 408, _late(sequence.request))
         else:
-            forget(state, sequence)
-    state.tombstones = {key: until for key, until in state.tombstones.items() if until > state.now_us}
-    state.refused = {key: kept for key, kept in state.refused.items() if kept[0] > state.now_us}
-    due_us = [due_at_us(sequence) for sequence in state.sequences.values()]
-    due_us += [until for until, _ in state.refused.values()]
-    state.due_us = min([*due_us, *state.tombstones.values()], default=NEVER_US)
+            fail(state, sequence.request, 429, *_kept_waiting(state, sequence.request))
+    _forget_until(state.tombstones, state.now_us)
+    while state.refused and (first := next(iter(state.refused.items())))[1][0] <= state.now_us:
+        del state.refused[first[0]]
 
 
 def due_at_us(sequence: Sequence) -> int:
     """When a live sequence is late, or a closing one is no longer waited for."""
-    late_us, silent_us = sequence.request.deadline_us, sequence.close_deadline_us
+    request = sequence.request
+    late_us, silent_us = request.deadline_us, sequence.close_deadline_us
     if sequence.live:
-        return late_us
-    return silent_us if sequence.request.shard else max(silent_us, late_us)  # nobody has told the client yet
+        begun = any(s.admitted_us for s in request.sequences)
+        return late_us if begun or not request.start_by_us else min(late_us, request.start_by_us)
+    return silent_us if request.shard else max(silent_us, late_us)  # nobody has told the client yet
 
 
 def forget(state: State, sequence: Sequence) -> None:
@@ -89,42 +104,35 @@ def forget(state: State, sequence: Sequence) -> None:
         )
 
 
-def withdraw(state: State, sequence: Sequence) -> None:
-    """Take a sequence off its executor: blocks and slot go back behind the fence."""
-    executor = state.executors.get(sequence.executor)
-    if executor is not None and sequence in executor.running:
-        executor.running.remove(sequence)
-        executor.copies = [copy for copy in executor.copies if copy[1] not in sequence.table]
-        executor.ledger.unreserve(sequence.reserved)
-        executor.ledger.release(sequence.table, [sequence.slot], executor.step)
-        closed = SlotClose(slot=sequence.slot, generation=sequence.generation, last_step=executor.step)
-        state.send(executor.source, closed)
-    sequence.leave()
-
-
-def _close(state: State, sequence: Sequence, final: int, reason: str, code: int, message: str) -> None:
+def _close(state: State, sequence: Sequence, final: int, reason: str) -> None:
+    """Give its memory back and make its Close. The device ends a row itself at a stop id: the KV of that
+    last token is never computed."""
+    client = sequence.request.client
+    state.waiting.served.charge_output(client, max(sequence.generated - sequence.charged, 0))
     if sequence.phase is Phase.RUNNING:
-        withdraw(state, sequence)
+        withdraw(state, sequence, len(sequence.tokens) - 1)
     else:
-        for unit in state.waiting:
-            if sequence in unit.sequences:
-                unit.sequences.remove(sequence)
-                if not unit.sequences:
-                    state.waiting.remove(unit)
-                break
+        state.waiting.drop(sequence)
+    state.meter.count_finished(reason)
     sequence.phase, sequence.final, sequence.reason = Phase.CLOSING, final, reason
-    close = close_of(sequence, state.now_us, final, reason)
-    sequence.close = dataclasses.replace(close, code=code, message=message) if code else close
-    send_close(state, sequence)
+    sequence.close = close_of(sequence, state.now_us, final, reason)
+    if reason != "error":
+        send_close(state, sequence)
 
 
 def send_close(state: State, sequence: Sequence) -> None:
     """(Re)send the Close of a sequence to its shard, and wait for its Ended."""
     request = sequence.request
     sequence.close_deadline_us = state.now_us + ENDED_WITHIN_US
-    state.wake(sequence.close_deadline_us)
+    state.due.watch(due_at_us(sequence), sequence.seq)
     if request.shard and sequence.close is not None:
         state.send(f"detokenizer.{request.shard}", sequence.close, request.trace)
+
+
+def _forget_until(until_us: dict[tuple[str, str], int], now_us: int) -> None:
+    """Drop what is over; the oldest are first."""
+    while until_us and until_us[first := next(iter(until_us))] <= now_us:
+        del until_us[first]
 
 
 def _late(request: Request) -> str:
@@ -133,3 +141,13 @@ def _late(request: Request) -> str:
         f"not done within its {seconds:g} s: {generated} tokens generated; "
         "raise timeout_s or ask for fewer tokens"
     )
+
+
+def _kept_waiting(state: State, request: Request) -> tuple[str, int]:
+    """What a client is told whose request could not begin in time, and when to retry, ms."""
+    waited_s = (state.now_us - request.arrival_us) / 1e6
+    message = (
+        f"waited {waited_s:g} s in the queue, the limit of class {request.asked.slo_class}: nothing was "
+        "computed; try again later, or ask in class batch"
+    )
+    return message, max(1_000, int(waited_s * 500))

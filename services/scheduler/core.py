@@ -44,7 +44,7 @@ class Scheduler:
         self._apply(event)
         admission.admit(state)
         for executor in state.executors.values():
-            while len(executor.in_flight) < state.limits.window and plan.plan_step(state, executor):
+            while plan.plan_next(state, executor):
                 pass
         commands, state.out = state.out, []
         return sorted(commands, key=lambda command: not command.to.startswith("executor."))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from services.scheduler import closing, intake, results
+from services.scheduler.leaving import wait_again
 from services.scheduler.ledger import Ledger
-from services.scheduler.records import Phase, Sequence
-from services.scheduler.state import Executor, State, Unit
+from services.scheduler.records import Sequence
+from services.scheduler.state import Executor, State
 from shared.messages import Close, ExecHello, ExecReset, ExecWelcome, StepResult
 
 
@@ -19,6 +20,7 @@ def hello(state: State, source: str, message: ExecHello) -> None:
             drop_executor(state, message.executor, "the executor restarted")
         ledger = Ledger(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
         state.executors[message.executor] = Executor(message, epoch, ledger)
+        state.waiting.unpark(state.now_us)
     state.dropped.pop(message.executor, None)
     state.send(source, ExecWelcome(exec_epoch=epoch))
 
@@ -28,7 +30,7 @@ def step_result(state: State, source: str, result: StepResult) -> None:
     executor = state.executors.get(source.removeprefix("executor."))
     if executor is not None and executor.epoch == result.exec_epoch:
         if results.fits(executor, result):
-            results.apply(state, executor, result)
+            results.take(state, executor, result)
         else:
             reset_executor(state, executor.hello.executor, "its result does not fit its plan")
     elif executor is None:
@@ -50,10 +52,8 @@ def drop_executor(state: State, executor_id: str, why: str) -> None:
     state.dropped[executor_id] = executor.epoch
     for sequence in executor.running:
         sequence.leave()
-        sequence.phase = Phase.WAITING
         sequence.decide(state.now_us, "requeue", why, tokens=len(sequence.tokens))
-        state.waiting.append(Unit([sequence]))
-    state.waiting.sort(key=lambda unit: unit.order)
+        wait_again(state, sequence)
 
 
 def reset_executor(state: State, executor_id: str, why: str) -> None:

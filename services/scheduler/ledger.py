@@ -1,60 +1,46 @@
-"""The block and slot ledger of one executor: the one place where device memory is given out.
+"""The ledger of one executor: the one place where its blocks and slots are given out.
 
-    free ──allocate──▶ held (refs > 0) ──release──▶ fenced until its last step is acknowledged ──▶ free
-
-A block or slot is reused only when the last step that names it has been acknowledged: a step in
-flight may still read or write it. A copy job keeps its blocks by a reference of its own. Reserve
-admission promises a sequence all the blocks it may ever need, so allocation never fails later.
+It adds to the pool what admission needs: slots, fenced like blocks, and *promises*. A promised block
+is free but spoken for, so `allocate` out of a promise never fails; `try_allocate` takes only what
+nobody was promised. A sequence that starts on cached blocks is promised those it lacks; the ones it
+adopts may stop being free by that (`free_taken_by`), which `can_admit` has to count too.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-
-@dataclass(slots=True)
-class _Fence:
-    step: int
-    blocks: list[int]
-    slots: list[int]
+from services.scheduler.block_pool import BlockPool
 
 
-@dataclass(slots=True)
-class Ledger:
+@dataclass(kw_only=True)
+class Ledger(BlockPool):
     """Block ids 0..blocks-1, slot ids 0..slots-1."""
 
-    blocks: int
     slots: int
     block_tokens: int
-    reserved: int = 0
-    acked_step: int = 0
-    _free_blocks: list[int] = field(init=False)
+    reserved: int = 0  # blocks promised and not yet allocated
     _free_slots: list[int] = field(init=False)
-    _refs: list[int] = field(init=False)
-    _fences: deque[_Fence] = field(init=False, default_factory=deque)
+    _slot_fences: dict[int, list[int]] = field(init=False, default_factory=dict)  # step -> its slots
 
     def __post_init__(self) -> None:
-        self._free_blocks = list(range(self.blocks - 1, -1, -1))
+        super().__post_init__()
         self._free_slots = list(range(self.slots - 1, -1, -1))
-        self._refs = [0] * self.blocks
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
-        return len(self._free_blocks)
 
     @property
     def free_slots(self) -> int:
         return len(self._free_slots)
 
     @property
-    def fenced_blocks(self) -> int:
-        return sum(len(fence.blocks) for fence in self._fences)
+    def fenced_slots(self) -> int:
+        """Slots that a step in flight may still name."""
+        return sum(len(slots) for slots in self._slot_fences.values())
 
-    def can_admit(self, blocks: int, slots: int) -> bool:
-        """True when `blocks` can be promised beside the promises already made."""
-        return self.free_blocks - self.reserved >= blocks and self.free_slots >= slots
+    def can_admit(self, blocks: int, slots: int, taken: int = 0) -> bool:
+        """True when `blocks` can be promised beside the promises already made, once adopting a prefix
+        has made `taken` blocks less free."""
+        return self.free_blocks - self.reserved - taken >= blocks and self.free_slots >= slots
 
     def reserve(self, blocks: int) -> None:
         """Promise blocks. Check `can_admit` first."""
@@ -67,47 +53,50 @@ class Ledger:
     def allocate(self) -> int:
         """One block out of a promise."""
         self.reserved -= 1
-        block = self._free_blocks.pop()
-        self._refs[block] = 1
-        return block
+        return self._take()
+
+    def try_allocate(self) -> int | None:
+        """One block without a promise; None when all that are free are promised."""
+        return self._take() if self.free_blocks > self.reserved else None
 
     def share(self, block: int) -> None:
         """One more holder of a block."""
-        self._refs[block] += 1
+        self.adopt((block,))
 
     def take_slot(self) -> int:
         return self._free_slots.pop()
 
-    def release(self, blocks: list[int], slots: list[int], last_step: int) -> None:
-        """Give up one hold on each block, and the slots; `last_step` is the last that may name them."""
-        unheld = []
-        for block in reversed(blocks):  # tails first: a prefix lives longest
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                unheld.append(block)
-        if last_step <= self.acked_step:
-            self._give_back(unheld, slots)
+    def release(self, blocks: Sequence[int], slots: Sequence[int], last_step: int) -> None:
+        """Give up one hold on each block of a table, and the slots; `last_step` is the last that may
+        name them."""
+        self._release(blocks, last_step)
+        if last_step > self.acked_step:
+            self._slot_fences.setdefault(last_step, []).extend(slots)
         else:
-            self._fences.append(_Fence(last_step, unheld, list(slots)))
+            self._free_slots.extend(slots)
 
     def acknowledge(self, step: int) -> None:
         """The executor has finished every step up to `step`."""
-        self.acked_step = step
-        while self._fences and self._fences[0].step <= step:
-            fence = self._fences.popleft()
-            self._give_back(fence.blocks, fence.slots)
-
-    def _give_back(self, blocks: list[int], slots: list[int]) -> None:
-        self._free_blocks.extend(blocks)
-        self._free_slots.extend(slots)
+        super().acknowledge(step)
+        for at in sorted(at for at in self._slot_fences if at <= step):
+            self._free_slots.extend(self._slot_fences.pop(at))
 
     def check(self) -> None:
-        """Raise AssertionError unless every block and slot is free, held or fenced exactly once."""
-        free, held = set(self._free_blocks), {b for b, refs in enumerate(self._refs) if refs > 0}
-        fenced = [block for fence in self._fences for block in fence.blocks]
-        assert len(free) == len(self._free_blocks), "a block is free twice"
+        """Raise AssertionError unless every block is empty, cached, held or fenced exactly once, every
+        key and its block know each other, no slot is free twice and every promise can be kept."""
+        empty, cached = set(self._empty), set(self._cached)
+        held = {block for block, refs in enumerate(self._refs) if refs > 0}
+        fenced = [block for fence in self._fences.values() for block in fence]
+        slots = [*self._free_slots, *(slot for fence in self._slot_fences.values() for slot in fence)]
+        known = {key: block for block, key in enumerate(self._key_of) if key is not None}
         assert min(self._refs, default=0) >= 0, "a block was released twice"
-        assert not free & held, "a held block is free"
-        assert not held & set(fenced), "a held block is fenced"
-        assert len(free) + len(held) + len(fenced) == self.blocks, "a block is lost"
-        assert 0 <= self.reserved <= len(free) + len(fenced), "more is promised than there is"
+        assert len(empty) == len(self._empty), "a block is free twice"
+        assert len(set(slots)) == len(slots), "a slot is free twice"
+        states = len(empty) + len(cached) + len(held) + len(fenced)
+        assert len(empty | cached | held | set(fenced)) == states, "a block is in two states"
+        assert states == self.blocks, "a block is lost"
+        assert known == self._block_of, "a key and its block do not know each other"
+        assert not empty & set(known.values()), "an empty block has a key"
+        assert cached <= set(known.values()), "a cached block has no key"
+        assert all(step > self.acked_step for step in self._fences), "a fence outlived its step"
+        assert 0 <= self.reserved <= self.free_blocks, "more is promised than there is"

@@ -1,73 +1,80 @@
-"""One step: decode rows first, then the prompt chunks that the token budget leaves room for."""
+"""One step: decode rows first, then the prompt chunks that the chunk budget leaves room for."""
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
-
-from services.scheduler.records import ChunkNote, Sequence
-from services.scheduler.state import Executor, InFlight, Row, State
-from shared.messages import StepPlan, ints
-
-MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 of the 64 KiB that a message may have
-
-
-@dataclass(slots=True)
-class _Columns:
-    """The columns of a StepPlan while it is being built."""
-
-    slots: array[int] = field(default_factory=ints)
-    starts: array[int] = field(default_factory=ints)
-    counts: array[int] = field(default_factory=ints)
-    from_device: array[int] = field(default_factory=ints)
-    sample_rows: array[int] = field(default_factory=ints)
-    sample_slots: array[int] = field(default_factory=ints)
-    table_slots: array[int] = field(default_factory=ints)
-    table_first: array[int] = field(default_factory=ints)
-    table_counts: array[int] = field(default_factory=ints)
-    table_blocks: array[int] = field(default_factory=ints)
-    sampled: list[Row] = field(default_factory=list)
-    forks: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
+from services.scheduler import overlap, preempt, prefix
+from services.scheduler.budget import chunk_budget
+from services.scheduler.columns import MAX_TABLE_ENTRIES, Columns, fork
+from services.scheduler.fills import Share, View
+from services.scheduler.halves import balance
+from services.scheduler.records import Sequence
+from services.scheduler.state import Executor, InFlight, State
 
 
-def plan_step(state: State, executor: Executor) -> bool:
-    """Plan and send the executor's next step; False when no row is ready."""
-    columns = _Columns()
-    decodes = _add_decodes(executor, columns)
-    room = executor.hello.max_step_tokens - decodes
-    # a step full of decodes still takes one block of prompt, or prefill would starve
-    room = min(room, max(state.limits.step_tokens - decodes, executor.hello.block_tokens))
-    for sequence in executor.running:
-        if room and sequence.prefilling and sequence.leader is None:
-            count = min(room, sequence.opened_length - sequence.computed)
-            columns.chunks.append((sequence, sequence.note_chunk(state.now_us, count, executor.step + 1)))
-            _add_chunk(executor, columns, sequence, count)
-            room -= count
+def plan_next(state: State, executor: Executor) -> bool:
+    """Plan and send the executor's next step; False when its window is full or no row is ready."""
+    mode, depth = overlap.mode_of(state, executor)
+    if len(executor.in_flight) >= depth:
+        return False
+    preempt.make_room(state, executor)
+    if mode != "two_batch":
+        return _plan_step(state, executor, mode, None)
+    other = 1 - executor.pace.half
+    return _plan_step(state, executor, mode, other) or _plan_step(state, executor, mode, 1 - other)
+
+
+def _plan_step(state: State, executor: Executor, mode: str, half: int | None) -> bool:
+    decodes, prompts = ready_rows(executor, mode == "run_ahead", half)
+    if half is not None and decodes:
+        decodes = balance(executor, half, decodes)
+    stalled_us = state.now_us - executor.decoded_us if decodes and executor.decoded_us else 0
+    fill = state.limits.policy.the("fill")
+    share: Share = fill(View(len(decodes), len(prompts), stalled_us))
+    columns = Columns(mode, half)
+    if share.decodes and _add_decodes(state, executor, columns, decodes):
+        executor.decoded_us = state.now_us
+    if prompts and share.prompts != "none":
+        _add_chunks(state, executor, columns, prompts, share)
     if not columns.slots:
         return False
     _send(state, executor, columns)
     for leader in columns.forks:
-        _fork(executor, leader)
+        fork(executor, leader)
     return True
 
 
-def _add_decodes(executor: Executor, columns: _Columns) -> int:
-    """One device-fed row for every running sequence whose next input is its own last sample. This
-    loop runs for each row of each step, hence the local names."""
+def ready_rows(executor: Executor, ahead: bool, half: int | None) -> tuple[list[Sequence], list[Sequence]]:
+    """The sequences that can decode now, and those with prompt tokens to compute. A prompt chunk needs no
+    sample; a decode needs that before it: on the device, where steps run ahead, or else applied here."""
+    decodes, prompts = [], []
+    for s in executor.running:
+        if s.leader is not None or (half is not None and s.half != half):
+            continue
+        if s.computed < s.opened_length:
+            prompts.append(s)
+        elif s.planned_length < s.max_length and (
+            (ahead and not s.host_fed) or s.planned_length == len(s.tokens)
+        ):
+            decodes.append(s)
+    return decodes, prompts
+
+
+def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: list[Sequence]) -> int:
+    """One device-fed row for each of these sequences. This loop runs for each row of each step, hence the
+    local names."""
     block_tokens, room = executor.hello.block_tokens, executor.hello.max_step_tokens
     slots, starts, sampled = columns.slots, columns.starts, columns.sampled
-    for sequence in executor.running:
-        if not sequence.decodable:
-            continue
+    for sequence in decodes:
         if len(slots) == room:
             break
-        unsent = len(sequence.table) - sequence.table_sent
-        if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
-            continue  # a fork of a long prompt: its table travels with a later step
         start = sequence.computed
         if start >= len(sequence.table) * block_tokens or sequence.table_sent < len(sequence.table):
-            _grow_table(executor, columns, sequence, start + 1)
+            unsent = len(sequence.table) - sequence.table_sent
+            if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
+                continue  # a fork of a long prompt: its table travels with a later step
+            _block_done(state, executor, sequence)
+            if not columns.grow(executor, sequence, start + 1):
+                continue  # until a block is free: preempt.py has seen to that
         slots.append(sequence.slot)
         starts.append(start)
         sampled.append((sequence, sequence.placement))
@@ -82,17 +89,35 @@ def _add_decodes(executor: Executor, columns: _Columns) -> int:
     return count
 
 
-def _add_chunk(executor: Executor, columns: _Columns, sequence: Sequence, count: int) -> None:
+def _add_chunks(
+    state: State, executor: Executor, columns: Columns, prompts: list[Sequence], share: Share
+) -> None:
+    """Prompt chunks, those that have begun first, up to the chunk budget."""
+    budget = chunk_budget(state, executor, columns, prompts[0], share)
+    state.meter.budget_tokens = budget
+    for sequence in sorted(prompts, key=lambda s: s.computed == 0):
+        if budget <= 0:
+            break
+        prefix.catch_up(executor, sequence)
+        count = min(budget, sequence.opened_length - sequence.computed)
+        _add_chunk(state, executor, columns, sequence, count)
+        budget -= count
+
+
+def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Sequence, count: int) -> None:
     """One host-fed row of `count` tokens, and sample rows if it reaches the last known token."""
-    _grow_table(executor, columns, sequence, sequence.computed + count)
+    columns.chunks.append((sequence, sequence.note_chunk(state.now_us, count, executor.step + 1)))
+    columns.grow(executor, sequence, sequence.computed + count)
     row = len(columns.slots)
     columns.slots.append(sequence.slot)
     columns.starts.append(sequence.computed)
     columns.counts.append(count)
     columns.from_device.append(0)
+    _account(state, sequence, count)
     sequence.computed += count
     sequence.steps += 1
     sequence.prefill_chunks += 1
+    prefix.register(executor, sequence, sequence.computed)
     if sequence.prefilling:
         return
     followers = [s for s in executor.running if s.leader is sequence]
@@ -105,58 +130,32 @@ def _add_chunk(executor: Executor, columns: _Columns, sequence: Sequence, count:
         columns.forks.append(sequence)
 
 
-def _grow_table(executor: Executor, columns: _Columns, sequence: Sequence, length: int) -> None:
-    """Blocks for `length` tokens, and whatever part of the table the executor has not seen."""
-    table, block_tokens = sequence.table, executor.hello.block_tokens
-    while len(table) * block_tokens < length:
-        table.append(executor.ledger.allocate())
-        sequence.reserved -= 1
-    if sequence.table_sent < len(table):
-        columns.table_slots.append(sequence.slot)
-        columns.table_first.append(sequence.table_sent)
-        columns.table_counts.append(len(table) - sequence.table_sent)
-        columns.table_blocks.extend(table[sequence.table_sent :])
-        sequence.table_sent = len(table)
+def _block_done(state: State, executor: Executor, sequence: Sequence) -> None:
+    """A decode comes to a new block: the full ones can serve others, and its client has been served."""
+    prefix.register(executor, sequence, sequence.computed)
+    state.waiting.served.charge_output(sequence.request.client, sequence.generated - sequence.charged)
+    sequence.charged = sequence.generated
 
 
-def _fork(executor: Executor, leader: Sequence) -> None:
-    """Give each follower the leader's prompt: full blocks shared, the partial tail copied before
-    the next forward, which is the first to write behind the prompt."""
-    length, block_tokens = leader.computed, executor.hello.block_tokens
-    full, tail = divmod(length, block_tokens)
-    for follower in executor.running:
-        if follower.leader is not leader:
-            continue
-        follower.leader, follower.computed = None, length
-        follower.table = leader.table[:full]
-        for block in follower.table:
-            executor.ledger.share(block)
-        if tail:
-            follower.table.append(executor.ledger.allocate())
-            follower.reserved -= 1
-            executor.copies.append((leader.table[full], follower.table[full]))
+def _account(state: State, sequence: Sequence, count: int) -> None:
+    """What was computed before is our loss; what is new is charged to the client."""
+    end = sequence.computed + count
+    again = max(0, min(sequence.reach, end) - sequence.computed)
+    sequence.recomputed_tokens += again
+    sequence.reach = max(sequence.reach, end)
+    state.meter.prefill_tokens += count
+    state.meter.recomputed_tokens += again
+    state.waiting.served.charge_input(sequence.request.client, count - again)
 
 
-def _send(state: State, executor: Executor, columns: _Columns) -> None:
+def _send(state: State, executor: Executor, columns: Columns) -> None:
     executor.step += 1
-    copies, executor.copies = executor.copies, []
-    plan = StepPlan(
-        exec_epoch=executor.epoch,
-        step=executor.step,
-        mode="single" if state.limits.window == 1 else "run_ahead",
-        micro_batch=0,
-        slots=columns.slots,
-        starts=columns.starts,
-        counts=columns.counts,
-        from_device=columns.from_device,
-        sample_rows=columns.sample_rows,
-        sample_slots=columns.sample_slots,
-        table_slots=columns.table_slots,
-        table_first=columns.table_first,
-        table_counts=columns.table_counts,
-        table_blocks=columns.table_blocks,
-        copy_from=ints(source for source, _ in copies),
-        copy_to=ints(target for _, target in copies),
-    )
-    executor.in_flight.append(InFlight(executor.step, columns.sampled, state.now_us, plan, columns.chunks))
+    shape = columns.shape
+    plan = columns.plan(executor)
+    if columns.half is not None:
+        executor.pace.half = columns.half
+    predicted_us = executor.costs.predict_us(shape) if executor.costs.seen >= overlap.MIN_SEEN else 0
+    flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
+    executor.in_flight.append(flight)
+    state.meter.count_step(columns.mode)
     state.send(executor.source, plan)

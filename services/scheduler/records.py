@@ -10,17 +10,22 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from shared import telemetry
 from shared.messages import Chunk, Close, Decision, Timings, Tokenized, Usage
 from shared.request_spans import Reply
 
+if TYPE_CHECKING:
+    from services.scheduler.waiting import Unit
+
 MAX_DECISIONS = 64  # kept for the trace: they travel in one Close
 MAX_CHUNKS = 32  # likewise; later ones count as part of the last
+PIN_AFTER = 3  # pauses: then it is promised all it may need, and is nobody's victim any more
 
 
 class Phase(Enum):
-    """Where a sequence is in its life. It only moves down, but for WAITING after a requeue."""
+    """Where a sequence is in its life. It only moves down, but for WAITING after a pause or a requeue."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -37,6 +42,8 @@ class Request:
     tokenizer: str
     arrival_us: int
     deadline_us: int
+    level: int = 1  # of its class, 0 is the highest
+    start_by_us: int = 0  # given up if it has not begun by then: its class's limit. 0: none
     transit_us: int = 0
     attempt: int = 1  # of the reply stream: one more each time another detokenizer takes over
     shard: str = ""  # detokenizer id, "" while none is alive
@@ -52,6 +59,11 @@ class Request:
     @property
     def key(self) -> tuple[str, str]:
         return self.asked.tenant, self.asked.request
+
+    @property
+    def client(self) -> tuple[str, int]:
+        """Whose turn it is counts by tenant and class."""
+        return self.asked.tenant, self.level
 
 
 @dataclass(slots=True)
@@ -77,6 +89,9 @@ class Sequence:
     prompt_tokens: int
     max_length: int
     stop_ids: frozenset[int]
+    host_fed: bool = False  # its next input needs the host: planned again only after its result
+    unit: Unit | None = None  # the one it was last queued in
+    half: int = 0  # micro-batch A or B, where steps alternate
     phase: Phase = Phase.WAITING
     placement: int = 0  # counts placements: rows of an earlier one are ignored
     executor: str = ""
@@ -89,6 +104,12 @@ class Sequence:
     opened_after: int = 0  # the executor's last step then: up to it none touched this slot
     computed: int = 0
     planned_length: int = 0
+    keyed: tuple[bytes, int] = (b"", 0)  # root and block size that `keys` were made with
+    keys: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens
+    registered: int = 0  # entries of the table that the prefix cache knows
+    reach: int = 0  # the most that was ever computed or cached: below it is work done again
+    charged: int = 0  # generated tokens that its client has been charged for
+    pauses: int = 0
     leader: Sequence | None = None  # computes the prompt for this sequence, until the fork
     final: int = 0
     reason: str = ""
@@ -99,7 +120,8 @@ class Sequence:
     last_token_us: int = 0
     prefill_chunks: int = 0
     steps: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt: found in a prefix cache, never computed for it
+    recomputed_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
     chunks: list[ChunkNote] = field(default_factory=list)
     last_executor: str = ""  # also once it has left it
@@ -117,19 +139,15 @@ class Sequence:
         return self.phase in (Phase.WAITING, Phase.RUNNING)
 
     @property
-    def decodable(self) -> bool:
-        """Its next input token is the device's own last sample."""
-        return (
-            self.leader is None
-            and self.computed >= self.opened_length
-            and self.planned_length < self.max_length
-        )
+    def pinned(self) -> bool:
+        return self.pauses >= PIN_AFTER
 
     def leave(self) -> None:
         """Forget the executor; rows in flight are ignored from now on."""
+        self.reach = max(self.reach, min(self.computed, len(self.tokens)))
         self.placement += 1
         self.executor, self.slot, self.leader = "", -1, None
-        self.table, self.table_sent, self.reserved = [], 0, 0
+        self.table, self.table_sent, self.registered, self.reserved = [], 0, 0, 0
         self.opened_length = self.computed = self.planned_length = 0
 
     def decide(self, now_us: int, what: str, why: str, **numbers: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from services.scheduler import closing
+from services.scheduler import closing, growth
+from services.scheduler.leaving import wait_again, withdraw
 from services.scheduler.records import Phase, Sequence
 from services.scheduler.state import Executor, InFlight, State
 from services.scheduler.steps import StepRecord
@@ -28,18 +29,24 @@ class _Batch:
 
 
 def fits(executor: Executor, result: StepResult) -> bool:
-    """True for the result of the oldest step in flight, row for row, and for one seen before. Any other
-    would leave its step in flight for ever, or give tokens to the wrong sequences."""
-    if not executor.in_flight or result.step < executor.in_flight[0].step:
-        return result.step <= executor.step
-    oldest = executor.in_flight[0]
-    return result.step == oldest.step and len(result.ids) == len(oldest.rows)
+    """True for the result of a step in flight, row for row, and for one seen before. Any other would leave
+    its step in flight for ever, or give tokens to the wrong sequences."""
+    if result.step <= executor.step - len(executor.in_flight):
+        return True
+    flight = next((flight for flight in executor.in_flight if flight.step == result.step), None)
+    return flight is not None and len(result.ids) == len(flight.rows)
 
 
-def apply(state: State, executor: Executor, result: StepResult) -> None:
-    """Take the result of the oldest step in flight; a result seen before does nothing."""
-    if not executor.in_flight or result.step != executor.in_flight[0].step:
-        return
+def take(state: State, executor: Executor, result: StepResult) -> None:
+    """Apply results in the order of their steps: one that comes early waits for those before it, one seen
+    before does nothing."""
+    if result.step > executor.step - len(executor.in_flight):
+        executor.early.setdefault(result.step, result)
+    while executor.in_flight and executor.in_flight[0].step in executor.early:
+        _apply(state, executor, executor.early.pop(executor.in_flight[0].step))
+
+
+def _apply(state: State, executor: Executor, result: StepResult) -> None:
     flight = executor.in_flight.popleft()
     executor.ledger.acknowledge(result.step)
     executor.steps_done += 1
@@ -47,12 +54,17 @@ def apply(state: State, executor: Executor, result: StepResult) -> None:
     if result.error:
         _fail_step(state, executor, result)
         return
+    broken = dict(result.row_errors)
     batches: dict[str, _Batch] = {}
     over: list[tuple[Sequence, str]] = []
     tops = _tops(result)
+    wasted = 0
     for index, (sequence, placement) in enumerate(flight.rows):
         token = result.ids[index]
         if sequence.placement != placement or sequence.phase is not Phase.RUNNING or token < 0:
+            if broken and index in broken and sequence.placement == placement and sequence.live:
+                over.append((sequence, broken[index]))
+            wasted += 1
             continue
         shard = sequence.request.shard
         if shard:
@@ -73,14 +85,27 @@ def apply(state: State, executor: Executor, result: StepResult) -> None:
             over.append((sequence, "length"))
         if not sequence.first_token_us:
             sequence.first_token_us = state.now_us
+            state.meter.ttft_us.add(state.now_us - sequence.request.arrival_us)
+    state.meter.wasted_rows += wasted
+    state.meter.generated_tokens += len(flight.rows) - wasted
     for shard, batch in batches.items():
         state.send(f"detokenizer.{shard}", _message(executor, result.step, batch))
+    _end(state, executor, over)
+
+
+def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> None:
     for sequence, reason in over:
-        closing.finish(state, sequence, sequence.generated, reason)
+        if reason in ("stop", "length"):
+            closing.finish(state, sequence, sequence.generated, reason)
+        else:
+            closing.fail_one(
+                state, sequence, 500, f"a logits processor on {executor.source} failed: {reason}"
+            )
 
 
 def _note(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
-    """Keep the step for traces."""
+    """Keep the step for traces, and learn from its times."""
+    _learn(state, executor, flight, result)
     for _, note in flight.chunks:
         note.done_us = state.now_us
     plan = flight.plan
@@ -100,16 +125,41 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
         micro_batch=plan.micro_batch,
         mode=plan.mode,
         failed=bool(result.error),
+        host_us=result.host_us,
+        queued_us=result.queued_us,
     )
     chunked = [sequence.request for sequence, _ in flight.chunks]
     state.steps.add(record, executor.epoch, chunked, (s.request for s, _ in flight.rows))
 
 
+def _learn(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
+    """What the step says about costs. `took_us` is the device's time; beside it and the wait behind the step
+    before, everything from plan to result is the loop."""
+    growth.stepped(executor)
+    executor.pace.note(flight.step, len(flight.rows), state.now_us, busy=bool(executor.running))
+    took_us, lived_us = result.forward_us + result.sample_us, result.end_wall_us - result.start_wall_us
+    if result.error or lived_us <= 0:
+        return  # an engine that does not say
+    costs, pace = executor.costs, executor.pace
+    costs.observe(flight.shape, took_us)
+    costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
+    if result.host_us:
+        costs.observe_host(sum(s.host_fed for s, _ in flight.rows), result.host_us)
+    pace.step_us += (took_us - pace.step_us) // 8 if pace.step_us else took_us
+    state.meter.add_step(took_us, flight.predicted_us)
+
+
 def _fail_step(state: State, executor: Executor, result: StepResult) -> None:
-    """The engine failed on a step: no sequence that it may have touched can trust its KV any more."""
+    """The engine failed on a step: no sequence that it may have touched can trust its KV any more, nor can
+    the prefix cache. Those that came later, and may stand on cached blocks, start over."""
     for sequence in [s for s in executor.running if s.opened_after < result.step]:
         message = f"step {result.step} of {executor.source} failed: {result.error}"
         closing.fail(state, sequence.request, 500, message)
+    for sequence in list(executor.running):
+        sequence.decide(state.now_us, "requeue", "a step before it failed", tokens=len(sequence.tokens))
+        withdraw(state, sequence, 0)
+        wait_again(state, sequence)
+    executor.ledger.forget_cache()
 
 
 def _tops(result: StepResult) -> list[int]:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from services.scheduler import classes
+from services.scheduler.classes import SloClass
+from services.scheduler.costs import Costs
+from services.scheduler.due import Due
 from services.scheduler.events import Send
 from services.scheduler.ledger import Ledger
+from services.scheduler.meter import Meter
+from services.scheduler.pace import Pace
+from services.scheduler.policy import Policy
 from services.scheduler.recent import Recent
 from services.scheduler.records import ChunkNote, Request, Sequence
 from services.scheduler.steps import Steps
-from shared.messages import ExecHello, Message, Rejected, StepPlan
+from services.scheduler.waiting import Waiting
+from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
+from shared.step_model import StepShape
 
-NEVER_US = 2**63
 Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and in which placement
 
 
@@ -20,10 +28,13 @@ Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and in which
 class Limits:
     """The scheduler's settings."""
 
-    window: int = 2  # steps in flight per executor
-    step_tokens: int = 256  # tokens of one step: decode rows and prompt chunks together
+    window: int = 2  # most steps in flight per executor
+    overlap: str = "auto"  # auto, single, run_ahead, two_batch: see overlap.py
+    step_tokens: int = 1024  # most tokens of one step: decode rows and prompt chunks together
     max_waiting: int = 1024  # requests
     max_waiting_tokens: int = 1_000_000
+    policy: Policy = field(default_factory=Policy)
+    classes: tuple[SloClass, ...] = field(default_factory=lambda: classes.parse(""))
 
 
 @dataclass(slots=True)
@@ -34,6 +45,8 @@ class InFlight:
     rows: list[Row]
     planned_us: int
     plan: StepPlan
+    shape: StepShape
+    predicted_us: int = 0  # 0: nothing was known yet
     chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
 
 
@@ -46,27 +59,40 @@ class Executor:
     ledger: Ledger
     step: int = 0  # last step planned
     in_flight: deque[InFlight] = field(default_factory=deque)
+    early: dict[int, StepResult] = field(default_factory=dict)  # results that came before an older one
     running: list[Sequence] = field(default_factory=list)  # in order of admission
     copies: list[tuple[int, int]] = field(default_factory=list)  # block copies for the next plan
     generation: int = 0
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
+    costs: Costs = field(default_factory=Costs)
+    pace: Pace = field(default_factory=Pace)
+    host_fed: int = 0  # of those that run
+    levels: list[int] = field(default_factory=lambda: [0] * len(classes.NAMES))  # how many run of each class
+    halves: list[int] = field(default_factory=lambda: [0, 0])  # how many are in A and in B
+    growth_pm: int = 150  # of the growth expected, kept free by admission: see growth.py
+    decoded_us: int = 0  # when a step with decodes was last planned
 
     @property
     def source(self) -> str:
         return f"executor.{self.hello.executor}"
 
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence runs here now, in the half with fewer rows; choices stay with who computes for them."""
+        leader = sequence.leader
+        sequence.half = leader.half if leader is not None else int(self.halves[1] < self.halves[0])
+        self.running.append(sequence)
+        self._count(sequence, 1)
 
-@dataclass(slots=True, eq=False)
-class Unit:
-    """Sequences admitted together: a fresh request with its choices, or one requeued sequence."""
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence no longer runs here."""
+        self.running.remove(sequence)
+        self._count(sequence, -1)
 
-    sequences: list[Sequence]
-
-    @property
-    def order(self) -> tuple[int, int]:
-        head = self.sequences[0]
-        return head.request.arrival_us, head.seq
+    def _count(self, sequence: Sequence, one: int) -> None:
+        self.host_fed += one if sequence.host_fed else 0
+        self.levels[sequence.request.level] += one
+        self.halves[sequence.half] += one
 
 
 @dataclass(slots=True)
@@ -79,22 +105,24 @@ class State:
     next_seq: int = 1
     requests: dict[tuple[str, str], Request] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    waiting: list[Unit] = field(default_factory=list)  # by Unit.order
+    waiting: Waiting = field(init=False)
+    stuck: tuple[int, ...] = ()  # what admission looked at last when the first had to wait; see admission.py
+    mean_output: int = 256  # generated tokens of a sequence, a moving average
     executors: dict[str, Executor] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # executors given up: id -> their epoch
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
     tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: until
-    due_us: int = NEVER_US  # no deadline ends earlier; see closing.expire
+    due: Due = field(default_factory=Due)
     refused: dict[tuple[str, str, int], tuple[int, Rejected]] = field(default_factory=dict)  # until
     recent: Recent = field(default_factory=Recent)
     steps: Steps = field(default_factory=Steps)
+    meter: Meter = field(default_factory=Meter)
     out: list[Send] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.waiting = Waiting(self.limits.policy, tuple(c.age_us for c in self.limits.classes))
 
     def send(self, to: str, message: Message, trace: str = "") -> None:
         """Put a message among the commands of this event."""
         self.out.append(Send(to, message, trace))
-
-    def wake(self, at_us: int) -> None:
-        """Something may be due at `at_us`."""
-        self.due_us = min(self.due_us, at_us)

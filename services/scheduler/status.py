@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.scheduler import gauges
 from services.scheduler.records import Phase
 from services.scheduler.state import Executor, State
 
@@ -22,6 +23,39 @@ def status(state: State) -> dict[str, object]:
         "closing": phases.count(Phase.CLOSING),
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(e) for name, e in sorted(state.executors.items())},
+        "measured": measured(state),
+    }
+
+
+def measured(state: State) -> dict[str, dict[str, object]]:
+    """What has been counted since the start; times are upper bounds of a histogram's buckets."""
+    meter = state.meter
+    return {
+        "queue": {
+            **gauges.queued(state),
+            "rejected": {str(code): count for code, count in meter.rejected.items()},
+            "wait_p50_ms": meter.queue_us.quantile(500) / 1000,
+            "wait_p99_ms": meter.queue_us.quantile(990) / 1000,
+            "ttft_p50_ms": meter.ttft_us.quantile(500) / 1000,
+            "ttft_p99_ms": meter.ttft_us.quantile(990) / 1000,
+        },
+        "steps": {
+            "mode": meter.mode,
+            **meter.steps,
+            "budget_tokens": meter.budget_tokens,
+            "step_p50_ms": meter.step_us.quantile(500) / 1000,
+            "prediction_error_p50_pct": meter.step_error_pm.quantile(500) / 10,
+            "wasted_rows": meter.wasted_rows,
+        },
+        "tokens": {
+            "generated": meter.generated_tokens,
+            "prefilled": meter.prefill_tokens,
+            "prefix_hits": meter.prefix_hit_tokens,
+            "prefix_hit_pct": meter.prefix_hit_pm / 10,
+            "preemptions": meter.preemptions,
+            "recomputed": meter.recomputed_tokens,
+            "recompute_tax_pct": meter.recompute_tax_pm / 10,
+        },
     }
 
 
@@ -38,6 +72,8 @@ def _executor(executor: Executor) -> dict[str, object]:
         "free_blocks": ledger.free_blocks,
         "reserved_blocks": ledger.reserved,
         "fenced_blocks": ledger.fenced_blocks,
+        "cached_blocks": ledger.cached_blocks,
+        "waste_tokens": gauges.waste_tokens(executor),
         "block_tokens": ledger.block_tokens,
         "slots": ledger.slots,
         "free_slots": ledger.free_slots,

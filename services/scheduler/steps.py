@@ -38,6 +38,8 @@ class StepRecord:
     micro_batch: int
     mode: str
     failed: bool
+    host_us: int = 0  # of the logits processors
+    queued_us: int = 0  # the executor had the plan, and worked on others
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from shared.spans import to_body
 MAX_STEPS = 2_000  # in one answer, the newest: about 200 kB, below the payload limit of any server
 COLUMNS = (
     "step", "planned_us", "start_us", "end_us", "result_us", "forward_us", "sample_us", "wait_us", "rows",
-    "tokens", "prefill_tokens", "micro_batch",
+    "tokens", "prefill_tokens", "micro_batch", "host_us", "queued_us", "mode",
 )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[int]]:
+def _columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[Any]]:
     """Column by column; times are wall clock."""
     rows = [
         (
@@ -106,6 +106,9 @@ def _columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[i
             r.tokens,
             r.prefill_tokens,
             r.micro_batch,
+            r.host_us,
+            r.queued_us,
+            r.mode,
         )
         for r in records
     ]

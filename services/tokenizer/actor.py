@@ -26,6 +26,7 @@ from shared.errors import Overloaded, PayloadTooLarge
 from shared.messages import Accepted, Cancel, Message, Rejected, Tokenized
 from shared.model_files import resolve, served_name
 from shared.peers import Peer
+from shared.plugins import processor_targets
 from shared.port import Port
 from shared.vocabulary import load_vocabulary
 
@@ -192,6 +193,7 @@ def load_model(settings: Settings) -> ServedModel:
         template=ChatTemplate(vocabulary),
         max_context=settings.max_context or vocabulary.context_tokens,
         default_timeout_us=int(settings.request_timeout_s * 1e6),
+        processors=tuple(processor_targets(settings.logits_processors)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from services.tokenizer.chat import ChatTemplate
 from services.tokenizer.request import REQUEST_ID, GenerateRequest, read_body, read_request
+from shared.checks import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, EngineError, HeadraceError
 from shared.messages import Sampling, Tokenized, floats, ints
 from shared.vocabulary import Vocabulary
@@ -71,6 +73,7 @@ class ServedModel:
     template: ChatTemplate
     max_context: int  # prompt and answer together, tokens
     default_timeout_us: int
+    processors: tuple[str, ...] = ()  # logits processors that a request may name
 
 
 def request_id_of(fields: dict[str, Any], fresh_id: str) -> str:
@@ -135,6 +138,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         include_usage=request.stream_options.include_usage,
         handled_wall_us=submission.handled_wall_us,
         parent_span=submission.parent_span,
+        processors=_processors(request, model),
     )
 
 
@@ -197,6 +201,32 @@ def _sampling(request: GenerateRequest, vocabulary_size: int) -> Sampling:
         bias_ids=ints(token for token, _ in bias),
         bias_values=floats(value for _, value in bias),
     )
+
+
+def _processors(request: GenerateRequest, model: ServedModel) -> tuple[str, ...]:
+    packed = []
+    for entry in request.logits_processors:
+        if entry.name not in model.processors:
+            known = ", ".join(sorted(model.processors)) or "none: the setting logits_processors is empty"
+            raise BadRequest(
+                f"`logits_processors`: {entry.name!r:.80} is not one of this fleet; there is {known:.200}",
+                param="logits_processors",
+            )
+        try:
+            text = json.dumps({"name": entry.name, "args": entry.args}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise BadRequest(
+                f"`logits_processors`: the args of {entry.name!r} are not plain JSON: {error!s:.200}",
+                param="logits_processors",
+            ) from error
+        if len(text) > MAX_PROCESSOR_CHARS:
+            raise BadRequest(
+                f"`logits_processors`: {entry.name!r} with its args takes {len(text)} characters, over "
+                f"{MAX_PROCESSOR_CHARS}; shorten the args",
+                param="logits_processors",
+            )
+        packed.append(text)
+    return tuple(packed)
 
 
 def _stop_ids(request: GenerateRequest, vocabulary: Vocabulary) -> list[int]:

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from shared.checks import MAX_PROCESSORS
 from shared.errors import BadRequest
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
@@ -86,6 +87,20 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # OpenAI's padding of frames: nothing is padded here
 
 
+class ProcessorRequest(BaseModel):
+    """An entry of `logits_processors`; a text is short for one without arguments."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, entry: object) -> object:
+        return {"name": entry} if isinstance(entry, str) else entry
+
+
 class GenerateRequest(BaseModel):
     """A request for one prompt: `messages` for a chat, `prompt` (text or token ids) to go on with."""
 
@@ -119,6 +134,7 @@ class GenerateRequest(BaseModel):
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
     slo_class: Literal["interactive", "standard", "batch"] = "standard"
     finish_detached: bool = False
+    logits_processors: list[ProcessorRequest] = Field(default_factory=list, max_length=MAX_PROCESSORS)
 
     @model_validator(mode="after")
     def _one_prompt(self) -> GenerateRequest:

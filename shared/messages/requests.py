@@ -101,6 +101,7 @@ class Tokenized:
     include_usage: bool = True
     handled_wall_us: int = 0  # the tokenizer took it up; before, it waited in its mailbox
     parent_span: str = ""  # of the trace's root span, zeros = none; empty: nobody traces this request
+    processors: tuple[str, ...] = ()  # logits processors, each JSON: {"name": ..., "args": {...}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ class ExecHello:
     backend: str = "sim"
     dtype: str = "f32"
     bytes_per_block: int = 0
+    stages: int = 1  # pipeline stages: so many steps can be computed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class SlotOpen:
     part: int = 0
     parts: int = 1
     tokens: Ints = field(default_factory=ints)
+    processors: tuple[str, ...] = ()  # see Tokenized; rows of the slot are host-fed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,9 @@ class StepResult:
     error: str = ""  # the step failed as a whole: its sequences cannot go on here
     wait_us: int = 0  # device idle before this step, waiting for its plan
     published_us: int = 0  # how long the result sent last took from the end of its step to its sending
+    queued_us: int = 0  # the plan arrived at the executor -> its step began
+    host_us: int = 0  # logits processors, on the host
+    row_errors: tuple[tuple[int, str], ...] = ()  # (index into `ids`, why): that sequence alone failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from engine_pair import KIND, PROMPT, small_engine
 from plan_maker import PlanMaker, Row
 from tiny_models import VOCAB, save_tiny
 
 from services.executor.backend import Backend, StepOutput
-from services.executor.sim import SimBackend, SimOptions
-from services.executor.torch_backend import TorchOptions
-from services.executor.torch_backend import build as build_torch
 from shared.messages import Sampling, ints
 
-KIND = "llama-9-3-tied"
 HOT = Sampling(temperature=1.5)
-PROMPT = [random.Random(5).randrange(VOCAB) for _ in range(27)]
 Make = Callable[[], Backend]
 
 
@@ -29,18 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["sim", "torch"])
 def make(request: pytest.FixtureRequest, folder: Path) -> Make:
-    def sim() -> Backend:
-        return SimBackend(SimOptions(vocab=1000, blocks=80, slots=8, max_context=256, step_us=0))
-
-    def torch() -> Backend:
-        return build_torch(
-            TorchOptions(
-                model_path=folder, model_name=KIND, device="cpu", blocks=80, slots=8, threads=1,
-                deterministic=True,
-            )
-        )  # fmt: skip
-
-    return sim if request.param == "sim" else torch
+    return lambda: small_engine(request.param, folder, {})
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from shared.messages import Accepted, Message, Open, Sampling, SlotOpen, Tokeniz
 
 GOLDEN_FILE = Path(__file__).parents[1] / "data" / "golden_wire.json"
 GOLDEN: dict[str, str] = json.loads(GOLDEN_FILE.read_text())
+OLDER: dict[str, str] = json.loads((GOLDEN_FILE.parent / "golden_wire_older.json").read_text())
 KINDS = sorted(codec.KINDS)
 SHOW = (
     "PYTHONPATH=.:tests/contract python -c 'from wire_samples import *; from shared.codec import encode; "
@@ -104,6 +105,16 @@ def test_fields_missing_from_an_older_sender_get_their_defaults(kind: str) -> No
     names = [f.name for f in dataclasses.fields(sample)]
     expected = type(sample)(**{name: getattr(sample, name) for name in names[:required]})
     assert decode(msgpack.packb(row_of(kind)[: 6 + required])).message == expected
+
+
+@pytest.mark.parametrize("kind", sorted(OLDER))
+def test_golden_bytes_of_before_decode_to_the_sample_without_its_new_fields(kind: str) -> None:
+    known = len(msgpack.unpackb(bytes.fromhex(OLDER[kind]))) - 6
+    fields = dataclasses.fields(SAMPLES[kind])
+    assert known < len(fields)
+    new = {f.name: f.default for f in fields[known:]}
+    expected = enveloped(dataclasses.replace(SAMPLES[kind], **new))
+    assert decode(bytes.fromhex(OLDER[kind])) == expected
 
 
 def test_a_nested_record_of_an_older_sender_gets_its_defaults() -> None:

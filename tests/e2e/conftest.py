@@ -24,7 +24,7 @@ from loadtest import faults
 
 HEADRACE = (sys.executable, "-m", "services.launcher.cli")
 READY_S = 60  # far above what it takes: a guard against hanging, no measure
-QUICK = {"HEADRACE_SIM_STEP_US": "1000", "HEADRACE_SIM_TOKEN_US": "0", "HEADRACE_BEAT_INTERVAL_MS": "200"}
+QUICK = {"HEADRACE_SIM": "step=1000", "HEADRACE_BEAT_INTERVAL_MS": "200"}
 
 
 @dataclass

@@ -37,7 +37,7 @@ SURVIVED = {"executor", "kv_offload", "detokenizer"}  # no request may end other
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     with running_up(
-        tmp_path_factory.mktemp("chaos"), HEADRACE_BEAT_INTERVAL_MS="1000", HEADRACE_SIM_STEP_US="5000"
+        tmp_path_factory.mktemp("chaos"), HEADRACE_BEAT_INTERVAL_MS="1000", HEADRACE_SIM="step=5000,token=20"
     ) as up:
         yield up
 

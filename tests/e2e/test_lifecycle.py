@@ -12,7 +12,7 @@ from pathlib import Path
 from services.launcher.nats_server import NatsServer
 from tests.e2e.conftest import HEADRACE, StartUp, wait_until_gone
 
-SLOW = {"HEADRACE_SIM_STEP_US": "20000"}
+SLOW = {"HEADRACE_SIM": "step=20000,token=20"}
 
 
 def test_sigterm_drains_and_ends_with_0(start_up: StartUp) -> None:
@@ -63,7 +63,7 @@ def test_ctrl_c_ends_with_130(start_up: StartUp) -> None:
 
 
 def test_a_second_ctrl_c_kills(start_up: StartUp) -> None:
-    up = start_up(HEADRACE_SIM_STEP_US="1000000")
+    up = start_up(HEADRACE_SIM="step=1000000,token=20")
     children = up.children()
     asking = subprocess.Popen(
         [*HEADRACE, "request", "--stream", '{"prompt": "Hello", "max_tokens": 1000}'],

@@ -97,7 +97,8 @@ def coverage(sent: Sent, spans: list[Received]) -> float:
 def test_one_trace_per_request_that_covers_its_time(start_up: StartUp, receiver: Receiver) -> None:
     up = start_up(
         "--tokenizers", "2", "--detokenizers", "2",
-        OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_BSP_SCHEDULE_DELAY="100", HEADRACE_SIM_STEP_US="5000",
+        OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_BSP_SCHEDULE_DELAY="100",
+        HEADRACE_SIM="step=5000,token=20",
     )  # fmt: skip
     sent = asyncio.run(under_load(up.nats_url))
     roots = receiver.wait_for([one.request for one in sent], 30)

@@ -148,7 +148,7 @@ async def test_a_reader_that_reads_nothing_is_cut_off_by_the_server_and_noticed(
 
 async def test_a_cancel_frees_the_blocks_within_two_steps(start_up: StartUp) -> None:
     """Counted in steps, by asking before and behind the cancel on the same connection."""
-    up = start_up(HEADRACE_SIM_STEP_US="100000")
+    up = start_up(HEADRACE_SIM="step=100000,token=20")
     nc = await nats.connect(up.nats_url)
 
     async def engine() -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Pipeline:
 
     @classmethod
     async def start(cls, connect: Connect, fleet: str, **settings: Any) -> Pipeline:
-        flags = {"fleet": fleet, "backend": "sim", "sim_step_us": 200, "sim_token_us": 0, **settings}
+        flags = {"fleet": fleet, "backend": "sim", "sim": "step=200", **settings}
         pipeline = cls(connect, load(flags=flags).settings)
         for kind in KINDS:
             await pipeline.add(kind, f"{kind}-1")

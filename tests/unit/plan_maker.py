@@ -84,8 +84,7 @@ class PlanMaker:
     def run(self, rows: list[Row], copies: tuple[tuple[int, int], ...] = ()) -> StepOutput:
         """One step, forward and sample."""
         plan = self.plan(rows, copies)
-        self.backend.forward(plan)
-        return self.backend.sample(plan)
+        return self.backend.sample(self.backend.forward(plan))
 
     def prefill(self, prompts: dict[int, int]) -> StepOutput:
         """Whole prompts by slot -> length, one step, each sampling one token."""

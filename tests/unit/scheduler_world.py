@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from hypothesis import strategies as st
 from paged_engine import STOP_ID, PagedEngine, expected_tokens
 
 from services.scheduler import closing
 from services.scheduler.core import Scheduler
 from services.scheduler.events import Arrived, Event, PeerLost, PeerReady, Send, Ticked
+from services.scheduler.policy import Policy
 from services.scheduler.state import Limits
 from shared.blocks import choice_seed
 from shared.messages import (
@@ -28,6 +30,23 @@ from shared.messages import (
     Tokens,
     ints,
 )
+
+RESERVE = Limits(policy=Policy(kv="reserve"))
+
+
+def any_limits(data: st.DataObject) -> Limits:
+    """Settings of any kind: windows, overlap modes, policies."""
+    policy = Policy(
+        rank=data.draw(st.sampled_from(["vtc", "fcfs"])),
+        fill=data.draw(st.sampled_from(["mixed", "prefill_first", "decode_first", "static"])),
+        kv=data.draw(st.sampled_from(["on_demand", "on_demand", "reserve"])),
+    )
+    return Limits(
+        window=data.draw(st.integers(1, 4)),
+        overlap=data.draw(st.sampled_from(["auto", "single", "run_ahead", "two_batch"])),
+        step_tokens=data.draw(st.integers(1, 40)),
+        policy=policy,
+    )
 
 
 @dataclass
@@ -54,7 +73,7 @@ class World:
     rejected: list[Rejected] = field(default_factory=list)
     asked: dict[str, Tokenized] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
-    unanswered: dict[str, dict[int, tuple[set[int], set[int]]]] = field(default_factory=dict)
+    unanswered: dict[str, dict[int, tuple[set[int], set[int], set[int]]]] = field(default_factory=dict)
     resets: list[str] = field(default_factory=list)
     moved: list[tuple[str, int]] = field(default_factory=list)
     auto_end: bool = True
@@ -104,8 +123,11 @@ class World:
         state = self.scheduler.state
         for executor in state.executors.values():
             executor.ledger.check()
-        deadlines = [closing.due_at_us(sequence) for sequence in state.sequences.values()]
-        assert state.due_us <= min([*deadlines, *state.tombstones.values()], default=state.due_us)
+        watched: dict[int, int] = {}
+        for at_us, seq in state.due.heap:
+            watched[seq] = min(at_us, watched.get(seq, at_us))
+        for sequence in state.sequences.values():
+            assert watched[sequence.seq] <= closing.due_at_us(sequence), "a deadline that nobody watches"
 
     def deliver(self, name: str = "e1") -> bool:
         """Hand the oldest result of an engine to the scheduler."""
@@ -191,7 +213,7 @@ class World:
                     self.handle(Arrived(command.to, ended))
 
     def _named(self, name: str, which: int) -> set[int]:
-        """Slots (0) or blocks (1) named by the steps whose results are still to be delivered."""
+        """Slots (0), blocks (1) or targets of copies (2) that steps name whose results are undelivered."""
         waiting = {result.step for result in self.results[name]}
         steps = self.unanswered.setdefault(name, {})
         return {x for step, named in steps.items() if step in waiting for x in named[which]}
@@ -199,12 +221,13 @@ class World:
     def _check_fences(self, name: str, plan: StepPlan) -> None:
         engine = self.engines[name]
         shared = {block for slot in engine.slots.values() for block in slot.table}
+        shared |= self._named(name, 2)  # a fork's copy may be made a step before its table is sent
         fresh = set(plan.table_blocks) | set(plan.copy_to)
         assert not (fresh - shared) & self._named(name, 1), "a block is reused before its fence"
         tables = {slot: list(engine.slots[slot].table) for slot in plan.slots}
         blocks = {block for table in tables.values() for block in table} | fresh
         slots = set(plan.slots) | set(plan.sample_slots)
-        self.unanswered[name][plan.step] = (slots, blocks)
+        self.unanswered[name][plan.step] = (slots, blocks, set(plan.copy_to))
 
     def _read(self, tokens: Tokens) -> None:
         at = 0

@@ -7,6 +7,7 @@ import pytest
 from scheduler_world import World
 
 from services.scheduler.events import Arrived
+from services.scheduler.policy import Policy
 from services.scheduler.state import Limits
 from shared.messages import Cancel, Detached, ints
 
@@ -15,7 +16,8 @@ CANCEL = Arrived("client", Cancel(tenant="public", request="a"))
 
 def running(window: int, results: int, **more: object) -> World:
     """Two requests, "a" to be stopped and "b" that goes on, after some results."""
-    world = World(limits=Limits(window=window, step_tokens=16))
+    policy = Policy(kv="reserve")
+    world = World(limits=Limits(window=window, step_tokens=16, overlap="run_ahead", policy=policy))
     world.add_engine(blocks=64, slots=8)
     world.ask("b", [7, 8, 9], 40)
     world.ask("a", list(range(10, 30)), 30, **more)
@@ -58,7 +60,7 @@ def test_a_waiting_request_holds_nothing() -> None:
     world.ask("c", [1] * 10, 50, n=4)  # does not fit beside the others
     assert len(world.scheduler.state.waiting) == 1
     world.handle(Arrived("client", Cancel(tenant="public", request="c")))
-    assert world.scheduler.state.waiting == []
+    assert not world.scheduler.state.waiting
     world.run()
     world.assert_answers("a")
     world.assert_idle()

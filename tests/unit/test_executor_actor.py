@@ -12,7 +12,7 @@ import pytest
 from actor_fleet import Fleet, Hand, watched_fleet
 
 from services.executor.actor import STUCK_US, ExecutorActor
-from services.executor.backend import Backend
+from services.executor.backend import Backend, Pending
 from services.executor.sim import SimBackend, SimOptions
 from shared import codec
 from shared.actor import Facts, Runtime
@@ -51,7 +51,7 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 
 async def executor(
-    fleet: Fleet, build: Callable[[], Backend] = lambda: SimBackend(SimOptions(step_us=0))
+    fleet: Fleet, build: Callable[[], Backend] = lambda: SimBackend(SimOptions(timing="step=0"))
 ) -> tuple[ExecutorActor, Runtime]:
     actor = ExecutorActor(build, "host-7")
     return actor, await fleet.started(actor, "e")
@@ -261,13 +261,13 @@ class Stuck(SimBackend):
     """Its first forward pass returns when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__(SimOptions(step_us=0))
+        super().__init__(SimOptions(timing="step=0"))
         self.entered, self.released = threading.Event(), threading.Event()
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan) -> Pending:
         self.entered.set()
         self.released.wait()
-        super().forward(plan)
+        return super().forward(plan)
 
 
 async def test_a_device_call_that_never_returns_fails_the_executor(fleet: Fleet) -> None:

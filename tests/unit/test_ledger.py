@@ -1,11 +1,8 @@
-"""The ledger: fences, shares and promises, by hand and against a model that keeps no free list."""
+"""The ledger by hand: fences, shares, promises, prefix cache. test_ledger_machine.py has the rest."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.ledger import Ledger
 
@@ -74,6 +71,149 @@ def test_the_end_of_a_table_is_reused_first() -> None:
     assert take(ledger, 1) == table[:1]  # LIFO: what was given back last, the prefix, is on top
 
 
+def keys_of(name: str) -> list[bytes]:
+    """One key for each character: what stands before it is part of it."""
+    return [name[: i + 1].encode() for i in range(len(name))]
+
+
+def serve(ledger: Ledger, name: str, last_step: int = 0) -> list[int]:
+    """One sequence from its prefix hit to its end; the blocks it had."""
+    table = ledger.match(keys_of(name))
+    ledger.adopt(table)
+    for key in keys_of(name)[len(table) :]:
+        block = ledger.try_allocate()
+        assert block is not None
+        ledger.register(block, key)
+        table.append(block)
+    ledger.release(table, [], last_step)
+    ledger.check()
+    return table
+
+
+def test_a_prefix_hit_ends_at_the_first_unknown_block() -> None:
+    ledger = ledger_of(8)
+    abc = serve(ledger, "abc")
+    assert ledger.match(keys_of("abx")) == abc[:2]
+    assert ledger.match(keys_of("xbc")) == ledger.match([]) == []
+    assert ledger.match([b"x", b"a"]) == []
+    assert (ledger.find(b"ab"), ledger.is_cached(b"ab")) == (abc[1], True)
+    assert (ledger.find(b"b"), ledger.is_cached(b"b")) == (None, False)
+    assert serve(ledger, "abcd")[:3] == abc
+    assert (ledger.free_blocks, ledger.cached_blocks, ledger.held_blocks) == (8, 4, 0)
+
+
+def test_empty_blocks_go_first_then_the_oldest_release_tail_first() -> None:
+    ledger = ledger_of(8)
+    abc, xy = serve(ledger, "abc"), serve(ledger, "xy")
+    serve(ledger, "ab")  # used again: only its c is still older than xy
+    out = [ledger.try_allocate() for _ in range(9)]
+    assert sorted(out[:3]) == sorted(set(range(8)) - {*abc, *xy})
+    assert out[3:] == [abc[2], xy[1], xy[0], abc[1], abc[0], None]
+    assert (ledger.evicted, ledger.cached_blocks, ledger.held_blocks) == (5, 0, 8)
+    assert ledger.match(keys_of("abc")) == []
+
+
+def test_a_fenced_block_can_be_revived_and_goes_back_behind_its_latest_step() -> None:
+    ledger = ledger_of(4)
+    table = serve(ledger, "abc", last_step=5)
+    assert (ledger.fenced_blocks, ledger.cached_blocks, ledger.free_taken_by(table)) == (3, 0, 0)
+    ledger.adopt(ledger.match(keys_of("ab")))
+    assert (ledger.fenced_blocks, ledger.held_blocks, ledger.free_blocks) == (1, 2, 1)
+    ledger.acknowledge(5)
+    assert (ledger.fenced_blocks, ledger.held_blocks, ledger.free_blocks) == (0, 2, 2)
+    ledger.release(table[:2], [], last_step=7)
+    ledger.acknowledge(6)
+    ledger.check()
+    assert (ledger.fenced_blocks, ledger.free_blocks, ledger.cached_blocks) == (2, 2, 1)
+    ledger.acknowledge(7)
+    assert (ledger.fenced_blocks, ledger.free_blocks, ledger.cached_blocks) == (0, 4, 3)
+
+
+@pytest.mark.parametrize("last_step", [0, 5])
+def test_a_later_holder_without_a_later_step_does_not_lift_the_fence(last_step: int) -> None:
+    """One step names a block, one who came for its prefix was never planned: the step still counts."""
+    ledger = ledger_of(2)
+    table = serve(ledger, "ab", last_step=5)
+    ledger.adopt(table)
+    ledger.release(table, [], last_step)
+    ledger.check()
+    assert (ledger.fenced_blocks, ledger.free_blocks) == (2, 0)
+    ledger.acknowledge(5)
+    ledger.check()
+    assert [ledger.try_allocate(), ledger.try_allocate()] == [table[1], table[0]]
+
+
+def test_an_acknowledgement_that_comes_late_changes_nothing() -> None:
+    ledger = ledger_of(2)
+    ledger.acknowledge(5)
+    ledger.acknowledge(3)
+    assert ledger.acked_step == 5
+    serve(ledger, "ab", last_step=4)
+    assert ledger.free_blocks == 2
+
+
+def test_adopting_cached_blocks_counts_against_promises() -> None:
+    ledger = ledger_of(4)
+    ab = serve(ledger, "ab")
+    ledger.reserve(2)
+    assert ledger.free_taken_by(ab) == 2
+    assert ledger.can_admit(0, 1, taken=2)
+    assert not ledger.can_admit(1, 1, taken=2)
+    ledger.adopt(ab)
+    assert ledger.free_taken_by(ab) == 0
+    ledger.check()
+    assert ledger.try_allocate() is None  # what is free is promised
+    assert len({ledger.allocate(), ledger.allocate(), *ab}) == 4
+    assert (ledger.reserved, ledger.held_blocks, ledger.evicted) == (0, 4, 0)
+
+
+def test_the_first_block_with_a_key_keeps_it() -> None:
+    ledger = ledger_of(3)
+    first, second = take(ledger, 2)
+    assert ledger.register(first, b"a")
+    assert not ledger.register(second, b"a")
+    assert ledger.register(first, b"a")
+    ledger.check()
+    ledger.release([second], [], 0)
+    assert (ledger.cached_blocks, ledger.match([b"a"])) == (0, [first])
+    ledger.release([first], [], 0)
+    assert (ledger.cached_blocks, ledger.match([b"a"])) == (1, [first])
+
+
+def test_only_a_held_block_takes_a_key_and_only_one() -> None:
+    ledger = ledger_of(2)
+    (block,) = take(ledger, 1)
+    ledger.register(block, b"a")
+    for wrong, key in [(block, b"b"), (1 - block, b"c")]:
+        with pytest.raises(ValueError, match=rf"block {wrong} cannot take a key"):
+            ledger.register(wrong, key)
+    ledger.check()
+    assert not ledger.is_cached(b"b")
+    assert not ledger.is_cached(b"c")
+
+
+def test_an_empty_block_cannot_be_adopted() -> None:
+    with pytest.raises(KeyError):
+        ledger_of(2).adopt([1])
+
+
+def test_after_a_failed_step_no_key_is_valid() -> None:
+    ledger = ledger_of(6)
+    serve(ledger, "ab")
+    fenced = serve(ledger, "xy", last_step=3)
+    (held,) = take(ledger, 1)
+    ledger.register(held, b"h")
+    ledger.forget_cache()
+    ledger.check()
+    assert [ledger.match([key]) for key in (b"a", b"x", b"h")] == [[], [], []]
+    assert (ledger.cached_blocks, ledger.fenced_blocks, ledger.held_blocks) == (0, len(fenced), 1)
+    assert ledger.register(held, b"h")  # computed again
+    ledger.release([held], [], 3)
+    ledger.acknowledge(3)
+    ledger.check()
+    assert (ledger.free_blocks, ledger.cached_blocks, ledger.evicted) == (6, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -89,87 +229,3 @@ def test_check_finds_what_is_wrong(spoil: object, message: str) -> None:
     spoil(ledger)
     with pytest.raises(AssertionError, match=message):
         ledger.check()
-
-
-class LedgerAgainstModel(RuleBasedStateMachine):
-    """Sequences hold lists of blocks; the model derives what must be free from them alone."""
-
-    @initialize(blocks=st.integers(1, 12), slots=st.integers(1, 5))
-    def start(self, blocks: int, slots: int) -> None:
-        self.ledger = ledger_of(blocks, slots)
-        self.step = self.acked = 0
-        self.held: dict[int, tuple[list[int], int]] = {}  # slot -> its blocks, and its promise
-        self.fenced: list[tuple[int, list[int], int]] = []  # last step, its blocks, its slot
-
-    @property
-    def promised(self) -> int:
-        return sum(promise for _, promise in self.held.values())
-
-    def locked_blocks(self) -> set[int]:
-        held = {block for blocks, _ in self.held.values() for block in blocks}
-        return held | {block for _, blocks, _ in self.fenced for block in blocks}
-
-    @rule(blocks=st.integers(1, 6))
-    def admit(self, blocks: int) -> None:
-        room = self.ledger.blocks - len(self.locked_blocks()) - self.promised
-        slots = self.ledger.slots - len(self.held) - len(self.fenced)
-        fits = room >= blocks and slots >= 1
-        assert self.ledger.can_admit(blocks, 1) == fits
-        if fits:
-            self.ledger.reserve(blocks)
-            slot = self.ledger.take_slot()
-            assert slot not in self.held
-            assert slot not in [fence[2] for fence in self.fenced]
-            self.held[slot] = ([], blocks)
-
-    @precondition(lambda self: any(promise for _, promise in self.held.values()))
-    @rule(data=st.data())
-    def grow(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from([s for s, (_, promise) in self.held.items() if promise]))
-        blocks, promise = self.held[slot]
-        block = self.ledger.allocate()
-        assert block not in self.locked_blocks(), "a block was given out twice"
-        self.held[slot] = ([*blocks, block], promise - 1)
-
-    @precondition(lambda self: len(self.held) > 1)
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        """A follower takes the leader's first blocks, which it was never promised."""
-        leader, follower = data.draw(st.permutations(sorted(self.held)))[:2]
-        if not self.held[follower][0]:
-            blocks = self.held[leader][0][: data.draw(st.integers(0, 3))]
-            for block in blocks:
-                self.ledger.share(block)
-            self.held[follower] = (list(blocks), self.held[follower][1])
-
-    @rule()
-    def plan(self) -> None:
-        self.step += 1
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.held)))
-        blocks, promise = self.held.pop(slot)
-        self.ledger.unreserve(promise)
-        self.ledger.release(blocks, [slot], self.step)
-        if self.step > self.acked:
-            self.fenced.append((self.step, blocks, slot))
-
-    @precondition(lambda self: self.acked < self.step)
-    @rule(data=st.data())
-    def acknowledge(self, data: st.DataObject) -> None:
-        self.acked = data.draw(st.integers(self.acked + 1, self.step))
-        self.ledger.acknowledge(self.acked)
-        self.fenced = [fence for fence in self.fenced if fence[0] > self.acked]
-
-    @invariant()
-    def agrees(self) -> None:
-        self.ledger.check()
-        assert self.ledger.reserved == self.promised
-        assert self.ledger.free_slots == self.ledger.slots - len(self.held) - len(self.fenced)
-        assert self.ledger.free_blocks == self.ledger.blocks - len(self.locked_blocks())
-
-
-TestLedgerAgainstModel = LedgerAgainstModel.TestCase
-TestLedgerAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

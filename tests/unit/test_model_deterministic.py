@@ -32,10 +32,9 @@ def tiny_engine(folder: Path, kind: str, dtype: str, threads: int) -> PlanMaker:
 
 def logits(maker: PlanMaker, rows: list[Row]) -> torch.Tensor:
     plan = maker.plan(rows)
-    maker.backend.forward(plan)
-    found = maker.backend._logits  # the output of the forward pass, before any choice
-    maker.backend.sample(plan)
-    return found
+    pending = maker.backend.forward(plan)
+    maker.backend.sample(pending)
+    return pending.logits  # the output of the forward pass, before any choice
 
 
 def assert_rows_do_not_see_each_other(maker: PlanMaker, least: int, spread: int) -> None:

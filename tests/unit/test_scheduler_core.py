@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_engine import expected_tokens
-from scheduler_world import World
+from scheduler_world import RESERVE, World, any_limits
 
 from services.scheduler.events import Arrived, DrainAsked, PeerDraining, PeerLost, PeerReady, StreamLost
 from services.scheduler.state import Limits
@@ -42,7 +42,7 @@ def test_the_window_is_kept_full_and_never_exceeded() -> None:
 
 
 def test_nothing_is_planned_past_the_length() -> None:
-    world = World(Limits(window=4))
+    world = World(Limits(window=4, overlap="run_ahead"))
     world.add_engine()
     world.ask("a", [5, 6, 7], 3)
     assert [list(plan.starts) for plan in world.plans] == [[0], [3], [4]]
@@ -84,7 +84,7 @@ def test_decodes_come_before_chunks_and_the_budget_bounds_chunks() -> None:
 
 
 def test_reserve_admission_keeps_the_order_and_never_runs_out() -> None:
-    world = World()
+    world = World(RESERVE)
     world.add_engine(blocks=8, slots=4)
     world.ask("big", list(range(20)), 12)  # 8 blocks: all there are
     world.ask("small", [5], 3)
@@ -430,8 +430,7 @@ def test_two_executors_share_the_load() -> None:
 def test_any_history_ends_with_the_right_tokens(data: st.DataObject) -> None:
     """Requests, forks, results, cancels, crashes and shard changes in any order: what is not
     cancelled gets exactly its tokens, and at the end every block and slot is free."""
-    window = data.draw(st.integers(1, 4))
-    world = World(Limits(window=window, step_tokens=data.draw(st.integers(1, 40))), shards=("d1", "d2"))
+    world = World(any_limits(data), shards=("d1", "d2"))
     world.add_engine("e1")
     epoch, cancelled = 1, set()
     for step in range(data.draw(st.integers(5, 40))):

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_engine import STOP_ID, expected_tokens
-from scheduler_world import World
+from scheduler_world import World, any_limits
 
-from services.scheduler import intake
+from services.scheduler import door
+from services.scheduler.door import REFUSED_US
 from services.scheduler.events import Arrived, PeerDraining, PeerLost, PeerReady, StreamLost, Ticked
-from services.scheduler.intake import REFUSED_US
-from services.scheduler.state import NEVER_US, Limits
+from services.scheduler.policy import Policy
+from services.scheduler.state import Limits
 from shared.blocks import choice_seed
 from shared.messages import Cancel, Detached, Ended, StepResult, StopFound, Tokens, floats, ints
 
@@ -84,7 +85,7 @@ def test_nobody_says_hello_for_another() -> None:
 
 
 def test_waiting_tokens_are_counted_for_every_choice() -> None:
-    world = World(limits=Limits(max_waiting_tokens=20))
+    world = World(limits=Limits(max_waiting_tokens=20, policy=Policy(kv="reserve")))
     world.add_engine(blocks=8)
     world.ask("running", [5] * 8, 24)
     world.ask("first", [5] * 4, 20)  # an empty queue takes any
@@ -107,11 +108,11 @@ def test_a_resend_of_what_was_refused_is_refused_again() -> None:
     world.tick(REFUSED_US)
     world.handle(Ticked())
     assert world.scheduler.state.refused == {}
-    assert world.scheduler.state.due_us == NEVER_US
+    assert not world.scheduler.state.refused
 
 
 def test_only_the_latest_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "MAX_REFUSED", 2)
+    monkeypatch.setattr(door, "MAX_REFUSED", 2)
     world = World()
     for name in ("a", "b", "c"):
         world.ask(name, [5], 3)
@@ -131,7 +132,7 @@ def test_the_one_that_reads_a_sequence_alone_can_detach_it() -> None:
 
 
 def test_the_order_holds_on_executors_that_could_hold_the_first() -> None:
-    world = World()
+    world = World(Limits(policy=Policy(kv="reserve")))
     world.add_engine("e1", blocks=8)
     world.ask("runs", [5], 20)
     world.ask("first", list(range(20)), 12)  # all 8 blocks: waits
@@ -337,9 +338,8 @@ def act(world: World, data: st.DataObject, step: int) -> None:
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_whatever_happens_every_request_ends_and_no_token_is_wrong(data: st.DataObject) -> None:
-    limits = Limits(window=data.draw(st.integers(1, 4)), step_tokens=data.draw(st.integers(1, 40)))
-    world = World(limits, shards=("d1", "d2"))
-    world.add_engine("e1", slots=data.draw(st.integers(1, 6)))
+    world = World(any_limits(data), shards=("d1", "d2"))
+    world.add_engine("e1", slots=data.draw(st.integers(1, 6)), blocks=data.draw(st.integers(12, 40)))
     for step in range(data.draw(st.integers(5, 50))):
         act(world, data, step)
     for engine in ("e1", "e2"):

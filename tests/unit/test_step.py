@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.executor.backend import StepOutput
-from services.executor.step import MAX_ERROR_CHARS, DeviceThread, Reset, Work, run_step
+from services.executor.backend import Pending, StepOutput
+from services.executor.one_step import MAX_ERROR_CHARS, Step
+from services.executor.sim import SimBackend, SimOptions
+from services.executor.step import DeviceThread, Reset, Work
 from shared.clock import FakeClock
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
 
@@ -19,6 +21,7 @@ class Scripted:
     def __init__(self, clock: FakeClock, fail: dict[str, Exception] | None = None) -> None:
         self.clock, self.fail = clock, fail or {}
         self.calls: list[tuple[str, int]] = []
+        self.info = SimBackend(SimOptions()).info
 
     def _do(self, what: str, about: int = 0, took_us: int = 0) -> None:
         self.calls.append((what, about))
@@ -35,12 +38,16 @@ class Scripted:
     def close_slot(self, slot: int) -> None:
         self._do("close", slot)
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan) -> Pending:
         self._do("forward", plan.step, 100)
+        return Pending(plan=plan)
 
-    def sample(self, plan: StepPlan) -> StepOutput:
-        self._do("sample", plan.step, 10)
-        return StepOutput(ids=ints([plan.step]), done=ints([0]), padding_rows=3)
+    def sample(self, pending: Pending) -> StepOutput:
+        step = pending.plan.step
+        self._do("sample", step, 10)
+        return StepOutput(
+            ids=ints([step]), done=ints([0]), padding_rows=3, host_us=4, row_errors=((0, "no"),)
+        )
 
     def reset(self) -> None:
         self._do("reset")
@@ -93,9 +100,14 @@ def test_work_is_done_in_order_and_the_thread_ends_after_it() -> None:
 def test_a_result_carries_its_times() -> None:
     clock = FakeClock()
     start_us = clock.wall_us()
-    result = run_step(Scripted(clock), plan(1), clock, wait_us=7, published_us=9)
-    assert (result.start_wall_us, result.end_wall_us) == (start_us, start_us + 110)
-    assert (result.forward_us, result.sample_us, result.wait_us, result.published_us) == (100, 10, 7, 9)
+    step = Step(Scripted(clock), plan(1), clock, wait_us=7, queued_us=8)
+    step.forward()
+    clock.advance(1_000)  # on its way to the host lane
+    result = step.finish(published_us=9)
+    assert (result.start_wall_us, result.end_wall_us) == (start_us, start_us + 1_110)
+    assert (result.forward_us, result.sample_us, result.host_us) == (100, 6, 4)
+    assert (result.queued_us, result.wait_us, result.published_us) == (8, 7, 9)
+    assert result.row_errors == ((0, "no"),)
     assert (result.bucket_padding_rows, result.error) == (3, "")
 
 
@@ -140,3 +152,15 @@ def test_an_engine_that_cannot_be_built_is_reported(in_warm_up: bool) -> None:
     device.start(built.put)
     assert built.get(timeout=10) is error
     device.join(10)
+
+
+def test_a_result_says_how_long_its_plan_lay_here() -> None:
+    backend, results = Scripted(FakeClock()), list[StepResult]()
+    device = DeviceThread(lambda: backend, backend.clock, results.append)
+    device.put(plan(1))  # both before the thread runs
+    backend.clock.advance(50)
+    device.put(plan(2))
+    backend.clock.advance(7)
+    device.start(lambda built: None)
+    device.join(10)
+    assert [result.queued_us for result in results] == [57, 7 + 110]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def model_with(path: Path, template: str = TEMPLATE) -> ServedModel:
     parts = gguf_parts(path)
     fields = {name: getattr(parts, name) for name in parts.__slots__} | {"chat_template": template}
     vocabulary = Vocabulary(type(parts)(**fields))
-    return ServedModel("tiny", vocabulary, ChatTemplate(vocabulary), 128, 60_000_000)
+    names = ("no_digits", "wait")
+    return ServedModel("tiny", vocabulary, ChatTemplate(vocabulary), 128, 60_000_000, processors=names)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,7 @@ def test_every_field(model: ServedModel) -> None:
             "timeout_s": 1.5, "slo_class": "batch", "finish_detached": True, "ignore_eos": True,
             "include_stop_str_in_output": True, "tools": [], "response_format": {"type": "text"},
             "logprobs": False, "metadata": {"x": 1}, "top_logprobs": None,
+            "logits_processors": ["no_digits", {"name": "wait", "args": {"ms": 20}}, {"name": "wait"}],
         },
     )  # fmt: skip
     assert got == Tokenized(
@@ -114,7 +117,26 @@ def test_every_field(model: ServedModel) -> None:
         tokens=ints(model.vocabulary.encode("a")),
         include_stop=True,
         include_usage=False,
+        processors=(
+            '{"name": "no_digits", "args": {}}',
+            '{"name": "wait", "args": {"ms": 20}}',
+            '{"name": "wait", "args": {}}',
+        ),
     )
+
+
+def test_a_fleet_without_logits_processors_says_so(model: ServedModel) -> None:
+    bare = dataclasses.replace(model, processors=())
+    with pytest.raises(BadRequest, match="'wait' is not one of this fleet; there is none: the setting"):
+        prepared(bare, {"prompt": "x", "logits_processors": ["wait"]})
+
+
+def test_binary_args_are_refused(model: ServedModel) -> None:
+    with pytest.raises(BadRequest, match="the args of 'wait' are not plain JSON: Object of type bytes"):
+        prepared(
+            model,
+            msgpack.packb({"prompt": "x", "logits_processors": [{"name": "wait", "args": {"a": b"b"}}]}),
+        )
 
 
 def test_msgpack_equals_json(model: ServedModel) -> None:
@@ -160,6 +182,43 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": {"a": 1}}, "prompt", "`prompt`: one text or one list of token ids is expected"),
     ({"prompt": "x", "model": "other"}, "model", "asks for model 'other', its subject for 'tiny'"),
     ({"prompt": ""}, "prompt", "the prompt is empty"),
+    (
+        {"prompt": "x", "logits_processors": ["no_digit"]},
+        "logits_processors",
+        "'no_digit' is not one of this fleet; there is no_digits, wait$",
+    ),
+    ({"prompt": "x", "logits_processors": "wait"}, "logits_processors", "`logits_processors`: Input should"),
+    (
+        {"prompt": "x", "logits_processors": [5]},
+        "logits_processors",
+        r"`logits_processors\.0`: Input should be",
+    ),
+    (
+        {"prompt": "x", "logits_processors": [{"args": {}}]},
+        "logits_processors",
+        r"`logits_processors\.0\.name`: Field required",
+    ),
+    (
+        {"prompt": "x", "logits_processors": [{"name": "wait", "args": [20]}]},
+        "logits_processors",
+        r"`logits_processors\.0\.args`: Input should be a valid dict",
+    ),
+    (
+        {"prompt": "x", "logits_processors": [{"name": "wait", "ms": 20}]},
+        "logits_processors",
+        r"`logits_processors\.0\.ms`: Extra inputs are not permitted",
+    ),
+    (
+        {"prompt": "x", "logits_processors": [{"name": "wait", "args": {"ms": float("nan")}}]},
+        "logits_processors",
+        "the args of 'wait' are not plain JSON",
+    ),
+    (
+        {"prompt": "x", "logits_processors": [{"name": "wait", "args": {"why": "y" * 4096}}]},
+        "logits_processors",
+        "'wait' with its args takes 4133 characters, over 4096; shorten the args",
+    ),
+    ({"prompt": "x", "logits_processors": ["wait"] * 9}, "logits_processors", "at most 8 items"),
     ({"prompt": [5, 10**6]}, "prompt", "1000000 is not a token id"),
     ({"prompt": [-1]}, "prompt", "-1 is not a token id"),
     ({"prompt": ["a", "b"]}, "prompt", "`prompt"),

@@ -1,0 +1,18 @@
+"""From an arm to the scheduler's limits."""
+
+from __future__ import annotations
+
+from loadtest.sim.scenarios import Arm
+from services.scheduler import classes, policy
+from services.scheduler.state import Limits
+
+
+def limits_of(arm: Arm) -> Limits:
+    """The limits that an arm asks for: the defaults, but for what it names. Raises SetupError for a policy
+    or class that does not exist."""
+    return Limits(
+        overlap=arm.overlap,
+        policy=policy.parse(arm.policy),
+        classes=classes.parse(arm.slo),
+        **dict(arm.limits),
+    )

@@ -1,0 +1,102 @@
+"""The overlap grid: batch x context x way to the executor, in every mode, decode alone.
+
+For each point: tokens a second of each mode as a multiple of `single`, and of the best mode. The ideal of
+run-ahead is (T + L) / max(T, (T + L) / 2): T the step, L the way there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from loadtest.sim import plots
+from loadtest.sim.arms import limits_of
+from loadtest.sim.scenarios import H200, Arm
+from loadtest.sim.synthetic import batch
+from loadtest.sim.tables import NOTE, page, table
+from services.scheduler.simulation.hops import Hop
+from services.scheduler.simulation.report import Figures, figures, steady
+from services.scheduler.simulation.world import Setup, World
+from shared.step_model import StepShape
+
+ROWS = (1, 16, 64, 256)
+CONTEXTS = (256, 1_024, 4_096)
+HOPS_US = (0, 200, 1_000, 5_000)
+STEADY_STEPS = 300  # at least, after the last prompt
+PREFILL = (("step_tokens", 8_192),)  # to have the prompts out of the way
+MACHINE = replace(H200, blocks=90_000)
+MODES = ("single", "run_ahead", "two_batch")
+Point = tuple[int, int, int]
+
+
+def run(command: str, modes: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """(result, Markdown) of the whole grid."""
+    rows = [point_row(point, modes) for point in product(ROWS, CONTEXTS, HOPS_US)]
+    result = {"scenario": "grid", "title": "Overlap grid", "note": NOTE, "command": command, "rows": rows}
+    return result, _markdown(result, modes)
+
+
+def point_row(point: Point, modes: Sequence[str]) -> dict[str, Any]:
+    """All modes at one point."""
+    rows, context, hop_us = point
+    by_mode = {mode: _figures(point, mode) for mode in modes}
+    speeds = {mode: by_mode[mode]["steady_tok_s"] for mode in modes}
+    step_us = MACHINE.model.step_us(StepShape(rows, rows, rows * (context + 150), rows * (context + 150)))
+    loop_us = 2 * hop_us
+    made = {
+        "rows": rows,
+        "context": context,
+        "hop_us": hop_us,
+        "step_us": step_us,
+        "ideal": round((step_us + loop_us) / max(step_us, (step_us + loop_us) / 2), 3),
+        "tok_s": speeds,
+        "idle_pct": {mode: by_mode[mode]["steady_idle_pct"] for mode in modes},
+        "auto_steps_pct": {m: by_mode["auto"][f"{m}_pct"] for m in modes if m != "auto"}
+        if "auto" in modes
+        else {},
+        "wasted_rows_pct": {mode: by_mode[mode]["wasted_rows_pct"] for mode in modes},
+        "answer_tokens": _answer_tokens(rows, context),
+        "steps_pct": {m: {o: by_mode[m][f"{o}_pct"] for o in MODES} for m in modes if m not in MODES},
+    }
+    if "single" in speeds:
+        made["of_single"] = {mode: round(s / speeds["single"], 4) for mode, s in speeds.items()}
+    made["of_best"] = {mode: round(s / max(speeds.values()), 4) for mode, s in speeds.items()}
+    return made
+
+
+def _figures(point: Point, mode: str) -> Figures:
+    rows, context, hop_us = point
+    machine = replace(MACHINE, hop=Hop(hop_us))
+    workload = batch(rows, context, _answer_tokens(rows, context), max_tokens=4_096)  # ends by a stop id
+    world = World(Setup((machine,), limits_of(Arm(mode, overlap=mode, limits=PREFILL))), workload)
+    world.run()
+    return figures(world) | steady(world)
+
+
+def _answer_tokens(rows: int, context: int) -> int:
+    return -(-rows * context // MACHINE.max_step_tokens) + STEADY_STEPS
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Speed-up over single by the way's share of the step, one line a mode."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in result["rows"]:
+        for mode, ratio in row.get("of_single", {}).items():
+            series.setdefault(mode, []).append((2 * row["hop_us"] / row["step_us"], ratio))
+    labels = ("way there and back, as a share of the step", "throughput, single = 1")
+    plots.lines("Overlap modes over the grid (simulated)", series, labels, path)
+
+
+def _markdown(result: dict[str, Any], modes: Sequence[str]) -> str:
+    head = ["rows", "context", "hop ms", "step ms", "ideal"]
+    others = [mode for mode in modes if mode != "single"]
+    head += ["single tok/s", *(f"{m} / single" for m in others), *(f"idle % {m}" for m in modes)]
+    lines = []
+    for row in result["rows"]:
+        line = [row["rows"], row["context"], row["hop_us"] / 1e3, row["step_us"] / 1e3, row["ideal"]]
+        line += [row["tok_s"].get("single", ""), *(row.get("of_single", {}).get(m, "") for m in others)]
+        lines.append([f"{cell}" for cell in [*line, *(row["idle_pct"][m] for m in modes)]])
+    return page("Overlap grid", NOTE, table(head, lines), result["command"])

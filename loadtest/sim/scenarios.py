@@ -1,0 +1,198 @@
+"""Every scenario of the bench: a workload, a machine, and the arms that are compared.
+
+An arm names what differs from the scheduler's defaults: parts of the setting `policy`, the overlap mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from loadtest.sim import synthetic, traces
+from loadtest.sim.extras import classes, fairness
+from services.scheduler.simulation.engine import Machine
+from services.scheduler.simulation.hops import Hop
+from services.scheduler.simulation.report import Bounds, Figures, steady
+from services.scheduler.simulation.requests import Workload
+from services.scheduler.simulation.world import World
+from shared.step_model import PRESETS
+
+H200 = Machine(PRESETS["h200-8b"], blocks=56_000, hop=Hop(500, 200))  # 896k tokens, as vLLM has there
+CPU = Machine(
+    PRESETS["smollm2-cpu"], blocks=4_096, slots=32, max_step_tokens=512, max_context=8_192, hop=Hop(500, 200)
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line chooses of a workload."""
+
+    trace: Path | None = None
+    minutes: float = 1e9
+    speed: float = 1.0
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the scheduler."""
+
+    name: str
+    policy: str = ""  # parts of the setting, the others as by default
+    overlap: str = "auto"
+    slo: str = ""  # as the setting `slo`
+    limits: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One table."""
+
+    title: str
+    why: str
+    workload: Callable[[Options], Workload]
+    machine: Machine
+    arms: tuple[Arm, ...]
+    columns: tuple[str, ...]
+    bounds: Bounds = field(default_factory=Bounds)
+    seeds: int = 1
+    until_us: int = 0
+    extra: Callable[[World], Figures] | None = None
+    plot: str = ""  # the figure that is drawn
+
+
+LATENCY = ("output_tok_s", "in_slo_pct", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
+STALLS = ("itl_ms_p99", "itl_ms_max", "stall_ms_p99")
+MEMORY = ("preemptions", "recomputed_tokens", "recomputed_pct", "makespan_s")
+FILL = tuple(Arm(name, f"fill={name}") for name in ("static", "mixed", "prefill_first", "decode_first"))
+KV = (Arm("reserve", "kv=reserve"), Arm("on_demand", "kv=on_demand"))
+MODES = tuple(Arm(mode, overlap=mode) for mode in ("single", "run_ahead", "two_batch", "auto"))
+OVERLAP = (
+    "steady_tok_s",
+    "steady_idle_pct",
+    "single_pct",
+    "run_ahead_pct",
+    "two_batch_pct",
+    "wasted_rows_pct",
+    "itl_ms_p50",
+    "itl_ms_p99",
+)
+
+
+def _azure(options: Options, **cut: object) -> Workload:
+    made = traces.Cut(options.minutes, options.speed)
+    return traces.azure(options.trace or traces.AZURE_SAMPLE, replace(made, **cut))  # type: ignore[arg-type]  # fields of Cut
+
+
+def _mooncake(options: Options) -> Workload:
+    made = traces.Cut(options.minutes, options.speed, max_tokens=2_000)
+    return traces.mooncake(options.trace or traces.MOONCAKE_SAMPLE, made)
+
+
+def _pressure(letter: str, what: str, made: Callable[[int], Workload], tokens: int) -> Scenario:
+    return Scenario(
+        title=f"Scenario {letter}: {what}",
+        why="Memory is short: what admission and preemption make of it. Recompute only, no tiers yet.",
+        workload=lambda options: made(options.seed),
+        machine=replace(H200, blocks=tokens // 16),
+        arms=KV,
+        columns=(*LATENCY[:4], "stall_ms_p99", *MEMORY),
+        seeds=3,
+        extra=classes if letter == "C" else None,
+        plot="in_slo_pct",
+    )
+
+
+def _beside(name: str, slo_class: str, fill: tuple[Arm, ...]) -> Scenario:
+    return Scenario(
+        title=f"Prompts of 4k beside 32 {name} decodes",
+        why="A chunk budget keeps the time between tokens; without one the decodes wait for a whole prompt.",
+        workload=lambda _: synthetic.long_prompt(4_096, slo_class),
+        machine=H200,
+        arms=fill,
+        columns=("output_tok_s", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "itl_ms_max"),
+        plot="itl_ms_p99",
+    )
+
+
+def _rows(rows: int, *, host_fed: bool = False, stages: int = 1) -> Scenario:
+    fed = "host-fed, 30 µs a row on the host" if host_fed else "device-fed"
+    return Scenario(
+        title=f"{rows} rows at 1k context, {fed}, {stages} pipeline stage{'s' * (stages > 1)}",
+        why="What two batches in flight gain or lose against one.",
+        workload=lambda _: synthetic.batch(rows, 800, 600, host_fed=host_fed),
+        machine=replace(H200, stages=stages, hop=Hop(500)),
+        arms=MODES,
+        columns=OVERLAP,
+        extra=steady,
+        plot="steady_tok_s",
+    )
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "azure": Scenario(
+        title="Continuous against static batching, and the order of prompt chunks and decodes (Azure)",
+        why="The same requests at the same times; only the rule that fills a step differs.",
+        workload=_azure,
+        machine=H200,
+        arms=FILL,
+        columns=(*LATENCY, *STALLS, "makespan_s"),
+        bounds=Bounds(ttft_us=2_000_000, tpot_us=50_000, stall_us=500_000),
+        plot="ttft_ms_p99",
+    ),
+    "azure_cpu": Scenario(
+        title="The same on SmolLM2 and two cores, at a hundredth of the rate",
+        why="A machine on which every token of a prompt is dear.",
+        workload=lambda options: _azure(replace(options, speed=options.speed / 100), minutes=3.0),
+        machine=CPU,
+        arms=FILL,
+        columns=(*LATENCY, *STALLS),
+        plot="tpot_ms_p99",
+    ),
+    "azure_overlap": Scenario(
+        title="Steps in flight on the Azure trace",
+        why="What hiding the way between scheduler and executor brings on a real mix of requests.",
+        workload=_azure,
+        machine=H200,
+        arms=MODES,
+        columns=(*LATENCY, "device_idle_pct", *OVERLAP[2:6]),
+        plot="tpot_ms_p50",
+    ),
+    "mooncake": Scenario(
+        title="The Mooncake conversation trace: shared prefixes",
+        why="Long prompts whose beginnings repeat: what the prefix cache saves.",
+        workload=_mooncake,
+        machine=H200,
+        arms=(Arm("prefix", "place=prefix"), Arm("room", "place=room")),
+        columns=(*LATENCY, "cached_pct", "prefill_tokens"),
+        plot="ttft_ms_p50",
+    ),
+    "long_prompt": _beside("interactive", "interactive", FILL[1:]),
+    "fairness": Scenario(
+        title="Two backlogged clients, one sending ten times as fast",
+        why="Served tokens (input + 2 x output) of each while both wait, and the largest difference ever.",
+        workload=lambda options: synthetic.two_clients(options.seed),
+        machine=replace(H200, blocks=4_000),
+        arms=tuple(
+            Arm(f"{rank}", f"rank={rank}", limits=(("max_waiting", 10_000), ("max_waiting_tokens", 10**8)))
+            for rank in ("fcfs", "vtc")
+        ),
+        columns=("served_greedy", "served_modest", "gap_most", "gap_bound", "output_tok_s"),
+        until_us=30 * synthetic.SECOND_US,
+        extra=fairness,
+        plot="gap_most",
+    ),
+    "A": _pressure("A", "reasoning, a pool of 40k tokens", synthetic.reasoning, 40_000),
+    "B": _pressure("B", "chat in bursts, 70k tokens", synthetic.chat, 70_000),
+    "C": _pressure(
+        "C", "50 batch jobs beside interactive, 400k tokens", synthetic.batch_beside_interactive, 400_000
+    ),
+    "D": _pressure("D", "B, and later a small L1", synthetic.chat, 70_000),
+    "E": _pressure("E", "B, and later slow links", synthetic.chat, 70_000),
+    "F": _pressure("F", "B with memory enough, 400k tokens", synthetic.chat, 400_000),
+    "host_256": _rows(256, host_fed=True),
+    "host_64": _rows(64, host_fed=True),
+    "device_256": _rows(256),
+    "stages_256": _rows(256, stages=2),
+}

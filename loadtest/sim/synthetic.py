@@ -1,0 +1,147 @@
+"""Made-up workloads. Every draw comes from one seeded generator: same seed, same requests."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from services.scheduler.simulation.requests import SimRequest, Workload, plain_prompt
+
+SECOND_US = 1_000_000
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Poisson arrivals of bursts at `rate` requests a second; lengths log-normal: (median, sigma, most)."""
+
+    requests: int
+    rate: float
+    prompt: tuple[int, float, int]
+    output: tuple[int, float, int]
+    max_tokens: int
+    burst: int = 1
+    slo_class: str = "standard"
+
+
+REASONING = Mix(150, 0.75, prompt=(400, 0.5, 2_000), output=(2_000, 0.6, 8_000), max_tokens=8_192)
+CHAT = Mix(300, 3.0, prompt=(1_500, 0.8, 8_000), output=(250, 0.7, 2_000), max_tokens=2_048, burst=30)
+INTERACTIVE = Mix(
+    300, 2.0, prompt=(1_000, 0.6, 4_000), output=(200, 0.6, 1_000), max_tokens=1_024, slo_class="interactive"
+)
+
+
+def batch(
+    rows: int,
+    context: int,
+    output: int,
+    *,
+    max_tokens: int = 0,
+    host_fed: bool = False,
+    slo_class: str = "batch",
+) -> Workload:
+    """`rows` equal requests at once: a steady decode batch. They end by length, or with `max_tokens` by a
+    stop id, which nobody knows before."""
+    return Workload(
+        tuple(
+            SimRequest(
+                request=f"r{number}",
+                arrival_us=0,
+                prompt=plain_prompt(number, context),
+                output_tokens=output,
+                max_tokens=max_tokens or output,
+                slo_class=slo_class,
+                host_fed=host_fed,
+            )
+            for number in range(1, rows + 1)
+        )
+    )
+
+
+def closed_loop(requests: int, clients: int, prompt: int, output: int) -> Workload:
+    """Equal requests, `clients` at once."""
+    return Workload(batch(requests, prompt, output, slo_class="standard").requests, clients)
+
+
+def reasoning(seed: int) -> Workload:
+    """A: short prompts, long answers, at a rate that the memory cannot hold."""
+    return _mixed(seed, REASONING)
+
+
+def chat(seed: int) -> Workload:
+    """B, D, E, F: bursts of 30 chats with longer prompts."""
+    return _mixed(seed, CHAT)
+
+
+def batch_beside_interactive(seed: int) -> Workload:
+    """C: 50 batch jobs that want twice the memory, and interactive requests all the while."""
+    rng = random.Random(seed)
+    jobs = [
+        SimRequest(
+            request=f"job{number}",
+            arrival_us=0,
+            prompt=plain_prompt(number, rng.randrange(8_000, 14_000)),
+            output_tokens=rng.randrange(2_000, 4_000),
+            max_tokens=4_096,
+            slo_class="batch",
+        )
+        for number in range(1, 51)
+    ]
+    return Workload((*jobs, *_mixed(seed + 1, INTERACTIVE).requests))
+
+
+def two_clients(seed: int) -> Workload:
+    """30 s in which one client sends ten times as fast as the other, both faster than a fair share is
+    served."""
+    rng = random.Random(seed)
+    requests: list[SimRequest] = []
+    for tenant, every_us in (("greedy", SECOND_US // 100), ("modest", SECOND_US // 10)):
+        for number, at_us in enumerate(range(0, 30 * SECOND_US, every_us), 1):
+            requests.append(
+                SimRequest(
+                    request=f"{tenant}{number}",
+                    arrival_us=at_us,
+                    prompt=plain_prompt(len(requests) + 1, rng.randrange(1_500, 2_500)),
+                    output_tokens=rng.randrange(150, 250),
+                    max_tokens=256,
+                    tenant=tenant,
+                )
+            )
+    return Workload(tuple(sorted(requests, key=lambda asked: asked.arrival_us)))
+
+
+def long_prompt(prompt: int, slo_class: str) -> Workload:
+    """32 decodes, and every two seconds a long prompt in the midst of them."""
+    decodes = [
+        SimRequest(f"d{number}", 0, plain_prompt(number, 500), 1_500, 1_500, slo_class=slo_class)
+        for number in range(1, 33)
+    ]
+    long = [
+        SimRequest(f"p{number}", number * 2 * SECOND_US, plain_prompt(100 + number, prompt), 8, 8)
+        for number in range(1, 5)
+    ]
+    return Workload((*decodes, *long))
+
+
+def _mixed(seed: int, mix: Mix) -> Workload:
+    rng = random.Random(seed)
+    made, at_us = [], 0
+    for number in range(1, mix.requests + 1):
+        if (number - 1) % mix.burst == 0:
+            at_us += int(rng.expovariate(mix.rate / mix.burst) * SECOND_US)
+        made.append(
+            SimRequest(
+                request=f"{mix.slo_class[0]}{number}",
+                arrival_us=at_us,
+                prompt=plain_prompt(10_000 + number, _log_normal(rng, mix.prompt)),
+                output_tokens=_log_normal(rng, mix.output),
+                max_tokens=mix.max_tokens,
+                slo_class=mix.slo_class,
+            )
+        )
+    return Workload(tuple(made))
+
+
+def _log_normal(rng: random.Random, shape: tuple[int, float, int]) -> int:
+    median, sigma, most = shape
+    return min(max(int(median * math.exp(rng.gauss(0, sigma))), 1), most)

@@ -1,0 +1,91 @@
+"""Workloads from the public traces. Both give lengths and times; the text is made up.
+
+Azure (CSV): TIMESTAMP,ContextTokens,GeneratedTokens. Prompts share nothing.
+Mooncake (JSON lines): timestamp in ms, input_length, output_length, hash_ids. Prompts that begin with the
+same hash ids begin with the same blocks of 512 tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from services.scheduler.simulation.requests import SimRequest, Workload, plain_prompt
+from shared.messages import ints
+from shared.messages.columns import Ints
+
+MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
+SAMPLES = Path(__file__).resolve().parents[2] / "tests" / "data"
+AZURE_SAMPLE = SAMPLES / "azure_conv_10min.csv"
+MOONCAKE_SAMPLE = SAMPLES / "mooncake_conversation_150.jsonl"
+MINUTE_US = 60_000_000
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much of a trace: so many minutes of it, replayed `speed` times as fast."""
+
+    minutes: float = 1e9
+    speed: float = 1.0
+    max_tokens: int = 1_024  # asked for by every request, if its answer is not longer
+    classes: tuple[str, ...] = ("standard",)  # in turn
+
+
+def azure(path: Path, cut: Cut) -> Workload:
+    """The requests of an Azure trace."""
+    requests: list[SimRequest] = []
+    with path.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    first = datetime.fromisoformat(rows[0]["TIMESTAMP"][:26])  # 7 digits of a second: one too many
+    for number, row in enumerate(rows, 1):
+        passed = datetime.fromisoformat(row["TIMESTAMP"][:26]) - first
+        passed_us = (passed.days * 86_400 + passed.seconds) * 1_000_000 + passed.microseconds
+        if passed_us >= cut.minutes * MINUTE_US:
+            break
+        prompt = plain_prompt(number, max(int(row["ContextTokens"]), 1))
+        requests.append(
+            _request(number, int(passed_us / cut.speed), prompt, int(row["GeneratedTokens"]), cut)
+        )
+    return Workload(tuple(requests))
+
+
+def mooncake(path: Path, cut: Cut) -> Workload:
+    """The requests of a Mooncake trace, with the prefixes that they share."""
+    requests: list[SimRequest] = []
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            row = json.loads(line)
+            passed_us = row["timestamp"] * 1_000
+            if passed_us >= cut.minutes * MINUTE_US:
+                break
+            prompt = hashed_prompt(tuple(row["hash_ids"]), row["input_length"])
+            at_us = int(passed_us / cut.speed)
+            requests.append(_request(number, at_us, prompt, row["output_length"], cut))
+    return Workload(tuple(requests))
+
+
+def hashed_prompt(hash_ids: tuple[int, ...], tokens: int) -> Callable[[], Ints]:
+    """A prompt whose blocks of 512 tokens are equal where the hash ids are."""
+
+    def make() -> Ints:
+        prompt = ints()
+        for hash_id in hash_ids:
+            prompt.extend(ints([hash_id]) * min(MOONCAKE_BLOCK, tokens - len(prompt)))
+        return prompt
+
+    return make
+
+
+def _request(number: int, at_us: int, prompt: Callable[[], Ints], output_tokens: int, cut: Cut) -> SimRequest:
+    return SimRequest(
+        request=f"r{number}",
+        arrival_us=at_us,
+        prompt=prompt,
+        output_tokens=max(output_tokens, 1),
+        max_tokens=max(output_tokens, cut.max_tokens),
+        slo_class=cut.classes[number % len(cut.classes)],
+    )

@@ -1,0 +1,144 @@
+"""The logits processors of open slots, and their run over the rows of a step.
+
+A slot's processors are built when its first row comes, on the host lane: what a constructor does must not
+stop the device. Whatever a plugin raises is that row's failure, said in words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from services.executor.processors import LogitsProcessor, MakeProcessor
+from shared.errors import BadRequest
+from shared.messages import SlotOpen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SIDE_BY_SIDE = 32  # rows whose processors wait at one time
+MAX_WHY_BYTES = 160  # 256 of them fit in a result
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """A sampled row for its slot's processors, which change `logits` `[vocab]` float32 in place. `tokens`
+    are the sequence so far, with its prompt."""
+
+    slot: int
+    tokens: Sequence[int]
+    logits: Tensor
+
+
+@dataclass(slots=True)
+class _Link:
+    """One processor of one slot."""
+
+    name: str
+    args: dict[str, Any]
+    make: MakeProcessor | None
+    processor: LogitsProcessor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    prompt: Sequence[int]
+    links: tuple[_Link, ...]
+    waits: bool  # for something outside
+
+
+class Chains:
+    """Which slots have processors. Slots are opened and closed on the device thread while the host lane runs
+    the rows of others: an entry is one slot's, and whoever changes a slot waits for its rows first."""
+
+    def __init__(self, known: Mapping[str, MakeProcessor]) -> None:
+        self._known = known
+        self._chains: dict[int, _Chain] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def open(self, opened: SlotOpen) -> None:
+        """Take a slot's processors, if it has any."""
+        self._chains.pop(opened.slot, None)
+        if opened.processors:
+            links = tuple(self._link(text) for text in opened.processors)
+            waits = any(getattr(link.make, "waits", False) for link in links)
+            prompt = opened.tokens[: opened.prompt_tokens]
+            self._chains[opened.slot] = _Chain(prompt, links, waits)
+
+    def close(self, slot: int) -> None:
+        """Forget a slot. Closing an unknown slot does nothing."""
+        self._chains.pop(slot, None)
+
+    def stop(self) -> None:
+        """Forget all, and end the threads of waiting rows."""
+        self._chains.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """The indices of slots with processors."""
+        return [i for i, slot in enumerate(slots) if slot in self._chains] if self._chains else []
+
+    def run(
+        self, rows: Sequence[HostRow], around: Callable[[], AbstractContextManager[object]]
+    ) -> dict[int, str]:
+        """Run the rows' processors, within what `around` makes for each thread that does. Returns why rows
+        failed, by index; the logits of such a row mean nothing."""
+        waiting = [i for i, row in enumerate(rows) if self._chains[row.slot].waits]
+        at_once = set(range(len(rows))).difference(waiting)
+
+        def run_row(i: int) -> str:
+            with around():
+                return _run(self._chains[rows[i].slot], rows[i])
+
+        said = [(i, run_row(i)) for i in sorted(at_once)]
+        if len(waiting) == 1:
+            said.append((waiting[0], run_row(waiting[0])))
+        elif waiting:
+            self._pool = self._pool or ThreadPoolExecutor(SIDE_BY_SIDE, "waiting-row")
+            said += zip(waiting, self._pool.map(run_row, waiting), strict=True)
+        return {i: why for i, why in said if why}
+
+    def _link(self, text: str) -> _Link:
+        try:
+            asked = json.loads(text)
+            name, args = str(asked["name"]), dict(asked["args"])
+        except (ValueError, TypeError, LookupError, RecursionError):
+            name, args = text[:40], {}  # no tokenizer sends that; its row says that it is unknown
+        return _Link(name, args, self._known.get(name))
+
+
+def _run(chain: _Chain, row: HostRow) -> str:
+    """Empty, or why the row failed."""
+    generated = row.tokens[len(chain.prompt) :]
+    for link in chain.links:
+        try:
+            if link.processor is None:
+                link.processor = _built(link, chain.prompt)
+            changed = link.processor.process(generated, row.logits)
+            if changed is not row.logits:
+                _take(row.logits, changed)
+            if not row.logits.amax().isfinite():
+                raise ValueError("it left NaN or infinity, or no token that may follow")
+        except BaseException as error:  # noqa: BLE001 - the sys.exit of a plugin must not end the engine
+            why = f"logits processor {link.name}: {type(error).__name__}: {error}"
+            return why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
+    return ""
+
+
+def _built(link: _Link, prompt: Sequence[int]) -> LogitsProcessor:
+    if link.make is None:
+        raise BadRequest("this executor has none of that name; add it to its setting logits_processors")
+    return link.make(dict(link.args), prompt)
+
+
+def _take(logits: Tensor, changed: Tensor) -> None:
+    if getattr(changed, "shape", None) != logits.shape:
+        shape = getattr(changed, "shape", type(changed).__name__)
+        raise ValueError(f"it returned {shape!s:.40}, not a tensor of {tuple(logits.shape)}")
+    logits.copy_(changed)

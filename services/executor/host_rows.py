@@ -1,0 +1,88 @@
+"""Logits processors over the rows of a step on a torch device: to the host, through them, and back.
+
+On a GPU the rows of one half must not queue behind the other half's forward. So an event marks the end of
+their own forward, and all that follows it runs on a stream beside the one that computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.executor.chains import Chains, HostRow
+from services.executor.processors import MakeProcessor
+from shared.messages import SlotOpen
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """Logits `[rows, vocab]` to sample from, the processors' time, and why rows failed, by index."""
+
+    logits: Tensor
+    host_us: int
+    failures: dict[int, str]
+
+
+class HostRows:
+    """The processors of open slots. `open`, `close` and `forwarded` are the device thread's, the rest is the
+    host lane's."""
+
+    def __init__(self, known: Mapping[str, MakeProcessor], device: torch.device) -> None:
+        self._chains = Chains(known)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and known:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch annotates it not
+
+    def open(self, opened: SlotOpen) -> None:
+        """Take a slot's processors, if it has any."""
+        self._chains.open(opened)
+
+    def close(self, slot: int) -> None:
+        """Forget a slot. Closing an unknown slot does nothing."""
+        self._chains.close(slot)
+
+    def stop(self) -> None:
+        """Forget all slots, and end threads."""
+        self._chains.stop()
+
+    def forwarded(self, slots: Sequence[int]) -> torch.cuda.Event | None:
+        """Mark the end of a forward whose rows need the host, on a GPU."""
+        if self._stream is None or not self._chains.rows_of(slots):
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch annotates it not
+        event.record()
+        return event
+
+    def beside(self, forwarded: torch.cuda.Event | None) -> AbstractContextManager[object]:
+        """Where to sample: after that forward, beside whatever the device computes next."""
+        if forwarded is None or self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(forwarded)
+        return torch.cuda.stream(self._stream)
+
+    def process(
+        self, logits: Tensor, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]
+    ) -> Processed:
+        """Run the processors of the rows that have some; `tokens` gives a slot's tokens so far. Row i is for
+        `slots[i]`. `logits` is left as it is."""
+        rows = self._chains.rows_of(slots)
+        if not rows:
+            return Processed(logits, 0, {})
+        at = torch.tensor(rows, device=logits.device)
+        host = logits[at].cpu()
+        began_ns = time.monotonic_ns()
+        failed = self._chains.run(
+            [HostRow(slots[row], tokens(slots[row]), host[k]) for k, row in enumerate(rows)],
+            torch.inference_mode,
+        )
+        host_us = (time.monotonic_ns() - began_ns) // 1000
+        for k in failed:
+            host[k] = 0  # a token is drawn from it, and not used
+        changed = logits.clone()
+        changed[at] = host.to(logits.device)
+        return Processed(changed, host_us, {rows[k]: why for k, why in failed.items()})

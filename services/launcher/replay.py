@@ -1,0 +1,66 @@
+"""`headrace replay`: recompute a scheduler's log, and ask what another policy would have done."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from services.launcher.console import bold, dim, paint, say
+from shared.errors import SetupError
+
+_RED, _GREEN = 31, 32
+
+Body = dict[str, Any]
+
+
+def replay(path: Path, *, last_only: bool, as_json: bool) -> int:
+    """Recompute the log at `path` and tell what came out; the exit status is 1 where it differs. Raises
+    SetupError, and LogError for a file that is no log."""
+    body: Body = _scheduler("rerun").rerun_file(path, last_only=last_only).body
+    if as_json:
+        say(json.dumps(body, indent=2))
+    else:
+        for line in told(body):
+            say(line)
+    return 0 if body["difference"] is None else 1
+
+
+def told(body: Body) -> list[str]:
+    """The lines about a rerun."""
+    facts = body["facts"]
+    virtual_s, wall_s = body["virtual_us"] / 1e6, body["wall_us"] / 1e6
+    head = f"scheduler {facts.get('scheduler', '?')}, model {facts.get('model', '?')}"
+    lines = [
+        f"{bold(head)}, from event {body['first_event']}",
+        f"  {body['events']} events, {body['commands']} commands, {body['hashes']} hashes of the state, "
+        f"{body['snapshots']} snapshots",
+        f"  {virtual_s:.3f} s of the scheduler's time in {wall_s:.3f} s",
+    ]
+    difference = body["difference"]
+    if difference is None:
+        return [*lines, paint("  equal: every command and every hash", _GREEN, sys.stdout)]
+    return [*lines, *_difference(difference)]
+
+
+def _difference(difference: Body) -> list[str]:
+    event, at_s, equal = difference["event"], difference["at_us"] / 1e6, difference["equal_until"]
+    head = {
+        "commands": f"the commands of event {event} differ",
+        "state": f"the state after event {event} differs; after event {equal} it was equal",
+        "failure": f"the scheduler fails on event {event}",
+    }[difference["what"]]
+    lines = [paint(f"  {head}, {at_s:.6f} s after the first event", _RED, sys.stdout)]
+    if difference["got"]:
+        lines.append(f"    in the log {difference['expected']}, recomputed {difference['got']}")
+    return lines + [f"    {dim(line)}" for line in difference["details"]]
+
+
+def _scheduler(module: str) -> Any:
+    """A module of the scheduler's replay, which is a part of the scheduler that may not be installed."""
+    try:
+        return importlib.import_module(f"services.scheduler.replay.{module}")
+    except ModuleNotFoundError as error:
+        raise SetupError(f"replay needs the package {error.name}: pip install 'headrace[all]'") from error

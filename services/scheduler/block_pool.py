@@ -1,0 +1,147 @@
+"""The blocks of one executor and what they hold: a pool that is a prefix cache of its own leavings.
+
+            take ┌──────────────── empty ◀──────────────┐ no key
+                 ▼                                       │
+               held (refs > 0) ──release──▶ fenced ──acknowledge
+                 ▲ ▲                          │          │ key
+                 │ └──────────adopt───────────┘          ▼
+                 └──────adopt, or take when nothing is empty──── cached (evictable)
+
+Every block is in exactly one of these states. A *key* names the tokens of a full block and all before
+it (shared/block_keys.py). Empty blocks are given out first, then the least recently released cached
+one, whose key is forgotten. Within a release the tail of a table goes first: a block without the
+blocks before it is of no use, so heads must live longest.
+
+A *fence* is the last step that may name a block: a step in flight may still read or write it, so an
+unheld block waits until that step is acknowledged. A prefix hit may revive it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class BlockPool:
+    """Block ids 0..blocks-1. Steps are acknowledged in order."""
+
+    blocks: int
+    acked_step: int = 0
+    evicted: int = 0  # cached blocks that had to make room, since the start
+    _empty: list[int] = field(init=False)
+    _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # next to evict first
+    _fences: dict[int, dict[int, None]] = field(init=False, default_factory=dict)  # step -> its blocks
+    _refs: list[int] = field(init=False)
+    _last_step: list[int] = field(init=False)  # the last that may name the block, of all who held it
+    _key_of: list[bytes | None] = field(init=False)
+    _block_of: dict[bytes, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._empty = list(range(self.blocks - 1, -1, -1))
+        self._refs = [0] * self.blocks
+        self._last_step = [0] * self.blocks
+        self._key_of = [None] * self.blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be taken now: empty and cached ones."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Evictable blocks with a key."""
+        return len(self._cached)
+
+    @property
+    def fenced_blocks(self) -> int:
+        """Blocks that nobody holds and that a step in flight may still name."""
+        return sum(len(fence) for fence in self._fences.values())
+
+    @property
+    def held_blocks(self) -> int:
+        return self.blocks - self.free_blocks - self.fenced_blocks
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest prefix of `keys` that is known, whoever holds them. Changes nothing."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def find(self, key: bytes) -> int | None:
+        """The block with this key."""
+        return self._block_of.get(key)
+
+    def is_cached(self, key: bytes) -> bool:
+        return key in self._block_of
+
+    def free_taken_by(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` would no longer be free once adopted."""
+        return sum(block in self._cached for block in blocks)
+
+    def adopt(self, blocks: Sequence[int]) -> None:
+        """One more hold on each block: held, fenced or cached. Raises KeyError for an empty one."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                fence = self._fences.get(self._last_step[block])
+                del (self._cached if fence is None else fence)[block]
+            self._refs[block] += 1
+
+    def register(self, block: int, key: bytes) -> bool:
+        """Note that a held block has all its tokens. False when another block already has the key:
+        this one stays without. Raises ValueError for a block that is not held or has another key."""
+        if self._refs[block] == 0 or self._key_of[block] not in (None, key):
+            raise ValueError(f"block {block} cannot take a key: it is not held, or has another one")
+        owner = self._block_of.setdefault(key, block)
+        if owner == block:
+            self._key_of[block] = key
+        return owner == block
+
+    def forget_cache(self) -> None:
+        """No key is valid any more, neither of cached blocks nor of held or fenced ones."""
+        self._block_of.clear()
+        self._key_of = [None] * self.blocks
+        self._empty.extend(self._cached)
+        self._cached.clear()
+
+    def acknowledge(self, step: int) -> None:
+        """The executor has finished every step up to `step`."""
+        self.acked_step = max(self.acked_step, step)
+        for at in sorted(at for at in self._fences if at <= step):
+            for block in self._fences.pop(at):
+                self._give_back(block)
+
+    def _take(self) -> int:
+        """A free block, held once. Raises KeyError when none is free."""
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            key, self._key_of[block] = self._key_of[block], None
+            if key is not None:
+                del self._block_of[key]
+            self.evicted += 1
+        self._refs[block] = 1
+        return block
+
+    def _release(self, blocks: Sequence[int], last_step: int) -> None:
+        """Give up one hold on each block of a table; the last hold leaves it to its fence."""
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            last_step_of = self._last_step[block] = max(self._last_step[block], last_step)
+            if self._refs[block] == 0:
+                if last_step_of > self.acked_step:
+                    self._fences.setdefault(last_step_of, {})[block] = None
+                else:
+                    self._give_back(block)
+
+    def _give_back(self, block: int) -> None:
+        if self._key_of[block] is None:
+            self._empty.append(block)
+        else:
+            self._cached[block] = None

@@ -1,0 +1,49 @@
+"""The chunk budget: how many prompt tokens a step may take beside its decodes.
+
+The most whose predicted time keeps the time between tokens of the strictest class that decodes
+(Sarathi-Serve, Agrawal et al. 2024), so that one long prompt stalls nobody; decodes and chunk together
+end on a tile of the matrix products, of which a part costs as much as the whole.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.columns import Columns
+from services.scheduler.costs import chunk_tokens
+from services.scheduler.fills import Share
+from services.scheduler.overlap import MIN_SEEN
+from services.scheduler.records import Sequence
+from services.scheduler.state import Executor, State
+
+COLD_TOKENS = 256  # while nothing is known of the machine
+LEAST_TOKENS = 64  # where decodes alone break the promise: or prompts would starve
+ALONE_US = 500_000  # of a step without decodes: a new request waits for its end
+TILE_ROWS = 64
+
+
+def chunk_budget(state: State, executor: Executor, columns: Columns, first: Sequence, share: Share) -> int:
+    """Prompt tokens for the step in `columns`, of which `first` gets its part first."""
+    hello, decodes = executor.hello, len(columns.slots)
+    room = hello.max_step_tokens - decodes
+    if room <= 0 or share.prompts == "whole":
+        return room
+    if share.prompts == "block":
+        return min(room, hello.block_tokens)
+    # a step full of decodes still takes one block of prompt, or prefill would starve
+    room = min(room, max(state.limits.step_tokens - decodes, hello.block_tokens))
+    if executor.costs.seen < MIN_SEEN:
+        return min(room, COLD_TOKENS)
+    bound_us = _bound_us(state, columns)
+    fits = chunk_tokens(executor.costs, columns.shape, first.computed, bound_us, hello.block_tokens, room)
+    budget = min(room, max(fits, LEAST_TOKENS))
+    tiled = (decodes + budget) // TILE_ROWS * TILE_ROWS - decodes
+    return tiled if tiled >= LEAST_TOKENS else budget
+
+
+def _bound_us(state: State, columns: Columns) -> int:
+    """The shortest time between tokens that was promised to a row of this step; two_batch takes two steps
+    for it."""
+    if not columns.sampled:
+        return ALONE_US
+    levels = {sequence.request.level for sequence, _ in columns.sampled}
+    bound_us = min(state.limits.classes[level].tbt_us for level in levels)
+    return bound_us if columns.half is None else bound_us // 2

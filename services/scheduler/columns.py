@@ -1,0 +1,112 @@
+"""A step while it is being made: the columns of its plan, row by row."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from services.scheduler.records import ChunkNote, Sequence
+from services.scheduler.state import Executor, Row
+from shared.messages import StepPlan, ints
+from shared.step_model import StepShape
+
+MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 of the 64 KiB that a message may have
+
+
+@dataclass(slots=True)
+class Columns:
+    """The columns of a StepPlan while it is being built."""
+
+    mode: str
+    half: int | None  # micro-batch, where steps alternate
+    slots: array[int] = field(default_factory=ints)
+    starts: array[int] = field(default_factory=ints)
+    counts: array[int] = field(default_factory=ints)
+    from_device: array[int] = field(default_factory=ints)
+    sample_rows: array[int] = field(default_factory=ints)
+    sample_slots: array[int] = field(default_factory=ints)
+    table_slots: array[int] = field(default_factory=ints)
+    table_first: array[int] = field(default_factory=ints)
+    table_counts: array[int] = field(default_factory=ints)
+    table_blocks: array[int] = field(default_factory=ints)
+    sampled: list[Row] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> StepShape:
+        """What of this step costs time. Decodes come first and have one token each."""
+        tokens = sum(self.counts)
+        kv_tokens = sum(self.starts) + tokens
+        prompts = range(len(self.slots) - len(self.chunks), len(self.slots))
+        pairs = sum(self.counts[row] * (self.starts[row] + self.counts[row] // 2) for row in prompts)
+        decodes = kv_tokens - sum(self.starts[row] + self.counts[row] for row in prompts)
+        return StepShape(len(self.slots), tokens, kv_tokens, pairs + decodes)
+
+    def grow(self, executor: Executor, sequence: Sequence, length: int) -> bool:
+        """Blocks for `length` tokens, and whatever part of the table the executor has not seen. False when
+        no block is to be had."""
+        table, block_tokens = sequence.table, executor.hello.block_tokens
+        while len(table) * block_tokens < length:
+            block = take_block(executor, sequence)
+            if block is None:
+                return False
+            table.append(block)
+        if sequence.table_sent < len(table):
+            self.table_slots.append(sequence.slot)
+            self.table_first.append(sequence.table_sent)
+            self.table_counts.append(len(table) - sequence.table_sent)
+            self.table_blocks.extend(table[sequence.table_sent :])
+            sequence.table_sent = len(table)
+        return True
+
+    def plan(self, executor: Executor) -> StepPlan:
+        """The finished plan, with the block copies that it has to make first."""
+        copies, executor.copies = executor.copies, []
+        return StepPlan(
+            exec_epoch=executor.epoch,
+            step=executor.step,
+            mode=self.mode,
+            micro_batch=self.half or 0,
+            slots=self.slots,
+            starts=self.starts,
+            counts=self.counts,
+            from_device=self.from_device,
+            sample_rows=self.sample_rows,
+            sample_slots=self.sample_slots,
+            table_slots=self.table_slots,
+            table_first=self.table_first,
+            table_counts=self.table_counts,
+            table_blocks=self.table_blocks,
+            copy_from=ints(source for source, _ in copies),
+            copy_to=ints(target for _, target in copies),
+        )
+
+
+def take_block(executor: Executor, sequence: Sequence) -> int | None:
+    """A block that the sequence was promised, or one that nobody was."""
+    if not sequence.reserved:
+        return executor.ledger.try_allocate()
+    sequence.reserved -= 1
+    return executor.ledger.allocate()
+
+
+def fork(executor: Executor, leader: Sequence) -> None:
+    """Give each follower the leader's prompt: full blocks shared, the partial tail copied before
+    the next forward, which is the first to write behind the prompt."""
+    length, block_tokens = leader.computed, executor.hello.block_tokens
+    full, tail = divmod(length, block_tokens)
+    for follower in executor.running:
+        if follower.leader is not leader:
+            continue
+        follower.leader, follower.computed = None, length
+        follower.table = leader.table[:full]
+        follower.keyed, follower.keys, follower.registered = leader.keyed, leader.keys[:full], full
+        follower.cached_tokens = leader.cached_tokens
+        for block in follower.table:
+            executor.ledger.share(block)
+        if tail:
+            copy = take_block(executor, follower)
+            assert copy is not None, "the copy of the tail was promised at admission"
+            follower.table.append(copy)
+            executor.copies.append((leader.table[full], follower.table[full]))

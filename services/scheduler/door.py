@@ -1,0 +1,97 @@
+"""The door: who may not come in, why, and when to try again. What is refused holds nothing."""
+
+from __future__ import annotations
+
+from services.scheduler import classes, forecast
+from services.scheduler.state import Executor, State
+from shared.blocks import blocks_for
+from shared.messages import Rejected, Tokenized
+
+REFUSED_US = 10_000_000  # longer than a tokenizer asks
+MAX_REFUSED = 10_000
+RETRY_AFTER_MS = 1_000
+
+
+def refused(state: State, asked: Tokenized) -> Rejected | None:
+    """The refusal, or None to accept. A resend of what was refused is refused again, whatever has become
+    free since: its client has been told."""
+    submission = (asked.tenant, asked.request, asked.received_wall_us)
+    if submission in state.refused:
+        return state.refused[submission][1]
+    refusal = _refusal(state, asked)
+    if refusal is None:
+        return None
+    code, message, retry_after_ms = refusal
+    rejected = Rejected(
+        tenant=asked.tenant,
+        request=asked.request,
+        attempt=asked.attempt,
+        code=code,
+        message=message,
+        retry_after_ms=retry_after_ms,
+    )
+    if len(state.refused) >= MAX_REFUSED:
+        del state.refused[next(iter(state.refused))]
+    state.meter.count_rejected(code)
+    state.refused[submission] = (state.now_us + REFUSED_US, rejected)
+    return rejected
+
+
+def _refusal(state: State, asked: Tokenized) -> tuple[int, str, int] | None:
+    """(code, message, retry after ms), or None to accept."""
+    key = (asked.tenant, asked.request)
+    if state.tombstones.pop(key, 0) > state.now_us:
+        return 499, "cancelled by the client before it arrived", 0
+    if key in state.requests:
+        return 409, f"a request with the id {asked.request!r} is running: choose another id", 0
+    if state.draining:
+        return 503, "the scheduler is draining: send the request again", RETRY_AFTER_MS
+    if not asked.tokens:
+        return 400, "the prompt is empty: send at least one token", 0
+    executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
+    if not executors:
+        return 503, f"no executor of {asked.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
+    if not state.detokenizers:
+        return 503, "no detokenizer is ready: see `headrace status`", RETRY_AFTER_MS
+    if not any(_fits_ever(executor, asked) for executor in executors):
+        return 400, _too_large(executors, asked), 0
+    if _full(state, asked):
+        return 429, f"{len(state.waiting)} requests are waiting: try again later", RETRY_AFTER_MS
+    return _too_late(state, asked)
+
+
+def _full(state: State, asked: Tokenized) -> bool:
+    """True when the request may not wait. An empty queue takes any: a retry would not find it emptier."""
+    waiting, limits = state.waiting, state.limits
+    if not waiting or len(waiting) >= limits.max_waiting:
+        return bool(waiting)
+    return waiting.held_tokens + asked.n * len(asked.tokens) > limits.max_waiting_tokens
+
+
+def _too_late(state: State, asked: Tokenized) -> tuple[int, str, int] | None:
+    """Refuse now what would get its first token after its class's limit: waiting would only cost it time,
+    and everybody else."""
+    level = classes.level_of(asked.slo_class)
+    limit_us = state.limits.classes[level].ttft_us
+    if not limit_us or (wait_us := forecast.ttft_us(state, asked, level)) <= limit_us:
+        return None
+    message = (
+        f"the first token would take {wait_us / 1e6:.1f} s, over the {limit_us / 1e6:g} s of class "
+        f"{asked.slo_class}: try again later, or ask in class batch"
+    )
+    return 429, message, max(RETRY_AFTER_MS, (wait_us - limit_us) // 1000)
+
+
+def _fits_ever(executor: Executor, asked: Tokenized) -> bool:
+    hello, length = executor.hello, len(asked.tokens) + asked.max_tokens
+    blocks = asked.n * blocks_for(length, hello.block_tokens)
+    return length <= hello.max_context and blocks <= hello.blocks and asked.n <= hello.slots
+
+
+def _too_large(executors: list[Executor], asked: Tokenized) -> str:
+    context = max(e.hello.max_context for e in executors)
+    tokens = max(e.hello.blocks * e.hello.block_tokens for e in executors)
+    return (
+        f"{len(asked.tokens)} prompt tokens + {asked.max_tokens} to generate, times {asked.n}, never fit: "
+        f"the context is {context} tokens and the KV cache holds {tokens}; ask for fewer max_tokens"
+    )

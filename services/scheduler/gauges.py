@@ -1,0 +1,100 @@
+"""What the state shows when somebody looks: queue, blocks, waste, and what `meter.py` has counted.
+
+Names follow OpenTelemetry's conventions for generative AI where there is one; times are seconds there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.scheduler.classes import NAMES
+from services.scheduler.meter import Histogram
+from services.scheduler.state import Executor, State
+from shared import conventions as c
+from shared.readings import Attributes, Reading, Readings, Spread
+
+OURS = "headrace.scheduler"
+TTFT = "gen_ai.server.time_to_first_token"
+_TTFT_ATTRIBUTES: Attributes = ((c.GEN_AI_OPERATION, "text_completion"), (c.GEN_AI_PROVIDER, c.PROVIDER))
+_US, _PER_MILLE = 1e6, 1e3
+
+
+def queued(state: State) -> dict[str, int]:
+    """Units that wait, by the class in which they wait now."""
+    depths = dict.fromkeys(NAMES, 0)
+    for (_, level), line in state.waiting.lines.items():
+        depths[NAMES[level]] += line.units
+    return depths
+
+
+def blocks(executor: Executor) -> dict[str, int]:
+    """Its blocks by state; `reserved` ones are free or cached, and promised."""
+    ledger = executor.ledger
+    return {
+        "free": ledger.free_blocks - ledger.cached_blocks,
+        "cached": ledger.cached_blocks,
+        "held": ledger.held_blocks,
+        "fenced": ledger.fenced_blocks,
+        "reserved": ledger.reserved,
+    }
+
+
+def waste_tokens(executor: Executor) -> int:
+    """Places for tokens in the tables of what runs that hold none: the ends of last blocks, and blocks
+    given out ahead."""
+    block_tokens = executor.ledger.block_tokens
+    return sum(len(s.table) * block_tokens - s.computed for s in executor.running)
+
+
+def readings(state: State) -> Readings:
+    """Everything, for export."""
+    return [*_counters(state), *_gauges(state), *_spreads(state)]
+
+
+def _counters(state: State) -> Iterator[Reading]:
+    meter = state.meter
+    for name, value, unit in (
+        ("prefix.lookup_tokens", meter.prefix_lookup_tokens, "{token}"),
+        ("prefix.hit_tokens", meter.prefix_hit_tokens, "{token}"),
+        ("prefill_tokens", meter.prefill_tokens, "{token}"),
+        ("recomputed_tokens", meter.recomputed_tokens, "{token}"),
+        ("generated_tokens", meter.generated_tokens, "{token}"),
+        ("wasted_rows", meter.wasted_rows, "{row}"),
+        ("preemptions", meter.preemptions, "{preemption}"),
+        ("step.predicted_duration", meter.predicted_us / _US, "s"),
+    ):
+        yield Reading(f"{OURS}.{name}", value, unit, grows=True)
+    for mode, steps in meter.steps.items():
+        yield Reading(f"{OURS}.steps", steps, "{step}", ((c.OVERLAP_MODE, mode),), grows=True)
+    for code, requests in meter.rejected.items():
+        yield Reading(f"{OURS}.rejected", requests, "{request}", ((c.ERROR_TYPE, str(code)),), grows=True)
+    for reason, sequences in meter.finished.items():
+        yield Reading(f"{OURS}.finished", sequences, "{sequence}", (("reason", reason),), grows=True)
+
+
+def _gauges(state: State) -> Iterator[Reading]:
+    for name, units in queued(state).items():
+        yield Reading(f"{OURS}.queue.requests", units, "{request}", (("slo.class", name),))
+    for executor in state.executors.values():
+        where: Attributes = ((c.EXECUTOR, executor.hello.executor),)
+        yield Reading(f"{OURS}.running", len(executor.running), "{sequence}", where)
+        yield Reading(f"{OURS}.waste_tokens", waste_tokens(executor), "{token}", where)
+        for kind, count in blocks(executor).items():
+            yield Reading(f"{OURS}.blocks", count, "{block}", (*where, ("state", kind)))
+    meter = state.meter
+    yield Reading(f"{OURS}.step.budget_tokens", meter.budget_tokens, "{token}")
+    yield Reading(f"{OURS}.prefix.hit_ratio", meter.prefix_hit_pm / _PER_MILLE, "1")
+    yield Reading(f"{OURS}.recompute_tax", meter.recompute_tax_pm / _PER_MILLE, "1")
+
+
+def _spreads(state: State) -> Iterator[Spread]:
+    meter = state.meter
+    yield _spread(TTFT, meter.ttft_us, _US, "s", _TTFT_ATTRIBUTES)
+    yield _spread(f"{OURS}.queue.duration", meter.queue_us, _US, "s")
+    yield _spread(f"{OURS}.step.duration", meter.step_us, _US, "s")
+    yield _spread(f"{OURS}.step.prediction_error", meter.step_error_pm, _PER_MILLE, "1")
+
+
+def _spread(name: str, of: Histogram, per: float, unit: str, attributes: Attributes = ()) -> Spread:
+    bounds = [bound / per for bound in of.bounds]
+    return Spread(name, bounds, list(of.counts), of.total / per, unit, attributes)

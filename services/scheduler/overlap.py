@@ -1,0 +1,139 @@
+"""Which rows may be in flight together: the overlap mode of an executor, by the cost of each.
+
+    single      step n+1 is planned when the result of n is back          period T + L
+    run_ahead   the same device-fed rows in up to W steps at once         max(T, (T + L) / W)
+    two_batch   every row is in A or B, steps alternate                   max(T_A + T_B, max(T_A, T_B) + L)
+
+T is a step's time, L the way there and back with the host's work on the result. A row is host-fed when
+its next input needs the host (logits processors): it is planned again only after its result, so run_ahead
+takes such rows into every other step only. `auto` takes what promises most rows a second, and leaves the
+mode it is in for 3 % at least. A guard measures: a mode that is slower than single is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.costs import Costs
+from services.scheduler.pace import Pace
+from services.scheduler.state import Executor, State
+from shared.step_model import StepShape
+
+MODES = ("single", "run_ahead", "two_batch")
+DWELL_STEPS = 32
+MARGIN_PM = 30
+MIN_SEEN = 16  # steps, before costs mean anything
+PROBE_EVERY, PROBE_STEPS = 4_096, 16
+WORSE_PM = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What runs on an executor."""
+
+    rows: int
+    host_fed: int
+    kv_tokens: int
+    stages: int
+    window: int
+    mean_output: int  # tokens of an answer: one row in so many is wasted for each step ahead
+
+
+def mode_of(state: State, executor: Executor) -> tuple[str, int]:
+    """The mode for the next step, and how many steps may be in flight."""
+    limits = state.limits
+    if limits.window == 1 or limits.overlap == "single":
+        return "single", 1
+    if limits.overlap == "run_ahead":
+        return "run_ahead", limits.window
+    mode = _auto(state, executor) if limits.overlap == "auto" else limits.overlap
+    if mode == "run_ahead":
+        return mode, depth(executor.pace.step_us, executor.costs.loop_us, limits.window)
+    return mode, 1 if mode == "single" else 2
+
+
+def depth(step_us: int, loop_us: int, window: int) -> int:
+    """The least window that leaves the device no gap, (T + L) / W <= T; 2 while T is not known."""
+    return min(window, max(2, -(-(step_us + loop_us) // step_us))) if step_us else min(2, window)
+
+
+def choose(load: Load, costs: Costs, present: str) -> str:
+    """The mode with the most rows a second; the present one unless another gains 3 %."""
+    if load.stages > 1 and load.rows > 1:
+        return "two_batch"
+    if costs.seen < MIN_SEEN or not load.rows:
+        return "single" if load.host_fed else "run_ahead"
+    rates = {mode: rate(mode, load, costs) for mode in MODES}
+    best = max(rates, key=lambda mode: rates[mode])
+    if present in rates and rates[best] * 1000 < rates[present] * (1000 + MARGIN_PM):
+        return present
+    return best
+
+
+def rate(mode: str, load: Load, costs: Costs) -> int:
+    """Rows per 1000 s of a mode."""
+    rows, hosted, loop_us = load.rows, load.host_fed, costs.loop_us
+    if mode == "single":
+        return _rate(rows, _step_us(costs, load, rows) + loop_us + costs.host_us(hosted))
+    if mode == "two_batch":
+        a, b = rows - rows // 2, rows // 2
+        a_us, b_us = _step_us(costs, load, a), _step_us(costs, load, b)
+        latency_us = a_us + loop_us + costs.host_us(hosted - hosted // 2)
+        return _rate(rows, max((a_us + b_us) // load.stages, latency_us, costs.host_us(hosted)))
+    alternating = hosted - hosted // 2
+    in_step = rows - hosted + alternating
+    step_us, host_us = _step_us(costs, load, in_step), costs.host_us(alternating)
+    steps = 2 if hosted else depth(step_us, loop_us, load.window)
+    gained = _rate(in_step, max(step_us, (step_us + loop_us + host_us) // steps, host_us))
+    return gained * load.mean_output // (load.mean_output + steps - 1)
+
+
+def _auto(state: State, executor: Executor) -> str:
+    pace, step = executor.pace, executor.step
+    if step < pace.probe_until:
+        return "single"
+    hosted = executor.host_fed > 0
+    if pace.before[1]:
+        _judge(pace, step)
+    elif pace.mode and hosted == pace.hosted and step - pace.since_step < DWELL_STEPS:
+        return pace.mode
+    elif pace.mode not in ("", "single") and pace.rows and step - pace.probed_step >= PROBE_EVERY:
+        pace.before, pace.probe_until = (pace.rows, pace.us), step + PROBE_STEPS
+        pace.measure_from = step + PROBE_STEPS // 4  # the first results are still of the mode before
+        return "single"
+    mode = choose(_load(state, executor), executor.costs, pace.mode)
+    if mode == pace.banned and step < pace.banned_until:
+        mode = "single"
+    if mode != pace.mode:
+        pace.restart()
+    pace.mode, pace.since_step, pace.hosted = mode, step, hosted
+    return mode
+
+
+def _judge(pace: Pace, step: int) -> None:
+    """The probe is over: was the mode before it slower than single?"""
+    (rows, us), pace.before, pace.probed_step = pace.before, (0, 0), step
+    if rows * pace.us * 1000 < pace.rows * us * (1000 - WORSE_PM):
+        pace.banned, pace.banned_until = pace.mode, step + PROBE_EVERY
+    pace.restart()
+
+
+def _load(state: State, executor: Executor) -> Load:
+    running = executor.running
+    return Load(
+        rows=len(running),
+        host_fed=executor.host_fed,
+        kv_tokens=sum(s.computed for s in running),
+        stages=executor.hello.stages,
+        window=state.limits.window,
+        mean_output=state.mean_output,
+    )
+
+
+def _step_us(costs: Costs, load: Load, rows: int) -> int:
+    kv_tokens = load.kv_tokens * rows // max(load.rows, 1)
+    return costs.predict_us(StepShape(rows, rows, kv_tokens, kv_tokens))
+
+
+def _rate(rows: int, period_us: int) -> int:
+    return rows * 1_000_000_000 // max(period_us, 1)

@@ -1,0 +1,79 @@
+"""The policies: pure functions, each known by a name, each replaceable in the configuration.
+
+    policy = "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix"
+
+rank    who is admitted next                    ranks.py        vtc, fcfs
+fill    what a step is made of                  fills.py        mixed, prefill_first, decode_first, static
+kv      how many blocks a sequence is promised  promises.py     on_demand, reserve
+victim  who is paused when blocks are short     victims.py      latest
+place   which executor runs a unit              places.py       prefix, room
+A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+from shared.errors import SetupError
+
+WHERE = {
+    "rank": ("services.scheduler.ranks", ("vtc", "fcfs")),
+    "fill": ("services.scheduler.fills", ("mixed", "prefill_first", "decode_first", "static")),
+    "kv": ("services.scheduler.promises", ("on_demand", "reserve")),
+    "victim": ("services.scheduler.victims", ("latest",)),
+    "place": ("services.scheduler.places", ("prefix", "room")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The names in force. `policy.the("rank")` is the function."""
+
+    rank: str = "vtc"
+    fill: str = "mixed"
+    kv: str = "on_demand"
+    victim: str = "latest"
+    place: str = "prefix"
+
+    def the(self, kind: str) -> Callable[..., Any]:
+        """The function of a kind."""
+        return load(kind, getattr(self, kind))
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+def parse(text: str, base: Policy | None = None) -> Policy:
+    """A policy from `kind=name,...`; kinds that are not named stay as in `base`. Raises SetupError for a kind
+    or a name that does not exist."""
+    policy = base or Policy()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        kind, _, name = part.partition("=")
+        if kind not in WHERE:
+            raise SetupError(f"setting policy: there is no {kind!r}, only {', '.join(WHERE)}")
+        load(kind, name)
+        policy = replace(policy, **{kind: name})
+    return policy
+
+
+@cache
+def load(kind: str, name: str) -> Callable[..., Any]:
+    """The function of a kind by its name. Raises SetupError."""
+    module, names = WHERE[kind]
+    if ":" in name:
+        module, _, name = name.partition(":")
+    elif name not in names:
+        raise SetupError(
+            f"setting policy: {kind}={name!r} is none of {', '.join(names)}, nor module:function"
+        )
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SetupError(f"setting policy: {kind}={module}:{name} cannot be loaded: {error}") from error
+    if not callable(found):
+        raise SetupError(f"setting policy: {kind}={module}:{name} is not a function")
+    return found  # type: ignore[no-any-return]  # each kind has its own signature, see its file

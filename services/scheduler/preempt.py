@@ -1,0 +1,95 @@
+"""Preemption: when blocks are short somebody is paused, never dropped. It waits with all its tokens, and
+comes back by prefix lookup: what its blocks still hold is not computed again.
+
+Nobody is paused for one of a lower class. After three pauses a sequence is pinned: promised all it may ever
+need, so that it is never short and nobody's victim. Every pause is noted with its reason and candidates.
+"""
+
+from __future__ import annotations
+
+from services.scheduler import growth
+from services.scheduler.leaving import wait_again, withdraw
+from services.scheduler.needs import lacking
+from services.scheduler.records import Sequence
+from services.scheduler.state import Executor, State
+from services.scheduler.waiting import Unit
+
+NAMED = 8  # candidates that a decision names
+
+
+def make_room(state: State, executor: Executor) -> None:
+    """Pause until every row of the next step gets its block, now or when the steps in flight are back."""
+    ledger = executor.ledger
+    if ledger.free_blocks - ledger.reserved >= len(executor.running):
+        return
+    while needy := _needy(executor):
+        if len(needy) <= ledger.free_blocks - ledger.reserved + ledger.fenced_blocks:
+            return
+        first = min(needy, key=lambda s: (s.request.level, s.request.arrival_us, s.seq))
+        candidates = _candidates(executor, first.request.level)
+        victim = state.limits.policy.the("victim")(candidates)[0]
+        growth.paused(executor)
+        why = f"{len(needy)} rows need a block, the oldest is of seq {first.seq}"
+        pause(state, executor, victim, why, candidates)
+
+
+def give_way(state: State, unit: Unit) -> None:
+    """Pause sequences of lower classes, as many as the unit needs to start on their executor."""
+    level, model = unit.request.level, unit.request.asked.model
+    for executor in state.executors.values():
+        if executor.hello.model != model or executor.draining or not any(executor.levels[level + 1 :]):
+            continue
+        candidates = _candidates(executor, level + 1)
+        blocks, slots = lacking(state, executor, unit)
+        if max(blocks, slots) <= 0:
+            return  # enough is on its way
+        if len(candidates) < slots or sum(len(s.table) + s.reserved for s in candidates) < blocks:
+            continue
+        why = f"seq {unit.number} of class {unit.request.asked.slo_class} needs its place"
+        for victim in state.limits.policy.the("victim")(candidates):
+            pause(state, executor, victim, why, candidates)
+            if max(lacking(state, executor, unit)) <= 0:
+                return
+
+
+def pause(state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]) -> None:
+    """Take a sequence off its executor; it waits. Choices that wait for its prompt go with it."""
+    followers = [s for s in executor.running if s.leader is victim]
+    for sequence in (victim, *followers):
+        sequence.pauses += 1
+        state.meter.preemptions += 1
+        named = ", ".join(_describe(s) for s in candidates[:NAMED])
+        sequence.decide(
+            state.now_us,
+            "pause",
+            f"{why}; {state.limits.policy.victim} of {len(candidates)}: {named}",
+            blocks=len(sequence.table),
+            computed=min(sequence.computed, len(sequence.tokens)),
+            pauses=sequence.pauses,
+            free=executor.ledger.free_blocks,
+            fenced=executor.ledger.fenced_blocks,
+        )
+        withdraw(state, sequence, len(sequence.tokens))
+        wait_again(state, sequence)
+
+
+def _needy(executor: Executor) -> list[Sequence]:
+    """Sequences whose next token needs a block that nobody promised them."""
+    block_tokens = executor.hello.block_tokens
+    return [
+        s
+        for s in executor.running
+        if not s.reserved
+        and s.leader is None
+        and s.opened_length <= s.computed < s.max_length
+        and s.computed >= len(s.table) * block_tokens
+    ]
+
+
+def _candidates(executor: Executor, level: int) -> list[Sequence]:
+    """Who may be paused for one of this class. A choice that waits for a prompt goes with who computes it."""
+    return [s for s in executor.running if s.request.level >= level and not s.pinned and s.leader is None]
+
+
+def _describe(s: Sequence) -> str:
+    return f"seq {s.seq} ({s.request.asked.slo_class}, {len(s.table)} blocks, {s.pauses} pauses)"

@@ -1,0 +1,67 @@
+"""The prefix cache as sequences use it: keys of their blocks, hits before a chunk, new blocks after it.
+
+A block gets its key when the step that fills it is planned: an executor runs steps in order, so whoever is
+planned later finds it filled. Tokens that are not known yet (sampled by steps in flight) have no key.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.records import Sequence
+from services.scheduler.state import Executor
+from shared.block_keys import extend, root_key
+
+
+def lookup(executor: Executor, sequence: Sequence) -> list[int]:
+    """Cached blocks of the longest prefix; the last token is always computed, since it is sampled from."""
+    hello = executor.hello
+    root = root_key(hello.fingerprint, sequence.request.asked.tenant)
+    if (root, hello.block_tokens) != sequence.keyed:
+        sequence.keyed, sequence.keys = (root, hello.block_tokens), []
+    _key(sequence)
+    return executor.ledger.match(sequence.keys[: (len(sequence.tokens) - 1) // hello.block_tokens])
+
+
+def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
+    """Put cached blocks at the end of its table instead of computing them. Returns how many of its tokens
+    nobody had computed for it before."""
+    executor.ledger.adopt(blocks)
+    start = sequence.computed
+    sequence.table.extend(blocks)
+    sequence.computed += len(blocks) * executor.hello.block_tokens
+    sequence.registered = len(sequence.table)
+    new = max(0, sequence.computed - max(sequence.reach, start))
+    sequence.reach = max(sequence.reach, sequence.computed)
+    sequence.cached_tokens += new
+    return new
+
+
+def catch_up(executor: Executor, sequence: Sequence) -> None:
+    """Adopt what others have computed of its prompt since it was admitted."""
+    block_tokens, ledger = executor.hello.block_tokens, executor.ledger
+    while sequence.computed == len(sequence.table) * block_tokens:
+        at = len(sequence.table)
+        if (at + 1) * block_tokens >= sequence.opened_length:
+            return
+        block = ledger.find(sequence.keys[at])
+        if block is None:
+            return
+        sequence.reserved -= 1
+        ledger.unreserve(1)
+        adopt(executor, sequence, [block])
+
+
+def register(executor: Executor, sequence: Sequence, upto_tokens: int) -> None:
+    """Offer its full blocks of known tokens below `upto_tokens` to others."""
+    full = min(upto_tokens, len(sequence.tokens)) // executor.hello.block_tokens
+    if full <= sequence.registered:
+        return
+    _key(sequence)
+    for at in range(sequence.registered, full):
+        executor.ledger.register(sequence.table[at], sequence.keys[at])
+    sequence.registered = full
+
+
+def _key(sequence: Sequence) -> None:
+    root, block_tokens = sequence.keyed
+    if len(sequence.keys) < len(sequence.tokens) // block_tokens:
+        extend(sequence.keys, root, sequence.tokens, block_tokens, len(sequence.tokens))

@@ -1,0 +1,19 @@
+"""Policies of kind `kv`: how many blocks a sequence is promised when it is admitted.
+
+Signature: (tokens: int, max_length: int, block_tokens: int) -> int, blocks; `tokens` are known now,
+`max_length` is the most there may ever be.
+"""
+
+from __future__ import annotations
+
+from shared.blocks import blocks_for
+
+
+def on_demand(tokens: int, max_length: int, block_tokens: int) -> int:
+    """What it needs to come to its next token. It grows as it goes, and may be paused for want of a block."""
+    return blocks_for(min(tokens + 1, max_length), block_tokens)
+
+
+def reserve(tokens: int, max_length: int, block_tokens: int) -> int:
+    """All that it may ever need: it is never paused, and what it does not use lies idle."""
+    return blocks_for(max_length, block_tokens)

@@ -1,0 +1,202 @@
+"""The queue: one line for each model and class, in it one for each client, in the order of a rank.
+
+    line (model, level):   paused, by arrival  ▸  clients ── units by arrival
+                                                     └── heap of each client's first unit, by rank
+Only first units compete, so that a decision costs O(log clients) whatever waits behind them. A rank is a
+pure function of a unit and of what its client has been served, and falls as neither moves on: a heap entry
+is then a lower bound, and is looked at again when it comes up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.scheduler.policy import Policy
+from services.scheduler.records import Request, Sequence
+from services.scheduler.vtc import Served
+
+Client = tuple[str, int]  # tenant, and the level it asked for: an aged unit stays in a line of its own
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Sequences admitted together: a fresh request with its choices, or one sequence that ran before."""
+
+    request: Request
+    sequences: list[Sequence]
+    number: int  # of its first sequence
+    resumes: bool = False  # it ran before: ahead of those of its class that did not
+    line: Line | None = None  # where it waits
+    parked: bool = False
+
+    @property
+    def client(self) -> Client:
+        return self.request.client
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.request.arrival_us, self.number
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """The units of one class of one model."""
+
+    model: str
+    level: int
+    paused: list[Unit] = field(default_factory=list)
+    clients: dict[Client, OrderedDict[int, Unit]] = field(default_factory=dict)
+    heads: list[tuple[tuple[int, ...], int, Client]] = field(default_factory=list)  # rank, number, client
+    ages: deque[tuple[int, Unit]] = field(default_factory=deque)  # when each counts as a class higher
+    units: int = 0
+    tokens: int = 0  # prompt tokens: the choices of a request share theirs
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Every unit that waits. `parked` ones fit no executor that is there now, and hold up nobody."""
+
+    policy: Policy
+    age_us: tuple[int, ...]  # by level; 0: never
+    served: Served = field(default_factory=Served)
+    lines: dict[tuple[str, int], Line] = field(default_factory=dict)
+    parked: list[Unit] = field(default_factory=list)
+    held_tokens: int = 0  # of all sequences that wait: what they take of our memory
+
+    def __len__(self) -> int:
+        return len(self.parked) + sum(line.units for line in self.lines.values())
+
+    def __iter__(self) -> Iterator[Unit]:
+        """All of them, in no order that means anything."""
+        yield from self.parked
+        for line in self.lines.values():
+            yield from line.paused
+            for units in line.clients.values():
+                yield from units.values()
+
+    def tokens_ahead(self, model: str, level: int) -> int:
+        """Prompt tokens that wait in this class and the higher ones."""
+        return sum(line.tokens for (name, at), line in self.lines.items() if name == model and at <= level)
+
+    def add(self, unit: Unit, now_us: int) -> None:
+        """Put a unit into the line of its class."""
+        self._put(unit, unit.request.level, now_us)
+
+    def remove(self, unit: Unit) -> None:
+        """Take a unit out, wherever it stands."""
+        line, unit.line = unit.line, None
+        if line is None and not unit.parked:
+            return
+        self.held_tokens -= sum(len(s.tokens) for s in unit.sequences)
+        if line is None:
+            unit.parked = False
+            self.parked.remove(unit)
+            return
+        line.units -= 1
+        line.tokens -= tokens_of(unit)
+        if unit.resumes:
+            line.paused.remove(unit)
+            return
+        units = line.clients[unit.client]
+        del units[unit.number]
+        if not units:
+            del line.clients[unit.client]
+            if not line.units:
+                line.heads.clear()
+                line.ages.clear()
+
+    def drop(self, sequence: Sequence) -> None:
+        """A sequence has ended while its unit waited."""
+        unit = sequence.unit
+        if unit is not None and sequence in unit.sequences:
+            if len(unit.sequences) == 1:
+                self.remove(unit)
+            elif unit.line is not None or unit.parked:
+                self.held_tokens -= len(sequence.tokens)
+            unit.sequences.remove(sequence)
+
+    def first(self, model: str) -> Unit | None:
+        """The unit to admit next."""
+        for line in [line for (name, _), line in sorted(self.lines.items()) if name == model and line.units]:
+            if (unit := self._first_of(line)) is not None:
+                return unit
+        return None
+
+    def park(self, unit: Unit) -> None:
+        """Set a unit aside until another executor comes."""
+        self.remove(unit)
+        unit.parked = True
+        self.parked.append(unit)
+        self.held_tokens += sum(len(s.tokens) for s in unit.sequences)
+
+    def unpark(self, now_us: int) -> None:
+        """An executor has come: those set aside are looked at again."""
+        parked, self.parked = self.parked, []
+        for unit in parked:
+            unit.parked = False
+            self.held_tokens -= sum(len(s.tokens) for s in unit.sequences)
+            self.add(unit, now_us)
+
+    def age(self, now_us: int) -> None:
+        """Who has waited its class's time moves up one."""
+        for line in list(self.lines.values()):
+            while line.ages and line.ages[0][0] <= now_us:
+                _, unit = line.ages.popleft()
+                if unit.line is line:
+                    self.remove(unit)
+                    self._put(unit, line.level - 1, now_us)
+
+    def _put(self, unit: Unit, level: int, now_us: int) -> None:
+        model = unit.request.asked.model
+        line = self.lines.get((model, level))
+        if line is None:
+            line = self.lines[model, level] = Line(model, level)
+        unit.line = line
+        line.units += 1
+        line.tokens += tokens_of(unit)
+        self.held_tokens += sum(len(s.tokens) for s in unit.sequences)
+        if level and self.age_us[level]:
+            line.ages.append((now_us + self.age_us[level], unit))
+        if unit.resumes:
+            insort(line.paused, unit, key=lambda paused: paused.order)
+            return
+        client = unit.client
+        if client not in line.clients:
+            self._enter(line, client, unit)
+        line.clients[client][unit.number] = unit
+
+    def _enter(self, line: Line, client: Client, unit: Unit) -> None:
+        """A client without a unit here gets one: it has no credit for the time when it asked for nothing."""
+        first = self._first_of(line)
+        self.served.lift(client, self.served.of(first.client) if first is not None else None)
+        line.clients[client] = OrderedDict()
+        heapq.heappush(line.heads, (self._rank(unit), unit.number, client))
+
+    def _first_of(self, line: Line) -> Unit | None:
+        if line.paused:
+            return line.paused[0]
+        heads = line.heads
+        while heads:
+            rank, number, client = heads[0]
+            units = line.clients.get(client)
+            if not units:
+                heapq.heappop(heads)
+                continue
+            unit = next(iter(units.values()))
+            now = self._rank(unit)
+            if (now, unit.number) == (rank, number):
+                return unit
+            heapq.heapreplace(heads, (now, unit.number, client))
+        return None
+
+    def _rank(self, unit: Unit) -> tuple[int, ...]:
+        return self.policy.the("rank")(unit, self.served.of(unit.client))  # type: ignore[no-any-return]  # ranks.py
+
+
+def tokens_of(unit: Unit) -> int:
+    """Tokens that must be in the KV cache before the unit's first new one."""
+    return len(unit.sequences[0].tokens)
