@@ -7,19 +7,23 @@
                                                         prefill chunk 2 ───
 
 Each boundary is the stamp of the process that crosses it; stages of the scheduler are durations of its
-monotonic clock, laid end to end from the arrival of the request there. With several choices each has a
+monotonic clock, laid end to end from the arrival of the request there. A pause is a span from the decision
+to the one that takes the sequence up again. With several choices each has a
 span of its own around its prefill and decode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared import conventions as c
 from shared import subjects
 from shared.errors import HeadraceError
-from shared.messages import Chunk, Close, Timings
+from shared.messages import Chunk, Close, Decision, Timings
 from shared.spans import ROOT, SpanEvent, SpanRecord, Value, gaps
+
+LEAVES = ("pause", "requeue")  # decisions that take a sequence off its executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,11 +195,30 @@ def _add_stages(spans: list[SpanRecord], choice: Choice, at: _Times, parent: int
         name = f"prefill chunk {number}" if inside else "recompute chunk"
         attributes = {**_whose(choice), **_batch(chunk)}
         spans.append(SpanRecord(name, start, end, prefill if inside else parent, attributes))
+    away = list(_away(choice, at))
+    for start, end, left in away:
+        attributes = {**_whose(choice), c.WHY: left.why, **dict(left.numbers)}
+        inside = not at.first or start <= at.first
+        spans.append(SpanRecord(left.what, start, end, prefill if inside else parent, attributes))
     if chunks:
-        for start, end in gaps(((s, e) for _, s, e in chunks), at.admitted, prefilled):
+        there = [(s, e) for _, s, e in chunks] + [(s, e) for s, e, _ in away]
+        for start, end in gaps(there, at.admitted, prefilled):
             spans.append(SpanRecord("prefill wait", start, end, prefill, _whose(choice)))
     if at.first:
         spans.append(SpanRecord("decode", at.first, at.closed, parent, _decoded(choice)))
+
+
+def _away(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
+    """When it was off its executor, paused or requeued: until the next decision took it up again."""
+    left: Decision | None = None
+    for decision in choice.close.decisions:
+        if decision.what in LEAVES:
+            left = left or decision
+        elif left is not None:
+            yield at.arrived + left.at_us, at.arrived + decision.at_us, left
+            left = None
+    if left is not None:
+        yield at.arrived + left.at_us, max(at.closed, at.arrived + left.at_us), left
 
 
 def _interval(chunk: Chunk, at: _Times) -> tuple[int, int]:

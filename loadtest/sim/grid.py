@@ -54,9 +54,6 @@ def point_row(point: Point, modes: Sequence[str]) -> dict[str, Any]:
         "ideal": round((step_us + loop_us) / max(step_us, (step_us + loop_us) / 2), 3),
         "tok_s": speeds,
         "idle_pct": {mode: by_mode[mode]["steady_idle_pct"] for mode in modes},
-        "auto_steps_pct": {m: by_mode["auto"][f"{m}_pct"] for m in modes if m != "auto"}
-        if "auto" in modes
-        else {},
         "wasted_rows_pct": {mode: by_mode[mode]["wasted_rows_pct"] for mode in modes},
         "answer_tokens": _answer_tokens(rows, context),
         "steps_pct": {m: {o: by_mode[m][f"{o}_pct"] for o in MODES} for m in modes if m not in MODES},

@@ -67,6 +67,8 @@ STALLS = ("itl_ms_p99", "itl_ms_max", "stall_ms_p99")
 MEMORY = ("preemptions", "recomputed_tokens", "recomputed_pct", "makespan_s")
 FILL = tuple(Arm(name, f"fill={name}") for name in ("static", "mixed", "prefill_first", "decode_first"))
 KV = (Arm("reserve", "kv=reserve"), Arm("on_demand", "kv=on_demand"))
+PATIENT = "standard=0/100/0"  # nobody is refused, nobody ages: the rank alone decides
+ROOM = (("max_waiting", 10_000), ("max_waiting_tokens", 100_000_000))
 MODES = tuple(Arm(mode, overlap=mode) for mode in ("single", "run_ahead", "two_batch", "auto"))
 OVERLAP = (
     "steady_tok_s",
@@ -144,7 +146,7 @@ SCENARIOS: dict[str, Scenario] = {
     "azure_cpu": Scenario(
         title="The same on SmolLM2 and two cores, at a hundredth of the rate",
         why="A machine on which every token of a prompt is dear.",
-        workload=lambda options: _azure(replace(options, speed=options.speed / 100), minutes=3.0),
+        workload=lambda options: _azure(replace(options, speed=options.speed / 100), minutes=1.5),
         machine=CPU,
         arms=FILL,
         columns=(*LATENCY, *STALLS),
@@ -168,14 +170,28 @@ SCENARIOS: dict[str, Scenario] = {
         columns=(*LATENCY, "cached_pct", "prefill_tokens"),
         plot="ttft_ms_p50",
     ),
-    "long_prompt": _beside("interactive", "interactive", FILL[1:]),
+    "long_prompt": _beside(
+        "interactive",
+        "interactive",
+        (
+            Arm("mixed"),
+            Arm("mixed, steps of up to 8192", limits=(("step_tokens", 8_192),)),
+            Arm("whole prompts", "fill=prefill_first"),
+            Arm("decode_first", "fill=decode_first"),
+        ),
+    ),
     "fairness": Scenario(
         title="Two backlogged clients, one sending ten times as fast",
         why="Served tokens (input + 2 x output) of each while both wait, and the largest difference ever.",
         workload=lambda options: synthetic.two_clients(options.seed),
         machine=replace(H200, blocks=4_000),
         arms=tuple(
-            Arm(f"{rank}", f"rank={rank}", limits=(("max_waiting", 10_000), ("max_waiting_tokens", 10**8)))
+            Arm(
+                f"{rank}",
+                f"rank={rank}",
+                slo="standard=0/100/0",
+                limits=(("max_waiting", 10_000), ("max_waiting_tokens", 10**8)),
+            )
             for rank in ("fcfs", "vtc")
         ),
         columns=("served_greedy", "served_modest", "gap_most", "gap_bound", "output_tok_s"),

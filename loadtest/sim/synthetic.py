@@ -24,8 +24,8 @@ class Mix:
     slo_class: str = "standard"
 
 
-REASONING = Mix(150, 0.75, prompt=(400, 0.5, 2_000), output=(2_000, 0.6, 8_000), max_tokens=8_192)
-CHAT = Mix(300, 3.0, prompt=(1_500, 0.8, 8_000), output=(250, 0.7, 2_000), max_tokens=2_048, burst=30)
+REASONING = Mix(150, 1.2, prompt=(400, 0.5, 2_000), output=(2_000, 0.6, 8_000), max_tokens=8_192)
+CHAT = Mix(600, 8.0, prompt=(1_500, 0.8, 8_000), output=(250, 0.7, 2_000), max_tokens=2_048, burst=30)
 INTERACTIVE = Mix(
     300, 2.0, prompt=(1_000, 0.6, 4_000), output=(200, 0.6, 1_000), max_tokens=1_024, slo_class="interactive"
 )
@@ -111,14 +111,14 @@ def two_clients(seed: int) -> Workload:
 
 
 def long_prompt(prompt: int, slo_class: str) -> Workload:
-    """32 decodes, and every two seconds a long prompt in the midst of them."""
+    """32 decodes, and from the second second on a long prompt every 400 ms in the midst of them."""
     decodes = [
         SimRequest(f"d{number}", 0, plain_prompt(number, 500), 1_500, 1_500, slo_class=slo_class)
         for number in range(1, 33)
     ]
     long = [
-        SimRequest(f"p{number}", number * 2 * SECOND_US, plain_prompt(100 + number, prompt), 8, 8)
-        for number in range(1, 5)
+        SimRequest(f"p{number}", (8 + 4 * number) * SECOND_US // 10, plain_prompt(100 + number, prompt), 8, 8)
+        for number in range(1, 17)
     ]
     return Workload((*decodes, *long))
 

@@ -68,7 +68,9 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     trace = add("trace", "where the time of one request went", _trace)
     trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
     trace.add_argument("--json", action="store_true", help="the data, with the steps of its time")
-    trace.add_argument("--overlap", action="store_true", help="some of its steps, as lanes of A and B")
+    trace.add_argument(
+        "--overlap", dest="lanes", action="store_true", help="some of its steps, as lanes of A and B"
+    )
     trace.add_argument("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
     record = add("record", "write the event log of a running scheduler to a file", _record)
     record.add_argument("out", type=Path, help="the file, a new one")
@@ -76,6 +78,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     record.add_argument("--scheduler", default="", help="its id, where there are several")
     replay = add("replay", "recompute a scheduler's event log and compare", _replay)
     replay.add_argument("log", type=Path, help="what `event_log` or `headrace record` wrote")
+    replay.add_argument("--policy", metavar="KIND=NAME,...", help="simulate the log with another policy")
     replay.add_argument("--last", action="store_true", help="from the last snapshot on")
     replay.add_argument("--json", action="store_true", help="the result as JSON")
     add("doctor", "check this machine, say how to mend it", _doctor)
@@ -158,7 +161,7 @@ def _trace(given: argparse.Namespace) -> None:
     from services.launcher.connect import find_target
     from services.launcher.trace import Form, trace
 
-    form = Form(as_json=given.json, overlap=given.overlap, perfetto=given.perfetto)
+    form = Form(as_json=given.json, overlap=given.lanes, perfetto=given.perfetto)
     asyncio.run(trace(find_target(_load(given)), given.request, form))
 
 
@@ -171,8 +174,11 @@ def _record(given: argparse.Namespace) -> None:
 
 
 def _replay(given: argparse.Namespace) -> int:
-    from services.launcher.replay import replay
+    from services.launcher.replay import counterfactual, replay
 
+    if given.policy is not None:
+        counterfactual(given.log, given.policy, as_json=given.json)
+        return 0
     return replay(given.log, last_only=given.last, as_json=given.json)
 
 

@@ -16,7 +16,7 @@ from services.launcher.connect import Target, connected
 from services.launcher.console import say
 from shared import subjects
 from shared.bus import Bus, Delivery, NoResponders
-from shared.errors import BadRequest, EngineError, Unavailable
+from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable
 
 WAIT_S = 2.0
 OFFSET_HEADER, BEGINS_HEADER = "Headrace-Offset", "Headrace-Snapshot"  # as the scheduler sends them
@@ -37,21 +37,31 @@ async def record_from(bus: Bus, scheduler: str, into: Recording, seconds: float 
     subscription = await bus.subscribe(subjects.events(scheduler), into.take)
     try:
         await bus.flush()
+        await _ask_snapshot(bus, scheduler)
         try:
-            await bus.request(subjects.events_snapshot(scheduler), b"", timeout_us=int(WAIT_S * 1e6))
-        except NoResponders:
-            raise Unavailable(
-                f"the scheduler {scheduler} publishes no event log: start it with --event-log nats"
-            ) from None
+            await asyncio.wait_for(into.begun.wait(), WAIT_S)
+        except TimeoutError:
+            raise Unavailable(f"no snapshot of {scheduler} came: see `headrace status`") from None
+        say(f"recording {scheduler}" + ("" if seconds is not None else "; Ctrl-C ends it"))
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # Ctrl-C ends it well
             async with asyncio.timeout(seconds):
                 await into.broken.wait()
+        with contextlib.suppress(HeadraceError):  # the scheduler may have gone: then there is no more
+            await _ask_snapshot(bus, scheduler)
     finally:
         await subscription.drain()
     if into.broken.is_set():
         raise EngineError("the broker lost a piece of the log: the file ends there, and is whole up to it")
-    if not into.begun:
-        raise Unavailable(f"no snapshot of {scheduler} came: see `headrace status`")
+
+
+async def _ask_snapshot(bus: Bus, scheduler: str) -> None:
+    """Everything until now comes with it; as the last word it is what a replay must end with."""
+    try:
+        await bus.request(subjects.events_snapshot(scheduler), b"", timeout_us=int(WAIT_S * 1e6))
+    except NoResponders:
+        raise Unavailable(
+            f"the scheduler {scheduler} publishes no event log: start it with --event-log nats"
+        ) from None
 
 
 class Recording:
@@ -60,18 +70,20 @@ class Recording:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._next = 0
-        self.begun = False
+        self.begun = asyncio.Event()
         self.broken = asyncio.Event()
 
     def take(self, delivery: Delivery) -> None:
         """The next piece; those before the first snapshot are of no use."""
-        if self.broken.is_set() or not (self.begun or BEGINS_HEADER in delivery.headers):
+        begun = self.begun.is_set()
+        if self.broken.is_set() or not (begun or BEGINS_HEADER in delivery.headers):
             return
         offset = int(delivery.headers[OFFSET_HEADER])
-        if self.begun and offset != self._next:
+        if begun and offset != self._next:
             self.broken.set()
             return
-        self.begun, self._next = True, offset + len(delivery.data)
+        self.begun.set()
+        self._next = offset + len(delivery.data)
         self._file.write(delivery.data)
 
 

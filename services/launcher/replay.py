@@ -11,6 +11,7 @@ from typing import Any
 from services.launcher.console import bold, dim, paint, say
 from shared.errors import SetupError
 
+COLUMNS = ("happened", "same", "changed")
 _RED, _GREEN = 31, 32
 
 Body = dict[str, Any]
@@ -26,6 +27,38 @@ def replay(path: Path, *, last_only: bool, as_json: bool) -> int:
         for line in told(body):
             say(line)
     return 0 if body["difference"] is None else 1
+
+
+def counterfactual(path: Path, policy: str, *, as_json: bool) -> None:
+    """Simulate the log at `path` with another policy, and print it beside what happened. Raises SetupError,
+    and LogError for a file that is no log or has no step times."""
+    body: Body = _scheduler("counterfactual").compare_file(path, policy).body
+    for line in [json.dumps(body, indent=2)] if as_json else compared(body):
+        say(line)
+
+
+def compared(body: Body) -> list[str]:
+    """The table of a counterfactual."""
+    before, after = body["policies"]
+    lines = [
+        bold(f"simulation of {body['requests']} requests from the log; only the first column was measured"),
+        f"  policy of the log  {before}",
+        f"  other policy       {after}",
+    ]
+    for name, machine in body["machines"].items():
+        lines.append(
+            f"  {name}: {machine['steps']} steps fitted, mean error {machine['error_pct']} %, "
+            f"{machine['hop_us']} us each way"
+        )
+    if body["left_out"]:
+        lines.append(f"  {body['left_out']} requests ran already when the log began: left out")
+    rows = [("", "happened", "simulated", "simulated, other policy")]
+    rows += [(name, *(f"{body[c][name]:,}" for c in COLUMNS)) for name in body["happened"]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = [
+        f"  {row[0]:<{widths[0]}}  " + "  ".join(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3)) for row in rows
+    ]
+    return [*lines, "", *table]
 
 
 def told(body: Body) -> list[str]:

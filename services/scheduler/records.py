@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shared import telemetry
 from shared.messages import Chunk, Close, Decision, Timings, Tokenized, Usage
-from shared.request_spans import Reply
+from shared.request_spans import LEAVES, Reply
 
 if TYPE_CHECKING:
     from services.scheduler.waiting import Unit
@@ -189,7 +189,7 @@ def chunks_of(sequence: Sequence, now_us: int) -> tuple[Chunk, ...]:
     """Its prompt chunks so far. One without a result ended when its sequence was taken off the executor,
     or lasts until now."""
     arrival_us = sequence.request.arrival_us
-    left_us = [arrival_us + d.at_us for d in sequence.decisions if d.what != "admit"]
+    left_us = [arrival_us + d.at_us for d in sequence.decisions if d.what in LEAVES]
     return tuple(
         Chunk(
             at_us=note.planned_us - arrival_us,

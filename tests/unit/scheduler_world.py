@@ -219,13 +219,20 @@ class World:
         return {x for step, named in steps.items() if step in waiting for x in named[which]}
 
     def _check_fences(self, name: str, plan: StepPlan) -> None:
-        engine = self.engines[name]
-        shared = {block for slot in engine.slots.values() for block in slot.table}
-        shared |= self._named(name, 2)  # a fork's copy may be made a step before its table is sent
-        fresh = set(plan.table_blocks) | set(plan.copy_to)
-        assert not (fresh - shared) & self._named(name, 1), "a block is reused before its fence"
-        tables = {slot: list(engine.slots[slot].table) for slot in plan.slots}
-        blocks = {block for table in tables.values() for block in table} | fresh
+        """What a plan is first to write into must be named by no step in flight. Cached blocks of a prefix
+        are only read."""
+        engine, size = self.engines[name], self.engines[name].hello.block_tokens
+        owned = {block for slot in engine.slots.values() for block in slot.table}
+        owned |= self._named(name, 2)  # a fork's copy may be made a step before its table is sent
+        tables = {slot: list(state.table) for slot, state in engine.slots.items()}
+        deltas = iter(plan.table_blocks)
+        for slot, count in zip(plan.table_slots, plan.table_counts, strict=True):
+            tables[slot] += [next(deltas) for _ in range(count)]
+        written = set(plan.copy_to)
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            written.update(tables[slot][start // size : (start + count - 1) // size + 1])
+        assert not (written - owned) & self._named(name, 1), "a block is reused before its fence"
+        blocks = {block for slot in plan.slots for block in tables[slot]} | written
         slots = set(plan.slots) | set(plan.sample_slots)
         self.unanswered[name][plan.step] = (slots, blocks, set(plan.copy_to))
 

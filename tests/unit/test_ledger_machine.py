@@ -261,6 +261,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         assert ledger.held_blocks == len(model.held())
         assert ledger.fenced_blocks == len(model.fenced)
         assert ledger.free_slots == ledger.slots - len(self.sequences()) - len(model.slots)
+        assert ledger.fenced_slots == len(model.slots)
         assert ledger.evicted == self.evicted
 
     def teardown(self) -> None:

@@ -42,7 +42,7 @@ async def recorded(fleet: Fleet, requests: int, event_log: str = "nats") -> byte
     for i in range(requests):
         if i == requests // 2 and event_log == "nats":
             listening = asyncio.create_task(record_from(fleet.broker.connect(), "s", into, None))
-            while not (into.begun or listening.done()):
+            while not (into.begun.is_set() or listening.done()):
                 await asyncio.sleep(0)
         asked = Tokenized(
             request=f"r{i}", attempt=1, tenant="t", model="m", inbox="in", tokens=ints([1] * 9_000)
@@ -101,7 +101,7 @@ async def test_a_lost_piece_is_told() -> None:
     broker = MemoryBroker()
     scheduler, into = broker.connect(), Recording(io.BytesIO())
     await scheduler.subscribe("headrace.v1.events.s.snapshot", lambda d: scheduler.publish(d.reply, b""))
-    into.begun = True
+    into.begun.set()
     listening = asyncio.create_task(record_from(broker.connect(), "s", into, None))
     await broker.settle()
     scheduler.publish(subjects.events("s"), b"x", headers={sinks.OFFSET_HEADER: "77"})

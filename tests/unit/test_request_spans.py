@@ -187,3 +187,26 @@ def test_unions_and_gaps() -> None:
     assert gaps([(2, 4), (3, 6), (8, 20)], 0, 10) == [(0, 2), (6, 8)]
     assert gaps([(12, 14)], 0, 10) == [(0, 10)]
     assert gaps([], 3, 3) == []
+
+
+def test_a_pause_is_a_span_with_its_reason() -> None:
+    """Paused within the prompt, from 1460 to 1560, and again in decode until the end at 4300."""
+    decisions = (
+        Decision(at_us=100, what="admit", why="room"),
+        Decision(at_us=300, what="pause", why="1 row needs a block", numbers=(("pauses", 1),)),
+        Decision(at_us=400, what="resume", why="room", numbers=(("recompute_tokens", 12),)),
+        Decision(at_us=2_000, what="requeue", why="the executor is gone"),
+    )
+    chunks = (chunk(150, 100, 256, 7), chunk(450, 650, 44, 9))
+    closed = close(decisions=decisions, chunks=chunks)
+    spans = spans_of(Choice(index=0, tokens=3, reason="stop", close=closed))
+    assert [row for row in table(spans) if row[0] in ("pause", "requeue", "prefill wait")] == [
+        ("pause", 1_460, 1_560, 5),
+        ("requeue", 3_160, 4_300, 0),
+        ("prefill wait", 1_260, 1_310, 5),
+        ("prefill wait", 1_410, 1_460, 5),
+        ("prefill wait", 1_560, 1_610, 5),
+    ]
+    (pause,) = [span for span in spans if span.name == "pause"]
+    assert pause.attributes["pauses"] == 1
+    assert pause.attributes["why"] == "1 row needs a block"

@@ -76,6 +76,7 @@ def read(data: bytes | bytearray) -> list[log.Record]:
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashes and snapshots of a long log, in a short one."""
     monkeypatch.setattr(recorder, "HASH_EVERY", 10)
+    monkeypatch.setattr(recorder, "HASH_EVERY_PER_SEQUENCE", 0)
     monkeypatch.setattr(recorder, "SNAPSHOT_EVERY", 100)
 
 
@@ -139,6 +140,18 @@ def test_the_last_snapshot_and_its_tail_equal_the_whole(often: None, tmp_path: P
 
 def _snapshots(data: bytearray) -> list[tuple[int, bytes]]:
     return [(i, r.data) for i, r in enumerate(read(data)) if isinstance(r, log.Snapshot)]
+
+
+def test_the_larger_the_state_the_rarer_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "HASH_EVERY", 4)
+    monkeypatch.setattr(recorder, "HASH_EVERY_PER_SEQUENCE", 3)
+    sink = Pages()
+    world = recorded_world(sink)
+    world.ask("r", [1, 2], 3, n=2)
+    for _ in range(20):
+        world.tick(1)
+    hashes = [r.number for r in read(sink.data) if isinstance(r, log.StateHash)]
+    assert hashes == [10, 20]  # 2 events, 20 ticks; two sequences wait for an engine
 
 
 def test_another_answer_to_an_event_is_found_at_once() -> None:

@@ -15,7 +15,10 @@ from services.scheduler.replay import log
 from services.scheduler.replay.freeze import snapshot, state_hash
 from services.scheduler.state import State
 
-HASH_EVERY = 1_000  # events
+HASH_EVERY = 1_000  # events, and as many for each sequence that is held:
+HASH_EVERY_PER_SEQUENCE = (
+    10  # the hash of a state takes about 90 us for each, so that it costs 10 us an event
+)
 SNAPSHOT_EVERY = 100_000  # events
 
 
@@ -43,6 +46,7 @@ class Recorder:
         self._sink = sink
         self._facts = facts
         self._events = 0
+        self._hashed = 0  # events until the last hash
         self._begun = False
 
     @property
@@ -65,7 +69,8 @@ class Recorder:
         finally:
             self._events += 1
             self._sink.write(log.happened(now_us, event, commands), now_us)
-        if self._events % HASH_EVERY == 0:
+        if self._events - self._hashed >= HASH_EVERY + HASH_EVERY_PER_SEQUENCE * len(self.state.sequences):
+            self._hashed = self._events
             self._sink.write(log.state_hash(self._events, state_hash(self.state)), now_us)
         if self._events % SNAPSHOT_EVERY == 0:
             self.begin(now_us)

@@ -135,7 +135,7 @@ class VirtualEngine:
             ids=ids,
             done=done,
             start_wall_us=begin_us,
-            end_wall_us=end_us,
+            end_wall_us=self._sent_us,  # of the host lane's work, too, as in a real executor
             forward_us=forward_us,
             wait_us=wait_us,
             queued_us=begin_us - arrived_us,
