@@ -129,7 +129,7 @@ def _metric(spread: Spread, began_ns: int, now_ns: int) -> Metric:
         bucket_counts=spread.counts,
         explicit_bounds=spread.bounds,
         min=None,  # type: ignore[arg-type]  # not kept, and optional on the wire
-        max=None,  # type: ignore[arg-type]
+        max=None,  # type: ignore[arg-type]  # likewise
     )
     return Metric(spread.name, None, spread.unit, Histogram([point], AggregationTemporality.CUMULATIVE))
 

@@ -14,32 +14,38 @@ from loadtest.sim import grid, plots
 from loadtest.sim.run import run
 from loadtest.sim.scenarios import SCENARIOS, Arm, Options, Scenario
 from loadtest.sim.tables import document, markdown
-from shared.errors import HeadraceError
+from shared.errors import HeadraceError, SetupError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a scenario and print its table; with --json also write it, its Markdown and its picture."""
-    args = sys.argv[1:] if argv is None else list(argv)
-    given = _parser().parse_args(args)
-    options = Options(given.trace, given.minutes, given.speed, given.seed)
-    command = " ".join(["python -m loadtest.sim", *_public(args)])
+    given = _parser().parse_args(argv)
     try:
-        if given.scenario == "grid":
-            result, text = grid.run(command, MODES if not given.overlap else (given.overlap,))
-        else:
-            scenario = _narrowed(SCENARIOS[given.scenario], given)
-            result = document(given.scenario, scenario, command, run(scenario, options))
-            text = markdown(result, scenario)
+        if given.scenario != "all":
+            _one(given.scenario, given, given.json)
+            return 0
+        if given.json is None:
+            raise SetupError("`all` writes files: say where by --json FOLDER")
+        for name in (*SCENARIOS, "grid"):
+            _one(name, given, given.json / f"sim_{name.lower()}.json")
     except HeadraceError as error:
         print(error, file=sys.stderr)
         return 1
-    print(text)
-    if given.json:
-        _write(result, text, given.json)
     return 0
 
 
-MODES = ("single", "run_ahead", "two_batch", "auto")
+def _one(name: str, given: argparse.Namespace, path: Path | None) -> None:
+    command = _command(name, given)
+    if name == "grid":
+        result, text = grid.run(command, (given.overlap,) if given.overlap else (*grid.MODES, "auto"))
+    else:
+        scenario = _narrowed(SCENARIOS[name], given)
+        options = Options(given.trace, given.minutes, given.speed, given.seed)
+        result = document(name, scenario, command, run(scenario, options))
+        text = markdown(result, scenario)
+    print(text, flush=True)
+    if path is not None:
+        _write(result, text, path)
 
 
 def _narrowed(scenario: Scenario, given: argparse.Namespace) -> Scenario:
@@ -63,14 +69,19 @@ def _write(result: dict[str, Any], text: str, path: Path) -> None:
         plots.bars(result, SCENARIOS[result["scenario"]].plot, path.with_suffix(".png"))
 
 
-def _public(args: list[str]) -> list[str]:
-    """The arguments without the folders of this machine."""
-    return [Path(a).name if a.startswith("/") else a for a in args]
+def _command(name: str, given: argparse.Namespace) -> str:
+    """The command line that makes this table, without the folders of this machine."""
+    words = ["python -m loadtest.sim", name]
+    for option in ("arms", "policy", "overlap", "trace", "minutes", "speed", "seed"):
+        value = getattr(given, option)
+        if value != _parser().get_default(option):
+            words += [f"--{option}", value.name if isinstance(value, Path) else f"{value}"]
+    return " ".join(words)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.sim", description=__doc__)
-    parser.add_argument("scenario", choices=[*SCENARIOS, "grid"])
+    parser.add_argument("scenario", choices=[*SCENARIOS, "grid", "all"])
     parser.add_argument("--arms", default="", help="only these arms, by name, with commas")
     parser.add_argument("--policy", help="one arm alone: parts of the setting `policy`")
     parser.add_argument("--overlap", default="", help="this overlap mode in every arm")
@@ -78,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=1e9, help="of the trace")
     parser.add_argument("--speed", type=float, default=1.0, help="so many times as fast as recorded")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write this file, and .md and .png beside it")
+    parser.add_argument("--json", type=Path, help="write this file, .md and .png beside it; all: a folder")
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 BAR = "#4c78a8"
@@ -21,7 +22,7 @@ def bars(result: dict[str, Any], figure: str, path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel(figure)
-    axes.set_title(result["title"], fontsize=9)
+    picture.suptitle("\n".join(wrap(result["title"] + " (simulated)", 72)), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     picture.savefig(path, dpi=120, metadata={"Software": None})
 

@@ -23,7 +23,7 @@ def run_arm(scenario: Scenario, arm: Arm, options: Options) -> Figures:
     """The mean of each figure over the seeds."""
     rows = []
     for seed in range(options.seed, options.seed + scenario.seeds):
-        setup = Setup((scenario.machine,), limits_of(arm), seed, scenario.until_us)
+        setup = Setup((scenario.machine,) * scenario.replicas, limits_of(arm), seed, scenario.until_us)
         world = World(setup, scenario.workload(replace(options, seed=seed)))
         world.run()
         row = figures(world, scenario.bounds)

@@ -58,6 +58,7 @@ class Scenario:
     bounds: Bounds = field(default_factory=Bounds)
     seeds: int = 1
     until_us: int = 0
+    replicas: int = 1  # of the machine
     extra: Callable[[World], Figures] | None = None
     plot: str = ""  # the figure that is drawn
 
@@ -143,6 +144,16 @@ SCENARIOS: dict[str, Scenario] = {
         bounds=Bounds(ttft_us=2_000_000, tpot_us=50_000, stall_us=500_000),
         plot="ttft_ms_p99",
     ),
+    "azure_closed": Scenario(
+        title="The same requests from 128 clients that never pause: what each rule can serve",
+        why="Saturation shows in throughput what an open loop shows in waiting.",
+        workload=lambda options: replace(_azure(options, minutes=min(options.minutes, 5.0)), clients=128),
+        machine=H200,
+        arms=FILL[:3],
+        columns=(*LATENCY, *STALLS, "makespan_s"),
+        bounds=Bounds(ttft_us=2_000_000, tpot_us=50_000, stall_us=500_000),
+        plot="output_tok_s",
+    ),
     "azure_cpu": Scenario(
         title="The same on SmolLM2 and two cores, at a hundredth of the rate",
         why="A machine on which every token of a prompt is dear.",
@@ -166,6 +177,7 @@ SCENARIOS: dict[str, Scenario] = {
         why="Long prompts whose beginnings repeat: what the prefix cache saves.",
         workload=_mooncake,
         machine=H200,
+        replicas=4,
         arms=(Arm("prefix", "place=prefix"), Arm("room", "place=room")),
         columns=(*LATENCY, "cached_pct", "prefill_tokens"),
         plot="ttft_ms_p50",

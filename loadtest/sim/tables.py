@@ -20,6 +20,7 @@ def document(name: str, scenario: Scenario, command: str, rows: Iterable[Row]) -
         "note": NOTE,
         "command": command,
         "machine": asdict(scenario.machine),
+        "replicas": scenario.replicas,
         "bounds": asdict(scenario.bounds),
         "seeds": scenario.seeds,
         "rows": [

@@ -7,8 +7,9 @@ stop the device. Whatever a plugin raises is that row's failure, said in words.
 from __future__ import annotations
 
 import json
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,6 @@ class Chains:
     def __init__(self, known: Mapping[str, MakeProcessor]) -> None:
         self._known = known
         self._chains: dict[int, _Chain] = {}
-        self._pool: ThreadPoolExecutor | None = None
 
     def open(self, opened: SlotOpen) -> None:
         """Take a slot's processors, if it has any."""
@@ -73,13 +73,6 @@ class Chains:
         """Forget a slot. Closing an unknown slot does nothing."""
         self._chains.pop(slot, None)
 
-    def stop(self) -> None:
-        """Forget all, and end the threads of waiting rows."""
-        self._chains.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-            self._pool = None
-
     def rows_of(self, slots: Sequence[int]) -> list[int]:
         """The indices of slots with processors."""
         return [i for i, slot in enumerate(slots) if slot in self._chains] if self._chains else []
@@ -89,20 +82,21 @@ class Chains:
     ) -> dict[int, str]:
         """Run the rows' processors, within what `around` makes for each thread that does. Returns why rows
         failed, by index; the logits of such a row mean nothing."""
-        waiting = [i for i, row in enumerate(rows) if self._chains[row.slot].waits]
-        at_once = set(range(len(rows))).difference(waiting)
+        failures: dict[int, str] = {}
+        waiting: deque[int] = deque()
 
-        def run_row(i: int) -> str:
+        def run_row(i: int) -> None:
             with around():
-                return _run(self._chains[rows[i].slot], rows[i])
+                if why := _run(self._chains[rows[i].slot], rows[i]):
+                    failures[i] = why
 
-        said = [(i, run_row(i)) for i in sorted(at_once)]
-        if len(waiting) == 1:
-            said.append((waiting[0], run_row(waiting[0])))
-        elif waiting:
-            self._pool = self._pool or ThreadPoolExecutor(SIDE_BY_SIDE, "waiting-row")
-            said += zip(waiting, self._pool.map(run_row, waiting), strict=True)
-        return {i: why for i, why in said if why}
+        for i, row in enumerate(rows):
+            if self._chains[row.slot].waits:
+                waiting.append(i)
+            else:
+                run_row(i)
+        _side_by_side(waiting, run_row)
+        return dict(sorted(failures.items()))
 
     def _link(self, text: str) -> _Link:
         try:
@@ -111,6 +105,29 @@ class Chains:
         except (ValueError, TypeError, LookupError, RecursionError):
             name, args = text[:40], {}  # no tokenizer sends that; its row says that it is unknown
         return _Link(name, args, self._known.get(name))
+
+
+def _side_by_side(rows: deque[int], run_row: Callable[[int], None]) -> None:
+    """Run rows that wait, on this thread and others. Those end with the step: a row that waits for ever must
+    not keep the process from ending, as the threads of a pool would."""
+
+    def work() -> None:
+        while rows:
+            try:
+                row = rows.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            run_row(row)
+
+    others = [
+        threading.Thread(target=work, name="waiting-row", daemon=True)
+        for _ in range(min(SIDE_BY_SIDE, len(rows)) - 1)
+    ]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
 
 
 def _run(chain: _Chain, row: HostRow) -> str:

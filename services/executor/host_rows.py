@@ -46,10 +46,6 @@ class HostRows:
         """Forget a slot. Closing an unknown slot does nothing."""
         self._chains.close(slot)
 
-    def stop(self) -> None:
-        """Forget all slots, and end threads."""
-        self._chains.stop()
-
     def forwarded(self, slots: Sequence[int]) -> torch.cuda.Event | None:
         """Mark the end of a forward whose rows need the host, on a GPU."""
         if self._stream is None or not self._chains.rows_of(slots):

@@ -16,7 +16,7 @@ from services.executor.backend import BackendInfo, Pending, StepOutput
 from services.executor.processors import MakeProcessor
 from services.executor.sim_host import SimHostRows
 from services.executor.sim_timing import sim_timing
-from shared.messages import SlotOpen, StepPlan, ints
+from shared.messages import Ints, SlotOpen, StepPlan, ints
 from shared.step_model import shape_of
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in SplitMix64
@@ -99,20 +99,35 @@ class SimBackend:
         return Pending(plan=plan, due_s=due_s)
 
     def sample(self, pending: Pending) -> StepOutput:
-        plan = pending.plan
+        slots = pending.plan.sample_slots
+        hosted = self._host_rows.rows_of(slots)
         host_us, failures = 0, dict[int, str]()
-        if self._host_rows.rows_of(plan.sample_slots):
+        if hosted:
             _sleep_until(pending.due_s)
-            host_us, failures = self._host_rows.process(plan.sample_slots, self._tokens)
+            host_us, failures = self._host_rows.process(slots, self._tokens)
             for row in failures:
-                self._slots[plan.sample_slots[row]].done = True
-        ids, done = ints(), ints()
-        for row, slot in zip(plan.sample_rows, plan.sample_slots, strict=True):
-            token, ended = self._choose(self._slots[slot], plan.starts[row] + plan.counts[row])
-            ids.append(token)
-            done.append(ended)
+                self._slots[slots[row]].done = True
+        ids, done = self._choose(pending.plan)
+        for row in hosted:
+            self._slots[slots[row]].tokens.append(ids[row])
         _sleep_until(pending.due_s)
         return StepOutput(ids=ids, done=done, host_us=host_us, row_errors=tuple(failures.items()))
+
+    def _choose(self, plan: StepPlan) -> tuple[Ints, Ints]:
+        """The columns `ids` and `done` of a step."""
+        ids, done = ints(), ints()
+        for row, slot in zip(plan.sample_rows, plan.sample_slots, strict=True):
+            state = self._slots[slot]
+            position = plan.starts[row] + plan.counts[row]
+            if state.done:
+                ids.append(-1)
+                done.append(2)
+                continue
+            state.last = token = self._next(state.opened.seed, position, state.last)
+            state.done = token in state.stop_ids or position + 1 >= state.max_length
+            ids.append(token)
+            done.append(1 if state.done else 0)
+        return ids, done
 
     def reset(self) -> None:
         for slot in list(self._slots):
@@ -120,7 +135,6 @@ class SimBackend:
 
     def close(self) -> None:
         self.reset()
-        self._host_rows.stop()
 
     def _tokens(self, slot: int) -> Sequence[int]:
         return self._slots[slot].tokens
@@ -132,16 +146,6 @@ class SimBackend:
             at_s = max(at_s, free_s) + took_s / stages
             self._free_s[stage] = at_s
         return self._free_s[0], at_s
-
-    def _choose(self, slot: _Slot, position: int) -> tuple[int, int]:
-        """The slot's next token and its `done`."""
-        if slot.done:
-            return -1, 2
-        slot.last = token = self._next(slot.opened.seed, position, slot.last)
-        slot.done = token in slot.stop_ids or position + 1 >= slot.max_length
-        if slot.opened.processors:
-            slot.tokens.append(token)
-        return token, int(slot.done)
 
     def _next(self, seed: int, position: int, last: int) -> int:
         mixed = (seed ^ (position * _MULTIPLIER) ^ (last << 32)) & _MASK

@@ -35,10 +35,6 @@ class SimHostRows:
         """Forget a slot. Closing an unknown slot does nothing."""
         self._chains.close(slot)
 
-    def stop(self) -> None:
-        """Forget all slots, and end threads."""
-        self._chains.stop()
-
     def rows_of(self, slots: Sequence[int]) -> list[int]:
         """The indices of slots with processors."""
         return self._chains.rows_of(slots)

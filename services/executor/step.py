@@ -122,7 +122,8 @@ class DeviceThread:
         refused, self._broken = self._broken, None
         step.forward(refused)
         self.idle_us += wait_us
-        if self._lane.busy or self._staged or not self._host_fed.isdisjoint(plan.sample_slots):
+        host_fed = bool(self._host_fed) and not self._host_fed.isdisjoint(plan.sample_slots)
+        if host_fed or self._lane.busy or self._staged:
             self.busy_us += self._clock.now_us() - began_us
             self._lane.put(plan.sample_slots, began_us, lambda: self._finish(step))
             self._began_us = 0

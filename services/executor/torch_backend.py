@@ -172,8 +172,7 @@ class TorchBackend:
             self.close_slot(slot)
 
     def close(self) -> None:
-        self._host_rows.stop()
-        for name in ("_model", "_cache", "_batches", "_slots", "_sampler"):
+        for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference
 
 

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ async def ask(nc: Nats, request: str, *, long: bool, **more: object) -> Sent:
 
     inbox = nc.new_inbox()
     subscription = await nc.subscribe(inbox, cb=on_frame)
-    prompt = LONG_PROMPT if long else LONG_PROMPT[:20]
+    prompt = [300 + zlib.crc32(request.encode()) % 1000, *LONG_PROMPT[1 : None if long else 20]]  # not cached
     body = {"prompt": prompt, "max_tokens": 256, "ignore_eos": True, "stream": True, "request_id": request}
     subject = str(more.pop("subject", SUBJECT))
     headers = {str(k): str(v) for k, v in more.pop("headers", {}).items()}  # type: ignore[attr-defined] # test shorthand
@@ -98,7 +99,7 @@ def test_one_trace_per_request_that_covers_its_time(start_up: StartUp, receiver:
     up = start_up(
         "--tokenizers", "2", "--detokenizers", "2",
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_BSP_SCHEDULE_DELAY="100",
-        HEADRACE_SIM="step=5000,token=20",
+        HEADRACE_SIM="step=5000,token=20", HEADRACE_STEP_TOKENS="256",
     )  # fmt: skip
     sent = asyncio.run(under_load(up.nats_url))
     roots = receiver.wait_for([one.request for one in sent], 30)
@@ -232,11 +233,13 @@ def test_the_trace_command(up: Up, tmp_path: Path) -> None:
     assert re.match(r"traced  text_completion smollm2-135m-instruct  tenant public  ended: length", lines[0])
     assert "prompt 700 tokens (0 cached), answer 8 tokens" in lines[2]
     stages = [re.sub(r" *[█▏].*", "", line).strip() for line in lines if re.search(r"[█▏]", line)]
+    chunks = [name for name in stages if name.startswith("prefill chunk")]
+    assert chunks == [f"prefill chunk {i}" for i in range(1, len(chunks) + 1)]
     assert [name for name in stages if name != "prefill wait"] == [
-        "received", "tokenize", "transit", "queue", "prefill", "prefill chunk 1", "prefill chunk 2",
-        "prefill chunk 3", "decode", "first token", "detokenize", "send",
+        "received", "tokenize", "transit", "queue", "prefill", *chunks, "decode", "first token", "detokenize",
+        "send",
     ]  # fmt: skip
-    assert [line for line in lines if "admit: executor." in line and "has the most room" in line]
+    assert [line for line in lines if "admit: prefix: executor." in line and "blocks free" in line]
     data = json.loads(up.run("trace", "traced", "--json").stdout)
     assert (data["state"], data["choices"][0]["tokens"]) == ("ended", 8)
     (steps,) = data["steps"].values()

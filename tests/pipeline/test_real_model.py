@@ -27,40 +27,92 @@ async def start(connect: Connect, fleet: str, **settings: Any) -> tuple[Pipeline
     return pipeline, tap
 
 
-async def greedy(pipeline: Pipeline, case: dict[str, Any], request: str) -> None:
+async def greedy(
+    pipeline: Pipeline, case: dict[str, Any], request: str, tokens: int, *processors: Any
+) -> None:
     body = {
+        "logits_processors": list(processors),
         "model": MODEL,
         "messages": [{"role": "user", "content": case["prompt"]}],
         "temperature": 0,
-        "max_tokens": 64,
+        "max_tokens": tokens,
         "request_id": request,
     }
     await pipeline.client.complete(body)
 
 
-async def assert_reference(pipeline: Pipeline, tap: Tap, round_name: str, together: bool) -> None:
+async def assert_reference(
+    pipeline: Pipeline, tap: Tap, round_name: str, together: bool, tokens: int = 64
+) -> None:
     requests = [f"{round_name}-{i}" for i in range(len(CASES))]
-    work = [greedy(pipeline, case, request) for case, request in zip(CASES, requests, strict=True)]
+    work = [greedy(pipeline, case, name, tokens) for case, name in zip(CASES, requests, strict=True)]
     if together:
         await asyncio.gather(*work)
     else:
         for one in work:
             await one
     for case, request in zip(CASES, requests, strict=True):
-        assert tap.ids[request, 0] == case["output_ids"], case["prompt"]
+        assert tap.ids[request, 0] == case["output_ids"][:tokens], case["prompt"]
 
 
-@pytest.mark.parametrize(("window", "step_tokens"), [(1, 512), (2, 16), (4, 512)])
-async def test_greedy_ids_equal_the_reference(window: int, step_tokens: int) -> None:
+MODES: dict[str, dict[str, Any]] = {
+    "single": {"overlap": "single", "step_tokens": 512},
+    "run ahead": {"overlap": "run_ahead", "window": 4, "step_tokens": 512},
+    "two batches": {"overlap": "two_batch"},
+    "auto, small chunks": {"step_tokens": 16},
+    "too few blocks": {"kv_blocks": 8, "slots": 8},
+    "prompts first": {"policy": "fill=prefill_first,kv=reserve"},
+}
+
+
+async def in_memory(**settings: Any) -> tuple[Pipeline, Tap]:
     broker = MemoryBroker()
 
     async def connect() -> Any:
         return broker.connect()
 
-    pipeline, tap = await start(connect, "real", window=window, step_tokens=step_tokens)
-    await assert_reference(pipeline, tap, "together", together=True)
-    await assert_reference(pipeline, tap, "again", together=True)
+    return await start(connect, "real", **settings)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_greedy_ids_equal_the_reference(mode: str) -> None:
+    """The second round finds its prompts in the prefix cache; too few blocks make sequences pause."""
+    pipeline, tap = await in_memory(**MODES[mode])
+    await assert_reference(pipeline, tap, "together", together=True, tokens=24)
+    await assert_reference(pipeline, tap, "again", together=True, tokens=24)
+    meter = pipeline.runtimes["scheduler-1"].actor._core.state.meter  # type: ignore[attr-defined]  # white box
+    assert meter.prefix_hit_tokens > 0
+    assert (meter.preemptions > 0) == (mode == "too few blocks")
     await pipeline.assert_idle()
+    await pipeline.stop()
+
+
+async def test_greedy_ids_of_host_fed_rows_equal_the_reference() -> None:
+    """A processor that changes nothing: the rows take the way through the host, in two batches."""
+    wait = {"logits_processors": "wait=services.executor.processors:Wait"}
+    pipeline, tap = await in_memory(overlap="two_batch", **wait)
+    asks = [
+        greedy(pipeline, case, f"h-{i}", 24, {"name": "wait", "args": {"ms": 1}})
+        for i, case in enumerate(CASES)
+    ]
+    await asyncio.gather(*asks)
+    assert [tap.ids[f"h-{i}", 0] for i in range(len(CASES))] == [case["output_ids"][:24] for case in CASES]
+    await pipeline.assert_idle()
+    await pipeline.stop()
+
+
+async def test_a_second_turn_computes_only_what_is_new() -> None:
+    pipeline, _ = await in_memory()
+    talk = [{"role": "user", "content": CASES[0]["prompt"]}]
+    body: dict[str, Any] = {"model": MODEL, "messages": talk, "temperature": 0, "max_tokens": 40}
+    first = await pipeline.client.complete(body)
+    answer = first["choices"][0]["message"]
+    more = [*talk, answer, {"role": "user", "content": "And what else?"}]
+    second = await pipeline.client.complete({**body, "messages": more})
+    usage = first["usage"]
+    known = usage["prompt_tokens"] + usage["completion_tokens"] - 1  # the last token's KV was never needed
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == known // 16 * 16
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     await pipeline.stop()
 
 

@@ -50,6 +50,7 @@ class PagedEngine:
         self.blocks: list[list[int]] = [[-1] * hello.block_tokens for _ in range(hello.blocks)]
         self.slots: dict[int, _Slot] = {}
         self.step = 0
+        self.fails = False  # the next step: it leaves garbage in every block that it was to write
 
     def open(self, opened: SlotOpen) -> None:
         assert opened.slot not in self.slots, "a slot is opened while it is open"
@@ -65,6 +66,8 @@ class PagedEngine:
         self._update_tables(plan)
         for source, target in zip(plan.copy_from, plan.copy_to, strict=True):
             self.blocks[target] = list(self.blocks[source])
+        if self.fails:
+            return self._fail(plan)
         prefixes = [self._forward(plan, row) for row in range(len(plan.slots))]
         tokens = sum(plan.counts)
         assert tokens <= self.hello.max_step_tokens
@@ -74,6 +77,16 @@ class PagedEngine:
             ids.append(token)
             done.append(state)
         return StepResult(exec_epoch=plan.exec_epoch, step=plan.step, ids=ids, done=done)
+
+    def _fail(self, plan: StepPlan) -> StepResult:
+        self.fails, size, rows = False, self.hello.block_tokens, len(plan.sample_rows)
+        written = list(plan.copy_to)
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            written += self.slots[slot].table[start // size : (start + count - 1) // size + 1]
+        for block in written:
+            self.blocks[block] = [-1] * size
+        nothing = {"ids": ints([-1] * rows), "done": ints([0] * rows)}
+        return StepResult(exec_epoch=plan.exec_epoch, step=plan.step, error="RuntimeError: boom", **nothing)
 
     def _update_tables(self, plan: StepPlan) -> None:
         at = 0

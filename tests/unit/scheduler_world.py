@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -77,6 +79,9 @@ class World:
     resets: list[str] = field(default_factory=list)
     moved: list[tuple[str, int]] = field(default_factory=list)
     auto_end: bool = True
+    events: int = 0
+    took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines do not say
+    checks: list[Callable[[World], None]] = field(default_factory=list)  # made after each event
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits)
@@ -104,7 +109,7 @@ class World:
         asked = Tokenized(
             request=request,
             attempt=1,
-            tenant="public",
+            tenant=str(more.pop("tenant", "public")),
             model="m",
             inbox=f"inbox.{request}",
             timeout_us=int(more.pop("timeout_us", 10**9)),
@@ -118,6 +123,7 @@ class World:
 
     def handle(self, event: Event) -> None:
         self.now_us += 10
+        self.events += 1
         for command in self.scheduler.handle(event, self.now_us):
             self._carry_out(command)
         state = self.scheduler.state
@@ -128,6 +134,8 @@ class World:
             watched[seq] = min(at_us, watched.get(seq, at_us))
         for sequence in state.sequences.values():
             assert watched[sequence.seq] <= closing.due_at_us(sequence), "a deadline that nobody watches"
+        for check in self.checks:
+            check(self)
 
     def deliver(self, name: str = "e1") -> bool:
         """Hand the oldest result of an engine to the scheduler."""
@@ -193,7 +201,7 @@ class World:
             case StepPlan() as plan:
                 self.plans.append(plan)
                 self._check_fences(name, plan)
-                self.results[name].append(self.engines[name].run(plan))
+                self.results[name].append(self._timed(plan, self.engines[name].run(plan)))
             case ExecReset():
                 self.resets.append(name)
             case Accepted(request=request):
@@ -212,6 +220,13 @@ class World:
                     ended = Ended(seq=close.seq, index=close.final, reason=close.reason)
                     self.handle(Arrived(command.to, ended))
 
+    def _timed(self, plan: StepPlan, result: StepResult) -> StepResult:
+        if not self.took_us:
+            return result
+        took_us = self.took_us + self.took_us * len(plan.slots) // 16
+        times = {"forward_us": took_us, "start_wall_us": self.now_us, "end_wall_us": self.now_us + took_us}
+        return dataclasses.replace(result, **times)
+
     def _named(self, name: str, which: int) -> set[int]:
         """Slots (0), blocks (1) or targets of copies (2) that steps name whose results are undelivered."""
         waiting = {result.step for result in self.results[name]}
@@ -228,9 +243,14 @@ class World:
         deltas = iter(plan.table_blocks)
         for slot, count in zip(plan.table_slots, plan.table_counts, strict=True):
             tables[slot] += [next(deltas) for _ in range(count)]
-        written = set(plan.copy_to)
+        written: set[int] = set()
+        before = [(slot, set(state.table)) for slot, state in engine.slots.items()]
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
-            written.update(tables[slot][start // size : (start + count - 1) // size + 1])
+            row = set(tables[slot][start // size : (start + count - 1) // size + 1])
+            others = [table for other, table in before if other != slot]
+            assert row.isdisjoint(written.union(*others)), "a shared block is written"
+            written |= row
+        written.update(plan.copy_to)
         assert not (written - owned) & self._named(name, 1), "a block is reused before its fence"
         blocks = {block for slot in plan.slots for block in tables[slot]} | written
         slots = set(plan.slots) | set(plan.sample_slots)

@@ -20,7 +20,6 @@ from services.scheduler.replay.errors import FreezeError
 from services.scheduler.replay.freeze import freeze, snapshot, state_hash
 from services.scheduler.replay.thaw import restore, thaw
 from services.scheduler.state import State
-from services.scheduler.waiting import Unit
 from shared.blocks import blocks_for
 from shared.errors import Overloaded
 from shared.messages import Sampling, ints

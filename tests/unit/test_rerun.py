@@ -147,11 +147,12 @@ def test_the_larger_the_state_the_rarer_its_hash(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(recorder, "HASH_EVERY_PER_SEQUENCE", 3)
     sink = Pages()
     world = recorded_world(sink)
+    world.add_engine()
     world.ask("r", [1, 2], 3, n=2)
     for _ in range(20):
         world.tick(1)
     hashes = [r.number for r in read(sink.data) if isinstance(r, log.StateHash)]
-    assert hashes == [10, 20]  # 2 events, 20 ticks; two sequences wait for an engine
+    assert hashes == [10, 20]  # of 22 events; two sequences wait for a result
 
 
 def test_another_answer_to_an_event_is_found_at_once() -> None:
