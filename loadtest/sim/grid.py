@@ -78,13 +78,13 @@ def _answer_tokens(rows: int, context: int) -> int:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Speed-up over single by the way's share of the step, one line a mode."""
+    """Speed-up over single by the way's share of the step."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in result["rows"]:
         for mode, ratio in row.get("of_single", {}).items():
             series.setdefault(mode, []).append((2 * row["hop_us"] / row["step_us"], ratio))
     labels = ("way there and back, as a share of the step", "throughput, single = 1")
-    plots.lines("Overlap modes over the grid (simulated)", series, labels, path)
+    plots.scatter("Overlap modes over the grid (simulated)", series, labels, path)
 
 
 def _markdown(result: dict[str, Any], modes: Sequence[str]) -> str:

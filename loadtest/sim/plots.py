@@ -7,18 +7,22 @@ from textwrap import wrap
 from typing import Any
 
 BAR = "#4c78a8"
+WIDE = 20  # times the least: then the axis is logarithmic
 Series = dict[str, list[tuple[float, float]]]
 
 
 def bars(result: dict[str, Any], figure: str, path: Path) -> None:
-    """One bar for each arm."""
+    """One bar for each arm; on a logarithmic axis where they are far apart."""
     from matplotlib.figure import Figure
 
     names = [row["arm"] for row in result["rows"]]
     values = [row["figures"][figure] for row in result["rows"]]
     picture = Figure(figsize=(6, 0.8 + 0.5 * len(names)), layout="constrained")
     axes = picture.subplots()
-    axes.bar_label(axes.barh(names, values, color=BAR), fmt="{:,.4g}", padding=3)
+    labels = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values]
+    axes.bar_label(axes.barh(names, values, color=BAR), labels, padding=3)
+    if min(values) > 0 and max(values) > WIDE * min(values):
+        axes.set_xscale("log")
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel(figure)
@@ -27,14 +31,15 @@ def bars(result: dict[str, Any], figure: str, path: Path) -> None:
     picture.savefig(path, dpi=120, metadata={"Software": None})
 
 
-def lines(title: str, series: Series, labels: tuple[str, str], path: Path) -> None:
-    """One line for each series of (x, y); `labels` of the axes."""
+def scatter(title: str, series: Series, labels: tuple[str, str], path: Path) -> None:
+    """Points (x, y) of each series; `labels` of the axes."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(6.5, 4), layout="constrained")
     axes = picture.subplots()
+    marks = iter("so^x+")
     for name, points in series.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
+        axes.plot(*zip(*points, strict=True), linestyle="", marker=next(marks), markersize=5, label=name)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.set_title(title, fontsize=9)
