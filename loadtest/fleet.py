@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from services.launcher import nats_server
@@ -20,9 +20,12 @@ READY_S = 60.0
 
 
 class Fleet:
-    """One process of each service. `env` holds settings and whatever else they should see."""
+    """One process of each service. `env` holds settings and whatever else they should see; `executor_url`
+    gives the URL at which the executor finds the server."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, env: Mapping[str, str], executor_url: Callable[[str], str] = lambda server_url: server_url
+    ) -> None:
         self.server = nats_server.start()
         full = {
             **os.environ,
@@ -34,7 +37,8 @@ class Fleet:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "services.launcher.cli", "serve", kind],
-                env=full,
+                env=full
+                | ({"HEADRACE_NATS_URL": executor_url(self.server.url)} if kind == "executor" else {}),
                 preexec_fn=die_with_parent(),
             )
             for kind in KINDS

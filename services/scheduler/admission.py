@@ -49,10 +49,11 @@ def _admit(state: State, unit: Unit) -> bool:
         _start(state, _place(state, offers), unit)
         return True
     model = unit.request.asked.model
-    if not any(e.hello.model == model and needs.holds(e, unit) for e in executors):
-        state.waiting.park(unit)  # it was accepted for a larger executor, now gone
+    if not any(e.hello.model == model and not e.draining and needs.holds(e, unit) for e in executors):
+        state.waiting.park(unit)  # it was accepted for a larger executor, now gone or about to go
         return True
-    preempt.give_way(state, unit)
+    if preempt.give_way(state, unit):
+        return True
     state.stuck = seen
     return False
 

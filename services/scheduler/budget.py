@@ -15,7 +15,7 @@ from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
 
 COLD_TOKENS = 256  # while nothing is known of the machine
-LEAST_TOKENS = 64  # where decodes alone break the promise: or prompts would starve
+LEAST_TOKENS = 64  # where decodes alone break the promise: nothing is left to keep, and prompts would starve
 ALONE_US = 500_000  # of a step without decodes: a new request waits for its end
 TILE_ROWS = 64
 
@@ -34,9 +34,12 @@ def chunk_budget(state: State, executor: Executor, columns: Columns, first: Sequ
         return min(room, COLD_TOKENS)
     bound_us = _bound_us(state, columns)
     fits = chunk_tokens(executor.costs, columns.shape, first.computed, bound_us, hello.block_tokens, room)
-    budget = min(room, max(fits, LEAST_TOKENS))
+    if not fits:
+        alone_us = executor.costs.predict_us(columns.shape)
+        fits = hello.block_tokens if alone_us <= bound_us else LEAST_TOKENS
+    budget = min(room, fits)
     tiled = (decodes + budget) // TILE_ROWS * TILE_ROWS - decodes
-    return tiled if tiled >= LEAST_TOKENS else budget
+    return tiled if tiled >= TILE_ROWS else budget
 
 
 def _bound_us(state: State, columns: Columns) -> int:

@@ -21,6 +21,7 @@ def hello(state: State, source: str, message: ExecHello) -> None:
         ledger = Ledger(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
         state.executors[message.executor] = Executor(message, epoch, ledger)
         state.waiting.unpark(state.now_us)
+        state.stuck = ()  # the new one may have the same numbers as the old
     state.dropped.pop(message.executor, None)
     state.send(source, ExecWelcome(exec_epoch=epoch))
 

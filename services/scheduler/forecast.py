@@ -23,7 +23,7 @@ def ttft_us(state: State, asked: Tokenized, level: int) -> int:
     executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
     if not executors or any(e.costs.seen < max(SURE_STEPS, MIN_SEEN) for e in executors):
         return 0
-    waiting_tokens = state.waiting.tokens_ahead(asked.model, level)
+    waiting_tokens = state.waiting.tokens_ahead(asked.model, (asked.tenant, level))
     ahead = waiting_tokens + sum(_prompt_left(e) for e in executors) + len(asked.tokens)
     speed = sum(1_000_000_000 // max(_ns_per_token(e), 1) for e in executors)  # tokens a second
     wait_us = min(_place_us(state, e, asked, waiting_tokens // len(executors)) for e in executors)

@@ -18,12 +18,13 @@ def spare_blocks(state: State, executor: Executor) -> int:
     """Blocks that admission must leave free. None on an empty executor, or nothing large could ever start."""
     expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output
     for s in executor.running:  # once a step, over every row
-        if not s.reserved:
-            length = len(s.tokens)
-            left, most = mean + s.prompt_tokens - length, s.max_length - length
-            if left < block_tokens:
-                left = block_tokens
-            expected += left if left < most else most
+        length = len(s.tokens)
+        left, most = mean + s.prompt_tokens - length, s.max_length - length
+        if left < block_tokens:
+            left = block_tokens
+        more = length + (left if left < most else most) - (len(s.table) + s.reserved) * block_tokens
+        if more > 0:
+            expected += more
     return expected * executor.growth_pm // (1000 * block_tokens)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.costs import Costs
-from services.scheduler.pace import Pace
+from services.scheduler.pace import Pace, Speed
 from services.scheduler.state import Executor, State
 from shared.step_model import StepShape
 
@@ -93,12 +93,12 @@ def _auto(state: State, executor: Executor) -> str:
     if step < pace.probe_until:
         return "single"
     hosted = executor.host_fed > 0
-    if pace.before[1]:
+    if pace.before is not None:
         _judge(pace, step)
     elif pace.mode and hosted == pace.hosted and step - pace.since_step < DWELL_STEPS:
         return pace.mode
     elif pace.mode not in ("", "single") and pace.rows and step - pace.probed_step >= PROBE_EVERY:
-        pace.before, pace.probe_until = (pace.rows, pace.us), step + PROBE_STEPS
+        pace.before, pace.probe_until = pace.speed, step + PROBE_STEPS
         pace.measure_from = step + PROBE_STEPS // 4  # the first results are still of the mode before
         return "single"
     mode = choose(_load(state, executor), executor.costs, pace.mode)
@@ -112,10 +112,24 @@ def _auto(state: State, executor: Executor) -> str:
 
 def _judge(pace: Pace, step: int) -> None:
     """The probe is over: was the mode before it slower than single?"""
-    (rows, us), pace.before, pace.probed_step = pace.before, (0, 0), step
-    if rows * pace.us * 1000 < pace.rows * us * (1000 - WORSE_PM):
+    before, pace.before, pace.probed_step = pace.before, None, step
+    if before is not None and slower(pace.mode, before, pace.speed):
         pace.banned, pace.banned_until = pace.mode, step + PROBE_EVERY
     pace.restart()
+
+
+def slower(mode: str, of_mode: Speed, of_single: Speed) -> bool:
+    """True when a mode has done worse than single by 2 %, as far as the two can be compared: the load may
+    have changed between them. Run-ahead has the same steps, so what counts is the time around them; halves
+    have other ones, and are compared where both had the same rows."""
+    if not (of_mode.steps and of_single.steps and of_single.took_us and of_mode.took_us):
+        return False
+    if mode == "run_ahead":
+        return of_mode.us * of_single.took_us * (1000 - WORSE_PM) > of_single.us * of_mode.took_us * 1000
+    mine, other = 2 * of_mode.rows * of_single.steps, of_single.rows * of_mode.steps
+    if abs(mine - other) * 10 > other:
+        return False
+    return of_mode.rows * of_single.us * 1000 < of_single.rows * of_mode.us * (1000 - WORSE_PM)
 
 
 def _load(state: State, executor: Executor) -> Load:

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+LOAD_TOKENS = 512  # of prefix hit that one running sequence outweighs; without it all requests with a common
+# beginning pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6)
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """What an executor has for a unit."""
@@ -20,8 +24,8 @@ class Option:
 
 
 def prefix(options: Sequence[Option]) -> Option:
-    """Where most of its prompt is cached; among equals, where the most room is."""
-    return max(options, key=lambda o: (o.hit_tokens, o.room_blocks, -o.running, o.source))
+    """Where most of its prompt is cached, less what runs there; among equals, where the most room is."""
+    return max(options, key=lambda o: (o.hit_tokens - LOAD_TOKENS * o.running, o.room_blocks, o.source))
 
 
 def room(options: Sequence[Option]) -> Option:

@@ -33,8 +33,9 @@ def make_room(state: State, executor: Executor) -> None:
         pause(state, executor, victim, why, candidates)
 
 
-def give_way(state: State, unit: Unit) -> None:
-    """Pause sequences of lower classes, as many as the unit needs to start on their executor."""
+def give_way(state: State, unit: Unit) -> bool:
+    """Pause sequences of lower classes, as many as the unit needs to start on their executor. True when some
+    were: where no step is in flight their memory is free at once."""
     level, model = unit.request.level, unit.request.asked.model
     for executor in state.executors.values():
         if executor.hello.model != model or executor.draining or not any(executor.levels[level + 1 :]):
@@ -42,14 +43,16 @@ def give_way(state: State, unit: Unit) -> None:
         candidates = _candidates(executor, level + 1)
         blocks, slots = lacking(state, executor, unit)
         if max(blocks, slots) <= 0:
-            return  # enough is on its way
+            return False  # enough is on its way
         if len(candidates) < slots or sum(len(s.table) + s.reserved for s in candidates) < blocks:
             continue
         why = f"seq {unit.number} of class {unit.request.asked.slo_class} needs its place"
         for victim in state.limits.policy.the("victim")(candidates):
             pause(state, executor, victim, why, candidates)
             if max(lacking(state, executor, unit)) <= 0:
-                return
+                break
+        return True
+    return False
 
 
 def pause(state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]) -> None:
@@ -81,7 +84,8 @@ def _needy(executor: Executor) -> list[Sequence]:
         for s in executor.running
         if not s.reserved
         and s.leader is None
-        and s.opened_length <= s.computed < s.max_length
+        and s.opened_length <= s.computed
+        and s.planned_length < s.max_length
         and s.computed >= len(s.table) * block_tokens
     ]
 

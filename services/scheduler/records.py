@@ -49,6 +49,7 @@ class Request:
     shard: str = ""  # detokenizer id, "" while none is alive
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
+    risen: int = 0  # by so many classes it counts as higher: it has waited for long
     reply: Reply = field(default_factory=Reply)  # the detokenizer's stamps, once it has ended
 
     @property
@@ -62,8 +63,8 @@ class Request:
 
     @property
     def client(self) -> tuple[str, int]:
-        """Whose turn it is counts by tenant and class."""
-        return self.asked.tenant, self.level
+        """Whose turn it is counts by tenant and class, the one that it has risen to."""
+        return self.asked.tenant, self.level - self.risen
 
 
 @dataclass(slots=True)

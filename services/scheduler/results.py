@@ -136,8 +136,8 @@ def _learn(state: State, executor: Executor, flight: InFlight, result: StepResul
     """What the step says about costs. `took_us` is the device's time; beside it and the wait behind the step
     before, everything from plan to result is the loop."""
     growth.stepped(executor)
-    executor.pace.note(flight.step, len(flight.rows), state.now_us, busy=bool(executor.running))
     took_us, lived_us = result.forward_us + result.sample_us, result.end_wall_us - result.start_wall_us
+    executor.pace.note(flight.step, len(flight.rows), took_us, state.now_us, busy=bool(executor.running))
     if result.error or lived_us <= 0:
         return  # an engine that does not say
     costs, pace = executor.costs, executor.pace

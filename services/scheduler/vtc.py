@@ -24,18 +24,19 @@ class Served:
 
     def of(self, client: Client) -> int:
         """What a client has been served."""
-        return self.counters.get(client, 0)
+        return self.counters.get(client, self.floors.get(client[1], 0))
 
     def charge_input(self, client: Client, tokens: int) -> None:
         """Prompt tokens have been computed for a client."""
-        self.counters[client] = self.counters.get(client, 0) + INPUT_WEIGHT * tokens
+        self.counters[client] = self.of(client) + INPUT_WEIGHT * tokens
 
     def charge_output(self, client: Client, tokens: int) -> None:
         """A client has got tokens."""
-        self.counters[client] = self.counters.get(client, 0) + OUTPUT_WEIGHT * tokens
+        self.counters[client] = self.of(client) + OUTPUT_WEIGHT * tokens
 
     def lift(self, client: Client, least: int | None) -> None:
-        """A client asks again after it asked for nothing; `least` is the counter of the first that waits."""
+        """A client asks again after it asked for nothing; `least` is the counter of the first that waits,
+        or of the last that did."""
         level = client[1]
         floor = max(self.floors.get(level, 0), least or 0)
         self.floors[level] = floor

@@ -19,7 +19,7 @@ from services.scheduler.policy import Policy
 from services.scheduler.records import Request, Sequence
 from services.scheduler.vtc import Served
 
-Client = tuple[str, int]  # tenant, and the level it asked for: an aged unit stays in a line of its own
+Client = tuple[str, int]  # tenant, and the level it counts as: counters of two levels say nothing together
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +52,8 @@ class Line:
     clients: dict[Client, OrderedDict[int, Unit]] = field(default_factory=dict)
     heads: list[tuple[tuple[int, ...], int, Client]] = field(default_factory=list)  # rank, number, client
     ages: deque[tuple[int, Unit]] = field(default_factory=deque)  # when each counts as a class higher
+    last: Client | None = None  # whose unit left the line last
+    client_tokens: dict[Client, int] = field(default_factory=dict)  # of each that never ran
     units: int = 0
     tokens: int = 0  # prompt tokens: the choices of a request share theirs
 
@@ -78,13 +80,23 @@ class Waiting:
             for units in line.clients.values():
                 yield from units.values()
 
-    def tokens_ahead(self, model: str, level: int) -> int:
-        """Prompt tokens that wait in this class and the higher ones."""
-        return sum(line.tokens for (name, at), line in self.lines.items() if name == model and at <= level)
+    def tokens_ahead(self, model: str, client: Client) -> int:
+        """Prompt tokens that will start before what the client would add now: all of the higher classes, and
+        of its own class as much of each other client as it has waiting itself, where clients take turns."""
+        level = client[1]
+        ahead = sum(line.tokens for (name, at), line in self.lines.items() if name == model and at < level)
+        line = self.lines.get((model, level))
+        if line is None:
+            return ahead
+        own = line.client_tokens.get(client, 0)
+        if self.policy.rank != "vtc":
+            return ahead + line.tokens
+        paused = line.tokens - sum(line.client_tokens.values())
+        return ahead + paused + sum(min(tokens, own) for tokens in line.client_tokens.values())
 
     def add(self, unit: Unit, now_us: int) -> None:
         """Put a unit into the line of its class."""
-        self._put(unit, unit.request.level, now_us)
+        self._put(unit, unit.request.level if unit.resumes else unit.client[1], now_us)
 
     def remove(self, unit: Unit) -> None:
         """Take a unit out, wherever it stands."""
@@ -103,8 +115,10 @@ class Waiting:
             return
         units = line.clients[unit.client]
         del units[unit.number]
+        line.last = unit.client
+        line.client_tokens[unit.client] -= tokens_of(unit)
         if not units:
-            del line.clients[unit.client]
+            del line.clients[unit.client], line.client_tokens[unit.client]
             if not line.units:
                 line.heads.clear()
                 line.ages.clear()
@@ -148,6 +162,8 @@ class Waiting:
                 _, unit = line.ages.popleft()
                 if unit.line is line:
                     self.remove(unit)
+                    if not unit.resumes:
+                        unit.request.risen += 1
                     self._put(unit, line.level - 1, now_us)
 
     def _put(self, unit: Unit, level: int, now_us: int) -> None:
@@ -167,18 +183,29 @@ class Waiting:
         client = unit.client
         if client not in line.clients:
             self._enter(line, client, unit)
-        line.clients[client][unit.number] = unit
+        units = line.clients[client]
+        late = bool(units) and unit.order < next(reversed(units.values())).order
+        units[unit.number] = unit
+        line.client_tokens[client] = line.client_tokens.get(client, 0) + tokens_of(unit)
+        if late:  # it has risen, or was set aside: it goes before those that came after it
+            line.clients[client] = OrderedDict(sorted(units.items(), key=lambda item: item[1].order))
+            heapq.heappush(line.heads, (self._rank(unit), unit.number, client))
 
     def _enter(self, line: Line, client: Client, unit: Unit) -> None:
         """A client without a unit here gets one: it has no credit for the time when it asked for nothing."""
-        first = self._first_of(line)
-        self.served.lift(client, self.served.of(first.client) if first is not None else None)
+        first = self._head_of(line)
+        before = first.client if first is not None else line.last
+        self.served.lift(client, self.served.of(before) if before is not None else None)
         line.clients[client] = OrderedDict()
+        if len(line.heads) > 64 + 2 * len(line.clients):  # most are of clients that have left since
+            heads = {head[2]: head for head in sorted(line.heads, reverse=True) if head[2] in line.clients}
+            line.heads = sorted(heads.values())
         heapq.heappush(line.heads, (self._rank(unit), unit.number, client))
 
     def _first_of(self, line: Line) -> Unit | None:
-        if line.paused:
-            return line.paused[0]
+        return line.paused[0] if line.paused else self._head_of(line)
+
+    def _head_of(self, line: Line) -> Unit | None:
         heads = line.heads
         while heads:
             rank, number, client = heads[0]

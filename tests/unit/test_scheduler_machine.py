@@ -32,7 +32,7 @@ ENGINES, SHARDS = ("e1", "e2"), ("d1", "d2")
 CLASSES = classes.parse("interactive=100/10/0,standard=200/20/50,batch=0/50/80")
 PROCESSORS = ('{"name":"x"}',)
 SEEDS = st.integers(0, 2**32)
-PROMPTS = st.lists(st.sampled_from([(7, 7, 7, 7), (8, 8, 8, 8), (9,), (7, 8)]), min_size=1, max_size=5)
+PARTS = ((7, 7, 7, 7), (8, 8, 8, 8), (9,), (7, 8))  # of prompts
 
 
 class Machine(RuleBasedStateMachine):
@@ -79,35 +79,34 @@ class Machine(RuleBasedStateMachine):
     def excuse(self, request: str, code: int) -> None:
         self.excused.setdefault(request, set()).add(code)
 
-    def dice(self, seed: int) -> random.Random:
-        return random.Random(seed)
+    @rule(seed=SEEDS)
+    def ask(self, seed: int) -> None:
+        """A request; many share the beginning of their prompts."""
+        dice = random.Random(seed)
+        self.asked += 1
+        self.world.ask(
+            f"r{self.asked}",
+            [token for _ in range(dice.randint(1, 5)) for token in dice.choice(PARTS)],
+            dice.randint(1, 14),
+            seed=seed,
+            n=dice.choice((1, 1, 1, 2, 3)),
+            slo_class=dice.choice(classes.NAMES),
+            tenant=dice.choice(("one", "two")),
+            stops=dice.random() < 0.3,
+            processors=PROCESSORS if dice.random() < 0.3 else (),
+            timeout_us=dice.choice((30_000, 10**8, 10**8, 10**8)),
+        )
 
-    @rule(seed=SEEDS, prompts=st.lists(PROMPTS, min_size=1, max_size=3))
-    def ask(self, seed: int, prompts: list[list[tuple[int, ...]]]) -> None:
-        dice = self.dice(seed)
-        for prompt in prompts:
-            self.asked += 1
-            self.world.ask(
-                f"r{self.asked}",
-                [token for part in prompt for token in part],
-                dice.randint(1, 14),
-                seed=seed,
-                n=dice.choice((1, 1, 1, 2, 3)),
-                slo_class=dice.choice(classes.NAMES),
-                tenant=dice.choice(("one", "two")),
-                stops=dice.random() < 0.3,
-                processors=PROCESSORS if dice.random() < 0.3 else (),
-                timeout_us=dice.choice((30_000, 10**8, 10**8, 10**8)),
-            )
-
-    @rule(seed=SEEDS, results=st.integers(1, 25))
-    def flow(self, seed: int, results: int) -> None:
-        """Results come: in order, out of order, twice, and some time after each other."""
-        dice, world = self.dice(seed), self.world
+    @rule(seed=SEEDS, busy=st.floats(0, 0.4))
+    def flow(self, seed: int, busy: float) -> None:
+        """Requests, and results: in order, out of order, twice, and some time after each other."""
+        dice, world = random.Random(seed), self.world
         steady = dice.random() < 0.5
-        for _ in range(results):
+        for _ in range(dice.randint(5, 60)):
             name = dice.choice(ENGINES)
             waiting = world.results.get(name)
+            if dice.random() < busy and len(world.scheduler.state.waiting) < 12:
+                self.ask(dice.getrandbits(32))
             if waiting:
                 at = 0 if steady or dice.random() < 0.7 else dice.randrange(len(waiting))
                 result = waiting[at]
@@ -122,7 +121,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def force_pause(self, seed: int) -> None:
         """P7: whoever runs may be paused at any time."""
-        dice, state = self.dice(seed), self.world.scheduler.state
+        dice, state = random.Random(seed), self.world.scheduler.state
         for executor in state.executors.values():
             for victim in preempt._candidates(executor, 0):
                 if dice.random() < 0.5 and victim in executor.running:
@@ -145,16 +144,16 @@ class Machine(RuleBasedStateMachine):
         flights = [flight for flight in executor.in_flight if flight.step == waiting[0].step]
         hosted = [at for flight in flights for at, (s, _) in enumerate(flight.rows) if s.host_fed]
         if hosted:
-            at = self.dice(seed).choice(hosted)
+            at = random.Random(seed).choice(hosted)
             ids = waiting[0].ids[:]
             ids[at] = -1
-            waiting[0] = dataclasses.replace(waiting[0], ids=ids, row_errors=((at, "boom"),))
+            waiting[0] = dataclasses.replace(waiting[0], ids=ids, row_errors=(*waiting[0].row_errors, (at, "boom")))
             self.excuse(flights[0].rows[at][0].request.asked.request, 500)
 
     @rule(what=st.sampled_from(["cancel", "detach", "stop"]), seed=SEEDS)
     def end(self, what: str, seed: int) -> None:
         """A client or a stop string ends a request: one of the last, or one that is long over."""
-        dice, world = self.dice(seed), self.world
+        dice, world = random.Random(seed), self.world
         if not world.readers:
             return
         known = sorted(world.readers)
@@ -241,7 +240,7 @@ def test_any_history() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=examples or 300,
+            max_examples=examples or 900,
             stateful_step_count=50,
             deadline=None,
             phases=(Phase.explicit, Phase.generate),  # a failure is shown as found: shrinking takes minutes

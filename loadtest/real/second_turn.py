@@ -1,0 +1,118 @@
+"""The second turn of a conversation on the real model: its prefix is in the cache. The same messages from
+another tenant find nothing there, and are computed whole."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from loadtest.fleet import MODEL
+from loadtest.real.report import Report
+from loadtest.real.served import Body, Served, real_env, served
+from loadtest.storm import WORDS
+from services.launcher.client import Client
+from services.launcher.trace import find
+
+HISTORY_WORDS, ANSWER_TOKENS, ALLOWED = 400, 40, 1.25
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One conversation's second turn, and the same prompt cold."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    cold_cached_tokens: int
+    warm_ms: float
+    cold_ms: float
+    step_ms: float  # a step of one decoding row
+
+    @property
+    def bound_ms(self) -> float:
+        """What the second turn may take to its first text."""
+        uncached = 1 - self.cached_tokens / self.prompt_tokens
+        return self.cold_ms * uncached * ALLOWED + self.step_ms
+
+
+async def run(conversations: int, threads: int, command: str) -> Report:
+    """The table of all conversations."""
+    report = Report(
+        "second_turn",
+        "Second turn of a conversation, real model",
+        f"SmolLM2-135M-Instruct in float32, {threads} threads, five processes and a nats-server. *cold*: the "
+        "same messages from a tenant that is new, whose cache is its own. Times from sending to first text; in "
+        "brackets the engine's part. The order changes with each conversation. Bound: cold × uncached share × "
+        f"{ALLOWED} + one decode step.",
+        command,
+        ["conversation", "prompt tokens", "cached", "cold ms", "second turn ms", "bound ms"],
+    )
+    async with served(real_env(threads)) as fleet:
+        turns = [await _turn(fleet, number) for number in range(conversations + 1)][1:]
+    for number, turn in enumerate(turns, 1):
+        report.rows.append(
+            [number, turn.prompt_tokens, turn.cached_tokens, round(turn.cold_ms, 1), round(turn.warm_ms, 1),
+             round(turn.bound_ms, 1)]
+        )  # fmt: skip
+    warm, bound = (statistics.median(getattr(t, name) for t in turns) for name in ("warm_ms", "bound_ms"))
+    report.checks += [
+        (f"medians: second turn {warm:.1f} ≤ {bound:.1f} ms", warm <= bound),
+        ("nothing of the cold prompts was cached", not any(t.cold_cached_tokens for t in turns)),
+    ]
+    report.data["turns"] = [asdict(turn) for turn in turns]
+    return report
+
+
+async def _turn(fleet: Served, number: int) -> Turn:
+    stranger = await Client.open(fleet.bus, tenant=f"stranger-{number}")
+    rng = random.Random(number)
+    talk = [{"role": "user", "content": " ".join(rng.choices(WORDS, k=HISTORY_WORDS))}]
+    first = await fleet.client.complete(_body(talk, ANSWER_TOKENS, f"first-{number}"))
+    step_ms = await _step_ms(fleet, f"first-{number}")
+    more = [*talk, first["choices"][0]["message"], {"role": "user", "content": "And what else is there?"}]
+    sides = [(fleet.client, "warm"), (stranger, "cold")]
+    got = {
+        name: await _ask(client, _body(more, 2, f"{name}-{number}"))
+        for client, name in sides[:: 1 - number % 2 * 2]
+    }
+    usage = got["warm"][1]
+    return Turn(
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=_cached(usage),
+        cold_cached_tokens=_cached(got["cold"][1]),
+        warm_ms=got["warm"][0],
+        cold_ms=got["cold"][0],
+        step_ms=step_ms,
+    )
+
+
+def _body(messages: Messages, tokens: int, request: str) -> Body:
+    return {
+        "model": MODEL, "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "request_id": request,
+    }  # fmt: skip
+
+
+async def _ask(client: Client, body: Body) -> tuple[float, dict[str, Any]]:
+    """Milliseconds to the first text, and the usage."""
+    loop = asyncio.get_running_loop()
+    sent_s, first_s, usage = loop.time(), 0.0, dict[str, Any]()
+    async for frame in client.stream(body):
+        if frame["type"] == "delta":
+            first_s = first_s or loop.time()
+        elif frame["type"] == "done":
+            usage = frame["usage"]
+    return 1e3 * (first_s - sent_s), usage
+
+
+async def _step_ms(fleet: Served, request: str) -> float:
+    (steps,) = (await find(fleet.bus, request, steps=True, wait_s=5))["steps"].values()
+    rows = zip(steps["prefill_tokens"], steps["forward_us"], steps["sample_us"], strict=True)
+    return statistics.median(forward + sample for prompt, forward, sample in rows if not prompt) / 1e3
+
+
+def _cached(usage: dict[str, Any]) -> int:
+    return int(usage.get("prompt_tokens_details", {}).get("cached_tokens", 0))

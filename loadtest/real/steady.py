@@ -1,0 +1,61 @@
+"""How fast rows decode while all of them do, from the scheduler's own record of the steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+
+from loadtest.real.served import Served
+from services.launcher.trace import find
+
+FROM, TO = 0.15, 0.85  # of the rows after the last prompt chunk: at both ends not all rows are there
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """The middle of a batch's decode."""
+
+    tok_s: float
+    step_ms: float  # forward and sampling, median
+    period_ms: float  # from start to start, mean
+    idle_pct: float  # the device had no plan
+    modes: dict[str, int]  # steps
+
+
+async def steady(served: Served, request_id: str) -> Steady:
+    """Of the batch with this request."""
+    body = await find(served.bus, request_id, steps=True, wait_s=5)
+    (columns,) = body["steps"].values()
+    steps = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    last_prompt = max((i for i, step in enumerate(steps) if step["prefill_tokens"]), default=-1)
+    decodes = steps[last_prompt + 1 :]
+    all_rows, seen, window = sum(step["rows"] for step in decodes), 0, []
+    for step in decodes:
+        seen += step["rows"]
+        if FROM * all_rows <= seen <= TO * all_rows:
+            window.append(step)
+    first, rest = window[0], window[1:]
+    took_us = window[-1]["result_us"] - first["result_us"]
+    device_us = window[-1]["start_us"] - first["start_us"]
+    return Steady(
+        tok_s=sum(step["rows"] for step in rest) * 1e6 / took_us,
+        step_ms=statistics.median(s["forward_us"] + s["sample_us"] for s in window) / 1e3,
+        period_ms=device_us / len(rest) / 1e3,
+        idle_pct=100 * sum(step["wait_us"] for step in rest) / device_us,
+        modes=dict(Counter(step["mode"] for step in window)),
+    )
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Median (least … most)."""
+    middle = statistics.median(values)
+    return f"{middle:.{digits}f} ({min(values):.{digits}f}…{max(values):.{digits}f})"
+
+
+def mode_shares(found: list[Steady]) -> str:
+    """Which modes the steps were in, most first."""
+    total: Counter[str] = Counter()
+    for one in found:
+        total.update(one.modes)
+    return ", ".join(f"{mode} {100 * n / total.total():.0f} %" for mode, n in total.most_common())
