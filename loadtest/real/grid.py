@@ -62,8 +62,8 @@ async def run(points: Iterable[Point], rounds: int, tokens: int, command: str) -
         "grid",
         "Overlap grid over NATS",
         "Simulated engine (a step sleeps its time) behind five processes and a nats-server; a proxy adds the "
-        f"hop each way. Answers of {tokens} tokens end by a stop id. Medians of {rounds} rounds, the modes in "
-        "turn; ratios are of each round, median (least…most).",
+        f"hop each way. Answers of {tokens} tokens end by a stop id. Medians of {rounds} rounds, the modes "
+        "in turn; ratios are of each round, median (least…most).",
         command,
         HEAD,
     )

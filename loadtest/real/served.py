@@ -72,7 +72,8 @@ async def side_by_side(
 ) -> AsyncGenerator[dict[str, Served]]:
     """A fleet for each name. Those that are not asked are idle."""
     async with AsyncExitStack() as stack:
-        yield {name: await stack.enter_async_context(served(env, executor_url)) for name, env in envs.items()}
+        entered = [stack.enter_async_context(served(env, executor_url)) for env in envs.values()]
+        yield dict(zip(envs, await asyncio.gather(*entered), strict=True))
 
 
 def decode_bodies(name: str, rows: int, tokens: int, prompt_tokens: int = 32, **more: Any) -> list[Body]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler import fills, needs, preempt, prefix
-from services.scheduler.growth import spare_blocks
+from services.scheduler.growth import most_spare_blocks, spare_blocks
 from services.scheduler.places import Option
 from services.scheduler.records import Phase, Sequence
 from services.scheduler.state import Executor, State
@@ -61,7 +61,7 @@ def _admit(state: State, unit: Unit) -> bool:
 def _room(executor: Executor) -> tuple[int, ...]:
     """What must change before a unit that had to wait may start."""
     ledger = executor.ledger
-    return executor.step, ledger.free_blocks, ledger.reserved, ledger.free_slots
+    return executor.step, ledger.free_blocks, ledger.reserved, ledger.free_slots, executor.draining
 
 
 def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
@@ -75,8 +75,9 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     hits = prefix.lookup(executor, head)
     promises = needs.promises(state, executor, unit)
     promises[0] -= len(hits)
-    spare = spare_blocks(state, executor) if executor.running else 0
-    if not ledger.can_admit(sum(promises) + spare, len(promises), ledger.free_taken_by(hits)):
+    blocks, slots, taken = sum(promises), len(promises), ledger.free_taken_by(hits)
+    plenty = ledger.can_admit(blocks + most_spare_blocks(state, executor), slots, taken)
+    if not plenty and not ledger.can_admit(blocks + spare_blocks(state, executor), slots, taken):
         return None
     room = ledger.free_blocks - ledger.reserved
     option = Option(executor.source, len(hits) * hello.block_tokens, room, len(executor.running))

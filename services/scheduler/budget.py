@@ -32,7 +32,7 @@ def chunk_budget(state: State, executor: Executor, columns: Columns, first: Sequ
     room = min(room, max(state.limits.step_tokens - decodes, hello.block_tokens))
     if executor.costs.seen < MIN_SEEN:
         return min(room, COLD_TOKENS)
-    bound_us = _bound_us(state, columns)
+    bound_us = _bound_us(state, executor, columns)
     fits = chunk_tokens(executor.costs, columns.shape, first.computed, bound_us, hello.block_tokens, room)
     if not fits:
         alone_us = executor.costs.predict_us(columns.shape)
@@ -42,11 +42,11 @@ def chunk_budget(state: State, executor: Executor, columns: Columns, first: Sequ
     return tiled if tiled >= TILE_ROWS else budget
 
 
-def _bound_us(state: State, columns: Columns) -> int:
-    """The shortest time between tokens that was promised to a row of this step; two_batch takes two steps
-    for it."""
+def _bound_us(state: State, executor: Executor, columns: Columns) -> int:
+    """The shortest time between tokens that was promised to a class that runs; two_batch takes two steps for
+    it."""
     if not columns.sampled:
         return ALONE_US
-    levels = {sequence.request.level for sequence, _ in columns.sampled}
-    bound_us = min(state.limits.classes[level].tbt_us for level in levels)
+    running = zip(state.limits.classes, executor.levels, strict=True)
+    bound_us = min(slo.tbt_us for slo, count in running if count)
     return bound_us if columns.half is None else bound_us // 2

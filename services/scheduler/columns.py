@@ -58,6 +58,7 @@ class Columns:
             self.table_counts.append(len(table) - sequence.table_sent)
             self.table_blocks.extend(table[sequence.table_sent :])
             sequence.table_sent = len(table)
+            sequence.room = len(table) * block_tokens
         return True
 
     def plan(self, executor: Executor) -> StepPlan:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 LOAD_TOKENS = 512  # of prefix hit that one running sequence outweighs; without it all requests with a common
 # beginning pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6)
 

@@ -62,13 +62,13 @@ def ready_rows(executor: Executor, ahead: bool, half: int | None) -> tuple[list[
 def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: list[Sequence]) -> int:
     """One device-fed row for each of these sequences. This loop runs for each row of each step, hence the
     local names."""
-    block_tokens, room = executor.hello.block_tokens, executor.hello.max_step_tokens
+    room = executor.hello.max_step_tokens
     slots, starts, sampled = columns.slots, columns.starts, columns.sampled
     for sequence in decodes:
         if len(slots) == room:
             break
         start = sequence.computed
-        if start >= len(sequence.table) * block_tokens or sequence.table_sent < len(sequence.table):
+        if start >= sequence.room:  # a new block, or a table that the executor has not seen
             unsent = len(sequence.table) - sequence.table_sent
             if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
                 continue  # a fork of a long prompt: its table travels with a later step
@@ -79,7 +79,7 @@ def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: li
         starts.append(start)
         sampled.append((sequence, sequence.placement))
         sequence.computed = start + 1
-        sequence.planned_length += 1
+        sequence.planned_length = start + 2
         sequence.steps += 1
     count = len(slots)
     columns.counts.extend([1] * count)
@@ -99,6 +99,9 @@ def _add_chunks(
         if budget <= 0:
             break
         prefix.catch_up(executor, sequence)
+        unsent = len(sequence.table) - sequence.table_sent
+        if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
+            continue  # a hit of a long prefix: its table travels with a later step
         count = min(budget, sequence.opened_length - sequence.computed)
         _add_chunk(state, executor, columns, sequence, count)
         budget -= count
@@ -120,7 +123,8 @@ def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Seq
     prefix.register(executor, sequence, sequence.computed)
     if sequence.prefilling:
         return
-    followers = [s for s in executor.running if s.leader is sequence]
+    alone = sequence.request.asked.n == 1
+    followers = [] if alone else [s for s in executor.running if s.leader is sequence]
     for sampled in (sequence, *followers):
         columns.sample_rows.append(row)
         columns.sample_slots.append(sampled.slot)

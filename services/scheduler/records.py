@@ -100,6 +100,7 @@ class Sequence:
     generation: int = 0  # of the slot
     table: list[int] = field(default_factory=list)
     table_sent: int = 0  # entries of the table that the executor has
+    room: int = 0  # tokens that fit into those
     reserved: int = 0  # blocks promised and not yet allocated
     opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
     opened_after: int = 0  # the executor's last step then: up to it none touched this slot
@@ -148,7 +149,7 @@ class Sequence:
         self.reach = max(self.reach, min(self.computed, len(self.tokens)))
         self.placement += 1
         self.executor, self.slot, self.leader = "", -1, None
-        self.table, self.table_sent, self.registered, self.reserved = [], 0, 0, 0
+        self.table, self.table_sent, self.room, self.registered, self.reserved = [], 0, 0, 0, 0
         self.opened_length = self.computed = self.planned_length = 0
 
     def decide(self, now_us: int, what: str, why: str, **numbers: int) -> None:

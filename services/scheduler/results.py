@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from services.scheduler import closing, growth
 from services.scheduler.leaving import wait_again, withdraw
-from services.scheduler.records import Phase, Sequence
+from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, InFlight, State
 from services.scheduler.steps import StepRecord
 from shared.messages import StepResult, Tokens, floats, ints
@@ -54,43 +55,49 @@ def _apply(state: State, executor: Executor, result: StepResult) -> None:
     if result.error:
         _fail_step(state, executor, result)
         return
-    broken = dict(result.row_errors)
-    batches: dict[str, _Batch] = {}
     over: list[tuple[Sequence, str]] = []
-    tops = _tops(result)
-    wasted = 0
+    given = _give(state, executor, flight, result, over)
+    state.meter.wasted_rows += len(flight.rows) - given
+    state.meter.generated_tokens += given
+    _end(state, executor, over)
+
+
+def _give(
+    state: State, executor: Executor, flight: InFlight, result: StepResult, over: list[tuple[Sequence, str]]
+) -> int:
+    """Append each row's token to its sequence and send them on; how many there were. A row of an earlier
+    placement gives nothing. This loop runs for each row of each step, hence the local names."""
+    outgoing = _Outgoing(state, executor, result)
+    shard, batch, given, now_us = "", _Batch(), 0, state.now_us
     for index, (sequence, placement) in enumerate(flight.rows):
         token = result.ids[index]
-        if sequence.placement != placement or sequence.phase is not Phase.RUNNING or token < 0:
-            if broken and index in broken and sequence.placement == placement and sequence.live:
-                over.append((sequence, broken[index]))
-            wasted += 1
+        if sequence.placement != placement or token < 0:
             continue
-        shard = sequence.request.shard
-        if shard:
-            batch = batches.get(shard) or batches.setdefault(shard, _Batch())
-            if len(batch.seqs) == MAX_ROWS:
-                state.send(f"detokenizer.{shard}", _message(executor, result.step, batch))
-                batch = batches[shard] = _Batch()
+        given += 1
+        tokens, request = sequence.tokens, sequence.request
+        if request.shard:
+            if request.shard != shard or len(batch.ids) == MAX_ROWS:
+                shard, batch = request.shard, outgoing.batch(request.shard)
             batch.seqs.append(sequence.seq)
-            batch.first.append(len(sequence.tokens) - sequence.prompt_tokens)
+            batch.first.append(len(tokens) - sequence.prompt_tokens)
             batch.ids.append(token)
             if result.logprobs:
-                _add_logprobs(batch, result, index, tops)
-        sequence.tokens.append(token)
-        sequence.last_token_us = state.now_us
+                outgoing.add_logprobs(batch, index)
+        tokens.append(token)
+        sequence.last_token_us = now_us
         if token in sequence.stop_ids:
             over.append((sequence, "stop"))
-        elif len(sequence.tokens) >= sequence.max_length:
+        elif len(tokens) >= sequence.max_length:
             over.append((sequence, "length"))
         if not sequence.first_token_us:
-            sequence.first_token_us = state.now_us
-            state.meter.ttft_us.add(state.now_us - sequence.request.arrival_us)
-    state.meter.wasted_rows += wasted
-    state.meter.generated_tokens += len(flight.rows) - wasted
-    for shard, batch in batches.items():
-        state.send(f"detokenizer.{shard}", _message(executor, result.step, batch))
-    _end(state, executor, over)
+            sequence.first_token_us = now_us
+            state.meter.ttft_us.add(now_us - request.arrival_us)
+    outgoing.send()
+    for index, why in result.row_errors:
+        sequence, placement = flight.rows[index]
+        if sequence.placement == placement:
+            over.append((sequence, why))
+    return given
 
 
 def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> None:
@@ -162,33 +169,49 @@ def _fail_step(state: State, executor: Executor, result: StepResult) -> None:
     executor.ledger.forget_cache()
 
 
-def _tops(result: StepResult) -> list[int]:
-    """Where each row's alternatives start in `top_ids`."""
-    starts, at = [], 0
-    for count in result.top_counts:
-        starts.append(at)
-        at += count
-    return starts
+class _Outgoing:
+    """The tokens of one step on their way to the detokenizer shards."""
 
+    def __init__(self, state: State, executor: Executor, result: StepResult) -> None:
+        self._state = state
+        self._executor = executor
+        self._result = result
+        self._batches: dict[str, _Batch] = {}
+        self._tops = list(accumulate(result.top_counts, initial=0))  # where each row's alternatives start
 
-def _add_logprobs(batch: _Batch, result: StepResult, index: int, tops: list[int]) -> None:
-    batch.logprobs.append(result.logprobs[index])
-    count, start = result.top_counts[index], tops[index]
-    batch.top_counts.append(count)
-    batch.top_ids.extend(result.top_ids[start : start + count])
-    batch.top_logprobs.extend(result.top_logprobs[start : start + count])
+    def batch(self, shard: str) -> _Batch:
+        """A batch of a shard with room for a row."""
+        batch = self._batches.setdefault(shard, _Batch())
+        if len(batch.ids) == MAX_ROWS:
+            self._send(shard, batch)
+            batch = self._batches[shard] = _Batch()
+        return batch
 
+    def add_logprobs(self, batch: _Batch, index: int) -> None:
+        """The logprobs of a row, for the id that was just added."""
+        result, start = self._result, self._tops[index]
+        batch.logprobs.append(result.logprobs[index])
+        count = result.top_counts[index]
+        batch.top_counts.append(count)
+        batch.top_ids.extend(result.top_ids[start : start + count])
+        batch.top_logprobs.extend(result.top_logprobs[start : start + count])
 
-def _message(executor: Executor, step: int, batch: _Batch) -> Tokens:
-    return Tokens(
-        executor=executor.hello.executor,
-        step=step,
-        seqs=batch.seqs,
-        first=batch.first,
-        counts=ints([1]) * len(batch.seqs),
-        ids=batch.ids,
-        logprobs=batch.logprobs,
-        top_counts=batch.top_counts,
-        top_ids=batch.top_ids,
-        top_logprobs=batch.top_logprobs,
-    )
+    def send(self) -> None:
+        """Everything that is left."""
+        for shard, batch in self._batches.items():
+            self._send(shard, batch)
+
+    def _send(self, shard: str, batch: _Batch) -> None:
+        message = Tokens(
+            executor=self._executor.hello.executor,
+            step=self._result.step,
+            seqs=batch.seqs,
+            first=batch.first,
+            counts=ints([1]) * len(batch.seqs),
+            ids=batch.ids,
+            logprobs=batch.logprobs,
+            top_counts=batch.top_counts,
+            top_ids=batch.top_ids,
+            top_logprobs=batch.top_logprobs,
+        )
+        self._state.send(f"detokenizer.{shard}", message)

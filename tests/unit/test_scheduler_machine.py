@@ -42,7 +42,9 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        limits = dataclasses.replace(any_limits(data), classes=CLASSES, step_tokens=data.draw(st.integers(4, 80)))
+        limits = dataclasses.replace(
+            any_limits(data), classes=CLASSES, step_tokens=data.draw(st.integers(4, 80))
+        )
         self.world = World(limits, shards=SHARDS, took_us=data.draw(st.sampled_from([0, 200, 5_000])))
         self.world.checks += [*ALL, Turns()]
         self.sizes = {
@@ -147,7 +149,9 @@ class Machine(RuleBasedStateMachine):
             at = random.Random(seed).choice(hosted)
             ids = waiting[0].ids[:]
             ids[at] = -1
-            waiting[0] = dataclasses.replace(waiting[0], ids=ids, row_errors=(*waiting[0].row_errors, (at, "boom")))
+            waiting[0] = dataclasses.replace(
+                waiting[0], ids=ids, row_errors=(*waiting[0].row_errors, (at, "boom"))
+            )
             self.excuse(flights[0].rows[at][0].request.asked.request, 500)
 
     @rule(what=st.sampled_from(["cancel", "detach", "stop"]), seed=SEEDS)
@@ -166,7 +170,9 @@ class Machine(RuleBasedStateMachine):
             return
         self.excuse(asked.request, 499)
         cancel = Cancel(tenant=asked.tenant, request=asked.request)
-        world.handle(Arrived("client", cancel) if what == "cancel" else Arrived(shard, Detached(seqs=ints([seq]))))
+        world.handle(
+            Arrived("client", cancel) if what == "cancel" else Arrived(shard, Detached(seqs=ints([seq])))
+        )
 
     @rule(engine=st.sampled_from(ENGINES), how=st.sampled_from(["crash", "back", "restart", "lost", "drain"]))
     def executor(self, engine: str, how: str) -> None:

@@ -1,0 +1,69 @@
+"""How many prompt tokens a step takes: hand-computed from a cost that is known exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from scheduler_world import World
+from test_overlap import Known
+
+from services.scheduler.budget import COLD_TOKENS, LEAST_TOKENS, chunk_budget
+from services.scheduler.columns import Columns
+from services.scheduler.fills import Share
+from services.scheduler.state import Limits
+from shared.step_model import StepModel
+
+PER_TOKEN = StepModel(weights_us=0, token_ns=100_000)  # 100 us a token
+
+
+def budget(decodes: int, share: str = "budget", **more: int) -> int:
+    """The chunk budget beside so many decodes of class standard: 100 ms between tokens."""
+    world = World(Limits(step_tokens=more.get("step_tokens", 4_096)))
+    world.add_engine(slots=256, blocks=2_048, max_step_tokens=4_096, block_tokens=16, max_context=4_096)
+    (executor,) = world.scheduler.state.executors.values()
+    for i in range(decodes + 1):
+        world.ask(f"r{i}", [5] * 40, 3)
+    running = list(executor.running)
+    executor.costs = Known(PER_TOKEN, 0)
+    executor.costs.seen = more.get("seen", 1_000)
+    columns = Columns("run_ahead", more.get("half"))
+    for s in running[:decodes]:
+        columns.slots.append(s.slot)
+        columns.starts.append(0)
+        columns.counts.append(1)
+        columns.sampled.append((s, s.placement))
+    return chunk_budget(world.scheduler.state, executor, columns, running[-1], Share(True, share))  # type: ignore[arg-type]  # a literal
+
+
+def test_the_most_that_keeps_the_time_between_tokens() -> None:
+    # 100 ms hold 1,000 tokens: 936 beside 64 decodes, 928 in blocks of 16; with them 992, in tiles of 64: 960
+    assert budget(64) == 960 - 64
+
+
+def test_half_of_it_where_steps_alternate() -> None:
+    # 50 ms hold 500 tokens: 436 beside 64 decodes, in blocks 432; 496 in tiles: 448
+    assert budget(64, half=0) == 448 - 64
+
+
+def test_decodes_alone_may_take_long_but_prompts_go_on() -> None:
+    model = StepModel(weights_us=200_000, token_ns=1)
+    assert model.weights_us > 100_000
+    assert budget(200, step_tokens=201) == 16  # one block, though the step is full of decodes
+    assert LEAST_TOKENS <= budget(200) <= 1_000 - 200
+
+
+def test_a_cold_start_is_careful() -> None:
+    assert budget(8, seen=0) == COLD_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("share", "tokens"), [("whole", lambda decodes: 4_096 - decodes), ("block", lambda decodes: 16)]
+)
+def test_other_shares(share: str, tokens: Callable[[int], int]) -> None:
+    assert budget(8, share) == tokens(8)
+
+
+def test_alone_it_may_take_half_a_second() -> None:
+    # 5,000 tokens fit in 500 ms: the step's own limit counts, 4,096
+    assert budget(0) == 4_096

@@ -1,0 +1,74 @@
+"""Policies by name: what is found, what a wrong name says, and what the small ones decide."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler import fills, places, promises
+from services.scheduler.fills import STALL_US, Share, View
+from services.scheduler.places import Option
+from services.scheduler.policy import WHERE, Policy, load, parse
+from shared.errors import SetupError
+
+
+def test_every_name_is_a_function() -> None:
+    found = {load(kind, name) for kind, (_, names) in WHERE.items() for name in names}
+    assert len(found) == sum(len(names) for _, names in WHERE.values())
+
+
+def test_what_is_not_named_stays() -> None:
+    assert str(parse("")) == "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix"
+    assert parse("kv=reserve, rank=fcfs") == Policy(kv="reserve", rank="fcfs")
+    assert parse("fill=static", Policy(kv="reserve")) == Policy(fill="static", kv="reserve")
+
+
+def test_a_policy_of_ones_own() -> None:
+    policy = parse("kv=services.scheduler.promises:reserve")
+    assert policy.the("kv") is promises.reserve
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("speed=high", "there is no 'speed', only rank, fill, kv, victim, place"),
+        ("rank=best", "rank='best' is none of vtc, fcfs, nor module:function"),
+        ("rank=no.such:thing", "cannot be loaded"),
+        ("rank=services.scheduler.ranks:nothing", "cannot be loaded"),
+        ("rank=services.scheduler.fills:STALL_US", "is not a function"),
+    ],
+)
+def test_a_wrong_policy_says_what_is_wrong(text: str, why: str) -> None:
+    with pytest.raises(SetupError, match=why):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("fill", "view", "share"),
+    [
+        (fills.mixed, View(3, 2, 0), Share(True, "budget")),
+        (fills.prefill_first, View(3, 2, 0), Share(False, "whole")),
+        (fills.prefill_first, View(3, 2, STALL_US), Share(True, "none")),
+        (fills.prefill_first, View(3, 0, 0), Share(True, "none")),
+        (fills.decode_first, View(3, 2, 0), Share(True, "block")),
+        (fills.decode_first, View(0, 2, 0), Share(True, "whole")),
+        (fills.static, View(3, 2, 0), Share(False, "whole")),
+        (fills.static, View(3, 0, 0), Share(True, "whole")),
+    ],
+)
+def test_what_a_step_is_made_of(fill: object, view: View, share: Share) -> None:
+    assert fill(view) == share  # type: ignore[operator]  # one of the functions above
+
+
+def test_promises() -> None:
+    sizes = [(3, 20, 4), (4, 20, 4), (20, 20, 4)]
+    assert [promises.on_demand(*size) for size in sizes] == [1, 2, 5]
+    assert [promises.reserve(*size) for size in sizes] == [5, 5, 5]
+
+
+def test_places() -> None:
+    load = places.LOAD_TOKENS
+    options = [Option("e1", 0, 9, 1), Option("e2", 2 * load + 1, 5, 3), Option("e3", 2 * load + 1, 6, 3)]
+    assert places.prefix(options).source == "e3"
+    assert places.prefix([*options, Option("e4", 2 * load, 9, 2)]).source == "e4"
+    assert places.room(options).source == "e1"
+    assert places.room([Option("e1", 0, 9, 2), Option("e2", 0, 9, 1)]).source == "e2"

@@ -1,0 +1,111 @@
+"""Who is paused, when and why; and what must not wait for want of another event."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_world import World
+
+from services.scheduler import classes
+from services.scheduler.events import PeerDraining, Ticked
+from services.scheduler.policy import Policy
+from services.scheduler.records import PIN_AFTER
+from services.scheduler.state import Limits
+
+NEVER = classes.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
+
+
+def pauses(world: World, request: str) -> int:
+    return sum(s.pauses for s in world.scheduler.state.requests["public", request].sequences)
+
+
+def test_the_latest_of_the_lowest_class_is_paused() -> None:
+    world = World(Limits(classes=NEVER))
+    world.add_engine(blocks=9, slots=3)
+    world.ask("batch", [5, 6], 20, slo_class="batch")
+    world.ask("late", [5, 7], 20, slo_class="standard")
+    world.ask("early", [5, 8], 20, slo_class="interactive")
+    counts = {"batch": 0, "late": 0, "early": 0}
+    for _ in range(200):
+        for name in counts:
+            if ("public", name) in world.scheduler.state.requests:
+                counts[name] = max(counts[name], pauses(world, name))
+        world.deliver()
+    assert counts["early"] == 0
+    assert 0 < counts["batch"] <= PIN_AFTER
+    for name in counts:
+        world.assert_answers(name)
+    world.assert_idle()
+
+
+def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
+    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve")))
+    world.add_engine(blocks=8, slots=2)
+    world.ask("batch", [5] * 4, 12, slo_class="batch")
+    world.ask("standard", [6] * 4, 12)
+    world.ask("now", [7] * 4, 12, slo_class="interactive")
+    assert (pauses(world, "batch"), pauses(world, "standard")) == (1, 0)
+    decision = next(s for s in world.scheduler.state.sequences.values() if s.pauses).decisions[-1]
+    assert decision.what == "pause"
+    assert "class interactive needs its place; latest of 2: seq 1 (batch" in decision.why
+    world.ask("another", [8] * 4, 12, slo_class="standard")
+    assert (pauses(world, "standard"), pauses(world, "now")) == (0, 0), "nobody for one of the same class"
+    world.run()
+    for name in ("batch", "standard", "now", "another"):
+        world.assert_answers(name)
+
+
+@pytest.mark.parametrize("overlap", ["single", "run_ahead", "two_batch"])
+def test_who_takes_a_place_where_no_step_is_in_flight_starts_at_once(overlap: str) -> None:
+    """Found by the machine: the result that let a higher class pause the only one that ran was the last
+    event; nothing was in flight, so nothing came that would have started anybody."""
+    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve"), overlap=overlap))
+    world.add_engine(blocks=8, slots=3)
+    world.ask("first", [4] * 4, 2, slo_class="interactive")  # 2 blocks
+    world.ask("batch", [5] * 4, 20, slo_class="batch")  # 6 blocks
+    world.ask("large", [6] * 4, 28, slo_class="interactive")  # all 8: it needs both to go
+    world.run()
+    for name in ("first", "batch", "large"):
+        world.assert_answers(name)
+    world.assert_idle()
+
+
+def test_whose_last_token_is_on_its_way_needs_no_block() -> None:
+    """Its KV ends at a block boundary: the token after it is the last, and is never computed."""
+    world = World(Limits(classes=NEVER, window=4, overlap="run_ahead"))
+    world.add_engine(blocks=4, slots=2)
+    world.ask("other", [5] * 3, 5)  # 2 blocks in all
+    world.ask("ends", [6] * 5, 4)  # 8 tokens of KV: 2 blocks
+    (executor,) = world.scheduler.state.executors.values()
+    together = 0
+    while world.deliver():
+        together = max(together, len(executor.running))
+    assert together == 2
+    assert world.scheduler.state.meter.preemptions == 0
+    for name in ("other", "ends"):
+        world.assert_answers(name)
+
+
+def test_whom_a_draining_executor_alone_could_hold_holds_up_nobody() -> None:
+    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve", place="room")))
+    world.add_engine("large", blocks=16, slots=1)
+    world.add_engine("little", blocks=4, slots=1)
+    world.ask("runs", [5] * 20, 20)
+    world.ask("large", [6] * 20, 20)
+    world.handle(PeerDraining("executor", "large"))
+    world.ask("small", [7], 3)
+    assert [s.request.asked.request for s in world.scheduler.state.executors["little"].running] == ["small"]
+
+
+def test_a_new_incarnation_with_the_same_numbers_takes_who_waits() -> None:
+    """Admission remembers what it saw when the first had to wait; an executor that has done nothing yet
+    looks the same before and after its restart."""
+    world = World(Limits(classes=NEVER))
+    world.add_engine("e1")
+    world.add_engine("e2")
+    world.handle(PeerDraining("executor", "e1"))
+    world.ask("a", [5], 3)
+    world.crash("e2")
+    world.handle(Ticked())
+    world.add_engine("e1", epoch=2)
+    world.run()
+    world.assert_answers("a")
