@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduler_world import World
 
-from services.scheduler import classes
+from services.scheduler import classes, preempt
 from services.scheduler.events import PeerDraining, Ticked
 from services.scheduler.policy import Policy
 from services.scheduler.records import PIN_AFTER
@@ -72,17 +72,13 @@ def test_who_takes_a_place_where_no_step_is_in_flight_starts_at_once(overlap: st
 def test_whose_last_token_is_on_its_way_needs_no_block() -> None:
     """Its KV ends at a block boundary: the token after it is the last, and is never computed."""
     world = World(Limits(classes=NEVER, window=4, overlap="run_ahead"))
-    world.add_engine(blocks=4, slots=2)
-    world.ask("other", [5] * 3, 5)  # 2 blocks in all
-    world.ask("ends", [6] * 5, 4)  # 8 tokens of KV: 2 blocks
+    world.add_engine()
+    world.ask("ends", [6] * 5, 4)
     (executor,) = world.scheduler.state.executors.values()
-    together = 0
-    while world.deliver():
-        together = max(together, len(executor.running))
-    assert together == 2
-    assert world.scheduler.state.meter.preemptions == 0
-    for name in ("other", "ends"):
-        world.assert_answers(name)
+    assert [(s.computed, len(s.table), s.planned_length) for s in executor.running] == [(8, 2, 9)]
+    assert preempt._needy(executor) == []
+    world.run()
+    world.assert_answers("ends")
 
 
 def test_whom_a_draining_executor_alone_could_hold_holds_up_nobody() -> None:
