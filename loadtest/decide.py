@@ -3,9 +3,9 @@
     python -m loadtest.decide [--steps 2000] [--clients 50] [--json OUT] [--profile]
 
 Requests come in and end all the time, so that both numbers hold. The engine is a fake that answers each plan
-at once with the ids of a hash; its time and the building of requests are not counted. Times are CPU times of the
-thread (what another process takes is not the scheduler's), wall times beside them. The arms are measured in
-turns, round by round.
+at once with the ids of a hash; its time and the building of requests are not counted. Times are CPU times of
+the thread (what another process takes is not the scheduler's), wall times beside them. The arms are measured
+in turns, round by round.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ Run = Callable[[Args, str], Coroutine[None, None, Report]]
 
 
 def _two_batch(args: Args, command: str) -> Coroutine[None, None, Report]:
-    return two_batch.run(two_batch.Size(args.rows, args.rounds, args.threads, args.scale), command)
+    size = two_batch.Size(args.rows, args.rounds, args.threads, args.scale, tuple(args.cases))
+    return two_batch.run(size, command)
 
 
 def _grid(args: Args, command: str) -> Coroutine[None, None, Report]:
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="two_batch, grid")
     parser.add_argument("--threads", type=int, default=2, help="of the real model")
     parser.add_argument("--rows", type=int, default=16, help="two_batch")
+    parser.add_argument("--cases", nargs="+", default=[], choices=[case.name for case in two_batch.CASES])
     parser.add_argument("--scale", type=float, default=1.0, help="two_batch, grid: of the answers' lengths")
     parser.add_argument("--grid-tokens", type=int, default=300, help="grid: of an answer")
     parser.add_argument("--points", type=_point, nargs="+", help="grid: rows:step_us:hop_us")

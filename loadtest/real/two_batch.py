@@ -41,13 +41,14 @@ class Size:
     rounds: int = 3
     threads: int = 2
     scale: float = 1.0  # of the answers
+    cases: tuple[str, ...] = ()  # by name; all
 
 
 CASES = (
     Case("none", "real model, device-fed", "", {}, 20),
     Case("wait", "real model, 20 ms a step", "wait", {"ms": 20}, 20),
     Case("in_turn", "real model, 20 ms a row in turn", "in_turn", {"ms": 20}, 12),
-    Case("sim_5", "simulated, 5 ms a row in turn", "wait", {}, 24, "smollm2-cpu,host_row=5000"),
+    Case("sim_5", "simulated, 5 ms a row in turn", "wait", {}, 16, "smollm2-cpu,host_row=5000"),
 )
 WARM_UP_TOKENS = {"single": 4, "two_batch": 4, "auto": 40}  # `auto` is to know the costs
 
@@ -64,11 +65,12 @@ async def run(size: Size, command: str) -> Report:
         ["rows on the host", "single tok/s", "two_batch tok/s", "two_batch / single", "auto / single",
          "auto took", "step ms single", "step ms half", "idle % single", "idle % two_batch"],
     )  # fmt: skip
-    for sim in sorted({case.sim for case in CASES}):
+    cases = [case for case in CASES if not size.cases or case.name in size.cases]
+    for sim in sorted({case.sim for case in cases}):
         base = env_of(backend="sim", sim=sim, logits_processors=WAIT) if sim else real_env(size.threads)
         envs = {mode: base | env_of(overlap=mode, slo=NO_BOUNDS) for mode in MODES}
         async with side_by_side(envs) as fleets:
-            for case in (case for case in CASES if case.sim == sim):
+            for case in (case for case in cases if case.sim == sim):
                 await _case(case, size, fleets, report)
     return report
 

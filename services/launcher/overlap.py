@@ -18,6 +18,7 @@ from shared.errors import UnknownRequest
 from shared.spans import covered_us
 
 STEPS = 8  # drawn
+RAN = ("prefill", "decode")  # spans of a request while it has steps of its own: in the queue it has none
 TRANSPORT, HOST = "transport", "host"
 COMPUTE = ("compute A", "compute B")
 LANES = (TRANSPORT, *COMPUTE, HOST)
@@ -51,8 +52,9 @@ class Piece:
 def overlap(body: Body, most: int = STEPS) -> Body:
     """The steps in the middle of a request, as pieces on lanes, and how much was hidden; times count from
     the first piece. Raises UnknownRequest when none of its steps is kept any more."""
-    spans = body["spans"]
-    middle_us = (spans[0]["start_us"] + spans[0]["end_us"]) // 2
+    whole, *stages = body["spans"]
+    ran = [span for span in stages if span["name"] in RAN] or [whole]
+    middle_us = (min(span["start_us"] for span in ran) + max(span["end_us"] for span in ran)) // 2
     executor, steps = _steps(body)
     if not steps:
         raise UnknownRequest(f"no step of {body['request_id']!r} is kept any more: ask sooner")

@@ -28,7 +28,11 @@ async def record(target: Target, out: Path, scheduler: str, seconds: float | Non
     async with connected(target.nats_url) as bus:
         chosen = scheduler or await _only_scheduler(bus)
         with _created(out) as file:
-            await record_from(bus, chosen, Recording(file), seconds)
+            try:
+                await record_from(bus, chosen, Recording(file), seconds)
+            finally:
+                if not file.tell():
+                    out.unlink()  # or a second try would find it there
             say(f"{out} has {file.tell()} bytes of {chosen}: headrace replay {out}")
 
 
@@ -41,7 +45,9 @@ async def record_from(bus: Bus, scheduler: str, into: Recording, seconds: float 
         try:
             await asyncio.wait_for(into.begun.wait(), WAIT_S)
         except TimeoutError:
-            raise Unavailable(f"no snapshot of {scheduler} came: see `headrace status`") from None
+            raise Unavailable(
+                f"no snapshot of {scheduler} came within {WAIT_S:g} s: see `headrace status`"
+            ) from None
         say(f"recording {scheduler}" + ("" if seconds is not None else "; Ctrl-C ends it"))
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # Ctrl-C ends it well
             async with asyncio.timeout(seconds):
@@ -60,7 +66,8 @@ async def _ask_snapshot(bus: Bus, scheduler: str) -> None:
         await bus.request(subjects.events_snapshot(scheduler), b"", timeout_us=int(WAIT_S * 1e6))
     except NoResponders:
         raise Unavailable(
-            f"the scheduler {scheduler} publishes no event log: start it with --event-log nats"
+            f"no scheduler {scheduler} publishes an event log: start it with --event-log nats; "
+            "`headrace status` shows which there are"
         ) from None
 
 

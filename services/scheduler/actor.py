@@ -110,6 +110,7 @@ class SchedulerActor(Actor):
             self._ticking.cancel()
         if self._recorder is not None:
             self._recorder.close()
+            self._recorder = None  # what neighbours say until the process ends is not of the log
         if self._metrics is not None:
             self._metrics.put(gauges.readings(self._core.state))
             await asyncio.to_thread(self._metrics.stop, METRICS_FLUSH_S)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler import fills, needs, preempt, prefix
+from services.scheduler import needs, preempt, prefix
 from services.scheduler.growth import most_spare_blocks, spare_blocks
-from services.scheduler.places import Option
+from services.scheduler.policies import fills
+from services.scheduler.policies.places import Option
 from services.scheduler.records import Phase, Sequence
 from services.scheduler.state import Executor, State
 from services.scheduler.waiting import Unit

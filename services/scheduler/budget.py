@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from services.scheduler.columns import Columns
 from services.scheduler.costs import chunk_tokens
-from services.scheduler.fills import Share
 from services.scheduler.overlap import MIN_SEEN
+from services.scheduler.policies.fills import Share
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
 

@@ -147,7 +147,7 @@ def _kept_waiting(state: State, request: Request) -> tuple[str, int]:
     """What a client is told whose request could not begin in time, and when to retry, ms."""
     waited_s = (state.now_us - request.arrival_us) / 1e6
     message = (
-        f"waited {waited_s:g} s in the queue, the limit of class {request.asked.slo_class}: nothing was "
+        f"waited {waited_s:.1f} s in the queue, the limit of class {request.asked.slo_class}: nothing was "
         "computed; try again later, or ask in class batch"
     )
     return message, max(1_000, int(waited_s * 500))

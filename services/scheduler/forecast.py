@@ -8,7 +8,10 @@ Ahead are the prompts that run and those that wait in its class and higher ones.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from services.scheduler.overlap import MIN_SEEN
+from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
 from shared.blocks import blocks_for
 from shared.messages import Tokenized
@@ -18,15 +21,25 @@ CHUNK_TOKENS = 256
 SURE_STEPS = 64  # seen by an executor before anybody is refused on its account
 
 
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What has to start on one executor, up to and with the request in question."""
+
+    level: int
+    slots: int
+    tokens: int
+
+
 def ttft_us(state: State, asked: Tokenized, level: int) -> int:
     """The predicted time to the first token; 0 while too little is known."""
     executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
     if not executors or any(e.costs.seen < max(SURE_STEPS, MIN_SEEN) for e in executors):
         return 0
-    waiting_tokens = state.waiting.tokens_ahead(asked.model, (asked.tenant, level))
-    ahead = waiting_tokens + sum(_prompt_left(e) for e in executors) + len(asked.tokens)
+    units, tokens = state.waiting.ahead(asked.model, (asked.tenant, level))
+    ahead = tokens + sum(_prompt_left(e) for e in executors) + len(asked.tokens)
     speed = sum(1_000_000_000 // max(_ns_per_token(e), 1) for e in executors)  # tokens a second
-    wait_us = min(_place_us(state, e, asked, waiting_tokens // len(executors)) for e in executors)
+    queue = Queue(level, units // len(executors) + asked.n, tokens // len(executors) + len(asked.tokens))
+    wait_us = min(_place_us(state, e, queue) for e in executors)
     return ahead * 1_000_000 // max(speed, 1) + wait_us + min(e.costs.loop_us for e in executors)
 
 
@@ -47,23 +60,24 @@ def _ns_per_token(executor: Executor) -> int:
     return executor.costs.predict_us(shape) * 1000 // CHUNK_TOKENS
 
 
-def _place_us(state: State, executor: Executor, asked: Tokenized, waiting_tokens: int) -> int:
-    """Until slots and blocks for those that wait and for this request are free."""
-    ledger, block_tokens = executor.ledger, executor.hello.block_tokens
-    units = len(state.waiting) // max(len(state.executors), 1)
-    blocks = blocks_for(waiting_tokens + len(asked.tokens), block_tokens)
-    lack_blocks = blocks - (ledger.free_blocks - ledger.reserved)
-    lack_slots = units + asked.n - ledger.free_slots
-    if lack_blocks <= 0 and lack_slots <= 0:
-        return 0
-    left = sorted((max(min(state.mean_output, s.max_length - s.prompt_tokens) - s.generated, 1), s.seq,
-                   len(s.table)) for s in executor.running)  # fmt: skip
+def _place_us(state: State, executor: Executor, queue: Queue) -> int:
+    """Until slots and blocks for all of the queue are free. Lower classes give theirs up at once."""
+    ledger = executor.ledger
+    stay = [s for s in executor.running if s.request.level <= queue.level or s.pinned]
+    gone = len(executor.running) - len(stay)
+    given = sum(len(s.table) for s in executor.running) - sum(len(s.table) for s in stay)
+    slots = queue.slots - ledger.free_slots - gone
+    blocks = blocks_for(queue.tokens, ledger.block_tokens) - (ledger.free_blocks - ledger.reserved) - given
     steps = 0
-    for tokens, _, held in left:
-        lack_blocks, lack_slots, steps = lack_blocks - held, lack_slots - 1, tokens
-        if lack_blocks <= 0 and lack_slots <= 0:
+    for tokens, held in sorted((_left(state, s), len(s.table)) for s in stay):
+        if slots <= 0 and blocks <= 0:
             break
-    else:  # those that wait come and go in turn, too
-        rounds = -(-max(lack_slots, 0) // max(len(left), 1))
-        steps += rounds * state.mean_output
-    return steps * (executor.pace.step_us or 1)
+        slots, blocks, steps = slots - 1, blocks - held, tokens
+    if slots > 0:  # those that wait come and go in turn, too
+        steps += -(-slots // max(len(stay) + gone, 1)) * state.mean_output
+    return steps * executor.pace.step_us
+
+
+def _left(state: State, s: Sequence) -> int:
+    """Tokens until the sequence ends, by the mean of all."""
+    return max(min(state.mean_output, s.max_length - s.prompt_tokens) - s.generated, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.growth import spare_blocks
-from services.scheduler.promises import reserve
+from services.scheduler.policies.promises import reserve
 from services.scheduler.state import Executor, State
 from services.scheduler.waiting import Unit
 

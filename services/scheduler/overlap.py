@@ -63,7 +63,8 @@ def choose(load: Load, costs: Costs, present: str) -> str:
         return "two_batch"
     if costs.seen < MIN_SEEN or not load.rows:
         return "single" if load.host_fed else "run_ahead"
-    rates = {mode: rate(mode, load, costs) for mode in MODES}
+    modes = [mode for mode in MODES if mode != "run_ahead" or load.host_fed < load.rows]  # or none runs ahead
+    rates = {mode: rate(mode, load, costs) for mode in modes}
     best = max(rates, key=lambda mode: rates[mode])
     if present in rates and rates[best] * 1000 < rates[present] * (1000 + MARGIN_PM):
         return present
@@ -92,10 +93,11 @@ def _auto(state: State, executor: Executor) -> str:
     pace, step = executor.pace, executor.step
     if step < pace.probe_until:
         return "single"
-    hosted = executor.host_fed > 0
+    rows, hosted = len(executor.running), executor.host_fed > 0
+    alike = hosted == pace.hosted and rows <= 2 * pace.since_rows <= 4 * rows  # a burst is another load
     if pace.before is not None:
         _judge(pace, step)
-    elif pace.mode and hosted == pace.hosted and step - pace.since_step < DWELL_STEPS:
+    elif pace.mode and alike and step - pace.since_step < DWELL_STEPS:
         return pace.mode
     elif pace.mode not in ("", "single") and pace.rows and step - pace.probed_step >= PROBE_EVERY:
         pace.before, pace.probe_until = pace.speed, step + PROBE_STEPS
@@ -106,7 +108,7 @@ def _auto(state: State, executor: Executor) -> str:
         mode = "single"
     if mode != pace.mode:
         pace.restart()
-    pace.mode, pace.since_step, pace.hosted = mode, step, hosted
+    pace.mode, pace.since_step, pace.since_rows, pace.hosted = mode, step, rows, hosted
     return mode
 
 

@@ -21,6 +21,7 @@ class Pace:
 
     mode: str = ""
     since_step: int = 0  # the mode was chosen then
+    since_rows: int = 0  # so many ran then
     hosted: bool = False  # some rows were host-fed then
     half: int = 1  # micro-batch of the last step of two_batch: the first is A
     step_us: int = 0  # a step's time, a moving average

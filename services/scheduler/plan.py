@@ -5,8 +5,8 @@ from __future__ import annotations
 from services.scheduler import overlap, preempt, prefix
 from services.scheduler.budget import chunk_budget
 from services.scheduler.columns import MAX_TABLE_ENTRIES, Columns, fork
-from services.scheduler.fills import Share, View
 from services.scheduler.halves import balance
+from services.scheduler.policies.fills import Share, View
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, InFlight, State
 

@@ -1,4 +1,5 @@
-"""The policies: pure functions, each known by a name, each replaceable in the configuration.
+"""The policies: pure functions, each known by a name, each replaceable in the configuration. They are in
+`policies/`, a file for each kind.
 
     policy = "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix"
 
@@ -21,11 +22,11 @@ from typing import Any
 from shared.errors import SetupError
 
 WHERE = {
-    "rank": ("services.scheduler.ranks", ("vtc", "fcfs")),
-    "fill": ("services.scheduler.fills", ("mixed", "prefill_first", "decode_first", "static")),
-    "kv": ("services.scheduler.promises", ("on_demand", "reserve")),
-    "victim": ("services.scheduler.victims", ("latest",)),
-    "place": ("services.scheduler.places", ("prefix", "room")),
+    "rank": ("services.scheduler.policies.ranks", ("vtc", "fcfs")),
+    "fill": ("services.scheduler.policies.fills", ("mixed", "prefill_first", "decode_first", "static")),
+    "kv": ("services.scheduler.policies.promises", ("on_demand", "reserve")),
+    "victim": ("services.scheduler.policies.victims", ("latest",)),
+    "place": ("services.scheduler.policies.places", ("prefix", "room")),
 }
 
 

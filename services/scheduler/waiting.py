@@ -80,19 +80,21 @@ class Waiting:
             for units in line.clients.values():
                 yield from units.values()
 
-    def tokens_ahead(self, model: str, client: Client) -> int:
-        """Prompt tokens that will start before what the client would add now: all of the higher classes, and
-        of its own class as much of each other client as it has waiting itself, where clients take turns."""
+    def ahead(self, model: str, client: Client) -> tuple[int, int]:
+        """Units, and their prompt tokens, that will start before what the client would add now: all of higher
+        classes, and of its own as much of each other client as it has itself, where they take turns."""
         level = client[1]
-        ahead = sum(line.tokens for (name, at), line in self.lines.items() if name == model and at < level)
+        higher = [line for (name, at), line in self.lines.items() if name == model and at < level]
+        units, tokens = sum(line.units for line in higher), sum(line.tokens for line in higher)
         line = self.lines.get((model, level))
         if line is None:
-            return ahead
-        own = line.client_tokens.get(client, 0)
+            return units, tokens
         if self.policy.rank != "vtc":
-            return ahead + line.tokens
-        paused = line.tokens - sum(line.client_tokens.values())
-        return ahead + paused + sum(min(tokens, own) for tokens in line.client_tokens.values())
+            return units + line.units, tokens + line.tokens
+        own_units, own_tokens = len(line.clients.get(client, ())), line.client_tokens.get(client, 0)
+        units += len(line.paused) + sum(min(len(of), own_units) for of in line.clients.values())
+        tokens += line.tokens - sum(line.client_tokens.values())
+        return units, tokens + sum(min(of, own_tokens) for of in line.client_tokens.values())
 
     def add(self, unit: Unit, now_us: int) -> None:
         """Put a unit into the line of its class."""

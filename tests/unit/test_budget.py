@@ -10,7 +10,7 @@ from test_overlap import Known
 
 from services.scheduler.budget import COLD_TOKENS, LEAST_TOKENS, chunk_budget
 from services.scheduler.columns import Columns
-from services.scheduler.fills import Share
+from services.scheduler.policies.fills import Share
 from services.scheduler.state import Limits
 from shared.step_model import StepModel
 

@@ -21,7 +21,7 @@ from services.scheduler.overlap import (
 )
 from services.scheduler.pace import Pace
 from services.scheduler.state import Limits
-from shared.step_model import H200_8B, StepModel, StepShape
+from shared.step_model import H200_8B, SMOLLM2_CPU, StepModel, StepShape
 
 
 class Known(Costs):
@@ -62,6 +62,14 @@ def test_rates_by_hand() -> None:
 )
 def test_an_8b_on_an_h200_with_a_host_processor_of_30_us_a_row(rows: int, hosted: int, mode: str) -> None:
     assert choose(load(rows, hosted), Known(H200_8B, 300, 30), "") == mode
+
+
+def test_rows_that_all_wait_for_the_host_have_nothing_to_run_ahead_with() -> None:
+    """Where run-ahead would take them by halves it would do as well as two_batch; but nothing parts them."""
+    costs = Known(SMOLLM2_CPU, 2_000, 5_000)
+    by_halves, two_batch = (rate(mode, load(16, 16, 160), costs) for mode in ("run_ahead", "two_batch"))
+    assert by_halves == pytest.approx(two_batch, rel=1e-3)
+    assert choose(load(16, 16, 160), costs, "run_ahead") == "two_batch"
 
 
 def test_two_stages_are_fed_by_two_batches() -> None:
@@ -118,6 +126,22 @@ def test_a_mode_is_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     found = modes(world, 3 * DWELL_STEPS, monkeypatch, {0: "run_ahead", 5: "two_batch"})
     assert found.index("two_batch") == DWELL_STEPS
     assert set(found[DWELL_STEPS:]) == {"two_batch"}
+
+
+def test_a_mode_is_not_kept_for_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen for two rows, it is kept for four and not for five."""
+    world = World()
+    world.add_engine()
+    (executor,) = world.scheduler.state.executors.values()
+    for rows, best, found in (
+        (2, "single", "single"),
+        (4, "two_batch", "single"),
+        (5, "two_batch", "two_batch"),
+    ):
+        monkeypatch.setattr(executor, "running", [None] * rows)
+        monkeypatch.setattr(overlap, "_load", lambda state, executor: None)
+        monkeypatch.setattr(overlap, "choose", lambda load, costs, present, best=best: best)
+        assert overlap.mode_of(world.scheduler.state, executor)[0] == found
 
 
 @pytest.mark.parametrize(("probe_us", "banned"), [(9_700, True), (9_900, False)])

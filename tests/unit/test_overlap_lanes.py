@@ -28,7 +28,7 @@ def step(number: int, start: int, **more: Any) -> dict[str, Any]:
 
 def body(*steps: dict[str, Any], start_us: int = 0, end_us: int = 60 * MS) -> dict[str, Any]:
     columns = {name: [s[name] for s in steps] for name in COLUMNS}
-    spans = [{"start_us": start_us, "end_us": end_us}]
+    spans = [{"name": "request", "start_us": start_us, "end_us": end_us}]
     return {"request_id": "r", "spans": spans, "steps": {"e1": columns}, "window": 2}
 
 
@@ -80,6 +80,17 @@ def test_the_steps_are_those_in_the_middle_of_the_request() -> None:
     assert shown == set(range(1, 9))
     late = overlap(body(*steps, start_us=900 * MS, end_us=2_000 * MS))
     assert {p["step"] for p in late["pieces"]} == set(range(93, 101))
+
+
+def test_the_time_in_the_queue_has_no_steps_of_the_request() -> None:
+    steps = [step(i, 10 * i) for i in range(1, 101)]
+    asked = body(*steps, start_us=0, end_us=1_000 * MS)
+    asked["spans"] += [
+        {"name": "queue", "start_us": 0, "end_us": 800 * MS},
+        {"name": "prefill", "start_us": 800 * MS, "end_us": 820 * MS},
+        {"name": "decode", "start_us": 820 * MS, "end_us": 1_000 * MS},
+    ]
+    assert {p["step"] for p in overlap(asked)["pieces"]} == set(range(86, 94))
 
 
 def test_the_executor_with_most_steps_is_shown() -> None:

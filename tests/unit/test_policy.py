@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler import fills, places, promises
-from services.scheduler.fills import STALL_US, Share, View
-from services.scheduler.places import Option
+from services.scheduler.policies import fills, places, promises
+from services.scheduler.policies.fills import STALL_US, Share, View
+from services.scheduler.policies.places import Option
 from services.scheduler.policy import WHERE, Policy, load, parse
 from shared.errors import SetupError
 
@@ -23,7 +23,7 @@ def test_what_is_not_named_stays() -> None:
 
 
 def test_a_policy_of_ones_own() -> None:
-    policy = parse("kv=services.scheduler.promises:reserve")
+    policy = parse("kv=services.scheduler.policies.promises:reserve")
     assert policy.the("kv") is promises.reserve
 
 
@@ -33,8 +33,8 @@ def test_a_policy_of_ones_own() -> None:
         ("speed=high", "there is no 'speed', only rank, fill, kv, victim, place"),
         ("rank=best", "rank='best' is none of vtc, fcfs, nor module:function"),
         ("rank=no.such:thing", "cannot be loaded"),
-        ("rank=services.scheduler.ranks:nothing", "cannot be loaded"),
-        ("rank=services.scheduler.fills:STALL_US", "is not a function"),
+        ("rank=services.scheduler.policies.ranks:nothing", "cannot be loaded"),
+        ("rank=services.scheduler.policies.fills:STALL_US", "is not a function"),
     ],
 )
 def test_a_wrong_policy_says_what_is_wrong(text: str, why: str) -> None:

@@ -63,18 +63,23 @@ class Plain:
         rank = (served,) if self.rank == "vtc" and not unit.resumes else ()
         return level, not unit.resumes, *rank, unit.request.arrival_us, unit.number
 
-    def ahead(self, model: str, client: tuple[str, int]) -> int:
-        """All of the higher classes, and of each client of this one as much as `client` has itself."""
-        higher, paused, queued = 0, 0, dict[str, int]()
+    def ahead(self, model: str, client: tuple[str, int]) -> tuple[int, int]:
+        """Units and tokens: all of the higher classes, and of each client of this one as much as `client` has
+        itself."""
+        first: list[int] = []
+        queued: dict[str, list[int]] = {}
         for unit, level, _ in self.units:
             if unit.request.asked.model == model and level <= client[1]:
-                tokens, tenant = len(unit.sequences[0].tokens), unit.request.asked.tenant
-                higher += tokens if level < client[1] else 0
-                paused += tokens if level == client[1] and unit.resumes else 0
-                if level == client[1] and not unit.resumes:
-                    queued[tenant] = queued.get(tenant, 0) + tokens
-        most = queued.get(client[0], 0) if self.rank == "vtc" else sum(queued.values())
-        return higher + paused + sum(min(tokens, most) for tokens in queued.values())
+                tokens = len(unit.sequences[0].tokens)
+                if level < client[1] or unit.resumes:
+                    first.append(tokens)
+                else:
+                    queued.setdefault(unit.request.asked.tenant, []).append(tokens)
+        own = queued.get(client[0], [])
+        in_turn = self.rank == "vtc"
+        units = [min(len(of), len(own)) if in_turn else len(of) for of in queued.values()]
+        tokens_of = [min(sum(of), sum(own)) if in_turn else sum(of) for of in queued.values()]
+        return len(first) + sum(units), sum(first) + sum(tokens_of)
 
     def remove(self, unit: Unit) -> None:
         self.units = [entry for entry in self.units if entry[0] is not unit]
@@ -89,7 +94,7 @@ def compare(waiting: Waiting, plain: Plain) -> None:
     for model in MODELS:
         assert waiting.first(model) is plain.first(model)
         for client in (("a", 0), ("b", 1), ("c", 2), ("nobody", 1)):
-            assert waiting.tokens_ahead(model, client) == plain.ahead(model, client)
+            assert waiting.ahead(model, client) == plain.ahead(model, client)
 
 
 @pytest.mark.parametrize("rank", ["vtc", "fcfs"])

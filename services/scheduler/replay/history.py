@@ -153,7 +153,7 @@ def read_history(records: Iterable[log.Record]) -> History:
             history = history or _begun(core, record.now_us)
             history.take(record)
     if history is None or not history.asked:
-        raise LogError("the log has no request: record while some are served")
+        raise LogError("the log has no snapshot or no request after it: record while some are served")
     return history
 
 

@@ -92,7 +92,7 @@ def rerun(records: Iterable[log.Record]) -> Report:
             break
     run.report.wall_us = (time.perf_counter_ns() - started) // 1000
     if run.core is None:
-        raise LogError("the log has no whole snapshot: nothing can be computed from it")
+        raise LogError("the log has no whole snapshot, or is none: nothing can be computed from it")
     return run.report
 
 

@@ -45,6 +45,8 @@ class FileSink:
 
 
 def _create(path: Path) -> tuple[Path, BinaryIO]:
+    if path.is_dir():
+        raise SetupError(f"the event log {path} is a folder: name a file in `event_log`")
     tried, number = path, 1
     while True:
         try:
