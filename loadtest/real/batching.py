@@ -79,7 +79,7 @@ async def run(size: Size, command: str) -> Report:
         env = real_env(size.threads) | env_of(policy=f"fill={fill}")
         async with served(env) as fleet:
             reads = await _all(fleet, asked)
-        report.rows.append([fill, *_figures(reads)])
+        report.add([fill, *_figures(reads)])
         report.data.setdefault("requests", {})[fill] = [asdict(read) for read in reads]
     return report
 

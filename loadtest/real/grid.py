@@ -115,7 +115,7 @@ def _add(report: Report, point: Point, found: Found, tokens: int) -> None:
     gain, of_best = found.ratios("auto", ["single"]), found.ratios("auto", ["single", "run_ahead"])
     of_ideal = [one / ideal for one in gain]
     idle = {mode: statistics.median(one.idle_pct for one in of) for mode, of in found.rounds.items()}
-    report.rows.append(
+    report.add(
         [point.rows, point.hop_us / 1e3, round(step_ms, 2), round(loop_ms, 2), round(ideal, 3),
          round(found.speed("single"), 1), spread(gain, 3), spread(of_best, 3), spread(of_ideal, 3),
          mode_shares(found.rounds["auto"]), round(idle["single"], 2), round(idle["auto"], 2),

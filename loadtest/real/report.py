@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,11 @@ class Report:
     rows: list[list[Any]] = field(default_factory=list)
     checks: list[tuple[str, bool]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, row: list[Any]) -> None:
+        """One more row, said at once to who waits."""
+        self.rows.append(row)
+        print(*row, sep=" | ", file=sys.stderr, flush=True)
 
     def markdown(self) -> str:
         """The page."""

@@ -58,7 +58,7 @@ async def run(conversations: int, threads: int, command: str) -> Report:
         warm = f"{turn.warm_ms:.1f} ({turn.warm_engine_ms:.1f})"
         cold = f"{turn.cold_ms:.1f} ({turn.cold_engine_ms:.1f})"
         tail = [f"{turn.step_ms:.1f}", f"{turn.bound_ms:.1f}"]
-        report.rows.append([number, turn.prompt_tokens, turn.cached_tokens, cold, warm, *tail])
+        report.add([number, turn.prompt_tokens, turn.cached_tokens, cold, warm, *tail])
     took, bound = (statistics.median(getattr(t, name) for t in turns) for name in ("warm_ms", "bound_ms"))
     report.checks += [
         (f"medians: second turn {took:.1f} ≤ {bound:.1f} ms", took <= bound),

@@ -14,7 +14,7 @@ from shared import subjects
 from shared.nats_bus import NatsBus
 
 Body = dict[str, Any]
-WAIT = "wait=services.executor.processors:Wait,in_turn=loadtest.host_lane:WaitInTurn"
+WAIT = "wait=services.executor.processors:Wait,in_turn=loadtest.wait_in_turn:WaitInTurn"
 ANSWER_S = 0.3  # for the status of services on this machine
 
 

@@ -86,7 +86,7 @@ async def _case(case: Case, size: Size, fleets: Mapping[str, Served], report: Re
     ratios = [two / one for one, two in zip(speeds["single"], speeds["two_batch"], strict=True)]
     by_auto = [auto / one for one, auto in zip(speeds["single"], speeds["auto"], strict=True)]
     single, two = found["single"], found["two_batch"]
-    report.rows.append(
+    report.add(
         [case.label, spread(speeds["single"], 1), spread(speeds["two_batch"], 1), spread(ratios),
          spread(by_auto), mode_shares(found["auto"]), _median(single, "step_ms"), _median(two, "step_ms"),
          _median(single, "idle_pct"), _median(two, "idle_pct")]

@@ -44,7 +44,7 @@ class Pending:
     plan: StepPlan
     logits: Tensor | None = None  # [samples, vocab]
     padding_rows: int = 0
-    forwarded: Event | None = None  # marks the forward's end on a GPU, for rows that need the host
+    forwarded: Event | None = None  # marks the forward's end on a GPU
     due_s: float = 0.0  # sim: when the forward ends, on the monotonic clock
 
 

@@ -1,7 +1,8 @@
 """Logits processors over the rows of a step on a torch device: to the host, through them, and back.
 
 On a GPU the rows of one half must not queue behind the other half's forward. So an event marks the end of
-their own forward, and all that follows it runs on a stream beside the one that computes.
+their own forward, and all that follows it runs on a stream beside the one that computes. That holds for
+steps without such rows, too: on the host lane they may be sampled when the next forward is queued already.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class HostRows:
         """Forget a slot. Closing an unknown slot does nothing."""
         self._chains.close(slot)
 
-    def forwarded(self, slots: Sequence[int]) -> torch.cuda.Event | None:
-        """Mark the end of a forward whose rows need the host, on a GPU."""
-        if self._stream is None or not self._chains.rows_of(slots):
+    def forwarded(self) -> torch.cuda.Event | None:
+        """Mark the end of a forward, on a GPU."""
+        if self._stream is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch annotates it not
         event.record()
@@ -70,7 +71,7 @@ class HostRows:
         if not rows:
             return Processed(logits, 0, {})
         at = torch.tensor(rows, device=logits.device)
-        host = logits[at].cpu()
+        host = self._to_host(logits[at])
         began_ns = time.monotonic_ns()
         failed = self._chains.run(
             [HostRow(slots[row], tokens(slots[row]), host[k]) for k, row in enumerate(rows)],
@@ -80,5 +81,11 @@ class HostRows:
         for k in failed:
             host[k] = 0  # a token is drawn from it, and not used
         changed = logits.clone()
-        changed[at] = host.to(logits.device)
+        changed[at] = host.to(logits.device, non_blocking=True)
         return Processed(changed, host_us, {rows[k]: why for k, why in failed.items()})
+
+    def _to_host(self, logits: Tensor) -> Tensor:
+        """A copy of its own, in pinned memory where there is a GPU: PINNED."""
+        if self._stream is None:
+            return logits.cpu()
+        return torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)

@@ -23,7 +23,7 @@ MAX_WAIT_MS = 10_000
 
 class LogitsProcessor(Protocol):
     """One for each sequence and request entry. Called on the host thread of the executor, once a row; an
-    error ends this sequence alone."""
+    error ends the request that it belongs to, and no other."""
 
     def process(self, generated: Sequence[int], logits: Tensor) -> Tensor:
         """The logits to sample from: `logits` `[vocab]`, float32, on the CPU, changed in place or not, or

@@ -33,6 +33,7 @@ class Slots:
         self.done = torch.zeros(count, dtype=torch.bool, device=device)
         self._max_length = torch.zeros(count, dtype=torch.int64, device=device)
         self._stop_ids = torch.full((count, 1), _NO_TOKEN, dtype=torch.int64, device=device)
+        self._outgrown: list[Tensor] = []  # narrower stop ids: freed memory would be written by others
         self._tokens: dict[int, Ints] = {}
         self._spare = spare
         self._max_context = max_context
@@ -99,9 +100,11 @@ class Slots:
         have = self._stop_ids.shape[1]
         if len(stop_ids) > have:
             more = self._stop_ids.new_full((len(self._stop_ids), len(stop_ids) - have), _NO_TOKEN)
-            narrow, self._stop_ids = self._stop_ids, torch.cat((self._stop_ids, more), 1)
-            if narrow.is_cuda:  # a sample on another stream may be reading it
-                torch.cuda.synchronize()
+            wider = torch.cat((self._stop_ids, more), 1)
+            if wider.is_cuda:  # a sample on another stream may read either one at any moment
+                torch.cuda.current_stream().synchronize()
+                self._outgrown.append(self._stop_ids)
+            self._stop_ids = wider
         self._stop_ids[slot] = _NO_TOKEN
         if stop_ids:
             self._stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, device=self._stop_ids.device)

@@ -138,7 +138,7 @@ class TorchBackend:
             return Pending(plan=plan)
         batch = self._batches.build(plan)
         logits = self._model.forward(batch, self._cache.tensor)
-        forwarded = self._host_rows.forwarded(plan.sample_slots)
+        forwarded = self._host_rows.forwarded()
         return Pending(plan=plan, logits=logits, padding_rows=batch.padding, forwarded=forwarded)
 
     @torch.inference_mode()

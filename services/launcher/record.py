@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,11 +29,7 @@ async def record(target: Target, out: Path, scheduler: str, seconds: float | Non
     async with connected(target.nats_url) as bus:
         chosen = scheduler or await _only_scheduler(bus)
         with _created(out) as file:
-            try:
-                await record_from(bus, chosen, Recording(file), seconds)
-            finally:
-                if not file.tell():
-                    out.unlink()  # or a second try would find it there
+            await record_from(bus, chosen, Recording(file), seconds)
             say(f"{out} has {file.tell()} bytes of {chosen}: headrace replay {out}")
 
 
@@ -104,10 +101,18 @@ async def _only_scheduler(bus: Bus) -> str:
     return found[0]
 
 
-def _created(path: Path) -> BinaryIO:
+@contextlib.contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which goes again if nothing was written: a second try would find it there."""
     try:
-        return path.open("xb")
+        file = path.open("xb")
     except FileExistsError:
         raise BadRequest(f"{path} is there already: name another file") from None
     except OSError as error:
-        raise BadRequest(f"{path} cannot be written: {error.strerror}") from None
+        raise BadRequest(f"{path} cannot be written ({error.strerror}): name another file") from None
+    with file:
+        try:
+            yield file
+        finally:
+            if not file.tell():
+                path.unlink()

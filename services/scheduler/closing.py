@@ -76,6 +76,7 @@ def expire(state: State) -> None:
         elif state.now_us >= sequence.request.deadline_us:
             fail(state, sequence.request, 408, _late(sequence.request))
         else:
+            state.meter.count_rejected(429)
             fail(state, sequence.request, 429, *_kept_waiting(state, sequence.request))
     _forget_until(state.tombstones, state.now_us)
     while state.refused and (first := next(iter(state.refused.items())))[1][0] <= state.now_us:

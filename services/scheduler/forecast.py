@@ -36,15 +36,16 @@ def ttft_us(state: State, asked: Tokenized, level: int) -> int:
     if not executors or any(e.costs.seen < max(SURE_STEPS, MIN_SEEN) for e in executors):
         return 0
     units, tokens = state.waiting.ahead(asked.model, (asked.tenant, level))
-    ahead = tokens + sum(_prompt_left(e) for e in executors) + len(asked.tokens)
+    ahead = tokens + sum(_prompt_left(e, level) for e in executors) + len(asked.tokens)
     speed = sum(1_000_000_000 // max(_ns_per_token(e), 1) for e in executors)  # tokens a second
     queue = Queue(level, units // len(executors) + asked.n, tokens // len(executors) + len(asked.tokens))
     wait_us = min(_place_us(state, e, queue) for e in executors)
     return ahead * 1_000_000 // max(speed, 1) + wait_us + min(e.costs.loop_us for e in executors)
 
 
-def _prompt_left(executor: Executor) -> int:
-    return sum(max(s.opened_length - s.computed, 0) for s in executor.running if s.leader is None)
+def _prompt_left(executor: Executor, level: int) -> int:
+    ahead = [s for s in executor.running if s.leader is None and s.request.level <= level]
+    return sum(max(s.opened_length - s.computed, 0) for s in ahead)
 
 
 def _ns_per_token(executor: Executor) -> int:

@@ -39,7 +39,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
     state.requests[key] = request
     unit = Unit(request, list(request.sequences), request.sequences[0].seq)
     for sequence in request.sequences:
-        sequence.unit = unit
+        sequence.unit = unit.number
         state.due.watch(closing.due_at_us(sequence), sequence.seq)
     state.waiting.add(unit, state.now_us)
     _accept(state, source, asked)

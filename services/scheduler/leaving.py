@@ -27,5 +27,5 @@ def withdraw(state: State, sequence: Sequence, known_tokens: int) -> None:
 def wait_again(state: State, sequence: Sequence) -> None:
     """Queue a sequence that has left its executor, with all its tokens, ahead of those that never ran."""
     sequence.phase = Phase.WAITING
-    sequence.unit = Unit(sequence.request, [sequence], sequence.seq, resumes=True)
-    state.waiting.add(sequence.unit, state.now_us)
+    sequence.unit = sequence.seq
+    state.waiting.add(Unit(sequence.request, [sequence], sequence.unit, resumes=True), state.now_us)

@@ -93,9 +93,10 @@ def _add_chunks(
     state: State, executor: Executor, columns: Columns, prompts: list[Sequence], share: Share
 ) -> None:
     """Prompt chunks, those that have begun first, up to the chunk budget."""
+    prompts = sorted(prompts, key=lambda s: s.prefill_chunks == 0)  # a cached prefix is no beginning
     budget = chunk_budget(state, executor, columns, prompts[0], share)
     state.meter.budget_tokens = budget
-    for sequence in sorted(prompts, key=lambda s: s.computed == 0):
+    for sequence in prompts:
         if budget <= 0:
             break
         prefix.catch_up(executor, sequence)

@@ -14,6 +14,7 @@ A name with a colon, `module:function`, is a policy of your own; it must be impo
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -21,12 +22,20 @@ from typing import Any
 
 from shared.errors import SetupError
 
-WHERE = {
-    "rank": ("services.scheduler.policies.ranks", ("vtc", "fcfs")),
-    "fill": ("services.scheduler.policies.fills", ("mixed", "prefill_first", "decode_first", "static")),
-    "kv": ("services.scheduler.policies.promises", ("on_demand", "reserve")),
-    "victim": ("services.scheduler.policies.victims", ("latest",)),
-    "place": ("services.scheduler.policies.places", ("prefix", "room")),
+WHERE = {  # module, names, arguments
+    "rank": ("services.scheduler.policies.ranks", ("vtc", "fcfs"), ("unit", "served_tokens")),
+    "fill": (
+        "services.scheduler.policies.fills",
+        ("mixed", "prefill_first", "decode_first", "static"),
+        ("view",),
+    ),
+    "kv": (
+        "services.scheduler.policies.promises",
+        ("on_demand", "reserve"),
+        ("tokens", "max_length", "block_tokens"),
+    ),
+    "victim": ("services.scheduler.policies.victims", ("latest",), ("candidates",)),
+    "place": ("services.scheduler.policies.places", ("prefix", "room"), ("options",)),
 }
 
 
@@ -61,10 +70,21 @@ def parse(text: str, base: Policy | None = None) -> Policy:
     return policy
 
 
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    """True when it can be called with so many arguments, as far as can be told."""
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # of a builtin that does not say
+    return True
+
+
 @cache
 def load(kind: str, name: str) -> Callable[..., Any]:
     """The function of a kind by its name. Raises SetupError."""
-    module, names = WHERE[kind]
+    module, names, _ = WHERE[kind]
     if ":" in name:
         module, _, name = name.partition(":")
     elif name not in names:
@@ -75,6 +95,10 @@ def load(kind: str, name: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise SetupError(f"setting policy: {kind}={module}:{name} cannot be loaded: {error}") from error
-    if not callable(found):
-        raise SetupError(f"setting policy: {kind}={module}:{name} is not a function")
+    arguments = WHERE[kind][2]
+    if not callable(found) or not _takes(found, len(arguments)):
+        raise SetupError(
+            f"setting policy: {kind}={module}:{name} is no function of ({', '.join(arguments)}): see "
+            f"{WHERE[kind][0].replace('.', '/')}.py"
+        )
     return found  # type: ignore[no-any-return]  # each kind has its own signature, see its file

@@ -10,14 +10,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from shared import telemetry
 from shared.messages import Chunk, Close, Decision, Timings, Tokenized, Usage
 from shared.request_spans import LEAVES, Reply
-
-if TYPE_CHECKING:
-    from services.scheduler.waiting import Unit
 
 MAX_DECISIONS = 64  # kept for the trace: they travel in one Close
 MAX_CHUNKS = 32  # likewise; later ones count as part of the last
@@ -91,7 +87,7 @@ class Sequence:
     max_length: int
     stop_ids: frozenset[int]
     host_fed: bool = False  # its next input needs the host: planned again only after its result
-    unit: Unit | None = None  # the one it was last queued in
+    unit: int = 0  # the number of the one it was last queued in
     half: int = 0  # micro-batch A or B, where steps alternate
     phase: Phase = Phase.WAITING
     placement: int = 0  # counts placements: rows of an earlier one are ignored

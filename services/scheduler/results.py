@@ -102,12 +102,12 @@ def _give(
 
 def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> None:
     for sequence, reason in over:
+        if not sequence.live:
+            continue  # another choice of its request has failed, and the request with it
         if reason in ("stop", "length"):
             closing.finish(state, sequence, sequence.generated, reason)
         else:
-            closing.fail_one(
-                state, sequence, 500, f"a logits processor on {executor.source} failed: {reason}"
-            )
+            closing.fail(state, sequence.request, 500, f"{executor.source}: {reason}")
 
 
 def _note(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:

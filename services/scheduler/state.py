@@ -32,7 +32,7 @@ class Limits:
     overlap: str = "auto"  # auto, single, run_ahead, two_batch: see overlap.py
     step_tokens: int = 1024  # most tokens of one step: decode rows and prompt chunks together
     max_waiting: int = 1024  # requests
-    max_waiting_tokens: int = 1_000_000
+    max_waiting_tokens: int = 1_048_576
     policy: Policy = field(default_factory=Policy)
     classes: tuple[SloClass, ...] = field(default_factory=lambda: classes.parse(""))
 

@@ -67,18 +67,15 @@ class Waiting:
     served: Served = field(default_factory=Served)
     lines: dict[tuple[str, int], Line] = field(default_factory=dict)
     parked: list[Unit] = field(default_factory=list)
+    units: dict[int, Unit] = field(default_factory=dict)  # all of them by number
     held_tokens: int = 0  # of all sequences that wait: what they take of our memory
 
     def __len__(self) -> int:
-        return len(self.parked) + sum(line.units for line in self.lines.values())
+        return len(self.units)
 
     def __iter__(self) -> Iterator[Unit]:
         """All of them, in no order that means anything."""
-        yield from self.parked
-        for line in self.lines.values():
-            yield from line.paused
-            for units in line.clients.values():
-                yield from units.values()
+        return iter(self.units.values())
 
     def ahead(self, model: str, client: Client) -> tuple[int, int]:
         """Units, and their prompt tokens, that will start before what the client would add now: all of higher
@@ -106,6 +103,7 @@ class Waiting:
         if line is None and not unit.parked:
             return
         self.held_tokens -= sum(len(s.tokens) for s in unit.sequences)
+        del self.units[unit.number]
         if line is None:
             unit.parked = False
             self.parked.remove(unit)
@@ -127,11 +125,11 @@ class Waiting:
 
     def drop(self, sequence: Sequence) -> None:
         """A sequence has ended while its unit waited."""
-        unit = sequence.unit
+        unit = self.units.get(sequence.unit)
         if unit is not None and sequence in unit.sequences:
             if len(unit.sequences) == 1:
                 self.remove(unit)
-            elif unit.line is not None or unit.parked:
+            else:
                 self.held_tokens -= len(sequence.tokens)
             unit.sequences.remove(sequence)
 
@@ -147,6 +145,7 @@ class Waiting:
         self.remove(unit)
         unit.parked = True
         self.parked.append(unit)
+        self.units[unit.number] = unit
         self.held_tokens += sum(len(s.tokens) for s in unit.sequences)
 
     def unpark(self, now_us: int) -> None:
@@ -174,6 +173,7 @@ class Waiting:
         if line is None:
             line = self.lines[model, level] = Line(model, level)
         unit.line = line
+        self.units[unit.number] = unit
         line.units += 1
         line.tokens += tokens_of(unit)
         self.held_tokens += sum(len(s.tokens) for s in unit.sequences)

@@ -12,8 +12,8 @@ from shared.errors import SetupError
 
 
 def test_every_name_is_a_function() -> None:
-    found = {load(kind, name) for kind, (_, names) in WHERE.items() for name in names}
-    assert len(found) == sum(len(names) for _, names in WHERE.values())
+    found = {load(kind, name) for kind, (_, names, _) in WHERE.items() for name in names}
+    assert len(found) == sum(len(names) for _, names, _ in WHERE.values())
 
 
 def test_what_is_not_named_stays() -> None:
@@ -34,7 +34,11 @@ def test_a_policy_of_ones_own() -> None:
         ("rank=best", "rank='best' is none of vtc, fcfs, nor module:function"),
         ("rank=no.such:thing", "cannot be loaded"),
         ("rank=services.scheduler.policies.ranks:nothing", "cannot be loaded"),
-        ("rank=services.scheduler.policies.fills:STALL_US", "is not a function"),
+        ("rank=services.scheduler.policies.fills:STALL_US", "is no function of"),
+        (
+            "rank=services.scheduler.policies.fills:mixed",
+            "is no function of .unit, served_tokens.: see .*ranks.py",
+        ),
     ],
 )
 def test_a_wrong_policy_says_what_is_wrong(text: str, why: str) -> None:

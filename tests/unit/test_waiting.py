@@ -33,7 +33,7 @@ def make_unit(number: int, tenant: str, level: int, now_us: int, **more: int) ->
     ]
     unit = Unit(request, sequences, number, resumes=bool(more.get("resumes", 0)))
     for sequence in sequences:
-        sequence.unit = unit
+        sequence.unit = unit.number
     return unit
 
 
