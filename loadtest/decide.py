@@ -1,18 +1,18 @@
-"""How long the scheduler's core takes for one event: 256 running, 200 or 2,000 waiting.
+"""How long the scheduler takes to decide: 256 running, 200 or 2,000 waiting.
 
     python -m loadtest.decide [--steps 2000] [--clients 50] [--json OUT] [--profile]
 
-Requests come in and end all the time, so that both numbers hold. The engine is a fake that answers each plan
-at once with the ids of a hash; its time and the building of requests are not counted. Times are CPU times of
-the thread (what another process takes is not the scheduler's), wall times beside them. The arms are measured
-in turns, round by round.
+`decide` admits and plans, after each event; `decide_step` is that after the result of a step, the only event
+after which there is much to decide; `handle` is an event whole. Requests come in and end all the time, so
+that both numbers hold. The engine is a fake that answers each plan at once; its time and the building of
+requests are not counted. Times are CPU times of the thread (what another process takes is not ours), wall
+times beside them; `loop_ms` is a loop of a million additions, the speed of the machine in that minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import json
 import pstats
 import statistics
@@ -20,14 +20,17 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from services.scheduler.core import Scheduler
+from services.scheduler.core import Scheduler, decide
 from services.scheduler.events import Arrived, Event, PeerReady, Send
 from services.scheduler.state import Limits
 from shared.messages import Close, Ended, ExecHello, StepPlan, StepResult, Tokenized, ints
+from shared.process import settle_garbage_collector
 
 RUNNING, PROMPT_TOKENS, ANSWER_TOKENS, BLOCKS = 256, 512, 200, 65_536
 ROUNDS = 5
+GROWS = ("p50_us", "mean_us", "p99_us")
 STEP_US = 10_000
 
 
@@ -39,8 +42,7 @@ class Loaded:
     clients: int
     now_us: int = 0
     asked: int = 0
-    spent_ns: list[int] = field(default_factory=list)  # CPU time of each event
-    wall_ns: list[int] = field(default_factory=list)
+    spent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # CPU and wall time, ns
     plans: deque[StepPlan] = field(default_factory=deque)
     closed: deque[Close] = field(default_factory=deque)
 
@@ -50,12 +52,7 @@ class Loaded:
         self.handle(Arrived("executor.e", _hello()))
         while self.asked < RUNNING + self.waiting:
             self.ask()
-        self.forget()
-
-    def forget(self) -> None:
-        """Measure anew."""
-        self.spent_ns.clear()
-        self.wall_ns.clear()
+        self.spent.clear()
 
     def run(self, steps: int) -> None:
         """Answer so many plans."""
@@ -88,12 +85,22 @@ class Loaded:
 
     def handle(self, event: Event) -> None:
         """One event, timed."""
-        started, began = time.perf_counter_ns(), time.thread_time_ns()
-        commands = self.scheduler.handle(event, self.now_us)
-        self.spent_ns.append(time.thread_time_ns() - began)
-        self.wall_ns.append(time.perf_counter_ns() - started)
+        state, scheduler = self.scheduler.state, self.scheduler
+        before = _now()
+        scheduler.apply(event, self.now_us)
+        applied = _now()
+        decide(state)
+        decided = _now()
+        commands = scheduler.taken()
+        self._note("decide", applied, decided)
+        self._note("handle", before, _now())
+        if isinstance(event, Arrived) and isinstance(event.message, StepResult):
+            self._note("decide_step", applied, decided)
         for command in commands:
             self._carry_out(command)
+
+    def _note(self, what: str, start: tuple[int, int], end: tuple[int, int]) -> None:
+        self.spent.setdefault(what, []).append((end[0] - start[0], end[1] - start[1]))
 
     def _carry_out(self, command: Send) -> None:
         match command.message:
@@ -134,40 +141,49 @@ def _result(plan: StepPlan, now_us: int) -> StepResult:
     )
 
 
-def measure(steps: int, clients: int) -> dict[str, dict[str, float]]:
+def measure(steps: int, clients: int) -> dict[str, dict[str, Any]]:
     """Quantiles of one event in us, and the median of rounds, for each load."""
     loads = {waiting: Loaded(waiting, clients) for waiting in (200, 2_000)}
     for load in loads.values():
         load.run(200)
-        load.forget()
-    medians: dict[int, list[float]] = {waiting: [] for waiting in loads}
-    gc.collect()
-    gc.freeze()
+        load.spent.clear()
+    settle_garbage_collector()  # as in the scheduler's process
     for _ in range(ROUNDS):
-        for waiting, load in loads.items():
-            before = len(load.spent_ns)
+        for load in loads.values():
             load.run(steps // ROUNDS)
-            medians[waiting].append(statistics.median(load.spent_ns[before:]) / 1_000)
-    return {str(waiting): _summary(load, medians[waiting]) for waiting, load in loads.items()}
+    return {str(waiting): _summary(load) for waiting, load in loads.items()}
 
 
-def _summary(load: Loaded, medians: list[float]) -> dict[str, float]:
-    spent_us = sorted(ns / 1_000 for ns in load.spent_ns)
-    wall_us = sorted(ns / 1_000 for ns in load.wall_ns)
+def _now() -> tuple[int, int]:
+    return time.thread_time_ns(), time.perf_counter_ns()
+
+
+def _summary(load: Loaded) -> dict[str, Any]:
     state = load.scheduler.state
-    p99 = int(len(spent_us) * 0.99)
-    return {
-        "p50_us": round(statistics.median(spent_us), 1),
-        "p99_us": round(spent_us[p99], 1),
-        "max_us": round(spent_us[-1], 1),
-        "mean_us": round(statistics.mean(spent_us), 1),
-        "wall_p50_us": round(statistics.median(wall_us), 1),
-        "wall_p99_us": round(wall_us[p99], 1),
-        "median_of_rounds_us": round(statistics.median(medians), 1),
-        "events": len(spent_us),
-        "running": sum(len(e.running) for e in state.executors.values()),
-        "waiting": len(state.waiting),
+    found: dict[str, Any] = {what: _quantiles(spent) for what, spent in load.spent.items()}
+    found["running"] = sum(len(e.running) for e in state.executors.values())
+    found["waiting"] = len(state.waiting)
+    return found
+
+
+def _quantiles(spent: list[tuple[int, int]]) -> dict[str, float]:
+    cpu_us, wall_us = (sorted(pair[i] / 1_000 for pair in spent) for i in (0, 1))
+    p99 = int(len(spent) * 0.99)
+    values = {
+        "p50_us": statistics.median(cpu_us),
+        "p99_us": cpu_us[p99],
+        "mean_us": statistics.mean(cpu_us),
+        "wall_p99_us": wall_us[p99],
     }
+    return {name: round(value, 1) for name, value in values.items()} | {"times": len(spent)}
+
+
+def _loop_ms() -> float:
+    started = time.perf_counter()
+    total = 0
+    for i in range(1_000_000):
+        total += i
+    return round((time.perf_counter() - started) * 1_000, 1)
 
 
 def main() -> None:
@@ -183,10 +199,14 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
         return
     found = measure(options.steps, options.clients)
-    growth = {name: round(found["2000"][name] / found["200"][name], 3) for name in ("mean_us", "p99_us")}
+    growth = {
+        what: {name: round(found["2000"][what][name] / found["200"][what][name], 3) for name in GROWS}
+        for what in ("decide", "decide_step", "handle")
+    }
     report = {
         "waiting": found,
         "growth_200_to_2000": growth,
+        "loop_ms": _loop_ms(),
         "steps": options.steps,
         "clients": options.clients,
     }

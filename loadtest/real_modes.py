@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="two_batch")
     parser.add_argument("--cases", nargs="+", default=[], choices=[case.name for case in two_batch.CASES])
     parser.add_argument("--scale", type=float, default=1.0, help="two_batch, grid: of the answers' lengths")
-    parser.add_argument("--grid-tokens", type=int, default=300, help="grid: of an answer")
+    parser.add_argument("--grid-tokens", type=int, default=240, help="grid: of an answer")
     parser.add_argument("--points", type=_point, nargs="+", help="grid: rows:step_us:hop_us")
     parser.add_argument("--requests", type=int, default=24, help="batching")
     parser.add_argument("--seconds", type=float, default=15, help="batching: of arrivals")

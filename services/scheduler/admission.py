@@ -104,7 +104,7 @@ def _start(state: State, offer: Offer, unit: Unit) -> None:
         sequence.generation = executor.generation
         sequence.leader = None if sequence is leader else leader
         sequence.opened_after = executor.step
-        sequence.opened_length = sequence.planned_length = len(sequence.tokens)
+        sequence.opened_length = len(sequence.tokens)
         if sequence is leader:
             _take_hits(state, executor, leader, offer.hits)
         executor.enter(sequence)

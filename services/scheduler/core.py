@@ -30,6 +30,14 @@ from shared.messages import (
 )
 
 
+def decide(state: State) -> None:
+    """Start who can start, then fill every window that is open. Changes nothing when nothing has changed."""
+    admission.admit(state)
+    for executor in state.executors.values():
+        while plan.plan_next(state, executor):
+            pass
+
+
 class Scheduler:
     """The one authority on what is a real token, and on every block and slot."""
 
@@ -39,14 +47,18 @@ class Scheduler:
     def handle(self, event: Event, now_us: int) -> list[Send]:
         """Apply one event at `now_us` and return what to send, executors first: the step after
         this one is on its way before any token leaves for a reader."""
-        state = self.state
-        state.now_us = now_us
+        self.apply(event, now_us)
+        decide(self.state)
+        return self.taken()
+
+    def apply(self, event: Event, now_us: int) -> None:
+        """What has happened becomes state."""
+        self.state.now_us = now_us
         self._apply(event)
-        admission.admit(state)
-        for executor in state.executors.values():
-            while plan.plan_next(state, executor):
-                pass
-        commands, state.out = state.out, []
+
+    def taken(self) -> list[Send]:
+        """The commands that have come up since the last call."""
+        commands, self.state.out = self.state.out, []
         return sorted(commands, key=lambda command: not command.to.startswith("executor."))
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler import classes, closing, door
+from services.scheduler import classes, closing, door, prefix
 from services.scheduler.records import Request, Sequence
 from services.scheduler.state import State
 from services.scheduler.waiting import Unit
@@ -37,6 +37,10 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
     )
     request.sequences = [_new_sequence(state, request, choice) for choice in range(asked.n)]
     state.requests[key] = request
+    for executor in state.executors.values():  # now, and not when a step waits for the decision
+        if executor.hello.model == asked.model:
+            prefix.name_blocks(executor, request.sequences[0])
+            break
     unit = Unit(request, list(request.sequences), request.sequences[0].seq)
     for sequence in request.sequences:
         sequence.unit = unit.number

@@ -11,13 +11,19 @@ from services.scheduler.state import Executor
 from shared.block_keys import extend, root_key
 
 
-def lookup(executor: Executor, sequence: Sequence) -> list[int]:
-    """Cached blocks of the longest prefix; the last token is always computed, since it is sampled from."""
+def name_blocks(executor: Executor, sequence: Sequence) -> None:
+    """Make the keys of its full blocks, as this executor's cache knows them."""
     hello = executor.hello
     root = root_key(hello.fingerprint, sequence.request.asked.tenant)
     if (root, hello.block_tokens) != sequence.keyed:
         sequence.keyed, sequence.keys = (root, hello.block_tokens), []
     _key(sequence)
+
+
+def lookup(executor: Executor, sequence: Sequence) -> list[int]:
+    """Cached blocks of the longest prefix; the last token is always computed, since it is sampled from."""
+    hello = executor.hello
+    name_blocks(executor, sequence)
     return executor.ledger.match(sequence.keys[: (len(sequence.tokens) - 1) // hello.block_tokens])
 
 

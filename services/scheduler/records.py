@@ -101,7 +101,6 @@ class Sequence:
     opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
     opened_after: int = 0  # the executor's last step then: up to it none touched this slot
     computed: int = 0
-    planned_length: int = 0
     keyed: tuple[bytes, int] = (b"", 0)  # root and block size that `keys` were made with
     keys: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens
     registered: int = 0  # entries of the table that the prefix cache knows
@@ -117,7 +116,7 @@ class Sequence:
     first_token_us: int = 0
     last_token_us: int = 0
     prefill_chunks: int = 0
-    steps: int = 0
+    steps: int = 0  # but for the decodes since it was placed
     cached_tokens: int = 0  # of the prompt: found in a prefix cache, never computed for it
     recomputed_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
@@ -133,6 +132,21 @@ class Sequence:
         return self.computed < self.opened_length
 
     @property
+    def planned_length(self) -> int:
+        """Its length once every step in flight is back: a decode samples one, as does the end of a prompt."""
+        return self.opened_length if self.computed < self.opened_length else self.computed + 1
+
+    @property
+    def steps_planned(self) -> int:
+        """Steps that it was in."""
+        return self.steps + self._decodes
+
+    @property
+    def _decodes(self) -> int:
+        """Since it was placed."""
+        return max(self.computed - self.opened_length, 0)
+
+    @property
     def live(self) -> bool:
         return self.phase in (Phase.WAITING, Phase.RUNNING)
 
@@ -146,7 +160,8 @@ class Sequence:
         self.placement += 1
         self.executor, self.slot, self.leader = "", -1, None
         self.table, self.table_sent, self.room, self.registered, self.reserved = [], 0, 0, 0, 0
-        self.opened_length = self.computed = self.planned_length = 0
+        self.steps += self._decodes
+        self.opened_length = self.computed = 0
 
     def decide(self, now_us: int, what: str, why: str, **numbers: int) -> None:
         """Note a decision for the request's trace."""
@@ -177,7 +192,7 @@ def timings_of(sequence: Sequence, now_us: int) -> Timings:
         prefill_us=max(first - sequence.admitted_us, 0) if first else 0,
         decode_us=max(sequence.last_token_us - first, 0),
         prefill_chunks=sequence.prefill_chunks,
-        steps=sequence.steps,
+        steps=sequence.steps_planned,
         received_us=max(handled_wall_us - asked.received_wall_us, 0),
         live_us=max(now_us - arrival_us, 0),
     )

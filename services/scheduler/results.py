@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 from services.scheduler import closing, growth
@@ -11,22 +9,12 @@ from services.scheduler.leaving import wait_again, withdraw
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, InFlight, State
 from services.scheduler.steps import StepRecord
-from shared.messages import StepResult, Tokens, floats, ints
+from shared.messages import StepResult, Tokens, ints
 
 MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB that a message may have
 
 
-@dataclass(slots=True)
-class _Batch:
-    """The tokens of one step for one detokenizer shard."""
-
-    seqs: array[int] = field(default_factory=ints)
-    first: array[int] = field(default_factory=ints)
-    ids: array[int] = field(default_factory=ints)
-    logprobs: array[float] = field(default_factory=floats)
-    top_counts: array[int] = field(default_factory=ints)
-    top_ids: array[int] = field(default_factory=ints)
-    top_logprobs: array[float] = field(default_factory=floats)
+TokenRow = tuple[int, Sequence, int]  # index in the result, sequence, token
 
 
 def fits(executor: Executor, result: StepResult) -> bool:
@@ -66,38 +54,62 @@ def _give(
     state: State, executor: Executor, flight: InFlight, result: StepResult, over: list[tuple[Sequence, str]]
 ) -> int:
     """Append each row's token to its sequence and send them on; how many there were. A row of an earlier
-    placement gives nothing. This loop runs for each row of each step, hence the local names."""
-    outgoing = _Outgoing(state, executor, result)
-    shard, batch, given, now_us = "", _Batch(), 0, state.now_us
-    for index, (sequence, placement) in enumerate(flight.rows):
-        token = result.ids[index]
-        if sequence.placement != placement or token < 0:
-            continue
-        given += 1
-        tokens, request = sequence.tokens, sequence.request
-        if request.shard:
-            if request.shard != shard or len(batch.ids) == MAX_ROWS:
-                shard, batch = request.shard, outgoing.batch(request.shard)
-            batch.seqs.append(sequence.seq)
-            batch.first.append(len(tokens) - sequence.prompt_tokens)
-            batch.ids.append(token)
-            if result.logprobs:
-                outgoing.add_logprobs(batch, index)
+    placement gives nothing. This runs for each row of each step: whole columns at once where it can."""
+    rows = [
+        (index, s, token)
+        for index, ((s, placement), token) in enumerate(zip(flight.rows, result.ids, strict=True))
+        if s.placement == placement and token >= 0
+    ]
+    _send_tokens(state, executor, result, rows)
+    now_us = state.now_us
+    for _, s, token in rows:
+        tokens = s.tokens
         tokens.append(token)
-        sequence.last_token_us = now_us
-        if token in sequence.stop_ids:
-            over.append((sequence, "stop"))
-        elif len(tokens) >= sequence.max_length:
-            over.append((sequence, "length"))
-        if not sequence.first_token_us:
-            sequence.first_token_us = now_us
-            state.meter.ttft_us.add(now_us - request.arrival_us)
-    outgoing.send()
+        s.last_token_us = now_us
+        if token in s.stop_ids:
+            over.append((s, "stop"))
+        elif len(tokens) >= s.max_length:
+            over.append((s, "length"))
+        if not s.first_token_us:
+            s.first_token_us = now_us
+            state.meter.ttft_us.add(now_us - s.request.arrival_us)
     for index, why in result.row_errors:
         sequence, placement = flight.rows[index]
         if sequence.placement == placement:
             over.append((sequence, why))
-    return given
+    return len(rows)
+
+
+def _send_tokens(state: State, executor: Executor, result: StepResult, rows: list[TokenRow]) -> None:
+    """The tokens of a step to the detokenizers of their sequences, which do not have them yet."""
+    shards: dict[str, list[TokenRow]] = {}
+    for row in rows:
+        shards.setdefault(row[1].request.shard, []).append(row)
+    shards.pop("", None)
+    for shard, mine in shards.items():
+        for at in range(0, len(mine), MAX_ROWS):
+            message = _tokens(executor, result, mine[at : at + MAX_ROWS])
+            state.send(f"detokenizer.{shard}", message)
+
+
+def _tokens(executor: Executor, result: StepResult, rows: list[TokenRow]) -> Tokens:
+    message = Tokens(
+        executor=executor.hello.executor,
+        step=result.step,
+        seqs=ints([s.seq for _, s, _ in rows]),
+        first=ints([len(s.tokens) - s.prompt_tokens for _, s, _ in rows]),
+        counts=ints([1]) * len(rows),
+        ids=ints([token for _, _, token in rows]),
+    )
+    if result.logprobs:
+        starts = list(accumulate(result.top_counts, initial=0))  # of each row's alternatives
+        for index, _, _ in rows:
+            top = slice(starts[index], starts[index + 1])
+            message.logprobs.append(result.logprobs[index])
+            message.top_counts.append(result.top_counts[index])
+            message.top_ids.extend(result.top_ids[top])
+            message.top_logprobs.extend(result.top_logprobs[top])
+    return message
 
 
 def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> None:
@@ -167,51 +179,3 @@ def _fail_step(state: State, executor: Executor, result: StepResult) -> None:
         withdraw(state, sequence, 0)
         wait_again(state, sequence)
     executor.ledger.forget_cache()
-
-
-class _Outgoing:
-    """The tokens of one step on their way to the detokenizer shards."""
-
-    def __init__(self, state: State, executor: Executor, result: StepResult) -> None:
-        self._state = state
-        self._executor = executor
-        self._result = result
-        self._batches: dict[str, _Batch] = {}
-        self._tops = list(accumulate(result.top_counts, initial=0))  # where each row's alternatives start
-
-    def batch(self, shard: str) -> _Batch:
-        """A batch of a shard with room for a row."""
-        batch = self._batches.setdefault(shard, _Batch())
-        if len(batch.ids) == MAX_ROWS:
-            self._send(shard, batch)
-            batch = self._batches[shard] = _Batch()
-        return batch
-
-    def add_logprobs(self, batch: _Batch, index: int) -> None:
-        """The logprobs of a row, for the id that was just added."""
-        result, start = self._result, self._tops[index]
-        batch.logprobs.append(result.logprobs[index])
-        count = result.top_counts[index]
-        batch.top_counts.append(count)
-        batch.top_ids.extend(result.top_ids[start : start + count])
-        batch.top_logprobs.extend(result.top_logprobs[start : start + count])
-
-    def send(self) -> None:
-        """Everything that is left."""
-        for shard, batch in self._batches.items():
-            self._send(shard, batch)
-
-    def _send(self, shard: str, batch: _Batch) -> None:
-        message = Tokens(
-            executor=self._executor.hello.executor,
-            step=self._result.step,
-            seqs=batch.seqs,
-            first=batch.first,
-            counts=ints([1]) * len(batch.seqs),
-            ids=batch.ids,
-            logprobs=batch.logprobs,
-            top_counts=batch.top_counts,
-            top_ids=batch.top_ids,
-            top_logprobs=batch.top_logprobs,
-        )
-        self._state.send(f"detokenizer.{shard}", message)

@@ -75,6 +75,7 @@ FAILING = _failing()
 
 def run(actor: Actor, options: ProcessOptions = OPTIONS) -> int:
     names: list[str] = []
+    thresholds = gc.get_threshold()
 
     async def connect(name: str) -> Bus:
         names.append(name)
@@ -84,6 +85,7 @@ def run(actor: Actor, options: ProcessOptions = OPTIONS) -> int:
         status = process.run(actor, connect, options)
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
     assert names[0].startswith("headrace-executor-")
     return status
 
