@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.records import ChunkNote, Sequence
 from services.scheduler.state import Executor, Row
+from shared.blocks import blocks_for
 from shared.messages import StepPlan, ints
 from shared.step_model import StepShape
 
@@ -47,9 +48,12 @@ class Columns:
         """Blocks for `length` tokens, and whatever part of the table the executor has not seen. False when
         no block is to be had."""
         table, block_tokens = sequence.table, executor.hello.block_tokens
-        while len(table) * block_tokens < length:
-            block = take_block(executor, sequence)
-            if block is None:
+        short = blocks_for(length, block_tokens) - len(table)
+        if (promised := min(short, sequence.reserved)) > 0:
+            sequence.reserved -= promised
+            table.extend(executor.ledger.allocate_many(promised))
+        for _ in range(short - max(promised, 0)):
+            if (block := executor.ledger.try_allocate()) is None:
                 return False
             table.append(block)
         if sequence.table_sent < len(table):

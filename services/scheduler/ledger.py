@@ -55,6 +55,11 @@ class Ledger(BlockPool):
         self.reserved -= 1
         return self._take()
 
+    def allocate_many(self, count: int) -> list[int]:
+        """Blocks out of a promise."""
+        self.reserved -= count
+        return [self._take() for _ in range(count)]
+
     def try_allocate(self) -> int | None:
         """One block without a promise; None when all that are free are promised."""
         return self._take() if self.free_blocks > self.reserved else None
