@@ -85,7 +85,8 @@ class HostRows:
         return Processed(changed, host_us, {rows[k]: why for k, why in failed.items()})
 
     def _to_host(self, logits: Tensor) -> Tensor:
-        """A copy of its own, in pinned memory where there is a GPU: PINNED."""
+        """A copy, in pinned memory where there is a GPU. Measured on an H200, both ways and sampling, 256
+        rows of 128,256 logits: 7 to 9 ms; through pageable memory 139 ms in the one run made."""
         if self._stream is None:
             return logits.cpu()
         return torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)
