@@ -42,6 +42,12 @@ class Pace:
         """What was measured since the last restart."""
         return Speed(self.steps, self.rows, self.us, self.took_us)
 
+    def planned(self, now_us: int) -> None:
+        """A step is planned that no other is in flight with: unless the last result brought it about, the
+        executor has been idle, for want of work."""
+        if now_us != self.last_us:
+            self.last_us = 0
+
     def note(self, step: int, rows: int, took_us: int, now_us: int, *, busy: bool) -> None:
         """The result of a step has come; `busy` says whether there is more to do."""
         if step == self.measure_from:

@@ -163,6 +163,8 @@ def _send(state: State, executor: Executor, columns: Columns) -> None:
         executor.pace.half = columns.half
     predicted_us = executor.costs.predict_us(shape) if executor.costs.seen >= overlap.MIN_SEEN else 0
     flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
+    if not executor.in_flight:
+        executor.pace.planned(state.now_us)
     executor.in_flight.append(flight)
     state.meter.count_step(columns.mode)
     state.send(executor.source, plan)

@@ -171,3 +171,15 @@ def test_two_batch_with_one_half_empty_goes_on() -> None:
     world.assert_answers("alone")
     assert {plan.micro_batch for plan in world.plans} == {0}
     world.assert_idle()
+
+
+def test_time_without_work_is_nobodys_slowness() -> None:
+    """An answer is cancelled, the next request comes ten seconds later: the gap is in no mode's speed."""
+    pace = Pace(mode="run_ahead")
+    pace.note(1, 1, 1_000, 10_000, busy=True)
+    pace.note(2, 1, 1_000, 11_000, busy=True)
+    pace.planned(10_011_000)
+    pace.note(3, 1, 1_000, 10_012_500, busy=True)
+    pace.planned(10_012_500)  # by the result itself, as in single
+    pace.note(4, 1, 1_000, 10_014_500, busy=True)
+    assert (pace.steps, pace.us, pace.took_us) == (2, 3_000, 2_000)
