@@ -13,6 +13,7 @@ import re
 from collections import deque
 from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -240,6 +241,8 @@ class Machine(RuleBasedStateMachine):
         assert 0 <= usage.cached_tokens < len(asked.tokens)
 
 
+@pytest.mark.no_cover  # tracing every line makes it three times as long, and it covers what others do
+@pytest.mark.timeout(900)
 def test_any_history() -> None:
     Machine.events = 0
     examples = int(os.environ.get("HEADRACE_MACHINE_EXAMPLES", "0"))
