@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.ledger import Ledger
+
+pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
 PATHS = st.lists(st.integers(0, 1), max_size=5).map(bytes)
 

@@ -11,6 +11,8 @@ import pytest
 
 from loadtest.prefix_cache import POOLS, compact, keys_of, load, replay
 
+pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
+
 ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "tests" / "data" / "mooncake_conversation.txt.gz"
 SAMPLE = ROOT / "tests" / "data" / "mooncake_conversation_150.jsonl"

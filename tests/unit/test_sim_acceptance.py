@@ -11,6 +11,8 @@ from loadtest.sim.run import run_arm
 from loadtest.sim.scenarios import SCENARIOS, Options
 from services.scheduler.classes import DEFAULT, parse
 
+pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
+
 MODES = (*grid.MODES, "auto")
 
 

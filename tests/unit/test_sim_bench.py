@@ -21,6 +21,8 @@ from services.scheduler.simulation.world import FIRST_US, Setup, World
 from shared.messages import ints
 from shared.step_model import StepModel
 
+pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
+
 
 def prompt_of(asked: SimRequest) -> list[int]:
     return list(asked.prompt() if callable(asked.prompt) else asked.prompt)
