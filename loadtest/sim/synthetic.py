@@ -58,11 +58,6 @@ def batch(
     )
 
 
-def closed_loop(requests: int, clients: int, prompt: int, output: int) -> Workload:
-    """Equal requests, `clients` at once."""
-    return Workload(batch(requests, prompt, output, slo_class="standard").requests, clients)
-
-
 def reasoning(seed: int) -> Workload:
     """A: short prompts, long answers, at a rate that the memory cannot hold."""
     return _mixed(seed, REASONING)

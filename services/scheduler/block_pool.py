@@ -77,9 +77,6 @@ class BlockPool:
         """The block with this key."""
         return self._block_of.get(key)
 
-    def is_cached(self, key: bytes) -> bool:
-        return key in self._block_of
-
     def free_taken_by(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` would no longer be free once adopted."""
         return sum(block in self._cached for block in blocks)

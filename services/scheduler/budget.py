@@ -1,6 +1,6 @@
 """The chunk budget: how many prompt tokens a step may take beside its decodes.
 
-The most whose predicted time keeps the time between tokens of the strictest class that decodes
+The most whose predicted time keeps the time between tokens of the strictest class that runs
 (Sarathi-Serve, Agrawal et al. 2024), so that one long prompt stalls nobody; decodes and chunk together
 end on a tile of the matrix products, of which a part costs as much as the whole.
 """

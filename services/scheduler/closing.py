@@ -10,7 +10,7 @@ from services.scheduler.recent import Trace
 from services.scheduler.records import Phase, Request, Sequence, close_of
 from services.scheduler.state import State
 from services.scheduler.traces import facts_of
-from shared.messages import Ended, StopFound
+from shared.messages import Close, Ended, StopFound
 from shared.request_spans import Reply
 
 ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
@@ -20,24 +20,19 @@ ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: un
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
     """End a live sequence normally after `final` generated tokens."""
     growth.learn(state, final)
-    _close(state, sequence, final, reason)
+    sequence.close = _close(state, sequence, final, reason)
+    send_close(state, sequence)
 
 
 def fail(state: State, request: Request, code: int, message: str, retry_after_ms: int = 0) -> None:
     """End the live choices of a request with a typed error for its client."""
     for sequence in request.sequences:
         if sequence.live:
-            fail_one(state, sequence, code, message, retry_after_ms)
-
-
-def fail_one(state: State, sequence: Sequence, code: int, message: str, retry_after_ms: int = 0) -> None:
-    """End one live choice with a typed error."""
-    _close(state, sequence, sequence.generated, "error")
-    assert sequence.close is not None
-    sequence.close = dataclasses.replace(
-        sequence.close, code=code, message=message, retry_after_ms=retry_after_ms
-    )
-    send_close(state, sequence)
+            close = _close(state, sequence, sequence.generated, "error")
+            sequence.close = dataclasses.replace(
+                close, code=code, message=message, retry_after_ms=retry_after_ms
+            )
+            send_close(state, sequence)
 
 
 def stop_found(state: State, found: StopFound) -> None:
@@ -106,7 +101,7 @@ def forget(state: State, sequence: Sequence) -> None:
         request.sequences = []  # they name it: without the circle it is freed now
 
 
-def _close(state: State, sequence: Sequence, final: int, reason: str) -> None:
+def _close(state: State, sequence: Sequence, final: int, reason: str) -> Close:
     """Give its memory back and make its Close. The device ends a row itself at a stop id: the KV of that
     last token is never computed."""
     client = sequence.request.client
@@ -117,9 +112,7 @@ def _close(state: State, sequence: Sequence, final: int, reason: str) -> None:
         state.waiting.drop(sequence)
     state.meter.count_finished(reason)
     sequence.phase, sequence.final, sequence.reason = Phase.CLOSING, final, reason
-    sequence.close = close_of(sequence, state.now_us, final, reason)
-    if reason != "error":
-        send_close(state, sequence)
+    return close_of(sequence, state.now_us, final, reason)
 
 
 def send_close(state: State, sequence: Sequence) -> None:

@@ -88,14 +88,6 @@ class Columns:
         )
 
 
-def take_block(executor: Executor, sequence: Sequence) -> int | None:
-    """A block that the sequence was promised, or one that nobody was."""
-    if not sequence.reserved:
-        return executor.ledger.try_allocate()
-    sequence.reserved -= 1
-    return executor.ledger.allocate()
-
-
 def fork(executor: Executor, leader: Sequence) -> None:
     """Give each follower the leader's prompt: full blocks shared, the partial tail copied before
     the next forward, which is the first to write behind the prompt."""
@@ -111,7 +103,6 @@ def fork(executor: Executor, leader: Sequence) -> None:
         for block in follower.table:
             executor.ledger.share(block)
         if tail:
-            copy = take_block(executor, follower)
-            assert copy is not None, "the copy of the tail was promised at admission"
-            follower.table.append(copy)
+            follower.reserved -= 1  # promised at admission
+            follower.table.append(executor.ledger.allocate())
             executor.copies.append((leader.table[full], follower.table[full]))

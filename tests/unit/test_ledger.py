@@ -96,8 +96,8 @@ def test_a_prefix_hit_ends_at_the_first_unknown_block() -> None:
     assert ledger.match(keys_of("abx")) == abc[:2]
     assert ledger.match(keys_of("xbc")) == ledger.match([]) == []
     assert ledger.match([b"x", b"a"]) == []
-    assert (ledger.find(b"ab"), ledger.is_cached(b"ab")) == (abc[1], True)
-    assert (ledger.find(b"b"), ledger.is_cached(b"b")) == (None, False)
+    assert ledger.find(b"ab") == abc[1]
+    assert ledger.find(b"b") is None
     assert serve(ledger, "abcd")[:3] == abc
     assert (ledger.free_blocks, ledger.cached_blocks, ledger.held_blocks) == (8, 4, 0)
 
@@ -188,8 +188,8 @@ def test_only_a_held_block_takes_a_key_and_only_one() -> None:
         with pytest.raises(ValueError, match=rf"block {wrong} cannot take a key"):
             ledger.register(wrong, key)
     ledger.check()
-    assert not ledger.is_cached(b"b")
-    assert not ledger.is_cached(b"c")
+    assert ledger.find(b"b") is None
+    assert ledger.find(b"c") is None
 
 
 def test_an_empty_block_cannot_be_adopted() -> None:
