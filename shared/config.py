@@ -64,6 +64,12 @@ class Settings(BaseSettings):
     threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the cores")
     deterministic: bool = Field(False, description="on a cpu: logits do not depend on the batch")
     sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
+    # tiers below the device
+    l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter of what is free; off")
+    l2: str = Field("", description="remote KV: redis://host:port/db or file:///folder; empty: none")
+    l1_store: Literal["auto", "lmcache", "plain"] = Field(
+        "auto", description="who keeps L1 and speaks to L2; auto: lmcache where it is installed"
+    )
     # scheduler
     window: int = Field(2, ge=1, le=4, description="steps in flight; 2 hides the whole round trip")
     overlap: Literal["auto", "single", "run_ahead", "two_batch"] = Field(

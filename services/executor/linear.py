@@ -1,9 +1,19 @@
 """Matrix products with the weights, each by the fastest way this machine has, and bit-equal by row if asked.
 
-Measured on 2 Zen 3 cores (AVX2, no bf16 instructions), all products of a 135M model, ms for 1/2/8/32 rows:
-    f32:  F.linear 37/63/63/117, weight @ x.T -/30/64/91
-    bf16: F.linear 17/34/110/430 (no matrix kernel, one row at a time), widened in slices 40/40/77/99
-On machines with bf16 instructions and on GPUs F.linear is best and is used.
+Float32 on a CPU takes oneDNN's product with weights packed once, at load: F.linear and torch.mm (MKL) pack
+them anew in every call, which a step of few rows has no work to hide behind. Measured on 2 Zen 3 cores
+(AVX2, no bf16 instructions), all products of a 135M model, ms by rows (head not included above 32):
+
+    rows                                    1    2    4    8   16   20   32   64  128  464
+    f32   F.linear                         39   73   78   74   89   96  121  133  218  761
+          weight @ x.T                     38   38   36   69   76  100  113  133  226  793
+          MKL packed (mkl._mkl_linear)     36   56   92  100  106  108  144
+          oneDNN packed                    28   31   34   44   59   67   90  118  210  730
+    bf16  F.linear                         17   34       110            430
+          widened in slices                40   40        77             99
+
+oneDNN compiles a kernel for each new number of rows: 4 to 5 ms in all, once. F.linear on bf16 has no matrix
+kernel here, one row at a time; on machines with bf16 instructions and on GPUs it is best and is used.
 """
 
 from __future__ import annotations
@@ -18,7 +28,6 @@ Linear = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
 ROW_TILE = 16  # rows of every product in deterministic mode
 _SLICE_ELEMENTS = 1 << 20  # 4 MiB of float32: stays in the cache between widening and use
-_FEW_ROWS = 64  # up to here weight @ x.T beats F.linear in f32
 _NARROW_ROWS = 2  # up to here F.linear on bf16 beats widening
 
 
@@ -39,8 +48,8 @@ class Products:
         shape and adds up in the same order; rows must then be a multiple of ROW_TILE."""
         if self._widen:
             product = self._widened(weight)
-        elif self._on_cpu and weight.dtype == torch.float32:
-            product = _few_rows(weight)
+        elif self._on_cpu and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            product = _packed(weight)
         else:
             product = _plain(weight)
         if self._deterministic:
@@ -71,15 +80,10 @@ def _plain(weight: Tensor) -> Linear:
     return lambda x: F.linear(x, weight)
 
 
-def _few_rows(weight: Tensor) -> Linear:
-    def product(x: Tensor) -> Tensor:
-        if x.shape[0] > _FEW_ROWS:
-            return F.linear(x, weight)
-        # One row alone would take the matrix-vector path, which is slower than two rows.
-        columns = (x if x.shape[0] > 1 else torch.cat((x, x))).t()
-        return torch.mm(weight, columns).t()[: x.shape[0]].contiguous()
-
-    return product
+def _packed(weight: Tensor) -> Linear:
+    # A copy in oneDNN's own layout: the caller may let go of `weight`.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
 def _tiled(product: Linear) -> Linear:

@@ -28,7 +28,12 @@ from services.executor.weights import LayerWeights, Weights
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    weights: LayerWeights
+    """Products hold the matrices as they want them: the plain ones go with the `Weights`."""
+
+    attention_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    mlp_norm: Tensor
     qkv: Linear
     out: Linear
     gate_up: Linear
@@ -58,13 +63,13 @@ class Model:
         eps = self._shapes.norm_eps
         rotation = self._rotations[batch.positions]
         residual = self._embedding[batch.ids]
-        normed = rms_norm(residual, self._layers[0].weights.attention_norm, eps)
+        normed = rms_norm(residual, self._layers[0].attention_norm, eps)
         for i, layer in enumerate(self._layers):
             attended = self._attention(i, layer, normed, rotation, batch, kv)
-            normed, residual = add_rms_norm(attended, residual, layer.weights.mlp_norm, eps)
+            normed, residual = add_rms_norm(attended, residual, layer.mlp_norm, eps)
             gated = self._gate(layer.gate_up(normed))
             last = i + 1 == len(self._layers)
-            norm = self._norm if last else self._layers[i + 1].weights.attention_norm
+            norm = self._norm if last else self._layers[i + 1].attention_norm
             normed, residual = add_rms_norm(layer.down(gated), residual, norm, eps)
         return self._logits(normed[batch.sampled])
 
@@ -77,12 +82,12 @@ class Model:
     def _attention(
         self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
-        shapes, weights = self._shapes, layer.weights
+        shapes = self._shapes
         heads = layer.qkv(x).view(len(x), -1, shapes.head_dim)
         query, key, value = torch.split(heads, [shapes.heads, shapes.kv_heads, shapes.kv_heads], 1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            query = rms_norm(query, weights.q_norm, shapes.norm_eps)
-            key = rms_norm(key, weights.k_norm, shapes.norm_eps)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = rms_norm(query, layer.q_norm, shapes.norm_eps)
+            key = rms_norm(key, layer.k_norm, shapes.norm_eps)
             rotated = apply_rope(torch.cat((query, key), 1), rotation)
         else:
             rotated = apply_rope(heads[:, : shapes.heads + shapes.kv_heads], rotation)
@@ -107,7 +112,10 @@ def _attend(index: int, query: Tensor, batch: Batch, kv: Tensor) -> Tensor:
 
 def _layer(weights: LayerWeights, products: Products) -> _Layer:
     return _Layer(
-        weights=weights,
+        attention_norm=weights.attention_norm,
+        q_norm=weights.q_norm,
+        k_norm=weights.k_norm,
+        mlp_norm=weights.mlp_norm,
         qkv=products.linear(weights.qkv, weights.qkv_bias),
         out=products.linear(weights.out),
         gate_up=products.linear(weights.gate_up),

@@ -52,6 +52,7 @@ from shared.messages.tiers import (
     KvCopied,
     KvCopy,
     KvFound,
+    KvGone,
     KvLookup,
     KvPrefetch,
     KvReady,
@@ -68,7 +69,7 @@ Message = (
     | Close | Ended | ExecHello | ExecWelcome | ExecReset | SlotOpen | SlotClose | GrammarReady
     | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | AuxMsg
     | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCommit | KvStored
-    | KvRelease | KvRenew | KvRenewed | KvCopy | KvCopied | ArenaReleased | Beat
+    | KvRelease | KvRenew | KvRenewed | KvGone | KvCopy | KvCopied | ArenaReleased | Beat
 )  # fmt: skip
 
 __all__ = [
@@ -93,6 +94,7 @@ __all__ = [
     "KvCopied",
     "KvCopy",
     "KvFound",
+    "KvGone",
     "KvLookup",
     "KvPrefetch",
     "KvReady",

@@ -14,6 +14,8 @@ class KvLookup:
     job: int
     keys: bytes
     prefix: bool = True  # stop at the first miss
+    fingerprint: str = ""  # of the model's KV layout, as in ExecHello: part of the name in L2
+    promote: bool = False  # begin to bring what only L2 has into L1: the request waits already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class KvReserve:
     lease_us: int
     priority: int = 0  # 1 = preemption
     valid_tokens: Ints = field(default_factory=ints)  # per key; the paused tail is partial
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class KvPrefetch:
     keys: bytes
     deadline_us: int
     lease_us: int
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class KvReady:
     valid_tokens: Ints = field(default_factory=ints)
     status: str = "ok"
     took_us: int = 0
+    from_l2: int = 0  # how many of them were brought from L2 for this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +117,13 @@ class KvRenewed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvGone:
+    """kv_offload -> scheduler: no tier holds these keys any more. Without an answer."""
+
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvCopy:
     """scheduler -> executor: copy blocks between HBM and the arena once `after_step` has run."""
 
@@ -132,6 +144,7 @@ class KvCopied:
     status: str
     bytes: int = 0
     took_us: int = 0
+    wait_us: int = 0  # it was here and had not begun: other copies, and the step that it comes after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

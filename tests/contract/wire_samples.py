@@ -23,6 +23,7 @@ from shared.messages import (
     KvCopied,
     KvCopy,
     KvFound,
+    KvGone,
     KvLookup,
     KvPrefetch,
     KvReady,
@@ -286,7 +287,7 @@ STEPS: tuple[Message, ...] = (
 )
 
 TIERS: tuple[Message, ...] = (
-    KvLookup(job=7, keys=KEYS, prefix=False),
+    KvLookup(job=7, keys=KEYS, prefix=False, fingerprint="3fa9", promote=True),
     KvFound(job=7, tiers=ints([1, 2])),
     KvReserve(
         job=8,
@@ -296,9 +297,17 @@ TIERS: tuple[Message, ...] = (
         lease_us=5_000_000,
         priority=1,
         valid_tokens=ints([16, 3]),
+        fingerprint="3fa9",
     ),
     KvReserved(job=8, arena_generation=3, offsets=longs([2**33, -1]), status="full"),
-    KvPrefetch(job=9, owner="scheduler.s0", keys=KEYS, deadline_us=20_000, lease_us=5_000_000),
+    KvPrefetch(
+        job=9,
+        owner="scheduler.s0",
+        keys=KEYS,
+        deadline_us=20_000,
+        lease_us=5_000_000,
+        fingerprint="3fa9",
+    ),
     KvReady(
         job=9,
         arena_generation=3,
@@ -306,12 +315,14 @@ TIERS: tuple[Message, ...] = (
         valid_tokens=ints([16, 3]),
         status="late",
         took_us=1_500,
+        from_l2=1,
     ),
     KvCommit(job=8, written=ints([1, 0])),
     KvStored(job=8, tiers=ints([1, 0])),
     KvRelease(jobs=ints([7, 8])),
     KvRenew(jobs=ints([8, 9]), lease_us=5_000_000),
     KvRenewed(jobs=ints([8, 9]), alive=ints([1, 0])),
+    KvGone(keys=KEYS),
     KvCopy(
         job=8,
         to_arena=True,
@@ -321,7 +332,7 @@ TIERS: tuple[Message, ...] = (
         offsets=longs([2**33, 0]),
         block_bytes=368_640,
     ),
-    KvCopied(job=8, status="stale_arena", bytes=737_280, took_us=14),
+    KvCopied(job=8, status="stale_arena", bytes=737_280, took_us=14, wait_us=3),
     ArenaReleased(executor="e0", arena_generation=2),
 )
 
