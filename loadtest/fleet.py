@@ -16,7 +16,7 @@ from services.launcher.serve import KINDS
 
 FLEET = "bench"
 MODEL = "smollm2-135m-instruct"
-READY_S = 60.0
+READY_S = 180.0
 
 
 class Fleet:

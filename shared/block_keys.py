@@ -5,7 +5,8 @@
 
 A key names all tokens up to the end of its block, under one model layout (the fingerprint, which covers
 the block size) and one tenant (the salt): another tenant cannot even find out that a block is cached.
-Only full blocks have keys. The same in every process and on every machine, unlike Python's `hash()`.
+Only full blocks have keys, and the partial tail of a paused sequence, which is never shared. The same in
+every process and on every machine, unlike Python's `hash()`.
 """
 
 from __future__ import annotations
@@ -43,3 +44,11 @@ def extend(keys: list[bytes], root: bytes, tokens: array[int], block_tokens: int
     for at in range(0, len(data), width):
         key = blake3(key + data[at : at + width]).digest()
         keys.append(key)
+
+
+def tail_key(before: bytes, tokens: array[int]) -> bytes:
+    """The key of a partial block of `tokens` behind the block (or root) with the key `before`."""
+    column = tokens[:]
+    if sys.byteorder == "big":
+        column.byteswap()
+    return blake3(b"tail" + before + column.tobytes()).digest()

@@ -27,6 +27,7 @@ class Report:
     rows: list[list[Any]] = field(default_factory=list)
     checks: list[tuple[str, bool]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
+    kind: str = "real"
 
     def add(self, row: list[Any]) -> None:
         """One more row, said at once to who waits."""
@@ -57,11 +58,11 @@ class Report:
         }
 
     def write(self, folder: Path) -> None:
-        """`real_<name>.md` and `.json` in a folder."""
+        """`<kind>_<name>.md` and `.json` in a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"real_{self.name}.md").write_text(self.markdown())
+        (folder / f"{self.kind}_{self.name}.md").write_text(self.markdown())
         text = json.dumps(self.document(), indent=1, ensure_ascii=False)
-        (folder / f"real_{self.name}.json").write_text(text + "\n")
+        (folder / f"{self.kind}_{self.name}.json").write_text(text + "\n")
 
 
 def _machine() -> str:

@@ -46,3 +46,21 @@ def scatter(title: str, series: Series, labels: tuple[str, str], path: Path) -> 
     axes.legend(fontsize=7)
     axes.spines[["top", "right"]].set_visible(False)
     picture.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def curves(title: str, series: Series, labels: tuple[str, str], path: Path) -> None:
+    """Lines through the points (x, y) of each series, both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = picture.subplots()
+    for name, points in series.items():
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+    picture.savefig(path, dpi=120, metadata={"Software": None})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from loadtest.sim.arms import limits_of
+from loadtest.sim.real_tier import RealTier
 from loadtest.sim.scenarios import Arm, Options, Scenario
 from services.scheduler.simulation.report import Figures, figures
 from services.scheduler.simulation.world import Setup, World
@@ -23,7 +25,9 @@ def run_arm(scenario: Scenario, arm: Arm, options: Options) -> Figures:
     """The mean of each figure over the seeds."""
     rows = []
     for seed in range(options.seed, options.seed + scenario.seeds):
-        setup = Setup((scenario.machine,) * scenario.replicas, limits_of(arm), seed, scenario.until_us)
+        machines, tier = (scenario.machine,) * scenario.replicas, scenario.tier
+        made = partial(RealTier, tier, scenario.machine.block_bytes) if tier is not None else None
+        setup = Setup(machines, limits_of(arm), seed, scenario.until_us, made)
         world = World(setup, scenario.workload(replace(options, seed=seed)))
         world.run()
         row = figures(world, scenario.bounds)

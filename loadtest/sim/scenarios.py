@@ -11,16 +11,27 @@ from pathlib import Path
 
 from loadtest.sim import synthetic, traces
 from loadtest.sim.extras import classes, fairness
+from services.scheduler.simulation.copies import Link
 from services.scheduler.simulation.engine import Machine
 from services.scheduler.simulation.hops import Hop
+from services.scheduler.simulation.plain_index import TierSpec
 from services.scheduler.simulation.report import Bounds, Figures, steady
 from services.scheduler.simulation.requests import Workload
 from services.scheduler.simulation.world import World
 from shared.step_model import PRESETS
 
-H200 = Machine(PRESETS["h200-8b"], blocks=56_000, hop=Hop(500, 200))  # 896k tokens, as vLLM has there
-CPU = Machine(
-    PRESETS["smollm2-cpu"], blocks=4_096, slots=32, max_step_tokens=512, max_context=8_192, hop=Hop(500, 200)
+H200 = Machine(  # 896k tokens, as vLLM has there; 128 KiB of KV a token; PCIe as measured
+    PRESETS["h200-8b"], blocks=56_000, hop=Hop(500, 200), block_bytes=2 << 20, link=Link()
+)
+CPU = Machine(  # 45 KiB of KV a token; the copies are of memory to memory
+    PRESETS["smollm2-cpu"],
+    blocks=4_096,
+    slots=32,
+    max_step_tokens=512,
+    max_context=8_192,
+    hop=Hop(500, 200),
+    block_bytes=16 * 46_080,
+    link=Link(5_000_000_000, 5_000_000_000),
 )
 
 
@@ -61,13 +72,19 @@ class Scenario:
     replicas: int = 1  # of the machine
     extra: Callable[[World], Figures] | None = None
     plot: str = ""  # the figure that is drawn
+    tier: TierSpec | None = None  # below every machine
 
 
 LATENCY = ("output_tok_s", "in_slo_pct", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
 STALLS = ("itl_ms_p99", "itl_ms_max", "stall_ms_p99")
-MEMORY = ("preemptions", "recomputed_tokens", "recomputed_pct", "makespan_s")
+MEMORY = ("preemptions", "recomputed_tokens", "recomputed_pct", "moved_gb", "l2_gb", "makespan_s")
 FILL = tuple(Arm(name, f"fill={name}") for name in ("static", "mixed", "prefill_first", "decode_first"))
-KV = (Arm("reserve", "kv=reserve"), Arm("on_demand", "kv=on_demand"))
+KV = (
+    Arm("reserve", "kv=reserve,tier=recompute"),
+    *(Arm(t, f"tier={t}") for t in ("recompute", "swap", "tiered")),
+)
+L1 = TierSpec(l1_bytes=128 << 30)  # 1M tokens
+TOKEN_BYTES = 128 << 10
 PATIENT = "standard=0/100/0"  # nobody is refused, nobody ages: the rank alone decides
 ROOM = (("max_waiting", 10_000), ("max_waiting_tokens", 100_000_000))
 MODES = tuple(Arm(mode, overlap=mode) for mode in ("single", "run_ahead", "two_batch", "auto"))
@@ -93,10 +110,14 @@ def _mooncake(options: Options) -> Workload:
     return traces.mooncake(options.trace or traces.MOONCAKE_SAMPLE, made)
 
 
-def _pressure(letter: str, what: str, made: Callable[[int], Workload], tokens: int) -> Scenario:
+def _pressure(
+    letter: str, what: str, made: Callable[[int], Workload], tokens: int, tier: TierSpec = L1
+) -> Scenario:
     return Scenario(
         title=f"Scenario {letter}: {what}",
-        why="Memory is short: what admission and preemption make of it. Recompute only, no tiers yet.",
+        why="Memory is short: what admission, preemption and the tiers below make of it. `reserve` promises "
+        "each request all it may need; the others pause, and what they had is computed again (recompute), "
+        "copied down and back (swap), or whichever costs less (tiered).",
         workload=lambda options: made(options.seed),
         machine=replace(H200, blocks=tokens // 16),
         arms=KV,
@@ -104,7 +125,12 @@ def _pressure(letter: str, what: str, made: Callable[[int], Workload], tokens: i
         seeds=3,
         extra=classes if letter == "C" else None,
         plot="in_slo_pct",
+        tier=tier,
     )
+
+
+def _slow_link(scenario: Scenario, bytes_s: int) -> Scenario:
+    return replace(scenario, machine=replace(scenario.machine, link=Link(bytes_s, bytes_s)))
 
 
 def _beside(name: str, slo_class: str, fill: tuple[Arm, ...]) -> Scenario:
@@ -216,8 +242,23 @@ SCENARIOS: dict[str, Scenario] = {
     "C": _pressure(
         "C", "50 batch jobs beside interactive, 400k tokens", synthetic.batch_beside_interactive, 400_000
     ),
-    "D": _pressure("D", "B, and later a small L1", synthetic.chat, 70_000),
-    "E": _pressure("E", "B, and later slow links", synthetic.chat, 70_000),
+    "D": _pressure(
+        "D",
+        "B with an L1 of 20k tokens and an L2 of 5 GB/s",
+        synthetic.chat,
+        70_000,
+        TierSpec(20_000 * TOKEN_BYTES, l2_bytes_s=5_000_000_000),
+    ),
+    "E": _slow_link(
+        _pressure(
+            "E",
+            "B with PCIe at 3 GB/s and an L2 of 1 GB/s",
+            synthetic.chat,
+            70_000,
+            replace(L1, l2_bytes_s=1_000_000_000),
+        ),
+        3_000_000_000,
+    ),
     "F": _pressure("F", "B with memory enough, 400k tokens", synthetic.chat, 400_000),
     "host_256": _rows(256, host_fed=True),
     "host_64": _rows(64, host_fed=True),

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from services.executor.arena_side import ArenaSide
 from services.executor.backend import Backend
 from services.executor.guard import open_flaw, plan_flaw
 from services.executor.hello import hello_of
@@ -20,7 +21,6 @@ from shared.errors import EngineError, PayloadTooLarge
 from shared.messages import (
     ExecReset,
     ExecWelcome,
-    KvCopied,
     KvCopy,
     Message,
     SlotClose,
@@ -47,6 +47,7 @@ class ExecutorActor(Actor):
         self._build_backend = build_backend
         self._host_id = host_id
         self._backend: Backend | None = None
+        self._arenas: ArenaSide | None = None  # since the engine is built
         self._scheduler = ""  # kind.id
         self._last_resort = ""  # a scheduler that drains: its last requests need an executor, too
         self._welcomed = False
@@ -71,11 +72,14 @@ class ExecutorActor(Actor):
                 loop.call_soon_threadsafe(built.set_result, result)
 
         def on_result(result: StepResult) -> None:
+            assert self._arenas is not None, "a step before the engine was built"
+            self._arenas.stepped(result.exec_epoch, result.step)
             loop.call_soon_threadsafe(self._on_result, result)
 
         self._device = DeviceThread(self._build_backend, port.clock, on_result)
         self._device.start(on_built)
         self._backend = await built
+        self._arenas = ArenaSide(self._backend, port, self._host_id, self._say_hello)
         self._begin_incarnation()
 
     def receive(self, source: str, message: Message, trace: str) -> None:
@@ -97,6 +101,8 @@ class ExecutorActor(Actor):
     on_stream_lost = on_restart
 
     def on_peer(self, peer: Peer) -> None:
+        if self._arenas is not None:
+            self._arenas.on_peer(peer)
         if peer.beat.kind == "scheduler" and peer.beat.state == "draining":
             self._last_resort = peer.source
         if peer.beat.kind != "scheduler" or peer.beat.state != "ready":
@@ -116,9 +122,10 @@ class ExecutorActor(Actor):
     def upkeep(self) -> None:
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineError(f"{self._failed_in_a_row} steps in a row failed: the engine is broken")
-        since_us = self._device.since_us
-        if since_us and self._port.clock.now_us() - since_us > STUCK_US:
-            raise EngineError(f"a step has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
+        copying_us = self._arenas.since_us if self._arenas is not None else 0
+        for what, since_us in (("step", self._device.since_us), ("copy", copying_us)):
+            if since_us and self._port.clock.now_us() - since_us > STUCK_US:
+                raise EngineError(f"a {what} has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
         if not self._scheduler and self._port.peers.get(self._last_resort) is not None:
             self._scheduler = self._last_resort
             self._begin_incarnation()
@@ -127,10 +134,12 @@ class ExecutorActor(Actor):
 
     def facts(self) -> Facts:
         model = self._backend.info.model if self._backend is not None else ""
-        return Facts(model=model, load=(("steps", self._steps), ("slots", len(self._open_slots))))
+        load = (("steps", self._steps), ("slots", len(self._open_slots)))
+        generation = self._arenas.generation if self._arenas is not None else 0
+        return Facts(model=model, load=load, arena_generation=generation)
 
     def status(self) -> dict[str, object]:
-        if self._backend is None:
+        if self._backend is None or self._arenas is None:
             return {"loading": True}
         info = self._backend.info
         return {
@@ -144,6 +153,7 @@ class ExecutorActor(Actor):
             "queued": self._device.queued,
             "device_busy_us": self._device.busy_us,
             "device_idle_us": self._device.idle_us,
+            **self._arenas.status(),
         }
 
     async def drain(self) -> None:
@@ -151,26 +161,32 @@ class ExecutorActor(Actor):
         await self._empty.wait()
 
     async def stop(self) -> None:
+        if self._arenas is not None:
+            await asyncio.to_thread(self._arenas.close, STOP_WITHIN_S)
         if self._backend is not None:
             await asyncio.to_thread(self._device.join, STOP_WITHIN_S)
 
     def _begin_incarnation(self) -> None:
-        """Empty slots and a new number for them; the scheduler must welcome it first."""
-        if self._backend is None:
+        """Empty slots and a new number for them; the scheduler must welcome it first. What still copies
+        blocks for the incarnation before ends before it is announced."""
+        if self._arenas is None:
             return
-        self._exec_epoch = max(self._port.clock.wall_us(), self._exec_epoch + 1)
+        self._exec_epoch = epoch = max(self._port.clock.wall_us(), self._exec_epoch + 1)
         self._welcomed = False
         self._last_step = 0
         self._open_slots.clear()
         self._empty.set()
-        self._device.put(Reset())
+        arenas = self._arenas
+        arenas.begin(self._scheduler, epoch)
+        self._device.put(Reset(lambda: arenas.stepped(epoch, 0)))
         self._say_hello()
 
     def _say_hello(self) -> None:
-        if self._backend is None or not self._scheduler:
-            return
-        hello = hello_of(self._backend.info, self._port.actor, self._exec_epoch, self._host_id)
-        self._port.send(self._scheduler, hello)
+        if self._backend is None or self._arenas is None or not self._arenas.quiet:
+            return  # once it is quiet, this is called again
+        if self._scheduler and not self._welcomed:
+            hello = hello_of(self._backend.info, self._port.actor, self._exec_epoch, self._host_id)
+            self._port.send(self._scheduler, hello)
 
     def _work(self, message: Message) -> None:
         assert self._backend is not None, "welcomed before it was built"
@@ -195,8 +211,8 @@ class ExecutorActor(Actor):
                 if not self._open_slots:
                     self._empty.set()
                 self._device.put(message)
-            case KvCopy(job=job):
-                self._port.send(self._scheduler, KvCopied(job=job, status="no_arena"))
+            case KvCopy() if self._arenas is not None:
+                self._arenas.copy(message)
 
     def _on_result(self, result: StepResult) -> None:
         if result.exec_epoch != self._exec_epoch:

@@ -3,12 +3,15 @@
 Every method is called from one thread, the device thread, in the order of the messages, but `sample`: it
 may run on the host lane, of one step at a time and in step order, while the device thread goes on. Whatever
 the device thread then forwards, opens or closes is of other slots than those sampled: both threads write
-entries of their own slots in state that they share. Plans are strictly ordered by step.
+entries of their own slots in state that they share. Plans are strictly ordered by step. The methods of its
+copier belong to a third thread, the copy lane (services.executor.copies).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import TYPE_CHECKING, Protocol
 
 from shared.messages import Floats, Ints, SlotOpen, StepPlan, floats, ints
@@ -63,6 +66,27 @@ class StepOutput:
     row_errors: tuple[tuple[int, str], ...] = ()
 
 
+class Copier(Protocol):
+    """Moves whole KV blocks between an engine and the host's arena, while steps run. Nobody else writes or
+    reads the blocks of a load, or writes those of a store, until it returns."""
+
+    piece_bytes: int  # to copy in one call: about a millisecond's work, so that a stop need not wait longer
+
+    def attach(self, arena: mmap) -> None:
+        """Copy from and to this mapping from now on. May take seconds. Errors leave nothing attached."""
+
+    def detach(self) -> None:
+        """Let go of the mapping; without one it does nothing."""
+
+    def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        """Copy block `blocks[i]` to the arena's bytes from `offsets[i]` on, as the steps whose results are
+        delivered left it. Returns when the bytes are there."""
+
+    def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        """Copy the arena's bytes from `offsets[i]` on to block `blocks[i]`, after the steps whose results
+        are delivered. Returns when every later forward reads them."""
+
+
 class Backend(Protocol):
     """An engine. Errors in `forward` or `sample` fail the step, not the process."""
 
@@ -89,8 +113,11 @@ class Backend(Protocol):
         (so the next plan may be device-fed), and wait for the ids to reach the host. Logits processors
         run first; a row whose processor fails gets a row error, id -1 and done 2, and its slot is done."""
 
+    def copier(self) -> Copier:
+        """The one that moves this engine's blocks; always the same."""
+
     def reset(self) -> None:
-        """Forget every slot and block table; keep the weights."""
+        """Forget every slot and block table; keep the weights, and what lies in the blocks."""
 
     def close(self) -> None:
         """Free everything. A second call does nothing."""

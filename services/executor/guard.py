@@ -1,6 +1,6 @@
-"""What a plan or a slot must not ask of an engine: slots that are not open, blocks, positions and tokens
-that do not exist. On a device such an index kills the process or writes into another sequence's memory;
-here it costs the step. Checked on the event loop, while the device computes.
+"""What a plan, a slot or a copy must not ask of an engine: slots that are not open, blocks, positions and
+tokens that do not exist. On a device such an index kills the process or writes into another sequence's
+memory; here it costs the step, or the copy. Checked on the event loop, while the device computes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.backend import BackendInfo
-from shared.messages import Ints, SlotOpen, StepPlan
+from shared.messages import Ints, KvCopy, SlotOpen, StepPlan
 
 
 def plan_flaw(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
@@ -40,6 +40,17 @@ def open_flaw(opened: SlotOpen, info: BackendInfo) -> str:
     for ids in (opened.tokens, opened.sampling.bias_ids):
         if ids and int(_numbers(ids).max()) >= info.vocab:
             return f"slot {opened.slot} has a token outside the vocabulary of {info.vocab}"
+    return ""
+
+
+def copy_flaw(copy: KvCopy, info: BackendInfo) -> str:
+    """Why the blocks cannot be copied, whatever the arena; empty when they can."""
+    if len(copy.blocks) != len(copy.offsets):
+        return f"it has {len(copy.blocks)} blocks and {len(copy.offsets)} offsets"
+    if not info.bytes_per_block or copy.block_bytes != info.bytes_per_block:
+        return f"its blocks have {copy.block_bytes} bytes, those of this engine {info.bytes_per_block}"
+    if copy.blocks and not 0 <= min(copy.blocks) <= max(copy.blocks) < info.blocks:
+        return f"it names a block that is not one of {info.blocks}"
     return ""
 
 

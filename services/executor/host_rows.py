@@ -36,6 +36,7 @@ class HostRows:
     def __init__(self, known: Mapping[str, MakeProcessor], device: torch.device) -> None:
         self._chains = Chains(known)
         self._stream: torch.cuda.Stream | None = None
+        self._marks = device.type == "cuda"
         if device.type == "cuda" and known:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch annotates it not
 
@@ -48,8 +49,8 @@ class HostRows:
         self._chains.close(slot)
 
     def forwarded(self) -> torch.cuda.Event | None:
-        """Mark the end of a forward, on a GPU."""
-        if self._stream is None:
+        """Mark the end of a forward, on a GPU: copies of its blocks wait for that, too."""
+        if not self._marks:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch annotates it not
         event.record()

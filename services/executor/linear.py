@@ -12,8 +12,11 @@ them anew in every call, which a step of few rows has no work to hide behind. Me
     bf16  F.linear                         17   34       110            430
           widened in slices                40   40        77             99
 
-oneDNN compiles a kernel for each new number of rows: 4 to 5 ms in all, once. F.linear on bf16 has no matrix
-kernel here, one row at a time; on machines with bf16 instructions and on GPUs it is best and is used.
+oneDNN compiles a kernel for each shape, at first use, and keeps it: 4 to 5 ms and 2.5 MB for each number of
+rows of this model. Larger numbers are therefore padded, by 3 % on average, to 48 numbers up to 256.
+
+F.linear on bf16 has no matrix kernel here, one row at a time; on machines with bf16 instructions and on GPUs
+it is best and is used.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ Linear = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
 ROW_TILE = 16  # rows of every product in deterministic mode
 _SLICE_ELEMENTS = 1 << 20  # 4 MiB of float32: stays in the cache between widening and use
+_EXACT_ROWS = 16  # up to here every number of rows has its kernel
 _NARROW_ROWS = 2  # up to here F.linear on bf16 beats widening
 
 
@@ -48,7 +52,7 @@ class Products:
         shape and adds up in the same order; rows must then be a multiple of ROW_TILE."""
         if self._widen:
             product = self._widened(weight)
-        elif self._on_cpu and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        elif self._on_cpu and weight.dtype == torch.float32 and torch._C._has_mkldnn:
             product = _packed(weight)
         else:
             product = _plain(weight)
@@ -83,7 +87,22 @@ def _plain(weight: Tensor) -> Linear:
 def _packed(weight: Tensor) -> Linear:
     # A copy in oneDNN's own layout: the caller may let go of `weight`.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+    def product(x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if extra := kernel_rows(rows) - rows:
+            x = F.pad(x, (0, 0, 0, extra))
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        return out[:rows]
+
+    return product
+
+
+def kernel_rows(rows: int) -> int:
+    """Rows of the compiled kernel that takes `rows`: the same number up to _EXACT_ROWS, then eight sizes from
+    each power of two to the next."""
+    step = max(1, (1 << (rows - 1).bit_length()) // _EXACT_ROWS) if rows > _EXACT_ROWS else 1
+    return -(-rows // step) * step
 
 
 def _tiled(product: Linear) -> Linear:

@@ -45,14 +45,14 @@ class Model:
 
     def __init__(self, shapes: Shapes, weights: Weights, context_tokens: int, *, deterministic: bool) -> None:
         """Rotations are tabled for `context_tokens` positions. With `deterministic` a row's logits do not
-        depend on the other rows of its batch, bit for bit (on a CPU)."""
+        depend on the other rows of its batch, bit for bit (on a CPU). Takes the layers out of `weights`."""
         self._shapes = shapes
         self._embedding = weights.embedding
         self._norm = weights.norm
         device = weights.embedding.device
         products = Products(weights.embedding.dtype, device, deterministic=deterministic)
         self._head = products.linear(weights.head)
-        self._layers = [_layer(each, products) for each in weights.layers]
+        self._layers = [_layer(weights.layers.pop(0), products) for _ in range(shapes.layers)]
         self._deterministic = deterministic
         self._gate: Callable[[Tensor], Tensor] = swiglu_by_row if deterministic else swiglu
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)

@@ -8,12 +8,14 @@ the same tokens in any batch, slot or order of steps.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.executor.backend import BackendInfo, Pending, StepOutput
 from services.executor.processors import MakeProcessor
+from services.executor.sim_blocks import SimBlocks, SimCopier
 from services.executor.sim_host import SimHostRows
 from services.executor.sim_timing import sim_timing
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -58,20 +60,23 @@ class SimBackend:
         self._timing = sim_timing(options.timing)
         self._free_s = [0.0] * self._timing.stages  # when each stage has nothing left to do
         self._host_rows = SimHostRows(options.processors, options.vocab, self._timing.host_row_us)
+        self._blocks = SimBlocks(options.blocks, options.block_tokens, options.slots, options.max_context)
+        self._copier = SimCopier(self._blocks, self._timing.copies)
 
     @property
     def info(self) -> BackendInfo:
-        o = self._options
+        o, block_bytes = self._options, self._timing.copies.block_bytes
+        interchangeable = f"sim {o.model} {o.block_tokens} {block_bytes}"
         return BackendInfo(
             backend="sim",
             model=o.model,
             dtype="none",
-            fingerprint="sim",
+            fingerprint=hashlib.sha256(interchangeable.encode()).hexdigest()[:32],
             vocab_digest="sim",
             vocab=o.vocab,
             blocks=o.blocks,
             block_tokens=o.block_tokens,
-            bytes_per_block=0,
+            bytes_per_block=block_bytes,
             slots=o.slots,
             max_step_tokens=o.max_step_tokens,
             max_context=o.max_context,
@@ -93,6 +98,7 @@ class SimBackend:
 
     def forward(self, plan: StepPlan) -> Pending:
         now_s = time.monotonic()
+        self._write(plan)
         left_s, due_s = self._pass_stages(now_s, self._timing.step_us(shape_of(plan)) / 1e6)
         if len(self._free_s) > 1 or self._host_rows.rows_of(plan.sample_slots):
             _sleep_until(left_s)  # the next step's forward may begin before this step is sampled
@@ -129,12 +135,21 @@ class SimBackend:
             done.append(1 if state.done else 0)
         return ids, done
 
+    def copier(self) -> SimCopier:
+        return self._copier
+
     def reset(self) -> None:
         for slot in list(self._slots):
             self.close_slot(slot)
 
     def close(self) -> None:
         self.reset()
+
+    def _write(self, plan: StepPlan) -> None:
+        """Write the blocks of the rows that are not done."""
+        states = [self._slots[slot] for slot in plan.slots]
+        rows = [row for row, state in enumerate(states) if not state.done]
+        self._blocks.write(plan, rows, [states[row].opened.seq for row in rows])
 
     def _tokens(self, slot: int) -> Sequence[int]:
         return self._slots[slot].tokens

@@ -1,20 +1,46 @@
-"""The setting `sim`: how long the steps of the simulated engine take.
+"""The setting `sim`: how long the steps and the copies of the simulated engine take.
 
 step=5000,token=20          µs for each step, and more for each of its tokens
 h200-8b                     a preset of shared.step_model
 h200-8b,stages=2,host_row=30    a pipeline of two; 30 µs of logits processors for each row that waits
+step=5000,block=65536,d2h=5000,h2d=5000     bytes of a KV block; MB/s from the device, and to it (0: no time)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.checks import MAX_STAGES
 from shared.errors import SetupError
 from shared.step_model import PRESETS, StepModel, StepShape
 
-_KEYS = ("step", "token", "stages", "host_row")
-_MOST_US = 60_000_000
+_KEYS = ("step", "token", "stages", "host_row", "block", "d2h", "h2d")
+_MOST_US = 60_000_000  # the most of any number here
+_LEAST_BLOCK_BYTES = 32  # what a simulated block holds
+
+
+@dataclass(frozen=True, slots=True)
+class SimCopies:
+    """Blocks of so many bytes, copied at these rates."""
+
+    block_bytes: int = 65_536  # small, so that many fit into a small arena; 0: nothing can be copied
+    d2h_mb_s: int = 0  # from the device to the arena; 0: copies take no time
+    h2d_mb_s: int = 0
+
+    def store_s(self, blocks: int) -> float:
+        """The time to copy so many blocks to the arena."""
+        return blocks * self.block_bytes / (self.d2h_mb_s * 1e6) if self.d2h_mb_s else 0.0
+
+    def load_s(self, blocks: int) -> float:
+        """The time to copy so many blocks from the arena."""
+        return blocks * self.block_bytes / (self.h2d_mb_s * 1e6) if self.h2d_mb_s else 0.0
+
+
+# Blocks of 16 tokens, at the rates of docs/benchmarks/kv_copies.md.
+PRESET_COPIES = {
+    "h200-8b": SimCopies(16 * 131_072, 50_700, 50_900),
+    "smollm2-cpu": SimCopies(16 * 46_080, 3_300, 3_200),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +51,7 @@ class SimTiming:
     token_us: int = 0
     stages: int = 1
     host_row_us: int = 0
+    copies: SimCopies = field(default_factory=SimCopies)
 
     def step_us(self, shape: StepShape) -> int:
         """The time of a step through all stages."""
@@ -52,4 +79,13 @@ def sim_timing(setting: str) -> SimTiming:
     if not 1 <= stages <= MAX_STAGES:
         raise SetupError(f"sim: stages={stages} is not from 1 to {MAX_STAGES}")
     host_row_us = numbers.get("host_row", model.host_row_ns // 1_000)
-    return SimTiming(model, numbers.get("token", 0), stages, host_row_us)
+    copies = _copies(numbers, PRESET_COPIES[names[0]] if names else SimCopies())
+    return SimTiming(model, numbers.get("token", 0), stages, host_row_us, copies)
+
+
+def _copies(numbers: dict[str, int], usual: SimCopies) -> SimCopies:
+    block_bytes = numbers.get("block", usual.block_bytes)
+    if 0 < block_bytes < _LEAST_BLOCK_BYTES:
+        raise SetupError(f"sim: block={block_bytes} is less than {_LEAST_BLOCK_BYTES} bytes; 0 for no copies")
+    rates = numbers.get("d2h", usual.d2h_mb_s), numbers.get("h2d", usual.h2d_mb_s)
+    return SimCopies(block_bytes, *rates)

@@ -24,7 +24,9 @@ from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget every slot."""
+    """Forget every slot; then call `done` on the device thread: the steps before it are over."""
+
+    done: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class DeviceThread:
                     self._broken = None
                     self._host_fed.clear()
                     backend.reset()
+                    work.done()
                 case Refused(error=error):
                     self._broken = error
         except Exception as error:  # noqa: BLE001 - a dead thread would leave every client waiting

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
-from services.executor.backend import BackendInfo, Pending, StepOutput
+from services.executor.backend import BackendInfo, Copier, Pending, StepOutput
 from services.executor.batch import BatchBuilder
+from services.executor.cuda_copies import CudaCopier
 from services.executor.fingerprint import fingerprint
+from services.executor.host_copies import HostCopier
 from services.executor.host_rows import HostRows
 from services.executor.kv_cache import KvCache, allocate, block_bytes, fitting_blocks
 from services.executor.logprobs import logprobs
@@ -85,6 +87,7 @@ class TorchBackend:
     ) -> None:
         device, exact = weights.embedding.device, options.deterministic
         self._cache = cache
+        digest = fingerprint(options.model_name, shapes, weights, cache.block_tokens)
         self._model = Model(shapes, weights, context, deterministic=exact)
         self._slots = Slots(
             options.slots, blocks_for(context, cache.block_tokens), cache.spare, context, device
@@ -93,11 +96,14 @@ class TorchBackend:
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact)
         self._host_rows = HostRows(options.processors, device)
         self._asked: dict[int, int] = {}  # logprobs by slot
+        self._computed: torch.cuda.Event | None = None  # the newest forward's end, on a GPU
+        on_gpu = device.type == "cuda"
+        self._copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
         self._info = BackendInfo(
             backend="torch",
             model=options.model_name,
             dtype="bf16" if cache.tensor.dtype == torch.bfloat16 else "f32",
-            fingerprint=fingerprint(options.model_name, shapes, weights, cache.block_tokens),
+            fingerprint=digest,
             vocab_digest=_vocab_digest(options),
             vocab=shapes.vocab,
             blocks=cache.blocks,
@@ -135,7 +141,7 @@ class TorchBackend:
         self._slots.apply_tables(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
         if not plan.slots:
-            return Pending(plan=plan)
+            return Pending(plan=plan, forwarded=self._host_rows.forwarded())
         batch = self._batches.build(plan)
         logits = self._model.forward(batch, self._cache.tensor)
         forwarded = self._host_rows.forwarded()
@@ -144,6 +150,7 @@ class TorchBackend:
     @torch.inference_mode()
     def sample(self, pending: Pending) -> StepOutput:
         plan, logits, slots = pending.plan, pending.logits, list(pending.plan.sample_slots)
+        self._computed = pending.forwarded
         if not slots:
             return StepOutput(ids=ints(), done=ints(), padding_rows=pending.padding_rows)
         if logits is None or len(logits) != len(slots):
@@ -167,12 +174,16 @@ class TorchBackend:
             row_errors=tuple(processed.failures.items()),
         )
 
+    def copier(self) -> Copier:
+        return self._copier
+
     def reset(self) -> None:
         for slot in range(self._info.slots):
             self.close_slot(slot)
+        self._computed = self._host_rows.forwarded()
 
     def close(self) -> None:
-        for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows"):
+        for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "_copier"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference
 
 

@@ -36,12 +36,13 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A whole model. `head` is `embedding` itself where they are tied."""
+    """A whole model. `head` is `embedding` itself where they are tied. The model that computes takes the
+    layers out, so that plain matrices go as packed ones come."""
 
     embedding: Tensor  # [vocab, hidden]
     norm: Tensor
     head: Tensor  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]
+    layers: list[LayerWeights]
 
 
 def assemble(shapes: Shapes, read: ReadTensor, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -71,5 +72,5 @@ def assemble(shapes: Shapes, read: ReadTensor, dtype: torch.dtype, device: torch
         embedding=embedding,
         norm=take("norm"),
         head=embedding if shapes.tied else take("head"),
-        layers=tuple(layer(i) for i in range(shapes.layers)),
+        layers=[layer(i) for i in range(shapes.layers)],
     )

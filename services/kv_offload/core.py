@@ -1,95 +1,222 @@
-"""The tiers' answers. Pure. What no tier holds is answered at once with nothing: the scheduler
-then computes it, and nobody waits."""
+"""kv_offload: events in, commands out. No await, no clock, no socket, no randomness, no thread.
+
+    core = KvCore(arena, l2=True)                  # store.Arena; virtual.CountingArena in a simulation
+    for command in core.handle(event, now_us): …   # in order, each done before the next
+    core.due_us()                                  # when it wants a Ticked; None: when something happens
+
+Events (`events.py`): `Arrived(source, epoch, message, trace)` for KvLookup, KvReserve, KvCommit, KvPrefetch,
+KvRelease, KvRenew and ArenaReleased; `Restarted(source)` before anything of a new incarnation;
+`PeerSeen(source, epoch)` and `PeerLost(source)` for executors and schedulers; `L2Ended(call, status, …)`
+once for each L2 command, unless it was abandoned; `Ticked()`.
+
+Commands: `Send(to, message, trace)`; the L2 calls `L2Has`, `L2Get`, `L2Put`, `L2Delete` and `L2Probe`, which
+whoever runs the core executes at once and beside the loop (at most 8 are out at a time, canaries aside; the
+queue is in here); `Abandon(call)`; `Fill(call, slot)`: the bytes that L2Get `call` has read go to this slot
+of the arena before the next command. The core touches no KV byte itself.
+
+Each message has its answer at once, or by the deadline that it names, whatever L2 does.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from services.kv_offload import calls, leases, loads, lookups, stores
+from services.kv_offload.events import (
+    Arrived,
+    Command,
+    Event,
+    Fill,
+    L2Ended,
+    Name,
+    PeerLost,
+    PeerSeen,
+    Restarted,
+    Send,
+)
+from services.kv_offload.l1 import L1
+from services.kv_offload.l2 import L2, Call
+from services.kv_offload.state import State
+from services.kv_offload.store import Arena
 from shared.messages import (
+    ArenaReleased,
     KvCommit,
-    KvFound,
+    KvGone,
     KvLookup,
     KvPrefetch,
-    KvReady,
     KvRelease,
     KvRenew,
-    KvRenewed,
     KvReserve,
-    KvReserved,
-    KvStored,
-    Message,
-    ints,
-    longs,
 )
 
-KEY_BYTES = 32
-
-
-class Tiers(Protocol):
-    """Where copies of KV blocks live below device memory."""
-
-    names: tuple[str, ...]
-
-    def tier_of(self, key: bytes) -> int:
-        """0 nowhere, 1 DRAM, 2 remote."""
-
-    def reserve(self, job: int, keys: list[bytes], value_bytes: int) -> list[int]:
-        """Arena offset per key, -1 where there is no room, -2 where the key is in DRAM already. A job
-        reserved before starts anew."""
-
-    def fetch(self, job: int, keys: list[bytes]) -> list[int]:
-        """Arena offset per key, -1 where it cannot be had."""
-
-    def commit(self, job: int, written: list[int]) -> list[int]:
-        """Tier reached per key of the job, 0 = lost. What is not written is free again."""
-
-    def release(self, job: int) -> None:
-        """End the job's lease. An unknown job does nothing."""
-
-    def holds(self, job: int) -> bool:
-        """True while the job has a lease."""
-
-
-def keys_of(joined: bytes) -> list[bytes]:
-    """The 32-byte keys in `joined`."""
-    return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+KEYS_A_MESSAGE = 1_024  # 32 KiB of keys
 
 
 class KvCore:
-    """Requests of the scheduler in, answers out."""
+    """The one authority on the arena's ranges and on what the tiers hold."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
-        self.lookups = 0
-        self.hits = 0
+    def __init__(self, arena: Arena, *, l2: bool = False) -> None:
+        book = L2(enabled=l2)
+        self.state = State(L1(arena, book.holds if l2 else None), book)
 
-    def handle(self, message: Message) -> Message | None:
-        """The answer to a message, None where none is due."""
+    def handle(self, event: Event, now_us: int) -> list[Command]:
+        """Apply one event at `now_us` (monotonic) and return what is to be done, in order."""
+        state = self.state
+        state.now_us = now_us
+        self._expire()
+        self._apply(event)
+        calls.pump(state)
+        self._tell_gone()
+        commands, state.out = state.out, []
+        return commands
+
+    def due_us(self) -> int | None:
+        """When something is due: a lease, an answer, a call, a canary."""
+        l2 = self.state.l2
+        dues = (self.state.due.next_us(), l2.deadlines.next_us(), l2.breaker.next_us())
+        return min((due for due in dues if due is not None), default=None)
+
+    def _apply(self, event: Event) -> None:
+        state = self.state
+        match event:
+            case Arrived():
+                self._arrived(event)
+            case L2Ended():
+                self._l2_ended(event)
+            case Restarted(source):
+                self._forget(source)
+                leases.scheduler_restarted(state, source)
+            case PeerSeen(source, epoch) if source.startswith("executor."):
+                leases.executor_seen(state, source, epoch)
+            case PeerLost(source) if source.startswith("executor."):
+                leases.executor_lost(state, source)
+            case PeerLost(source):
+                self._forget(source)
+
+    def _arrived(self, event: Arrived) -> None:
+        state, message, trace = self.state, event.message, event.trace
+        if isinstance(message, ArenaReleased):
+            leases.arena_released(state, message)
+            return
+        state.schedulers[event.source] = None
+        lease = (event.source, event.epoch, getattr(message, "job", 0))
         match message:
-            case KvLookup(job=job, keys=keys, prefix=prefix):
-                return KvFound(job=job, tiers=ints(self._lookup(keys_of(keys), prefix)))
-            case KvReserve(job=job, keys=keys, value_bytes=value_bytes):
-                offsets = self._tiers.reserve(job, keys_of(keys), value_bytes)
-                status = "no_room" if -1 in offsets else "ok"
-                return KvReserved(job=job, arena_generation=0, offsets=longs(offsets), status=status)
-            case KvPrefetch(job=job, keys=keys):
-                offsets = self._tiers.fetch(job, keys_of(keys))
-                status = "missing" if -1 in offsets else "ok"
-                return KvReady(job=job, arena_generation=0, offsets=longs(offsets), status=status)
-            case KvCommit(job=job, written=written):
-                return KvStored(job=job, tiers=ints(self._tiers.commit(job, list(written))))
-            case KvRenew(jobs=jobs):
-                return KvRenewed(jobs=jobs, alive=ints(self._tiers.holds(job) for job in jobs))
+            case KvLookup():
+                lookups.look_up(state, lease, message, trace)
+            case KvReserve():
+                stores.reserve(state, lease, message, trace)
+            case KvCommit():
+                stores.commit(state, lease, message, trace)
+            case KvPrefetch():
+                loads.prefetch(state, lease, message, trace)
+            case KvRenew():
+                leases.renew(state, event.source, event.epoch, message)
             case KvRelease(jobs=jobs):
                 for job in jobs:
-                    self._tiers.release(job)
-        return None
+                    loads.drop(state, (event.source, event.epoch, job))
+                leases.release(state, event.source, event.epoch, message)
 
-    def _lookup(self, keys: list[bytes], prefix: bool) -> list[int]:
-        tiers = [self._tiers.tier_of(key) for key in keys]
-        if prefix and 0 in tiers:
-            miss = tiers.index(0)
-            tiers[miss:] = [0] * (len(tiers) - miss)
-        self.lookups += len(tiers)
-        self.hits += sum(tier > 0 for tier in tiers)
-        return tiers
+    def _forget(self, source: str) -> None:
+        """Nobody waits there for an answer, or for news."""
+        state = self.state
+        state.schedulers.pop(source, None)
+        for lease in [lease for lease in state.lookups if lease[0] == source]:
+            lookups.drop(state, lease)
+        for lease in [lease for lease in state.loads if lease[0] == source]:
+            loads.drop(state, lease)
+
+    # ---- time -----------------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        state = self.state
+        for call in calls.give_up_late(state):
+            self._failed(call)
+        while (due := state.due.pop(state.now_us)) is not None:
+            what, lease = due
+            match what:
+                case "lookup":
+                    lookups.finish(state, lease)
+                case "load":
+                    loads.finish(state, lease)
+                case "lease":
+                    leases.expire(state, lease)
+                case _:
+                    leases.end_quarantine(state, lease)
+
+    # ---- L2 -------------------------------------------------------------------------------------
+
+    def _l2_ended(self, event: L2Ended) -> None:
+        state = self.state
+        if state.l2.breaker.probed(event.call, event.status == "ok", state.now_us):
+            state.l2.known.clear()  # it may have lost everything, and be full of what others put
+            state.l2.announced.clear()
+        call = calls.end(state, event)
+        if call is None:
+            return
+        if event.status == "failed":
+            self._failed(call)
+        elif call.kind == "has":
+            self._answered(call, event)
+        elif call.kind == "get":
+            self._got(call.names[0], event)
+        elif call.kind == "put":
+            state.figures.l2_puts += 1
+            state.l2.known.add(call.names[0])
+            state.l2.announced.add(call.names[0][0])
+
+    def _failed(self, call: Call) -> None:
+        """It failed or took too long. What waited for it goes on without."""
+        state = self.state
+        if state.l2.breaker.failed(state.now_us):
+            state.l2.forget_wants()
+            for lease in list(state.lookups):
+                lookups.finish(state, lease)
+            for lease in list(state.loads):
+                loads.finish(state, lease)
+        if call.lookup is not None:
+            lookups.finish(state, call.lookup)
+        if call.kind == "get":
+            loads.arrived(state, call.names[0], None)
+
+    def _answered(self, call: Call, event: L2Ended) -> None:
+        state = self.state
+        if event.value_bytes:
+            state.l2.sizes[call.names[0][0]] = event.value_bytes
+        if call.names[0][0] in state.l2.sizes:  # without its size no value can be read
+            for name, present in zip(call.names, event.present, strict=False):
+                if present:
+                    state.l2.known.add(name)
+        if call.lookup is not None:
+            lookups.finish(state, call.lookup)
+
+    def _got(self, name: Name, event: L2Ended) -> None:
+        """A value has come, or is lost or damaged."""
+        state = self.state
+        entry = state.l1.entries.get(name)
+        if event.status == "ok":
+            state.figures.l2_gets += 1
+            state.figures.promotions += entry is None
+            state.l2.known.add(name)
+            if entry is None and (place := state.l1.take(event.value_bytes, urgent=False)) is not None:
+                state.out.append(Fill(event.call, place.slot))
+                entry = state.l1.publish(name, place, event.valid_tokens, urgent=False)
+        else:
+            state.l2.known.forget(name)
+            if event.status == "corrupt":
+                state.figures.corrupt += 1
+                state.l2.deletes[name] = None
+            else:
+                state.figures.l2_absent += 1
+            if entry is None:
+                state.l1.evicted.append(name)
+        loads.arrived(state, name, entry)
+
+    # ---- news -----------------------------------------------------------------------------------
+
+    def _tell_gone(self) -> None:
+        """Say which keys have left their last tier."""
+        state = self.state
+        evicted, state.l1.evicted = state.l1.evicted, []
+        gone = [name for name in evicted if not state.tier_of(name)]
+        for first in range(0, len(gone), KEYS_A_MESSAGE):
+            keys = b"".join(key for _, key in gone[first : first + KEYS_A_MESSAGE])
+            message = KvGone(keys=keys)
+            state.out += [Send(to, message) for to in state.schedulers]

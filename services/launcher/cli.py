@@ -65,6 +65,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     pull.add_argument("--cache-dir", help="where models are kept")
     status = add("status", "what the services say about themselves", _status)
     status.add_argument("--json", action="store_true", help="everything, as JSON")
+    kv = add("kv", "what the KV tiers hold, and what they are good for", _kv)
+    kv.add_argument("--json", action="store_true", help="everything, as JSON")
     trace = add("trace", "where the time of one request went", _trace)
     trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
     trace.add_argument("--json", action="store_true", help="the data, with the steps of its time")
@@ -155,6 +157,14 @@ def _status(given: argparse.Namespace) -> None:
 
     loaded = _load(given)
     asyncio.run(status(find_target(loaded), loaded.settings.fleet, as_json=given.json))
+
+
+def _kv(given: argparse.Namespace) -> None:
+    from services.launcher.connect import find_target
+    from services.launcher.kv import kv
+
+    loaded = _load(given)
+    asyncio.run(kv(find_target(loaded), loaded.settings.fleet, as_json=given.json))
 
 
 def _trace(given: argparse.Namespace) -> None:

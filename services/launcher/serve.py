@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +26,16 @@ BUILDERS = {
     "detokenizer": "services.detokenizer.actor",
 }
 KINDS = tuple(BUILDERS)
+# What a kind's libraries read when they are imported. LMCache would report its use, log each discard, and
+# take a share of the device, which belongs to the executor.
+ENVIRONMENT = {
+    "kv_offload": {
+        "LMCACHE_TRACK_USAGE": "false",
+        "DO_NOT_TRACK": "1",
+        "LMCACHE_LOG_LEVEL": "ERROR",
+        "CUDA_VISIBLE_DEVICES": "",
+    },
+}
 
 
 def builder(kind: str) -> Callable[[Settings], Actor]:
@@ -48,6 +59,7 @@ def serve(kind: str, settings: Settings, *, name: str = "") -> int:
 
     prefixed_by_up = bool(name) and not settings.log_json
     logs.setup("" if prefixed_by_up else name or kind, level=settings.log_level, as_json=settings.log_json)
+    os.environ.update(ENVIRONMENT.get(kind, {}))
     url = settings.nats_url or DEFAULT_NATS_URL
     options = ProcessOptions(
         fleet=settings.fleet,

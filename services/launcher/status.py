@@ -19,16 +19,22 @@ _IDENTITY = ("kind", "id", "state", "epoch", "fleet")
 
 async def status(target: Target, fleet: str, *, as_json: bool) -> None:
     """Print the services of `fleet`. Raises Unavailable when there are none."""
+    services = await services_of(target, fleet)
+    if as_json:
+        print(json.dumps({"nats_url": target.nats_url, "fleet": fleet, "services": services}, indent=2))
+    else:
+        _print_table([("service", "state", "details"), *(row for s in services for row in _rows(s))])
+
+
+async def services_of(target: Target, fleet: str) -> list[dict[str, Any]]:
+    """What each service of `fleet` says, in the order of the pipeline. Raises Unavailable when none does."""
     async with connected(target.nats_url) as bus:
         answers = await ask_all(bus, subjects.STATUS, WAIT_S)
     services = sorted((a for a in answers if a.get("fleet") == fleet), key=_place)
     if not services:
         fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
         raise Unavailable(f"no service of fleet {fleet!r} answers; there are: {fleets or 'none'}")
-    if as_json:
-        print(json.dumps({"nats_url": target.nats_url, "fleet": fleet, "services": services}, indent=2))
-    else:
-        _print_table([("service", "state", "details"), *(row for s in services for row in _rows(s))])
+    return services
 
 
 def details(answer: dict[str, Any]) -> list[str]:

@@ -16,6 +16,8 @@ from services.scheduler.events import (
     PeerReady,
     StreamLost,
     Ticked,
+    TierLost,
+    TierReady,
 )
 from services.scheduler.replay.attach import attach
 from services.scheduler.replay.recorder import Recorder
@@ -72,17 +74,19 @@ class SchedulerActor(Actor):
         self._handle(Arrived(source, message, trace, transit_us))
 
     def on_peer(self, peer: Peer) -> None:
-        if peer.beat.state == "ready":
+        if peer.beat.kind == "kv_offload":
+            self._handle(_tier_event(peer))
+        elif peer.beat.state == "ready":
             self._handle(PeerReady(peer.beat.kind, peer.beat.actor, peer.epoch))
         elif peer.beat.state == "draining":
             self._handle(PeerDraining(peer.beat.kind, peer.beat.actor))
 
     def on_peer_gone(self, peer: Peer) -> None:
-        self._handle(PeerLost(peer.beat.kind, peer.beat.actor))
+        self._handle(_lost(peer.beat.kind, peer.beat.actor))
 
     def on_restart(self, source: str) -> None:
         kind, _, actor = source.partition(".")
-        self._handle(PeerLost(kind, actor))
+        self._handle(_lost(kind, actor))
 
     def on_stream_lost(self, source: str) -> None:
         self._handle(StreamLost(source))
@@ -140,6 +144,18 @@ class SchedulerActor(Actor):
         except ValueError:
             return  # not a name that any request could have
         self._handle(Arrived("client", Cancel(tenant=tenant, request=request)))
+
+
+def _tier_event(peer: Peer) -> Event:
+    """What a beat of a kv_offload says: one without an arena, or on its way out, holds nothing."""
+    beat = peer.beat
+    if beat.state != "ready" or not beat.arena or not beat.tiers:
+        return TierLost(beat.actor)
+    return TierReady(beat.actor, peer.epoch, beat.host_id, beat.arena_generation, beat.tiers)
+
+
+def _lost(kind: str, actor: str) -> Event:
+    return TierLost(actor) if kind == "kv_offload" else PeerLost(kind, actor)
 
 
 def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:

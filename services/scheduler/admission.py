@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler import needs, preempt, prefix
+from services.scheduler import comeback, needs, preempt, prefix
 from services.scheduler.growth import most_spare_blocks, spare_blocks
 from services.scheduler.policies import fills
 from services.scheduler.policies.places import Option
 from services.scheduler.records import Phase, Sequence
 from services.scheduler.state import Executor, State
+from services.scheduler.tiers import asking, loading
 from services.scheduler.waiting import Unit
 from shared.messages import SlotOpen
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """An executor that can start a unit now: the cached blocks of its prompt, and what it promises."""
+    """An executor that can start a unit now: the cached blocks of its prompt, the one with its tail if it was
+    paused, and what it promises."""
 
     executor: Executor
     hits: list[int]
+    tail: int | None
     promises: list[int]
     option: Option
 
@@ -47,6 +50,8 @@ def _admit(state: State, unit: Unit) -> bool:
         return False
     offers = [offer for e in executors if (offer := _offer(state, e, unit)) is not None]
     if offers:
+        if asking.pending(state, unit):
+            return False
         _start(state, _place(state, offers), unit)
         return True
     model = unit.request.asked.model
@@ -74,15 +79,17 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     ):
         return None
     hits = prefix.lookup(executor, head)
+    tail = prefix.tail_block(executor, head, len(hits))
+    present = hits if tail is None else [*hits, tail]
     promises = needs.promises(state, executor, unit)
-    promises[0] -= len(hits)
-    blocks, slots, taken = sum(promises), len(promises), ledger.free_taken_by(hits)
+    promises[0] -= len(present)
+    blocks, slots, taken = sum(promises), len(promises), ledger.free_taken_by(present)
     plenty = ledger.can_admit(blocks + most_spare_blocks(state, executor), slots, taken)
     if not plenty and not ledger.can_admit(blocks + spare_blocks(state, executor), slots, taken):
         return None
-    room = ledger.free_blocks - ledger.reserved
+    room = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
     option = Option(executor.source, len(hits) * hello.block_tokens, room, len(executor.running))
-    return Offer(executor, hits, promises, option)
+    return Offer(executor, hits, tail, promises, option)
 
 
 def _place(state: State, offers: list[Offer]) -> Offer:
@@ -106,18 +113,26 @@ def _start(state: State, offer: Offer, unit: Unit) -> None:
         sequence.opened_after = executor.step
         sequence.opened_length = len(sequence.tokens)
         if sequence is leader:
-            _take_hits(state, executor, leader, offer.hits)
+            _take_hits(state, offer, unit)
         executor.enter(sequence)
         _note(state, offer, unit, sequence)
         state.send(executor.source, _slot_open(sequence), sequence.request.trace)
+    loading.begin(state, executor, leader, unit)
+    comeback.returned(state, executor, leader, unit)
 
 
-def _take_hits(state: State, executor: Executor, leader: Sequence, hits: list[int]) -> None:
+def _take_hits(state: State, offer: Offer, unit: Unit) -> None:
+    leader = unit.sequences[0]
     fresh = leader.admitted_us == 0
-    found = prefix.adopt(executor, leader, hits)
+    found = prefix.adopt(offer.executor, leader, offer.hits)
+    if offer.tail is not None:
+        prefix.claim_tail(offer.executor, leader, offer.tail)
     if fresh:
         state.meter.prefix_lookup_tokens += len(leader.tokens)
         state.meter.prefix_hit_tokens += found
+        below = max((sum(t > 0 for t in answer.found) for answer in unit.answers.values()), default=0)
+        hit = max(found, below * offer.executor.hello.block_tokens)
+        state.reuse_pm = (15 * state.reuse_pm + 1000 * hit // len(leader.tokens)) // 16
 
 
 def _note(state: State, offer: Offer, unit: Unit, sequence: Sequence) -> None:
@@ -130,8 +145,8 @@ def _note(state: State, offer: Offer, unit: Unit, sequence: Sequence) -> None:
         "resume" if unit.resumes else "admit",
         f"{state.limits.policy.place}: {offer.executor.source}, {offer.option.room_blocks} blocks free",
         blocks=sequence.reserved,
-        hit_tokens=offer.option.hit_tokens,
-        recompute_tokens=max(0, sequence.reach - offer.option.hit_tokens),
+        hit_tokens=sequence.computed,
+        recompute_tokens=max(0, sequence.reach - sequence.computed),
         free=ledger.free_blocks,
         reserved=ledger.reserved,
     )

@@ -2,10 +2,10 @@
 
             take ┌──────────────── empty ◀──────────────┐ no key
                  ▼                                       │
-               held (refs > 0) ──release──▶ fenced ──acknowledge
+               held (refs > 0) ──release──▶ fenced ──acknowledge──▶ copying ──end_copy
                  ▲ ▲                          │          │ key
-                 │ └──────────adopt───────────┘          ▼
-                 └──────adopt, or take when nothing is empty──── cached (evictable)
+                 │ └──────────adopt───────────┘          ▼                   ┌── stored, or given up
+                 └──────adopt, or take when nothing is empty──── cached ◀────┴── dirty
 
 Every block is in exactly one of these states. A *key* names the tokens of a full block and all before
 it (shared/block_keys.py). Empty blocks are given out first, then the least recently released cached
@@ -13,13 +13,17 @@ one, whose key is forgotten. Within a release the tail of a table goes first: a 
 blocks before it is of no use, so heads must live longest.
 
 A *fence* is the last step that may name a block: a step in flight may still read or write it, so an
-unheld block waits until that step is acknowledged. A prefix hit may revive it meanwhile.
+unheld block waits until that step is acknowledged. A prefix hit may revive it meanwhile. A copy to or
+from another tier is a fence, too: a block that is being copied is given to nobody else.
+
+With `write_back` an unheld block with a key and without a copy below is *dirty*: it is given out only
+once it has been copied, or somebody has judged that it is not worth it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -30,6 +34,7 @@ class BlockPool:
     blocks: int
     acked_step: int = 0
     evicted: int = 0  # cached blocks that had to make room, since the start
+    write_back: bool = False  # a tier below takes copies
     _empty: list[int] = field(init=False)
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # next to evict first
     _fences: dict[int, dict[int, None]] = field(init=False, default_factory=dict)  # step -> its blocks
@@ -37,12 +42,19 @@ class BlockPool:
     _last_step: list[int] = field(init=False)  # the last that may name the block, of all who held it
     _key_of: list[bytes | None] = field(init=False)
     _block_of: dict[bytes, int] = field(init=False, default_factory=dict)
+    _dirty: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # oldest first
+    clean: set[int] = field(init=False, default_factory=set)  # with a key that a tier below holds, too
+    copies: dict[int, int] = field(init=False, default_factory=dict)  # block -> copies in flight
+    _copying: dict[int, None] = field(init=False, default_factory=dict)  # unheld, unfenced ones of them
+    _valid: dict[int, int] = field(init=False, default_factory=dict)  # partial blocks with a key: tokens
+    _owner: list[tuple[int, int]] = field(init=False)  # who released it last, and where in its table it was
 
     def __post_init__(self) -> None:
         self._empty = list(range(self.blocks - 1, -1, -1))
         self._refs = [0] * self.blocks
         self._last_step = [0] * self.blocks
         self._key_of = [None] * self.blocks
+        self._owner = [(0, 0)] * self.blocks
 
     @property
     def free_blocks(self) -> int:
@@ -60,8 +72,13 @@ class BlockPool:
         return sum(len(fence) for fence in self._fences.values())
 
     @property
+    def coming_blocks(self) -> int:
+        """Unheld blocks that will be free without anybody's giving up anything: fenced, copied, or dirty."""
+        return self.fenced_blocks + len(self._copying) + len(self._dirty)
+
+    @property
     def held_blocks(self) -> int:
-        return self.blocks - self.free_blocks - self.fenced_blocks
+        return self.blocks - self.free_blocks - self.coming_blocks
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest prefix of `keys` that is known, whoever holds them. Changes nothing."""
@@ -85,9 +102,13 @@ class BlockPool:
         """One more hold on each block: held, fenced or cached. Raises KeyError for an empty one."""
         for block in blocks:
             if self._refs[block] == 0:
-                fence = self._fences.get(self._last_step[block])
-                del (self._cached if fence is None else fence)[block]
+                del self._home_of(block)[block]
             self._refs[block] += 1
+
+    def claim(self, block: int) -> None:
+        """Hold a block alone, to write on: its key is forgotten. Only for one that nobody holds."""
+        self.adopt((block,))
+        self._forget_key(block)
 
     def register(self, block: int, key: bytes) -> bool:
         """Note that a held block has all its tokens. False when another block already has the key:
@@ -102,9 +123,20 @@ class BlockPool:
     def forget_cache(self) -> None:
         """No key is valid any more, neither of cached blocks nor of held or fenced ones."""
         self._block_of.clear()
+        self.clean.clear()
+        self._valid.clear()
         self._key_of = [None] * self.blocks
-        self._empty.extend(self._cached)
+        self._empty += [*self._cached, *self._dirty]
         self._cached.clear()
+        self._dirty.clear()
+
+    def forget(self, block: int) -> None:
+        """What a cached or dirty block holds is of no use any more."""
+        for home in (self._cached, self._dirty):
+            if block in home:
+                del home[block]
+                self._forget_key(block)
+                self._empty.append(block)
 
     def acknowledge(self, step: int) -> None:
         """The executor has finished every step up to `step`."""
@@ -119,9 +151,7 @@ class BlockPool:
             block = self._empty.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            key, self._key_of[block] = self._key_of[block], None
-            if key is not None:
-                del self._block_of[key]
+            self._forget_key(block)
             self.evicted += 1
         self._refs[block] = 1
         return block
@@ -138,7 +168,28 @@ class BlockPool:
                     self._give_back(block)
 
     def _give_back(self, block: int) -> None:
-        if self._key_of[block] is None:
+        if block in self.copies:
+            self._copying[block] = None
+        elif self._key_of[block] is None:
             self._empty.append(block)
+        elif self.write_back and block not in self.clean:
+            self._dirty[block] = None
         else:
             self._cached[block] = None
+
+    def _home_of(self, block: int) -> MutableMapping[int, None]:
+        """Where an unheld block with a key is. Raises KeyError for an empty one."""
+        fence = self._fences.get(self._last_step[block])
+        if fence is not None and block in fence:
+            return fence
+        for home in (self._cached, self._dirty, self._copying):
+            if block in home:
+                return home
+        raise KeyError(block)
+
+    def _forget_key(self, block: int) -> None:
+        key, self._key_of[block] = self._key_of[block], None
+        self.clean.discard(block)
+        self._valid.pop(block, None)
+        if key is not None:
+            del self._block_of[key]

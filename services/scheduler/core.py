@@ -16,13 +16,24 @@ from services.scheduler.events import (
     Send,
     StreamLost,
     Ticked,
+    TierLost,
+    TierReady,
 )
 from services.scheduler.state import Limits, State
+from services.scheduler.tiers import asking, loading, storing
+from services.scheduler.tiers import fleet as tiers
+from services.scheduler.tiers.state import Tier
 from shared.messages import (
     Cancel,
     Detached,
     Ended,
     ExecHello,
+    KvCopied,
+    KvFound,
+    KvGone,
+    KvReady,
+    KvReserved,
+    KvStored,
     Message,
     StepResult,
     StopFound,
@@ -31,8 +42,12 @@ from shared.messages import (
 
 
 def decide(state: State) -> None:
-    """Start who can start, then fill every window that is open. Changes nothing when nothing has changed."""
+    """Start who can start, see to room, then fill every window that is open. Changes nothing when nothing has
+    changed."""
     admission.admit(state)
+    freed = [storing.clean(state, executor) for executor in state.executors.values()]
+    if any(freed):
+        admission.admit(state)
     for executor in state.executors.values():
         while plan.plan_next(state, executor):
             pass
@@ -63,8 +78,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """No request is waiting, running or closing."""
-        return not self.state.requests
+        """No request is waiting, running or closing, and nothing is being copied."""
+        return not self.state.requests and not self.state.tiers.jobs
 
     def _apply(self, event: Event) -> None:
         state = self.state
@@ -85,10 +100,16 @@ class Scheduler:
                 fleet.executor_back(state, actor)
             case PeerLost("executor", actor):
                 fleet.drop_executor(state, actor, "the executor is gone")
+            case TierReady():
+                tier = Tier(event.actor, event.epoch, event.host_id, event.generation, tuple(event.tiers))
+                tiers.ready(state, tier)
+            case TierLost(actor):
+                tiers.lost(state, actor)
             case StreamLost(source) if source.startswith("executor."):
                 fleet.reset_executor(state, source.removeprefix("executor."), "its results were lost")
             case Ticked():
                 closing.expire(state)
+                tiers.expire(state)
             case DrainAsked():
                 state.draining = True
 
@@ -109,3 +130,15 @@ class Scheduler:
                 intake.detach(state, source, message)
             case ExecHello():
                 fleet.hello(state, source, message)
+            case KvFound():
+                asking.found(state, source, message)
+            case KvReserved():
+                storing.reserved(state, source, message)
+            case KvStored():
+                storing.stored(state, source, message)
+            case KvReady():
+                loading.ready(state, source, message)
+            case KvCopied():
+                tiers.copied(state, source, message)
+            case KvGone():
+                tiers.gone(state, source, message)

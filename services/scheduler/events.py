@@ -50,6 +50,24 @@ class StreamLost:
 
 
 @dataclass(frozen=True, slots=True)
+class TierReady:
+    """A kv_offload is ready, or is a new incarnation of itself; its arena serves executors of its host."""
+
+    actor: str
+    epoch: int
+    host_id: str
+    generation: int  # of its arena
+    tiers: tuple[str, ...]  # l1, l2: those that work now
+
+
+@dataclass(frozen=True, slots=True)
+class TierLost:
+    """A kv_offload missed its beats or stopped."""
+
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time has passed; deadlines may be due."""
 
@@ -59,7 +77,9 @@ class DrainAsked:
     """Take nothing new."""
 
 
-Event = Arrived | PeerReady | PeerDraining | PeerLost | StreamLost | Ticked | DrainAsked
+Event = (
+    Arrived | PeerReady | PeerDraining | PeerLost | StreamLost | TierReady | TierLost | Ticked | DrainAsked
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from services.scheduler.leaving import wait_again
 from services.scheduler.ledger import Ledger
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
+from services.scheduler.tiers import fleet as tiers
 from shared.messages import Close, ExecHello, ExecReset, ExecWelcome, StepResult
 
 
@@ -19,7 +20,8 @@ def hello(state: State, source: str, message: ExecHello) -> None:
         if known is not None:
             drop_executor(state, message.executor, "the executor restarted")
         ledger = Ledger(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
-        state.executors[message.executor] = Executor(message, epoch, ledger)
+        state.executors[message.executor] = executor = Executor(message, epoch, ledger)
+        tiers.joined(state, executor)
         state.waiting.unpark(state.now_us)
         state.stuck = ()  # the new one may have the same numbers as the old
     state.dropped.pop(message.executor, None)
@@ -51,6 +53,7 @@ def drop_executor(state: State, executor_id: str, why: str) -> None:
     if executor is None:
         return
     state.dropped[executor_id] = executor.epoch
+    tiers.executor_gone(state, executor)
     for sequence in executor.running:
         sequence.leave()
         sequence.decide(state.now_us, "requeue", why, tokens=len(sequence.tokens))

@@ -68,7 +68,8 @@ def _place_us(state: State, executor: Executor, queue: Queue) -> int:
     gone = len(executor.running) - len(stay)
     given = sum(len(s.table) for s in executor.running) - sum(len(s.table) for s in stay)
     slots = queue.slots - ledger.free_slots - gone
-    blocks = blocks_for(queue.tokens, ledger.block_tokens) - (ledger.free_blocks - ledger.reserved) - given
+    free = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
+    blocks = blocks_for(queue.tokens, ledger.block_tokens) - free - given
     steps = 0
     for tokens, held in sorted((_left(state, s), len(s.table)) for s in stay):
         if slots <= 0 and blocks <= 0:

@@ -16,6 +16,20 @@ from shared.readings import Attributes, Reading, Readings, Spread
 OURS = "headrace.scheduler"
 TTFT = "gen_ai.server.time_to_first_token"
 _TTFT_ATTRIBUTES: Attributes = ((c.GEN_AI_OPERATION, "text_completion"), (c.GEN_AI_PROVIDER, c.PROVIDER))
+TIER_COUNTERS = {  # of the meter, and the unit of each
+    "loads": "{load}",
+    "loads_declined": "{load}",
+    "loads_failed": "{load}",
+    "l1_hit_blocks": "{block}",
+    "l2_hit_blocks": "{block}",
+    "restored_tokens": "{token}",
+    "stored_blocks": "{block}",
+    "stored_ahead_blocks": "{block}",
+    "stores_failed": "{store}",
+    "dropped_blocks": "{block}",
+    "dropped_paused_blocks": "{block}",
+    "tier_rests": "{rest}",
+}
 _US, _PER_MILLE = 1e6, 1e3
 
 
@@ -35,6 +49,8 @@ def blocks(executor: Executor) -> dict[str, int]:
         "cached": ledger.cached_blocks,
         "held": ledger.held_blocks,
         "fenced": ledger.fenced_blocks,
+        "dirty": ledger.dirty_blocks,
+        "copying": ledger.copying_blocks,
         "reserved": ledger.reserved,
     }
 
@@ -64,6 +80,8 @@ def _counters(state: State) -> Iterator[Reading]:
         ("step.predicted_duration", meter.predicted_us / _US, "s"),
     ):
         yield Reading(f"{OURS}.{name}", value, unit, grows=True)
+    for name, unit in TIER_COUNTERS.items():
+        yield Reading(f"{OURS}.tiers.{name.removeprefix('tier_')}", getattr(meter, name), unit, grows=True)
     for mode, steps in meter.steps.items():
         yield Reading(f"{OURS}.steps", steps, "{step}", ((c.OVERLAP_MODE, mode),), grows=True)
     for code, requests in meter.rejected.items():
@@ -81,10 +99,21 @@ def _gauges(state: State) -> Iterator[Reading]:
         yield Reading(f"{OURS}.waste_tokens", waste_tokens(executor), "{token}", where)
         for kind, count in blocks(executor).items():
             yield Reading(f"{OURS}.blocks", count, "{block}", (*where, ("state", kind)))
+        yield from _links(executor, where)
+    yield Reading(f"{OURS}.tiers.jobs", len(state.tiers.jobs), "{job}")
     meter = state.meter
     yield Reading(f"{OURS}.step.budget_tokens", meter.budget_tokens, "{token}")
     yield Reading(f"{OURS}.prefix.hit_ratio", meter.prefix_hit_pm / _PER_MILLE, "1")
     yield Reading(f"{OURS}.recompute_tax", meter.recompute_tax_pm / _PER_MILLE, "1")
+
+
+def _links(executor: Executor, where: Attributes) -> Iterator[Reading]:
+    """The way to and from the tier below; a rate is 0 until a copy has been measured."""
+    for direction, link in (("up", executor.up), ("down", executor.down)):
+        there = (*where, ("direction", direction))
+        yield Reading(f"{OURS}.tiers.rate", link.bytes_per_second if link.seen else 0, "By/s", there)
+        yield Reading(f"{OURS}.tiers.pending", link.pending_bytes, "By", there)
+        yield Reading(f"{OURS}.tiers.moved", link.moved_bytes, "By", there, grows=True)
 
 
 def _spreads(state: State) -> Iterator[Spread]:
@@ -93,6 +122,9 @@ def _spreads(state: State) -> Iterator[Spread]:
     yield _spread(f"{OURS}.queue.duration", meter.queue_us, _US, "s")
     yield _spread(f"{OURS}.step.duration", meter.step_us, _US, "s")
     yield _spread(f"{OURS}.step.prediction_error", meter.step_error_pm, _PER_MILLE, "1")
+    yield _spread(f"{OURS}.tiers.restore.duration", meter.restore_us, _US, "s")
+    yield _spread(f"{OURS}.tiers.restore.prediction_error", meter.restore_error_pm, _PER_MILLE, "1")
+    yield _spread(f"{OURS}.tiers.recompute.prediction_error", meter.recompute_error_pm, _PER_MILLE, "1")
 
 
 def _spread(name: str, of: Histogram, per: float, unit: str, attributes: Attributes = ()) -> Spread:

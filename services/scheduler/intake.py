@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.scheduler import classes, closing, door, prefix
 from services.scheduler.records import Request, Sequence
 from services.scheduler.state import State
+from services.scheduler.tiers import asking
 from services.scheduler.waiting import Unit
 from shared.blocks import choice_seed, rendezvous
 from shared.messages import Accepted, Cancel, Detached, Open, Tokenized
@@ -46,6 +47,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
         sequence.unit = unit.number
         state.due.watch(closing.due_at_us(sequence), sequence.seq)
     state.waiting.add(unit, state.now_us)
+    asking.arrived(state, unit)
     _accept(state, source, asked)
     assign_shard(state, request)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.scheduler.block_pool import BlockPool
+from services.scheduler.copied_pool import CopiedPool
 
 
 @dataclass(kw_only=True)
-class Ledger(BlockPool):
+class Ledger(CopiedPool):
     """Block ids 0..blocks-1, slot ids 0..slots-1."""
 
     slots: int
@@ -89,7 +89,7 @@ class Ledger(BlockPool):
     def check(self) -> None:
         """Raise AssertionError unless every block is empty, cached, held or fenced exactly once, every
         key and its block know each other, no slot is free twice and every promise can be kept."""
-        empty, cached = set(self._empty), set(self._cached)
+        empty, cached = set(self._empty), set(self._cached) | set(self._dirty)
         held = {block for block, refs in enumerate(self._refs) if refs > 0}
         fenced = [block for fence in self._fences.values() for block in fence]
         slots = [*self._free_slots, *(slot for fence in self._slot_fences.values() for slot in fence)]
@@ -97,11 +97,17 @@ class Ledger(BlockPool):
         assert min(self._refs, default=0) >= 0, "a block was released twice"
         assert len(empty) == len(self._empty), "a block is free twice"
         assert len(set(slots)) == len(slots), "a slot is free twice"
-        states = len(empty) + len(cached) + len(held) + len(fenced)
-        assert len(empty | cached | held | set(fenced)) == states, "a block is in two states"
+        copying = set(self._copying)
+        states = len(empty) + len(self._cached) + len(self._dirty) + len(held) + len(fenced) + len(copying)
+        assert len(empty | cached | held | set(fenced) | copying) == states, "a block is in two states"
         assert states == self.blocks, "a block is lost"
         assert known == self._block_of, "a key and its block do not know each other"
         assert not empty & set(known.values()), "an empty block has a key"
         assert cached <= set(known.values()), "a cached block has no key"
+        assert copying <= set(self.copies), "a block waits for a copy that is over"
+        assert not (empty | cached) & set(self.copies), "a block is free while it is copied"
+        assert self.clean <= set(known.values()), "a block without a key has a copy"
+        assert not self.clean & set(self._dirty), "a block is clean and dirty"
+        assert self.write_back or not self._dirty, "a block waits for a tier that is not there"
         assert all(step > self.acked_step for step in self._fences), "a fence outlived its step"
         assert 0 <= self.reserved <= self.free_blocks, "more is promised than there is"

@@ -15,12 +15,27 @@ counters     prefix_lookup_tokens   prompt tokens that were looked up in a prefi
 by a name    steps {mode: n}        `count_step(mode)`
              rejected {code: n}     `count_rejected(code)`
              finished {reason: n}   `count_finished(reason)`
+             loads                  times that blocks were brought from a tier for a sequence
+             loads_declined         ... were there, and computing them again was cheaper
+             loads_failed           ... were asked for and did not come
+             l1_hit_blocks          blocks brought from DRAM
+             l2_hit_blocks          ... by way of it, from the remote tier
+             restored_tokens        tokens of all these
+             stored_blocks          blocks copied to DRAM
+             stored_ahead_blocks    asked for before their sequence was paused
+             stores_failed          copies to DRAM that came to nothing
+             dropped_blocks         blocks given up without a copy
+             dropped_paused_blocks  of these, what a paused sequence will have to compute again
+             tier_rests             times that a kv_offload was left alone because it did not answer
 last value   budget_tokens          chunk budget of the last step planned
              mode                   of the last step planned
 histograms   queue_us               arrival to first admission
              ttft_us                arrival to first token applied
              step_us                executor's time of a step
              step_error_pm          |step time - predicted| / predicted, per mille: see `add_step`
+             restore_us             asking for blocks of a tier to having them
+             restore_error_pm       as step_error_pm, of that
+             recompute_error_pm     as step_error_pm, of what a resumed sequence computed again
 """
 
 from __future__ import annotations
@@ -86,6 +101,18 @@ class Meter:
     wasted_rows: int = 0
     preemptions: int = 0
     predicted_us: int = 0
+    loads: int = 0
+    loads_declined: int = 0
+    loads_failed: int = 0
+    l1_hit_blocks: int = 0
+    l2_hit_blocks: int = 0
+    restored_tokens: int = 0
+    stored_blocks: int = 0
+    stored_ahead_blocks: int = 0
+    stores_failed: int = 0
+    dropped_blocks: int = 0
+    dropped_paused_blocks: int = 0
+    tier_rests: int = 0
     budget_tokens: int = 0
     mode: str = ""
     steps: dict[str, int] = field(default_factory=dict)
@@ -95,6 +122,9 @@ class Meter:
     ttft_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
     step_us: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_US))
     step_error_pm: Histogram = field(default_factory=lambda: Histogram(ERROR_BOUNDS_PM))
+    restore_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    restore_error_pm: Histogram = field(default_factory=lambda: Histogram(ERROR_BOUNDS_PM))
+    recompute_error_pm: Histogram = field(default_factory=lambda: Histogram(ERROR_BOUNDS_PM))
 
     def count_step(self, mode: str) -> None:
         """A step was planned in this overlap mode."""
@@ -115,6 +145,17 @@ class Meter:
         if predicted_us:
             self.predicted_us += predicted_us
             self.step_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
+
+    def add_restore(self, took_us: int, predicted_us: int) -> None:
+        """Blocks have been brought from a tier."""
+        self.restore_us.add(took_us)
+        if predicted_us:
+            self.restore_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
+
+    def add_recompute(self, took_us: int, predicted_us: int) -> None:
+        """What a resumed sequence had lost is computed again."""
+        if predicted_us:
+            self.recompute_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
 
     @property
     def recompute_tax_pm(self) -> int:

@@ -23,7 +23,8 @@ def plan_next(state: State, executor: Executor) -> bool:
     if mode != "two_batch":
         return _plan_step(state, executor, mode, None)
     other = 1 - executor.pace.half
-    return _plan_step(state, executor, mode, other) or _plan_step(state, executor, mode, 1 - other)
+    halves = (other, 1 - other, other)  # rows may move to the first, where those that stay lack blocks
+    return any(_plan_step(state, executor, mode, half) for half in halves)
 
 
 def _plan_step(state: State, executor: Executor, mode: str, half: int | None) -> bool:
@@ -51,7 +52,7 @@ def ready_rows(executor: Executor, ahead: bool, half: int | None) -> tuple[list[
     sample; a decode needs that before it: on the device, where steps run ahead, or else applied here."""
     decodes, prompts = [], []
     for s in executor.running:
-        if s.leader is not None or (half is not None and s.half != half):
+        if s.leader is not None or s.loading or (half is not None and s.half != half):
             continue
         if s.computed < s.opened_length:
             prompts.append(s)
@@ -97,7 +98,7 @@ def _add_chunks(
 ) -> None:
     """Prompt chunks, those that have begun first, up to the chunk budget."""
     prompts = sorted(prompts, key=lambda s: s.prefill_chunks == 0)  # a cached prefix is no beginning
-    budget = chunk_budget(state, executor, columns, prompts[0], share)
+    budget = whole = chunk_budget(state, executor, columns, prompts[0], share)
     state.meter.budget_tokens = budget
     for sequence in prompts:
         if budget <= 0:
@@ -107,6 +108,8 @@ def _add_chunks(
         if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
             continue  # a hit of a long prefix: its table travels with a later step
         count = min(budget, sequence.opened_length - sequence.computed)
+        if count == budget:
+            executor.chunk_tokens = whole
         _add_chunk(state, executor, columns, sequence, count)
         budget -= count
 

@@ -1,13 +1,14 @@
 """The policies: pure functions, each known by a name, each replaceable in the configuration. They are in
 `policies/`, a file for each kind.
 
-    policy = "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix"
+    policy = "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix,tier=tiered"
 
 rank    who is admitted next                    ranks.py        vtc, fcfs
 fill    what a step is made of                  fills.py        mixed, prefill_first, decode_first, static
 kv      how many blocks a sequence is promised  promises.py     on_demand, reserve
-victim  who is paused when blocks are short     victims.py      latest
+victim  who is paused when blocks are short     victims.py      latest, least_computed
 place   which executor runs a unit              places.py       prefix, room
+tier    what becomes of blocks without a copy   tiers.py        tiered, swap, recompute
 A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler.
 """
 
@@ -34,8 +35,9 @@ WHERE = {  # module, names, arguments
         ("on_demand", "reserve"),
         ("tokens", "max_length", "block_tokens"),
     ),
-    "victim": ("services.scheduler.policies.victims", ("latest",), ("candidates",)),
+    "victim": ("services.scheduler.policies.victims", ("latest", "least_computed"), ("candidates",)),
     "place": ("services.scheduler.policies.places", ("prefix", "room"), ("options",)),
+    "tier": ("services.scheduler.policies.tiers", ("tiered", "swap", "recompute"), ("view",)),
 }
 
 
@@ -48,6 +50,7 @@ class Policy:
     kv: str = "on_demand"
     victim: str = "latest"
     place: str = "prefix"
+    tier: str = "tiered"
 
     def the(self, kind: str) -> Callable[..., Any]:
         """The function of a kind."""

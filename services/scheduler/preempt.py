@@ -1,17 +1,20 @@
 """Preemption: when blocks are short somebody is paused, never dropped. It waits with all its tokens, and
-comes back by prefix lookup: what its blocks still hold is not computed again.
+comes back by prefix lookup: what its blocks still hold, here or in a tier below, is not computed again.
 
-Nobody is paused for one of a lower class. After three pauses a sequence is pinned: promised all it may ever
-need, so that it is never short and nobody's victim. Every pause is noted with its reason and candidates.
+Nobody is paused for one of a lower class. Whoever has just come back is spared, and so is who would free
+nothing, where there is another. After three pauses a sequence is pinned: promised all it may ever need, so
+that it is never short and nobody's victim. Every pause is noted with its reason and candidates: the blocks
+that each would free, those that a tier below holds, and what bringing back or computing the rest would cost.
 """
 
 from __future__ import annotations
 
-from services.scheduler import growth
+from services.scheduler import growth, prefix
 from services.scheduler.leaving import wait_again, withdraw
 from services.scheduler.needs import lacking
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
+from services.scheduler.tiers.worth import Recompute
 from services.scheduler.waiting import Unit
 
 NAMED = 8  # candidates that a decision names
@@ -23,10 +26,10 @@ def make_room(state: State, executor: Executor) -> None:
     if ledger.free_blocks - ledger.reserved >= len(executor.running):
         return
     while needy := _needy(executor):
-        if len(needy) <= ledger.free_blocks - ledger.reserved + ledger.fenced_blocks:
+        if len(needy) <= ledger.free_blocks - ledger.reserved + ledger.coming_blocks:
             return
         first = min(needy, key=lambda s: (s.request.level, s.request.arrival_us, s.seq))
-        candidates = _candidates(executor, first.request.level)
+        candidates = _candidates(state, executor, first.request.level)
         victim = state.limits.policy.the("victim")(candidates)[0]
         growth.paused(executor)
         why = f"{len(needy)} rows need a block, the oldest is of seq {first.seq}"
@@ -40,7 +43,7 @@ def give_way(state: State, unit: Unit) -> bool:
     for executor in state.executors.values():
         if executor.hello.model != model or executor.draining or not any(executor.levels[level + 1 :]):
             continue
-        candidates = _candidates(executor, level + 1)
+        candidates = _candidates(state, executor, level + 1)
         blocks, slots = lacking(state, executor, unit)
         if max(blocks, slots) <= 0:
             return False  # enough is on its way
@@ -58,21 +61,27 @@ def give_way(state: State, unit: Unit) -> bool:
 def pause(state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]) -> None:
     """Take a sequence off its executor; it waits. Choices that wait for its prompt go with it."""
     followers = [s for s in executor.running if s.leader is victim]
+    costs = Recompute.of(executor)
+    named = ", ".join(_describe(executor, s, costs) for s in candidates[:NAMED])
     for sequence in (victim, *followers):
         sequence.pauses += 1
         state.meter.preemptions += 1
-        named = ", ".join(_describe(s) for s in candidates[:NAMED])
         sequence.decide(
             state.now_us,
             "pause",
             f"{why}; {state.limits.policy.victim} of {len(candidates)}: {named}",
             blocks=len(sequence.table),
+            freed_blocks=executor.ledger.alone(sequence.table),
+            below_blocks=sum(block in executor.ledger.clean for block in sequence.table),
+            reload_us=_reload_us(executor, sequence),
+            recompute_us=costs.tokens_us(0, min(sequence.computed, len(sequence.tokens))),
             computed=min(sequence.computed, len(sequence.tokens)),
             pauses=sequence.pauses,
             free=executor.ledger.free_blocks,
             fenced=executor.ledger.fenced_blocks,
         )
-        withdraw(state, sequence, len(sequence.tokens))
+        prefix.register_tail(executor, sequence)
+        withdraw(state, sequence, 0)
         wait_again(state, sequence)
 
 
@@ -90,10 +99,28 @@ def _needy(executor: Executor) -> list[Sequence]:
     ]
 
 
-def _candidates(executor: Executor, level: int) -> list[Sequence]:
-    """Who may be paused for one of this class. A choice that waits for a prompt goes with who computes it."""
-    return [s for s in executor.running if s.request.level >= level and not s.pinned and s.leader is None]
+def _candidates(state: State, executor: Executor, level: int) -> list[Sequence]:
+    """Who may be paused for one of this class. A choice that waits for a prompt goes with who computes it;
+    one whose blocks are being brought would be paused for nothing."""
+    all_of = [
+        s
+        for s in executor.running
+        if s.request.level >= level and not s.pinned and s.leader is None and not s.loading
+    ]
+    unspared = [s for s in all_of if s.spared_until_us <= state.now_us]
+    return [s for s in unspared if s.reserved or executor.ledger.alone(s.table[-1:])] or unspared or all_of
 
 
-def _describe(s: Sequence) -> str:
-    return f"seq {s.seq} ({s.request.asked.slo_class}, {len(s.table)} blocks, {s.pauses} pauses)"
+def _describe(executor: Executor, s: Sequence, costs: Recompute) -> str:
+    ledger = executor.ledger
+    below = sum(block in ledger.clean for block in s.table)
+    text = f"seq {s.seq} ({s.request.asked.slo_class}, {len(s.table)} blocks, {s.pauses} pauses"
+    if not ledger.write_back:
+        return text + ")"
+    reload_us, again_us = _reload_us(executor, s), costs.tokens_us(0, min(s.computed, len(s.tokens)))
+    return f"{text}, {below} below, {reload_us / 1e3:.1f} ms to bring back, {again_us / 1e3:.1f} to compute)"
+
+
+def _reload_us(executor: Executor, s: Sequence) -> int:
+    """What it would take to bring all of it back from the tier below."""
+    return executor.up.predict_us(len(s.table) * executor.hello.bytes_per_block)

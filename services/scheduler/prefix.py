@@ -6,9 +6,9 @@ planned later finds it filled. Tokens that are not known yet (sampled by steps i
 
 from __future__ import annotations
 
-from services.scheduler.records import Sequence
+from services.scheduler.records import Sequence, Tail
 from services.scheduler.state import Executor
-from shared.block_keys import extend, root_key
+from shared.block_keys import extend, root_key, tail_key
 
 
 def name_blocks(executor: Executor, sequence: Sequence) -> None:
@@ -25,6 +25,29 @@ def lookup(executor: Executor, sequence: Sequence) -> list[int]:
     hello = executor.hello
     name_blocks(executor, sequence)
     return executor.ledger.match(sequence.keys[: (len(sequence.tokens) - 1) // hello.block_tokens])
+
+
+def tail_block(executor: Executor, sequence: Sequence, hits: int) -> int | None:
+    """The block with the tail of a paused sequence, if it is here and follows `hits` cached blocks."""
+    tail = sequence.tail
+    if not tail.key or tail.at != hits or tail.root != sequence.keyed[0]:
+        return None
+    return executor.ledger.writable(tail.key)
+
+
+def tail_is_copied(executor: Executor, sequence: Sequence) -> bool:
+    """True while a tier below takes the tail, and nobody may write on it."""
+    if not sequence.tail.key:
+        return False
+    block = executor.ledger.find(sequence.tail.key)
+    return block is not None and block in executor.ledger.copies
+
+
+def claim_tail(executor: Executor, sequence: Sequence, block: int) -> None:
+    """Go on writing in the block with its tail."""
+    executor.ledger.claim(block)
+    sequence.table.append(block)
+    sequence.computed += sequence.tail.valid
 
 
 def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
@@ -65,6 +88,26 @@ def register(executor: Executor, sequence: Sequence, upto_tokens: int) -> None:
     for at in range(sequence.registered, full):
         executor.ledger.register(sequence.table[at], sequence.keys[at])
     sequence.registered = full
+
+
+def register_tail(executor: Executor, sequence: Sequence) -> None:
+    """Before a pause: offer what it has computed to itself, full blocks and the partial one behind them. Its
+    last token is computed again in any case, since it is sampled from."""
+    block_tokens = executor.hello.block_tokens
+    computed = min(sequence.computed, len(sequence.tokens) - 1)
+    at, valid = divmod(computed, block_tokens)
+    register(executor, sequence, at * block_tokens)
+    if not valid or at >= len(sequence.table):
+        return
+    if any(target == sequence.table[at] for _, target in executor.copies):
+        return  # of a fork that no step has made yet
+    _key(sequence)
+    key = executor.ledger.key_of(sequence.table[at])  # it has one if its last token is the sequence's last
+    if key is None:
+        before = sequence.keys[at - 1] if at else sequence.keyed[0]
+        key = tail_key(before, sequence.tokens[at * block_tokens : computed])
+        executor.ledger.register_tail(sequence.table[at], key, valid)
+    sequence.tail = Tail(at, valid, key, sequence.keyed[0])
 
 
 def _key(sequence: Sequence) -> None:

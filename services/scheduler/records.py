@@ -74,6 +74,20 @@ class ChunkNote:
     done_us: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The partial block that a paused sequence ended with: `at` in its table, the first `valid` tokens. It is
+    known by its key, under one root, and to this sequence alone."""
+
+    at: int = 0
+    valid: int = 0
+    key: bytes = b""
+    root: bytes = b""
+
+
+NO_TAIL = Tail()
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request."""
@@ -107,6 +121,11 @@ class Sequence:
     reach: int = 0  # the most that was ever computed or cached: below it is work done again
     charged: int = 0  # generated tokens that its client has been charged for
     pauses: int = 0
+    tail: Tail = NO_TAIL  # of its last pause
+    loading: int = 0  # the job that brings blocks of its table from a tier; no row of it is planned before
+    spared_until_us: int = 0  # it has just come back: others are paused before it
+    owed_us: int = 0  # predicted cost of what is computed again since it came back
+    paid_us: int = 0  # of it, as the steps have shown
     leader: Sequence | None = None  # computes the prompt for this sequence, until the fork
     final: int = 0
     reason: str = ""
@@ -161,7 +180,7 @@ class Sequence:
         self.executor, self.slot, self.leader = "", -1, None
         self.table, self.table_sent, self.room, self.registered, self.reserved = [], 0, 0, 0, 0
         self.steps += self._decodes
-        self.opened_length = self.computed = 0
+        self.opened_length = self.computed = self.loading = self.owed_us = self.paid_us = 0
 
     def decide(self, now_us: int, what: str, why: str, **numbers: int) -> None:
         """Note a decision for the request's trace."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from services.scheduler import closing, growth
+from services.scheduler import closing, comeback, growth
 from services.scheduler.leaving import wait_again, withdraw
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, InFlight, State
 from services.scheduler.steps import StepRecord
+from services.scheduler.tiers import fleet as tiers
 from shared.messages import StepResult, Tokens, ints
 
 MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB that a message may have
@@ -160,6 +161,7 @@ def _learn(state: State, executor: Executor, flight: InFlight, result: StepResul
     if result.error or lived_us <= 0:
         return  # an engine that does not say
     costs, pace = executor.costs, executor.pace
+    comeback.stepped(state, executor, flight, took_us)
     costs.observe(flight.shape, took_us)
     costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
     if result.host_us:
@@ -179,3 +181,4 @@ def _fail_step(state: State, executor: Executor, result: StepResult) -> None:
         withdraw(state, sequence, 0)
         wait_again(state, sequence)
     executor.ledger.forget_cache()
+    tiers.step_failed(state, executor, result.step)

@@ -17,6 +17,8 @@ from services.scheduler.policy import Policy
 from services.scheduler.recent import Recent
 from services.scheduler.records import ChunkNote, Request, Sequence
 from services.scheduler.steps import Steps
+from services.scheduler.tiers.link import Link
+from services.scheduler.tiers.state import Tiers
 from services.scheduler.waiting import Waiting
 from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
 from shared.step_model import StepShape
@@ -71,7 +73,11 @@ class Executor:
     levels: list[int] = field(default_factory=lambda: [0] * len(classes.NAMES))  # how many run of each class
     halves: list[int] = field(default_factory=lambda: [0, 0])  # how many are in A and in B
     growth_pm: int = 150  # of the growth expected, kept free by admission: see growth.py
+    chunk_tokens: int = 0  # the last step's budget for prompt chunks, where a whole chunk of it was used
     decoded_us: int = 0  # when a step with decodes was last planned
+    up: Link = field(default_factory=Link)  # from the tier below
+    down: Link = field(default_factory=Link)
+    looked_us: int = 0  # when its dirty blocks were last judged
 
     @property
     def source(self) -> str:
@@ -108,6 +114,8 @@ class State:
     waiting: Waiting = field(init=False)
     stuck: tuple[int, ...] = ()  # what admission looked at last when the first had to wait; see admission.py
     mean_output: int = 256  # generated tokens of a sequence, a moving average
+    reuse_pm: int = 500  # of a prompt, found in some cache: a moving average, per mille
+    tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # executors given up: id -> their epoch
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch

@@ -23,6 +23,7 @@ def status(state: State) -> dict[str, object]:
         "closing": phases.count(Phase.CLOSING),
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(e) for name, e in sorted(state.executors.items())},
+        "tiers": {name: _links(e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)},
         "measured": measured(state),
     }
 
@@ -56,7 +57,38 @@ def measured(state: State) -> dict[str, dict[str, object]]:
             "recomputed": meter.recomputed_tokens,
             "recompute_tax_pct": meter.recompute_tax_pm / 10,
         },
+        "tiers": _measured_tiers(state),
     }
+
+
+def _measured_tiers(state: State) -> dict[str, object]:
+    meter = state.meter
+    counted = {name: getattr(meter, name) for name in gauges.TIER_COUNTERS}
+    return {
+        **counted,
+        "lookups_open": len(state.tiers.lookups),
+        "jobs_open": len(state.tiers.jobs),
+        "restore_p50_ms": meter.restore_us.quantile(500) / 1000,
+        "restore_p99_ms": meter.restore_us.quantile(990) / 1000,
+        "restore_error_p50_pct": meter.restore_error_pm.quantile(500) / 10,
+        "recompute_error_p50_pct": meter.recompute_error_pm.quantile(500) / 10,
+    }
+
+
+def _has_tier(state: State, executor: Executor) -> bool:
+    return executor.hello.host_id in state.tiers.by_host
+
+
+def _links(executor: Executor) -> dict[str, object]:
+    """Of one executor: the links to and from the tier of its host."""
+    facts: dict[str, object] = {"host": executor.hello.host_id}
+    for name, link in (("up", executor.up), ("down", executor.down)):
+        facts |= {
+            f"{name}_bytes_per_s": link.bytes_per_second if link.seen else 0,
+            f"{name}_moved_bytes": link.moved_bytes,
+            f"{name}_pending": link.pending_jobs,
+        }
+    return facts
 
 
 def _executor(executor: Executor) -> dict[str, object]:
@@ -73,6 +105,8 @@ def _executor(executor: Executor) -> dict[str, object]:
         "reserved_blocks": ledger.reserved,
         "fenced_blocks": ledger.fenced_blocks,
         "cached_blocks": ledger.cached_blocks,
+        "dirty_blocks": ledger.dirty_blocks,
+        "copying_blocks": ledger.copying_blocks,
         "waste_tokens": gauges.waste_tokens(executor),
         "block_tokens": ledger.block_tokens,
         "slots": ledger.slots,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from plan_maker import PlanMaker, Row
 from tiny_models import VOCAB
 
@@ -21,13 +22,14 @@ from services.executor.torch_backend import build as build_torch
 from shared.clock import SystemClock
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult
 
+ENGINES = ("sim", "torch", *(("cuda",) if torch.cuda.is_available() else ()))
 KIND = "llama-9-3-tied"
-PROMPT = [random.Random(5).randrange(VOCAB) for _ in range(27)]
+PROMPT = random.Random(5).choices(range(VOCAB), k=27)
 WITHIN_S = 30  # for what must happen; far above what it takes
 
 
 def small_engine(engine: str, folder: Path, processors: Mapping[str, MakeProcessor]) -> Backend:
-    """A `sim` engine that takes no time, or a `torch` one with the tiny model in `folder`."""
+    """A `sim` engine that takes no time, or a `torch` one with the tiny model in `folder`, also on `cuda`."""
     if engine == "sim":
         return SimBackend(
             SimOptions(
@@ -36,8 +38,8 @@ def small_engine(engine: str, folder: Path, processors: Mapping[str, MakeProcess
         )
     return build_torch(
         TorchOptions(
-            model_path=folder, model_name=KIND, device="cpu", blocks=80, slots=8, threads=1,
-            deterministic=True, processors=processors,
+            model_path=folder, model_name=KIND, device="cpu" if engine == "torch" else engine, dtype="f32",
+            blocks=80, slots=8, threads=1, deterministic=engine == "torch", processors=processors,
         )
     )  # fmt: skip
 

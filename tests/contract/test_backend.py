@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_pair import KIND, PROMPT, small_engine
+from engine_pair import ENGINES, KIND, PROMPT, small_engine
 from plan_maker import PlanMaker, Row
 from tiny_models import VOCAB, save_tiny
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(KIND, tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=["sim", "torch"])
+@pytest.fixture(params=ENGINES)
 def make(request: pytest.FixtureRequest, folder: Path) -> Make:
     return lambda: small_engine(request.param, folder, {})
 

@@ -24,7 +24,13 @@ from loadtest import faults
 
 HEADRACE = (sys.executable, "-m", "services.launcher.cli")
 READY_S = 60  # far above what it takes: a guard against hanging, no measure
-QUICK = {"HEADRACE_SIM": "step=1000", "HEADRACE_BEAT_INTERVAL_MS": "200"}
+QUICK = {
+    "HEADRACE_SIM": "step=1000",
+    "HEADRACE_BEAT_INTERVAL_MS": "200",
+    "HEADRACE_L1": "32",  # MiB: to reserve the pages of more takes time
+    "HEADRACE_L1_STORE": "plain",
+}
+SMALL_L1 = {"HEADRACE_L1": "64", "HEADRACE_L1_STORE": "plain"}  # many servers share this machine
 
 
 @dataclass
@@ -111,7 +117,7 @@ def _held(services: dict[str, dict[str, Any]]) -> dict[str, Any]:
     scheduler, executor = services["scheduler"], services["executor"]
     counts = {name: scheduler[name] for name in ("requests", "waiting", "running", "closing")}
     for name, engine in scheduler["executors"].items():
-        counts[f"blocks of {name}"] = engine["blocks"] - engine["free_blocks"]
+        counts[f"blocks of {name}"] = engine["blocks"] - engine["free_blocks"] - engine["dirty_blocks"]
         counts[f"slots of {name}"] = engine["slots"] - engine["free_slots"]
         counts |= {f"{held} of {name}": engine[held] for held in ("reserved_blocks", "fenced_blocks")}
     counts |= {"open slots": executor["open_slots"], "pending": services["tokenizer"]["pending"]}
@@ -136,7 +142,7 @@ def _starter(folder: Path, running: list[Up]) -> StartUp:
         home = folder / f"up{len(running)}"
         home.mkdir()
         full = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
-        full |= {"XDG_RUNTIME_DIR": str(home), **QUICK, **env}
+        full |= {"XDG_RUNTIME_DIR": str(home), **QUICK, **SMALL_L1, **env}
         log = home / "stderr"
         process = subprocess.Popen(
             [*HEADRACE, "up", "--backend", "sim", *args],

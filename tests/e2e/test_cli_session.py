@@ -93,7 +93,7 @@ def assert_idle(up: Up) -> None:
     executors = scheduler["executors"]
     assert isinstance(executors, dict)
     for executor in executors.values():
-        assert executor["free_blocks"] == executor["blocks"]
+        assert executor["free_blocks"] + executor["dirty_blocks"] == executor["blocks"]
         assert executor["free_slots"] == executor["slots"]
 
 

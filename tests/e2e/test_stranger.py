@@ -31,7 +31,7 @@ def assert_idle(up: Up) -> None:
     scheduler = next(s for s in services if s["kind"] == "scheduler")
     assert scheduler["requests"] == 0
     for engine in scheduler["executors"].values():
-        assert engine["free_blocks"] == engine["blocks"]
+        assert engine["free_blocks"] + engine["dirty_blocks"] == engine["blocks"]
         assert engine["free_slots"] == engine["slots"]
         assert engine["reserved_blocks"] == engine["fenced_blocks"] == 0
     assert all(s["open_slots"] == 0 for s in services if s["kind"] == "executor")

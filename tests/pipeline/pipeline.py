@@ -13,7 +13,7 @@ from services.kv_offload import actor as kv_offload
 from services.launcher.client import Client
 from services.scheduler import actor as scheduler
 from services.tokenizer import actor as tokenizer
-from shared.actor import Runtime
+from shared.actor import Actor, Runtime
 from shared.bus import Bus
 from shared.config import Settings, load
 
@@ -39,20 +39,29 @@ class Pipeline:
 
     @classmethod
     async def start(cls, connect: Connect, fleet: str, **settings: Any) -> Pipeline:
-        flags = {"fleet": fleet, "backend": "sim", "sim": "step=200", **settings}
+        flags = {"fleet": fleet, "backend": "sim", "sim": "step=200", "l1": "off", **settings}
         pipeline = cls(connect, load(flags=flags).settings)
-        for kind in KINDS:
-            await pipeline.add(kind, f"{kind}-1")
-        pipeline.client = await Client.open(await connect())
-        await pipeline.until(lambda: bool(pipeline.status("scheduler")["executors"]))
+        await pipeline.begin()
         return pipeline
+
+    async def begin(self) -> None:
+        """Start an actor of each kind, and a client."""
+        for kind in KINDS:
+            await self.add(kind, f"{kind}-1")
+        self.client = await Client.open(await self.connect())
+        await self.until(lambda: bool(self.status("scheduler")["executors"]))
+
+    def build(self, kind: str) -> Actor:
+        """An actor of this kind, as the settings ask for it."""
+        return KINDS[kind](self.settings)
 
     async def add(self, kind: str, name: str) -> Runtime:
         runtime = Runtime(
-            KINDS[kind](self.settings),
+            self.build(kind),
             await self.connect(),
             self.settings.fleet,
             name,
+            self.settings.host_id,
             beat_interval_us=50_000,
         )
         self.runtimes[name] = runtime
@@ -75,7 +84,7 @@ class Pipeline:
             status = self.status("scheduler")
             engines = status["executors"].values()
             return status["requests"] == 0 and all(
-                e["free_blocks"] == e["blocks"]
+                e["free_blocks"] + e["dirty_blocks"] == e["blocks"]
                 and e["free_slots"] == e["slots"]
                 and e["reserved_blocks"] == e["fenced_blocks"] == 0
                 for e in engines

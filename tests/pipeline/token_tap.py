@@ -13,16 +13,16 @@ class Tap:
     """Subscribe `take` to `hr.<fleet>.detokenizer.*.in.*`. A hole or a double in the ids fails."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[str, int]] = {}
+        self.names: dict[int, tuple[str, int]] = {}
         self.ids: dict[tuple[str, int], list[int]] = defaultdict(list)
 
     def take(self, delivery: Delivery) -> None:
         """One message."""
         message = codec.decode(delivery.data).message
         if isinstance(message, Open):
-            self._names[message.seq] = (message.request, message.choice)
+            self.names[message.seq] = (message.request, message.choice)
         elif isinstance(message, Tokens):
             for seq, first, token in zip(message.seqs, message.first, message.ids, strict=True):
-                ids = self.ids[self._names[seq]]
-                assert first == len(ids), f"token {first} of {self._names[seq]} came after {len(ids)}"
+                ids = self.ids[self.names[seq]]
+                assert first == len(ids), f"token {first} of {self.names[seq]} came after {len(ids)}"
                 ids.append(token)

@@ -3,6 +3,9 @@
 A row may only compute on a prefix that is really in the blocks of its table; a sampled token is a
 hash of that whole prefix, so any block that is shared, copied, reused or fenced wrongly changes the
 tokens, and `expected_tokens` tells from the prompt alone what they must be.
+
+`copy` moves token ids between blocks and the arena, so that the same holds of blocks that went down to a tier
+and came back. The fences of copies are asserted in tier_side.py.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from shared.messages import ExecHello, SlotClose, SlotOpen, StepPlan, StepResult, ints
+from fake_tier import WRONG, Arena
+
+from shared.messages import ExecHello, KvCopied, KvCopy, SlotClose, SlotOpen, StepPlan, StepResult, ints
 
 VOCAB, STOP_ID = 1000, 2
 
@@ -51,6 +56,9 @@ class PagedEngine:
         self.slots: dict[int, _Slot] = {}
         self.step = 0
         self.fails = False  # the next step: it leaves garbage in every block that it was to write
+        self.copy_fails = False  # the next copy: it stops half way
+        self.copy_us = 1  # of a block
+        self.arena: Arena | None = None
 
     def open(self, opened: SlotOpen) -> None:
         assert opened.slot not in self.slots, "a slot is opened while it is open"
@@ -77,6 +85,23 @@ class PagedEngine:
             ids.append(token)
             done.append(state)
         return StepResult(exec_epoch=plan.exec_epoch, step=plan.step, ids=ids, done=done)
+
+    def copy(self, copy: KvCopy) -> KvCopied:
+        """Move blocks now. What is not `ok` has moved nothing, or half of it."""
+        if self.arena is None or self.arena.generation != copy.arena_generation:
+            return KvCopied(job=copy.job, status="no_arena" if self.arena is None else "stale_arena")
+        assert copy.after_step <= self.step, "a copy is made before the step that it comes after"
+        failed, self.copy_fails = self.copy_fails, False
+        count = len(copy.blocks) // 2 if failed else len(copy.blocks)
+        for block, offset in zip(copy.blocks[:count], copy.offsets[:count], strict=True):
+            assert offset % copy.block_bytes == 0
+            if copy.to_arena:
+                self.arena.ranges[offset] = list(self.blocks[block])
+            else:
+                self.blocks[block] = list(self.arena.ranges.get(offset, [WRONG]))
+                self.blocks[block] += [WRONG] * (self.hello.block_tokens - len(self.blocks[block]))
+        status, size = "failed" if failed else "ok", count * copy.block_bytes
+        return KvCopied(job=copy.job, status=status, bytes=size, took_us=count * self.copy_us)
 
     def _fail(self, plan: StepPlan) -> StepResult:
         self.fails, size, rows = False, self.hello.block_tokens, len(plan.sample_rows)

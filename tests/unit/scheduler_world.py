@@ -1,4 +1,6 @@
-"""The scheduler's core among fakes: paged engines, a detokenizer, clients, and a clock."""
+"""The scheduler's core among fakes: paged engines, a detokenizer, clients, and a clock; and kv_offload, where
+a test adds it (see tier_side.py).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,23 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fake_tier import FakeTier
 from hypothesis import strategies as st
 from paged_engine import STOP_ID, PagedEngine, expected_tokens
+from tier_side import Pending, TierSide
 
 from services.scheduler import closing
 from services.scheduler.core import Scheduler
-from services.scheduler.events import Arrived, Event, PeerLost, PeerReady, Send, Ticked
+from services.scheduler.events import (
+    Arrived,
+    Event,
+    PeerLost,
+    PeerReady,
+    Send,
+    Ticked,
+    TierLost,
+    TierReady,
+)
 from services.scheduler.policy import Policy
 from services.scheduler.state import Limits
 from shared.blocks import choice_seed
@@ -22,6 +35,7 @@ from shared.messages import (
     Ended,
     ExecHello,
     ExecReset,
+    KvCopy,
     Open,
     Rejected,
     SlotClose,
@@ -75,25 +89,27 @@ class World:
     rejected: list[Rejected] = field(default_factory=list)
     asked: dict[str, Tokenized] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
-    unanswered: dict[str, dict[int, tuple[set[int], set[int], set[int]]]] = field(default_factory=dict)
+    unanswered: dict[str, dict[int, tuple[set[int], ...]]] = field(default_factory=dict)
     resets: list[str] = field(default_factory=list)
     moved: list[tuple[str, int]] = field(default_factory=list)
     auto_end: bool = True
     events: int = 0
     took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines do not say
     checks: list[Callable[[World], None]] = field(default_factory=list)  # made after each event
+    side: TierSide = field(default_factory=TierSide)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits)
         for shard in self.shards:
             self.handle(PeerReady("detokenizer", shard, 1))
 
-    def add_engine(self, name: str = "e1", epoch: int = 1, **facts: int) -> None:
+    def add_engine(self, name: str = "e1", epoch: int = 1, host: str = "h", **facts: int) -> None:
         values = {"blocks": 32, "block_tokens": 4, "slots": 4, "max_step_tokens": 64, "max_context": 64}
+        values["bytes_per_block"] = 256
         hello = ExecHello(
             executor=name,
             exec_epoch=epoch,
-            host_id="h",
+            host_id=host,
             model="m",
             fingerprint="f",
             vocab_digest="v",
@@ -102,6 +118,7 @@ class World:
         )
         self.engines[name] = PagedEngine(hello)
         self.results[name] = deque()
+        self._new_incarnation(name)
         self.handle(Arrived(f"executor.{name}", hello))
 
     def ask(self, request: str, prompt: list[int], max_tokens: int, **more: object) -> None:
@@ -145,21 +162,99 @@ class World:
         return True
 
     def run(self, steps: int = 10_000) -> None:
-        """Deliver results until nothing moves."""
+        """Deliver results, copies and answers of kv_offload until nothing moves."""
         for _ in range(steps):
             delivered = [self.deliver(name) for name in list(self.engines)]
-            if not any(delivered):
+            delivered += [self.deliver_copy(name) for name in list(self.engines)]
+            if not any([*delivered, self.deliver_tier()]):
                 return
         raise AssertionError("the world does not come to rest")
 
     def crash(self, name: str) -> None:
         self.engines.pop(name)
         self.results.pop(name)
+        self.side.engine_gone(name)
         self.handle(PeerLost("executor", name))
 
     def tick(self, by_us: int) -> None:
         self.now_us += by_us
         self.handle(Ticked())
+
+    @property
+    def tier(self) -> FakeTier:
+        """The kv_offload that lives."""
+        assert self.side.tier is not None
+        return self.side.tier
+
+    @property
+    def copies(self) -> dict[str, deque[Pending]]:
+        """Copies that are not answered, by engine."""
+        return self.side.copies
+
+    def add_tier(self, tier: FakeTier, name: str = "k1", host: str = "h") -> None:
+        """kv_offload is ready: its arena is mapped by the engines of its host, and the scheduler is told."""
+        self.side.tier, self.side.name, self.side.host = tier, name, host
+        self.map_arena()
+        self.handle(TierReady(name, tier.arena.generation, host, tier.arena.generation, tier.tiers))
+
+    def map_arena(self) -> None:
+        """Engines of the tier's host map its present arena."""
+        for engine in self.engines.values():
+            if self.side.tier is not None and engine.hello.host_id == self.side.host:
+                engine.arena = self.side.tier.arena
+
+    def lose_tier(self) -> None:
+        """kv_offload dies. What was on its way is lost; its arena stays mapped."""
+        self.side.kept, self.side.tier = self.side.tier, None
+        self.handle(TierLost(self.side.name))
+
+    def restart_tier(self, mapped: bool = True) -> None:
+        """kv_offload as a new incarnation: L1 empty. Engines that are late still map the old arena."""
+        tier = self.side.tier or self.side.kept
+        assert tier is not None
+        tier.restart(tier.arena.generation + 1, self.now_us)
+        self.side.tier, self.side.kept = tier, None
+        if mapped:
+            self.map_arena()
+        generation = tier.arena.generation
+        self.handle(TierReady(self.side.name, generation, self.side.host, generation, tier.tiers))
+
+    def make_copy(self, name: str = "e1", at: int = 0) -> bool:
+        """Let an engine make a copy now; its answer waits."""
+        pending = [pending for pending in self.copies.get(name, ()) if pending.done is None]
+        if at >= len(pending):
+            return False
+        pending[at].done = self.engines[name].copy(pending[at].copy)
+        return True
+
+    def deliver_copy(self, name: str = "e1", at: int = 0) -> bool:
+        """Make a copy, if it is not made yet, and hand its KvCopied to the scheduler."""
+        waiting = self.copies.get(name, deque())
+        if at >= len(waiting):
+            return False
+        pending = waiting[at]
+        del waiting[at]
+        done = pending.done or self.engines[name].copy(pending.copy)
+        self.side.moved_blocks += len(pending.copy.blocks) if done.status == "ok" else 0
+        self.handle(Arrived(f"executor.{name}", done))
+        return True
+
+    def deliver_tier(self, at: int = 0) -> bool:
+        """Hand an answer of kv_offload to the scheduler. Where one waits for L2 and nothing else is there,
+        time goes on until it is."""
+        tier = self.side.tier
+        if tier is None:
+            return False
+        tier.advance(self.now_us)
+        if not tier.replies and tier.next_us is not None:
+            self.now_us = max(self.now_us, tier.next_us)
+            tier.advance(self.now_us)
+        if at >= len(tier.replies):
+            return False
+        _, message = tier.replies[at]
+        del tier.replies[at]
+        self.handle(Arrived(f"kv_offload.{self.side.name}", message))
+        return True
 
     def readers_of(self, request: str) -> list[Reader]:
         found = [r for r in self.readers.values() if r.opened.request == request]
@@ -184,15 +279,27 @@ class World:
         assert not self.scheduler.state.waiting
         for executor in self.scheduler.state.executors.values():
             ledger = executor.ledger
-            assert (ledger.free_blocks, ledger.free_slots) == (ledger.blocks, ledger.slots)
+            free = ledger.free_blocks + ledger.dirty_blocks
+            assert (free, ledger.free_slots) == (ledger.blocks, ledger.slots)
             assert (ledger.reserved, ledger.fenced_blocks) == (0, 0)
             assert not self.engines[executor.hello.executor].slots
+        assert not any(self.copies.values())
+        if self.side.tier is not None:
+            self.side.tier.check()
+            left = {job for _, job in self.side.tier.leases} - self.side.orphans
+            assert not left, "a lease is left"
 
     def _carry_out(self, command: Send) -> None:
         kind, _, name = command.to.partition(".")
+        if kind == "kv_offload":
+            assert name == self.side.name
+            self.side.take(command.message, self.now_us)
+            return
         if kind == "executor" and name not in self.engines:
             return
         match command.message:
+            case KvCopy() as copy:
+                self._take_copy(name, copy)
             case SlotOpen() as opened:
                 assert opened.slot not in self._named(name, 0), "a slot is reused before its fence"
                 self.engines[name].open(opened)
@@ -220,6 +327,24 @@ class World:
                     ended = Ended(seq=close.seq, index=close.final, reason=close.reason)
                     self.handle(Arrived(command.to, ended))
 
+    def _take_copy(self, name: str, copy: KvCopy) -> None:
+        waiting = {result.step for result in self.results[name]}
+        steps = {
+            step: (named[1], named[3])
+            for step, named in self.unanswered.get(name, {}).items()
+            if step in waiting
+        }
+        self.side.fence(copy, self.engines[name], name, steps)
+        self.copies[name].append(Pending(copy))
+
+    def _new_incarnation(self, name: str) -> None:
+        """An engine starts: none of its copies goes on, nobody writes for it into the arena."""
+        self.side.engine_gone(name)
+        self.copies[name] = deque()
+        self.map_arena()
+        if self.side.tier is not None:
+            self.side.tier.owner_gone(f"executor.{name}")
+
     def _timed(self, plan: StepPlan, result: StepResult) -> StepResult:
         if not self.took_us:
             return result
@@ -228,7 +353,8 @@ class World:
         return dataclasses.replace(result, **times)
 
     def _named(self, name: str, which: int) -> set[int]:
-        """Slots (0), blocks (1) or targets of copies (2) that steps name whose results are undelivered."""
+        """Slots (0), blocks (1), targets of copies (2) or blocks written (3) of steps whose results are
+        undelivered."""
         waiting = {result.step for result in self.results[name]}
         steps = self.unanswered.setdefault(name, {})
         return {x for step, named in steps.items() if step in waiting for x in named[which]}
@@ -254,7 +380,8 @@ class World:
         assert not (written - owned) & self._named(name, 1), "a block is reused before its fence"
         blocks = {block for slot in plan.slots for block in tables[slot]} | written
         slots = set(plan.slots) | set(plan.sample_slots)
-        self.unanswered[name][plan.step] = (slots, blocks, set(plan.copy_to))
+        self.side.planned(name, blocks, written)
+        self.unanswered[name][plan.step] = (slots, blocks, set(plan.copy_to), written)
 
     def _read(self, tokens: Tokens) -> None:
         at = 0

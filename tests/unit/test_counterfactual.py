@@ -123,7 +123,7 @@ def test_another_policy_is_simulated_as_it_would_have_been(recorded: tuple[bytes
     limits = replace(LIMITS, policy=policy.parse(other, LIMITS.policy))
     _, readers = run(limits)
     truth = _column(readers, 0, limits.classes)
-    assert found.policies[1] == "rank=vtc,fill=static,kv=reserve,victim=latest,place=prefix"
+    assert found.policies[1] == "rank=vtc,fill=static,kv=reserve,victim=latest,place=prefix,tier=tiered"
     for name, within in (
         ("ttft_ms_p50", 0.15),
         ("ttft_ms_p99", 0.15),
@@ -143,7 +143,8 @@ def test_the_command_prints_three_columns(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "simulation of 150 requests from the log; only the first column was measured"
     assert (
-        lines[2] == "  other policy       rank=fcfs,fill=decode_first,kv=reserve,victim=latest,place=prefix"
+        lines[2]
+        == "  other policy       rank=fcfs,fill=decode_first,kv=reserve,victim=latest,place=prefix,tier=tiered"
     )
     assert lines[5].split() == ["happened", "simulated", "simulated,", "other", "policy"]
     assert lines[6].split() == ["served", "150", "150", "150"]

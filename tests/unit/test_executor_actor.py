@@ -226,8 +226,8 @@ async def test_a_copy_without_an_arena_is_refused(fleet: Fleet) -> None:
     _, hand, _ = await welcomed(fleet)
     hand.say(
         KvCopy(
-            job=4, to_arena=True, after_step=1, arena_generation=1, blocks=ints([1]), offsets=longs([0]),
-            block_bytes=8,
+            job=4, to_arena=True, after_step=0, arena_generation=1, blocks=ints([1]), offsets=longs([0]),
+            block_bytes=65_536,
         )
     )  # fmt: skip
     assert await hand.until(KvCopied) == KvCopied(job=4, status="no_arena")

@@ -19,8 +19,8 @@ from services.launcher import nats_server as servers
 from services.launcher.connect import find_target
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.run_file import RunFile
-from services.launcher.serve import KINDS, builder
-from shared.config import PREFIX, load
+from services.launcher.serve import KINDS, builder, serve
+from shared.config import PREFIX, Settings, load
 from shared.errors import SetupError
 from shared.nats_bus import NatsBus
 
@@ -224,3 +224,22 @@ def test_every_kind_has_a_builder(kind: str) -> None:
 def test_an_unknown_kind_is_told() -> None:
     with pytest.raises(SetupError, match="there is no service 'gpu': choose one of tokenizer, scheduler"):
         builder("gpu")
+
+
+def test_lmcache_phones_nobody_and_takes_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str | None]] = []
+    names = ("LMCACHE_TRACK_USAGE", "DO_NOT_TRACK", "LMCACHE_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in names:
+        os.environ[name] = "other"
+
+    def run(*_: object) -> int:
+        seen.append({name: os.environ.get(name) for name in names})
+        return 0
+
+    monkeypatch.setattr("shared.process.run", run)
+    monkeypatch.setattr("services.launcher.serve.leave", lambda status: status)
+    for kind in ("tokenizer", "kv_offload"):
+        assert serve(kind, Settings(), name=kind) == 0
+    assert seen[0] == dict.fromkeys(names, "other")
+    assert seen[1] == dict(zip(names, ("false", "1", "ERROR", ""), strict=True))

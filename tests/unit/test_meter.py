@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from fake_tier import FakeTier
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import World
@@ -16,6 +17,7 @@ from loadtest.otlp_receiver import Receiver
 from services.launcher.status import details
 from services.scheduler import gauges, status
 from services.scheduler.meter import Histogram, Meter
+from services.scheduler.policy import Policy
 from services.scheduler.state import Limits
 from shared import metering
 from shared.readings import Reading, Spread
@@ -108,10 +110,47 @@ def test_status_shows_what_was_measured() -> None:
     world.run()
     lines = details({"kind": "scheduler", **status.status(world.scheduler.state)})
     assert [line.split(":")[0] for line in lines[1:]] == [
-        "executors e1", "measured queue", "measured steps", "measured tokens",
+        "executors e1", "measured queue", "measured steps", "measured tokens", "measured tiers",
     ]  # fmt: skip
     assert "interactive 0  standard 0  batch 0  rejected {}" in lines[2]
     assert "generated 30" in lines[4]
+
+
+def test_what_moves_between_tiers_is_counted() -> None:
+    world = World(Limits(policy=Policy(tier="swap")))
+    world.add_engine(blocks=12, slots=6)
+    world.add_tier(FakeTier(capacity=64))
+    for number in range(6):
+        world.ask(f"r{number}", [number + 3] * 6, 18)
+    for _ in range(50):
+        world.run()
+        if world.scheduler.idle:
+            break
+        world.tick(20_000)
+    state = world.scheduler.state
+    meter = state.meter
+    found = {
+        (r.name.removeprefix("headrace.scheduler."), r.attributes): r.value
+        for r in gauges.readings(state)
+        if isinstance(r, Reading)
+    }
+    assert found["tiers.loads", ()] == meter.loads > 0
+    assert found["tiers.stored_blocks", ()] == meter.stored_blocks > 0
+    assert found["tiers.rests", ()] == 0
+    (executor,) = state.executors.values()
+    up = (("executor", "e1"), ("direction", "up"))
+    assert found["tiers.moved", up] == executor.up.moved_bytes > 0
+    assert found["tiers.rate", up] == executor.up.bytes_per_second
+    assert sum(gauges.blocks(executor).values()) == 12
+    spread = next(r for r in gauges.readings(state) if r.name == "headrace.scheduler.tiers.restore.duration")
+    assert isinstance(spread, Spread)
+    assert sum(spread.counts) == meter.loads
+    shown = status.status(state)
+    tiers = shown["tiers"]
+    assert isinstance(tiers, dict)
+    assert tiers["e1"]["up_bytes_per_s"] == executor.up.bytes_per_second
+    measured = status.measured(state)["tiers"]
+    assert (measured["loads"], measured["lookups_open"], measured["jobs_open"]) == (meter.loads, 0, 0)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from kernels.paged_attention import attend_decode, attend_prefill
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import apply_rope, rope_table
 from kernels.swiglu import swiglu, swiglu_by_row
-from services.executor.linear import ROW_TILE, Products
+from services.executor.linear import ROW_TILE, Products, kernel_rows
 
 BLOCKS, LAYERS, TOKENS, KV_HEADS, DIM, HEADS = 12, 2, 4, 2, 8, 6
 
@@ -108,7 +110,7 @@ def test_norm_and_gate_are_their_formulas() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 80])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 21, 80])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_products_are_products(dtype: torch.dtype, rows: int, deterministic: bool) -> None:
     weight, bias = normal(1500, 800).to(dtype), normal(1500, seed=1).to(dtype)  # more than one slice to widen
@@ -119,3 +121,20 @@ def test_products_are_products(dtype: torch.dtype, rows: int, deterministic: boo
     wanted = x.double() @ weight.double().t() + bias.double()
     limit = 1e-3 if dtype == torch.float32 else 1.0  # bf16 rounds sums of about 100 to 0.5
     torch.testing.assert_close(found.double(), wanted, atol=limit, rtol=0)
+
+
+def test_a_packed_product_lets_go_of_the_plain_weight() -> None:
+    weight, x = normal(40, 24), normal(21, 24, seed=1)
+    wanted, plain = x.double() @ weight.double().t(), weakref.ref(weight)
+    product = Products(torch.float32, x.device, deterministic=False).linear(weight)
+    del weight
+    assert plain() is None
+    torch.testing.assert_close(product(x).double(), wanted, atol=1e-4, rtol=0)
+
+
+def test_a_packed_product_has_few_kernels_and_little_padding() -> None:
+    sizes = [kernel_rows(rows) for rows in range(1, 257)]
+    assert sizes[:16] == list(range(1, 17))
+    assert [kernel_rows(rows) for rows in (17, 21, 32, 33, 100, 129, 256)] == [18, 22, 32, 36, 104, 144, 256]
+    assert len(set(sizes)) == 48
+    assert all(rows <= size < rows * 9 / 8 for rows, size in enumerate(sizes, 1))

@@ -17,7 +17,7 @@ def test_every_name_is_a_function() -> None:
 
 
 def test_what_is_not_named_stays() -> None:
-    assert str(parse("")) == "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix"
+    assert str(parse("")) == "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix,tier=tiered"
     assert parse("kv=reserve, rank=fcfs") == Policy(kv="reserve", rank="fcfs")
     assert parse("fill=static", Policy(kv="reserve")) == Policy(fill="static", kv="reserve")
 

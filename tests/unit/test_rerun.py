@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from fake_tier import FakeTier
 from scheduler_world import World
 
 from services.scheduler.core import Scheduler
@@ -66,6 +67,30 @@ def busy_log(sink: Pages, seed: int = 1, requests: int = 60) -> World:
     world.add_engine("e1", epoch=2)
     world.run()
     return world
+
+
+def test_what_tiers_say_is_done_again(often: None) -> None:
+    """Lookups, stores, loads and their failures are events like all others."""
+    pages = Pages()
+    world = recorded_world(pages)
+    world.add_engine(blocks=12, slots=6)
+    world.add_tier(FakeTier(capacity=20, l2_us=300))
+    for number in range(30):
+        world.ask(f"r{number}", [number + 3] * 6, 18)
+    for _ in range(60):
+        world.run()
+        world.tick(20_000)
+    meter = world.scheduler.state.meter
+    assert meter.loads > 0
+    assert meter.stored_blocks > 0
+    world.restart_tier()
+    world.ask("last", [5] * 9, 4)
+    world.run()
+    world.lose_tier()
+    done = rerun(read(pages.data))
+    assert done.difference is None
+    assert done.events > 100
+    assert done.hashes > 5
 
 
 def read(data: bytes | bytearray) -> list[log.Record]:

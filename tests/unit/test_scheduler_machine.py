@@ -14,6 +14,7 @@ from collections import deque
 from unittest import mock
 
 import pytest
+from fake_tier import FakeTier
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -31,6 +32,9 @@ from shared.messages import Cancel, Detached, StepResult, StopFound, ints
 LEAST_EVENTS = 100_000
 ENGINES, SHARDS = ("e1", "e2"), ("d1", "d2")
 CLASSES = classes.parse("interactive=100/10/0,standard=200/20/50,batch=0/50/80")
+TIER_FAULTS = (
+    "lose", "restart", "unmapped", "frozen", "thaw", "forget", "copy_fails", "no_room", "missing", "lossy"
+)  # fmt: skip
 PROCESSORS = ('{"name":"x"}',)
 SEEDS = st.integers(0, 2**32)
 PARTS = ((7, 7, 7, 7), (8, 8, 8, 8), (9,), (7, 8))  # of prompts
@@ -62,6 +66,9 @@ class Machine(RuleBasedStateMachine):
         self.real_pause = preempt.pause
         self.spied.start()
         self.join("e1")
+        capacity = data.draw(st.sampled_from([0, 3, 8, 40]))
+        if capacity:
+            self.world.add_tier(FakeTier(capacity, l2_us=data.draw(st.sampled_from([-1, 300, 60_000]))))
 
     def pause(
         self, state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]
@@ -117,6 +124,10 @@ class Machine(RuleBasedStateMachine):
                 world.now_us += dice.choice((0, 100, world.took_us, 2 * world.took_us))
                 world.handle(Arrived(f"executor.{name}", result))
                 self.old.append((name, result))
+            if dice.random() < 0.5:
+                world.deliver_copy(name)
+            if dice.random() < 0.8:
+                world.deliver_tier()
             if self.old and dice.random() < 0.1:
                 name, result = dice.choice(self.old)
                 world.handle(Arrived(f"executor.{name}", result))
@@ -126,7 +137,7 @@ class Machine(RuleBasedStateMachine):
         """P7: whoever runs may be paused at any time."""
         dice, state = random.Random(seed), self.world.scheduler.state
         for executor in state.executors.values():
-            for victim in preempt._candidates(executor, 0):
+            for victim in preempt._candidates(state, executor, 0):
                 if dice.random() < 0.5 and victim in executor.running:
                     state.now_us = self.world.now_us
                     self.pause(state, executor, victim, f"seq {victim.seq} forced", [victim])
@@ -197,6 +208,32 @@ class Machine(RuleBasedStateMachine):
         lost, ready = PeerLost("detokenizer", shard), PeerReady("detokenizer", shard, self.epoch)
         self.world.handle(ready if back else lost)
 
+    @rule(how=st.sampled_from(TIER_FAULTS), seed=SEEDS)
+    def tier(self, how: str, seed: int) -> None:
+        """kv_offload dies, comes back empty, is silent, has no room, loses what it has; a copy fails."""
+        side, dice = self.world.side, random.Random(seed)
+        if side.tier is None:
+            if side.kept is not None:
+                self.world.restart_tier(mapped=how != "unmapped")
+        elif how == "lose":
+            self.world.lose_tier()
+        elif how in ("restart", "unmapped"):
+            self.world.restart_tier(mapped=how == "restart")
+        elif how == "frozen":
+            side.tier.frozen = True
+        elif how == "thaw":
+            side.tier.no_room = side.tier.missing = side.tier.lossy = False
+            side.tier.thaw(self.world.now_us)
+        elif how == "forget" and side.tier.l1:
+            leased = {key for lease in side.tier.leases.values() if not lease.offsets for key in lease.keys}
+            for key in [key for key in side.tier.l1 if key not in leased and dice.random() < 0.5]:
+                side.tier.forget(key)
+        elif how == "copy_fails":
+            for engine in self.world.engines.values():
+                engine.copy_fails = True
+        elif how in ("no_room", "missing", "lossy"):
+            setattr(side.tier, how, True)
+
     @rule(by_us=st.sampled_from([10, 1_000, 20_000, 60_000]))
     def tick(self, by_us: int) -> None:
         self.world.tick(by_us)
@@ -212,7 +249,12 @@ class Machine(RuleBasedStateMachine):
                 if executor is None or executor.draining or name not in world.engines:
                     self.join(name)
             self.detokenizer("d1", True)
+            if world.side.tier is not None:
+                world.side.tier.thaw(world.now_us)
             world.run()
+            while not world.scheduler.idle and world.scheduler.state.tiers.jobs:
+                world.tick(20_000)
+                world.run()
             world.assert_idle()
             for reader in world.readers.values():
                 self.check_answer(reader.opened.request, reader.opened.choice)

@@ -77,12 +77,12 @@ def test_continuous_batching_beats_static() -> None:
 
 
 def test_memory_on_demand_serves_more_within_the_bounds() -> None:
-    reserve, on_demand = arm_of("B", "reserve"), arm_of("B", "on_demand")
+    reserve, on_demand = arm_of("B", "reserve"), arm_of("B", "recompute")
     assert on_demand["in_slo_pct"] > 1.2 * reserve["in_slo_pct"]
     assert on_demand["failed"] == reserve["failed"] == 0
 
 
 def test_where_memory_is_enough_it_makes_no_difference() -> None:
-    reserve, on_demand = arm_of("F", "reserve"), arm_of("F", "on_demand")
+    reserve, on_demand = arm_of("F", "reserve"), arm_of("F", "recompute")
     assert reserve["preemptions"] == on_demand["preemptions"] == 0
     assert on_demand["output_tok_s"] == pytest.approx(reserve["output_tok_s"], rel=0.01)

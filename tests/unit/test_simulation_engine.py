@@ -135,6 +135,18 @@ def test_what_is_computed_again_is_counted() -> None:
     made.open(opened(1, seq=9, generated=3))
     made.run(prefill(4, 1, 5, [1, 2]), 0)
     assert (made.totals.resumed, made.totals.prefill_tokens, made.totals.recomputed_tokens) == (1, 7, 4)
+    assert made.totals.recompute_us == 0  # one token more is new, and any step takes as long
+
+
+def test_what_computing_again_costs_is_what_the_step_would_be_shorter() -> None:
+    made = engine()
+    made.machine = replace(made.machine, model=StepModel(weights_us=0, token_ns=1_000_000))
+    made.open(opened(0, seq=9))
+    made.run(prefill(1, 0, 2, [0]), 0)
+    made.close(SlotClose(slot=0, generation=1, last_step=1))
+    made.open(opened(1, seq=9, generated=3))
+    made.run(prefill(2, 1, 5, [1, 2]), 0)
+    assert (made.totals.busy_us, made.totals.recompute_us) == (7_000, 2_000)
 
 
 def test_a_block_in_a_step_in_flight_is_not_given_out() -> None:

@@ -95,12 +95,15 @@ def no_idle_window(world: World) -> None:
             decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
             assert not prompts
             assert all(_wants_block(executor, s) for s in decodes)
-            assert not decodes or executor.ledger.fenced_blocks, "rows that wait for blocks of nobody"
+            assert not decodes or executor.ledger.coming_blocks, "rows that wait for blocks of nobody"
 
 
 def nobody_forgotten(world: World) -> None:
-    """While no step is in flight nothing but new requests brings the next event: nobody may wait then."""
+    """While no step and no copy is in flight nothing but new requests brings the next event: nobody may wait
+    then."""
     state = world.scheduler.state
+    if state.tiers.jobs or state.tiers.lookups:
+        return
     executors = [executor for executor in state.executors.values() if not executor.draining]
     if any(executor.in_flight for executor in state.executors.values()):
         return

@@ -1,6 +1,7 @@
 """A virtual executor. Steps run in order, so the whole course of one is known when its plan is sent:
 
     plan ──hop──▶ stage 1 ▶ stage 2 ▶ ... ▶ [host lane: logits processors] ──hop──▶ result
+    copy ──hop──▶ a lane down, a lane up (copies.py) ──hop──▶ copied
 
 A step takes T / stages in each stage, different steps are in different stages at once, and the device runs
 on while the host works. Tokens are a fixed id until the request's real length is reached, then its stop id.
@@ -13,12 +14,13 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.scheduler.simulation.copies import Copies, Link
 from services.scheduler.simulation.fences import FenceBroken, Fences
 from services.scheduler.simulation.hops import Hop, Way
 from services.scheduler.simulation.requests import MODEL, STOP_ID, TEXT_ID
-from shared.messages import ExecHello, SlotClose, SlotOpen, StepPlan, StepResult, ints
+from shared.messages import ExecHello, KvCopied, KvCopy, SlotClose, SlotOpen, StepPlan, StepResult, ints
 from shared.messages.columns import Ints
-from shared.step_model import StepModel, shape_of
+from shared.step_model import StepModel, shape_of, shape_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,9 @@ class Machine:
     max_context: int = 131_072
     stages: int = 1
     hop: Hop = field(default_factory=Hop)
+    block_bytes: int = 0  # 0: no copies
+    link: Link = field(default_factory=Link)
+    host_id: str = "virtual"
 
 
 @dataclass(slots=True)
@@ -44,6 +49,7 @@ class Totals:
     tokens: int = 0
     prefill_tokens: int = 0
     recomputed_tokens: int = 0  # computed before, in a slot that was taken away
+    recompute_us: int = 0  # by which steps were longer for that
     wasted_rows: int = 0  # of slots that had ended
     resumed: int = 0  # sequences opened again
     busy_us: int = 0  # of all stages
@@ -79,6 +85,8 @@ class VirtualEngine:
         self._fences = Fences(machine.blocks, machine.block_tokens)
         rng = random.Random(seed)
         self._inbound, self._outbound = Way(machine.hop, rng), Way(machine.hop, rng)
+        self.copies = Copies(machine.link)
+        self._copied = {True: Way(machine.hop, rng), False: Way(machine.hop, rng)}
         self._free_us = [0] * machine.stages
         self._host_free_us = 0
         self._sent_us = 0
@@ -109,15 +117,26 @@ class VirtualEngine:
         self._fences.answered(step)
         self.in_flight -= 1
 
+    def copy(self, copy: KvCopy, sent_us: int) -> tuple[KvCopied, int]:
+        """The answer to a copy that is sent now, and when it reaches the scheduler."""
+        self._fences.copying(copy)
+        after_us = self.log[3 * copy.after_step - 2] if copy.after_step else 0  # the end of that step
+        done, left_us = self.copies.run(copy, self._inbound.arrival_us(sent_us), after_us)
+        return done, self._copied[copy.to_arena].arrival_us(left_us)
+
+    def copied(self, job: int) -> None:
+        """The answer to a copy has reached the scheduler."""
+        self._fences.copied(job)
+
     def run(self, plan: StepPlan, sent_us: int) -> tuple[StepResult, int]:
         """The result of a plan that is sent now, and when it reaches the scheduler."""
         self._fences.planned(plan)
         self.in_flight += 1
         arrived_us = self._inbound.arrival_us(sent_us)
         shape = shape_of(plan)
+        forward_us = self.machine.model.step_us(shape)
         if 0 in plan.from_device:
             self._note_chunks(plan)
-        forward_us = self.machine.model.step_us(shape)
         begin_us, end_us, wait_us = self._compute(max(arrived_us, self._fed_us(plan, sent_us)), forward_us)
         ids, done, host_rows = self._sample(plan, end_us)
         self._sent_us, host_us = max(self._sent_us, end_us), 0
@@ -201,22 +220,32 @@ class VirtualEngine:
         return took_us
 
     def _note_chunks(self, plan: StepPlan) -> None:
+        """Count prompt tokens, and those that were computed before; what these cost is what the step would
+        have been shorter without them."""
+        totals, useful, again = self.totals, list[tuple[int, int]](), 0
         columns = zip(plan.slots, plan.starts, plan.counts, plan.from_device, strict=True)
         for slot_id, start, count, device in columns:
-            if device:
-                continue
-            slot, totals = self._slots[slot_id], self.totals
-            slot.computed = start + count
-            totals.prefill_tokens += count
-            before = self._computed.get(slot.seq, 0)
-            totals.recomputed_tokens += max(min(before, start + count) - start, 0)
+            repeated = 0
+            if not device:
+                slot = self._slots[slot_id]
+                slot.computed = start + count
+                totals.prefill_tokens += count
+                repeated = max(min(self._computed.get(slot.seq, 0), start + count) - start, 0)
+            again += repeated
+            if repeated < count:
+                useful.append((start + repeated, count - repeated))
+        totals.recomputed_tokens += again
+        if again:
+            step_us = self.machine.model.step_us
+            without_us = step_us(shape_of_rows(useful)) if useful else 0
+            totals.recompute_us += step_us(shape_of(plan)) - without_us
 
 
 def _hello(name: str, machine: Machine) -> ExecHello:
     return ExecHello(
         executor=name,
         exec_epoch=1,
-        host_id="virtual",
+        host_id=machine.host_id,
         model=MODEL,
         fingerprint="virtual",
         vocab_digest="virtual",
@@ -228,4 +257,5 @@ def _hello(name: str, machine: Machine) -> ExecHello:
         max_context=machine.max_context,
         backend="virtual",
         stages=machine.stages,
+        bytes_per_block=machine.block_bytes,
     )

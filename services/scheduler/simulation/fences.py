@@ -1,14 +1,15 @@
 """Watches one engine's blocks and slots in the order in which the scheduler gives them out.
 
-A block that a slot will write must be in no other table, and no step in flight may name it; a slot is
-opened again only when every step that names it has come back. Raises FenceBroken.
+A block that a slot will write must be in no other table, and no step or copy in flight may name it; a load
+writes blocks of no table; a slot is opened again only when every step that names it has come back. Raises
+FenceBroken.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from shared.messages import SlotOpen, StepPlan
+from shared.messages import KvCopy, SlotOpen, StepPlan
 
 
 class FenceBroken(AssertionError):
@@ -25,6 +26,9 @@ class Fences:
         self._tables: dict[int, list[int]] = {}
         self._in_flight: deque[StepPlan] = deque()
         self._acknowledged = 0
+        self._copies: dict[int, KvCopy] = {}
+        self._stored: dict[int, int] = {}  # block -> copies in flight that read it
+        self._loaded: set[int] = set()  # blocks that copies in flight write
 
     def opened(self, opened: SlotOpen) -> None:
         """SlotOpen leaves the scheduler."""
@@ -53,6 +57,32 @@ class Fences:
         while self._in_flight and self._in_flight[0].step <= step:
             self._in_flight.popleft()
 
+    def copying(self, copy: KvCopy) -> None:
+        """KvCopy leaves the scheduler."""
+        if copy.job in self._copies:
+            raise FenceBroken(f"job {copy.job} is copied twice")
+        self._copies[copy.job] = copy
+        for block in copy.blocks:
+            if block in self._loaded:
+                raise FenceBroken(f"job {copy.job} copies block {block}, which a load still fills")
+            if copy.to_arena:
+                self._stored[block] = self._stored.get(block, 0) + 1
+                continue
+            if self._holders[block] or self._named[block] > self._acknowledged or block in self._stored:
+                raise FenceBroken(f"job {copy.job} loads into block {block}, which is still in use")
+            self._loaded.add(block)
+
+    def copied(self, job: int) -> None:
+        """KvCopied reaches the scheduler."""
+        copy = self._copies.pop(job)
+        if not copy.to_arena:
+            self._loaded.difference_update(copy.blocks)
+            return
+        for block in copy.blocks:
+            self._stored[block] -= 1
+            if not self._stored[block]:
+                del self._stored[block]
+
     def _extend(self, plan: StepPlan, slot: int, first: int, blocks: list[int]) -> None:
         table = self._tables[slot]
         if first != len(table):
@@ -61,6 +91,8 @@ class Fences:
         for index, block in enumerate(blocks, first):
             if index >= written and (self._holders[block] or self._named[block] > self._acknowledged):
                 raise FenceBroken(f"step {plan.step} writes block {block}, which is still in use")
+            if block in self._loaded or (index >= written and block in self._stored):
+                raise FenceBroken(f"step {plan.step} takes block {block}, which a copy still uses")
             self._holders[block] += 1
             table.append(block)
 

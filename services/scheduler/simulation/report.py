@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.scheduler.simulation.readers import Record
+from services.scheduler.simulation.tiers import Moved
 from services.scheduler.simulation.world import FIRST_US, World
 
 Figures = dict[str, float]
@@ -61,7 +62,7 @@ def figures(world: World, bounds: Bounds | None = None) -> Figures:
     row |= spread("itl_ms", world.readers.gaps_us)
     row |= spread("stall_ms", [record.stall_us for record in served])
     row |= spread("e2e_ms", [record.e2e_us for record in served])
-    return row | _machine_figures(world, records)
+    return row | _machine_figures(world, records) | _tier_figures(world)
 
 
 def spread(name: str, values_us: Sequence[int]) -> Figures:
@@ -107,6 +108,20 @@ def _stage_us(log: Sequence[int], start_us: int, end_us: int) -> int:
     return sum(us for begin, us in zip(log[::3], log[2::3], strict=True) if start_us <= begin < end_us)
 
 
+def _tier_figures(world: World) -> Figures:
+    """What was moved, in GB; 0 in a world without tiers."""
+    copies = [engine.copies for engine in world.engines.values()]
+    down, up = sum(c.stored_bytes for c in copies) / 1e9, sum(c.loaded_bytes for c in copies) / 1e9
+    moved = world.tier.tier.moved if world.tier is not None else Moved()
+    return {
+        "moved_gb": round(down + up, 3),
+        "stored_gb": round(down, 3),
+        "loaded_gb": round(up, 3),
+        "l2_gb": round((moved.l2_put_bytes + moved.l2_get_bytes) / 1e9, 3),
+        "copies": sum(c.jobs for c in copies),
+    }
+
+
 def _machine_figures(world: World, records: list[Record]) -> Figures:
     totals = [engine.totals for engine in world.engines.values()]
     steps, rows = sum(t.steps for t in totals), sum(t.rows for t in totals)
@@ -125,6 +140,8 @@ def _machine_figures(world: World, records: list[Record]) -> Figures:
         "preemptions": sum(t.resumed for t in totals),
         "prefill_tokens": prefill,
         "recomputed_tokens": recomputed,
+        "recompute_s": round(sum(t.recompute_us for t in totals) / 1e6, 3),
+        "busy_s": round(busy_us / 1e6, 3),
         "recomputed_pct": round(100 * recomputed / max(prefill, 1), 2),
         "cached_pct": round(100 * sum(r.cached_tokens for r in records) / max(prompts, 1), 2),
     }

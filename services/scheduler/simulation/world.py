@@ -8,6 +8,7 @@ Same workload, machines and seed: same run, to the microsecond.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -16,11 +17,15 @@ from services.scheduler.events import Arrived, Event, PeerReady, Send, Ticked
 from services.scheduler.simulation.engine import Machine, VirtualEngine
 from services.scheduler.simulation.readers import Readers, Record
 from services.scheduler.simulation.requests import SimRequest, Workload, tokenized
+from services.scheduler.simulation.tier_side import TierSide, ToTier
+from services.scheduler.simulation.tiers import Tier
 from services.scheduler.state import Limits
 from shared.messages import (
     Close,
     Ended,
     ExecReset,
+    KvCopied,
+    KvCopy,
     Open,
     Rejected,
     SlotClose,
@@ -31,6 +36,7 @@ from shared.messages import (
 )
 
 READER_HOP_US = 200  # scheduler -> detokenizer -> scheduler
+TIER_HOP_US = 200  # scheduler -> kv_offload, and back
 TICK_US = 10_000  # while nothing is in flight
 SLOW_TICK_US = 100_000  # while steps are: each result is an event, too
 MOST_IDLE_TICKS = 1_000_000  # 10,000 s in which nothing happens
@@ -49,6 +55,7 @@ class Setup:
     limits: Limits = field(default_factory=Limits)
     seed: int = 0
     until_us: int = 0  # stop here, 0 = when all has ended
+    tier: Callable[[], Tier] | None = None  # makes the kv_offload of this world
 
 
 class World:
@@ -63,7 +70,8 @@ class World:
             f"e{number}": VirtualEngine(f"e{number}", machine, setup.seed + number, self._output_tokens)
             for number, machine in enumerate(setup.machines)
         }
-        self._heap: list[tuple[int, int, Event | SimRequest]] = []
+        self.tier = TierSide(setup.tier()) if setup.tier else None
+        self._heap: list[tuple[int, int, Event | SimRequest | ToTier]] = []
         self._number = 0
         self._ticking = False
         self._idle_ticks = 0
@@ -79,12 +87,17 @@ class World:
         self._handle(PeerReady("detokenizer", "d", 1))
         for name, engine in self.engines.items():
             self._handle(Arrived(f"executor.{name}", engine.hello))
+        if self.tier is not None:
+            self._handle(self.tier.ready)
         heap, until_us = self._heap, FIRST_US + self.setup.until_us if self.setup.until_us else 0
         while heap:
             self.now_us, _, event = heappop(heap)
             if until_us and self.now_us > until_us:
                 break
-            self._handle(self._prepared(event))
+            if isinstance(event, ToTier):
+                self._at_tier(event)
+            else:
+                self._handle(self._prepared(event))
         return self.readers
 
     def _output_tokens(self, seq: int) -> int:
@@ -92,7 +105,7 @@ class World:
         knows yet whose it is."""
         return self._live[self.scheduler.state.sequences[seq].request.asked.request][0].output_tokens
 
-    def _push(self, at_us: int, event: Event | SimRequest) -> None:
+    def _push(self, at_us: int, event: Event | SimRequest | ToTier) -> None:
         self._number += 1
         heappush(self._heap, (at_us, self._number, event))
 
@@ -112,6 +125,8 @@ class World:
         elif isinstance(event, Arrived) and isinstance(event.message, StepResult):
             self._idle_ticks = 0
             self.engines[event.source.removeprefix("executor.")].answered(event.message.step)
+        elif isinstance(event, Arrived) and isinstance(event.message, KvCopied):
+            self.engines[event.source.removeprefix("executor.")].copied(event.message.job)
         return event
 
     def _handle(self, event: Event) -> None:
@@ -125,10 +140,16 @@ class World:
 
     def _carry_out(self, command: Send) -> None:
         name = command.to.removeprefix("executor.")
+        if self.tier is not None and command.to == self.tier.source:
+            self._push(self.now_us + TIER_HOP_US, ToTier(command.message))
+            return
         match command.message:
             case StepPlan() as plan:
                 result, at_us = self.engines[name].run(plan, self.now_us)
                 self._push(at_us, Arrived(command.to, result))
+            case KvCopy() as copy:
+                copied, at_us = self.engines[name].copy(copy, self.now_us)
+                self._push(at_us, Arrived(command.to, copied))
             case Tokens() as tokens:
                 self.readers.tokens(tokens, self.now_us)
             case SlotOpen() as opened:
@@ -146,6 +167,15 @@ class World:
                 self._next_of_client()
             case ExecReset(why=why):
                 raise WorldStopped(f"the scheduler resets a virtual engine: {why}")
+
+    def _at_tier(self, event: ToTier) -> None:
+        """A message reaches kv_offload, or something that it waits for is due."""
+        assert self.tier is not None
+        for delay_us, message in self.tier.take(event, self.now_us):
+            self._push(self.now_us + delay_us + TIER_HOP_US, Arrived(self.tier.source, message))
+        due_us = self.tier.wake_us()
+        if due_us:
+            self._push(max(due_us, self.now_us), ToTier(None))
 
     def _closed(self, shard: str, close: Close) -> None:
         record = self.readers.closed(close, self.now_us)

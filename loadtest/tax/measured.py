@@ -1,0 +1,106 @@
+"""The protocol with real processes and the default model: shorter requests, and fewer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.fleet import MODEL
+from loadtest.real.served import Body, Served, env_of, real_env, served
+from loadtest.tax.protocol import SEED, Arm, Lengths, Outcome, Point
+from services.launcher.client import ask_all
+from shared import subjects
+
+BLOCK_TOKENS = 8  # so that a pool of a tenth still has some
+KV_TOKEN_BYTES = 46_080  # 30 layers, keys and values, 3 heads of 64, float32
+PAGE_BYTES = 1 << 20
+PATIENT = "standard=0/10000/0"  # all come at once: nobody is refused for that, and nobody ages
+ANSWER_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is run."""
+
+    lengths: Lengths
+    slots: int
+    threads: int
+
+
+def size_of(requests: int, threads: int) -> Size:
+    """Short requests, 16 at once."""
+    return Size(Lengths(requests, prompt=(24, 120), answer=(16, 64)), slots=16, threads=threads)
+
+
+async def outcome(size: Size, lengths: list[tuple[int, int]], point: Point, arm: Arm) -> Outcome:
+    """One run on a fleet of its own."""
+    l1_bytes = point.l1_blocks * BLOCK_TOKENS * KV_TOKEN_BYTES
+    settings = env_of(
+        kv_blocks=point.pool_blocks, block_tokens=BLOCK_TOKENS, slots=size.slots, policy=arm.policy,
+        max_context=point.pool_blocks * BLOCK_TOKENS, slo=PATIENT,
+        l1=max(1, round(l1_bytes / PAGE_BYTES)) if arm.tiers else "off",
+    )  # fmt: skip
+    async with served(real_env(size.threads) | settings) as fleet:
+        before = await _counted(fleet)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        latencies = sorted(await asyncio.gather(*(_one(fleet, body) for body in bodies(lengths))))
+        took_s = loop.time() - began_s
+        await asyncio.sleep(0)
+        after = await _counted(fleet)
+    moved = {name: after[name] - before[name] for name in after}
+    return Outcome(
+        useful_tokens=sum(prompt + answer for prompt, answer in lengths),
+        recomputed_tokens=int(moved["recomputed"]),
+        preemptions=int(moved["preemptions"]),
+        moved_bytes=int(moved["moved_bytes"]),
+        tok_s=sum(answer for _, answer in lengths) / took_s,
+        latency_s=(_rank(latencies, 50), _rank(latencies, 99)),
+        makespan_s=took_s,
+        device_s=moved["device_us"] / 1e6,
+    )
+
+
+def bodies(lengths: list[tuple[int, int]]) -> list[Body]:
+    """Prompts that share nothing."""
+    rng = random.Random(SEED)
+    return [
+        {
+            "model": MODEL,
+            "prompt": [rng.randrange(300, 40_000) for _ in range(prompt)],
+            "max_tokens": answer,
+            "ignore_eos": True,
+            "temperature": 0,
+            "request_id": f"tax-{number}",
+        }
+        for number, (prompt, answer) in enumerate(lengths)
+    ]
+
+
+async def _one(fleet: Served, body: Body) -> float:
+    """Seconds from sending to the end of the answer."""
+    loop = asyncio.get_running_loop()
+    sent_s = loop.time()
+    await fleet.client.complete(body, timeout_s=600)
+    return loop.time() - sent_s
+
+
+async def _counted(fleet: Served) -> dict[str, float]:
+    """What scheduler and executor have counted so far."""
+    answers = await ask_all(fleet.bus, subjects.STATUS, ANSWER_S)
+    by_kind: Mapping[str, dict[str, Any]] = {answer["kind"]: answer for answer in answers}
+    scheduler, executor = by_kind["scheduler"], by_kind["executor"]
+    tokens = scheduler["measured"]["tokens"]
+    return {
+        "recomputed": tokens["recomputed"],
+        "preemptions": tokens["preemptions"],
+        "moved_bytes": executor.get("stored_bytes", 0) + executor.get("loaded_bytes", 0),
+        "device_us": executor["device_busy_us"],
+    }
+
+
+def _rank(ordered: list[float], percent: int) -> float:
+    return ordered[max(-(-len(ordered) * percent // 100), 1) - 1]

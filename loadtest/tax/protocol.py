@@ -1,0 +1,143 @@
+"""The protocol: requests of mixed lengths all at once, and KV pools of 38, 19 and 9.5 % of the working set.
+
+The working set is what `slots` requests of mean length hold at their end. The tax is prompt tokens computed
+again over tokens of which KV had to be computed once (prompts and answers); of device time, what steps were
+longer for that over what they took without. L1 `holds the victims` where pool and L1 hold the working set.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.blocks import blocks_for
+
+SEED = 12_345
+POOLS_PM = (380, 190, 95)  # of the working set
+L1_SPARE = 1.25  # kv_offload keeps a tenth for preemption; and a partial block is a whole one
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to deal with short memory. `tiers`: it uses L1."""
+
+    name: str
+    policy: str
+    tiers: bool = False
+
+
+ARMS = (
+    Arm("recompute, latest", "tier=recompute,victim=latest"),
+    Arm("recompute, least computed", "tier=recompute,victim=least_computed"),
+    Arm("swap", "tier=swap", tiers=True),
+    Arm("tiered", "tier=tiered", tiers=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of prompts and answers, tokens: uniform between two bounds."""
+
+    requests: int
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+
+    def draw(self, seed: int = SEED) -> list[tuple[int, int]]:
+        """(prompt, answer) of each request."""
+        rng = random.Random(seed)
+        return [(rng.randint(*self.prompt), rng.randint(*self.answer)) for _ in range(self.requests)]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A pool and an L1, in blocks; 0: there is none."""
+
+    pool_pm: int
+    pool_blocks: int
+    l1: str  # holds the victims, a quarter
+    l1_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run came to."""
+
+    useful_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    moved_bytes: int
+    tok_s: float
+    latency_s: tuple[float, float]  # p50, p99
+    makespan_s: float
+    device_s: float = 0.0  # of all steps
+    device_tax_pct: float | None = None
+
+    @property
+    def tax_pct(self) -> float:
+        """Tokens computed again, of those that had to be."""
+        return 100 * self.recomputed_tokens / self.useful_tokens
+
+
+def points(lengths: Sequence[tuple[int, int]], slots: int, block_tokens: int) -> list[Point]:
+    """Every pool with both sizes of L1."""
+    mean_blocks = sum(blocks_for(p + a, block_tokens) for p, a in lengths) / len(lengths)
+    working_set = slots * mean_blocks
+    largest = max(blocks_for(p + a, block_tokens) for p, a in lengths)
+    made = []
+    for pool_pm in POOLS_PM:
+        pool = max(int(working_set * pool_pm / 1000), largest + 1)
+        victims = int((working_set - pool) * L1_SPARE)
+        made.append(Point(pool_pm, pool, "holds the victims", victims))
+        made.append(Point(pool_pm, pool, "a quarter of that", victims // 4))
+    return made
+
+
+HEAD = ["pool", "L1", "arm", "preemptions", "recomputed tokens", "tax %", "device s", "device tax %",
+        "GB moved", "tok/s", "latency p50 s", "latency p99 s", "all done s"]  # fmt: skip
+
+
+def row_of(point: Point, arm: Arm, outcome: Outcome) -> list[object]:
+    """The table row of a run."""
+    device = outcome.device_tax_pct
+    return [
+        f"{point.pool_pm / 10:g} % ({point.pool_blocks} blocks)",
+        f"{point.l1} ({point.l1_blocks})" if arm.tiers else "none",
+        arm.name,
+        outcome.preemptions,
+        outcome.recomputed_tokens,
+        f"{outcome.tax_pct:.2f}",
+        f"{outcome.device_s:.1f}",
+        "" if device is None else f"{device:.2f}",
+        f"{outcome.moved_bytes / 1e9:.3f}",
+        f"{outcome.tok_s:.1f}",
+        *(f"{value:.2f}" for value in outcome.latency_s),
+        f"{outcome.makespan_s:.1f}",
+    ]
+
+
+Runs = dict[tuple[int, str, str], Outcome]  # by pool, L1 (empty: none), arm
+
+
+def checks(runs: Runs) -> list[tuple[str, bool]]:
+    """What is asked of `tiered`."""
+    made = []
+    latest, least, swap, tiered = (arm.name for arm in ARMS)
+    for pool in dict.fromkeys(pool for pool, _, _ in runs):
+        at = f"pool {pool / 10:g} %"
+        both = [runs[pool, "", latest], runs[pool, "", least]]
+        full = runs[pool, "holds the victims", tiered]
+        made.append((f"{at}, L1 holds the victims: tax {full.tax_pct:.2f} ≤ 1 %", full.tax_pct <= 1))
+        mine, other = (runs[pool, "a quarter of that", name] for name in (tiered, swap))
+        least_tax = min(run.tax_pct for run in both)
+        bytes_gb = (mine.moved_bytes / 1e9, other.moved_bytes / 1e9)
+        made.append(
+            (f"{at}, L1 a quarter: {bytes_gb[0]:.3f} < {bytes_gb[1]:.3f} GB", bytes_gb[0] < bytes_gb[1])
+        )
+        made.append(
+            (f"{at}, L1 a quarter: tax {mine.tax_pct:.2f} < {least_tax:.2f} %", mine.tax_pct < least_tax)
+        )
+        best = min(run.latency_s[1] for run in (*both, other))
+        late = mine.latency_s[1]
+        made.append((f"{at}, L1 a quarter: p99 latency {late:.2f} ≤ {best:.2f} s", late <= best))
+    return made

@@ -1,0 +1,140 @@
+"""What goes into the core of kv_offload and what comes out. Time comes in with each event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.messages import Message
+
+Name = tuple[str, bytes]  # a value's name everywhere: fingerprint of the KV layout, key of the block
+
+
+# ---- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A message from the actor `source` (kind.id), incarnation `epoch`."""
+
+    source: str
+    epoch: int
+    message: Message
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """`source` is a new incarnation: what the one before held is void."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSeen:
+    """`source` lives, as incarnation `epoch`."""
+
+    source: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """`source` missed its beats or stopped. It may be back."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class L2Ended:
+    """The call of a command has ended: ok, absent, corrupt or failed."""
+
+    call: int
+    status: str = "ok"
+    present: tuple[bool, ...] = ()  # L2Has: per name
+    value_bytes: int = 0  # L2Has: of a value of this fingerprint, where asked and known; L2Get: got
+    valid_tokens: int = 0  # L2Get
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed; deadlines may be due (`KvCore.due_us`)."""
+
+
+Event = Arrived | Restarted | PeerSeen | PeerLost | L2Ended | Ticked
+
+
+# ---- commands -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `message` to the actor `to` (kind.id)."""
+
+    to: str
+    message: Message
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class L2Has:
+    """Ask L2 which of these it holds, and, with `want_size`, how long its values of this fingerprint are."""
+
+    call: int
+    fingerprint: str
+    keys: tuple[bytes, ...]
+    want_size: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class L2Get:
+    """Read a value from L2 into memory of the caller's own and verify it. `Fill` may follow its end."""
+
+    call: int
+    name: Name
+    value_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class L2Put:
+    """Write the L1 value in `slot` to L2. `announce`: also the length of this fingerprint's values."""
+
+    call: int
+    name: Name
+    slot: bytes
+    value_bytes: int
+    valid_tokens: int
+    announce: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class L2Delete:
+    """Delete a value in L2."""
+
+    call: int
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class L2Probe:
+    """Connect to L2 anew, put, get and compare a canary; if it works, go on with new connections."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The call took too long. Whatever it brings is void; a put that has not begun to send must not."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Copy what L2Get `call` has read to `slot` now, before the next command."""
+
+    call: int
+    slot: bytes
+
+
+L2Command = L2Has | L2Get | L2Put | L2Delete | L2Probe
+Command = Send | L2Command | Abandon | Fill

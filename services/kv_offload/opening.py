@@ -1,0 +1,108 @@
+"""How large L1 is and who keeps it: read from the settings, looked up on this machine."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import logging
+import os
+import re
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from services.kv_offload.carved import CarvedArena
+from services.kv_offload.segment import PAGE_BYTES, SHM, hold, segment_name, sweep
+from services.kv_offload.store import Arena
+from shared.errors import SetupError
+
+log = logging.getLogger("headrace.kv_offload")
+
+MIB, GIB = 1 << 20, 1 << 30
+MOST_BYTES = 64 * GIB  # of auto: reserving the pages takes 0.36 s a GiB
+LEAST_BYTES = 16 * MIB  # of auto: less is of no use
+MEMINFO = Path("/proc/meminfo")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be opened. `bytes` 0: no tiers."""
+
+    host: str  # in the segment's name
+    bytes: int
+    store: str  # lmcache or plain
+
+
+@dataclass(slots=True)
+class Opened:
+    """An arena, and the lock that says that its owner lives."""
+
+    arena: Arena
+    lock: int
+
+    def close(self) -> None:
+        """Unmap, unlink, let go."""
+        self.arena.close()
+        os.close(self.lock)
+
+
+def plan(l1: str, l1_store: str, fleet: str, host_id: str) -> Plan:
+    """What the settings ask for. Raises SetupError for a size that is none."""
+    store = l1_store
+    if store == "auto":
+        store = "lmcache" if importlib.util.find_spec("lmcache") else "plain"
+    label = f"{fleet[:40]}-{sha256(host_id.encode()).hexdigest()[:12]}"
+    return Plan(label, size_bytes(l1, _available_bytes(), _shm_free_bytes()), store)
+
+
+def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int) -> int:
+    """`l1` is "off" (0), MiB, or "auto": a quarter of the memory that is available, at most half of what
+    /dev/shm has free, and no L1 at all where that comes to next to nothing."""
+    if l1 == "off":
+        return 0
+    if l1 == "auto":
+        size = min(available_bytes // 4, shm_free_bytes // 2, MOST_BYTES) // PAGE_BYTES * PAGE_BYTES
+        if size < LEAST_BYTES:
+            log.warning("no L1: /dev/shm has %d MiB free; enlarge it (shm_size)", shm_free_bytes // MIB)
+            return 0
+        return size
+    if not re.fullmatch(r"[1-9]\d{0,8}", l1):
+        raise SetupError(f"l1 is {l1!r}: give the MiB of memory for KV copies, auto or off")
+    return int(l1) * MIB
+
+
+def open_arena(plan: Plan, generation: int) -> Opened:
+    """Remove what dead owners left, then make and hold the arena. Blocks for seconds. Raises SetupError where
+    /dev/shm cannot hold it."""
+    directory = os.open(SHM, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # no other owner sweeps what is not yet held
+        for name in sweep(plan.host):
+            log.info("removed the segment %s: its owner is dead", name)
+        arena = _make(plan, generation)
+        return Opened(arena, hold(segment_name(plan.host, generation)))
+    finally:
+        os.close(directory)
+
+
+def _make(plan: Plan, generation: int) -> Arena:
+    if plan.store == "lmcache":
+        from services.kv_offload.lmcache_arena import LmcacheArena
+
+        return CarvedArena(LmcacheArena(plan.host, generation, plan.bytes))
+    from services.kv_offload.plain_store import PlainArena
+
+    return PlainArena(plan.host, generation, plan.bytes)
+
+
+def _available_bytes() -> int:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", MEMINFO.read_text(), re.M)
+    available = int(match[1]) * 1024 if match else 0
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return min(available, int(limit)) if limit.isdecimal() else available
+
+
+def _shm_free_bytes() -> int:
+    stat = os.statvfs(SHM)
+    return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,118 @@
+"""Everything the core knows. Changed by `stores`, `loads`, `lookups`, `leases` and `calls` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.kv_offload.deadlines import Deadlines
+from services.kv_offload.events import Command, Name, Send
+from services.kv_offload.figures import Figures
+from services.kv_offload.l1 import L1, Entry, Range
+from services.kv_offload.l2 import L2, LeaseId
+from shared.messages import Message
+
+KEY_BYTES = 32
+MOST_LEASE_US = 600_000_000  # a scheduler that died cannot hold anything longer
+
+Due = tuple[str, LeaseId]  # lookup, load, lease or quarantine; whose
+
+
+@dataclass(slots=True)
+class WriteLease:
+    """Ranges that executor `owner` may be writing. Nobody reads them before the commit."""
+
+    owner: str
+    owner_epoch: int  # 0: not heard of yet
+    names: list[Name]
+    ranges: list[Range | None]  # per name; None: no room, or there already
+    offsets: list[int]  # as answered
+    held: list[Entry]  # those that were there
+    valid_tokens: list[int]
+    urgent: bool
+
+
+@dataclass(slots=True)
+class ReadLease:
+    """The resident prefix of what was asked for, pinned."""
+
+    names: list[Name]  # as asked
+    entries: list[Entry]
+
+
+@dataclass(slots=True)
+class Quarantined:
+    """Ranges of a reservation that expired: executor `owner` may still write them."""
+
+    owner: str
+    owner_epoch: int
+    names: list[Name]
+    ranges: list[Range]
+    since_us: int
+    owner_gone: bool
+
+
+@dataclass(slots=True)
+class Lookup:
+    """A lookup that waits for L2."""
+
+    names: list[Name]
+    prefix: bool
+    promote: bool
+    trace: str = ""
+
+
+@dataclass(slots=True)
+class Load:
+    """A prefetch that waits for values of L2."""
+
+    names: list[Name]  # as asked
+    entries: list[Entry | None]  # pinned, of the first `len(entries)` names; None: not here yet
+    waiting: dict[Name, int]  # on its way -> its place
+    began_us: int
+    lease_us: int
+    trace: str = ""
+    from_l2: int = 0
+
+
+@dataclass(slots=True)
+class State:
+    """One kv_offload."""
+
+    l1: L1
+    l2: L2
+    now_us: int = 0
+    figures: Figures = field(default_factory=Figures)
+    leases: dict[LeaseId, WriteLease | ReadLease] = field(default_factory=dict)
+    quarantine: dict[LeaseId, Quarantined] = field(default_factory=dict)
+    lookups: dict[LeaseId, Lookup] = field(default_factory=dict)
+    loads: dict[LeaseId, Load] = field(default_factory=dict)
+    committed: dict[LeaseId, list[Name]] = field(default_factory=dict)  # the last ones, for a repeated commit
+    due: Deadlines[Due] = field(default_factory=Deadlines)
+    executors: dict[str, int] = field(default_factory=dict)  # those that live: kind.id -> epoch
+    schedulers: dict[str, None] = field(default_factory=dict)  # those to be told of what is gone
+    urgent_stores: int = 0  # reservations of preempted requests that are open
+    out: list[Command] = field(default_factory=list)
+
+    def send(self, lease: LeaseId, message: Message, trace: str = "") -> None:
+        """Answer the scheduler of `lease`."""
+        self.out.append(Send(lease[0], message, trace))
+
+    def tier_of(self, name: Name) -> int:
+        """1 in L1, 2 in L2 as far as is known, 0 nowhere."""
+        return 1 if name in self.l1.entries else 2 if self.l2.holds(name) else 0
+
+    def use(self, entry: Entry) -> None:
+        """Somebody wants this value again: from the second time on L2 should have it."""
+        entry.uses += 1
+        if self.l2.usable and entry.name not in self.l2.known:
+            self.l2.puts[entry.name] = None
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Of ranges that nobody may use yet."""
+        return sum(place.room_bytes for q in self.quarantine.values() for place in q.ranges)
+
+
+def names_of(fingerprint: str, keys: bytes) -> list[Name]:
+    """The 32-byte keys in `keys`, under their layout; an incomplete last one is left out."""
+    return [(fingerprint, keys[i : i + KEY_BYTES]) for i in range(0, len(keys) - KEY_BYTES + 1, KEY_BYTES)]

@@ -1,0 +1,123 @@
+"""In which tier is what a waiting unit needs? Asked when it arrives, so that the remote tier can begin to
+bring it; asked again at its turn, if the answer is old and the device does not hold it all."""
+
+from __future__ import annotations
+
+from services.scheduler import prefix
+from services.scheduler.records import Sequence
+from services.scheduler.state import Executor, State
+from services.scheduler.tiers.state import ANSWER_US, MISSES, REST_US, Answer, Lookup, Tier
+from services.scheduler.waiting import Unit
+from shared.messages import KvFound, KvLookup
+
+WAIT_US = 20_000  # an admission waits so long for an answer
+STALE_US = 2_000_000
+MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
+
+
+def arrived(state: State, unit: Unit) -> None:
+    """A unit begins to wait: ask every tier that it may start above."""
+    for executor, tier in _places(state, unit):
+        if tier.actor not in unit.answers:
+            _ask(state, executor, tier, unit)
+
+
+def pending(state: State, unit: Unit) -> bool:
+    """True while the unit should wait for an answer. Asks again where the last one is old."""
+    waits = False
+    for executor, tier in _places(state, unit):
+        answer = unit.answers.get(tier.actor)
+        if prefix.tail_is_copied(executor, unit.sequences[0]):
+            return True
+        if answer is None or _is_old(state, tier, unit, answer):
+            if _covered(executor, unit.sequences[0]):
+                continue
+            answer = _ask(state, executor, tier, unit)
+        if answer is not None and answer.at_us < 0 and state.now_us < answer.asked_us + WAIT_US:
+            waits = True
+    return waits
+
+
+def _is_old(state: State, tier: Tier, unit: Unit, answer: Answer) -> bool:
+    """Something may have come since: of a paused sequence, what was stored after its pause."""
+    if answer.at_us < 0:
+        return False
+    return state.now_us - answer.at_us > STALE_US or (unit.resumes and tier.stores != answer.stores)
+
+
+def found(state: State, source: str, message: KvFound) -> None:
+    """An answer. One that comes after the unit has started is of no use."""
+    tiers = state.tiers
+    lookup, tier = tiers.lookups.get(message.job), tiers.named(source)
+    if lookup is None or tier is None or tier.actor != lookup.tier:
+        return
+    del tiers.lookups[message.job]
+    tier.answered()
+    unit = state.waiting.units.get(lookup.unit)
+    if unit is not None and (answer := unit.answers.get(tier.actor)) is not None:
+        answer.found, answer.at_us = tuple(message.tiers), state.now_us
+
+
+def expire(state: State) -> None:
+    """Lookups that nobody has answered; the oldest are first."""
+    lookups = state.tiers.lookups
+    while lookups:
+        job, lookup = next(iter(lookups.items()))
+        if state.now_us < lookup.asked_us + ANSWER_US:
+            return
+        del lookups[job]
+        missed(state, lookup.tier)
+
+
+def missed(state: State, actor: str) -> None:
+    """A tier has not answered. After a few times in a row it is left alone for a while."""
+    for tier in state.tiers.by_host.values():
+        if tier.actor == actor:
+            tier.misses += 1
+            if tier.misses >= MISSES:
+                tier.rest_until_us = state.now_us + REST_US
+                state.meter.tier_rests += 1
+
+
+def _places(state: State, unit: Unit) -> list[tuple[Executor, Tier]]:
+    """One executor of the model for each tier."""
+    tiers, places = state.tiers, dict[str, tuple[Executor, Tier]]()
+    if not tiers.by_host:
+        return []
+    for executor in state.executors.values():
+        tier = tiers.of(executor.hello.host_id, state.now_us)
+        if tier is not None and executor.hello.model == unit.request.asked.model and not executor.draining:
+            places.setdefault(tier.actor, (executor, tier))
+    return list(places.values())
+
+
+def _ask(state: State, executor: Executor, tier: Tier, unit: Unit) -> Answer | None:
+    head = unit.sequences[0]
+    keys = wanted(executor, head)
+    if not keys:
+        return None
+    answer = unit.answers[tier.actor] = Answer(state.now_us, stores=tier.stores)
+    number = state.tiers.number()
+    state.tiers.lookups[number] = Lookup(unit.number, tier.actor, state.now_us)
+    message = KvLookup(job=number, keys=b"".join(keys), fingerprint=executor.hello.fingerprint, promote=True)
+    state.send(tier.source, message, unit.request.trace)
+    return answer
+
+
+def wanted(executor: Executor, sequence: Sequence) -> list[bytes]:
+    """Keys of everything that a tier may hold of a sequence, in order; the tail of a paused one is last. The
+    last token is always computed, since it is sampled from."""
+    prefix.name_blocks(executor, sequence)
+    full = (len(sequence.tokens) - 1) // executor.hello.block_tokens
+    keys = sequence.keys[: min(full, MAX_KEYS)]
+    if sequence.tail.key and sequence.tail.at == len(keys) and sequence.tail.root == sequence.keyed[0]:
+        keys.append(sequence.tail.key)
+    return keys
+
+
+def _covered(executor: Executor, sequence: Sequence) -> bool:
+    """True when the device holds all that could be brought."""
+    hits = prefix.lookup(executor, sequence)
+    if (len(hits) + 1) * executor.hello.block_tokens < len(sequence.tokens):
+        return False
+    return not sequence.tail.key or prefix.tail_block(executor, sequence, len(hits)) is not None

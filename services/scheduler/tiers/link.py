@@ -1,0 +1,87 @@
+"""One direction of the way between a device and the tier below: how long a copy will take.
+
+    predicted = what is queued + each + bytes * per byte
+
+Both coefficients are a least squares fit over the last copies, which fade; sums of products only, so that a
+replay of the same events finds the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GUESS_BYTES_PER_US = 10_000.0  # until a copy has been measured: it has to be tried to be known
+GUESS_EACH_US = 500.0
+MEMORY = 1 - 1 / 32
+MIB = float(1 << 20)
+
+
+@dataclass(slots=True)
+class Link:
+    """`pending_bytes` have been asked for and not answered."""
+
+    pending_bytes: int = 0
+    pending_jobs: int = 0
+    seen: int = 0
+    moved_bytes: int = 0
+    _n: float = 0.0
+    _x: float = 0.0  # MiB
+    _y: float = 0.0  # us
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    def predict_us(self, size_bytes: int) -> int:
+        """How long a copy asked for now would take, with what it waits for."""
+        each_us, per_mib_us = self._fit()
+        jobs, mib = self.pending_jobs + 1, (self.pending_bytes + size_bytes) / MIB
+        return int(jobs * each_us + mib * per_mib_us)
+
+    def wait_us(self) -> int:
+        """How long the copies that are asked for will take."""
+        each_us, per_mib_us = self._fit()
+        return int(self.pending_jobs * each_us + self.pending_bytes / MIB * per_mib_us)
+
+    def block_us(self, size_bytes: int) -> int:
+        """What one more block in a copy adds to it."""
+        return int(size_bytes / MIB * self._fit()[1])
+
+    @property
+    def bytes_per_second(self) -> int:
+        """The rate of long copies."""
+        return int(MIB * 1e6 / self._fit()[1])
+
+    def begin(self, size_bytes: int) -> None:
+        """A copy is asked for."""
+        self.pending_bytes += size_bytes
+        self.pending_jobs += 1
+
+    def end(self, size_bytes: int) -> None:
+        """It is over, or will never be."""
+        self.pending_bytes -= size_bytes
+        self.pending_jobs -= 1
+
+    def observe(self, size_bytes: int, took_us: int) -> None:
+        """A copy of so many bytes ran for so long."""
+        if size_bytes <= 0 or took_us <= 0:
+            return
+        x, y = size_bytes / MIB, float(took_us)
+        self._n = self._n * MEMORY + 1.0
+        self._x = self._x * MEMORY + x
+        self._y = self._y * MEMORY + y
+        self._xx = self._xx * MEMORY + x * x
+        self._xy = self._xy * MEMORY + x * y
+        self.seen += 1
+        self.moved_bytes += size_bytes
+
+    def _fit(self) -> tuple[float, float]:
+        """us per copy, us per MiB: neither below zero."""
+        if not self.seen:
+            return GUESS_EACH_US, MIB / GUESS_BYTES_PER_US
+        spread = self._n * self._xx - self._x * self._x
+        if spread <= 1e-6 * self._n * self._xx:  # copies of one size say nothing about what each costs
+            return 0.0, self._y / self._x
+        slope = (self._n * self._xy - self._x * self._y) / spread
+        each = (self._y - slope * self._x) / self._n
+        if slope <= 0.0 or each < 0.0:
+            return 0.0, self._y / self._x
+        return each, slope

@@ -1,0 +1,287 @@
+"""Copy blocks down before their place is given out, or give them up: like a kernel that writes back its
+dirty pages, so that whoever needs a page finds a clean one.
+
+An unheld block without a copy below waits until its place is wanted. Then the policy of kind `tier` decides
+by cost: a copy (measured rate, with half the queue), or computing it again (by the length before it),
+times the chance that somebody will want it. Blocks of paused sequences will be wanted; of ended ones as
+often as prompts have found their beginnings cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler import needs, prefix
+from services.scheduler.growth import spare_blocks
+from services.scheduler.policies.tiers import View
+from services.scheduler.records import Phase as Life
+from services.scheduler.records import Sequence
+from services.scheduler.state import Executor, State
+from services.scheduler.tiers.jobs import count, executor_of, finish, fresh, uncount
+from services.scheduler.tiers.state import ANSWER_US, Job, Phase, Tier
+from services.scheduler.tiers.worth import Recompute
+from shared.messages import (
+    KvCommit,
+    KvCopied,
+    KvCopy,
+    KvRelease,
+    KvReserve,
+    KvReserved,
+    KvStored,
+    ints,
+    longs,
+)
+
+LEASE_US = 10_000_000
+JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: what comes next does not wait long
+JOB_BLOCKS = 128
+MAX_JOBS = 2  # at once: one is copied while the next is asked for
+LOOKED_AT = 256  # dirty blocks, at most, at one time
+EAGER_US = 20_000  # between two looks where no place is wanted
+BUSY_US = 1_000  # ... where no copy can be asked for
+GROUP = 16  # blocks of a sequence that are judged alike
+CUSHION_ROWS, CUSHION_BLOCKS, CUSHION_SHARE = 2, 16, 8
+PAUSING_PM = 600  # growth.py keeps so much free only where sequences have been paused lately
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """How things are while blocks are judged."""
+
+    pressed: int  # places wanted beyond those that are free
+    copy_us: int  # of a block, and its share of half the wait
+    chance_pm: int
+    recompute: Recompute
+
+
+def clean(state: State, executor: Executor) -> bool:
+    """Begin what copies should be made now. True when blocks have become free at once."""
+    ledger = executor.ledger
+    if not ledger.write_back:
+        return False
+    pressed = _pressed(state, executor) if ledger.dirty_blocks or executor.growth_pm >= PAUSING_PM else 0
+    busy = executor.down.pending_jobs >= MAX_JOBS
+    pause_us = EAGER_US if pressed <= 0 else BUSY_US if busy else 0
+    if pause_us and state.now_us - executor.looked_us < pause_us:
+        return False
+    executor.looked_us = state.now_us
+    tier = state.tiers.of(executor.hello.host_id, state.now_us)
+    if tier is None:
+        return _give_up(executor, pressed)
+    room = 0 if busy else _most_blocks(executor)
+    free_before = ledger.free_blocks
+    chosen = _choose(state, executor, pressed, room)
+    if chosen:
+        _store(state, executor, tier, chosen, leaves=state.limits.policy.tier == "swap")
+    elif pressed > 0 and room and not executor.down.pending_jobs and executor.growth_pm >= PAUSING_PM:
+        _store_ahead(state, executor, tier, room)
+    return ledger.free_blocks > free_before
+
+
+def _pressed(state: State, executor: Executor) -> int:
+    """Places that are, or will soon be, wanted beyond those that are free or about to be."""
+    ledger = executor.ledger
+    wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, ledger.blocks // CUSHION_SHARE)
+    if state.stuck and (unit := state.waiting.first(executor.hello.model)) is not None:
+        wanted += sum(needs.promises(state, executor, unit)) + spare_blocks(state, executor)
+    return wanted - (ledger.free_blocks - ledger.reserved) - ledger.copying_blocks
+
+
+def _most_blocks(executor: Executor) -> int:
+    return max(1, min(JOB_BLOCKS, JOB_BYTES // max(executor.hello.bytes_per_block, 1)))
+
+
+def _give_up(executor: Executor, pressed: int) -> bool:
+    """There is nobody to copy to."""
+    for block in executor.ledger.dirty(max(pressed, 0)):
+        executor.ledger.give_up(block)
+    return pressed > 0
+
+
+def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[int]:
+    """The dirty blocks to copy now. Those that are not worth it become free."""
+    ledger = executor.ledger
+    look = _Look(
+        pressed=pressed,
+        copy_us=_copy_us(executor),
+        chance_pm=state.reuse_pm,
+        recompute=Recompute.of(executor),
+    )
+    judge, chosen, dealt = state.limits.policy.the("tier"), list[int](), 0
+    verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # of the blocks of a sequence, in groups
+    for block in ledger.dirty(LOOKED_AT):
+        if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
+            break  # enough
+        seq, at = ledger.owner_of(block)
+        group = seq, at // GROUP
+        if group not in verdicts:
+            view = _view(state, executor, look, group)
+            verdicts[group] = judge(view), view.paused
+        what, paused = verdicts[group]
+        if what == "drop":
+            ledger.give_up(block)
+            state.meter.dropped_blocks += 1
+            state.meter.dropped_paused_blocks += paused
+            dealt += 1
+        elif what == "copy" and len(chosen) < room:
+            chosen.append(block)
+            dealt += 1
+    return chosen
+
+
+def _copy_us(executor: Executor) -> int:
+    """Of a block, with its share of half the wait. A link that was never used is worth a try."""
+    link = executor.down
+    if not link.seen:
+        return 0
+    return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * _most_blocks(executor))
+
+
+def _view(state: State, executor: Executor, look: _Look, group: tuple[int, int]) -> View:
+    paused = _is_paused(state, group[0])
+    return View(
+        paused=paused,
+        pressed=look.pressed > 0,
+        idle=not executor.down.pending_jobs,
+        chance_pm=1000 if paused else look.chance_pm,
+        copy_us=look.copy_us,
+        recompute_us=look.recompute.block_us(group[1] * GROUP),
+    )
+
+
+def _store(
+    state: State,
+    executor: Executor,
+    tier: Tier,
+    blocks: list[int],
+    *,
+    leaves: bool = False,
+    after_step: int = 0,
+) -> None:
+    """Ask for a place for these blocks."""
+    ledger, hello = executor.ledger, executor.hello
+    keys = [key for block in blocks if (key := ledger.key_of(block)) is not None]
+    paused = any(_is_paused(state, ledger.owner_of(block)[0]) for block in blocks)
+    job = fresh(state, executor, tier, blocks, keys)
+    job.due_us, job.lease_us = state.now_us + ANSWER_US, state.now_us + LEASE_US
+    job.leaves, job.after_step = leaves, after_step
+    count(executor, job, len(blocks) * hello.bytes_per_block)
+    message = KvReserve(
+        job=job.number,
+        owner=executor.source,
+        keys=b"".join(keys),
+        value_bytes=hello.bytes_per_block,
+        lease_us=LEASE_US,
+        priority=int(paused),
+        valid_tokens=ints(ledger.valid_of(block) or hello.block_tokens for block in blocks),
+        fingerprint=hello.fingerprint,
+    )
+    state.send(tier.source, message)
+
+
+def _is_paused(state: State, seq: int) -> bool:
+    sequence = state.sequences.get(seq)
+    return sequence is not None and sequence.phase is Life.WAITING
+
+
+def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> None:
+    """Copy what the next victim has computed, so that its pause costs nothing."""
+    victim = _next_victim(state, executor)
+    if victim is None:
+        return
+    prefix.register(executor, victim, min(victim.computed, len(victim.tokens)))
+    ledger = executor.ledger
+    blocks = [
+        block
+        for block in victim.table[: victim.registered]
+        if ledger.key_of(block) is not None and block not in ledger.clean and block not in ledger.copies
+    ][:room]
+    if blocks:
+        state.meter.stored_ahead_blocks += len(blocks)
+        _store(state, executor, tier, blocks, after_step=executor.step)
+
+
+def _next_victim(state: State, executor: Executor) -> Sequence | None:
+    candidates = [s for s in executor.running if not s.pinned and s.leader is None and not s.loading]
+    if len(candidates) < 2:
+        return None
+    first: Sequence = state.limits.policy.the("victim")(candidates)[0]
+    return first
+
+
+def reserved(state: State, source: str, message: KvReserved) -> None:
+    """A place for each block, or none: what is there already is clean, what has no place is given up."""
+    job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
+    if tier is None or job is None or job.phase is not Phase.ASKED or job.up or job.tier != tier.actor:
+        if tier is not None:
+            state.send(source, KvRelease(jobs=ints([message.job])))
+        return
+    tier.answered(state.now_us - job.began_us)
+    executor = executor_of(state, job)
+    fits = len(message.offsets) == len(job.blocks) and message.arena_generation == tier.generation
+    job.written = [int(offset >= 0) for offset in message.offsets] if fits else []
+    if executor is None or not any(job.written):
+        _end(state, job, list(message.offsets) if fits else [])
+        return
+    places = [(b, offset) for b, offset in zip(job.blocks, message.offsets, strict=True) if offset >= 0]
+    job.phase = Phase.COPYING
+    size = executor.hello.bytes_per_block
+    count(executor, job, len(places) * size)
+    copy = KvCopy(
+        job=job.number,
+        to_arena=True,
+        after_step=job.after_step,
+        arena_generation=message.arena_generation,
+        blocks=ints(block for block, _ in places),
+        offsets=longs(offset for _, offset in places),
+        block_bytes=size,
+    )
+    state.send(executor.source, copy)
+
+
+def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> None:
+    """The bytes are in the arena, unless the copy failed or took longer than the lease."""
+    tier = state.tiers.named(f"kv_offload.{job.tier}")
+    ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
+    if ok:
+        executor.down.observe(job.queued_bytes, message.took_us)
+        state.meter.stored_blocks += sum(job.written)
+    uncount(executor, job)
+    if not ok or tier is None or tier.generation != job.generation:
+        state.meter.stores_failed += 1
+        _end(state, job, [])
+        return
+    job.phase, job.due_us = Phase.STORING, state.now_us + ANSWER_US
+    state.send(tier.source, KvCommit(job=job.number, written=ints(job.written)))
+
+
+def stored(state: State, source: str, message: KvStored) -> None:
+    """What can be read from a tier now."""
+    job = state.tiers.jobs.get(message.job)
+    if job is not None and job.phase is Phase.STORING and source == f"kv_offload.{job.tier}":
+        tiers = list(message.tiers)
+        places = [-2 if tier > 0 else -1 for tier in tiers] if len(tiers) == len(job.blocks) else []
+        if (sender := state.tiers.named(source)) is not None:
+            sender.stores += 1
+        _end(state, job, places, release=False)
+
+
+def expire(state: State, job: Job) -> None:
+    """The tier has not answered in time."""
+    _end(state, job, [])
+
+
+def _end(state: State, job: Job, places: list[int], *, release: bool = True) -> None:
+    """A store is over. Blocks with place -2 are in a tier; others are not worth another try."""
+    finish(state, job, release=release)
+    executor = executor_of(state, job)
+    if executor is None:
+        return
+    ledger = executor.ledger
+    for at, (block, key) in enumerate(zip(job.blocks, job.keys, strict=True)):
+        if places and places[at] == -2:
+            ledger.mark_clean(block, key)
+            if job.leaves:
+                ledger.forget(block)
+        else:
+            ledger.give_up(block)

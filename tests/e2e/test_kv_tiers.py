@@ -1,0 +1,281 @@
+"""KV tiers over real processes: pauses that cost no recompute, executors and hosts that share, values of L2
+that are not what they should be, and what goes over the network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from kv_traffic import (
+    MOST_MESSAGE_BYTES,
+    PROMPT_TOKENS,
+    Answer,
+    Traffic,
+    assert_same,
+    traffic_to,
+)
+from open_sockets import remote_addresses
+from redis import Redis
+from redis_process import RedisProcess
+from small_llama import BLOCK_BYTES, write_small_llama
+
+from loadtest import faults
+from tests.e2e.conftest import Up, running_up
+
+CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
+SMOLLM = "smollm2-135m-instruct"
+FULL_BLOCKS = (PROMPT_TOKENS - 1) // 16  # of a prompt; its last token is always computed
+ENGINE = ("--backend", "torch", "--dtype", "f32", "--threads", "1")
+REAL_BLOCKS = 20  # three of the ten requests fit
+
+
+# ---- pause and restore --------------------------------------------------------------------------
+
+
+def test_the_real_model_is_paused_and_computes_nothing_twice(tmp_path: Path) -> None:
+    with running_up(
+        tmp_path, *ENGINE, "--kv-blocks", str(REAL_BLOCKS), HEADRACE_L1="64", HEADRACE_L1_STORE="lmcache"
+    ) as up:
+        asyncio.run(crowded(up))
+
+
+async def crowded(up: Up) -> None:
+    """The reference prompts, each twice, all at once, and on beyond their ends."""
+    async with traffic_to(up, SMOLLM) as traffic:
+        answers = await asyncio.gather(*(chat(traffic, i) for i in range(len(CASES)) for _ in range(2)))
+        for answer in answers:
+            expected = CASES[answer.number]["output_ids"]
+            assert (answer.error, answer.ids[: len(expected)]) == ("", expected)
+            assert answer.ids == answers[2 * answer.number].ids, (
+                "both times the same, after the reference's end"
+            )
+        await traffic.settle()
+        measured, services = await traffic.tiers(), await traffic.services()
+    print({name: measured[name] for name in ("preemptions", "loads", "restored_tokens", "recomputed")})
+    assert measured["preemptions"] > 0
+    assert measured["loads"] > 0
+    assert measured["restored_tokens"] >= 16 * measured["loads"] > 0
+    assert measured["recomputed"] <= 2 * measured["preemptions"], (
+        "of each the tokens whose sample was in flight"
+    )
+    executor, store = services["executor"], services["kv_offload"]
+    block_bytes = executor["stored_bytes"] // measured["stored_blocks"]
+    assert executor["stored_bytes"] == measured["stored_blocks"] * block_bytes > 0
+    assert (
+        executor["loaded_bytes"] == (measured["l1_hit_blocks"] + measured["l2_hit_blocks"]) * block_bytes > 0
+    )
+    assert store["keys"]["moved"]["stored"] == measured["stored_blocks"]
+
+
+async def chat(traffic: Traffic, case: int) -> Answer:
+    prompt = CASES[case]["prompt"]
+    return await traffic.ask(
+        case,
+        prompt=None,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=64,
+    )
+
+
+# ---- sharing ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Hosts:
+    """Two hosts over one Redis: `near` has two executors and an L1 for one prompt, so that L2 soon holds
+    what it computes; `far` has a fleet of its own."""
+
+    near: Up
+    far: Up
+    redis: RedisProcess
+    model: str
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    folder, other = tmp_path_factory.mktemp("near"), tmp_path_factory.mktemp("far")
+    model = write_small_llama(folder / "small-llama")
+    engine = (*ENGINE, "--deterministic", "--model", str(model), "--kv-blocks", "256", "--slots", "8")
+    l1 = -(-(FULL_BLOCKS + 4) * BLOCK_BYTES // (1 << 20))
+    with (
+        RedisProcess() as redis,
+        running_up(folder, *engine, "--executors", "2", "--l2", redis.url, HEADRACE_L1=str(l1)) as near,
+        running_up(other, *engine, "--l2", redis.url, "--host-id", "far") as far,
+    ):
+        yield Hosts(near, far, redis, model.name)
+
+
+@pytest.mark.timeout(120)
+def test_executors_and_hosts_share_and_tenants_do_not(hosts: Hosts) -> None:
+    asyncio.run(sharing(hosts))
+
+
+async def sharing(hosts: Hosts) -> None:
+    async with traffic_to(hosts.near, hosts.model) as near:
+        await near.until(lambda found: len(found["scheduler"]["executors"]) == 2)
+        first = await near.ask(0)
+        assert (first.error, first.cached_tokens) == ("", 0)
+        reference = {0: first.ids}
+        await near.until(lambda found: found["kv_offload"]["keys"]["moved"]["stored"] >= FULL_BLOCKS)
+        kill_executor(hosts.near, first.request)
+        second = await near.ask(0)
+        assert second.cached_tokens >= FULL_BLOCKS * 16, "the second executor brings it from L1"
+        assert executor_of(hosts.near, second.request) != executor_of(hosts.near, first.request)
+        await in_redis(hosts, FULL_BLOCKS)
+        async with (
+            traffic_to(hosts.far, hosts.model) as far,
+            traffic_to(hosts.far, hosts.model, "x") as stranger,
+        ):
+            third = await far.ask(0)
+            assert third.cached_tokens >= FULL_BLOCKS * 16, "the other host brings it from L2"
+            assert (await far.tiers())["l2_hit_blocks"] > 0
+            fourth = await stranger.ask(0)
+            assert fourth.cached_tokens == 0, "another tenant has other keys"
+        assert_same([second, third, fourth], reference)
+
+
+def executor_of(up: Up, request: str) -> str:
+    """On which executor a request ran."""
+    return str(json.loads(up.run("trace", request, "--json").stdout)["choices"][0]["executor"])
+
+
+def kill_executor(up: Up, request: str) -> None:
+    """The process of the executor on which a request ran."""
+    named = f"executor.{executor_of(up, request)} is ready"
+    (line,) = (line for line in up.log.read_text().splitlines() if named in line)
+    name = line.split()[0]
+    (pid,) = (
+        pid
+        for pid in faults.pids_of(up.process.pid, "executor")
+        if Path(f"/proc/{pid}/cmdline").read_text().split("\0").count(name)
+    )
+    faults.kill(pid)
+
+
+async def in_redis(hosts: Hosts, count: int) -> set[bytes]:
+    """The values in Redis, once there are so many."""
+    async with asyncio.timeout(60):
+        while True:
+            names = await asyncio.to_thread(values, hosts.redis)
+            if len(names) >= count:
+                return names
+            await asyncio.sleep(0)
+
+
+def values(server: RedisProcess) -> set[bytes]:
+    """Names of the values that hold blocks: the others are as small as their header."""
+    with Redis(port=server.port) as redis:
+        return {name for name in redis.scan_iter(count=1000) if redis.strlen(name) > BLOCK_BYTES}
+
+
+# ---- values that are not what they should be ----------------------------------------------------
+
+
+def flip(redis: Redis, names: list[bytes]) -> None:
+    for at, name in enumerate(names):
+        value = bytearray(redis.get(name))
+        value[(at * 7919) % len(value)] ^= 0x10  # in a header, too
+        redis.set(name, bytes(value))
+
+
+def truncate(redis: Redis, names: list[bytes]) -> None:
+    for name in names:
+        redis.set(name, redis.get(name)[:-7])
+
+
+def swap(redis: Redis, names: list[bytes]) -> None:
+    values = [redis.get(name) for name in names]
+    for name, value in zip(names, values[1:] + values[:1], strict=True):
+        redis.set(name, value)
+
+
+def empty(redis: Redis, names: list[bytes]) -> None:
+    for name in names:
+        redis.set(name, b"")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("number", "damage"), list(enumerate([flip, truncate, swap, empty], 10)))
+def test_a_damaged_value_is_never_used(
+    hosts: Hosts, number: int, damage: Callable[[Redis, list[bytes]], None]
+) -> None:
+    asyncio.run(damaged(hosts, number, damage))
+
+
+async def damaged(hosts: Hosts, number: int, damage: Callable[[Redis, list[bytes]], None]) -> None:
+    before = values(hosts.redis)
+    async with traffic_to(hosts.near, hosts.model) as near:
+        reference = {number: (await near.ask(number)).ids}
+    names = await in_redis(hosts, len(before) + FULL_BLOCKS) - before
+    with Redis(port=hosts.redis.port) as redis:
+        damage(redis, sorted(names))
+    async with traffic_to(hosts.far, hosts.model) as far:
+        seen = await refused(far)
+        answer = await far.ask(number)
+        assert_same([answer], reference)
+        assert answer.cached_tokens == 0
+        await far.until(lambda found: counted(found["kv_offload"]) > seen)
+        assert_same([await far.ask(number)], reference)  # from what it has computed itself
+
+
+async def refused(traffic: Traffic) -> int:
+    return counted((await traffic.services())["kv_offload"])
+
+
+def counted(store: dict[str, dict[str, dict[str, int]]]) -> int:
+    """Values that kv_offload has found damaged, or lost."""
+    return store["tiers"]["l2"]["corrupt"] + store["keys"]["asked"]["absent"]
+
+
+# ---- the network --------------------------------------------------------------------------------
+
+LONG_BLOCKS = 1_000
+LONG = {"HEADRACE_SIM": "step=1000,block=4096", "HEADRACE_L1": "16", "HEADRACE_L1_STORE": "lmcache"}
+
+
+def test_no_control_message_is_large_and_nobody_is_called(tmp_path: Path) -> None:
+    """Prompts of as many blocks as one lookup may name, of which device memory holds one."""
+    with (
+        RedisProcess() as redis,
+        running_up(tmp_path, "--kv-blocks", str(LONG_BLOCKS + 100), "--l2", redis.url, **LONG) as up,
+    ):
+        asyncio.run(long_prompts(up))
+        pids = up.children()
+        called = {address for pid in pids for address in remote_addresses(pid)}
+        assert called, "they talk to the server, and kv_offload to Redis"
+        assert {host for host, _ in called} == {"127.0.0.1"}, called
+        assert redis.port in {port for _, port in called}
+
+
+async def long_prompts(up: Up) -> None:
+    async with traffic_to(up, SMOLLM) as traffic:
+        for number in (1, 2, 1):
+            answer = await traffic.ask(number, prompt=[number] * 16 * LONG_BLOCKS, max_tokens=2)
+            assert not answer.error
+            await traffic.settle()
+        assert answer.cached_tokens >= 900 * 16
+        assert (await traffic.tiers())["l1_hit_blocks"] >= 900
+        largest = {kind: size for kind, size in traffic.largest.items() if kind.startswith("Kv")}
+    assert {"KvLookup", "KvFound", "KvReserve", "KvReserved", "KvCopy", "KvCopied", "KvCommit", "KvStored",
+            "KvPrefetch", "KvReady", "KvRelease"} <= set(largest)  # fmt: skip
+    assert largest["KvLookup"] > 32 * 900, "a message as large as they come"
+    assert max(largest.values()) < MOST_MESSAGE_BYTES, largest
+
+
+def test_the_same_where_there_is_no_network_at_all() -> None:
+    """In a namespace with loopback alone. A kernel that forbids those leaves the test above."""
+    alone = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    allowed = subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0
+    name = test_no_control_message_is_large_and_nobody_is_called.__name__
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{__file__}::{name}"]
+    done = subprocess.run(
+        [*(alone if allowed else []), *command], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "1 passed" in done.stdout

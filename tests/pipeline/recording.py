@@ -1,0 +1,55 @@
+"""An engine that shows what it computes: the logits that each token was chosen from, and the bytes of its
+blocks. It also spoils blocks, so that whoever reads one that nobody has filled again gets wrong tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.executor.backend import Pending, StepOutput
+from services.executor.torch_backend import TorchBackend
+from shared.messages import SlotOpen
+
+GARBAGE = 777.0
+
+
+class Recording:
+    """See services.executor.backend.Backend: a TorchBackend on a CPU, watched."""
+
+    def __init__(self, engine: TorchBackend) -> None:
+        self._engine = engine
+        self._opened: dict[int, SlotOpen] = {}
+        self.logits: dict[int, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        """By sequence and position of the token that is chosen: `[vocab]`, each time it was chosen."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def open_slot(self, opened: SlotOpen) -> None:
+        self._opened[opened.slot] = opened
+        self._engine.open_slot(opened)
+
+    def sample(self, pending: Pending) -> StepOutput:
+        plan = pending.plan
+        for at, (slot, row) in enumerate(zip(plan.sample_slots, plan.sample_rows, strict=True)):
+            if slot in self._opened and pending.logits is not None:
+                position = plan.starts[row] + plan.counts[row]
+                self.logits[self._opened[slot].seq][position].append(pending.logits[at].clone())
+        return self._engine.sample(pending)
+
+    def digest(self, block: int) -> bytes:
+        """Of all bytes of a block."""
+        return blake2b(self._block(block).view(torch.uint8).numpy().tobytes()).digest()
+
+    def spoil(self, blocks: Iterable[int]) -> None:
+        """Fill blocks, which nobody uses now, with a number that attention cannot overlook."""
+        for block in blocks:
+            self._block(block).fill_(GARBAGE)
+
+    def _block(self, block: int) -> Tensor:
+        return self._engine._cache.tensor[block].view(-1)  # white box

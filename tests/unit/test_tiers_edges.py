@@ -1,0 +1,252 @@
+"""What can go wrong between scheduler, executor and tiers, one thing at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fake_tier import FakeTier
+from scheduler_world import World
+
+from services.scheduler.events import Arrived, TierLost, TierReady
+from services.scheduler.state import Executor
+from services.scheduler.tiers import asking, loading, storing
+from services.scheduler.tiers.state import ANSWER_US, MISSES, REST_US
+from shared.messages import (
+    Cancel,
+    KvCopied,
+    KvFound,
+    KvGone,
+    KvReady,
+    KvReserved,
+    KvStored,
+    StepResult,
+    ints,
+    longs,
+)
+
+PROMPT = list(range(3, 24))  # 21 tokens: five blocks of four, and one
+
+
+def fresh(tier: FakeTier | None = None, blocks: int = 32) -> World:
+    world = World(now_us=1_000)
+    world.add_engine(blocks=blocks)
+    world.add_tier(tier or FakeTier(capacity=64))
+    return world
+
+
+def only(world: World) -> Executor:
+    (executor,) = world.scheduler.state.executors.values()
+    return executor
+
+
+def stored(tier: FakeTier | None = None) -> World:
+    """A world in which the prompt's blocks are in the tier, and nowhere else."""
+    world = fresh(tier)
+    world.ask("first", PROMPT, 2)
+    world.run()
+    world.tick(30_000)
+    world.run()
+    assert len(world.tier.l1) >= 5
+    only(world).ledger.forget_cache()
+    return world
+
+
+def cached_tokens(world: World, request: str) -> int:
+    closed = world.readers_of(request)[0].closed
+    assert closed is not None
+    return closed.usage.cached_tokens
+
+
+def until_loading(world: World, request: str) -> None:
+    """Its blocks are on their way up: KvCopy is out, not answered."""
+    world.ask(request, PROMPT, 2)
+    while not world.copies["e1"]:
+        assert world.deliver_tier()
+
+
+def test_what_is_in_the_tier_comes_back() -> None:
+    world = stored()
+    world.ask("second", PROMPT, 2)
+    world.run()
+    world.assert_answers("second")
+    assert cached_tokens(world, "second") == 20
+    assert world.scheduler.state.meter.l1_hit_blocks == 5
+
+
+def test_from_the_remote_tier_by_way_of_the_first() -> None:
+    world = stored(FakeTier(capacity=64, l2_us=3_000))
+    for key in list(world.tier.l1):
+        world.tier.forget(key)
+    world.ask("second", PROMPT, 2)
+    world.run()
+    world.assert_answers("second")
+    assert cached_tokens(world, "second") == 20
+    meter = world.scheduler.state.meter
+    assert (meter.l1_hit_blocks + meter.l2_hit_blocks, meter.loads_failed) == (5, 0)
+
+
+def test_a_copy_that_fails_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    world = stored()
+    until_loading(world, "second")
+    world.engines["e1"].copy_fails = True
+    world.run()
+    world.assert_answers("second")
+    assert cached_tokens(world, "second") == 0
+    assert world.scheduler.state.meter.loads_failed == 1
+    world.assert_idle()
+
+
+def test_a_copy_that_outlives_its_lease_is_not_believed() -> None:
+    world = stored()
+    until_loading(world, "second")
+    world.now_us += loading.LEASE_US
+    world.run()
+    world.assert_answers("second")
+    assert cached_tokens(world, "second") == 0
+
+
+def test_a_sequence_that_is_cancelled_meanwhile_leaves_its_blocks_to_the_copy() -> None:
+    world = stored()
+    until_loading(world, "second")
+    world.handle(Arrived("client", Cancel(tenant="public", request="second")))
+    ledger = only(world).ledger
+    assert ledger.copying_blocks == 5
+    world.run()
+    assert ledger.copying_blocks == 0
+    world.assert_idle()
+
+
+def test_an_executor_without_the_arena_lets_the_tier_rest() -> None:
+    world = stored()
+    world.engines["e1"].arena = None
+    world.ask("second", PROMPT, 2)
+    world.run()
+    world.assert_answers("second")
+    state = world.scheduler.state
+    assert state.tiers.of("h", world.now_us) is None
+    assert state.tiers.of("h", world.now_us + REST_US) is not None
+    assert state.meter.tier_rests == 1
+
+
+def test_silence_costs_an_admission_its_wait_and_then_nothing() -> None:
+    world = fresh()
+    world.tier.frozen = True
+    for number in range(MISSES):
+        world.ask(f"r{number}", [number + 3] * 9, 2)
+    assert not world.plans
+    world.tick(asking.WAIT_US)
+    assert world.plans
+    world.tick(ANSWER_US)
+    world.run()
+    sent = len(world.tier.kept)
+    world.ask("later", [77] * 9, 2)
+    assert len(world.tier.kept) == sent, "a tier that rests is asked"
+    world.run()
+    world.assert_answers("later")
+
+
+def test_a_dead_tier_is_nobodys_hope() -> None:
+    world = stored()
+    world.ask("second", PROMPT, 2)
+    world.lose_tier()
+    world.run()
+    world.assert_answers("second")
+    assert cached_tokens(world, "second") == 0
+    assert not world.scheduler.state.tiers.jobs
+
+
+def test_another_generation_holds_nothing() -> None:
+    world = stored()
+    assert only(world).ledger.write_back
+    world.restart_tier()
+    assert not only(world).ledger.clean
+    world.ask("second", PROMPT, 2)
+    world.run()
+    assert cached_tokens(world, "second") == 0
+
+
+def test_news_of_the_same_generation_change_nothing() -> None:
+    world = stored()
+    world.ask("second", PROMPT, 2)
+    jobs, generation = dict(world.scheduler.state.tiers.jobs), world.tier.arena.generation
+    world.handle(TierReady("k1", generation, "h", generation, ("l1", "l2")))
+    assert world.scheduler.state.tiers.jobs == jobs
+    world.handle(TierLost("somebody else"))
+    world.run()
+    assert cached_tokens(world, "second") == 20
+
+
+def test_what_leaves_the_tiers_is_dirty_again() -> None:
+    world = fresh()
+    world.ask("first", PROMPT, 2)
+    world.run()
+    world.tick(30_000)
+    world.run()
+    ledger, keys = only(world).ledger, list(world.tier.l1)
+    assert ledger.clean
+    world.handle(Arrived("kv_offload.k1", KvGone(keys=b"".join(keys))))
+    assert not ledger.clean
+    assert ledger.dirty_blocks == 5
+
+
+STRAYS: list[Callable[[int], object]] = [
+    lambda job: KvFound(job=job, tiers=ints([1])),
+    lambda job: KvReserved(job=job, arena_generation=1, offsets=longs([0])),
+    lambda job: KvReady(job=job, arena_generation=1, offsets=longs([0]), valid_tokens=ints([4])),
+    lambda job: KvStored(job=job, tiers=ints([1])),
+    lambda job: KvCopied(job=job, status="ok"),
+]
+
+
+@pytest.mark.parametrize("stray", STRAYS, ids=lambda make: type(make(1)).__name__)
+@pytest.mark.parametrize("source", ["kv_offload.k1", "kv_offload.other", "executor.e1"])
+def test_answers_to_nobody_change_nothing(stray: Callable[[int], object], source: str) -> None:
+    world = stored()
+    world.handle(Arrived(source, stray(999)))  # type: ignore[arg-type]  # any message
+    world.ask("second", PROMPT, 2)
+    world.run()
+    assert cached_tokens(world, "second") == 20
+    world.assert_idle()
+
+
+def test_a_step_that_fails_voids_what_is_copied_after_it() -> None:
+    world = fresh()
+    world.ask("a", PROMPT, 8)
+    world.ask("b", PROMPT[::-1], 8)
+    for _ in range(20):
+        if len(only(world).running) == 2 and all(not s.prefilling for s in only(world).running):
+            break
+        assert world.deliver_tier() or world.deliver("e1")
+    executor, state = only(world), world.scheduler.state
+    state.now_us = world.now_us
+    storing._store_ahead(state, executor, state.tiers.by_host["h"], 8)
+    (job,) = [job for job in state.tiers.jobs.values() if not job.up]
+    assert job.after_step == executor.step > 0
+    failed = StepResult(
+        exec_epoch=1,
+        step=executor.in_flight[0].step,
+        ids=ints([-1] * len(executor.in_flight[0].rows)),
+        done=ints([0] * len(executor.in_flight[0].rows)),
+        error="boom",
+    )
+    world.handle(Arrived("executor.e1", failed))
+    assert job.void
+    assert not world.tier.l1
+
+
+def test_loading_is_declined_where_computing_is_quicker() -> None:
+    world = stored()
+    executor = only(world)
+    for _ in range(40):
+        executor.up.observe(256, 10_000_000)  # 10 s a block
+    world.took_us = 200
+    for number in range(20):
+        world.ask(f"warm{number}", [100 + number] * 5, 3)
+        world.run()
+    world.ask("second", PROMPT, 2)
+    world.run()
+    assert world.scheduler.state.meter.loads_declined == 1
+    closed = world.readers_of("second")[0].closed
+    assert closed is not None
+    assert "would take longer" in next(d.why for d in closed.decisions if d.what == "recompute")
