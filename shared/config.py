@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     deterministic: bool = Field(False, description="on a cpu: logits do not depend on the batch")
     sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
     # tiers below the device
-    l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter of what is free; off")
+    l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter, 2048 without a GPU; off")
     l2: str = Field("", description="remote KV: redis://host:port/db or file:///folder; empty: none")
     l1_store: Literal["auto", "lmcache", "plain"] = Field(
         "auto", description="who keeps L1 and speaks to L2; auto: lmcache where it is installed"

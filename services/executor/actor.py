@@ -73,8 +73,8 @@ class ExecutorActor(Actor):
 
         def on_result(result: StepResult) -> None:
             assert self._arenas is not None, "a step before the engine was built"
+            loop.call_soon_threadsafe(self._on_result, result)  # ahead of any copy that waits for the step
             self._arenas.stepped(result.exec_epoch, result.step)
-            loop.call_soon_threadsafe(self._on_result, result)
 
         self._device = DeviceThread(self._build_backend, port.clock, on_result)
         self._device.start(on_built)

@@ -5,6 +5,7 @@ Tokens are laid out decode rows first, grouped by context length, then prompt ch
     | decode, ≤ 16 tokens | decode, 17-32 | ... | chunk of slot 3 | chunk of slot 5 | padding |
 
 A group of decode rows is one attention call, padded to its longest row; a chunk is one call of its own.
+In deterministic mode each token is: neither its company nor the chunk that it came in changes a bit.
 """
 
 from __future__ import annotations
@@ -76,14 +77,17 @@ class BatchBuilder:
         row = np.repeat(order, counts[order])
         positions = starts[row] + np.arange(len(row)) - first[row]
         padding = -len(row) % ROW_TILE if self._deterministic else 0
+        decode, prefill = self._decode(slots, starts, order, ranks), order[len(ranks) :]
+        if self._deterministic:  # how a prompt was cut would show in the last bits
+            each = np.arange(len(row))
+            decode, prefill = self._decode(slots[row], positions, each, each), order[:0]
         return Batch(
             ids=self._ids(plan, first, len(row) + padding),
             positions=self._on_device(np.pad(positions, (0, padding))),
             rows=self._rows(slots[row], positions, padding),
-            decode=self._decode(slots, starts, order, ranks),
+            decode=decode,
             prefill=tuple(
-                self._chunk(int(slots[i]), int(starts[i]), int(counts[i]), int(first[i]))
-                for i in order[len(ranks) :]
+                self._chunk(int(slots[i]), int(starts[i]), int(counts[i]), int(first[i])) for i in prefill
             ),
             sampled=self._on_device((first + counts - 1)[np.array(plan.sample_rows, dtype=np.int64)]),
             padding=padding,
@@ -92,12 +96,11 @@ class BatchBuilder:
     def _order(self, starts: _Column, counts: _Column) -> tuple[_Column, _Column]:
         """Rows in token order, and the group of each decode row among them.
 
-        Groups double in length, so that padding costs less than a factor of two. Deterministic: a group
-        for each row, since the length of a padded row would show in its last bits.
+        Groups double in length, so that padding costs less than a factor of two.
         """
         decode = np.flatnonzero(counts == 1)
         blocks = -(-(starts[decode] + 1) // self._cache.block_tokens)
-        ranks = np.arange(len(decode)) if self._deterministic else np.ceil(np.log2(blocks)).astype(np.int64)
+        ranks = np.ceil(np.log2(blocks)).astype(np.int64)
         by_rank = np.argsort(ranks, kind="stable")
         return np.concatenate((decode[by_rank], np.flatnonzero(counts != 1))), ranks[by_rank]
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import urlsplit
 
 from services.kv_offload import opening, status
 from services.kv_offload.core import KvCore
@@ -49,8 +50,9 @@ class KvOffloadActor(Actor):
 
     kind = "kv_offload"
 
-    def __init__(self, plan: Plan, connect: Connect | None = None) -> None:
+    def __init__(self, plan: Plan, connect: Connect | None = None, l2_url: str = "") -> None:
         self._plan = plan
+        self._l2_url = l2_url  # to be shown
         self._connect = connect  # to L2; None: there is none
         self._core = KvCore(CountingArena(0, generation=0))
         self._opening: asyncio.Future[Opened] | None = None
@@ -113,7 +115,8 @@ class KvOffloadActor(Actor):
 
     def status(self) -> dict[str, object]:
         stuck = 0 if self._lane is None else self._lane.stuck
-        return {**status.status(self._core.state), "store": self._plan.store, "stuck_calls": stuck}
+        kept = {"store": self._plan.store, "l2_url": self._l2_url, "stuck_calls": stuck}
+        return {**status.status(self._core.state), **kept}
 
     async def stop(self) -> None:
         if self._timer is not None:
@@ -188,4 +191,10 @@ def build(settings: Settings) -> KvOffloadActor:
         log.warning("l2 is not used: values pass through L1, which is off")
     from services.kv_offload.lmcache_remote import open_remote
 
-    return KvOffloadActor(plan, partial(open_remote, settings.l2))
+    return KvOffloadActor(plan, partial(open_remote, settings.l2), _without_password(settings.l2))
+
+
+def _without_password(url: str) -> str:
+    """As it may be shown to whoever asks for the status."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import logging
 import os
@@ -12,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from services.kv_offload.carved import CarvedArena
-from services.kv_offload.segment import PAGE_BYTES, SHM, hold, segment_name, sweep
+from services.kv_offload.segment import PAGE_BYTES, SHM, hold, let_go, segment_name, sweep
 from services.kv_offload.store import Arena
 from shared.errors import SetupError
 
@@ -20,6 +19,8 @@ log = logging.getLogger("headrace.kv_offload")
 
 MIB, GIB = 1 << 20, 1 << 30
 MOST_BYTES = 64 * GIB  # of auto: reserving the pages takes 0.36 s a GiB
+MOST_BESIDE_CPU_BYTES = 2 * GIB  # where the engine's own KV is in the same memory, 1 GiB of it
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 LEAST_BYTES = 16 * MIB  # of auto: less is of no use
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -44,7 +45,7 @@ class Opened:
     def close(self) -> None:
         """Unmap, unlink, let go."""
         self.arena.close()
-        os.close(self.lock)
+        let_go(self.arena.name, self.lock)
 
 
 def plan(l1: str, l1_store: str, fleet: str, host_id: str) -> Plan:
@@ -53,16 +54,17 @@ def plan(l1: str, l1_store: str, fleet: str, host_id: str) -> Plan:
     if store == "auto":
         store = "lmcache" if importlib.util.find_spec("lmcache") else "plain"
     label = f"{fleet[:40]}-{sha256(host_id.encode()).hexdigest()[:12]}"
-    return Plan(label, size_bytes(l1, _available_bytes(), _shm_free_bytes()), store)
+    most = MOST_BYTES if any(driver.exists() for driver in GPU_DRIVERS) else MOST_BESIDE_CPU_BYTES
+    return Plan(label, size_bytes(l1, _available_bytes(), _shm_free_bytes(), most), store)
 
 
-def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int) -> int:
+def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int, most_bytes: int = MOST_BYTES) -> int:
     """`l1` is "off" (0), MiB, or "auto": a quarter of the memory that is available, at most half of what
-    /dev/shm has free, and no L1 at all where that comes to next to nothing."""
+    /dev/shm has free and `most_bytes`, and no L1 at all where that comes to next to nothing."""
     if l1 == "off":
         return 0
     if l1 == "auto":
-        size = min(available_bytes // 4, shm_free_bytes // 2, MOST_BYTES) // PAGE_BYTES * PAGE_BYTES
+        size = min(available_bytes // 4, shm_free_bytes // 2, most_bytes) // PAGE_BYTES * PAGE_BYTES
         if size < LEAST_BYTES:
             log.warning("no L1: /dev/shm has %d MiB free; enlarge it (shm_size)", shm_free_bytes // MIB)
             return 0
@@ -75,15 +77,15 @@ def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int) -> int:
 def open_arena(plan: Plan, generation: int) -> Opened:
     """Remove what dead owners left, then make and hold the arena. Blocks for seconds. Raises SetupError where
     /dev/shm cannot hold it."""
-    directory = os.open(SHM, os.O_RDONLY)
+    name = segment_name(plan.host, generation)
+    lock = hold(name)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # no other owner sweeps what is not yet held
-        for name in sweep(plan.host):
-            log.info("removed the segment %s: its owner is dead", name)
-        arena = _make(plan, generation)
-        return Opened(arena, hold(segment_name(plan.host, generation)))
-    finally:
-        os.close(directory)
+        for dead in sweep(plan.host):
+            log.info("removed the segment %s: its owner is dead", dead)
+        return Opened(_make(plan, generation), lock)
+    except BaseException:
+        let_go(name, lock)
+        raise
 
 
 def _make(plan: Plan, generation: int) -> Arena:

@@ -28,11 +28,21 @@ def segment_name(host: str, generation: int) -> str:
 
 
 def hold(name: str) -> int:
-    """Lock the segment as its owner, for as long as the descriptor that this returns is open: a process that
-    dies lets go."""
-    descriptor = os.open(SHM / name, os.O_RDWR)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Say, before the segment `name` is made, that its owner lives: as long as the descriptor that this
+    returns is open, so until `let_go` or the death of the process. Raises BlockingIOError where one does."""
+    descriptor = os.open(_lock_file(name), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
     return descriptor
+
+
+def let_go(name: str, descriptor: int) -> None:
+    """The segment `name` has no owner any more."""
+    _lock_file(name).unlink(missing_ok=True)
+    os.close(descriptor)
 
 
 def sweep(host: str) -> list[str]:
@@ -41,20 +51,21 @@ def sweep(host: str) -> list[str]:
     its memory, behind."""
     ours = re.compile(re.escape(segment_name(host, 0)[:-1]) + r"\d+")
     found = sorted(path for path in SHM.iterdir() if ours.fullmatch(path.name))
-    left = [path for path in found if not _held(path)]
-    for path in left:
-        path.unlink(missing_ok=True)
-    return [path.name for path in left]
+    return [path.name for path in found if _removed(path)]
 
 
-def _held(path: Path) -> bool:
+def _removed(path: Path) -> bool:
     try:
-        os.close(hold(path.name))
+        descriptor = hold(path.name)
     except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        pass  # gone between the listing and now
-    return False
+        return False
+    path.unlink(missing_ok=True)
+    let_go(path.name, descriptor)
+    return True
+
+
+def _lock_file(name: str) -> Path:
+    return SHM / f"{name}.lock"
 
 
 def check_room(size_bytes: int) -> None:

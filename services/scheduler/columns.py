@@ -68,6 +68,8 @@ class Columns:
     def plan(self, executor: Executor) -> StepPlan:
         """The finished plan, with the block copies that it has to make first."""
         copies, executor.copies = executor.copies, []
+        if copies:
+            executor.forked_step = executor.step
         return StepPlan(
             exec_epoch=executor.epoch,
             step=executor.step,

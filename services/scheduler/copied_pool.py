@@ -108,11 +108,10 @@ class CopiedPool(BlockPool):
                     spare -= 1
 
     def give_up(self, block: int) -> None:
-        """A dirty block is not worth a copy: it may go, before all others."""
+        """A dirty block is not worth a copy: it may go, after those that may go already."""
         if block in self._dirty:
             del self._dirty[block]
             self._cached[block] = None
-            self._cached.move_to_end(block, last=False)
 
     def tier_ready(self) -> None:
         """There is a tier below, and it holds nothing. What is free now stays free: it may be promised."""

@@ -45,12 +45,17 @@ def decide(state: State) -> None:
     """Start who can start, see to room, then fill every window that is open. Changes nothing when nothing has
     changed."""
     admission.admit(state)
-    freed = [storing.clean(state, executor) for executor in state.executors.values()]
-    if any(freed):
+    while _cleaned(state):
         admission.admit(state)
     for executor in state.executors.values():
         while plan.plan_next(state, executor):
             pass
+
+
+def _cleaned(state: State) -> bool:
+    """See to the dirty blocks of every executor; True when some have become free, and others may start."""
+    freed = [storing.clean(state, executor) for executor in state.executors.values()]
+    return any(freed)
 
 
 class Scheduler:

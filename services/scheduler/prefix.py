@@ -6,7 +6,7 @@ planned later finds it filled. Tokens that are not known yet (sampled by steps i
 
 from __future__ import annotations
 
-from services.scheduler.records import Sequence, Tail
+from services.scheduler.records import NO_TAIL, Sequence, Tail
 from services.scheduler.state import Executor
 from shared.block_keys import extend, root_key, tail_key
 
@@ -97,6 +97,8 @@ def register_tail(executor: Executor, sequence: Sequence) -> None:
     computed = min(sequence.computed, len(sequence.tokens) - 1)
     at, valid = divmod(computed, block_tokens)
     register(executor, sequence, at * block_tokens)
+    if sequence.tail.at < at:
+        sequence.tail = NO_TAIL  # of a pause before: its block is full now
     if not valid or at >= len(sequence.table):
         return
     if any(target == sequence.table[at] for _, target in executor.copies):

@@ -64,6 +64,7 @@ class Executor:
     early: dict[int, StepResult] = field(default_factory=dict)  # results that came before an older one
     running: list[Sequence] = field(default_factory=list)  # in order of admission
     copies: list[tuple[int, int]] = field(default_factory=list)  # block copies for the next plan
+    forked_step: int = 0  # the last that had such copies: what they read is nobody's, perhaps, and free
     generation: int = 0
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
@@ -78,6 +79,7 @@ class Executor:
     up: Link = field(default_factory=Link)  # from the tier below
     down: Link = field(default_factory=Link)
     looked_us: int = 0  # when its dirty blocks were last judged
+    ahead_us: int = 0  # nothing of those that run is copied before: the tier took none of it
 
     @property
     def source(self) -> str:

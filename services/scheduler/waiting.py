@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.policy import Policy
 from services.scheduler.records import Request, Sequence
-from services.scheduler.tiers.state import Answer
+from services.scheduler.tiers.state import Answer, Place
 from services.scheduler.vtc import Served
 
 Client = tuple[str, int]  # tenant, and the level it counts as: counters of two levels say nothing together
@@ -33,7 +33,8 @@ class Unit:
     resumes: bool = False  # it ran before: ahead of those of its class that did not
     line: Line | None = None  # where it waits
     parked: bool = False
-    answers: dict[str, Answer] = field(default_factory=dict)  # of the tiers, by their actors
+    answers: dict[Place, Answer] = field(default_factory=dict)  # of the tiers
+    turn_us: int = 0  # when it was first told to wait for one of them, at its turn
 
     @property
     def client(self) -> Client:

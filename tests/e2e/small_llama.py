@@ -56,6 +56,7 @@ def write_small_llama(folder: Path, hidden: int = HIDDEN, layers: int = LAYERS, 
             )
         }
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    tensors = {name: tensor.bfloat16().float() for name, tensor in tensors.items()}  # the same in each dtype
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SHAPE | sizes))
     return folder

@@ -7,6 +7,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from kv_traffic import (
     Answer,
     Traffic,
     assert_same,
+    prompt,
     traffic_to,
 )
 from open_sockets import remote_addresses
@@ -26,6 +28,7 @@ from redis_process import RedisProcess
 from small_llama import BLOCK_BYTES, write_small_llama
 
 from loadtest import faults
+from shared.block_keys import extend, root_key
 from tests.e2e.conftest import Up, running_up
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
@@ -33,6 +36,7 @@ SMOLLM = "smollm2-135m-instruct"
 FULL_BLOCKS = (PROMPT_TOKENS - 1) // 16  # of a prompt; its last token is always computed
 ENGINE = ("--backend", "torch", "--dtype", "f32", "--threads", "1")
 REAL_BLOCKS = 20  # three of the ten requests fit
+ASKS = 6
 
 
 # ---- pause and restore --------------------------------------------------------------------------
@@ -74,11 +78,11 @@ async def crowded(up: Up) -> None:
 
 
 async def chat(traffic: Traffic, case: int) -> Answer:
-    prompt = CASES[case]["prompt"]
+    asked = CASES[case]["prompt"]
     return await traffic.ask(
         case,
         prompt=None,
-        messages=[{"role": "user", "content": prompt}],
+        messages=[{"role": "user", "content": asked}],
         max_tokens=64,
     )
 
@@ -88,8 +92,8 @@ async def chat(traffic: Traffic, case: int) -> Answer:
 
 @dataclass
 class Hosts:
-    """Two hosts over one Redis: `near` has two executors and an L1 for one prompt, so that L2 soon holds
-    what it computes; `far` has a fleet of its own."""
+    """Two hosts over one Redis: `near` has two executors, `far` a fleet of its own. Each L1 has room for one
+    prompt, so that L2 soon holds what is computed, and device memory for two."""
 
     near: Up
     far: Up
@@ -101,12 +105,12 @@ class Hosts:
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     folder, other = tmp_path_factory.mktemp("near"), tmp_path_factory.mktemp("far")
     model = write_small_llama(folder / "small-llama")
-    engine = (*ENGINE, "--deterministic", "--model", str(model), "--kv-blocks", "256", "--slots", "8")
-    l1 = -(-(FULL_BLOCKS + 4) * BLOCK_BYTES // (1 << 20))
+    engine = (*ENGINE, "--deterministic", "--model", str(model), "--kv-blocks", "48", "--slots", "8")
+    l1 = str(-(-(FULL_BLOCKS + 4) * BLOCK_BYTES // (1 << 20)))
     with (
         RedisProcess() as redis,
-        running_up(folder, *engine, "--executors", "2", "--l2", redis.url, HEADRACE_L1=str(l1)) as near,
-        running_up(other, *engine, "--l2", redis.url, "--host-id", "far") as far,
+        running_up(folder, *engine, "--executors", "2", "--l2", redis.url, HEADRACE_L1=l1) as near,
+        running_up(other, *engine, "--l2", redis.url, "--host-id", "far", HEADRACE_L1=l1) as far,
     ):
         yield Hosts(near, far, redis, model.name)
 
@@ -122,22 +126,33 @@ async def sharing(hosts: Hosts) -> None:
         first = await near.ask(0)
         assert (first.error, first.cached_tokens) == ("", 0)
         reference = {0: first.ids}
-        await near.until(lambda found: found["kv_offload"]["keys"]["moved"]["stored"] >= FULL_BLOCKS)
+        while (await near.services())["kv_offload"]["keys"]["moved"]["stored"] < FULL_BLOCKS:
+            assert (await near.ask(0)).cached_tokens, "what is often asked for is stored ahead of need"
         kill_executor(hosts.near, first.request)
         second = await near.ask(0)
         assert second.cached_tokens >= FULL_BLOCKS * 16, "the second executor brings it from L1"
         assert executor_of(hosts.near, second.request) != executor_of(hosts.near, first.request)
-        await in_redis(hosts, FULL_BLOCKS)
+        _, again = await stored(hosts, near, 0)
         async with (
             traffic_to(hosts.far, hosts.model) as far,
             traffic_to(hosts.far, hosts.model, "x") as stranger,
         ):
-            third = await far.ask(0)
-            assert third.cached_tokens >= FULL_BLOCKS * 16, "the other host brings it from L2"
-            assert (await far.tiers())["l2_hit_blocks"] > 0
+            third = [await far.ask(0)]
+            while third[-1].cached_tokens < FULL_BLOCKS * 16 and len(third) < ASKS:
+                await forget(far, len(third))
+                third.append(await far.ask(0))
+            assert third[-1].cached_tokens >= FULL_BLOCKS * 16, "the other host brings it from L2"
+            assert (await far.services())["kv_offload"]["keys"]["moved"]["promotions"] > 0
             fourth = await stranger.ask(0)
             assert fourth.cached_tokens == 0, "another tenant has other keys"
-        assert_same([second, third, fourth], reference)
+        assert_same([second, *again, *third, fourth], reference)
+
+
+async def forget(traffic: Traffic, time: int) -> None:
+    """Other prompts take the place of what was asked for last, in device memory and in L1. A lookup in L2 has
+    a short deadline, which a busy machine may miss; by the next lookup the answer has come."""
+    for number in range(3):
+        assert not (await traffic.ask(1000 + 3 * time + number)).error
 
 
 def executor_of(up: Up, request: str) -> str:
@@ -158,20 +173,25 @@ def kill_executor(up: Up, request: str) -> None:
     faults.kill(pid)
 
 
-async def in_redis(hosts: Hosts, count: int) -> set[bytes]:
-    """The values in Redis, once there are so many."""
-    async with asyncio.timeout(60):
-        while True:
-            names = await asyncio.to_thread(values, hosts.redis)
-            if len(names) >= count:
-                return names
-            await asyncio.sleep(0)
+async def stored(hosts: Hosts, near: Traffic, number: int) -> tuple[list[bytes], list[Answer]]:
+    """Ask for a prompt until L2 holds all of it: what is often found cached is stored ahead of need. The
+    names of its values, in order, and the answers."""
+    answers: list[Answer] = []
+    with Redis(port=hosts.redis.port) as redis:
+        while len(names := names_of(redis, number)) < FULL_BLOCKS:
+            assert len(answers) < 60
+            answers.append(await near.ask(number))
+    return names, answers
 
 
-def values(server: RedisProcess) -> set[bytes]:
-    """Names of the values that hold blocks: the others are as small as their header."""
-    with Redis(port=server.port) as redis:
-        return {name for name in redis.scan_iter(count=1000) if redis.strlen(name) > BLOCK_BYTES}
+def names_of(redis: Redis, number: int) -> list[bytes]:
+    """What Redis holds of a prompt of the tenant `public`, by the hash chain over its tokens."""
+    found = {name.rpartition(b":")[2].decode(): name for name in redis.scan_iter(count=1000)}
+    keys: list[bytes] = []
+    for fingerprint in {name.split(b":")[-2].decode() for name in found.values()}:
+        tokens = array("i", prompt(number))
+        extend(keys, root_key(fingerprint, "public"), tokens, 16, 16 * FULL_BLOCKS)
+    return [found[key.hex()] for key in keys if key.hex() in found]
 
 
 # ---- values that are not what they should be ----------------------------------------------------
@@ -195,13 +215,14 @@ def swap(redis: Redis, names: list[bytes]) -> None:
         redis.set(name, value)
 
 
-def empty(redis: Redis, names: list[bytes]) -> None:
+def replace(redis: Redis, names: list[bytes]) -> None:
+    """Somebody else's values, shorter than a header."""
     for name in names:
-        redis.set(name, b"")
+        redis.set(name, b"not ours")
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("number", "damage"), list(enumerate([flip, truncate, swap, empty], 10)))
+@pytest.mark.parametrize(("number", "damage"), list(enumerate([flip, truncate, swap, replace], 10)))
 def test_a_damaged_value_is_never_used(
     hosts: Hosts, number: int, damage: Callable[[Redis, list[bytes]], None]
 ) -> None:
@@ -209,19 +230,21 @@ def test_a_damaged_value_is_never_used(
 
 
 async def damaged(hosts: Hosts, number: int, damage: Callable[[Redis, list[bytes]], None]) -> None:
-    before = values(hosts.redis)
     async with traffic_to(hosts.near, hosts.model) as near:
         reference = {number: (await near.ask(number)).ids}
-    names = await in_redis(hosts, len(before) + FULL_BLOCKS) - before
+        names, again = await stored(hosts, near, number)
+        assert_same(again, reference)
     with Redis(port=hosts.redis.port) as redis:
-        damage(redis, sorted(names))
+        damage(redis, names)
     async with traffic_to(hosts.far, hosts.model) as far:
         seen = await refused(far)
-        answer = await far.ask(number)
-        assert_same([answer], reference)
-        assert answer.cached_tokens == 0
-        await far.until(lambda found: counted(found["kv_offload"]) > seen)
-        assert_same([await far.ask(number)], reference)  # from what it has computed itself
+        answers = [await far.ask(number)]
+        assert answers[0].cached_tokens == 0
+        while await refused(far) == seen:
+            assert len(answers) < ASKS, "what L2 holds was never looked at"
+            await forget(far, number * ASKS + len(answers))
+            answers.append(await far.ask(number))
+        assert_same([*answers, await far.ask(number)], reference)
 
 
 async def refused(traffic: Traffic) -> int:
@@ -235,15 +258,16 @@ def counted(store: dict[str, dict[str, dict[str, int]]]) -> int:
 
 # ---- the network --------------------------------------------------------------------------------
 
-LONG_BLOCKS = 1_000
-LONG = {"HEADRACE_SIM": "step=1000,block=4096", "HEADRACE_L1": "16", "HEADRACE_L1_STORE": "lmcache"}
+LONG_BLOCKS, LONG_BLOCK_TOKENS = 1_000, 8  # as many tokens as the context takes
+LONG_ENGINE = ("--kv-blocks", str(LONG_BLOCKS + 100), "--block-tokens", str(LONG_BLOCK_TOKENS))
+LONG = {"HEADRACE_SIM": "step=1000,token=50,block=4096", "HEADRACE_L1": "16", "HEADRACE_L1_STORE": "lmcache"}
 
 
 def test_no_control_message_is_large_and_nobody_is_called(tmp_path: Path) -> None:
     """Prompts of as many blocks as one lookup may name, of which device memory holds one."""
     with (
         RedisProcess() as redis,
-        running_up(tmp_path, "--kv-blocks", str(LONG_BLOCKS + 100), "--l2", redis.url, **LONG) as up,
+        running_up(tmp_path, *LONG_ENGINE, "--l2", redis.url, **LONG) as up,
     ):
         asyncio.run(long_prompts(up))
         pids = up.children()
@@ -256,10 +280,12 @@ def test_no_control_message_is_large_and_nobody_is_called(tmp_path: Path) -> Non
 async def long_prompts(up: Up) -> None:
     async with traffic_to(up, SMOLLM) as traffic:
         for number in (1, 2, 1):
-            answer = await traffic.ask(number, prompt=[number] * 16 * LONG_BLOCKS, max_tokens=2)
+            answer = await traffic.ask(
+                number, prompt=[number] * LONG_BLOCK_TOKENS * LONG_BLOCKS, max_tokens=2
+            )
             assert not answer.error
             await traffic.settle()
-        assert answer.cached_tokens >= 900 * 16
+        assert answer.cached_tokens >= 900 * LONG_BLOCK_TOKENS
         assert (await traffic.tiers())["l1_hit_blocks"] >= 900
         largest = {kind: size for kind, size in traffic.largest.items() if kind.startswith("Kv")}
     assert {"KvLookup", "KvFound", "KvReserve", "KvReserved", "KvCopy", "KvCopied", "KvCommit", "KvStored",

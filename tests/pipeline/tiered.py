@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,11 @@ from services.scheduler.tiers.worth import Recompute
 from shared.actor import Actor
 from shared.config import load
 from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.model_files import served_name
 
 COPY_ALL = "tier=forced_pauses:copy_all"
 PATIENCE_US = 30_000_000
+Digests = dict[bytes, bytes]  # see Forced.stored
 _FLEETS = itertools.count()
 
 
@@ -72,15 +76,22 @@ class Tiered(Pipeline):
     """Start with `await Tiered.up(folder, …)`; `forced` pauses and evicts."""
 
     remote: Values | None = None
-    stored: dict[bytes, bytes] = field(default_factory=dict)  # see Forced
     tap: Tap = field(default_factory=Tap)
     forced: Forced = field(init=False)
     engine: Recording = field(init=False)
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
     @classmethod
-    async def up(cls, model: Path, remote: Values | None = None, **settings: Any) -> Tiered:
-        """The five actors, with the arena mapped."""
+    @asynccontextmanager
+    async def up(
+        cls,
+        model: Path | str,
+        remote: Values | None = None,
+        *,
+        stored: Digests | None = None,
+        **settings: Any,
+    ) -> AsyncIterator[Tiered]:
+        """The five actors, with the arena mapped. What lies in `remote` has these digests."""
         broker = MemoryBroker()
 
         async def connect() -> MemoryBus:
@@ -89,25 +100,31 @@ class Tiered(Pipeline):
         usual = {"backend": "torch", "dtype": "f32", "l1": "64", "l1_store": "plain", "policy": COPY_ALL}
         flags = {"fleet": f"tiered{next(_FLEETS)}", "model": str(model), **usual, **settings}
         pipeline = cls(connect, load(flags=flags).settings, remote=remote)
-        await pipeline.begin()
-        await (await connect()).subscribe(
-            f"hr.{pipeline.settings.fleet}.detokenizer.*.in.*", pipeline.tap.take
-        )
-        scheduler = pipeline.runtimes["scheduler-1"].actor
+        try:
+            await pipeline.begin()
+            await pipeline._watch(stored)
+            yield pipeline
+            await pipeline.assert_idle()
+        finally:
+            await pipeline.stop()
+
+    async def _watch(self, stored: Digests | None) -> None:
+        await (await self.connect()).subscribe(f"hr.{self.settings.fleet}.detokenizer.*.in.*", self.tap.take)
+        scheduler = self.runtimes["scheduler-1"].actor
         assert isinstance(scheduler, SchedulerActor)
-        pipeline.forced = Forced(scheduler, pipeline.engine, stored=pipeline.stored)
-        await pipeline.mapped()
-        return pipeline
+        self.forced = Forced(scheduler, self.engine, stored={} if stored is None else stored)
+        if self.settings.l1 != "off":
+            await self.mapped()
 
     def build(self, kind: str) -> Actor:
         if kind == "executor":
             make = engine_builder(self.settings)
 
             def recorded() -> Recording:
-                self.engine = Recording(make())  # type: ignore[arg-type]  # of torch
+                self.engine = Recording(make())
                 return self.engine
 
-            return ExecutorActor(recorded, self.settings.host_id)  # type: ignore[arg-type]  # by __getattr__
+            return ExecutorActor(recorded, self.settings.host_id)
         if kind == "kv_offload":
             settings, remote = self.settings, self.remote
             plan = opening.plan(settings.l1, settings.l1_store, settings.fleet, settings.host_id)
@@ -125,25 +142,37 @@ class Tiered(Pipeline):
             lambda: any(t.generation == self.status("executor")["arena_generation"] for t in tiers.values())
         )
 
-    async def ask(
-        self, prompt: list[int], tokens: int, *, tenant: str = "one", request: str = "", **body: Any
-    ) -> Answer:
-        """Greedy ids after a prompt of ids. Another tenant shares no cache."""
-        request = request or f"r{next(self._names)}"
-        asked = {"model": self.settings.model_name, "prompt": prompt, "max_tokens": tokens,
-                 "temperature": 0, "ignore_eos": True, "request_id": request, **body}  # fmt: skip
+    async def ask(self, prompt: list[int] | str, tokens: int, *, tenant: str = "one") -> Answer:
+        """Greedy ids after a prompt of ids, or a question in a chat. Another tenant shares no cache."""
+        request = f"r{next(self._names)}"
+        asked = {
+            "model": self.settings.model_name or served_name(self.settings.model),
+            "request_id": request,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **_asking(prompt),
+        }
         client = await Client.open(await self.connect(), tenant)
         reply = await client.complete(asked)
+        assert self.forced.wrong == 0, "other bytes came up than went down"
         seq = next(seq for seq, name in self.tap.names.items() if name == (request, 0))
         cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
         return Answer(self.tap.ids[request, 0], dict(self.engine.logits.pop(seq)), cached)
 
     async def stored_all(self) -> None:
         """Whatever the device holds for nobody is in L1, too."""
-        executor = self.forced.executor()
-        assert executor is not None
-        ledger, jobs = executor.ledger, self.forced.state.tiers.jobs
-        await self.until(lambda: not ledger.dirty_blocks and not ledger.fenced_blocks and not jobs)
+        await self.until(self.forced.look)
+
+    async def replace_executor(self, **settings: Any) -> None:
+        """Another executor on this host, with other settings."""
+        await self.runtimes.pop("executor-1").finish(5)
+        await self.until(lambda: not self.forced.state.executors)
+        self.settings = self.settings.model_copy(update=settings)
+        await self.add("executor", "executor-1")
+        await self.until(lambda: bool(self.forced.state.executors))
+        self.forced.engine = self.engine
+        await self.mapped()
 
     async def restart_kv_offload(self) -> None:
         """L1 is empty then; L2 is what it was."""
@@ -151,6 +180,12 @@ class Tiered(Pipeline):
         await self.until(lambda: not self.forced.state.tiers.by_host)
         await self.add("kv_offload", "kv_offload-1")
         await self.mapped()
+
+
+def _asking(prompt: list[int] | str) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"messages": [{"role": "user", "content": prompt}]}
+    return {"prompt": prompt}
 
 
 def differ(one: Answer, other: Answer) -> float:

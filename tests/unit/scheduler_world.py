@@ -89,7 +89,7 @@ class World:
     rejected: list[Rejected] = field(default_factory=list)
     asked: dict[str, Tokenized] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
-    unanswered: dict[str, dict[int, tuple[set[int], ...]]] = field(default_factory=dict)
+    unanswered: dict[str, dict[int, tuple[set[int], ...]]] = field(default_factory=dict)  # see _named
     resets: list[str] = field(default_factory=list)
     moved: list[tuple[str, int]] = field(default_factory=list)
     auto_end: bool = True
@@ -103,7 +103,10 @@ class World:
         for shard in self.shards:
             self.handle(PeerReady("detokenizer", shard, 1))
 
-    def add_engine(self, name: str = "e1", epoch: int = 1, host: str = "h", **facts: int) -> None:
+    def add_engine(
+        self, name: str = "e1", epoch: int = 1, host: str = "h", kind: str = "f", **facts: int
+    ) -> None:
+        """`kind` is its fingerprint."""
         values = {"blocks": 32, "block_tokens": 4, "slots": 4, "max_step_tokens": 64, "max_context": 64}
         values["bytes_per_block"] = 256
         hello = ExecHello(
@@ -111,7 +114,7 @@ class World:
             exec_epoch=epoch,
             host_id=host,
             model="m",
-            fingerprint="f",
+            fingerprint=kind,
             vocab_digest="v",
             vocab=1000,
             **{**values, **facts},
@@ -330,7 +333,7 @@ class World:
     def _take_copy(self, name: str, copy: KvCopy) -> None:
         waiting = {result.step for result in self.results[name]}
         steps = {
-            step: (named[1], named[3])
+            step: (named[1], named[3], named[4])
             for step, named in self.unanswered.get(name, {}).items()
             if step in waiting
         }
@@ -353,8 +356,8 @@ class World:
         return dataclasses.replace(result, **times)
 
     def _named(self, name: str, which: int) -> set[int]:
-        """Slots (0), blocks (1), targets of copies (2) or blocks written (3) of steps whose results are
-        undelivered."""
+        """Slots (0), blocks (1), targets of copies (2), blocks written (3) or sources of copies (4) of steps
+        whose results are undelivered."""
         waiting = {result.step for result in self.results[name]}
         steps = self.unanswered.setdefault(name, {})
         return {x for step, named in steps.items() if step in waiting for x in named[which]}
@@ -380,8 +383,9 @@ class World:
         assert not (written - owned) & self._named(name, 1), "a block is reused before its fence"
         blocks = {block for slot in plan.slots for block in tables[slot]} | written
         slots = set(plan.slots) | set(plan.sample_slots)
-        self.side.planned(name, blocks, written)
-        self.unanswered[name][plan.step] = (slots, blocks, set(plan.copy_to), written)
+        sources = set(plan.copy_from)
+        self.side.planned(name, blocks | sources, written)
+        self.unanswered[name][plan.step] = (slots, blocks, set(plan.copy_to), written, sources)
 
     def _read(self, tokens: Tokens) -> None:
         at = 0

@@ -223,13 +223,14 @@ def test_a_copy_that_fails_has_moved_half() -> None:
     assert (done.status, done.bytes, engine.blocks[:2]) == ("failed", 256, [[1] * 4, [-1] * 4])
 
 
-STEPS = {7: ({1, 2, 3}, {3})}  # it names three blocks and writes one
+STEPS = {7: ({1, 2, 3}, {3}, {0})}  # it names three blocks, writes one, and copies one for a fork
 
 
 @pytest.mark.parametrize(
     ("made", "what"),
     [
         (copy(2, False, [2], [0]), "that step 7 names"),
+        (copy(2, False, [0], [0]), "that step 7 copies"),
         (copy(2, False, [4], [0]), "in the table of slot 0"),
         (copy(2, True, [3], [0], after_step=6), "still to write"),
         (copy(2, True, [1], [0], after_step=9), "that nobody planned"),
@@ -245,6 +246,7 @@ def test_fences_of_copies(made: KvCopy, what: str) -> None:
     world.side.copies["e1"] = deque([Pending(copy(1, True, [6], [0]))])
     world.side.fence(copy(3, True, [3, 6], [0, 256], after_step=7), engine, "e1", STEPS)
     world.side.fence(copy(3, False, [5], [0]), engine, "e1", STEPS)
+    world.side.fence(copy(3, False, [0], [0], after_step=7), engine, "e1", STEPS)
     with pytest.raises(AssertionError, match=what):
         world.side.fence(made, engine, "e1", STEPS)
 

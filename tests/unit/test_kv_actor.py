@@ -50,6 +50,7 @@ def test_the_size_of_l1() -> None:
     assert size_bytes("auto", 40 * GIB + 5, 100 * GIB) == 10 * GIB
     assert size_bytes("auto", 100 * GIB, 10 * GIB) == 5 * GIB
     assert size_bytes("auto", 1000 * GIB, 1000 * GIB) == 64 * GIB
+    assert size_bytes("auto", 40 * GIB, 100 * GIB, 2 * GIB) == 2 * GIB, "the engine is in the same memory"
     assert size_bytes("auto", 100 * GIB, 16 * MIB) == 0, "next to nothing is of no use"
     for wrong in ("", "0", "-5", "1g", "1.5", "on", "9" * 10):
         with pytest.raises(SetupError, match="MiB of memory for KV copies, auto or off"):

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from services.kv_offload import status
+from services.kv_offload.actor import build
 from services.kv_offload.virtual import CountingArena, VirtualKv, VirtualL2
 from services.launcher import kv
 from services.launcher.connect import Target
 from services.launcher.status import details
 from services.scheduler import status as scheduler_status
 from services.scheduler.state import Limits, State
+from shared.config import Settings
 from shared.messages import KvCommit, KvLookup, KvPrefetch, KvRelease, KvReserve, ints
 from shared.readings import Reading
 
@@ -153,3 +155,9 @@ def test_status_and_metrics_agree() -> None:
 )
 def test_sizes(count: float, text: str) -> None:
     assert kv.size(count) == text
+
+
+def test_a_password_is_not_shown() -> None:
+    told = build(Settings(l1="off", l2="redis://user:secret@h:6380/0")).status()
+    assert told["l2_url"] == "redis://h:6380/0"
+    assert build(Settings(l1="off")).status()["l2_url"] == ""

@@ -1,7 +1,9 @@
-"""Deterministic mode: a row's logits are the same bits at any batch size and in any company."""
+"""Deterministic mode: a row's logits are the same bits at any batch size, in any company, and however the
+tokens before it were cut into chunks."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -66,6 +68,21 @@ def assert_rows_do_not_see_each_other(maker: PlanMaker, least: int, spread: int)
     ]
     for found, wanted in zip(logits(maker, mixed), (decoded[3], alone[0], decoded[9]), strict=True):
         assert torch.equal(found, wanted)
+
+
+def assert_chunks_do_not_show(maker: PlanMaker, length: int) -> None:
+    tokens = random.Random(6).choices(range(maker.backend.info.vocab), k=length + 1)
+    maker.open(0, tokens)
+    whole = logits(maker, [Row(0, 0, length, feeds=(0,))])[0]
+    for slot, cuts in enumerate(([1], [2], [length - 1], [7, 8, 9], [5, 16], list(range(1, length))), 1):
+        maker.open(slot, tokens)
+        for start, end in itertools.pairwise((0, *cuts, length)):
+            found = logits(maker, [Row(slot, start, end - start, feeds=(slot,))])
+        assert torch.equal(found[0], whole), cuts
+
+
+def test_how_a_prompt_is_cut(tmp_path: Path) -> None:
+    assert_chunks_do_not_show(tiny_engine(tmp_path, "llama-9-3-tied", "f32", 1), 29)
 
 
 @pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3"])

@@ -86,3 +86,27 @@ def test_where_memory_is_enough_it_makes_no_difference() -> None:
     reserve, on_demand = arm_of("F", "reserve"), arm_of("F", "recompute")
     assert reserve["preemptions"] == on_demand["preemptions"] == 0
     assert on_demand["output_tok_s"] == pytest.approx(reserve["output_tok_s"], rel=0.01)
+
+
+def test_a_restore_takes_the_place_of_computing_again() -> None:
+    """C: batch jobs that want twice the memory, and interactive requests that take it from them."""
+    again, tiered = arm_of("C", "recompute"), arm_of("C", "tiered")
+    assert again["recomputed_pct"] > 10
+    assert tiered["recomputed_pct"] <= 1
+    assert tiered["done_s_batch"] <= 0.97 * again["done_s_batch"]
+    assert tiered["ttft_ms_interactive_p99"] <= 1.01 * again["ttft_ms_interactive_p99"]
+    assert tiered["served"] == again["served"]
+
+
+@pytest.mark.parametrize("scenario", ["D", "E"])
+def test_a_small_l1_or_a_slow_link_costs_nothing(scenario: str) -> None:
+    again, tiered = arm_of(scenario, "recompute"), arm_of(scenario, "tiered")
+    assert tiered["in_slo_pct"] >= again["in_slo_pct"]
+    assert tiered["moved_gb"] <= arm_of(scenario, "swap")["moved_gb"]
+
+
+def test_tiers_cost_nothing_where_memory_is_enough() -> None:
+    again, tiered = arm_of("F", "recompute"), arm_of("F", "tiered")
+    assert tiered["makespan_s"] == pytest.approx(again["makespan_s"], rel=0.01)
+    assert tiered["ttft_ms_p99"] == pytest.approx(again["ttft_ms_p99"], rel=0.01)
+    assert tiered["preemptions"] == again["preemptions"] == 0

@@ -69,10 +69,10 @@ class TierSide:
             self.tier.handle(SCHEDULER, message, now_us)
 
     def fence(
-        self, copy: KvCopy, engine: PagedEngine, name: str, steps: dict[int, tuple[set[int], set[int]]]
+        self, copy: KvCopy, engine: PagedEngine, name: str, steps: dict[int, tuple[set[int], ...]]
     ) -> None:
         """What must hold when a copy is sent. `steps` are those whose results are undelivered: the blocks
-        that each names, and those that it writes.
+        that each names, those that it writes, and those that it copies for forks before.
 
         A load writes blocks that no such step names, no table holds, and no other copy touches. A store reads
         blocks after the last step that writes them, and no load in flight fills them."""
@@ -86,13 +86,15 @@ class TierSide:
             if not (copy.to_arena and other.to_arena):
                 assert blocks.isdisjoint(other.blocks), "two copies of a block, and one of them writes it"
         if not copy.to_arena:
-            for step, (named, _) in steps.items():
+            for step, (named, _, sources) in steps.items():
                 assert blocks.isdisjoint(named), f"a load writes a block that step {step} names"
+                early = step > copy.after_step and not blocks.isdisjoint(sources)
+                assert not early, f"a load writes a block that step {step} copies"
             for slot, state in engine.slots.items():
                 assert blocks.isdisjoint(state.table), f"a load writes a block in the table of slot {slot}"
             return
         assert copy.after_step <= engine.step, "a store waits for a step that nobody planned"
-        for step, (_, written) in steps.items():
+        for step, (_, written, _) in steps.items():
             late = blocks & written and step > copy.after_step
             assert not late, f"a store reads a block that step {step} is still to write"
 

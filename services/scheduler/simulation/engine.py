@@ -77,6 +77,7 @@ class VirtualEngine:
         self.work_since_us = 0  # any request has been live since then
         self.in_flight = 0
         self.log = array("q")  # (begin_us, end_us, forward_us) of each step
+        self._answered_us = array("q")  # when the scheduler has the result of each
         self.machine = machine
         self.hello = _hello(name, machine)
         self._output_tokens = output_tokens  # of a sequence: its real length
@@ -122,7 +123,8 @@ class VirtualEngine:
         self._fences.copying(copy)
         after_us = self.log[3 * copy.after_step - 2] if copy.after_step else 0  # the end of that step
         done, left_us = self.copies.run(copy, self._inbound.arrival_us(sent_us), after_us)
-        return done, self._copied[copy.to_arena].arrival_us(left_us)
+        known_us = self._answered_us[copy.after_step - 1] if copy.after_step else 0  # one stream, in order
+        return done, max(self._copied[copy.to_arena].arrival_us(left_us), known_us)
 
     def copied(self, job: int) -> None:
         """The answer to a copy has reached the scheduler."""
@@ -160,7 +162,8 @@ class VirtualEngine:
             queued_us=begin_us - arrived_us,
             host_us=host_us,
         )
-        return result, self._outbound.arrival_us(self._sent_us)
+        self._answered_us.append(self._outbound.arrival_us(self._sent_us))
+        return result, self._answered_us[-1]
 
     def _fed_us(self, plan: StepPlan, sent_us: int) -> int:
         """When the last input of a step is there. In one stage the order of steps sees to it."""

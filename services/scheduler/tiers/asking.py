@@ -6,11 +6,11 @@ from __future__ import annotations
 from services.scheduler import prefix
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
-from services.scheduler.tiers.state import ANSWER_US, MISSES, REST_US, Answer, Lookup, Tier
+from services.scheduler.tiers.state import ANSWER_US, MISSES, REST_US, Answer, Lookup, Place, Tier
 from services.scheduler.waiting import Unit
 from shared.messages import KvFound, KvLookup
 
-WAIT_US = 20_000  # an admission waits so long for an answer
+WAIT_US = 20_000  # an admission waits so long for answers
 STALE_US = 2_000_000
 MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
 
@@ -18,19 +18,25 @@ MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
 def arrived(state: State, unit: Unit) -> None:
     """A unit begins to wait: ask every tier that it may start above."""
     for executor, tier in _places(state, unit):
-        if tier.actor not in unit.answers:
+        if _place(executor, tier) not in unit.answers:
             _ask(state, executor, tier, unit)
 
 
 def pending(state: State, unit: Unit) -> bool:
-    """True while the unit should wait for an answer. Asks again where the last one is old."""
+    """True while the unit should wait for an answer. Asks again where the last one is old, which one may be
+    again when it comes: but a turn lasts WAIT_US at most."""
+    places, head = _places(state, unit), unit.sequences[0]
+    if any(prefix.tail_is_copied(executor, head) for executor, _ in places):
+        return True
+    if not unit.turn_us or state.now_us > unit.turn_us + STALE_US:
+        unit.turn_us = state.now_us
+    if state.now_us >= unit.turn_us + WAIT_US:
+        return False
     waits = False
-    for executor, tier in _places(state, unit):
-        answer = unit.answers.get(tier.actor)
-        if prefix.tail_is_copied(executor, unit.sequences[0]):
-            return True
+    for executor, tier in places:
+        answer = unit.answers.get(_place(executor, tier))
         if answer is None or _is_old(state, tier, unit, answer):
-            if _covered(executor, unit.sequences[0]):
+            if _covered(executor, head):
                 continue
             answer = _ask(state, executor, tier, unit)
         if answer is not None and answer.at_us < 0 and state.now_us < answer.asked_us + WAIT_US:
@@ -54,7 +60,8 @@ def found(state: State, source: str, message: KvFound) -> None:
     del tiers.lookups[message.job]
     tier.answered()
     unit = state.waiting.units.get(lookup.unit)
-    if unit is not None and (answer := unit.answers.get(tier.actor)) is not None:
+    answer = unit.answers.get(lookup.place) if unit is not None else None
+    if answer is not None and answer.job == message.job:
         answer.found, answer.at_us = tuple(message.tiers), state.now_us
 
 
@@ -80,15 +87,21 @@ def missed(state: State, actor: str) -> None:
 
 
 def _places(state: State, unit: Unit) -> list[tuple[Executor, Tier]]:
-    """One executor of the model for each tier."""
-    tiers, places = state.tiers, dict[str, tuple[Executor, Tier]]()
+    """One executor of the model for each tier and kind of engine that stores in it."""
+    tiers, places = state.tiers, dict[Place, tuple[Executor, Tier]]()
     if not tiers.by_host:
         return []
     for executor in state.executors.values():
         tier = tiers.of(executor.hello.host_id, state.now_us)
-        if tier is not None and executor.hello.model == unit.request.asked.model and not executor.draining:
-            places.setdefault(tier.actor, (executor, tier))
+        if tier is None or not executor.ledger.write_back or executor.draining:
+            continue
+        if executor.hello.model == unit.request.asked.model:
+            places.setdefault(_place(executor, tier), (executor, tier))
     return list(places.values())
+
+
+def _place(executor: Executor, tier: Tier) -> Place:
+    return tier.actor, executor.hello.fingerprint
 
 
 def _ask(state: State, executor: Executor, tier: Tier, unit: Unit) -> Answer | None:
@@ -96,9 +109,9 @@ def _ask(state: State, executor: Executor, tier: Tier, unit: Unit) -> Answer | N
     keys = wanted(executor, head)
     if not keys:
         return None
-    answer = unit.answers[tier.actor] = Answer(state.now_us, stores=tier.stores)
-    number = state.tiers.number()
-    state.tiers.lookups[number] = Lookup(unit.number, tier.actor, state.now_us)
+    number, place = state.tiers.number(), _place(executor, tier)
+    answer = unit.answers[place] = Answer(state.now_us, stores=tier.stores, job=number)
+    state.tiers.lookups[number] = Lookup(unit.number, place, state.now_us)
     message = KvLookup(job=number, keys=b"".join(keys), fingerprint=executor.hello.fingerprint, promote=True)
     state.send(tier.source, message, unit.request.trace)
     return answer

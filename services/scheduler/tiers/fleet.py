@@ -16,6 +16,8 @@ def ready(state: State, tier: Tier) -> None:
     if state.limits.policy.tier == "recompute":
         return
     known = state.tiers.by_host.get(tier.host_id)
+    if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
+        return  # of two on a host the later one counts: it is the one that the executors map
     if known is not None and (known.actor, known.generation) == (tier.actor, tier.generation):
         known.names, known.epoch = tier.names, tier.epoch
         return
@@ -35,7 +37,7 @@ def lost(state: State, actor: str) -> None:
     del state.tiers.by_host[tier.host_id]
     state.tiers.lookups = {job: lookup for job, lookup in state.tiers.lookups.items() if lookup.tier != actor}
     for unit in state.waiting:
-        unit.answers.pop(actor, None)
+        unit.answers = {place: answer for place, answer in unit.answers.items() if place[0] != actor}
     for job in [job for job in state.tiers.jobs.values() if job.tier == actor]:
         if job.phase is not Phase.COPYING:
             _expire(state, job)

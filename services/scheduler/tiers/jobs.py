@@ -30,6 +30,12 @@ def executor_of(state: State, job: Job) -> Executor | None:
     return executor if executor is not None and executor.epoch == job.epoch else None
 
 
+def tier_of(state: State, job: Job) -> Tier | None:
+    """The incarnation of the tier that the job is about, if it lives."""
+    tier = state.tiers.named(f"kv_offload.{job.tier}")
+    return tier if tier is not None and tier.generation == job.generation else None
+
+
 def count(executor: Executor, job: Job, size_bytes: int) -> None:
     """So many bytes of the job wait for the link."""
     uncount(executor, job)
@@ -45,12 +51,14 @@ def uncount(executor: Executor, job: Job) -> None:
 
 
 def finish(state: State, job: Job, *, release: bool = True) -> None:
-    """Forget a job: its blocks are free of it, and (with `release`) so is its place in the arena."""
+    """Forget a job: its blocks are free of it, and (with `release`) so is its place in the arena. A tier that
+    is given up for dead is told, too: it may live, and nobody else would end the lease for long."""
     del state.tiers.jobs[job.number]
     executor = executor_of(state, job)
     if executor is not None:
         executor.ledger.end_copy(job.blocks)
         uncount(executor, job)
-    tier = state.tiers.named(f"kv_offload.{job.tier}")
-    if release and tier is not None and tier.generation == job.generation:
-        state.send(tier.source, KvRelease(jobs=ints([job.number])))
+    source = f"kv_offload.{job.tier}"
+    tier = state.tiers.named(source)
+    if release and (tier is None or tier.generation == job.generation):
+        state.send(source, KvRelease(jobs=ints([job.number])))

@@ -24,6 +24,7 @@ class Link:
     pending_jobs: int = 0
     seen: int = 0
     moved_bytes: int = 0
+    trip_us: int = 0  # KvCopy and KvCopied on their way, a moving average
     _n: float = 0.0
     _x: float = 0.0  # MiB
     _y: float = 0.0  # us
@@ -35,6 +36,11 @@ class Link:
         each_us, per_mib_us = self._fit()
         jobs, mib = self.pending_jobs + 1, (self.pending_bytes + size_bytes) / MIB
         return int(jobs * each_us + mib * per_mib_us)
+
+    def copy_us(self, size_bytes: int) -> int:
+        """How long a copy runs, once it has begun."""
+        each_us, per_mib_us = self._fit()
+        return int(each_us + size_bytes / MIB * per_mib_us)
 
     def wait_us(self) -> int:
         """How long the copies that are asked for will take."""
@@ -72,6 +78,10 @@ class Link:
         self._xy = self._xy * MEMORY + x * y
         self.seen += 1
         self.moved_bytes += size_bytes
+
+    def observe_trip(self, trip_us: int) -> None:
+        """The messages of a copy were so long on their way, there and back."""
+        self.trip_us += (max(trip_us, 0) - self.trip_us) // (8 if self.trip_us else 1)
 
     def _fit(self) -> tuple[float, float]:
         """us per copy, us per MiB: neither below zero."""

@@ -13,7 +13,7 @@ from services.scheduler import comeback
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
 from services.scheduler.tiers.asking import MAX_KEYS
-from services.scheduler.tiers.jobs import count, executor_of, finish, fresh
+from services.scheduler.tiers.jobs import count, executor_of, finish, fresh, tier_of
 from services.scheduler.tiers.state import ANSWER_US, Answer, Job, Phase, Tier
 from services.scheduler.tiers.worth import Recompute
 from services.scheduler.waiting import Unit
@@ -28,7 +28,7 @@ GUESS_FETCH_BYTES_PER_US = 500.0  # of the remote tier, until it has been measur
 def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> None:
     """A sequence has just started with what the device holds of it; begin to bring the rest."""
     tier = state.tiers.of(executor.hello.host_id, state.now_us)
-    answer = unit.answers.get(tier.actor) if tier is not None else None
+    answer = unit.answers.get((tier.actor, executor.hello.fingerprint)) if tier is not None else None
     if tier is None or answer is None or answer.at_us < 0 or sequence.computed % executor.hello.block_tokens:
         return
     keys, valid = _there(executor, sequence, answer)
@@ -79,7 +79,11 @@ def _go_on(state: State, executor: Executor, sequence: Sequence) -> None:
 def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int) -> int:
     size = executor.hello.bytes_per_block
     fetch_us = int(remote * size / (tier.fetch_bytes_per_us or GUESS_FETCH_BYTES_PER_US))
-    return tier.answer_us + fetch_us + executor.up.predict_us(blocks * size)
+    ask_us = (
+        tier.answer_us + fetch_us + executor.up.trip_us // 2
+    )  # meanwhile the link works on what is queued
+    wait_us = max(executor.up.wait_us() - ask_us, 0)
+    return ask_us + wait_us + executor.up.copy_us(blocks * size) + executor.up.trip_us // 2
 
 
 def _ask(
@@ -126,7 +130,7 @@ def ready(state: State, source: str, message: KvReady) -> None:
     if executor is None or sequence is None or not there or message.arena_generation != tier.generation:
         finish(state, job)
         if sequence is not None:
-            _end(state, job, sequence, "nothing of it was there any more")
+            _end(state, job, sequence, "nothing of it was there any more", came=False)
         return
     size = executor.hello.bytes_per_block
     if message.from_l2 and message.took_us:
@@ -136,12 +140,12 @@ def ready(state: State, source: str, message: KvReady) -> None:
     state.meter.l1_hit_blocks += there - min(message.from_l2, there)
     executor.ledger.end_copy(job.blocks[there:])
     job.blocks, job.keys, job.valid = job.blocks[:there], job.keys[:there], job.valid[:there]
-    job.phase = Phase.COPYING
+    job.phase, job.sent_us = Phase.COPYING, state.now_us
     count(executor, job, there * size)
     copy = KvCopy(
         job=job.number,
         to_arena=False,
-        after_step=0,
+        after_step=executor.forked_step,
         arena_generation=message.arena_generation,
         blocks=ints(job.blocks),
         offsets=longs(message.offsets[:there]),
@@ -165,13 +169,16 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     if ok:
         executor.up.observe(job.queued_bytes, message.took_us)
+        executor.up.observe_trip(state.now_us - job.sent_us - message.wait_us - message.took_us)
     finish(state, job)
     sequence = _sequence(state, job)
     if sequence is None:
         return
     if not ok:
         state.meter.loads_failed += 1
-        _end(state, job, sequence, f"the copy ended with {message.status}")
+        late = state.now_us >= job.lease_us
+        why = "the copy took longer than its lease" if late else f"the copy ended with {message.status}"
+        _end(state, job, sequence, why, came=False)
         return
     _take(state, executor, sequence, job)
     state.meter.loads += 1
@@ -193,8 +200,9 @@ def _take(state: State, executor: Executor, sequence: Sequence, job: Job) -> Non
     state.meter.restored_tokens += sequence.computed - start
     sequence.reach = max(sequence.reach, sequence.computed)
     sequence.cached_tokens += new
+    below = tier_of(state, job) is not None
     for block, key, valid in zip(job.blocks, job.keys, job.valid, strict=True):
-        if valid == block_tokens and ledger.register(block, key):
+        if valid == block_tokens and ledger.register(block, key) and below:
             ledger.mark_clean(block, key)
     sequence.registered = max(sequence.registered, sequence.computed // block_tokens)
 
@@ -204,10 +212,10 @@ def expire(state: State, job: Job) -> None:
     finish(state, job)
     sequence = _sequence(state, job)
     if sequence is not None:
-        _end(state, job, sequence, "no answer in time")
+        _end(state, job, sequence, "no answer in time", came=False)
 
 
-def _end(state: State, job: Job, sequence: Sequence, why: str) -> None:
+def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = True) -> None:
     """The sequence goes on with what it has."""
     sequence.loading = 0
     executor = executor_of(state, job)
@@ -217,7 +225,7 @@ def _end(state: State, job: Job, sequence: Sequence, why: str) -> None:
         state.now_us,
         "restore",
         why,
-        tokens=sum(job.valid),
+        tokens=sum(job.valid) if came else 0,
         predicted_us=job.predicted_us,
         took_us=state.now_us - job.began_us,
         recompute_us=job.recompute_us,

@@ -46,6 +46,7 @@ class Job:
     leaves: bool = False  # of a store: the device forgets the blocks (policy swap)
     valid: list[int] = field(default_factory=list)  # of a load: tokens in each block
     seq: int = 0  # of a load
+    sent_us: int = 0  # of a load: KvCopy left
     predicted_us: int = 0
     recompute_us: int = 0  # predicted, of the same tokens
 
@@ -76,13 +77,20 @@ class Tier:
             self.answer_us += (took_us - self.answer_us) // 8
 
 
+Place = tuple[str, str]  # kv_offload id, and the fingerprint of an engine above: keys of two are not the same
+
+
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """A question that is not answered."""
 
     unit: int
-    tier: str
+    place: Place
     asked_us: int
+
+    @property
+    def tier(self) -> str:
+        return self.place[0]
 
 
 @dataclass(slots=True)
@@ -93,6 +101,7 @@ class Answer:
     found: tuple[int, ...] = ()
     at_us: int = -1  # it has not answered
     stores: int = 0  # of the tier, when it was asked
+    job: int = 0  # the lookup: another's answer is not the one to this
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from services.scheduler.policies.tiers import View
 from services.scheduler.records import Phase as Life
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
-from services.scheduler.tiers.jobs import count, executor_of, finish, fresh, uncount
+from services.scheduler.tiers.jobs import count, executor_of, finish, fresh, tier_of, uncount
 from services.scheduler.tiers.state import ANSWER_US, Job, Phase, Tier
 from services.scheduler.tiers.worth import Recompute
 from shared.messages import (
@@ -36,7 +36,7 @@ LEASE_US = 10_000_000
 JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: what comes next does not wait long
 JOB_BLOCKS = 128
 MAX_JOBS = 2  # at once: one is copied while the next is asked for
-LOOKED_AT = 256  # dirty blocks, at most, at one time
+LOOKED_AT = 256  # dirty blocks, at one time; or twice as many as are wanted
 EAGER_US = 20_000  # between two looks where no place is wanted
 BUSY_US = 1_000  # ... where no copy can be asked for
 GROUP = 16  # blocks of a sequence that are judged alike
@@ -60,6 +60,8 @@ def clean(state: State, executor: Executor) -> bool:
     if not ledger.write_back:
         return False
     pressed = _pressed(state, executor) if ledger.dirty_blocks or executor.growth_pm >= PAUSING_PM else 0
+    if state.draining and pressed <= 0:
+        return False  # whoever drains would wait for a copy that nobody will ask for
     busy = executor.down.pending_jobs >= MAX_JOBS
     pause_us = EAGER_US if pressed <= 0 else BUSY_US if busy else 0
     if pause_us and state.now_us - executor.looked_us < pause_us:
@@ -73,7 +75,7 @@ def clean(state: State, executor: Executor) -> bool:
     chosen = _choose(state, executor, pressed, room)
     if chosen:
         _store(state, executor, tier, chosen, leaves=state.limits.policy.tier == "swap")
-    elif pressed > 0 and room and not executor.down.pending_jobs and executor.growth_pm >= PAUSING_PM:
+    elif pressed > 0 and room and not executor.down.pending_jobs and _may_pause(state, executor):
         _store_ahead(state, executor, tier, room)
     return ledger.free_blocks > free_before
 
@@ -81,7 +83,8 @@ def clean(state: State, executor: Executor) -> bool:
 def _pressed(state: State, executor: Executor) -> int:
     """Places that are, or will soon be, wanted beyond those that are free or about to be."""
     ledger = executor.ledger
-    wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, ledger.blocks // CUSHION_SHARE)
+    most = max(1, ledger.blocks // CUSHION_SHARE)
+    wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most)
     if state.stuck and (unit := state.waiting.first(executor.hello.model)) is not None:
         wanted += sum(needs.promises(state, executor, unit)) + spare_blocks(state, executor)
     return wanted - (ledger.free_blocks - ledger.reserved) - ledger.copying_blocks
@@ -109,7 +112,7 @@ def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[i
     )
     judge, chosen, dealt = state.limits.policy.the("tier"), list[int](), 0
     verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # of the blocks of a sequence, in groups
-    for block in ledger.dirty(LOOKED_AT):
+    for block in ledger.dirty(max(LOOKED_AT, 2 * pressed)):
         if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
             break  # enough
         seq, at = ledger.owner_of(block)
@@ -184,6 +187,11 @@ def _is_paused(state: State, seq: int) -> bool:
     return sequence is not None and sequence.phase is Life.WAITING
 
 
+def _may_pause(state: State, executor: Executor) -> bool:
+    """Somebody who runs will lose his place soon, and a tier has room for what he has."""
+    return executor.growth_pm >= PAUSING_PM and state.now_us >= executor.ahead_us
+
+
 def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> None:
     """Copy what the next victim has computed, so that its pause costs nothing."""
     victim = _next_victim(state, executor)
@@ -240,14 +248,16 @@ def reserved(state: State, source: str, message: KvReserved) -> None:
 
 
 def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> None:
-    """The bytes are in the arena, unless the copy failed or took longer than the lease."""
-    tier = state.tiers.named(f"kv_offload.{job.tier}")
+    """The bytes are in the arena, unless the copy failed or took longer than the lease, or the step that made
+    them is not known to have gone well."""
+    tier = tier_of(state, job)
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
+    ok = ok and job.after_step <= executor.ledger.acked_step
     if ok:
         executor.down.observe(job.queued_bytes, message.took_us)
         state.meter.stored_blocks += sum(job.written)
     uncount(executor, job)
-    if not ok or tier is None or tier.generation != job.generation:
+    if not ok or tier is None:
         state.meter.stores_failed += 1
         _end(state, job, [])
         return
@@ -278,6 +288,8 @@ def _end(state: State, job: Job, places: list[int], *, release: bool = True) -> 
     if executor is None:
         return
     ledger = executor.ledger
+    if job.after_step and -2 not in places:
+        executor.ahead_us = state.now_us + EAGER_US
     for at, (block, key) in enumerate(zip(job.blocks, job.keys, strict=True)):
         if places and places[at] == -2:
             ledger.mark_clean(block, key)

@@ -1,0 +1,60 @@
+"""SmolLM2-135M in f32 with tiers below: paused at any step and brought back, its greedy ids are those that
+transformers computed, and a prefix gives the same logits from the device, from L1 and from L2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiered import Tiered, Values, differ, patient
+
+CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
+CASE = max((c for c in CASES if len(c["output_ids"]) >= 16), key=lambda c: len(c["prompt"]))
+MODEL = "smollm2-135m-instruct"
+SIZES: dict[str, Any] = {"kv_blocks": 48, "slots": 4, "max_context": 256, "step_tokens": 32}
+TOKENS = 10
+INDICES = ((1, 6), (2, 8), (3, 9), (4, 10))  # two pauses in each run
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient(monkeypatch)
+
+
+async def test_pauses_at_eight_steps() -> None:
+    async with Tiered.up(MODEL, overlap="single", **SIZES) as pipeline:
+        first = pipeline.forced.executor.step
+        cold = await pipeline.ask(CASE["prompt"], TOKENS, tenant="cold")
+        assert cold.ids == CASE["output_ids"][:TOKENS]
+        assert pipeline.forced.executor.step - first >= INDICES[-1][-1]
+        for indices in INDICES:
+            loads, restored = pipeline.meter.loads, pipeline.forced.restored
+            pipeline.forced.pause_at(*indices)
+            again = await pipeline.ask(CASE["prompt"], TOKENS, tenant=f"paused-{indices[0]}")
+            assert differ(cold, again) <= 1e-4
+            assert pipeline.meter.loads == loads + 2
+            assert pipeline.forced.restored >= restored + 4
+        assert pipeline.forced.indices == [index for indices in INDICES for index in indices]
+
+
+async def test_hits_of_every_tier_are_equal() -> None:
+    remote = Values()
+    async with Tiered.up(MODEL, remote, **SIZES) as pipeline:
+        answers = []
+        for lose in ("nothing", "nothing", "device", "device and L1"):
+            if lose != "nothing":
+                pipeline.forced.evict()
+            if lose == "device and L1":
+                await pipeline.restart_kv_offload()
+            answers.append(await pipeline.ask(CASE["prompt"], 3))
+            await pipeline.stored_all()
+            if lose == "device":
+                await pipeline.until(lambda: len(remote.values) > answers[1].cached_tokens // 16)
+        cold, in_hbm, in_l1, in_l2 = answers
+        assert cold.ids == CASE["output_ids"][:3]
+        assert in_hbm.cached_tokens == in_l1.cached_tokens == in_l2.cached_tokens >= 32
+        assert pipeline.forced.restored == 2 * in_hbm.cached_tokens // 16
+        assert differ(in_hbm, in_l1) == differ(in_hbm, in_l2) == 0
+        assert differ(cold, in_hbm) <= 1e-4

@@ -1,0 +1,152 @@
+"""Never a wrong token, part one: whoever is paused at any time, loses everything that the device holds of it
+and is brought back from L1 has the tokens and the logits of one that was never paused.
+
+Bytes that come up are compared with those that went down, block by block, in every test (forced_pauses.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_llama import VOCAB, write_small_llama
+from tiered import Answer, Tiered, differ, patient
+
+from services.scheduler.records import Sequence
+from services.scheduler.state import Executor
+
+BLOCK = 8
+SIZES: dict[str, Any] = {"model_name": "tiny", "block_tokens": BLOCK, "kv_blocks": 200, "slots": 16,
+                         "max_context": 128, "step_tokens": 64}  # fmt: skip
+CLOSE = 1e-4  # of logits, at f32
+MODES: dict[str, dict[str, Any]] = {
+    "one step at a time": {"overlap": "single"},
+    "two steps in flight": {"overlap": "run_ahead"},
+    "prompt in chunks": {"overlap": "single", "step_tokens": 16},
+    "bit by bit": {"overlap": "single", "deterministic": True},
+    "bit by bit, prompt in chunks": {"overlap": "run_ahead", "step_tokens": 16, "deterministic": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_llama(tmp_path_factory.mktemp("model") / "tiny", hidden=64, layers=2)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient(monkeypatch)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=tokens)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_pause_at_every_step(mode: str, model: Path) -> None:
+    """Each index of a request of 21 + 14 tokens: within its prompt, on block borders, with partial tails."""
+    async with Tiered.up(model, **{**SIZES, **MODES[mode]}) as pipeline:
+        forced, meter, asked = pipeline.forced, pipeline.meter, prompt(1, 21)
+        first = forced.executor.step
+        cold = await pipeline.ask(asked, 14, tenant="cold")
+        steps = forced.executor.step - first
+        for index in range(1, steps + 1):
+            loads, restored, lost = meter.loads, meter.restored_tokens, meter.recomputed_tokens
+            forced.pause_at(index)
+            again = await pipeline.ask(asked, 14, tenant=f"paused-{index}")
+            assert again.cached_tokens == 0
+            assert differ(cold, again) <= (0 if "bit by bit" in mode else CLOSE)
+            assert meter.loads == loads + 1
+            assert meter.restored_tokens >= restored + 16
+            assert meter.recomputed_tokens <= lost + 2  # whose samples were in flight: tails come back, too
+        assert forced.restored > steps
+        assert meter.loads_failed == meter.loads_declined == 0
+        if MODES[mode]["overlap"] == "single":
+            assert forced.indices == list(range(1, steps + 1))
+
+
+class Dice:
+    """Pauses some of those who run, now and then; seeded."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, executor: Executor) -> list[Sequence]:
+        if self._random.random() > 0.2:
+            return []
+        able = [s for s in executor.running if not (s.pinned or s.loading or s.leader)]
+        return [s for s in able if self._random.random() < 0.4]
+
+
+async def batch(pipeline: Tiered, tenant: str) -> list[Answer]:
+    """16 requests at once; the even ones begin alike."""
+    asked = [prompt(i, 5 + 3 * i) if i % 2 else prompt(0, 19) + prompt(i, 1 + 2 * i) for i in range(16)]
+    return await asyncio.gather(*(pipeline.ask(p, 10 + i, tenant=tenant) for i, p in enumerate(asked)))
+
+
+@pytest.mark.parametrize(("seed", "mode"), [(1, "run_ahead"), (2, "two_batch"), (3, "deterministic")])
+async def test_random_pauses_in_a_batch_of_16(seed: int, mode: str, model: Path) -> None:
+    how = {"deterministic": True} if mode == "deterministic" else {"overlap": mode}
+    async with Tiered.up(model, **SIZES, **how) as pipeline:
+        calm = await batch(pipeline, "calm")
+        pipeline.forced.wanted = Dice(seed)
+        wild = await batch(pipeline, "wild")
+        for one, other in zip(calm, wild, strict=True):
+            assert differ(one, other) <= (0 if mode == "deterministic" else CLOSE)
+        assert pipeline.forced.pauses >= 16
+        assert pipeline.meter.loads >= 16
+        assert pipeline.forced.restored >= 32
+
+
+async def test_a_batch_that_does_not_fit(model: Path) -> None:
+    """Nobody forces anything: too few blocks, and the usual policies."""
+    async with Tiered.up(model, **{**SIZES, "kv_blocks": 30, "policy": ""}) as pipeline:
+        crowded = await batch(pipeline, "crowded")
+        async with Tiered.up(model, **SIZES, l1="off") as roomy:
+            calm = await batch(roomy, "calm")
+        for one, other in zip(calm, crowded, strict=True):
+            assert differ(one, other) <= CLOSE
+        assert pipeline.meter.preemptions > 0
+        assert pipeline.meter.loads > 0
+        assert pipeline.forced.restored > 0
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+BORDERS = st.sampled_from([7, 8, 9, 15, 16, 17, 24, 25]) | st.integers(1, 40)
+
+
+def test_any_length_and_any_pauses(model: Path, loop: asyncio.Runner) -> None:
+    up = Tiered.up(model, **SIZES)
+    pipeline = loop.run(up.__aenter__())
+    numbers = iter(range(10**6))
+
+    @settings(max_examples=15)
+    @given(BORDERS, BORDERS, st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    def example(prompt_tokens: int, answer_tokens: int, pauses: list[int]) -> None:
+        number = next(numbers)
+
+        async def both() -> tuple[Answer, Answer]:
+            asked = prompt(number, prompt_tokens)
+            cold = await pipeline.ask(asked, answer_tokens, tenant=f"cold-{number}")
+            pipeline.forced.pause_at(*pauses)
+            return cold, await pipeline.ask(asked, answer_tokens, tenant=f"paused-{number}")
+
+        cold, paused = loop.run(both())
+        assert differ(cold, paused) <= CLOSE
+
+    example()
+    assert pipeline.meter.loads >= 10
+    assert pipeline.forced.restored >= 20
+    assert pipeline.meter.loads_failed == 0
+    loop.run(up.__aexit__(None, None, None))
