@@ -19,7 +19,7 @@ from services.scheduler.events import (
     TierLost,
     TierReady,
 )
-from services.scheduler.state import Limits, State
+from services.scheduler.state import Executor, Limits, State
 from services.scheduler.tiers import asking, loading, storing
 from services.scheduler.tiers import fleet as tiers
 from services.scheduler.tiers.state import Tier
@@ -48,8 +48,14 @@ def decide(state: State) -> None:
     while _cleaned(state):
         admission.admit(state)
     for executor in state.executors.values():
-        while plan.plan_next(state, executor):
-            pass
+        _plan(state, executor)
+        while executor.running and not executor.in_flight and storing.clean(state, executor):
+            _plan(state, executor)  # who was paused for a place has left it dirty, and no step will come back
+
+
+def _plan(state: State, executor: Executor) -> None:
+    while plan.plan_next(state, executor):
+        pass
 
 
 def _cleaned(state: State) -> bool:

@@ -144,7 +144,7 @@ class Forced:
             return
         digests = [self.engine.digest(block) for block in job.blocks]
         if job.up:
-            same = [self.stored[key] == digest for key, digest in zip(job.keys, digests, strict=True)]
+            same = [self.stored.get(key) == digest for key, digest in zip(job.keys, digests, strict=True)]
             self.wrong += same.count(False)
             self.restored += same.count(True)
         else:

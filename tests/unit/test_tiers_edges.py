@@ -40,6 +40,15 @@ def only(world: World) -> Executor:
     return executor
 
 
+def test_what_the_last_request_leaves_is_stored_without_another_event() -> None:
+    world = fresh()
+    world.ask("first", PROMPT, 2)
+    world.ask("second", PROMPT[::-1], 2)
+    world.run()
+    assert len(world.tier.l1) == 10
+    assert only(world).ledger.dirty_blocks == 0
+
+
 def stored(tier: FakeTier | None = None) -> World:
     """A world in which the prompt's blocks are in the tier, and nowhere else."""
     world = fresh(tier)
@@ -177,17 +186,16 @@ def test_news_of_the_same_generation_change_nothing() -> None:
     assert cached_tokens(world, "second") == 20
 
 
-def test_what_leaves_the_tiers_is_dirty_again() -> None:
+def test_what_leaves_the_tiers_is_not_copied_there_again() -> None:
     world = fresh()
     world.ask("first", PROMPT, 2)
     world.run()
-    world.tick(30_000)
-    world.run()
     ledger, keys = only(world).ledger, list(world.tier.l1)
-    assert ledger.clean
+    assert len(ledger.clean) == 5
     world.handle(Arrived("kv_offload.k1", KvGone(keys=b"".join(keys))))
     assert not ledger.clean
-    assert ledger.dirty_blocks == 5
+    assert ledger.dirty_blocks == 0
+    assert not world.scheduler.state.tiers.jobs
 
 
 STRAYS: list[Callable[[int], object]] = [

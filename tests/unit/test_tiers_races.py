@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from fake_tier import FakeTier
 from scheduler_world import World
+from world_checks import nobody_forgotten
 
 from services.scheduler import preempt, prefix
 from services.scheduler.events import Arrived, DrainAsked, Ticked, TierLost, TierReady
+from services.scheduler.policy import Policy
 from services.scheduler.records import NO_TAIL, Tail
 from services.scheduler.state import Executor, Limits
 from services.scheduler.tiers import asking, loading, storing
@@ -276,3 +278,17 @@ def test_a_tail_is_of_the_last_pause() -> None:
     assert sequence.computed >= 12
     prefix.register_tail(only(world), sequence)
     assert sequence.tail == NO_TAIL
+
+
+@pytest.mark.parametrize("tier", ["tiered", "swap"])
+def test_the_place_of_a_victim_is_seen_to_at_once(tier: str) -> None:
+    """Where no step is in flight, nothing but a tick would bring another look."""
+    world = World(Limits(overlap="single", policy=Policy(tier=tier)), now_us=1_000, checks=[nobody_forgotten])
+    world.add_engine(blocks=12, slots=6)
+    world.add_tier(FakeTier(capacity=64))
+    for number in range(6):
+        world.ask(f"r{number}", [number + 3] * 6, 18)
+    world.run()
+    assert world.scheduler.state.meter.preemptions > 0
+    for number in range(6):
+        world.assert_answers(f"r{number}")

@@ -90,7 +90,16 @@ def gone(state: State, source: str, message: KvGone) -> None:
     for executor in state.executors.values():
         if executor.hello.host_id == tier.host_id:
             ledger = executor.ledger
-            ledger.lost_below(keys, ledger.free_blocks - ledger.reserved)
+            mine = [key for key in keys if _is_paused(state, executor, key)]
+            ledger.lost_below(mine, ledger.free_blocks - ledger.reserved)
+            ledger.lost_below(keys, 0)
+
+
+def _is_paused(state: State, executor: Executor, key: bytes) -> bool:
+    """Whether the block with this key waits for a paused sequence. What others left, and was too cold for the
+    tier, is not copied there a second time: it would push out what is warmer, for ever."""
+    block = executor.ledger.find(key)
+    return block is not None and storing.is_paused(state, executor.ledger.owner_of(block)[0])
 
 
 def expire(state: State) -> None:

@@ -64,6 +64,7 @@ def clean(state: State, executor: Executor) -> bool:
         return False  # whoever drains would wait for a copy that nobody will ask for
     busy = executor.down.pending_jobs >= MAX_JOBS
     pause_us = EAGER_US if pressed <= 0 else BUSY_US if busy else 0
+    pause_us = pause_us if state.requests else 0  # after the last one no event would bring another look
     if pause_us and state.now_us - executor.looked_us < pause_us:
         return False
     executor.looked_us = state.now_us
@@ -96,9 +97,10 @@ def _most_blocks(executor: Executor) -> int:
 
 def _give_up(executor: Executor, pressed: int) -> bool:
     """There is nobody to copy to."""
-    for block in executor.ledger.dirty(max(pressed, 0)):
+    blocks = executor.ledger.dirty(max(pressed, 0))
+    for block in blocks:
         executor.ledger.give_up(block)
-    return pressed > 0
+    return bool(blocks)
 
 
 def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[int]:
@@ -141,7 +143,7 @@ def _copy_us(executor: Executor) -> int:
 
 
 def _view(state: State, executor: Executor, look: _Look, group: tuple[int, int]) -> View:
-    paused = _is_paused(state, group[0])
+    paused = is_paused(state, group[0])
     return View(
         paused=paused,
         pressed=look.pressed > 0,
@@ -164,7 +166,7 @@ def _store(
     """Ask for a place for these blocks."""
     ledger, hello = executor.ledger, executor.hello
     keys = [key for block in blocks if (key := ledger.key_of(block)) is not None]
-    paused = any(_is_paused(state, ledger.owner_of(block)[0]) for block in blocks)
+    paused = any(is_paused(state, ledger.owner_of(block)[0]) for block in blocks)
     job = fresh(state, executor, tier, blocks, keys)
     job.due_us, job.lease_us = state.now_us + ANSWER_US, state.now_us + LEASE_US
     job.leaves, job.after_step = leaves, after_step
@@ -182,7 +184,8 @@ def _store(
     state.send(tier.source, message)
 
 
-def _is_paused(state: State, seq: int) -> bool:
+def is_paused(state: State, seq: int) -> bool:
+    """Whether the sequence waits, and will want what it has computed."""
     sequence = state.sequences.get(seq)
     return sequence is not None and sequence.phase is Life.WAITING
 
