@@ -100,7 +100,7 @@ async def test_random_pauses_in_a_batch_of_16(seed: int, mode: str, model: Path)
         for one, other in zip(calm, wild, strict=True):
             assert differ(one, other) <= (0 if mode == "deterministic" else CLOSE)
         assert pipeline.forced.pauses >= 16
-        assert pipeline.meter.loads >= 16
+        assert pipeline.meter.loads >= 8
         assert pipeline.forced.restored >= 32
 
 
