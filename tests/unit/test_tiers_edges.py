@@ -142,7 +142,7 @@ def test_silence_costs_an_admission_its_wait_and_then_nothing() -> None:
     world = fresh()
     world.tier.frozen = True
     for number in range(MISSES):
-        world.ask(f"r{number}", [number + 3] * 9, 2)
+        world.ask(f"r{number}", [number + 3] * 21, 2)
     assert not world.plans
     world.tick(asking.WAIT_US)
     assert world.plans

@@ -12,6 +12,7 @@ from shared.messages import KvFound, KvLookup
 
 WAIT_US = 20_000  # an admission waits so long for answers
 STALE_US = 2_000_000
+FEW_BLOCKS = 3  # of a prompt: computed with its last tokens before an answer is there
 MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
 
 
@@ -35,12 +36,11 @@ def pending(state: State, unit: Unit) -> bool:
     waits = False
     for executor, tier in places:
         answer = unit.answers.get(_place(executor, tier))
-        if answer is None or _is_old(state, tier, unit, answer):
-            if _covered(executor, head):
-                continue
-            answer = _ask(state, executor, tier, unit)
-        if answer is not None and answer.at_us < 0 and state.now_us < answer.asked_us + WAIT_US:
-            waits = True
+        ask = answer is None or _is_old(state, tier, unit, answer)
+        silent = answer is not None and answer.at_us < 0 and state.now_us < answer.asked_us + WAIT_US
+        if not (ask or silent) or _covered(executor, head, 0 if unit.resumes else FEW_BLOCKS):
+            continue
+        waits = not ask or _ask(state, executor, tier, unit) is not None or waits
     return waits
 
 
@@ -128,9 +128,9 @@ def wanted(executor: Executor, sequence: Sequence) -> list[bytes]:
     return keys
 
 
-def _covered(executor: Executor, sequence: Sequence) -> bool:
-    """True when the device holds all that could be brought."""
+def _covered(executor: Executor, sequence: Sequence, few: int) -> bool:
+    """True when the device holds all that could be brought, but for `few` blocks."""
     hits = prefix.lookup(executor, sequence)
-    if (len(hits) + 1) * executor.hello.block_tokens < len(sequence.tokens):
+    if (len(hits) + few + 1) * executor.hello.block_tokens < len(sequence.tokens):
         return False
     return not sequence.tail.key or prefix.tail_block(executor, sequence, len(hits)) is not None
