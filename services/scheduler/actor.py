@@ -24,6 +24,7 @@ from services.scheduler.replay.recorder import Recorder
 from services.scheduler.state import Limits, State
 from services.scheduler.step_spans import step_span, step_trace
 from services.scheduler.steps import StepSpan
+from services.scheduler.tiers import storing
 from shared import metering, subjects
 from shared.actor import Actor, Facts
 from shared.bus import Delivery
@@ -94,6 +95,8 @@ class SchedulerActor(Actor):
     def upkeep(self) -> None:
         if self._ticking is not None and self._ticking.done():
             self._ticking.result()  # a tick that failed fails the actor, as a message would have
+        if storing.waits(self._core.state):
+            self._handle(Ticked())
         if self._recorder is not None:
             self._recorder.upkeep(self._port.clock.now_us())
         if self._metrics is not None:

@@ -44,6 +44,7 @@ from shared.messages import (
 def decide(state: State) -> None:
     """Start who can start, see to room, then fill every window that is open. Changes nothing when nothing has
     changed."""
+    state.quiet_us = 0 if state.requests else state.quiet_us or state.now_us
     admission.admit(state)
     while _cleaned(state):
         admission.admit(state)

@@ -79,6 +79,7 @@ class Executor:
     up: Link = field(default_factory=Link)  # from the tier below
     down: Link = field(default_factory=Link)
     looked_us: int = 0  # when its dirty blocks were last judged
+    eager_us: int = 0  # no copy that nobody waits for is made before
     ahead_us: int = 0  # nothing of those that run is copied before: the tier took none of it
 
     @property
@@ -116,6 +117,7 @@ class State:
     waiting: Waiting = field(init=False)
     stuck: tuple[int, ...] = ()  # what admission looked at last when the first had to wait; see admission.py
     mean_output: int = 256  # generated tokens of a sequence, a moving average
+    quiet_us: int = 0  # no request is here since then; 0: there is one
     reuse_pm: int = 500  # of a prompt, found in some cache: a moving average, per mille
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)

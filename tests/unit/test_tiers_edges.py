@@ -40,11 +40,16 @@ def only(world: World) -> Executor:
     return executor
 
 
-def test_what_the_last_request_leaves_is_stored_without_another_event() -> None:
+def test_what_the_last_request_leaves_is_stored_once_it_is_quiet() -> None:
     world = fresh()
     world.ask("first", PROMPT, 2)
     world.ask("second", PROMPT[::-1], 2)
     world.run()
+    assert not world.tier.l1, "the next turn may come at once"
+    assert storing.waits(world.scheduler.state)
+    world.tick(storing.QUIET_US)
+    world.run()
+    assert not storing.waits(world.scheduler.state)
     assert len(world.tier.l1) == 10
     assert only(world).ledger.dirty_blocks == 0
 
@@ -54,7 +59,7 @@ def stored(tier: FakeTier | None = None) -> World:
     world = fresh(tier)
     world.ask("first", PROMPT, 2)
     world.run()
-    world.tick(30_000)
+    world.tick(storing.QUIET_US)
     world.run()
     assert len(world.tier.l1) >= 5
     only(world).ledger.forget_cache()
@@ -189,6 +194,8 @@ def test_news_of_the_same_generation_change_nothing() -> None:
 def test_what_leaves_the_tiers_is_not_copied_there_again() -> None:
     world = fresh()
     world.ask("first", PROMPT, 2)
+    world.run()
+    world.tick(storing.QUIET_US)
     world.run()
     ledger, keys = only(world).ledger, list(world.tier.l1)
     assert len(ledger.clean) == 5

@@ -36,7 +36,7 @@ def stored(limits: Limits | None = None) -> World:
     world = fresh(limits)
     world.ask("first", PROMPT, 2)
     world.run()
-    world.tick(30_000)
+    world.tick(200_000)
     world.run()
     assert len(world.tier.l1) == 5
     only(world).ledger.forget_cache()
@@ -60,7 +60,7 @@ def test_a_scheduler_that_drains_begins_no_store_that_nobody_needs() -> None:
     world.ask("first", PROMPT, 2)
     world.handle(DrainAsked())
     world.run()
-    world.tick(30_000)
+    world.tick(200_000)
     world.run()
     assert only(world).ledger.dirty_blocks == 5
     assert "KvReserve" not in world.tier.counts
@@ -255,7 +255,7 @@ def test_a_tier_that_was_given_up_and_lives_is_told_what_is_over() -> None:
     world.ask("first", PROMPT, 2)
     world.tick(asking.WAIT_US)
     world.run()
-    world.tick(30_000)
+    world.tick(200_000)
     assert [job.up for job in world.scheduler.state.tiers.jobs.values()] == [False]
     world.handle(TierLost("k1"))
     world.tier.thaw(world.now_us)

@@ -30,7 +30,7 @@ def checked(world: World) -> World:
         world.run()
         if world.scheduler.idle:
             break
-        world.tick(20_000)
+        world.tick(200_000)
     for request in world.asked:
         world.assert_answers(request)
     world.assert_idle()
@@ -61,7 +61,7 @@ def test_a_tier_that_is_of_no_use_costs_no_request_and_no_token(switch: str) -> 
         world.run()
         if world.scheduler.idle:
             break
-        world.tick(20_000)
+        world.tick(200_000)
     for request in world.asked:
         world.assert_answers(request)
 
@@ -86,7 +86,7 @@ def test_a_second_engine_finds_what_the_first_has_stored() -> None:
     prompt = list(range(3, 23))
     world.ask("first", prompt, 4)
     world.run()
-    world.tick(20_000)
+    world.tick(200_000)
     world.run()
     assert world.tier.counts["KvReserve"] > 0
     world.crash("e1")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from services.scheduler import needs, prefix
 from services.scheduler.growth import spare_blocks
-from services.scheduler.policies.tiers import View
+from services.scheduler.policies.tiers import EAGER_PM, View
 from services.scheduler.records import Phase as Life
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
@@ -34,10 +34,13 @@ from shared.messages import (
 
 LEASE_US = 10_000_000
 JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: what comes next does not wait long
+EAGER_BYTES = 8 << 20  # of a copy that nobody waits for: on a CPU it takes a core from the steps, for 2 ms
 JOB_BLOCKS = 128
 MAX_JOBS = 2  # at once: one is copied while the next is asked for
 LOOKED_AT = 256  # dirty blocks, at one time; or twice as many as are wanted
 EAGER_US = 20_000  # between two looks where no place is wanted
+EAGER_SHARE = 20  # of the time, one part for copies that nobody waits for
+QUIET_US = 200_000  # without a request: the next turn of a chat may come at once
 BUSY_US = 1_000  # ... where no copy can be asked for
 GROUP = 16  # blocks of a sequence that are judged alike
 CUSHION_ROWS, CUSHION_BLOCKS, CUSHION_SHARE = 2, 16, 8
@@ -63,22 +66,40 @@ def clean(state: State, executor: Executor) -> bool:
     if state.draining and pressed <= 0:
         return False  # whoever drains would wait for a copy that nobody will ask for
     busy = executor.down.pending_jobs >= MAX_JOBS
-    pause_us = EAGER_US if pressed <= 0 else BUSY_US if busy else 0
-    pause_us = pause_us if state.requests else 0  # after the last one no event would bring another look
-    if pause_us and state.now_us - executor.looked_us < pause_us:
+    if pressed <= 0 and not _may_be_eager(state, executor):
+        return False
+    if pressed > 0 and busy and state.now_us - executor.looked_us < BUSY_US:
         return False
     executor.looked_us = state.now_us
     tier = state.tiers.of(executor.hello.host_id, state.now_us)
     if tier is None:
         return _give_up(executor, pressed)
-    room = 0 if busy else _most_blocks(executor)
+    swaps = state.limits.policy.tier == "swap"
+    room = 0 if busy else _most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
     free_before = ledger.free_blocks
     chosen = _choose(state, executor, pressed, room)
+    if chosen and pressed <= 0 and not swaps:
+        copy_us = executor.down.copy_us(len(chosen) * executor.hello.bytes_per_block)
+        executor.eager_us = state.now_us + EAGER_SHARE * copy_us
     if chosen:
-        _store(state, executor, tier, chosen, leaves=state.limits.policy.tier == "swap")
+        _store(state, executor, tier, chosen, leaves=swaps)
     elif pressed > 0 and room and not executor.down.pending_jobs and _may_pause(state, executor):
         _store_ahead(state, executor, tier, room)
     return ledger.free_blocks > free_before
+
+
+def waits(state: State) -> bool:
+    """True while nobody asks for anything and blocks might be copied ahead of need: a tick sees to it."""
+    idle = not state.requests and not state.draining and state.reuse_pm >= EAGER_PM
+    return idle and any(executor.ledger.dirty_blocks for executor in state.executors.values())
+
+
+def _may_be_eager(state: State, executor: Executor) -> bool:
+    """Copies that nobody waits for are made when nobody has asked for anything for a while, and take a small
+    part of the time otherwise: on a CPU they take it from the steps."""
+    if not state.requests:
+        return state.now_us - state.quiet_us >= QUIET_US
+    return state.now_us - executor.looked_us >= EAGER_US and state.now_us >= executor.eager_us
 
 
 def _pressed(state: State, executor: Executor) -> int:
@@ -91,8 +112,8 @@ def _pressed(state: State, executor: Executor) -> int:
     return wanted - (ledger.free_blocks - ledger.reserved) - ledger.copying_blocks
 
 
-def _most_blocks(executor: Executor) -> int:
-    return max(1, min(JOB_BLOCKS, JOB_BYTES // max(executor.hello.bytes_per_block, 1)))
+def _most_blocks(executor: Executor, most_bytes: int = JOB_BYTES) -> int:
+    return max(1, min(JOB_BLOCKS, most_bytes // max(executor.hello.bytes_per_block, 1)))
 
 
 def _give_up(executor: Executor, pressed: int) -> bool:
