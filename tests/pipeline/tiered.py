@@ -44,6 +44,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "MOST_DEADLINE_US", PATIENCE_US)
     monkeypatch.setattr(asking, "WAIT_US", PATIENCE_US)
     monkeypatch.setattr(asking, "STALE_US", PATIENCE_US)
+    monkeypatch.setattr(asking, "FEW_BLOCKS", 0)
     monkeypatch.setattr(lookups, "LOOKUP_US", PATIENCE_US)
     for module in (asking, loading, storing):
         monkeypatch.setattr(module, "ANSWER_US", PATIENCE_US)
