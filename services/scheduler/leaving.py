@@ -16,7 +16,8 @@ def withdraw(state: State, sequence: Sequence, known_tokens: int) -> None:
     if executor is not None and sequence in executor.running:
         prefix.register(executor, sequence, min(sequence.computed, known_tokens))
         executor.leave(sequence)
-        executor.ledger.own(sequence.table, sequence.seq)
+        if executor.ledger.write_back:  # only what a tier may take is asked for its owner
+            executor.ledger.own(sequence.table, sequence.seq)
         executor.copies = [copy for copy in executor.copies if copy[1] not in sequence.table]
         executor.ledger.unreserve(sequence.reserved)
         executor.ledger.release(sequence.table, [sequence.slot], executor.step)
