@@ -113,7 +113,7 @@ class Scheduler:
             case PeerLost("executor", actor):
                 fleet.drop_executor(state, actor, "the executor is gone")
             case TierReady():
-                tier = Tier(event.actor, event.epoch, event.host_id, event.generation, tuple(event.tiers))
+                tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
                 tiers.ready(state, tier)
             case TierLost(actor):
                 tiers.lost(state, actor)

@@ -113,10 +113,10 @@ def _candidates(state: State, executor: Executor, level: int) -> list[Sequence]:
 
 def _describe(executor: Executor, s: Sequence, costs: Recompute) -> str:
     ledger = executor.ledger
-    below = sum(block in ledger.clean for block in s.table)
     text = f"seq {s.seq} ({s.request.asked.slo_class}, {len(s.table)} blocks, {s.pauses} pauses"
     if not ledger.write_back:
         return text + ")"
+    below = sum(block in ledger.clean for block in s.table)
     reload_us, again_us = _reload_us(executor, s), costs.tokens_us(0, min(s.computed, len(s.tokens)))
     return f"{text}, {below} below, {reload_us / 1e3:.1f} ms to bring back, {again_us / 1e3:.1f} to compute)"
 

@@ -19,7 +19,7 @@ def ready(state: State, tier: Tier) -> None:
     if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
         return  # of two on a host the later one counts: it is the one that the executors map
     if known is not None and (known.actor, known.generation) == (tier.actor, tier.generation):
-        known.names, known.epoch = tier.names, tier.epoch
+        known.epoch = tier.epoch
         return
     if known is not None:
         lost(state, known.actor)

@@ -59,7 +59,6 @@ class Tier:
     epoch: int
     host_id: str
     generation: int
-    names: tuple[str, ...]
     misses: int = 0  # answers missed in a row
     rest_until_us: int = 0
     fetch_bytes_per_us: float = 0.0  # L2 to L1, learned; 0: not known
