@@ -1,6 +1,8 @@
 """RMS norm in torch (Zhang and Sennrich 2019, arXiv:1910.07467): the meaning of the op, and the CPU path.
 
-`F.rms_norm` accumulates 16-bit inputs in float and rounds once at the end.
+`F.rms_norm` accumulates 16-bit inputs in float and rounds once at the end. It is one kernel on a GPU only; on
+a CPU it is the ops below, some copies and casts: measured on a Zen 3 core, 22 rows of 576, the sum included,
+42 us; spelt out 29 us, with the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension. Any leading shape."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    if x.is_cuda or x.dtype != torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return torch.mul(x, scale).mul_(weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -29,5 +29,5 @@ def apply_rope(x: Tensor, rotation: Tensor) -> Tensor:
     """`x` `[tokens, heads, head_dim]` rotated by `rotation` `[tokens, 2, head_dim]`, in float."""
     wide = x.float()
     low, high = wide.chunk(2, -1)
-    cos, sin = rotation[:, 0].unsqueeze(1), rotation[:, 1].unsqueeze(1)
-    return (wide * cos + torch.cat((high, low), -1) * sin).to(x.dtype)
+    cos, sin = rotation.unsqueeze(2).unbind(1)
+    return (wide * cos).add_(torch.cat((high, low), -1).mul_(sin)).to(x.dtype)

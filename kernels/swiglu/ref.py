@@ -10,7 +10,7 @@ from torch import Tensor
 def swiglu(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of `[tokens, 2 * width]`, gate first: `[tokens, width]`."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def swiglu_by_row(gate_up: Tensor) -> Tensor:

@@ -47,7 +47,9 @@ class Pending:
     plan: StepPlan
     logits: Tensor | None = None  # [samples, vocab]
     padding_rows: int = 0
-    forwarded: Event | None = None  # marks the forward's end on a GPU
+    forwarded: Event | None = None  # marks the forward's end on a GPU; with an answer, the sampling's
+    answer: Tensor | None = None  # ids and done [2, rows]: sampling is queued already, `sample` only waits
+    tokens: tuple[Ints, ...] = ()  # with an answer: the host records of its slots
     due_s: float = 0.0  # sim: when the forward ends, on the monotonic clock
 
 
@@ -106,7 +108,8 @@ class Backend(Protocol):
     def forward(self, plan: StepPlan) -> Pending:
         """Apply table deltas, then block copies, then compute the forward rows. Rows of a slot that
         is done (stop id seen, or `max_length` reached) are no-ops and write no KV. On return the
-        work is queued or done. The slots of forwards that are not sampled yet are not in this plan."""
+        work is queued or done. The slots of forwards that are not sampled yet are not in this plan, but
+        for those that have their `answer` queued."""
 
     def sample(self, pending: Pending) -> StepOutput:
         """Choose a token for each sample row of that forward, remember it as the slot's last token

@@ -11,7 +11,7 @@ from shared.config import Settings
 from shared.errors import SetupError
 from shared.model_files import resolve
 
-SIM_SLOTS, TORCH_SLOTS = 256, 64
+SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
 
 
 def engine_builder(settings: Settings) -> Callable[[], Backend]:
@@ -40,7 +40,13 @@ def _sim(settings: Settings) -> Backend:
 
 def _torch(settings: Settings) -> Backend:
     try:
-        from services.executor.torch_backend import TorchOptions, build
+        from services.executor.loading import TorchOptions, device_of
+
+        build: Callable[[TorchOptions], Backend]
+        if on_gpu := device_of(settings.device).type == "cuda":
+            from services.executor.cuda.backend import build
+        else:
+            from services.executor.torch_backend import build
     except ModuleNotFoundError as error:
         raise SetupError(
             f"the torch engine needs {error.name}: pip install 'headrace[executor]', "
@@ -48,16 +54,18 @@ def _torch(settings: Settings) -> Backend:
         ) from error
     processors = load_processors(settings.logits_processors)
     files = resolve(settings.model, settings.cache_dir)
+    slots = settings.slots or (CUDA_SLOTS if on_gpu else TORCH_SLOTS)
     return build(
         TorchOptions(
             model_path=files.path,
             model_name=settings.model_name or files.name,
+            dummy=settings.backend == "dummy",
             dtype=settings.dtype,
             device=settings.device,
             blocks=settings.kv_blocks,
             block_tokens=settings.block_tokens,
-            slots=settings.slots or TORCH_SLOTS,
-            max_step_tokens=max(settings.step_tokens, settings.slots or TORCH_SLOTS),
+            slots=slots,
+            max_step_tokens=max(settings.step_tokens, slots),
             max_context=settings.max_context,
             threads=settings.threads,
             deterministic=settings.deterministic,

@@ -1,4 +1,6 @@
-"""Logits processors over the rows of a step on a torch device: to the host, through them, and back.
+"""Logits processors and grammars over the rows of a step on a torch device.
+
+Rows with processors go to the host, through them, and back; then grammars forbid what may not follow.
 
 On a GPU the rows of one half must not queue behind the other half's forward. So an event marks the end of
 their own forward, and all that follows it runs on a stream beside the one that computes. That holds for
@@ -16,13 +18,14 @@ import torch
 from torch import Tensor
 
 from services.executor.chains import Chains, HostRow
+from services.executor.grammars import Grammars
 from services.executor.processors import MakeProcessor
 from shared.messages import SlotOpen
 
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """Logits `[rows, vocab]` to sample from, the processors' time, and why rows failed, by index."""
+    """Logits `[rows, vocab]` to sample from, the time on the host, and why rows failed, by index."""
 
     logits: Tensor
     host_us: int
@@ -30,23 +33,26 @@ class Processed:
 
 
 class HostRows:
-    """The processors of open slots. `open`, `close` and `forwarded` are the device thread's, the rest is the
-    host lane's."""
+    """The processors and grammars of open slots. `open`, `close` and `forwarded` are the device thread's,
+    the rest is the host lane's."""
 
-    def __init__(self, known: Mapping[str, MakeProcessor], device: torch.device) -> None:
+    def __init__(self, known: Mapping[str, MakeProcessor], grammars: Grammars, device: torch.device) -> None:
         self._chains = Chains(known)
+        self._grammars = grammars
         self._stream: torch.cuda.Stream | None = None
         self._marks = device.type == "cuda"
         if device.type == "cuda" and known:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch annotates it not
 
     def open(self, opened: SlotOpen) -> None:
-        """Take a slot's processors, if it has any."""
+        """Take a slot's processors and grammar, if it has any."""
         self._chains.open(opened)
+        self._grammars.open(opened)
 
     def close(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
         self._chains.close(slot)
+        self._grammars.close(slot)
 
     def forwarded(self) -> torch.cuda.Event | None:
         """Mark the end of a forward, on a GPU: copies of its blocks wait for that, too."""
@@ -66,8 +72,21 @@ class HostRows:
     def process(
         self, logits: Tensor, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]
     ) -> Processed:
-        """Run the processors of the rows that have some; `tokens` gives a slot's tokens so far. Row i is for
-        `slots[i]`. `logits` is left as it is."""
+        """Run the processors and grammars of the rows that have some; `tokens` gives a slot's tokens so far.
+        Row i is for `slots[i]`. `logits` is left as it is."""
+        processed = self._through_processors(logits, slots, tokens)
+        rows = self._grammars.rows_of(slots)
+        if not rows:
+            return processed
+        began_ns = time.monotonic_ns()
+        changed = processed.logits.clone() if processed.logits is logits else processed.logits
+        failed = self._grammars.mask(changed, rows, slots, tokens)
+        host_us = processed.host_us + (time.monotonic_ns() - began_ns) // 1000
+        return Processed(changed, host_us, {**processed.failures, **failed})
+
+    def _through_processors(
+        self, logits: Tensor, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]
+    ) -> Processed:
         rows = self._chains.rows_of(slots)
         if not rows:
             return Processed(logits, 0, {})

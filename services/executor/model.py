@@ -54,9 +54,21 @@ class Model:
         self._head = products.linear(weights.head)
         self._layers = [_layer(weights.layers.pop(0), products) for _ in range(shapes.layers)]
         self._deterministic = deterministic
+        self._products = products
         self._gate: Callable[[Tensor], Tensor] = swiglu_by_row if deterministic else swiglu
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, context_tokens).to(device)
+
+    @torch.inference_mode()
+    def compile_products(self, most_rows: int) -> None:
+        """Run the products for every number of rows up to `most_rows` that has kernels of its own, so that no
+        step waits for their compilation. One layer stands for all: they have the same shapes."""
+        layer, hidden = self._layers[0], self._embedding.shape[1]
+        for rows in self._products.kernel_sizes(most_rows):
+            x = self._embedding.new_zeros(rows, hidden)
+            layer.qkv(x)
+            layer.out(x.new_zeros(rows, self._shapes.heads * self._shapes.head_dim))
+            layer.down(self._gate(layer.gate_up(x)))
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
         """Logits `[samples, vocab]` in float32 of the batch's sampled rows; writes the KV of all rows."""

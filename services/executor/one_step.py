@@ -39,6 +39,11 @@ class Step:
             self._error = error
         self._forwarded_us = self._clock.now_us()
 
+    @property
+    def answered(self) -> bool:
+        """True when sampling is queued on the device already: see Pending.answer."""
+        return self._pending is not None and self._pending.answer is not None
+
     def finish(self, published_us: int = 0) -> StepResult:
         """Choose the tokens; the result of the step. `published_us`: see StepResult."""
         if self._pending is None:

@@ -19,10 +19,12 @@ from services.executor.sim_blocks import SimBlocks, SimCopier
 from services.executor.sim_host import SimHostRows
 from services.executor.sim_timing import sim_timing
 from shared.messages import Ints, SlotOpen, StepPlan, ints
+from shared.messages.steps import ROW_REFUSED
 from shared.step_model import shape_of
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in SplitMix64
 _MASK = (1 << 64) - 1
+_NO_GRAMMARS = f"{ROW_REFUSED}the simulated engine follows no grammar: ask an engine with weights"
 FIRST_TEXT_ID = 256  # below are control tokens in most vocabularies
 
 
@@ -57,6 +59,9 @@ class SimBackend:
     def __init__(self, options: SimOptions) -> None:
         self._options = options
         self._slots: dict[int, _Slot] = {}
+        self._grammars: set[int] = (
+            set()
+        )  # slots that were opened with one: its tokens are not chosen by logits
         self._timing = sim_timing(options.timing)
         self._free_s = [0.0] * self._timing.stages  # when each stage has nothing left to do
         self._host_rows = SimHostRows(options.processors, options.vocab, self._timing.host_row_us)
@@ -91,9 +96,11 @@ class SimBackend:
         tokens = list(opened.tokens) if opened.processors else []
         self._slots[opened.slot] = _Slot(opened, frozenset(opened.stop_ids), last, max_length, tokens)
         self._host_rows.open(opened)
+        (self._grammars.add if opened.grammar else self._grammars.discard)(opened.slot)
 
     def close_slot(self, slot: int) -> None:
         self._slots.pop(slot, None)
+        self._grammars.discard(slot)
         self._host_rows.close(slot)
 
     def forward(self, plan: StepPlan) -> Pending:
@@ -111,8 +118,10 @@ class SimBackend:
         if hosted:
             _sleep_until(pending.due_s)
             host_us, failures = self._host_rows.process(slots, self._tokens)
-            for row in failures:
-                self._slots[slots[row]].done = True
+        if self._grammars:
+            failures |= {row: _NO_GRAMMARS for row, slot in enumerate(slots) if slot in self._grammars}
+        for row in failures:
+            self._slots[slots[row]].done = True
         ids, done = self._choose(pending.plan)
         for row in hosted:
             self._slots[slots[row]].tokens.append(ids[row])

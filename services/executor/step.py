@@ -3,7 +3,9 @@
     loop thread:   SlotOpen, StepPlan n, StepPlan n+1, SlotClose ... ──▶ queue
     device thread: take -> forward -> sample -> StepResult ──▶ loop thread
 With two plans queued, the next step starts while the result of the last is still on its way. A step with
-rows whose tokens need the host is sampled on the host lane instead, and what follows it meanwhile, too.
+rows whose tokens need the host is sampled on the host lane instead, and what follows it meanwhile, too. So
+is one whose sampling an engine has queued behind its forward: the lane waits for the ids, and the next plan
+of the same slots is queued on the device before they come.
 """
 
 from __future__ import annotations
@@ -125,9 +127,10 @@ class DeviceThread:
         step.forward(refused)
         self.idle_us += wait_us
         host_fed = bool(self._host_fed) and not self._host_fed.isdisjoint(plan.sample_slots)
-        if host_fed or self._lane.busy or self._staged:
+        if host_fed or step.answered or self._lane.busy or self._staged:
             self.busy_us += self._clock.now_us() - began_us
-            self._lane.put(plan.sample_slots, began_us, lambda: self._finish(step))
+            fenced = () if step.answered else plan.sample_slots  # what is queued on the device comes in order
+            self._lane.put(fenced, began_us, lambda: self._finish(step))
             self._began_us = 0
         else:
             self._finish(step)

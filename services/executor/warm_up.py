@@ -8,6 +8,8 @@ from services.executor.backend import BackendInfo
 from shared.blocks import blocks_for
 from shared.messages import Sampling, SlotOpen, StepPlan, ints
 
+WARM_ROWS = 64  # matrix products are compiled up to here: larger steps take so long that it does not show
+
 _GREEDY = Sampling(temperature=0.0)
 _FILTERED = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, frequency_penalty=0.1)
 

@@ -1,0 +1,88 @@
+"""Products of few rows with a large weight on a GPU, in Triton: bound by reading the weight.
+
+A library's kernels for such shapes leave bandwidth where the weight is small: too few programs, or one wave
+and a piece. Here the weight takes the place of the wide operand of the matrix instruction (`weight @ x.T`),
+and `splits` programs share a column tile, each with a part of the inner dimension, so that one wave fills
+every multiprocessor. Their sums are left apart, in float32: what reads them (norm, rotation) adds them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import begin, prefetch, ready
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _matmul(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    split_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    SPLIT_INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    begin(CHAINED)
+    first, split = tl.program_id(0) * TILE, tl.program_id(1)
+    n, m, k = first + tl.arange(0, TILE), tl.arange(0, ROWS), tl.arange(0, STEP)
+    begin_at = split * SPLIT_INNER
+    weights = weight + n.to(tl.int64)[:, None] * INNER + k[None, :]
+    if AHEAD > 0:  # while the kernel before still runs
+        line = tl.arange(0, AHEAD // 64) * 64
+        prefetch(weight + n.to(tl.int64)[:, None] * INNER + begin_at + line[None, :])
+    ready(CHAINED)
+    inputs = x + m[:, None] * INNER + k[None, :]
+    acc = tl.zeros([TILE, ROWS], tl.float32)
+    for at in tl.range(begin_at, begin_at + SPLIT_INNER, STEP, num_stages=STAGES):
+        w = tl.load(weights + at, eviction_policy="evict_first")
+        value = tl.load(inputs + at, mask=(m < rows)[:, None], other=0.0)
+        acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
+    at_out = out + split * split_stride + m[:, None] * WIDTH + n[None, :]
+    tl.store(at_out, tl.trans(acc).to(out.dtype.element_ty), mask=(m < rows)[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTuning:
+    """How a product is laid out. `tile` divides the width, `splits * step` the inner dimension. `ahead`:
+    elements of each row of the weight, a power of two of at least 64, fetched before the input is there."""
+
+    tile: int
+    step: int
+    splits: int = 1
+    stages: int = 4
+    warps: int = 4
+    ahead: int = 0
+    chained: bool = False  # see kernels.launch
+
+
+def matmul(x: Tensor, weight: Tensor, tuning: MatmulTuning) -> Tensor:
+    """`x @ weight.T` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]` in the dtype of
+    `x`, or with more than one split `[splits, rows, width]` in float32, to be added up."""
+    rows, inner = x.shape
+    width = weight.shape[0]
+    splits = tuning.splits
+    if width % tuning.tile or inner % (splits * tuning.step):
+        raise ValueError(f"a weight of {width} x {inner} does not divide into {tuning}")
+    shape = (rows, width) if splits == 1 else (splits, rows, width)
+    out = torch.empty(shape, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
+    _matmul[(width // tuning.tile, splits)](
+        x, weight, out, rows, rows * width, WIDTH=width, INNER=inner, SPLIT_INNER=inner // splits,
+        ROWS=max(16, triton.next_power_of_2(rows)), TILE=tuning.tile, STEP=tuning.step, STAGES=tuning.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=tuning.ahead, CHAINED=tuning.chained,
+        launch_pdl=tuning.chained, num_warps=tuning.warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,300 @@
+"""Paged decode attention on a GPU, in Triton: one query token a row over its whole context.
+
+The tiles of all rows lie one behind the other, and each of a fixed number of workers takes an equal run:
+
+    row 0 ████████████ | row 1 ████ | row 2 ██████████████████ | ...
+    worker 0 └──────┘ worker 1 └──────┘ worker 2 └──────┘ ...
+
+So the grid does not depend on the lengths (a CUDA graph holds it) and no worker waits for a longer one. A row
+that one worker covers is written at once; the parts of a row that lies across a border are merged by a
+second kernel, with a program for each border. A worker is one program for each kv head, neighbours in the
+grid, so that the heads of a token are read from memory at about the same time; the query heads that share a
+kv head are the rows of one matrix product. Splitting by equal runs of tiles: "Stream-K" (arXiv:2301.03598).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import begin, prefetch, ready
+
+TILE_TOKENS = 64
+_LOG2_E = 1.4426950408889634
+_PARTS = 16  # of a row, merged at a time
+_LEAST_TILES = 2  # of a worker: more parts cost more to merge than they save
+_ROW_LIMIT = 1024  # of a plan: it is made by one program
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _plan(
+    lengths: tl.tensor,
+    ends: tl.tensor,
+    first_rows: tl.tensor,
+    rows: tl.tensor,
+    WORKERS: tl.constexpr,
+    WORKERS_PAD: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+) -> None:
+    at = tl.arange(0, ROWS_PAD)
+    length = tl.load(lengths + at, mask=at < rows, other=0)
+    end = tl.cumsum((length + TILE - 1) // TILE, 0)
+    tl.store(ends + at, end, mask=at < rows)
+    each = tl.maximum((tl.max(end, 0) + WORKERS - 1) // WORKERS, LEAST)
+    for i in range(0, WORKERS_PAD, 16):
+        worker = i + tl.arange(0, 16)
+        first = tl.sum((end[None, :] <= (worker * each)[:, None]).to(tl.int32), 1)  # rows that end before it
+        tl.store(first_rows + worker, first, mask=worker < WORKERS_PAD)
+
+
+@triton.jit(do_not_specialize=["rows", "table_blocks", "layer"])
+def _attend(
+    query: tl.tensor,
+    kv: tl.tensor,
+    tables: tl.tensor,
+    slots: tl.tensor,
+    lengths: tl.tensor,
+    ends: tl.tensor,
+    first_rows: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    table_blocks: tl.tensor,
+    layer: tl.tensor,
+    block_stride: tl.tensor,
+    scale: tl.tensor,
+    WORKERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LEAST: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    begin(CHAINED)
+    head, worker = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
+    total = tl.load(ends + rows - 1)
+    each = tl.maximum((total + WORKERS - 1) // WORKERS, LEAST)
+    own = worker * each
+    stop = tl.minimum(own + each, total)
+    row = tl.load(first_rows + worker)
+    g, d, n = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
+    heads = head * GROUP + g
+    in_query = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    token_stride: tl.constexpr = KV_HEADS * DIM
+    keys = kv + layer * (2 * BLOCK_TOKENS * token_stride) + head * DIM + d[None, :]
+    values = keys + BLOCK_TOKENS * token_stride
+    if CHAINED:  # noqa: SIM102 - one is known when this is compiled, the other not
+        if own < stop:  # the first tile is fetched while the kernels before compute the newest token
+            length = tl.load(lengths + row)
+            at = (own - tl.load(ends + row) + (length + TILE - 1) // TILE) * TILE + n
+            table = tables + tl.load(slots + row).to(tl.int64) * table_blocks
+            block = tl.load(table + at // BLOCK_TOKENS, mask=at < length, other=0).to(tl.int64)
+            line = tl.arange(0, (DIM_PAD + 63) // 64) * 64
+            token = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None] + line[None, :]
+            token += layer * (2 * BLOCK_TOKENS * token_stride) + head * DIM
+            prefetch(kv + token)
+            prefetch(kv + BLOCK_TOKENS * token_stride + token)
+    ready(CHAINED)
+    tile = own
+    while tile < stop:
+        length = tl.load(lengths + row)
+        row_end = tl.load(ends + row)
+        row_begin = row_end - (length + TILE - 1) // TILE
+        last = tl.minimum(stop, row_end)
+        table = tables + tl.load(slots + row).to(tl.int64) * table_blocks
+        at_query = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
+        q = tl.load(query + at_query, mask=in_query, other=0.0)
+        top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+        mass = tl.zeros([GROUP_PAD], tl.float32)
+        acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        for i in tl.range(tile - row_begin, last - row_begin, num_stages=STAGES):
+            at = i * TILE + n
+            inside = at < length
+            block = tl.load(table + at // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+            token = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
+            readable = inside[:, None] if DIM == DIM_PAD else inside[:, None] & (d < DIM)[None, :]
+            k = tl.load(keys + token, mask=readable, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.where(inside[None, :], scores, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            mass = mass * shrink + tl.sum(weights, 1)
+            v = tl.load(values + token, mask=readable, other=0.0)
+            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            top = new_top
+        if last > tile:
+            if (tile == row_begin) & (last == row_end):
+                done = (acc / mass[:, None]).to(out.dtype.element_ty)
+                tl.store(out + at_query, done, mask=in_query)
+            else:
+                part = (worker * 2 + (tile != own).to(tl.int32)) * KV_HEADS + head
+                at_part = part * (GROUP_PAD * DIM_PAD) + g[:, None] * DIM_PAD + d[None, :]
+                tl.store(partial + at_part, acc, mask=in_query)
+                tl.store(sums + part * 2 * GROUP_PAD + g, top)
+                tl.store(sums + part * 2 * GROUP_PAD + GROUP_PAD + g, mass)
+        tile = last
+        row += 1
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _merge(
+    lengths: tl.tensor,
+    ends: tl.tensor,
+    first_rows: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    WORKERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    begin(CHAINED)
+    ready(CHAINED)
+    worker, head = tl.program_id(0), tl.program_id(1) // GROUP
+    g = tl.program_id(1) % GROUP
+    total = tl.load(ends + rows - 1)
+    each = tl.maximum((total + WORKERS - 1) // WORKERS, LEAST)
+    border = (worker + 1) * each
+    if border < total:
+        row = tl.load(first_rows + worker + 1)
+        row_end = tl.load(ends + row)
+        row_begin = row_end - (tl.load(lengths + row) + TILE - 1) // TILE
+        if (row_begin < border) & (row_begin >= worker * each):  # the first border that this row crosses
+            d = tl.arange(0, DIM_PAD)
+            top = tl.full([], -float("inf"), tl.float32)
+            mass = tl.full([], 0.0, tl.float32)
+            acc = tl.zeros([DIM_PAD], tl.float32)
+            begins_inside = (row_begin != worker * each).to(tl.int32)
+            last = (row_end - 1) // each
+            for first in range(worker, last + 1, PARTS):
+                i = first + tl.arange(0, PARTS)
+                part = (i * 2 + tl.where(i == worker, begins_inside, 0)) * KV_HEADS + head
+                tops = tl.load(sums + part * 2 * GROUP_PAD + g, mask=i <= last, other=-float("inf"))
+                masses = tl.load(sums + part * 2 * GROUP_PAD + GROUP_PAD + g, mask=i <= last, other=0.0)
+                at = ((part * GROUP_PAD + g) * DIM_PAD)[:, None] + d[None, :]
+                parts = tl.load(partial + at, mask=(i <= last)[:, None], other=0.0)
+                new_top = tl.maximum(top, tl.max(tops, 0))
+                shrinks, shrink = tl.exp2(tops - new_top), tl.exp2(top - new_top)
+                acc = acc * shrink + tl.sum(parts * shrinks[:, None], 0)
+                mass = mass * shrink + tl.sum(masses * shrinks, 0)
+                top = new_top
+            at_out = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + (head * GROUP + g) * DIM + d
+            tl.store(out + at_out, (acc / mass).to(out.dtype.element_ty), mask=d < DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the kernel is laid out on a device. `per_sm`: programs that one multiprocessor holds at once."""
+
+    tile_tokens: int = TILE_TOKENS
+    per_sm: int = 2
+    stages: int = 5
+    warps: int = 4
+    chained: bool = False  # see kernels.launch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """What the kernels of one engine share: the division of the work, and the parts of rows to merge."""
+
+    tuning: Tuning
+    workers: int
+    ends: Tensor  # [rows], tiles up to and with each row
+    first_rows: Tensor  # [workers + 1]
+    partial: Tensor  # [workers * 2, kv_heads, group, head_dim], float32
+    sums: Tensor  # [workers * 2, kv_heads, 2, group]: maximum and mass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of a step: `slots` and `lengths` `[rows]` int32, `tables` `[slots, blocks]` int32. A row of length
+    0 is left out, whatever lies in its place of the result."""
+
+    slots: Tensor
+    lengths: Tensor
+    tables: Tensor
+
+
+def decode_work(
+    kv: Tensor, heads: int, rows: int, processors: int, tuning: Tuning | None = None
+) -> DecodeWork:
+    """Room for steps of up to `rows` rows over the cache `kv`, on a GPU of so many multiprocessors."""
+    chosen, kv_heads = tuning or Tuning(), kv.shape[4]
+    if rows > _ROW_LIMIT:
+        raise ValueError(f"{rows} rows in a step; at most {_ROW_LIMIT}")
+    workers = max(1, processors * chosen.per_sm // kv_heads)
+    group, dim = _padded(heads // kv_heads), _padded(kv.shape[5])
+
+    def room(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=kv.device)
+
+    return DecodeWork(
+        tuning=chosen,
+        workers=workers,
+        ends=room(rows, dtype=torch.int32),
+        first_rows=room(workers + 1, dtype=torch.int32),
+        partial=room(workers * 2, kv_heads, group, dim, dtype=torch.float32),
+        sums=room(workers * 2, kv_heads, 2, group, dtype=torch.float32),
+    )
+
+
+def plan_decode(work: DecodeWork, lengths: Tensor) -> None:
+    """Divide the rows of a step among the workers: once a step, for all layers."""
+    rows = len(lengths)
+    _plan[(1,)](
+        lengths, work.ends, work.first_rows, rows, WORKERS=work.workers, WORKERS_PAD=work.workers + 1,
+        ROWS_PAD=max(16, triton.next_power_of_2(rows)), TILE=work.tuning.tile_tokens, LEAST=_LEAST_TILES,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def attend_decode(
+    query: Tensor, kv: Tensor, layer: int, rows: DecodeRows, work: DecodeWork, out: Tensor
+) -> None:
+    """Attention of each of `rows` with its query `[rows, heads, head_dim]` into `out`, of the same shape.
+    Call `plan_decode` with the same lengths before."""
+    count, heads, dim = query.shape[0], query.shape[1], query.shape[2]
+    kv_heads, block_tokens = kv.shape[4], kv.shape[3]
+    group = heads // kv_heads
+    sizes = {
+        "WORKERS": work.workers, "KV_HEADS": kv_heads, "GROUP": group, "GROUP_PAD": _padded(group),
+        "DIM": dim, "DIM_PAD": _padded(dim), "TILE": work.tuning.tile_tokens,
+        "LEAST": _LEAST_TILES, "CHAINED": work.tuning.chained, "launch_pdl": work.tuning.chained,
+    }  # fmt: skip
+    _attend[(work.workers * kv_heads,)](
+        query, kv, rows.tables, rows.slots, rows.lengths, work.ends, work.first_rows, out,
+        work.partial, work.sums, count, rows.tables.shape[1], layer, kv.stride(0), dim**-0.5 * _LOG2_E,
+        **sizes, BLOCK_TOKENS=block_tokens, STAGES=work.tuning.stages,
+        PRECISION="ieee" if kv.dtype == torch.float32 else "tf32", num_warps=work.tuning.warps,
+    )  # fmt: skip
+    if work.workers > 1:
+        _merge[(work.workers - 1, heads)](
+            rows.lengths, work.ends, work.first_rows, out, work.partial, work.sums, count,
+            **sizes, PARTS=_PARTS, num_warps=2,
+        )  # fmt: skip
+
+
+def _padded(size: int) -> int:
+    return max(16, int(triton.next_power_of_2(size)))

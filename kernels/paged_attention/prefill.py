@@ -1,0 +1,142 @@
+"""Paged attention of prompt chunks on a GPU, in Triton: causal, over the tokens before the chunk and itself.
+
+One program takes a tile of a chunk's tokens with all query heads of one kv head: the rows of its matrix are
+(token, query head), so that K and V are read once for the group. Chunks of any length and with any prefix
+share one launch; tiles are named by columns, and a tile of no tokens ends at once, so that a graph may hold
+more tiles than a step has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["table_blocks", "layer"])
+def _attend(
+    query: tl.tensor,
+    kv: tl.tensor,
+    tables: tl.tensor,
+    tile_slots: tl.tensor,
+    tile_rows: tl.tensor,
+    tile_starts: tl.tensor,
+    tile_counts: tl.tensor,
+    out: tl.tensor,
+    table_blocks: tl.tensor,
+    layer: tl.tensor,
+    block_stride: tl.tensor,
+    scale: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    tile, head = tl.program_id(1), tl.program_id(0)
+    count = tl.load(tile_counts + tile)
+    if count > 0:
+        start = tl.load(tile_starts + tile)
+        first_row = tl.load(tile_rows + tile).to(tl.int64)
+        table = tables + tl.load(tile_slots + tile).to(tl.int64) * table_blocks
+        m, d, n = tl.arange(0, ROWS), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
+        token = m // GROUP
+        in_query = (token < count)[:, None] & (d < DIM)[None, :]
+        at_query = (first_row + token)[:, None] * (KV_HEADS * GROUP * DIM)
+        at_query += (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :]
+        q = tl.load(query + at_query, mask=in_query, other=0.0)
+        token_stride: tl.constexpr = KV_HEADS * DIM
+        keys = kv + layer * (2 * BLOCK_TOKENS * token_stride) + head * DIM + d[None, :]
+        values = keys + BLOCK_TOKENS * token_stride
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+        whole = (start + 1) // TILE * TILE  # tokens that every query of the tile sees
+        for at_first in tl.range(0, whole, TILE, num_stages=STAGES):
+            at = at_first + n
+            block = tl.load(table + at // BLOCK_TOKENS).to(tl.int64)
+            place = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
+            if DIM == DIM_PAD:
+                k = tl.load(keys + place)
+                v = tl.load(values + place)
+            else:
+                k = tl.load(keys + place, mask=(d < DIM)[None, :], other=0.0)
+                v = tl.load(values + place, mask=(d < DIM)[None, :], other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            mass = mass * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            top = new_top
+        for at_first in tl.range(whole, start + count, TILE, num_stages=1):
+            at = at_first + n
+            inside = at < start + count
+            block = tl.load(table + at // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+            place = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
+            readable = inside[:, None] & (d < DIM)[None, :]
+            k = tl.load(keys + place, mask=readable, other=0.0)
+            v = tl.load(values + place, mask=readable, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            seen = at[None, :] <= (start + token)[:, None]
+            scores = tl.where(seen & inside[None, :], scores, -1.0e30)  # finite: a row may see none of a tile
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            mass = mass * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            top = new_top
+        done = (acc / mass[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at_query, done, mask=in_query)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """How the kernel is laid out on a device. `rows`: of a program, tokens times query heads of a kv head."""
+
+    rows: int = 64
+    tile_tokens: int = 64
+    stages: int = 3
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """Tiles of chunks, `[tiles]` int32 each; `tables` `[slots, blocks]` int32. A tile has at most
+    `tile_queries` tokens."""
+
+    slots: Tensor
+    rows: Tensor  # the token row of its first token
+    starts: Tensor  # the position of its first token
+    counts: Tensor  # 0: no tile
+    tables: Tensor
+
+
+def tile_queries(heads: int, kv_heads: int, tuning: PrefillTuning) -> int:
+    """Tokens in a tile of queries."""
+    return tuning.rows // (heads // kv_heads)
+
+
+def attend_prefill(
+    query: Tensor, kv: Tensor, layer: int, tiles: PrefillTiles, tuning: PrefillTuning, out: Tensor
+) -> None:
+    """Attention of the tokens of `tiles` with their queries `[tokens, heads, head_dim]` into `out`, of the
+    same shape; other rows of `out` stay as they are. KV of the chunks is in the cache already."""
+    _, heads, dim = query.shape
+    kv_heads, block_tokens = kv.shape[4], kv.shape[3]
+    _attend[(kv_heads, len(tiles.counts))](
+        query, kv, tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts, out,
+        tiles.tables.shape[1], layer, kv.stride(0), dim**-0.5 * 1.4426950408889634,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
+        PRECISION="ieee" if kv.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""Measures what the parts name (all by default), prints it, and writes JSON with the device and versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.gpu", description=__doc__)
+    parser.add_argument("--parts", default="limits,exact,kernels,decode,prefill,profile,restore")
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    found: dict[str, Any] = {"device": _device()}
+    for name in ("limits", *(part for part in asked.parts.split(",") if part != "limits")):
+        began_s = time.monotonic()
+        try:
+            found[name] = _measure(name, asked.step_tokens, found)
+        except (RuntimeError, ValueError, AssertionError) as error:  # what fails does not end the rest
+            found[name] = f"{type(error).__name__}: {error}"
+            print(name, found[name], flush=True)
+        print(f"{name}: {time.monotonic() - began_s:.1f} s", flush=True)
+        torch.cuda.empty_cache()  # the next engine sizes its cache from what is free
+        if asked.out:
+            kept = {key: value for key, value in found.items() if not key.startswith("_")}
+            asked.out.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
+    from loadtest.gpu import engine, exact, kernels, limits, profile, restore, rig
+
+    if name == "limits":
+        return limits.limits()
+    if name == "exact":
+        return exact.exact()
+    if name == "kernels":
+        return kernels.kernels(found["limits"])
+    if "_built" not in found:
+        found["_built"] = built = rig.llama_8b(step_tokens)
+        found["start"] = {"load_s": built.load_s, "warm_up_s": built.warm_up_s}
+        print("start", found["start"], flush=True)
+    built = found["_built"]
+    if name == "decode":
+        return engine.decode(built, found["limits"])
+    if name == "prefill":
+        return engine.prefill(built, step_tokens)
+    if name == "profile":
+        return profile.profiles(built)
+    if name == "restore":
+        return restore.restore(built)
+    raise ValueError(f"there is no part {name!r}")
+
+
+def _device() -> dict[str, str]:
+    return {
+        "name": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+    }
+
+
+main()

@@ -1,0 +1,101 @@
+"""Steps of the whole engine in this process: decode by batch, prefill by length, beside their floors."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from loadtest.gpu.rig import Built, Driver
+from loadtest.gpu.timing import eager_ms
+
+BATCHES = (1, 32, 64, 128, 256)
+CONTEXT, STEPS, WARM_STEPS = 1024, 128, 8
+PREFILLS = ((8, 8192), (64, 1024))
+
+
+def decode(built: Built, limits: dict[str, float]) -> list[dict[str, Any]]:
+    """Time of a decode step at 1k context, two steps in flight; the floor is all bytes once."""
+    rows = []
+    info = built.backend.info
+    for batch in BATCHES:
+        driver = Driver(built.backend)
+        tables = dict(driver.open(slot, CONTEXT, CONTEXT + STEPS + WARM_STEPS + 1) for slot in range(batch))
+        plans = []
+        for step in range(STEPS + WARM_STEPS):
+            wanted = [(slot, CONTEXT - 1 + step, 1, step > 0) for slot in range(batch)]
+            plans.append(driver.plan(wanted, tables if not step else {}))
+        ends_s = driver.run(plans)
+        driver.close()
+        step_ms = (ends_s[-2] - ends_s[WARM_STEPS]) / (len(ends_s) - 2 - WARM_STEPS) * 1e3
+        gaps = [1e3 * (b - a) for a, b in itertools.pairwise(ends_s[WARM_STEPS:-1])]
+        context = CONTEXT + WARM_STEPS + STEPS / 2
+        kv = batch * context * info.bytes_per_block / info.block_tokens
+        floor_ms = (built.weight_bytes + kv) / limits["read_gb_s"] / 1e6
+        rows.append({
+            "batch": batch, "step_ms": step_ms, "p99_ms": statistics.quantiles(gaps, n=100)[98],
+            "floor_ms": floor_ms, "of_floor": floor_ms / step_ms, "tok_s": 1e3 * batch / step_ms,
+        })  # fmt: skip
+        print("decode", {k: round(v, 3) for k, v in rows[-1].items()}, flush=True)
+    return rows
+
+
+def prefill(built: Built, step_tokens: int) -> list[dict[str, Any]]:
+    """Prompts as steps of `step_tokens`; the floor is the library's products and cuDNN's attention."""
+    rows = []
+    for prompts, length in PREFILLS:
+        times = []
+        for _ in range(2):
+            driver = Driver(built.backend)
+            tables = dict(driver.open(slot, length, length + 1) for slot in range(prompts))
+            each = max(1, step_tokens // length)
+            plans = []
+            for first in range(0, prompts, each):
+                slots = range(first, min(first + each, prompts))
+                wanted = [(slot, 0, length, False) for slot in slots]
+                plans.append(driver.plan(wanted, {slot: tables[slot] for slot in slots}))
+            times.append(driver.run(plans)[-1])
+            driver.close()
+        tokens = prompts * length
+        floor_s = tokens / min(tokens, step_tokens) * _floor_s(built, min(tokens, step_tokens), length)
+        rows.append({
+            "prompts": prompts, "length": length, "seconds": min(times), "tok_s": tokens / min(times),
+            "floor_s": floor_s, "of_floor": floor_s / min(times),
+        })  # fmt: skip
+        print("prefill", {k: round(v, 3) for k, v in rows[-1].items()}, flush=True)
+    return rows
+
+
+@torch.inference_mode()
+def _floor_s(built: Built, tokens: int, length: int) -> float:
+    """Matrix products and cuDNN's attention of one step of whole prompts, nothing else."""
+    model: Any = built.backend._passes._model
+    shapes, layers = model._shapes, model._layers
+    hidden = torch.randn(tokens, shapes.hidden, dtype=torch.bfloat16, device="cuda")
+    wide = torch.randn(tokens, shapes.intermediate, dtype=torch.bfloat16, device="cuda")
+
+    def products() -> None:
+        for layer in layers[:4]:
+            F.linear(hidden, layer.qkv)
+            F.linear(hidden, layer.out)
+            F.linear(hidden, layer.gate_up)
+            F.linear(wide, layer.down)
+
+    def heads(count: int) -> torch.Tensor:
+        made = torch.randn(
+            tokens // length, length, count, shapes.head_dim, dtype=torch.bfloat16, device="cuda"
+        )
+        return made.transpose(1, 2)
+
+    q, k, v = heads(shapes.heads), heads(shapes.kv_heads), heads(shapes.kv_heads)
+
+    def attention() -> None:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    head_ms = eager_ms(lambda: F.linear(hidden[: tokens // length], model._head))
+    return (eager_ms(products) / 4 * len(layers) + eager_ms(attention) * len(layers) + head_ms) / 1e3

@@ -1,0 +1,104 @@
+"""Are the figures those of the right computation: logits of the engine in bf16 against transformers.
+
+Random small models of two kinds; every position of a sequence, through the decode path (one token at a time)
+and the prefill path (chunks). Held against transformers in float32, and beside transformers' own bf16.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from loadtest.gpu.rig import Driver
+from services.executor.cuda.backend import CudaBackend, build
+from services.executor.loading import TorchOptions
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+TOKENS, CHUNK = 300, 64
+
+
+def exact() -> list[dict[str, Any]]:
+    """KL divergence and agreement of the likeliest token, by model and path."""
+    return [found for kind in ("llama", "qwen3") for found in _compare(kind)]
+
+
+def _compare(kind: str) -> list[dict[str, Any]]:
+    torch.manual_seed(3)
+    model = (
+        LlamaForCausalLM(LlamaConfig(**_SIZES))
+        if kind == "llama"
+        else Qwen3ForCausalLM(Qwen3Config(**_SIZES))
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.04 * noise)
+    tokens = torch.randint(0, 4096, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        model.to(torch.bfloat16).save_pretrained(folder)
+        options = TorchOptions(
+            model_path=Path(folder), model_name=kind, device="cuda", dtype="bf16", blocks=200, slots=8,
+            max_step_tokens=256,
+        )  # fmt: skip
+        backend = build(options)
+        kept = type(model)  # loaded anew: to() would round its rotation frequencies, too
+        wanted = _by_transformers(kept.from_pretrained(folder, dtype=torch.float32), tokens)
+        own = _by_transformers(kept.from_pretrained(folder, dtype=torch.bfloat16), tokens)
+    backend.warm_up()
+    found = [_row(kind, "transformers bf16", own, wanted)]
+    found.append(_row(kind, "decode", _by_steps(backend, tokens, 1), wanted))
+    at = list(range(CHUNK - 1, TOKENS, CHUNK))
+    found.append(_row(kind, "prefill", _by_steps(backend, tokens, CHUNK)[: len(at)], wanted[at]))
+    found.append(_row(kind, "transformers bf16, same", own[at], wanted[at]))
+    return found
+
+
+@torch.no_grad()
+def _by_transformers(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    logits = model.to("cuda")(torch.tensor([tokens], device="cuda")).logits[0]
+    return logits.double().log_softmax(-1).cpu()
+
+
+@torch.inference_mode()
+def _by_steps(backend: CudaBackend, tokens: list[int], chunk: int) -> torch.Tensor:
+    driver = Driver(backend)
+    slot, blocks = driver.open(3, 1, len(tokens) + 1)
+    from shared.messages import Sampling, SlotOpen, ints
+
+    backend.open_slot(
+        SlotOpen(
+            slot=slot, generation=0, seq=0, prompt_tokens=len(tokens), sampling=Sampling(temperature=0.0),
+            tokens=ints(tokens),
+        )
+    )  # fmt: skip
+    found = []
+    for start in range(0, len(tokens), chunk):
+        count = min(chunk, len(tokens) - start)
+        plan = driver.plan([(slot, start, count, False)], {slot: blocks} if not start else {})
+        pending = backend.forward(plan)
+        found.append(backend._passes.logits(1)[0].double().log_softmax(-1).cpu())
+        backend.sample(pending)
+    driver.close()
+    return torch.stack(found)
+
+
+def _row(kind: str, path: str, found: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
+    kl = (wanted.exp() * (wanted - found)).sum(-1)
+    top = (found.argmax(-1) == wanted.argmax(-1)).double().mean()
+    row = {
+        "model": kind,
+        "path": path,
+        "kl_mean": kl.mean().item(),
+        "kl_max": kl.max().item(),
+        "top1": top.item(),
+    }
+    print("exact", row, flush=True)
+    return row

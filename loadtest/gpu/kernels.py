@@ -1,0 +1,87 @@
+"""Kernels alone, against their own floors, and their results against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.paged_attention import ref
+from kernels.paged_attention.decode import DecodeRows, attend_decode, decode_work, plan_decode
+from kernels.sampler.gpu import Choices, Chosen, choose, scratch
+from loadtest.gpu.timing import graph_us
+from services.executor.cuda.tuning import device_tuning
+
+HEADS, KV_HEADS, DIM, BLOCK_TOKENS, LAYERS = 32, 8, 128, 16, 4
+BATCHES = ((1, 1152), (32, 1152), (128, 1152), (256, 1152), (32, 8192))
+VOCAB, SAMPLED = 128_256, 64
+FILTERS = {
+    "greedy": (0.0, 0, 1.0, 0.0), "plain": (1.0, 0, 1.0, 0.0), "top_k 50, top_p 0.9": (1.0, 50, 0.9, 0.0),
+    "top_p 0.9": (1.0, 0, 0.9, 0.0), "min_p 0.05": (1.0, 0, 1.0, 0.05),
+}  # fmt: skip
+
+
+@torch.inference_mode()
+def kernels(limits: dict[str, float]) -> dict[str, Any]:
+    """Decode attention by batch and context, and the sampler by filter."""
+    return {"decode_attention": _attention(limits), "sampler": _sampler()}
+
+
+def _attention(limits: dict[str, float]) -> list[dict[str, Any]]:
+    device = torch.device("cuda")
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    tuning = device_tuning(torch.cuda.get_device_name())
+    blocks = 256 * 72 + 64
+    kv = torch.randn(blocks, LAYERS, 2, BLOCK_TOKENS, KV_HEADS, DIM, dtype=torch.bfloat16, device=device)
+    order = torch.randperm(blocks, device=device).int()
+    found = []
+    for batch, context in BATCHES:
+        each = -(-context // BLOCK_TOKENS)
+        tables = order[: batch * each].view(batch, each).contiguous()
+        slots = torch.randperm(batch, device=device).int()
+        lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
+        query = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        out = torch.full_like(query, torch.nan)
+        work = decode_work(kv, HEADS, batch, processors, tuning.of(batch).decode)
+        rows = DecodeRows(slots, lengths, tables)
+        plan_decode(work, lengths)
+        attend_decode(query, kv, 1, rows, work, out)
+        mask = torch.zeros(1, 1, 1, context, dtype=torch.float64, device=device)
+        table = tables[slots[-1:].long()].long()
+        own = kv[table[0]].double()
+        wanted = ref.attend_decode(query[-1:].double(), own, 1, torch.arange(each, device=device)[None], mask)
+        error = ((out[-1].double() - wanted[0]).norm() / wanted.norm()).item()
+        us = graph_us(lambda i: attend_decode(query, kv, i % LAYERS, rows, work, out), 16)  # noqa: B023
+        size = batch * context * KV_HEADS * DIM * 2 * 2
+        rate = size / us / 1e3
+        found.append({
+            "batch": batch, "context": context, "mib": size >> 20, "us": us, "gb_s": rate,
+            "of_read": rate / limits["read_gb_s"], "error": error, "whole": not bool(out.isnan().any()),
+        })  # fmt: skip
+        print("attention", found[-1], flush=True)
+    return found
+
+
+def _sampler() -> list[dict[str, Any]]:
+    device = torch.device("cuda")
+    found = []
+    for name, row in FILTERS.items():
+        for spread in (1.0, 4.0):
+            logits = [(torch.randn(SAMPLED, VOCAB, device=device) * spread).bfloat16() for _ in range(6)]
+            filters = torch.tensor([row] * SAMPLED, dtype=torch.float32, device=device)
+
+            def words(value: int) -> torch.Tensor:
+                return torch.full((SAMPLED,), value, dtype=torch.int32, device=device)
+
+            seeds = torch.randint(0, 1 << 62, (SAMPLED,), device=device)
+            stops = torch.full((SAMPLED, 32), -1, dtype=torch.int32, device=device)
+            choices = Choices(filters, seeds, words(1 << 30), stops, words(0), words(0))
+            slots, room = (
+                torch.arange(SAMPLED, dtype=torch.int32, device=device),
+                scratch(SAMPLED, VOCAB, device),
+            )
+            chosen = Chosen(words(0), words(0))
+            us = graph_us(lambda i: choose(logits[i % 6], slots, slots, choices, room, chosen), 12)  # noqa: B023
+            found.append({"filter": name, "rows": SAMPLED, "vocab": VOCAB, "spread": spread, "us": us})
+            print("sampler", found[-1], flush=True)
+    return found

@@ -1,0 +1,179 @@
+"""The CUDA engine behind the Backend protocol: a step's forward and its sampling are queued together.
+
+    forward: words to set, forward graph, sample graph, ids on their way ──▶ returns at once
+    sample:  waits for the ids                                  (the next step is queued behind already)
+
+Rows that the kernel does not sample alone (penalties, bias, processors, grammars, log probabilities) are
+sampled in torch, all rows of their step with them, and the next step waits for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from kernels.paged_attention.decode import decode_work
+from services.executor.backend import BackendInfo, Copier, Pending, StepOutput
+from services.executor.cuda.inputs import arrange
+from services.executor.cuda.model import CudaModel
+from services.executor.cuda.passes import Passes
+from services.executor.cuda.slots import CudaSlots, advance, end_slots
+from services.executor.cuda.tuning import WIDE, device_tuning
+from services.executor.cuda_copies import CudaCopier
+from services.executor.host_rows import HostRows
+from services.executor.loading import Loaded, TorchOptions, grammars_of, info_of, load
+from services.executor.logprobs import logprobs
+from services.executor.sampler import Sampler
+from services.executor.warm_up import warm_up_steps
+from shared.blocks import blocks_for
+from shared.errors import EngineError
+from shared.messages import SlotOpen, StepPlan, ints
+
+log = logging.getLogger("headrace.executor")
+
+
+def build(options: TorchOptions) -> CudaBackend:
+    """Load the model and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
+    return CudaBackend(options, load(options))
+
+
+class CudaBackend:
+    """See services.executor.backend.Backend. Made by `build`."""
+
+    def __init__(self, options: TorchOptions, loaded: Loaded) -> None:
+        shapes, cache = loaded.shapes, loaded.cache
+        device = cache.tensor.device
+        self._info = info_of(options, loaded)
+        properties = torch.cuda.get_device_properties(device)
+        wide = cache.tensor.dtype == torch.float32
+        tuning = WIDE if wide else device_tuning(properties.name)
+        most = max(options.max_step_tokens, options.slots)
+        works = {
+            layouts.decode: decode_work(
+                cache.tensor, shapes.heads, options.slots, properties.multi_processor_count, layouts.decode
+            )
+            for layouts in (tuning.few, tuning.many)
+        }
+        self._cache = cache
+        self._slots = CudaSlots(
+            options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
+        )
+        model = CudaModel(shapes, loaded.weights, cache.tensor, works, tuning, loaded.context)
+        self._passes = Passes(shapes, model, self._slots, cache, tuning, most)
+        self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=False)
+        self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
+        self._asked: dict[int, int] = {}  # logprobs by slot
+        self._by_torch: set[int] = set()  # slots that the kernel does not sample
+        self._computed: torch.cuda.Event | None = None  # the newest sampled forward's end
+        self._copier = CudaCopier(cache, lambda: self._computed)
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        began_s = time.monotonic()
+
+        def told(done: int, of: int) -> None:
+            if done % 16 == 0 or done == of:
+                log.info("captured %d of %d graphs in %.1f s", done, of, time.monotonic() - began_s)
+
+        self._passes.capture(told)
+        for opened, plans in warm_up_steps(self._info):
+            self.open_slot(opened)
+            for plan in plans:
+                self.sample(self.forward(plan))
+        self.reset()
+
+    def open_slot(self, opened: SlotOpen) -> None:
+        self._slots.open(opened)
+        self._sampler.open(opened)
+        self._host_rows.open(opened)
+        slot, wanted = opened.slot, opened.sampling
+        self._asked[slot] = opened.logprobs
+        penalties = (wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty)
+        plain = penalties == (1.0, 0.0, 0.0) and not wanted.bias_ids
+        if plain and not (opened.processors or opened.grammar or opened.logprobs):
+            self._by_torch.discard(slot)
+        else:
+            self._by_torch.add(slot)
+
+    def close_slot(self, slot: int) -> None:
+        self._slots.close(slot)
+        self._sampler.close(slot)
+        self._host_rows.close(slot)
+        self._by_torch.discard(slot)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Pending:
+        words = self._slots.take_words(plan)
+        self._cache.copy(plan.copy_from, plan.copy_to)
+        step = arrange(plan, self._slots)
+        self._passes.queue(step, words)
+        samples = len(plan.sample_slots)
+        if not samples or not self._by_torch.isdisjoint(plan.sample_slots):
+            logits = self._passes.logits(samples) if samples else None
+            return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded())
+        answer, ready = self._passes.sample(samples)
+        tokens = tuple(self._slots.tokens(slot) for slot in plan.sample_slots)
+        return Pending(plan=plan, forwarded=ready, answer=answer, tokens=tokens)
+
+    @torch.inference_mode()
+    def sample(self, pending: Pending) -> StepOutput:
+        plan, answer = pending.plan, pending.answer
+        if answer is None:
+            self._computed = pending.forwarded
+        if not plan.sample_slots:
+            return StepOutput(ids=ints(), done=ints())
+        positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
+        if answer is None:
+            return self._sample_by_torch(pending, positions)
+        assert pending.forwarded is not None, "an answer has its event"
+        pending.forwarded.synchronize()
+        self._computed = pending.forwarded  # not before: a copy would wait for a step that has no result yet
+        ids, done = answer[:, : len(positions)].tolist()
+        for known, token, position in zip(pending.tokens, ids, positions, strict=True):
+            if token >= 0 and position == len(known):
+                known.append(token)
+        return StepOutput(ids=ints(ids), done=ints(done))
+
+    def _sample_by_torch(self, pending: Pending, positions: list[int]) -> StepOutput:
+        slots, logits = list(pending.plan.sample_slots), pending.logits
+        if logits is None:
+            raise EngineError(f"step {pending.plan.step} samples rows that its forward pass did not compute")
+        with self._host_rows.beside(pending.forwarded):
+            processed = self._host_rows.process(logits, slots, self._slots.tokens)
+            end_slots(self._slots.choices, [slots[row] for row in processed.failures])
+            chosen = self._sampler.choose(processed.logits, slots, positions)
+            ids, done = torch.stack(advance(self._slots.choices, slots, chosen, positions)).tolist()
+            found = logprobs(logits, chosen, [self._asked[slot] for slot in slots])
+        for slot, token, position in zip(slots, ids, positions, strict=True):
+            known = self._slots.tokens(slot)
+            if token >= 0 and position == len(known):
+                known.append(token)
+        return StepOutput(
+            ids=ints(ids),
+            done=ints(done),
+            logprobs=found.chosen,
+            top_counts=found.top_counts,
+            top_ids=found.top_ids,
+            top_logprobs=found.top_values,
+            host_us=processed.host_us,
+            row_errors=tuple(processed.failures.items()),
+        )
+
+    def copier(self) -> Copier:
+        return self._copier
+
+    def reset(self) -> None:
+        for slot in range(self._info.slots):
+            self.close_slot(slot)
+        self._slots.reset()
+        self._computed = self._host_rows.forwarded()
+
+    def close(self) -> None:
+        for name in ("_cache", "_slots", "_passes", "_sampler", "_host_rows", "_copier"):
+            self.__dict__.pop(name, None)  # the memory goes with the last reference

@@ -1,0 +1,121 @@
+"""The forward pass of the Llama family on a GPU: as services.executor.model, in fused kernels.
+
+    residual = embedding[ids]
+    for each layer:  qkv │ rotate, write KV │ attention │ out │ add, norm │ gate, up │ swiglu │ down │ add …
+
+A product of few rows may come in parts that the kernel behind it adds up (kernels.matmul). Nothing here reads
+the device or depends on lengths: a pass of given sizes can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernels.matmul.gpu import matmul
+from kernels.paged_attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
+from kernels.paged_attention.decode import Tuning as DecodeTuning
+from kernels.paged_attention.prefill import PrefillTiles, attend_prefill
+from kernels.rms_norm.gpu import add_rms_norm_, rms_norm
+from kernels.rope import rope_table
+from kernels.rope.gpu import HeadNorms, Placed, rope_write
+from kernels.step_inputs.gpu import Resolved
+from kernels.swiglu.gpu import swiglu
+from services.executor.cuda.inputs import Chunk
+from services.executor.cuda.tuning import DeviceTuning
+from services.executor.shapes import Shapes
+from services.executor.weights import LayerWeights, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """The inputs of a pass. Token rows: decode rows first."""
+
+    resolved: Resolved
+    positions: Tensor  # [tokens] int32
+    decode: DecodeRows | None  # of the first rows
+    tiles: PrefillTiles | None
+    dense: tuple[Chunk, ...] = ()  # chunks that start their sequence, for cuDNN
+
+
+class CudaModel:
+    """A model on its device. Runs in `torch.inference_mode` and on one thread."""
+
+    def __init__(
+        self, shapes: Shapes, weights: Weights, kv: Tensor, works: Mapping[DecodeTuning, DecodeWork],
+        tuning: DeviceTuning, context: int,
+    ) -> None:  # fmt: skip
+        self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
+        self._embedding, self._norm, self._head = weights.embedding, weights.norm, weights.head
+        self._layers = weights.layers
+        frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
+        self._rotations = rope_table(frequencies, context + 1).to(kv.device)
+
+    def hidden(self, step: ForwardStep, out: Tensor | None = None) -> Tensor:
+        """What the head reads, of every token: `[tokens, hidden]`, in `out` where it is given. Writes KV."""
+        eps, layers = self._shapes.norm_eps, self._layers
+        layouts = self._tuning.of(len(step.positions))
+        if step.decode is not None:
+            plan_decode(self._works[layouts.decode], step.decode.lengths)
+        chained = layouts.chained
+        placed = Placed(self._rotations, step.positions, step.resolved.places, chained)
+        residual = self._embedding.index_select(0, step.resolved.ids)
+        normed = rms_norm(residual, layers[0].attention_norm, eps, chained=chained)
+        for i, layer in enumerate(layers):
+            attended = self._attention(i, layer, normed, placed, step)
+            normed = add_rms_norm_(
+                self._product(attended, layer.out), residual, layer.mlp_norm, eps, chained=chained
+            )
+            gated = swiglu(self._product(normed, layer.gate_up, whole=True), chained=chained)
+            last = i + 1 == len(layers)
+            norm = self._norm if last else layers[i + 1].attention_norm
+            down = self._product(gated, layer.down)
+            normed = add_rms_norm_(down, residual, norm, eps, out if last else None, chained=chained)
+        return normed
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Logits `[samples, vocab]` of the token rows `rows`."""
+        return F.linear(hidden.index_select(0, rows), self._head)
+
+    def _product(self, x: Tensor, weight: Tensor, *, whole: bool = False) -> Tensor:
+        tokens = len(x)
+        tuning = self._tuning.of(tokens).product(weight.shape[0], weight.shape[1], tokens)
+        if tuning is None or x.dtype != torch.bfloat16 or (whole and tuning.splits > 1):
+            return F.linear(x, weight)
+        return matmul(x, weight, tuning)
+
+    def _attention(
+        self, index: int, layer: LayerWeights, x: Tensor, placed: Placed, step: ForwardStep
+    ) -> Tensor:
+        shapes = self._shapes
+        if layer.qkv_bias is None:
+            qkv = self._product(x, layer.qkv, whole=bool(step.dense))
+        else:
+            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        norms = HeadNorms(layer.q_norm, layer.k_norm, shapes.norm_eps)
+        query = rope_write(qkv, placed, norms, self._kv, index, shapes.heads)
+        out = torch.empty_like(query)
+        if step.decode is not None:
+            rows, work = len(step.decode.lengths), self._works[self._tuning.of(len(x)).decode]
+            attend_decode(query[:rows], self._kv, index, step.decode, work, out[:rows])
+        if step.tiles is not None:
+            attend_prefill(query, self._kv, index, step.tiles, self._tuning.prefill, out)
+        for chunk in step.dense:
+            _attend_dense(query, qkv, chunk, self._shapes, out)
+        return out.view(len(x), -1)
+
+
+def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out: Tensor) -> None:
+    """A chunk that starts its sequence, by cuDNN, from the joined q, k, v itself."""
+    rows = slice(chunk.first, chunk.first + chunk.count)
+    joined = qkv[rows].view(chunk.count, -1, shapes.head_dim)
+    key, value = torch.split(joined[:, shapes.heads :], shapes.kv_heads, 1)
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query[rows], key, value))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out[rows] = found[0].transpose(0, 1)

@@ -1,0 +1,194 @@
+"""A step on the device: its inputs copied, its forward and its sampling queued, as graphs where there is one.
+
+    copy inputs ─▶ set slot words ─▶ forward (graph by tokens) ─▶ head, sample (graph by samples) ─▶ copy ids
+
+Decodes have a graph for each bucket of rows, mixed steps for each bucket of tokens; longer steps are launched
+one kernel after the other, which a long step hides. Both halves meet in one buffer of hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.cuda import CUDAGraph, Event
+
+from kernels.paged_attention.decode import DecodeRows
+from kernels.paged_attention.prefill import PrefillTiles, tile_queries
+from kernels.sampler.gpu import Chosen, choose, scratch
+from kernels.step_inputs.gpu import Resolved, move, resolve, scatter
+from services.executor.cuda.inputs import Arranged, Chunk, Layout, Words, fill, split_dense, tiles_of
+from services.executor.cuda.model import CudaModel, ForwardStep
+from services.executor.cuda.slots import CudaSlots
+from services.executor.cuda.tuning import DeviceTuning
+from services.executor.kv_cache import KvCache
+from services.executor.shapes import Shapes
+
+# Not 224, 448, 576 or 896: the library is slower there than at the next (448 rows: 13.0 ms, 512: 9.5).
+_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+_TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+_RING = 8  # steps whose inputs or answers may lie in pinned memory at once: more than are ever in flight
+_CHUNKS = 32  # of a mixed graph: each may end in a tile that is not full
+
+
+class Passes:
+    """Owns the buffers and the graphs. Runs in `torch.inference_mode` and on one thread, but for reading what
+    `queue` returns."""
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        model: CudaModel,
+        slots: CudaSlots,
+        cache: KvCache,
+        tuning: DeviceTuning,
+        most: int,
+    ) -> None:
+        """`most`: tokens in a step."""
+        self._shapes, self._model, self._slots, self._cache = shapes, model, slots, cache
+        rows, device = slots.nobody, cache.tensor.device
+        self._device = device
+        self._has_dense = cache.tensor.dtype == torch.bfloat16 and shapes.head_dim in (64, 128)  # of cuDNN
+        self._tile = tile_queries(shapes.heads, shapes.kv_heads, tuning.prefill)
+        self.row_buckets = [*(size for size in _ROW_BUCKETS if size < rows), rows]
+        self.token_buckets = [size for size in _TOKEN_BUCKETS if size <= most]
+        self._samples = -(-rows // 4) * 4
+        longest = Layout(self._samples, most + rows + 16, most + rows + 16)
+        words = longest.words + 2 * len(slots.words)
+        self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._ring_free: list[Event | None] = [None] * _RING
+        self._turn = 0
+        self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
+        largest = max([*self.token_buckets, rows])
+        self._hidden = torch.zeros(largest, shapes.hidden, dtype=cache.tensor.dtype, device=device)
+        self._found = torch.zeros(2, -(-(most + rows) // 16) * 16, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(max(rows, 1), dtype=torch.int32, device=device)
+        self._scratch = scratch(rows, shapes.vocab, device)
+        self._chosen = torch.zeros(2, self._samples, dtype=torch.int32, device=device)
+        self._answers = [
+            torch.empty(2, self._samples, dtype=torch.int32, pin_memory=True) for _ in range(_RING)
+        ]
+        self._graphs: dict[tuple[str, int], CUDAGraph] = {}
+        self._pool: Any = None  # of torch's allocator: the graphs share their memory
+
+    def capture(self, told: Callable[[int, int], None]) -> None:
+        """Capture all graphs, the largest first: they share their memory. `told` hears how many are done."""
+        wanted = [("mixed", size) for size in reversed(self.token_buckets)]
+        wanted += [("decode", size) for size in reversed(self.row_buckets)]
+        wanted += [("sample", size) for size in reversed(self.row_buckets)]
+        for done, (kind, size) in enumerate(wanted):
+            told(done, len(wanted))
+            layout = self._layout(kind, size)
+            nothing = np.zeros((3, 0), dtype=np.int32)
+            empty = Arranged(0, 0, nothing, (), nothing)
+            self._copy(layout, empty, _NO_TILES, (nothing[0], nothing[0]))
+            run = self._sample if kind == "sample" else self._forward
+            run(layout, size)
+            torch.cuda.synchronize()
+            graph = CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                run(layout, size)
+            self._pool = self._pool or graph.pool()
+            self._graphs[kind, size] = graph
+        told(len(wanted), len(wanted))
+
+    def queue(self, step: Arranged, words: tuple[Words, Words]) -> None:
+        """Queue a step's inputs and its forward."""
+        kind = "decode" if not step.chunks else "mixed"
+        buckets = self.row_buckets if kind == "decode" else self.token_buckets
+        size = next((size for size in buckets if size >= step.tokens), 0)
+        tiles = tiles_of(step.chunks, self._tile) if step.chunks else _NO_TILES
+        layout = self._layout(kind, size)
+        graph = self._graphs.get((kind, size)) if tiles.shape[1] <= layout.tiles or kind == "decode" else None
+        if graph is not None:
+            self._copy(layout, step, tiles, words)
+            graph.replay()
+            return
+        dense, rest = split_dense(step.chunks) if self._has_dense else ((), step.chunks)
+        tiles = tiles_of(rest, self._tile) if rest else _NO_TILES
+        layout = Layout(self._samples, -(-step.tokens // 16) * 16, -(-tiles.shape[1] // 4) * 4)
+        self._copy(layout, step, tiles, words)
+        hidden = self._model.hidden(self._step(layout, step.decode_rows, dense))
+        self._hidden[: step.samples.shape[1]] = hidden.index_select(0, self._inputs[: step.samples.shape[1]])
+        self._inputs[: self._samples].copy_(self._range)
+
+    def sample(self, count: int) -> tuple[Tensor, Event]:
+        """Queue the head and the sampler for the first `count` sample rows of the step queued last. Ids and
+        done `[2, rows]` in pinned memory, right once the event has come."""
+        size = next(size for size in self.row_buckets if size >= count)
+        graph = self._graphs.get(("sample", size))
+        if graph is None:
+            self._sample(self._layout("sample", size), size)
+        else:
+            graph.replay()
+        answer = self._answers[self._turn]
+        move(self._chosen, answer)
+        ready = Event()  # type: ignore[no-untyped-call]  # torch annotates it not
+        ready.record()
+        return answer, ready
+
+    def logits(self, count: int) -> Tensor:
+        """Logits `[count, vocab]` in float32 of the first sample rows of the step queued last."""
+        return self._model.logits(self._hidden, self._inputs[:count]).float()
+
+    @property
+    def _range(self) -> Tensor:
+        return torch.arange(self._samples, dtype=torch.int32, device=self._device)
+
+    def _layout(self, kind: str, size: int) -> Layout:
+        return Layout(
+            self._samples, size, -(-(size // self._tile + _CHUNKS) // 4) * 4 if kind == "mixed" else 0
+        )
+
+    def _copy(self, layout: Layout, step: Arranged, tiles: Words, words: tuple[Words, Words]) -> None:
+        """Bring a step's words to the device and set those of the slots."""
+        turn, self._turn = self._turn, (self._turn + 1) % _RING
+        free = self._ring_free[turn]
+        if free is not None:
+            free.synchronize()
+        pinned = self._ring[turn]
+        buffer = pinned.numpy()
+        fill(buffer, layout, step, tiles, self._slots.nobody)
+        begin, count = -(-layout.words // 4) * 4, len(words[0])
+        room = -(-count // 4) * 4
+        buffer[begin : begin + count] = words[0]
+        buffer[begin + room : begin + room + count] = words[1]
+        end = begin + 2 * room
+        move(pinned[:end], self._inputs)
+        if count:
+            scatter(
+                self._inputs[begin : begin + count], self._inputs[begin + room : begin + room + count],
+                self._slots.words,
+            )  # fmt: skip
+        free = self._ring_free[turn] = Event()  # type: ignore[no-untyped-call]  # torch annotates it not
+        free.record()
+
+    def _step(self, layout: Layout, rows: int, dense: tuple[Chunk, ...] = ()) -> ForwardStep:
+        """The tensors of a forward over the words of the device, and the launch that resolves them."""
+        tokens, at = layout.tokens, layout.token_at
+        found = Resolved(self._found[0, :tokens], self._found[1, :tokens], self._lengths[: max(rows, 1)])
+        state = self._slots.state
+        resolve(self._inputs[at:], state, self._cache.spare, self._cache.block_tokens, found)
+        slots = self._inputs[at : at + tokens]
+        tiles = None
+        if layout.tiles:
+            named = self._inputs[layout.tile_at : layout.words].view(4, -1)
+            tiles = PrefillTiles(named[0], named[1], named[2], named[3], state.tables)
+        decode = DecodeRows(slots[:rows], found.lengths, state.tables) if rows else None
+        return ForwardStep(found, self._inputs[at + tokens : at + 2 * tokens], decode, tiles, dense)
+
+    def _forward(self, layout: Layout, size: int) -> None:
+        rows = min(size, self._slots.nobody)
+        self._model.hidden(self._step(layout, rows), self._hidden[:size])
+
+    def _sample(self, layout: Layout, size: int) -> None:
+        columns = self._inputs[: layout.token_at].view(3, -1)
+        logits = self._model.logits(self._hidden, columns[0, :size])
+        chosen = Chosen(self._chosen[0], self._chosen[1])
+        choose(logits, columns[1], columns[2], self._slots.choices, self._scratch, chosen)
+
+
+_NO_TILES: Words = np.zeros((4, 0), dtype=np.int32)

@@ -1,0 +1,152 @@
+"""From options to a model in memory with its KV cache: what the torch engines share before they compute."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from services.executor.backend import BackendInfo
+from services.executor.fingerprint import fingerprint
+from services.executor.grammars import Grammars
+from services.executor.kv_cache import KvCache, allocate, block_bytes, fitting_blocks
+from services.executor.processors import MakeProcessor
+from services.executor.shapes import Shapes
+from services.executor.weights import Weights
+from services.executor.weights_dummy import load_dummy
+from services.executor.weights_gguf import load_gguf
+from services.executor.weights_hf import load_hf
+from shared.blocks import blocks_for
+from shared.errors import SetupError
+from shared.model_files import ModelFiles
+from shared.vocabulary import load_vocabulary
+
+log = logging.getLogger("headrace.executor")
+
+_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """What to serve and how. Zeros and "auto" are worked out at start."""
+
+    model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
+    model_name: str
+    dummy: bool = False  # random weights in the shapes of config.json
+    dtype: str = "auto"  # bf16, f32; auto: f32 on a CPU, bf16 on a GPU
+    device: str = "auto"  # cpu, cuda; auto: cuda where there is one
+    blocks: int = 0  # 0: from the free memory, 1 GiB on a CPU
+    block_tokens: int = 16
+    slots: int = 64
+    max_step_tokens: int = 256
+    max_context: int = 0  # 0: the model's
+    threads: int = 0  # 0: the cores
+    deterministic: bool = False  # on a CPU: a row's logits do not depend on its batch
+    processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model on its device, and its cache. `context`: the longest sequence."""
+
+    shapes: Shapes
+    weights: Weights
+    cache: KvCache
+    context: int
+    fingerprint: str
+
+
+def load(options: TorchOptions) -> Loaded:
+    """Load the weights and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
+    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    device = device_of(options.device)
+    dtype = _dtype(options.dtype, device)
+    if options.dummy:
+        shapes, weights = load_dummy(options.model_path, dtype, device)
+    elif options.model_path.suffix == ".gguf":
+        shapes, weights = load_gguf(options.model_path, dtype, device)
+    else:
+        shapes, weights = load_hf(options.model_path, dtype, device)
+    wanted = _context_tokens(shapes, options.max_context)
+    size = block_bytes(shapes, options.block_tokens, dtype)
+    blocks = options.blocks or fitting_blocks(
+        size, device, options.slots * blocks_for(wanted, options.block_tokens)
+    )
+    context = min(wanted, blocks * options.block_tokens)
+    if context < options.max_context:
+        raise SetupError(
+            f"{blocks} KV blocks of {options.block_tokens} tokens hold no sequence of {options.max_context}; "
+            "raise kv_blocks or lower max_context"
+        )
+    cache = allocate(shapes, blocks, options.block_tokens, dtype, device)
+    log.info(
+        "%d KV blocks of %d tokens and %d bytes: %.2f GiB, %d tokens; sequences up to %d",
+        blocks, options.block_tokens, size, blocks * size / 2**30, blocks * options.block_tokens, context,
+    )  # fmt: skip
+    digest = fingerprint(options.model_name, shapes, weights, cache.block_tokens)
+    return Loaded(shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest)
+
+
+def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
+    """The facts of an engine over what was loaded."""
+    cache = loaded.cache
+    return BackendInfo(
+        backend="torch",
+        model=options.model_name,
+        dtype="bf16" if cache.tensor.dtype == torch.bfloat16 else "f32",
+        fingerprint=loaded.fingerprint,
+        vocab_digest=_vocab_digest(options),
+        vocab=loaded.shapes.vocab,
+        blocks=cache.blocks,
+        block_tokens=cache.block_tokens,
+        bytes_per_block=cache.bytes_per_block,
+        slots=options.slots,
+        max_step_tokens=options.max_step_tokens,
+        max_context=loaded.context,
+    )
+
+
+def grammars_of(options: TorchOptions, loaded: Loaded) -> Grammars:
+    """What follows the grammars of requests; the vocabulary is read when the first one comes."""
+    files = ModelFiles(options.model_name, options.model_path)
+    return Grammars(lambda: load_vocabulary(files), loaded.shapes.vocab)
+
+
+def device_of(name: str) -> torch.device:
+    """The device that a setting names. Raises SetupError for cuda where there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SetupError(
+            "device is cuda, but torch sees no GPU; install a CUDA build of torch or use device cpu"
+        )
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _context_tokens(shapes: Shapes, asked: int) -> int:
+    """The longest sequence: what is asked for, at most what the model can do without a sliding window."""
+    most, why = shapes.max_context, "its context"
+    if 0 < shapes.sliding_window < most:
+        most, why = shapes.sliding_window, "its attention window, and sliding windows are not supported"
+    if asked > most:
+        raise SetupError(f"max_context {asked} is over {most} tokens, {why}; lower max_context")
+    return asked or most
+
+
+def _vocab_digest(options: TorchOptions) -> str:
+    path = options.model_path
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        return "none"  # weights alone: nobody can send it text
+    return load_vocabulary(ModelFiles(options.model_name, path)).digest

@@ -1,0 +1,131 @@
+"""What the host prepares for the GPU: slot words, plans in token order, the buffer that a graph reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from plan_maker import PlanMaker, Row
+
+from services.executor.cuda.inputs import Chunk, Layout, arrange, fill, split_dense, tiles_of
+from services.executor.cuda.slots import STOP_IDS, CudaSlots, advance, end_slots
+from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning
+from services.executor.sim import SimBackend, SimOptions
+from shared.errors import EngineError
+from shared.messages import Sampling, SlotOpen, ints
+
+SPARE, CONTEXT = 99, 90
+
+
+@pytest.fixture
+def slots() -> CudaSlots:
+    return CudaSlots(4, 6, SPARE, CONTEXT, torch.device("cpu"))
+
+
+def opened(slot: int, tokens: list[int], **more: object) -> SlotOpen:
+    return SlotOpen(
+        **{"slot": slot, "generation": 0, "seq": 0, "prompt_tokens": len(tokens), **more}, tokens=ints(tokens)
+    )
+
+
+def maker() -> PlanMaker:
+    return PlanMaker(SimBackend(SimOptions(timing="step=0", blocks=50, slots=8)))
+
+
+def settle(slots: CudaSlots, made: PlanMaker, rows: list[Row]) -> None:
+    places, values = slots.take_words(made.plan(rows))
+    slots.words[torch.from_numpy(places).long()] = torch.from_numpy(values)
+
+
+def test_words_of_a_slot_land_where_the_kernels_read(slots: CudaSlots) -> None:
+    made = maker()
+    hot = Sampling(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125)
+    slots.open(opened(2, [1, 2, 3], sampling=hot, seed=2**64 - 3, stop_ids=ints([7, 8])))
+    slots.open(opened(1, [4], max_length=12))
+    made.tables = {1: [], 2: []}
+    settle(slots, made, [Row(2, 0, 3), Row(1, 0, 1)])
+    choices = slots.choices
+    assert choices.filters[2].tolist() == [0.5, 3.0, 0.25, 0.125]
+    assert choices.seeds[2].item() == -3
+    assert choices.stop_ids[2].tolist() == [7, 8, *[-1] * (STOP_IDS - 2)]
+    assert choices.max_lengths[:4].tolist() == [0, 12, CONTEXT, 0]
+    assert (choices.last_tokens[1].item(), choices.last_tokens[2].item()) == (4, 3)
+    assert choices.done.tolist() == [0, 0, 0, 0, 1]  # the last one is nobody's
+    assert slots.state.tables[2].tolist() == [*made.tables[2], *[SPARE] * 5]
+    assert slots.take_words(made.plan([]))[0].size == 0  # told once
+
+
+def test_what_a_slot_must_not_ask(slots: CudaSlots) -> None:
+    with pytest.raises(EngineError, match="slot 4 is not one of 4 slots"):
+        slots.open(opened(4, [1]))
+    with pytest.raises(EngineError, match="slot 0 has 33 stop ids; at most 32"):
+        slots.open(opened(0, [1], stop_ids=ints(range(33))))
+    with pytest.raises(EngineError, match="slot 3, which is not open"):
+        slots.tokens(3)
+
+
+def test_decodes_come_first_and_padding_is_nobodys(slots: CudaSlots) -> None:
+    made = maker()
+    slots.open(opened(2, [1, 2, 3, 4, 5]))
+    slots.open(opened(1, [8, 9]))
+    made.tables = {1: [], 2: []}
+    rows = [Row(2, 0, 5, feeds=(2,)), Row(1, 2, 1, True, (1,))]
+    step = arrange(made.plan(rows), slots)
+    assert (step.tokens, step.decode_rows, step.chunks) == (6, 1, (Chunk(2, 1, 0, 5),))
+    assert step.columns.tolist() == [[1, 2, 2, 2, 2, 2], [2, 0, 1, 2, 3, 4], [-1, 1, 2, 3, 4, 5]]
+    assert step.samples.tolist() == [[5, 0], [2, 1], [5, 3]]
+    tiles = tiles_of(step.chunks, 2)
+    assert tiles.tolist() == [[2, 2, 2], [5, 3, 1], [4, 2, 0], [1, 2, 2]]
+    layout = Layout(4, 8, 4)
+    buffer = np.full(layout.words, -5, dtype=np.int32)
+    fill(buffer, layout, step, tiles, slots.nobody)
+    assert buffer[:12].tolist() == [5, 0, 0, 0, 2, 1, 4, 4, 5, 3, 0, 0]
+    assert buffer[12:36].reshape(3, 8)[:, 5:].tolist() == [[2, 4, 4], [4, 0, 0], [5, 0, 0]]
+    assert buffer[36] == 1
+    assert buffer[40:].reshape(4, 4).tolist() == [[2, 2, 2, 0], [5, 3, 1, 0], [4, 2, 0, 0], [1, 2, 2, 0]]
+
+
+def test_tokens_that_the_host_does_not_have_fail_the_step(slots: CudaSlots) -> None:
+    made = maker()
+    slots.open(opened(1, [8, 9]))
+    made.tables = {1: []}
+    with pytest.raises(EngineError, match="slot 1 has 2 tokens; the plan wants 0 to 3"):
+        arrange(made.plan([Row(1, 0, 3)]), slots)
+
+
+def test_long_first_chunks_go_to_the_library_but_for_their_ends() -> None:
+    chunks = (
+        Chunk(0, 0, 0, 1500),
+        Chunk(1, 1500, 0, 1023),
+        Chunk(2, 2523, 16, 2048),
+        Chunk(3, 4571, 0, 1024),
+    )
+    dense, rest = split_dense(chunks)
+    assert dense == (Chunk(0, 0, 0, 1024), Chunk(3, 4571, 0, 1024))
+    assert rest == (Chunk(0, 1024, 1024, 476), chunks[1], chunks[2])
+
+
+def test_slots_that_are_sampled_in_torch_end_as_in_the_kernel(slots: CudaSlots) -> None:
+    made = maker()
+    for slot in range(4):
+        slots.open(opened(slot, [1, 2], stop_ids=ints([7]), max_length=0 if slot else 5))
+    made.tables = {slot: [] for slot in range(4)}
+    settle(slots, made, [Row(0, 0, 1)])
+    end_slots(slots.choices, [3])
+    ids, done = advance(slots.choices, [0, 1, 2, 3], torch.tensor([5, 6, 7, 8]), [4, 4, 4, 4])
+    assert ids.tolist() == [5, 6, 7, -1]
+    assert done.tolist() == [1, 0, 1, 2]
+    assert slots.choices.last_tokens[:4].tolist() == [5, 6, 7, 2]
+    slots.close(0)
+    slots.reset()
+
+
+def test_layouts_by_device_and_tokens() -> None:
+    h200 = device_tuning("NVIDIA H200")
+    assert h200.of(32).chained
+    assert not h200.of(33).chained
+    assert h200.of(1).product(4096, 4096, 16) != h200.of(1).product(4096, 4096, 17)
+    assert h200.of(256).product(4096, 4096, 256) is None
+    assert device_tuning("another").of(1).product(4096, 4096, 1) is None
+    assert device_tuning("another") == DeviceTuning()
+    assert WIDE.few.decode.tile_tokens == 32
