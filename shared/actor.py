@@ -254,6 +254,9 @@ class Runtime:
             self.port.reconnected()
         if fault.kind in ("disconnected", "reconnected"):
             self._guarded(self.actor.on_broker)(fault.kind == "reconnected")
+        if fault.kind == "refused":
+            wrong = "the credentials in nats_url are not (or no longer) those of this service"
+            self.fail(SetupError(f"the nats-server refuses: {fault.detail}; {wrong}, see `headrace auth`"))
         if fault.kind == "closed":
             self.fail(Unavailable(f"the broker ended the connection for good: {fault.detail}"))
 

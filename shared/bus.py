@@ -46,7 +46,9 @@ class RequestTimeout(HeadraceError):
 class BusFault:
     """Something the transport lost or refused; a fault is reported, never swallowed."""
 
-    kind: str  # slow_consumer, disconnected, reconnected, permission, error
+    # slow_consumer, overflow, disconnected, reconnected, permission (a message was not let through), refused
+    # (a subscription was not, or the credentials are), closed, error
+    kind: str
     detail: str
 
 

@@ -23,10 +23,10 @@ from pydantic_settings import (
 )
 
 from shared.errors import SetupError
+from shared.login import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
-DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 
 
 class Settings(BaseSettings):
@@ -44,6 +44,9 @@ class Settings(BaseSettings):
     beat_interval_ms: int = Field(1000, ge=10, description="time between the beats of a service, ms")
     drain_timeout_s: float = Field(30, ge=0, description="longest wait for running requests at a stop, s")
     backlog_limit_bytes: int = Field(8_388_608, ge=65_536, description="unsent bytes that make a client slow")
+    # gateway
+    http: str = Field("127.0.0.1:8000", description="host:port of the OpenAI API; port 0: any free one; off")
+    http_keys: str = Field("", description="file of lines `tenant key`: who may use the API; empty: all")
     # model
     cache_dir: Path = Field(Path("~/.cache/headrace"), description="where models and run files are kept")
     model: str = Field("smollm2-135m-instruct", description="model to serve: a name, a GGUF file or a folder")
@@ -54,12 +57,14 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     log_json: bool = Field(False, description="log JSON lines instead of text")
     # executor
-    backend: Literal["auto", "torch", "sim"] = Field("auto", description="engine; auto: torch")
+    backend: Literal["auto", "torch", "dummy", "sim"] = Field(
+        "auto", description="engine; auto: torch; dummy: torch with random weights in the model's shapes"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "bf16", "f32"] = Field("auto", description="auto: f32 on a cpu, bf16 on cuda")
     kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")
-    slots: int = Field(0, ge=0, le=256, description="sequences that run at once; 0: 64, sim 256")
+    slots: int = Field(0, ge=0, le=256, description="sequences that run at once; 0: 64, 256 on cuda and sim")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer, tokens; 0: the model's")
     threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the cores")
     deterministic: bool = Field(False, description="on a cpu: logits do not depend on the batch")
@@ -97,6 +102,22 @@ class Settings(BaseSettings):
     @classmethod
     def _host(cls, host_id: str) -> str:
         return host_id or socket.gethostname()
+
+    @field_validator("http")
+    @classmethod
+    def _host_and_port(cls, http: str) -> str:
+        host, _, port = http.rpartition(":")
+        if http == "off" or (host and port.isdecimal() and int(port) < 65536):
+            return http
+        raise ValueError("host:port or off is expected, like 127.0.0.1:8000 or [::1]:8000")
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """Where the gateway listens; None: there is none."""
+        if self.http == "off":
+            return None
+        host, _, port = self.http.rpartition(":")
+        return host.strip("[]"), int(port)
 
     @property
     def models_dir(self) -> Path:

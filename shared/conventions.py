@@ -34,6 +34,11 @@ MESSAGING_MESSAGE_ID = "messaging.message.id"
 NATS = "nats"
 GENERATE_TEMPLATE = "headrace.v1.generate.{tenant}.{model}"
 
+# HTTP
+HTTP_METHOD = "http.request.method"
+HTTP_ROUTE = "http.route"
+HTTP_STATUS = "http.response.status_code"
+
 # errors and resources
 ERROR_TYPE = "error.type"
 SERVICE_NAME = "service.name"

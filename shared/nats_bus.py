@@ -21,8 +21,8 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from shared import login
 from shared.bus import (
-    BusFault,
     Delivery,
     FaultHandler,
     Handler,
@@ -31,12 +31,14 @@ from shared.bus import (
     check_payload,
 )
 from shared.errors import SetupError, Unavailable
+from shared.nats_faults import Faults, Refused, text
 
 RECONNECT_WAIT_S = 0.05  # back 10 ms after the server is; the library's 2 s would be a visible hole
 PING_INTERVAL_S = 20
 PENDING_MESSAGES = 8192  # more than 128 kB of the smallest messages, which one read may bring at once
 OUTBOX_LIMIT_BYTES = 64 * 1024 * 1024  # what a server that is away may cost in memory
 FLUSH_TIMEOUT_S = 10
+CLOSE_TIMEOUT_S = 1.0
 CANCEL_AGAIN_S = 0.05
 
 
@@ -81,7 +83,7 @@ class NatsBus:
         self._pending_messages = pending_messages
         self._online = asyncio.Event()
         self._subscriptions: list[_Subscribed] = []
-        self._faults = _Faults()
+        self._faults = Faults()
         self._outbox = _Outbox(self._nc, self._online, self._faults)
         self._replies: dict[str, asyncio.Future[Delivery]] = {}
         self._reply_prefix = ""
@@ -110,18 +112,19 @@ class NatsBus:
             bus._faults.cause = "no answer"
             await _within(bus._open(url, name), timeout_s)
         except (TimeoutError, OSError, nats_errors.Error) as error:
-            with contextlib.suppress(OSError, nats_errors.Error):
-                await bus._nc.close()
-            why = bus._faults.cause if isinstance(error, TimeoutError) else _text(error)
-            raise SetupError(
-                f"no connection to the nats-server at {url} ({why}): start one with `headrace up`, "
-                "or name another with --nats-url"
-            ) from error
+            with contextlib.suppress(TimeoutError, OSError, nats_errors.Error):
+                await _within(
+                    bus._nc.close(), CLOSE_TIMEOUT_S
+                )  # after a failed TLS handshake it never returns
+            raise SetupError(_why_not(url, error, bus._faults.cause)) from error
         return bus
 
     async def _open(self, url: str, name: str) -> None:
+        who = login.parse(url)
         options: dict[str, Any] = {
-            "servers": [part.strip() for part in url.split(",")],
+            "servers": list(who.servers),
+            "tls": who.tls(),
+            "inbox_prefix": who.inbox_prefix,
             "name": name,
             "max_reconnect_attempts": -1,
             "reconnect_time_wait": RECONNECT_WAIT_S,
@@ -132,7 +135,7 @@ class NatsBus:
             "closed_cb": self._faults.on_closed,
         }
         await self._nc.connect(**options)
-        self._faults.online = True
+        self._faults.opened = self._faults.online = True
         self._online.set()
         self._reply_prefix = self._nc.new_inbox()
         self._writer = asyncio.get_running_loop().create_task(self._outbox.write())
@@ -241,14 +244,14 @@ class NatsBus:
     async def _on_reconnected(self) -> None:
         self._faults.online = True
         server = self._nc.connected_url
-        self._faults.report("reconnected", f"back on {server.netloc}" if server else "back")
+        self._faults.report("reconnected", f"back on {server.hostname}:{server.port}" if server else "back")
         self._online.set()
 
 
 class _Outbox:
     """Messages on their way to nats-py, in order."""
 
-    def __init__(self, nc: NatsClient, online: asyncio.Event, faults: _Faults) -> None:
+    def __init__(self, nc: NatsClient, online: asyncio.Event, faults: Faults) -> None:
         self.bytes = 0
         self.empty = asyncio.Event()
         self.empty.set()
@@ -281,47 +284,12 @@ class _Outbox:
                 self._online.clear()  # cut off under our hands; the reconnect callback sets it again
                 continue
             except (nats_errors.Error, ValueError) as error:
-                self._faults.report("error", f"not sent to {message.subject}: {_text(error)}")
+                self._faults.report("error", f"not sent to {message.subject}: {text(error)}")
             self._messages.popleft()
             self.bytes -= len(message.data)
             if not self._messages:
                 self._work.clear()
                 self.empty.set()
-
-
-class _Faults:
-    """Turns what nats-py reports into BusFaults, one for each burst."""
-
-    def __init__(self) -> None:
-        self.handlers: list[FaultHandler] = []
-        self.overflowing: set[str] = set()  # patterns that dropped messages since their last delivery
-        self.cause = "end of connection"  # of the next "disconnected"
-        self.online = False
-        self.silent = False
-
-    def report(self, kind: str, detail: str) -> None:
-        """Tell every handler."""
-        if not self.silent:
-            for handler in self.handlers:
-                handler(BusFault(kind, detail))
-
-    async def on_error(self, error: Any) -> None:
-        """What `error_cb` of nats-py gets: slow consumers, permissions, failed attempts to connect."""
-        if isinstance(error, nats_errors.SlowConsumerError):
-            pattern = error.sub.subject
-            if pattern not in self.overflowing:
-                self.overflowing.add(pattern)
-                self.report("slow_consumer", f"messages on {pattern} are dropped: too many unread")
-        elif "permissions violation" in str(error).lower():
-            self.report("permission", str(error))
-        elif isinstance(error, OSError | nats_errors.UnexpectedEOF | nats_errors.StaleConnectionError):
-            self.cause = _text(error)
-        elif self.online:  # a failed attempt to reconnect is no news after "disconnected"
-            self.report("error", _text(error))
-
-    async def on_closed(self) -> None:
-        """The server ended the connection, and nats-py does not try again."""
-        self.report("closed", "the nats-server ended the connection for good")
 
 
 async def _within(work: Coroutine[Any, Any, None], timeout_s: float | None) -> None:
@@ -340,9 +308,21 @@ async def _within(work: Coroutine[Any, Any, None], timeout_s: float | None) -> N
             await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
 
 
+def _why_not(url: str, error: BaseException, cause: str) -> str:
+    """Why there is no connection, and what to do. `cause` is what was last heard before a time limit."""
+    where, user = login.shown(url), login.parse(url).user
+    if isinstance(error, Refused):
+        who = f"user {user!r}" if user else "a connection without user and password"
+        return (
+            f"the nats-server at {where} refuses {who} ({error}): put the URL that `headrace auth` made "
+            "for this service or tenant into nats_url, by --config FILE say"
+        )
+    why = cause if isinstance(error, TimeoutError) else text(error)
+    return (
+        f"no connection to the nats-server at {where} ({why}): start one with `headrace up`, "
+        "or name another with --nats-url"
+    )
+
+
 async def _drained(subscription: Any) -> None:  # nats-py leaves its drain without a return type
     await subscription.drain()
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

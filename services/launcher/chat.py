@@ -13,9 +13,10 @@ from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from services.launcher.client import Client
 from services.launcher.connect import Target, connected
 from services.launcher.console import dim
+from shared import login
+from shared.client import Client
 from shared.errors import HeadraceError
 
 Message = dict[str, str]
@@ -60,7 +61,7 @@ def _show(frame: dict[str, Any], pieces: list[str]) -> None:
 async def ask_once(target: Target, question: str, options: dict[str, Any], timeout_s: float) -> None:
     """`headrace chat -q`: one question, one answer on stdout."""
     async with connected(target.nats_url) as bus:
-        await Chat(await Client.open(bus), target.model, options, timeout_s).say(question)
+        await Chat(await Client.open(bus, target.tenant), target.model, options, timeout_s).say(question)
 
 
 def converse(target: Target, options: dict[str, Any], timeout_s: float) -> None:
@@ -70,8 +71,9 @@ def converse(target: Target, options: dict[str, Any], timeout_s: float) -> None:
     with LoopThread() as loop, suppress(EOFError):
         stack = AsyncExitStack()
         bus = loop.run(stack.enter_async_context(connected(target.nats_url)))
-        chat = Chat(loop.run(Client.open(bus)), target.model, options, timeout_s)
-        print(dim(f"{target.model} at {target.nats_url}; Ctrl-C stops an answer, Ctrl-D or /bye ends"))
+        chat = Chat(loop.run(Client.open(bus, target.tenant)), target.model, options, timeout_s)
+        where = f"{target.model} at {login.shown(target.nats_url)}"
+        print(dim(f"{where}; Ctrl-C stops an answer, Ctrl-D or /bye ends"))
         try:
             while (line := input("> ").strip()) != "/bye":
                 if line:

@@ -45,11 +45,12 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
-        if name == verb and name not in ("pull", "replay", "version"):
+        if name == verb and name not in ("pull", "replay", "health", "version"):
             _add_setting_flags(sub, everything=name in _ALL_SETTINGS)
         return sub
 
-    add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
+    up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
+    up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
     chat = add("chat", "talk with the model", _chat)
     chat.add_argument("-q", "--question", help="ask this one question, print the answer, end")
     chat.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
@@ -83,11 +84,20 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     replay.add_argument("--policy", metavar="KIND=NAME,...", help="simulate the log with another policy")
     replay.add_argument("--last", action="store_true", help="from the last snapshot on")
     replay.add_argument("--json", action="store_true", help="the result as JSON")
+    auth = add("auth", "make credentials for every service and tenant", _auth)
+    auth.add_argument("folder", type=Path, help="where they are kept, a folder for each user")
+    auth.add_argument("--tenant", action="append", default=[], help="one more tenant; may be repeated")
+    auth.add_argument("--force", action="store_true", help="new passwords for all")
+    auth.add_argument("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
+    auth.add_argument("--tls-key", default="", metavar="FILE", help="its key")
+    auth.add_argument("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
+    health = add("health", "whether the service of this container does its work; for health checks", _health)
+    health.add_argument("kind", help="as in `headrace serve KIND`")
     add("doctor", "check this machine, say how to mend it", _doctor)
     config = add("config", "show every setting, and where its value comes from", _config)
     config.add_argument("action", choices=["show"])
     serve = add("serve", "run one service in the foreground", _serve)
-    serve.add_argument("kind", help="tokenizer, scheduler, executor, kv_offload or detokenizer")
+    serve.add_argument("kind", help="gateway, tokenizer, scheduler, executor, kv_offload or detokenizer")
     add("version", "print the version", _version)
     return parser
 
@@ -117,7 +127,7 @@ def _load(given: argparse.Namespace) -> Loaded:
 def _up(given: argparse.Namespace) -> int:
     from services.launcher.up import up
 
-    return up(_load(given).settings)
+    return up(_load(given).settings, given.auth)
 
 
 def _chat(given: argparse.Namespace) -> None:
@@ -192,6 +202,25 @@ def _replay(given: argparse.Namespace) -> int:
     return replay(given.log, last_only=given.last, as_json=given.json)
 
 
+def _auth(given: argparse.Namespace) -> None:
+    from services.launcher import auth
+    from shared.config import DEFAULT_NATS_URL
+
+    settings = _load(given).settings
+    if given.show:
+        print(auth.url_of(given.folder, given.show, settings.nats_url))
+        return
+    url, tls = settings.nats_url or DEFAULT_NATS_URL, auth.tls_of(given.tls_cert, given.tls_key)
+    plan = auth.Plan(url, settings.fleet, tuple(given.tenant), given.force, tls)
+    auth.generate(given.folder, plan, console.say)
+
+
+def _health(given: argparse.Namespace) -> None:
+    from services.launcher.health import health
+
+    health(given.kind)
+
+
 def _doctor(given: argparse.Namespace) -> int:
     from services.launcher.doctor import doctor
 
@@ -199,10 +228,12 @@ def _doctor(given: argparse.Namespace) -> int:
 
 
 def _config(given: argparse.Namespace) -> None:
+    from shared import login
     from shared.config import PREFIX
 
     loaded = _load(given)
-    rows = [(n, str(v), loaded.origins[n]) for n, v in loaded.settings]
+    shown = {**dict(loaded.settings), "nats_url": login.shown(loaded.settings.nats_url)}
+    rows = [(n, str(v), loaded.origins[n]) for n, v in shown.items()]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     for name, value, origin in rows:
         text = type(loaded.settings).model_fields[name].description

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from services.launcher import run_file
+from shared import login
+from shared.bus import BusFault
 from shared.config import DEFAULT_NATS_URL, Loaded
 from shared.nats_bus import NatsBus
+from shared.subjects import DEFAULT_TENANT
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -19,6 +23,11 @@ class Target:
 
     nats_url: str
     model: str
+
+    @property
+    def tenant(self) -> str:
+        """In whose name to ask: the tenant whose credentials the URL holds."""
+        return login.tenant_of(self.nats_url, DEFAULT_TENANT)
 
 
 def find_target(loaded: Loaded) -> Target:
@@ -38,9 +47,15 @@ def find_target(loaded: Loaded) -> Target:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncGenerator[NatsBus]:
-    """A connection for the length of a command. Raises SetupError when nobody is there."""
-    bus = await NatsBus.connect(url, name="headrace-cli", timeout_s=CONNECT_TIMEOUT_S)
+    """A connection for the length of a command. What the server does not let these credentials do is told.
+    Raises SetupError when nobody is there."""
+    bus = await NatsBus.connect(url, name="headrace-cli", timeout_s=CONNECT_TIMEOUT_S, on_fault=_tell)
     try:
         yield bus
     finally:
         await bus.drain()
+
+
+def _tell(fault: BusFault) -> None:
+    if fault.kind in ("permission", "refused"):
+        print(f"these credentials are not for that: {fault.detail}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from services.launcher import console, nats_server
 from services.launcher.connect import connected, find_target
 from services.launcher.pull import file_digest
+from shared import login
 from shared.catalogue import CATALOGUE
 from shared.config import Loaded
 from shared.errors import HeadraceError, SetupError
@@ -150,4 +151,4 @@ def _connection(loaded: Loaded) -> Iterator[Finding]:
     except HeadraceError as error:
         yield Finding("warn", "no server runs yet", error.message)
         return
-    yield Finding("ok", f"nats-server at {target.nats_url}, messages up to {limit / 1e6:.0f} MB")
+    yield Finding("ok", f"nats-server at {login.shown(target.nats_url)}, messages up to {limit / 1e6:.0f} MB")

@@ -86,7 +86,8 @@ def _l2_lines(l2: Facts, url: str) -> list[str]:
     return [
         f"  L2     {url or 'remote'} {health}; {l2['known']:,} blocks known there; {wait}",
         f"         to it {rate(l2['put_bytes_per_s'])}, from it {rate(l2['get_bytes_per_s'])};"
-        f" {l2['errors']:,} errors, {l2['timeouts']:,} timeouts, {l2['corrupt']:,} damaged values,"
+        f" {l2['errors']:,} errors, {l2['timeouts']:,} timeouts, {l2['refused']:,} refused,"
+        f" {l2['corrupt']:,} damaged values,"
         f" breaker opened {l2['opened']:,} times",
     ]
 

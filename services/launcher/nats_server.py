@@ -35,6 +35,16 @@ class ServerLimits:
     jetstream_memory: str = ""  # empty: JetStream is off; its own default would be 75 % of the RAM
     jetstream_file: str = ""
 
+    def lines(self) -> list[str]:
+        """As lines of a configuration; JetStream apart."""
+        return [
+            f"max_payload: {self.max_payload}",
+            f"max_pending: {self.max_pending}",
+            f'write_deadline: "{self.write_deadline}"',
+            f'ping_interval: "{self.ping_interval}"',
+            f"max_closed_clients: {self.max_closed_clients}",
+        ]
+
 
 @dataclass(slots=True)
 class NatsServer:
@@ -139,11 +149,7 @@ def _config(port: int, monitoring_port: int, limits: ServerLimits, home: Path) -
         f"port: {port}",
         f'http: "127.0.0.1:{monitoring_port}"',
         f"ports_file_dir: {json.dumps(str(home))}",
-        f"max_payload: {limits.max_payload}",
-        f"max_pending: {limits.max_pending}",
-        f'write_deadline: "{limits.write_deadline}"',
-        f'ping_interval: "{limits.ping_interval}"',
-        f"max_closed_clients: {limits.max_closed_clients}",
+        *limits.lines(),
     ]
     if limits.jetstream_memory or limits.jetstream_file:
         memory, file = limits.jetstream_memory or "0", limits.jetstream_file or "0"

@@ -1,7 +1,7 @@
 """When is a fleet ready? When a real request of one token has been answered through NATS.
 
 The attempts follow the beats: nothing is polled. Every kind a request passes through has to say
-"ready" first; kv_offload is not among them, since without it requests are merely recomputed.
+"ready" first.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from services.launcher.client import Client
 from shared import codec, subjects
 from shared.bus import Bus, Delivery
+from shared.client import Client
 from shared.clock import SystemClock
 from shared.errors import HeadraceError, WireError
 from shared.messages import Beat
 from shared.peers import Peers
+from shared.readiness import PROBE_TIMEOUT_S, missing, probe
 
-NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
-PROBE_TIMEOUT_S = 60.0
 TELL_EVERY_S = 10.0
 
 
@@ -43,7 +42,7 @@ class Readiness:
         while True:
             await self._wait_for_beats(tell)
             try:
-                await client.complete(_probe(model), timeout_s=PROBE_TIMEOUT_S)
+                await client.complete(probe(model), timeout_s=PROBE_TIMEOUT_S)
             except HeadraceError as error:
                 if not error.retryable:
                     raise
@@ -51,13 +50,19 @@ class Readiness:
             else:
                 return
 
-    def missing(self) -> list[str]:
-        """The kinds of which no actor is ready."""
-        return [kind for kind in NEEDED if not self._peers.ready(kind)]
+    async def gateway_port(self, tell: Callable[[str], None]) -> int:
+        """The port on which a gateway serves HTTP, once one is ready; after `wait`."""
+        while True:
+            for actor in self._peers.ready("gateway"):
+                peer = self._peers.get(f"gateway.{actor}")
+                load = dict(peer.beat.load) if peer is not None else {}
+                if "http_port" in load:
+                    return load["http_port"]
+            await self._next_beat(tell, "gateway")
 
     async def _wait_for_beats(self, tell: Callable[[str], None]) -> None:
-        while missing := self.missing():
-            await self._next_beat(tell, ", ".join(missing))
+        while gone := missing(self._peers):
+            await self._next_beat(tell, ", ".join(gone))
 
     async def _next_beat(self, tell: Callable[[str], None], why: str) -> None:
         self._beaten.clear()
@@ -75,7 +80,3 @@ class Readiness:
         if isinstance(envelope.message, Beat):
             self._peers.hear(envelope.epoch, envelope.message, self._clock.now_us())
             self._beaten.set()
-
-
-def _probe(model: str) -> dict[str, object]:
-    return {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from services.launcher.client import ask_all
 from services.launcher.connect import Target, connected
 from services.launcher.console import say
 from shared import subjects
 from shared.bus import Bus, Delivery, NoResponders
+from shared.client import ask_all
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable
 
 WAIT_S = 2.0

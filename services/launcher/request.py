@@ -8,8 +8,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from services.launcher.client import Client
 from services.launcher.connect import Target, connected
+from shared.client import Client
 from shared.errors import BadRequest
 
 
@@ -37,7 +37,7 @@ async def request(target: Target, body: dict[str, Any], *, stream: bool, timeout
     """Send `body` and print the answer. Raises the request's error. An interrupt cancels it."""
     filled = {"model": target.model, **body}
     async with connected(target.nats_url) as bus:
-        client = await Client.open(bus)
+        client = await Client.open(bus, target.tenant)
         if not (stream or filled.get("stream")):
             _print(await client.complete(filled, timeout_s=timeout_s), indent=2)
             return

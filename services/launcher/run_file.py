@@ -18,14 +18,15 @@ class RunFile:
 
     pid: int
     fleet: str
-    nats_url: str
+    nats_url: str  # with the operator's credentials, where there are any
     monitoring_url: str
     model: str  # name under which it is served
 
     def write(self, path: Path) -> None:
-        """Replace the note at `path` in one step."""
+        """Replace the note at `path` in one step. Nobody else may read it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{self.pid}")
+        draft.touch(0o600)
         draft.write_text(json.dumps(asdict(self), indent=2) + "\n")
         draft.replace(path)
 

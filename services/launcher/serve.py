@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # In the order of the pipeline, which is also the order in which they drain.
 BUILDERS = {
+    "gateway": "services.gateway.actor",
     "tokenizer": "services.tokenizer.actor",
     "scheduler": "services.scheduler.actor",
     "executor": "services.executor.actor",
@@ -51,8 +53,9 @@ def builder(kind: str) -> Callable[[Settings], Actor]:
 
 
 def serve(kind: str, settings: Settings, *, name: str = "") -> int:
-    """Run one service until a signal drains it. Returns the exit status. `name` is its id; `up` gives
-    one and puts it before each line of the log itself. Raises SetupError."""
+    """Run one service until a signal drains it. Returns the exit status. `name` is how the log calls it; `up`
+    gives one and puts it before each line itself. Raises SetupError."""
+    from services.launcher.health import leave_note
     from shared import logs
     from shared.config import DEFAULT_NATS_URL
     from shared.process import ProcessOptions, run
@@ -61,9 +64,13 @@ def serve(kind: str, settings: Settings, *, name: str = "") -> int:
     logs.setup("" if prefixed_by_up else name or kind, level=settings.log_level, as_json=settings.log_json)
     os.environ.update(ENVIRONMENT.get(kind, {}))
     url = settings.nats_url or DEFAULT_NATS_URL
+    actor_id = secrets.token_hex(4)
+    if not name:
+        leave_note(kind, actor_id)
     options = ProcessOptions(
         fleet=settings.fleet,
         host_id=settings.host_id,
+        actor_id=actor_id,
         beat_interval_us=settings.beat_interval_ms * 1000,
         drain_timeout_s=settings.drain_timeout_s,
     )

@@ -6,14 +6,14 @@ import json
 import sys
 from typing import Any
 
-from services.launcher.client import ask_all
 from services.launcher.connect import Target, connected
 from services.launcher.console import has_colour
-from shared import subjects
+from shared import login, subjects
+from shared.client import ask_all
 from shared.errors import Unavailable
 
 WAIT_S = 0.5  # answers come within milliseconds; a service busy with a start may take longer
-_ORDER = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
+_ORDER = ("gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
 _IDENTITY = ("kind", "id", "state", "epoch", "fleet")
 
 
@@ -21,7 +21,11 @@ async def status(target: Target, fleet: str, *, as_json: bool) -> None:
     """Print the services of `fleet`. Raises Unavailable when there are none."""
     services = await services_of(target, fleet)
     if as_json:
-        print(json.dumps({"nats_url": target.nats_url, "fleet": fleet, "services": services}, indent=2))
+        print(
+            json.dumps(
+                {"nats_url": login.shown(target.nats_url), "fleet": fleet, "services": services}, indent=2
+            )
+        )
     else:
         _print_table([("service", "state", "details"), *(row for s in services for row in _rows(s))])
 

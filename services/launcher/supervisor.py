@@ -32,6 +32,7 @@ class ServiceSpec:
     name: str  # unique: scheduler, executor-0, executor-1, ...
     kind: str
     argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)  # beside what all have
 
 
 @dataclass(eq=False, slots=True)
@@ -138,7 +139,7 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=self._env,
+            env={**self._env, **service.spec.env},
             limit=LINE_LIMIT_BYTES,
             start_new_session=True,  # Ctrl-C is for the launcher, which drains in order
             preexec_fn=die_with_parent(signal.SIGKILL),  # nobody is left to drain for

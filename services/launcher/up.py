@@ -9,31 +9,50 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from services.launcher import broker, console, nats_server, run_file
+from services.launcher import auth, broker, console, nats_server, run_file
 from services.launcher.console import ServiceLines, say
 from services.launcher.nats_server import NatsServer
 from services.launcher.run_file import RunFile
 from services.launcher.serve import KINDS
 from services.launcher.supervisor import Supervisor, service_specs
-from shared import subjects
+from shared import login, permissions, subjects
 from shared.config import Settings
 from shared.errors import SetupError
+from shared.listening import bind, http_url
 from shared.model_files import resolve
 
 FORCED = 130
 
 
-def up(settings: Settings) -> int:
-    """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure."""
+def up(settings: Settings, users: Path | None = None) -> int:
+    """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
+    `users`, a folder of `headrace auth`, each service has its own credentials."""
     _check_model(settings)
+    if settings.http_address is not None:
+        bind(*settings.http_address).close()  # a port that is taken is told before anything starts
     with ExitStack() as stack:
         server = None
         if not settings.nats_url:
-            server = nats_server.start(_port(settings))
+            server = nats_server.start(_port(settings), extra=auth.authorization(users) if users else "")
             stack.callback(server.stop)
-        return asyncio.run(_run(settings, server))
+        url = server.url if server else settings.nats_url
+        return asyncio.run(_run(settings, server, _Logins(url, users)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Logins:
+    """Where to connect, and as whom."""
+
+    url: str
+    users: Path | None = None
+
+    def of(self, name: str) -> str:
+        """The URL for a service or the operator. Raises SetupError."""
+        return auth.url_of(self.users, name, self.url) if self.users else self.url
 
 
 def served_model(settings: Settings) -> str:
@@ -41,18 +60,20 @@ def served_model(settings: Settings) -> str:
     return settings.model_name or resolve(settings.model, settings.cache_dir).name
 
 
-async def _run(settings: Settings, server: NatsServer | None) -> int:
-    return await _Up(settings, server).run()
+async def _run(settings: Settings, server: NatsServer | None, logins: _Logins) -> int:
+    return await _Up(settings, server, logins).run()
 
 
 class _Up:
     """One run: services, readiness, signals."""
 
-    def __init__(self, settings: Settings, server: NatsServer | None) -> None:
+    def __init__(self, settings: Settings, server: NatsServer | None, logins: _Logins) -> None:
         self._settings = settings
         self._server = server
-        self._url = server.url if server else settings.nats_url
+        self._logins = logins
+        self._url = logins.of(permissions.OPERATOR)
         self._model = served_model(settings)
+        self._http = ""  # URL of the gateway
         self._started_at = time.monotonic()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._supervisor = self._make_supervisor()
@@ -86,9 +107,16 @@ class _Up:
 
     def _make_supervisor(self) -> Supervisor:
         s = self._settings
-        counts = {"tokenizer": s.tokenizers, "executor": s.executors, "detokenizer": s.detokenizers}
+        gateways = int(s.http_address is not None)
+        counts = {
+            "gateway": gateways,
+            "tokenizer": s.tokenizers,
+            "executor": s.executors,
+            "detokenizer": s.detokenizers,
+        }
         specs = service_specs({kind: counts.get(kind, 1) for kind in KINDS})
-        env = {**os.environ, **s.to_env(), "HEADRACE_NATS_URL": self._url, "PYTHONUNBUFFERED": "1"}
+        specs = [replace(sp, env={"HEADRACE_NATS_URL": self._logins.of(sp.kind)}) for sp in specs]
+        env = {**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"}
         lines = ServiceLines([spec.name for spec in specs], bare=s.log_json)
         return Supervisor(specs, env, lines)
 
@@ -99,7 +127,10 @@ class _Up:
 
         bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
         try:
-            await Readiness(bus, self._settings.fleet).wait(self._model, say)
+            readiness = Readiness(bus, self._settings.fleet)
+            await readiness.wait(self._model, say)
+            if (address := self._settings.http_address) is not None:
+                self._http = http_url(address[0], await readiness.gateway_port(say))
         finally:
             await bus.drain()
 
@@ -114,7 +145,13 @@ class _Up:
         )
         note.write(run_file.path_for(self._settings))
         subject = subjects.generate(subjects.DEFAULT_TENANT, self._model)
-        rows = {"model": self._model, "NATS": self._url, "monitoring": monitoring, "publish to": subject}
+        rows = {
+            "model": self._model,
+            "NATS": login.shown(self._url),
+            "monitoring": monitoring,
+            "publish to": subject,
+            "OpenAI API": f"{self._http}/v1" if self._http else "",
+        }
         for name, value in rows.items():
             if value:
                 say(f"  {name + ':':<12}{console.bold(value)}")

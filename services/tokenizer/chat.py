@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from services.tokenizer.tools import Tools, parsed, spelled, told
 from shared.errors import BadRequest, SetupError
 from shared.vocabulary import Vocabulary
 
@@ -41,23 +42,33 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         try:
             source = vocabulary.chat_template
+            self._knows_tools = "tools" in (source or "")
             self._template = environment.from_string(source) if source else None
         except TemplateError as error:
             raise SetupError(f"the model's chat template is not valid jinja: {error}") from error
 
-    def encode(self, messages: list[dict[str, Any]], add_generation_prompt: bool, wall_us: int) -> list[int]:
-        """Prompt ids of a conversation. `wall_us` is the date that the template may ask for.
-        Raises BadRequest with the template's message."""
-        text = self._render(self._guard(messages), add_generation_prompt, wall_us)
+    def encode(
+        self, messages: list[dict[str, Any]], tools: Tools | None, add_generation_prompt: bool, wall_us: int
+    ) -> list[int]:
+        """Prompt ids of a conversation, with the functions that may be called in it. `wall_us` is the date
+        that the template may ask for. Raises BadRequest with the template's message."""
+        given = None
+        if self._knows_tools:
+            messages = [parsed(message) for message in messages]
+            given = None if tools is None else self._guard(list(tools.given))
+        else:
+            messages = [spelled(message) for message in messages]
+            messages = messages if tools is None else told(messages, tools)
+        text = self._render(self._guard(messages), given, add_generation_prompt, wall_us)
         if _MARKS.search(text) is None:
             return self._vocabulary.encode(text, special=True)
         return self._encode_marked(text)
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, wall_us: int) -> str:
         """The prompt as text, for people to read. Raises BadRequest."""
-        return self._render(messages, add_generation_prompt, wall_us)
+        return self._render(messages, None, add_generation_prompt, wall_us)
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, wall_us: int) -> str:
+    def _render(self, messages: list[Any], tools: Any, add_generation_prompt: bool, wall_us: int) -> str:
         if self._template is None:
             raise BadRequest("this model has no chat template; send `prompt`", param="messages")
         try:
@@ -67,7 +78,7 @@ class ChatTemplate:
                 bos_token=self._vocabulary.bos_token,
                 eos_token=self._vocabulary.eos_token,
                 strftime_now=_calendar(wall_us),
-                tools=None,
+                tools=tools,
                 documents=None,
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from services.tokenizer.chat import ChatTemplate
 from services.tokenizer.request import REQUEST_ID, GenerateRequest, read_body, read_request
+from services.tokenizer.tools import read_tools
 from shared.checks import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, EngineError, HeadraceError
 from shared.messages import Sampling, Tokenized, floats, ints
@@ -139,6 +140,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         handled_wall_us=submission.handled_wall_us,
         parent_span=submission.parent_span,
         processors=_processors(request, model),
+        grammar=request.grammar,
     )
 
 
@@ -149,7 +151,8 @@ def encode_prompt(request: GenerateRequest, model: ServedModel, wall_us: int) ->
     if request.messages is not None:
         _check_chars("messages", sum(len(message.content) for message in request.messages), model)
         messages = [message.model_dump() for message in request.messages]
-        ids = model.template.encode(messages, request.add_generation_prompt, wall_us)
+        tools = read_tools({"tools": request.tools or [], "tool_choice": request.tool_choice or "auto"})
+        ids = model.template.encode(messages, tools, request.add_generation_prompt, wall_us)
     elif isinstance(request.prompt, str):
         _check_chars("prompt", len(request.prompt), model)
         ids = [*vocabulary.prefix_ids, *vocabulary.encode(request.prompt, special=True)]

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from services.tokenizer.grammar import grammar_of
 from shared.checks import MAX_PROCESSORS
 from shared.errors import BadRequest
 
@@ -40,11 +41,7 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Known fields that are answered by 400, unless they ask for what happens anyway.
 _NOT_YET: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "grammar": ("",),
     "prompt_logprobs": (False, 0),
     "echo": (False,),
     "suffix": ("",),
@@ -135,6 +132,11 @@ class GenerateRequest(BaseModel):
     slo_class: Literal["interactive", "standard", "batch"] = "standard"
     finish_detached: bool = False
     logits_processors: list[ProcessorRequest] = Field(default_factory=list, max_length=MAX_PROCESSORS)
+    response_format: Any = None  # these three become one: see grammar.py
+    structured_outputs: Any = None
+    grammar: str = ""
+    tools: Any = None  # see tools.py
+    tool_choice: Any = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> GenerateRequest:
@@ -220,7 +222,8 @@ def read_request(fields: dict[str, Any]) -> GenerateRequest:
     if unknown is not None:
         raise _unknown(unknown)
     try:
-        return GenerateRequest.model_validate({**fields, "logprobs": _logprobs(fields)})
+        read = {"logprobs": _logprobs(fields), "grammar": grammar_of(fields)}
+        return GenerateRequest.model_validate({**fields, **read})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         path = ".".join(str(step) for step in first["loc"])[:80]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from shared.messages.columns import Floats, Ints, floats, ints
 from shared.messages.requests import Sampling
 
+ROW_REFUSED = "refused: "  # begins a row error that is a 400, not a 500
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecHello:
@@ -154,7 +156,8 @@ class StepResult:
     published_us: int = 0  # how long the result sent last took from the end of its step to its sending
     queued_us: int = 0  # the plan arrived at the executor -> its step began
     host_us: int = 0  # logits processors, on the host
-    row_errors: tuple[tuple[int, str], ...] = ()  # (index into `ids`, why): that sequence alone failed
+    # (index into `ids`, why): that sequence alone failed; by its request's own fault with ROW_REFUSED first
+    row_errors: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

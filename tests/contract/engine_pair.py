@@ -1,4 +1,4 @@
-"""The two engines that one contract holds for, and a device thread that plans can be given to."""
+"""The engines that one contract holds for, and a device thread that plans can be given to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def small_engine(engine: str, folder: Path, processors: Mapping[str, MakeProcess
                 vocab=1000, blocks=80, slots=8, max_context=256, timing="step=0", processors=processors
             )
         )
-    return build_torch(
+    build = build_torch
+    if engine == "cuda":
+        from services.executor.cuda.backend import build
+    return build(
         TorchOptions(
             model_path=folder, model_name=KIND, device="cpu" if engine == "torch" else engine, dtype="f32",
             blocks=80, slots=8, threads=1, deterministic=engine == "torch", processors=processors,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.launcher import client as client_module
-from services.launcher.client import Client, ask_all
+from shared import client as client_module
 from shared import subjects
-from shared.bus import Bus, Delivery, NoResponders
+from shared.bus import Bus, BusFault, Delivery, NoResponders
+from shared.client import Client, ask_all
 from shared.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -173,6 +173,31 @@ async def test_leaving_a_stream_cancels_it(connect: Connect, client: Client, fle
     async with contextlib.aclosing(client.stream({"model": fleet, "request_id": "left"})) as frames:
         assert (await anext(frames))["type"] == "accepted"
     assert await asyncio.wait_for(service.cancelled.get(), 5) == "headrace.v1.cancel.public.left"
+
+
+async def test_a_stream_that_a_cut_connection_has_ended(
+    connect: Connect, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs it was told that nobody listens, and stopped: silence is then the end. What waits in a
+    queue has said nothing yet, and may."""
+    monkeypatch.setattr(client_module, "RETURN_S", 0.05)
+    bus = await connect()
+    handlers: list[Any] = []
+    monkeypatch.setattr(bus, "on_fault", handlers.append)
+    client = await Client.open(bus)
+    await serve(connect, f"{fleet}r", [frame(0, "accepted"), frame(1)])
+    await serve(connect, f"{fleet}q", [frame(0, "accepted")])
+    running, queued = (
+        client.stream({"model": f"{fleet}r"}),
+        client.stream({"model": f"{fleet}q"}, timeout_s=0.3),
+    )
+    assert [(await anext(running))["frame"] for _ in range(2)] == [0, 1]
+    assert (await anext(queued))["frame"] == 0
+    handlers[0](BusFault("reconnected", "back"))
+    with pytest.raises(Unavailable, match="the connection to the nats-server was cut"):
+        await anext(running)
+    with pytest.raises(DeadlineExceeded, match="no answer to request"):
+        await anext(queued)
 
 
 async def test_a_request_without_a_model(client: Client) -> None:

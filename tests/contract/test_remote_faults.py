@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from redis import Redis
 from redis_process import RedisProcess, free_port
 
 from services.kv_offload.lmcache_remote import open_remote
-from services.kv_offload.store import RemoteError
+from services.kv_offload.store import DamagedValue, RefusedWrite, RemoteError
 
 SIZE = 300_000
 DATA = bytes(i % 251 for i in range(SIZE))
@@ -53,7 +54,7 @@ def test_a_get_frozen_halfway_leaves_the_buffer_alone_afterwards(redis: RedisPro
     remote.put("aa", memoryview(DATA))
     redis.freeze()
     space = bytearray(SIZE)
-    remote._exists = lambda end, names: [True]  # type: ignore[attr-defined, method-assign]  # answered before
+    remote._length = lambda end, name, hoped: hoped  # type: ignore  # answered before
     with pytest.raises(RemoteError, match="no answer"):
         remote.get("aa", memoryview(space))
     space[:] = b"\x07" * SIZE
@@ -90,7 +91,7 @@ def small_redis() -> Iterator[RedisProcess]:
 def test_a_full_server_refuses_and_serves_what_it_has(small_redis: RedisProcess) -> None:
     remote = open_remote(small_redis.url, 60.0)
     stored: list[str] = []
-    with pytest.raises(RemoteError, match="failed"):
+    with pytest.raises(RefusedWrite, match="takes no value"):
         for i in range(100):
             remote.put(f"{i:02x}", memoryview(DATA))
             stored.append(f"{i:02x}")
@@ -103,6 +104,25 @@ def test_a_full_server_refuses_and_serves_what_it_has(small_redis: RedisProcess)
         remote.delete(each)
     remote.put("aa", memoryview(DATA))
     assert remote.has(["aa", stored[0]]) == [True, False]
+    remote.close()
+
+
+@pytest.mark.parametrize("value", [b"", b"x", b"not ours", DATA[:-1], DATA + b"x"])
+def test_a_value_of_another_length_is_damaged_at_once(redis: RedisProcess, value: bytes) -> None:
+    """Also one shorter than the line that says how long it is. A wait would run into the time limit."""
+    remote = open_remote(redis.url, 600.0)
+    remote.put("aa", memoryview(DATA))
+    with Redis(port=redis.port) as other:
+        (name,) = other.keys()
+        other.set(name, value)
+        with pytest.raises(DamagedValue, match="delete it"):
+            remote.get("aa", memoryview(bytearray(SIZE)))
+        other.delete(name)
+        other.lpush(name, "a list")
+        with pytest.raises(DamagedValue, match="delete it"):
+            remote.get("aa", memoryview(bytearray(SIZE)))
+    remote.delete("aa")
+    assert remote.get("aa", memoryview(bytearray(SIZE))) == 0
     remote.close()
 
 

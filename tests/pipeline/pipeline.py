@@ -10,11 +10,11 @@ from typing import Any
 from services.detokenizer import actor as detokenizer
 from services.executor import actor as executor
 from services.kv_offload import actor as kv_offload
-from services.launcher.client import Client
 from services.scheduler import actor as scheduler
 from services.tokenizer import actor as tokenizer
 from shared.actor import Actor, Runtime
 from shared.bus import Bus
+from shared.client import Client
 from shared.config import Settings, load
 
 Connect = Callable[[], Awaitable[Bus]]

@@ -21,12 +21,12 @@ from services.executor.engines import engine_builder
 from services.kv_offload import lookups, opening
 from services.kv_offload.actor import KvOffloadActor
 from services.kv_offload.plain_store import MemoryRemote
-from services.launcher.client import Client
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.meter import Meter
 from services.scheduler.tiers import asking, loading, storing
 from services.scheduler.tiers.worth import Recompute
 from shared.actor import Actor
+from shared.client import Client
 from shared.config import load
 from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.model_files import served_name
@@ -137,10 +137,10 @@ class Tiered(Pipeline):
         return self.forced.state.meter
 
     async def mapped(self) -> None:
-        """The scheduler knows the tier, and the engine maps its arena."""
-        tiers = self.forced.state.tiers.by_host
+        """The scheduler knows the tier, and that the engine maps its arena."""
+        tiers = self.forced.state.tiers
         await self.until(
-            lambda: any(t.generation == self.status("executor")["arena_generation"] for t in tiers.values())
+            lambda: any(tier.generation in tiers.mapped.values() for tier in tiers.by_host.values())
         )
 
     async def ask(self, prompt: list[int] | str, tokens: int, *, tenant: str = "one") -> Answer:

@@ -1,7 +1,8 @@
-"""The native API from the client's side: requests, streams, cancels. What the CLI and benches use.
+"""The native API from the client's side: requests, streams, cancels. For gateway, CLI and benches.
 
 One wildcard inbox serves every request of a client. Frames are checked: a missing number is an
 error, never a silent hole; a stream that starts over (its detokenizer died) says `accepted` again.
+What a reader does not take is bounded: a slow one is ended, and slows nobody else.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import contextlib
 import json
 import secrets
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared import subjects
-from shared.bus import Bus, Delivery, NoResponders
+from shared.bus import Bus, BusFault, Delivery, NoResponders
 from shared.errors import BadRequest, DeadlineExceeded, EngineError, HeadraceError, Unavailable, from_code
+from shared.unread import Unread
 
 END_HEADER = "Headrace-End"
 DEFAULT_TIMEOUT_S = 300.0
+ASK_TIMEOUT_S = 10.0  # of a small question
+RETURN_S = 30.0  # after our own connection was cut, for a stream to go on: far longer than any replay
 HOLE_S = 3.0  # wait for a stream with a hole to start over; after a broker's return that takes one
+
+_CUT = "the connection to the nats-server was cut, and the answer did not go on: send it again"
 
 Body = dict[str, Any]
 
@@ -40,15 +46,20 @@ class Client:
     bus: Bus
     tenant: str = subjects.DEFAULT_TENANT
     _prefix: str = ""
-    _waiting: dict[str, asyncio.Queue[Delivery]] = field(default_factory=dict)
+    _waiting: dict[str, Unread] = field(default_factory=dict)
 
     @classmethod
     async def open(cls, bus: Bus, tenant: str = subjects.DEFAULT_TENANT) -> Client:
         """A client on `bus`, which stays the caller's to drain."""
         client = cls(bus, tenant, bus.new_inbox())
+        bus.on_fault(client._on_fault)
         await bus.subscribe(f"{client._prefix}.*", client._on_reply)
         await bus.flush()  # the inbox is known to the server before the first reply can come
         return client
+
+    def as_tenant(self, tenant: str) -> Client:
+        """The same client, asking in another's name."""
+        return replace(self, tenant=tenant)
 
     async def complete(
         self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S, trace: str = ""
@@ -67,8 +78,8 @@ class Client:
     ) -> AsyncGenerator[Body]:
         """The frames of an answer: accepted, delta…, done. `timeout_s` bounds the wait for each.
 
-        Raises like `complete`, and MissingFrame. Leaving the iteration early (`aclose`, cancellation)
-        cancels the request.
+        Raises like `complete`, and MissingFrame, SlowReader. Leaving the iteration early (`aclose`,
+        cancellation) cancels the request, unless it says `finish_detached`.
         """
         async with contextlib.aclosing(self._exchange({**body, "stream": True}, timeout_s, trace)) as frames:
             async for frame in frames:
@@ -83,6 +94,16 @@ class Client:
         """Ask every service to stop working on a request of this tenant."""
         self.bus.publish(subjects.cancel(self.tenant, request_id), b"")
 
+    async def ask(self, subject: str, body: Mapping[str, Any] | None = None) -> Body:
+        """The one answer to a small question. Raises the error that the service names, NoResponders,
+        RequestTimeout."""
+        data = b"" if body is None else _json(body)
+        delivery = await self.bus.request(subject, data, timeout_us=int(ASK_TIMEOUT_S * 1e6))
+        answer = _message(delivery, "")
+        if "error" in answer:
+            raise error_of(answer)
+        return answer
+
     async def _exchange(self, body: Body, timeout_s: float, trace: str) -> AsyncGenerator[Body]:
         """Send `body` and give every message of the reply up to its last one."""
         model = str(body.get("model", ""))
@@ -91,7 +112,7 @@ class Client:
         request_id = str(body.setdefault("request_id", secrets.token_hex(11)))
         subject, data = self._written(model, body)
         token, order = secrets.token_hex(8), FrameOrder()
-        replies = self._waiting[token] = asyncio.Queue()
+        replies = self._waiting[token] = Unread(lambda: self.cancel(request_id))
         ended = False
         try:
             headers = {"traceparent": trace} if trace else None
@@ -112,29 +133,41 @@ class Client:
                     yield message
         finally:
             del self._waiting[token]
-            if not ended and request_id:
+            if not ended and body.get("finish_detached") is not True:
                 self.cancel(request_id)
 
     def _written(self, model: str, body: Body) -> tuple[str, bytes]:
+        data = _json(body)
         try:
-            data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
             return subjects.generate(self.tenant, model), data
-        except (UnicodeEncodeError, RecursionError) as error:
-            why = "holds a lone surrogate" if isinstance(error, ValueError) else "is nested too deeply"
-            raise BadRequest(f"the request {why}: send flat values of whole characters") from None
+        except UnicodeEncodeError:
+            raise _unwritable("holds a lone surrogate") from None
 
-    async def _next(self, replies: asyncio.Queue[Delivery], timeout_s: float, request_id: str) -> Delivery:
+    async def _next(self, replies: Unread, timeout_s: float, request_id: str) -> Delivery:
         try:
-            return await asyncio.wait_for(replies.get(), timeout_s)
+            return await replies.get(timeout_s)
         except TimeoutError:
             raise NoAnswer(
                 f"no answer to request {request_id} within {timeout_s:g} s: see `headrace status`"
             ) from None
 
+    def _on_fault(self, fault: BusFault) -> None:
+        """While we were cut off the server told the services that nobody listens, and they have stopped
+        what was running: such a stream says nothing ever again."""
+        if fault.kind == "reconnected":
+            running = {token: each.count for token, each in self._waiting.items() if each.count > 1}
+            asyncio.get_running_loop().call_later(RETURN_S, self._end_silent, running)
+
+    def _end_silent(self, counts: Mapping[str, int]) -> None:
+        for token, count in counts.items():
+            replies = self._waiting.get(token)
+            if replies is not None and replies.count == count:
+                replies.fail(Unavailable(_CUT))
+
     def _on_reply(self, delivery: Delivery) -> None:
         replies = self._waiting.get(delivery.subject.rpartition(".")[2])
         if replies is not None:
-            replies.put_nowait(delivery)
+            replies.put(delivery)
 
 
 @dataclass(slots=True)
@@ -204,6 +237,18 @@ async def ask_all(bus: Bus, subject: str, wait_s: float) -> list[Body]:
         raise NoResponders(f"nobody listens to {subject}: no service runs on this server")
     found = (_read(delivery.data) for delivery in got)  # others may answer on this subject, too
     return [body for body in found if body is not None]
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        why = "holds a lone surrogate" if isinstance(error, ValueError) else "is nested too deeply"
+        raise _unwritable(why) from None
+
+
+def _unwritable(why: str) -> BadRequest:
+    return BadRequest(f"the request {why}: send flat values of whole characters")
 
 
 def _read(data: bytes) -> Body | None:

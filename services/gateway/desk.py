@@ -1,0 +1,158 @@
+"""What the endpoints work with, and the endpoints that ask a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway import shapes
+from services.gateway.calls import Call, fields_of, model_of, read_call
+from services.gateway.chunks import ChunkMaker
+from services.gateway.health import Health
+from services.gateway.intake import HEADROOM_BYTES, read_body
+from services.gateway.keys import Keys
+from services.gateway.meter import Meter
+from services.gateway.presence import unless_gone
+from services.gateway.respond import answer
+from services.gateway.stream import EventStream
+from services.gateway.talk import Talk
+from services.gateway.visit import Visit
+from shared import subjects
+from shared.bus import NoResponders
+from shared.client import Client
+from shared.clock import Clock, SystemClock
+from shared.errors import BadRequest, Overloaded, UnknownModel
+from shared.tracing import Tracer
+
+MAX_ACTIVE = 8_192  # requests of one gateway
+RETRY_AFTER_MS = 1_000
+VISIT = "headrace.visit"  # where a request's Visit is kept in its scope
+
+
+def visit_of(request: Request) -> Visit:
+    """The Visit that the edge began."""
+    visit: Visit = request.scope[VISIT]
+    return visit
+
+
+@dataclass(slots=True)
+class Desk:
+    """Everything that outlives a request."""
+
+    client: Client
+    keys: Keys
+    health: Health
+    timeout_s: float
+    component: str = "gateway"  # as spans name it
+    tracer: Tracer | None = None
+    meter: Meter = field(default_factory=Meter)
+    clock: Clock = field(default_factory=SystemClock)
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        return await self._generate(request, chat=True)
+
+    async def complete(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        return await self._generate(request, chat=False)
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        self._admit(request)
+        return answer(await self.client.ask(subjects.MODELS))
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/{model}`."""
+        self._admit(request)
+        name = request.path_params["model"]
+        listed = await self.client.ask(subjects.MODELS)
+        for entry in listed["data"]:
+            if entry["id"] == name:
+                return answer(entry)
+        raise _unknown(name, [entry["id"] for entry in listed["data"]])
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`: vLLM's shape of the native answer."""
+        fields, client = await self._asked(request)
+        found = await self._ask(client, subjects.tokenize(client.tenant, fields["model"]), fields)
+        return answer({"model": found["model"], "count": found["count"], "tokens": found["tokens"]})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`: likewise."""
+        fields, client = await self._asked(request)
+        found = await self._ask(client, subjects.detokenize(client.tenant, fields["model"]), fields)
+        return answer({"model": found["model"], "prompt": found["text"]})
+
+    # ---- internals ------------------------------------------------------------------------------
+
+    async def _generate(self, request: Request, *, chat: bool) -> Response:
+        if self.meter.active > MAX_ACTIVE:
+            full = f"{MAX_ACTIVE} requests are open at this gateway: try again later"
+            raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
+        fields, client = await self._asked(request)
+        visit = visit_of(request)
+        call = read_call(fields, chat=chat, request_id=visit.request_id)
+        visit.request_id = call.request_id
+        talk = Talk(client, self.timeout_s, visit.trace)
+        echoed = await self._echoed(call, client) if call.echo else ()
+        visit.asked_us = self.clock.wall_us()
+        if call.stream:
+            return EventStream(talk.frames(call), ChunkMaker(call, echoed), visit, self.meter, self.clock)
+        natives = await unless_gone(request.receive, talk.answers(call))
+        visit.answered_us = self.clock.wall_us()
+        return answer(shapes.answer(call, natives, echoed))
+
+    def _admit(self, request: Request) -> Client:
+        """The native client in the name of whose key this is. Raises NotAuthorized."""
+        tenant = self.keys.tenant_of(request.headers.get("authorization", ""))
+        visit_of(request).tenant = tenant
+        return self.client.as_tenant(tenant)
+
+    async def _asked(self, request: Request) -> tuple[dict[str, Any], Client]:
+        """The fields of a request, its model among them."""
+        client = self._admit(request)
+        fields = fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES))
+        served: list[str] = []
+        if not fields.get("model"):
+            served = await self._served()
+        model = model_of(fields, served)
+        visit_of(request).model = model
+        try:
+            subjects.token(model)
+        except UnicodeEncodeError:
+            raise BadRequest("`model` holds a lone surrogate: send whole characters", param="model") from None
+        return {**fields, "model": model}, client
+
+    async def _served(self) -> list[str]:
+        return [entry["id"] for entry in (await self.client.ask(subjects.MODELS))["data"]]
+
+    async def _ask(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """A small question about a model, to which nobody listens where nobody serves it."""
+        try:
+            return await client.ask(subject, fields)
+        except NoResponders:
+            served = await self._served()
+            if fields["model"] not in served:
+                raise _unknown(fields["model"], served) from None
+            raise
+
+    async def _echoed(self, call: Call, client: Client) -> tuple[str, ...]:
+        """The texts of the prompts; ids are asked for."""
+
+        async def text(body: Mapping[str, Any]) -> str:
+            if isinstance(body["prompt"], str):
+                return body["prompt"]
+            subject = subjects.detokenize(client.tenant, call.model)
+            return str((await client.ask(subject, {"tokens": body["prompt"]}))["text"])
+
+        return tuple(await asyncio.gather(*map(text, call.bodies)))
+
+
+def _unknown(model: str, served: list[str]) -> UnknownModel:
+    there = ", ".join(served)
+    return UnknownModel(f"no service serves model {model!r:.80}; there is {there:.200}", param="model")

@@ -1,0 +1,76 @@
+"""Would a request succeed now? Every kind that it passes must be ready, and a real one have been answered.
+
+    a kind is missing ──▶ all are there ──probe──▶ proven ──a kind goes, or a request met 503──▶ …
+
+A probe is one token of one model; it is repeated with the beats until it is answered, then no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.client import Client
+from shared.errors import HeadraceError
+from shared.peers import Peers
+from shared.readiness import PROBE_TIMEOUT_S, missing, probe
+
+
+class Health:
+    """What `/health` says."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._why = "starting"
+        self._proven: set[str] = set()
+        self._probing: asyncio.Task[None] | None = None
+        self.draining = False
+        self.online = True
+
+    @property
+    def unready(self) -> str:
+        """Why this gateway should get no requests, whoever serves them; empty: it should."""
+        if self.draining:
+            return "draining"
+        return "" if self.online else "no connection to the nats-server"
+
+    @property
+    def why(self) -> str:
+        """Why a request would not succeed; empty: it would."""
+        return self.unready or self._why
+
+    def look(self, peers: Peers) -> None:
+        """The living services have changed, or a beat has passed."""
+        if self._probing is not None and self._probing.done():
+            self._probing.result()  # it ended by itself only if it failed as nothing should
+        if gone := missing(peers):
+            self.doubt(f"waiting for: {', '.join(gone)}")
+            return
+        models = peers.models("tokenizer")
+        self._proven &= set(models)
+        unproven = [model for model in models if model not in self._proven]
+        if not unproven:
+            self._why = ""
+        elif self._probing is None:
+            self._probing = asyncio.get_running_loop().create_task(self._probe(unproven[0], peers))
+
+    def doubt(self, why: str) -> None:
+        """A request did not succeed: it has to be proven again that one would."""
+        self._why = why
+        self._proven.clear()
+
+    def stop(self) -> None:
+        """Probe no more."""
+        self.draining = True
+        if self._probing is not None:
+            self._probing.cancel()
+
+    async def _probe(self, model: str, peers: Peers) -> None:
+        try:
+            await self._client.complete(probe(model), timeout_s=PROBE_TIMEOUT_S)
+        except HeadraceError as error:
+            self._why = f"a request to {model} failed: {error.message}"
+            self._probing = None
+        else:
+            self._proven.add(model)
+            self._probing = None
+            self.look(peers)

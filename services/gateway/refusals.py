@@ -1,0 +1,94 @@
+"""Typed errors as the OpenAI API says them: status, body, headers. Pure.
+
+    native 408 (a time limit passed)     504, since the client was not the slow one
+    others                               the same code
+
+`error.code` is the word that programs test (`model_not_found`, `overloaded`, …), null where the type says it
+all. A client library retries 408, 409, 429 and 5xx by itself, after `retry-after-ms`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shared.errors import BadRequest, HeadraceError
+
+CONTEXT_LENGTH = "context_length_exceeded"
+DEFAULT_RETRY_MS = 1_000
+_TIMEOUTS = {408: 504}
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class NotAuthorized(HeadraceError):
+    """No key, or one that nobody gave out."""
+
+    code, type = 401, "invalid_api_key"
+
+
+class NoRoute(HeadraceError):
+    """There is nothing at this path."""
+
+    code, type = 404, "not_found"
+
+
+class WrongMethod(HeadraceError):
+    """There is something at this path, for other methods."""
+
+    code, type = 405, "method_not_allowed"
+
+
+class SlowBody(HeadraceError):
+    """The body of a request did not come in time."""
+
+    code, type, retryable = 408, "request_timeout", True
+    status = 408  # the client was the slow one
+
+
+class WrongMediaType(HeadraceError):
+    """A body that does not say that it is JSON."""
+
+    code, type = 415, "unsupported_media_type"
+
+
+class Unprocessable(HeadraceError):
+    """JSON, but not an object."""
+
+    code, type = 422, "unprocessable"
+
+
+def status_of(error: HeadraceError) -> int:
+    """The HTTP status."""
+    return int(getattr(error, "status", 0)) or _TIMEOUTS.get(error.code, error.code)
+
+
+def body_of(error: HeadraceError, request_id: str = "") -> dict[str, Any]:
+    """The OpenAI error object, with the request's id beside its own fields."""
+    status = status_of(error)
+    fields: dict[str, Any] = {
+        "message": error.message,
+        "type": _TYPES.get(status, _INVALID if status < 500 else _SERVER),
+        "param": error.param,
+        "code": _word(error),
+    }
+    if request_id:
+        fields["request_id"] = request_id
+    return {"error": fields}
+
+
+def headers_of(error: HeadraceError) -> dict[str, str]:
+    """When to come back, and how to authenticate."""
+    status = status_of(error)
+    if status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    if status not in (429, 503):
+        return {}
+    wait_ms = error.retry_after_ms or DEFAULT_RETRY_MS
+    return {"Retry-After": str(math.ceil(wait_ms / 1000)), "Retry-After-Ms": str(wait_ms)}
+
+
+def _word(error: HeadraceError) -> str | None:
+    if isinstance(error, BadRequest):
+        return CONTEXT_LENGTH if error.message.startswith(CONTEXT_LENGTH) else None
+    return error.type

@@ -1,0 +1,110 @@
+"""uvicorn inside an actor: it gets a socket, and neither signals nor an event loop of its own.
+
+Listening is ours so that a port that is taken is a typed error, and so that the kernel bounds what a peer
+may hold up: so many bytes, for at most STALL_MS. One that takes nothing longer, or is not there any more,
+loses its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from shared.errors import SetupError
+from shared.listening import bind
+
+BACKLOG = 2_048
+STALL_MS = 30_000
+UNSENT_BYTES = 262_144  # of a connection, in the kernel, which would take 4 MB by itself
+KEEP_ALIVE_S = 75  # of an idle connection: longer than a proxy in front keeps its own
+_PROBES = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (3, "TCP_KEEPCNT"))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free one. Raises SetupError."""
+    bound = bind(host, port)
+    bound.listen(BACKLOG)
+    _bound_peers(bound)  # what is set here holds for what is accepted
+    bound.setblocking(False)
+    return bound
+
+
+def _bound_peers(bound: socket.socket) -> None:
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = [(STALL_MS, "TCP_USER_TIMEOUT"), *_PROBES]
+    for value, name in options:
+        if hasattr(socket, name):  # Linux
+            bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says when it listens, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves an application on a socket until it is drained."""
+
+    def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        self._bound = bound
+        self.address: tuple[str, int] = bound.getsockname()[:2]
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            loop="none",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _Uvicorn(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return when connections are accepted."""
+        self._task = asyncio.create_task(self._server.serve([self._bound]))
+        up = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait({self._task, up}, return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ended the server, if anything did."""
+        if self._task is not None and self._task.done() and not self._server.should_exit:
+            self._task.result()
+            raise SetupError("the HTTP server ended by itself")
+
+    async def drain(self) -> None:
+        """Accept nothing new; return when everything running has been answered."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """End at once what still runs."""
+        self._server.should_exit = self._server.force_exit = True
+        if self._task is not None:
+            for task in list(self._server.server_state.tasks):
+                task.cancel()
+            await self._task

@@ -1,0 +1,164 @@
+"""`docker compose up` on a real engine, as a user sees it. Run by scripts/compose_check, not by a bare pytest
+since it needs root, an engine and minutes. The tests build on each other, in this order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import nats
+import pytest
+from stack import KINDS, MODEL, ROOT, Stack, docker, inspect
+
+CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh says so
+ALWAYS = ("nats", "redis", *KINDS, "jaeger")
+WAIT_S = 300  # a guard against hanging
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    stack = Stack([name for name in ALWAYS if name not in CANNOT_BE_HAD])
+    try:
+        stack.up()
+        yield stack
+    except BaseException:
+        print(stack.compose("logs", "--tail", "40", check=False)[-12000:])
+        raise
+    finally:
+        stack.down()
+
+
+def ask_http(stack: Stack, key: str, **body: Any) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{stack.env['HTTP_PORT']}/v1/chat/completions",
+        json.dumps({"model": MODEL, "max_tokens": 12, "temperature": 0, **body}).encode(),
+        {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return dict(json.load(answer))
+
+
+async def answered(stack: Stack, requests: int = 1) -> None:
+    """So many requests over NATS are answered; what is not there yet is asked again, for WAIT_S."""
+    nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public", max_reconnect_attempts=-1)
+    body = json.dumps({"prompt": "The sea is", "max_tokens": 4, "ignore_eos": True}).encode()
+
+    async def one() -> None:
+        while True:
+            try:
+                reply = await nc.request(f"headrace.v1.generate.public.{MODEL}", body, timeout=20)
+            except nats.errors.Error:
+                continue
+            answer = json.loads(reply.data)
+            if "error" not in answer:
+                assert answer["usage"]["completion_tokens"] == 4
+                return
+            assert answer["error"]["retryable"], answer
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*(one() for _ in range(requests)))
+    await nc.close()
+
+
+def test_every_service_is_healthy_and_unprivileged(stack: Stack) -> None:
+    for service in stack.services:
+        for container in stack.containers(service):
+            facts = json.loads(docker("inspect", container))[0]
+            assert facts["State"].get("Health", {"Status": "healthy"})["Status"] == "healthy", service
+            assert facts["Config"]["User"] == "10001:10001", service
+            assert facts["HostConfig"]["ReadonlyRootfs"], service
+            assert facts["HostConfig"]["CapDrop"] == ["ALL"], service
+            ports = facts["HostConfig"]["PortBindings"] or {}
+            assert {b["HostIp"] for bound in ports.values() for b in bound} <= {"127.0.0.1"}, service
+    assert Counter(s["kind"] for s in stack.status()) == Counter(KINDS)
+
+
+def test_the_readme_script_streams_on_this_machine(stack: Stack) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (script,) = [s for s in re.findall(r"```python\n(.*?)```", readme, re.S) if "NATS_URL" in s]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "NATS_URL": stack.nats_url()},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+    assert len(done.stdout.split()) > 5
+
+
+def test_a_chat_over_nats_from_another_container(stack: Stack) -> None:
+    config = ("--config", "/auth/tenants/public/headrace.toml")
+    said = stack.cli("chat", "-q", "What is the capital of France?", *config)
+    assert "Paris" in said
+
+
+def test_a_chat_over_http(stack: Stack) -> None:
+    key = stack.compose("run", "--rm", "-T", "--no-deps", "--entrypoint", "cat", "cli",
+                        "/auth/tenants/public/api_key").strip()  # fmt: skip
+    answer = ask_http(stack, key, messages=[{"role": "user", "content": "What is the capital of France?"}])
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask_http(stack, "hr-wrong", messages=[{"role": "user", "content": "Hello"}])
+    assert refused.value.code == 401
+
+
+def test_no_service_was_refused_anything(stack: Stack) -> None:
+    logs = stack.compose("logs", *KINDS)
+    assert [line for line in logs.splitlines() if "ermission" in line or "refused" in line] == []
+
+
+async def test_more_of_each_share_the_work(stack: Stack) -> None:
+    several = ("tokenizer", "executor", "detokenizer")
+    stack.up("--no-recreate", *(word for kind in several for word in ("--scale", f"{kind}=2")))
+    await answered(stack, 24)
+    services = stack.status()
+    assert all(Counter(s["kind"] for s in services)[kind] == 2 for kind in several)
+    worked = {f"{s['kind']}.{s['id']}": s for s in services}
+    assert all(s["requests"] for s in worked.values() if s["kind"] == "tokenizer")
+    assert all(s["steps"] for s in worked.values() if s["kind"] == "executor")
+    assert all(s["frames"] for s in worked.values() if s["kind"] == "detokenizer")
+
+
+@pytest.mark.parametrize("victim", [*KINDS, "redis", "nats"])
+async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None:
+    before = {c: inspect(c, "{{.State.StartedAt}}") for c in stack.containers(victim)}
+    stack.kill(victim)
+    async with asyncio.timeout(WAIT_S):
+        while not all(_came_back(c, started) for c, started in before.items()):
+            await asyncio.sleep(1)  # the engine probes when it likes, and tells nobody
+    await answered(stack, 4)
+
+
+def _came_back(container: str, started: str) -> bool:
+    health = "{{if .State.Health}}{{.State.Health.Status}}{{end}}"
+    now = inspect(container, "{{.State.StartedAt}} " + health).split()
+    return now[0] != started and now[1:] == ["healthy"]
+
+
+def test_executors_see_the_arena_of_the_kv_offload_that_came_back(stack: Stack) -> None:
+    services = stack.status()
+    (tier,) = [s for s in services if s["kind"] == "kv_offload"]
+    generation = tier["tiers"]["l1"]["generation"]
+    assert {s["arena_generation"] for s in services if s["kind"] == "executor"} == {generation}
+
+
+def test_a_stop_drains(stack: Stack) -> None:
+    stopped = {kind: stack.containers(kind) for kind in KINDS}
+    stack.compose("stop", "--timeout", "60", *KINDS)
+    codes = {kind: {inspect(c, "{{.State.ExitCode}}") for c in ids} for kind, ids in stopped.items()}
+    assert codes == {kind: {"0"} for kind in KINDS}
+
+
+def test_down_leaves_nothing(stack: Stack) -> None:
+    assert stack.left()
+    stack.down()
+    assert stack.left() == ""

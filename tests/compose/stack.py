@@ -1,0 +1,105 @@
+"""One `docker compose up` for the checks of a run: on ports of its own, under a project name of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "smollm2-135m-instruct"
+KINDS = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway")
+READY_S = 600  # far above what it takes: a guard against hanging
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@dataclass
+class Stack:
+    """The project of this run."""
+
+    services: Sequence[str]
+    project: str = f"headrace-check-{os.getpid()}"
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = ("NATS_PORT", "NATS_MONITOR_PORT", "HTTP_PORT")
+        ports = {name: str(port) for name, port in zip(names, free_ports(3), strict=True)}
+        # no Jaeger can be had on every machine that runs this, and threads that spin starve a busy one
+        quiet = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "", "HEADRACE_THREADS": "1"}
+        self.env = {**os.environ, **quiet, **ports}
+
+    def compose(self, *args: str, check: bool = True, timeout: float = READY_S) -> str:
+        """`docker compose …`; its stdout. Fails with its stderr."""
+        done = subprocess.run(
+            ["docker", "compose", "-p", self.project, *args],
+            cwd=ROOT,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert not check or done.returncode == 0, f"{args}: {done.stderr[-3000:]}\n{done.stdout[-1000:]}"
+        return done.stdout
+
+    def up(self, *args: str) -> None:
+        """Start what is not there, and wait until every service is healthy."""
+        self.compose("up", "-d", "--wait", "--wait-timeout", str(READY_S), *args, *self.services)
+
+    def down(self) -> None:
+        """Remove everything."""
+        self.compose("--profile", "*", "down", "-v", "--remove-orphans", "--timeout", "60")
+
+    def cli(self, *args: str) -> str:
+        """A headrace command in a container of its own."""
+        return self.compose("run", "--rm", "-T", "--no-deps", "cli", *args)
+
+    def nats_url(self, name: str = "public") -> str:
+        """The URL with a user's credentials, from this machine."""
+        server = f"nats://127.0.0.1:{self.env['NATS_PORT']}"
+        return self.cli("auth", "/auth", "--show", name, "--nats-url", server).strip()
+
+    def status(self) -> list[dict[str, Any]]:
+        """What every service says of itself."""
+        return list(json.loads(self.cli("status", "--json"))["services"])
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of the running containers of a service."""
+        return self.compose("ps", "-q", service).split()
+
+    def kill(self, service: str) -> None:
+        """SIGKILL the processes of a service as a fault would, not by the engine, which then lets it be."""
+        for container in self.containers(service):
+            os.kill(int(inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
+
+    def left(self) -> str:
+        """Containers, volumes and networks of this project, as the engine lists them."""
+        label = f"label=com.docker.compose.project={self.project}"
+        lists = (["ps", "-aq"], ["volume", "ls", "-q"], ["network", "ls", "-q"])
+        return "".join(docker(*words, "--filter", label) for words in lists)
+
+
+def docker(*args: str) -> str:
+    """`docker …`; its stdout."""
+    return subprocess.run(
+        ["docker", *args], capture_output=True, text=True, timeout=READY_S, check=True
+    ).stdout
+
+
+def inspect(container: str, what: str) -> str:
+    """One fact about a container."""
+    return docker("inspect", "-f", what, container).strip()

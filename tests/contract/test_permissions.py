@@ -1,0 +1,242 @@
+"""What the users of `headrace auth` may do on a real nats-server: each its own, and nothing of another's."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client as Nats
+
+from services.launcher import auth
+from services.launcher import nats_server as servers
+from services.launcher.auth import Plan
+from services.launcher.nats_server import NatsServer
+from shared import login
+from shared.bus import BusFault
+from shared.errors import SetupError
+from shared.nats_bus import NatsBus
+from shared.permissions import SERVICES
+
+FLEET = "default"
+
+
+@pytest.fixture(scope="module")
+def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("auth")
+    auth.generate(folder, Plan("nats://nats:4222", FLEET, ("acme", "bob")), print)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(users: Path) -> Iterator[NatsServer]:
+    server = servers.start(extra=auth.authorization(users))
+    yield server
+    server.stop()
+
+
+class Refusals(list[str]):
+    """What the server did not let a client do."""
+
+    async def on_error(self, error: Exception) -> None:
+        self.append(str(error))
+
+
+@asynccontextmanager
+async def client(server: NatsServer, users: Path, name: str) -> Any:
+    """A plain nats-py client with the credentials of `name`: (client, what it was refused)."""
+    url, refused = auth.url_of(users, name, server.url), Refusals()
+    prefix = login.parse(url).inbox_prefix
+    nc = await nats.connect(url, inbox_prefix=prefix, error_cb=refused.on_error, allow_reconnect=False)
+    try:
+        yield nc, refused
+    finally:
+        await nc.close()
+
+
+async def may_read(nc: Nats, refused: Refusals, subject: str) -> bool:
+    """Subscribing is answered before the flush that follows it is."""
+    before = len(refused)
+    subscription = await nc.subscribe(subject)
+    await nc.flush()
+    await nc.flush()
+    if len(refused) == before:
+        await subscription.unsubscribe()
+        return True
+    assert f'for subscription to "{subject.lower()}"' in refused[-1].lower()
+    return False
+
+
+async def may_write(nc: Nats, refused: Refusals, subject: str) -> bool:
+    before = len(refused)
+    await nc.publish(subject, b"x")
+    await nc.flush()
+    await nc.flush()
+    if len(refused) == before:
+        return True
+    assert f'for publish to "{subject.lower()}"' in refused[-1].lower()
+    return False
+
+
+FORBIDDEN_READING = [
+    ">", "*", "*.>", "_INBOX.>", "_INBOX.*.>", "_INBOX.*", "_INBOX.bob.>", "_INBOX.bob", "_INBOX.acm.x",
+    "hr.>", "headrace.>", "headrace.v1.generate.>", "headrace.v1.generate.acme.*", "headrace.v1.generate.b.*",
+    "headrace.v1.status", "headrace.v1.events.*", f"hr.{FLEET}.scheduler.*.in.*", f"hr.{FLEET}.beat.*.*",
+    "_R.>", "_R.*.*", "$SYS.>", "$SRV.>", "$JS.>", "$KV.>",
+]  # fmt: skip
+FORBIDDEN_WRITING = [
+    "headrace.v1.generate.bob.m", "headrace.v1.cancel.bob.r", "headrace.v1.tokenize.bob.m",
+    "headrace.v1.detokenize.bob.m", "headrace.v1.generate.acme", "headrace.v1.generate.acme.m.x",
+    "headrace.v1.generate.acme2.m", "headrace.v1.generate.public.m", "_INBOX.bob.1.2", "_INBOX.acme.1.2",
+    "headrace.v1.status", "headrace.v1.trace.r", "headrace.v1.events.s.snapshot", "hr.beat_ask",
+    f"hr.{FLEET}.beat_ask", f"hr.{FLEET}.beat.tokenizer.1", f"hr.{FLEET}.scheduler.1.in.Tokenized",
+    f"hr.{FLEET}.executor.1.in.StepPlan", f"hr.{FLEET}.detokenizer.1.in.Tokens",
+    f"hr.{FLEET}.kv_offload.1.in.KvLookup", "_R.1.2", "$SRV.PING", "$JS.API.STREAM.LIST",
+    "$SYS.REQ.SERVER.PING",
+]  # fmt: skip
+ALLOWED_WRITING = [
+    "headrace.v1.generate.acme.m", "headrace.v1.cancel.acme.r", "headrace.v1.tokenize.acme.m",
+    "headrace.v1.detokenize.acme.m", "headrace.v1.models",
+]  # fmt: skip
+
+
+async def test_a_tenant_reads_only_its_own_inbox(server: NatsServer, users: Path) -> None:
+    async with client(server, users, "acme") as (nc, refused):
+        assert [s for s in FORBIDDEN_READING if await may_read(nc, refused, s)] == []
+        for subject in ("_INBOX.acme.>", "_INBOX.acme.1.*", nc.new_inbox()):
+            assert await may_read(nc, refused, subject)
+
+
+async def test_a_tenant_writes_only_in_its_own_name(server: NatsServer, users: Path) -> None:
+    async with client(server, users, "acme") as (nc, refused):
+        assert [s for s in FORBIDDEN_WRITING if await may_write(nc, refused, s)] == []
+        assert [s for s in ALLOWED_WRITING if not await may_write(nc, refused, s)] == []
+
+
+async def test_a_reply_reaches_the_tenant_that_asked_and_no_other(server: NatsServer, users: Path) -> None:
+    async with (
+        client(server, users, "detokenizer") as (detokenizer, _),
+        client(server, users, "acme") as (acme, _),
+        client(server, users, "bob") as (bob, refused),
+    ):
+        inbox = acme.new_inbox()
+        mine = await acme.subscribe(inbox)
+        spied = [await bob.subscribe(pattern) for pattern in (inbox, "_INBOX.acme.>", "_INBOX.>", ">")]
+        await acme.flush()
+        await bob.flush()
+        await bob.flush()
+        assert len(refused) == len(spied)
+        await detokenizer.publish(inbox, b"secret")
+        assert (await mine.next_msg(5)).data == b"secret"
+        await detokenizer.flush()
+        await bob.flush()
+        assert [s.pending_msgs for s in spied] == [0, 0, 0, 0]
+
+
+SENDS = {
+    "tokenizer": {"scheduler"},
+    "scheduler": {"tokenizer", "executor", "kv_offload", "detokenizer"},
+    "executor": {"scheduler"},
+    "kv_offload": {"scheduler"},
+    "detokenizer": {"scheduler"},
+    "gateway": set(),
+}
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsServer, users: Path) -> None:
+    async with client(server, users, kind) as (nc, refused):
+        boxes = [k for k in SERVICES if await may_write(nc, refused, f"hr.{FLEET}.{k}.a1.in.X")]
+        assert set(boxes) == SENDS[kind]
+        beats = [k for k in SERVICES if await may_write(nc, refused, f"hr.{FLEET}.beat.{k}.a1")]
+        assert beats == [kind]
+        assert not await may_write(nc, refused, "hr.other.scheduler.a1.in.X")
+        assert await may_write(nc, refused, "_INBOX.acme.1.2") == (kind in ("tokenizer", "detokenizer"))
+        assert await may_write(nc, refused, "headrace.v1.generate.acme.m") == (kind == "gateway")
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, users: Path) -> None:
+    async with client(server, users, kind) as (nc, refused):
+        boxes = [k for k in SERVICES if await may_read(nc, refused, f"hr.{FLEET}.{k}.a1.in.*")]
+        assert boxes == [kind]
+        for subject in (">", "hr.>", "_INBOX.>", "_INBOX.acme.>", f"_INBOX.{login.SERVICE_PREFIX}x.>"):
+            assert not await may_read(nc, refused, subject)
+        requests = await may_read(nc, refused, "headrace.v1.generate.*.m")
+        assert requests == (kind == "tokenizer")
+
+
+async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users: Path) -> None:
+    async with (
+        client(server, users, "executor") as (executor, refused),
+        client(server, users, "operator") as (operator, _),
+    ):
+        asked = await executor.subscribe("headrace.v1.status")
+        await executor.flush()
+        answers = await operator.subscribe(inbox := operator.new_inbox())
+        await operator.publish("headrace.v1.status", b"", reply=inbox)
+        question = await asked.next_msg(5)
+        assert await may_write(executor, refused, question.reply)
+        assert not await may_write(executor, refused, question.reply)
+        assert (await answers.next_msg(5)).data == b"x"
+
+
+@pytest.mark.parametrize(
+    ("url", "who"),
+    [
+        ("nats://acme:wrong@", "user 'acme'"),
+        ("nats://nobody:x@", "user 'nobody'"),
+        ("nats://", "a connection without user and password"),
+    ],
+)
+async def test_wrong_credentials_are_an_error_at_once(server: NatsServer, url: str, who: str) -> None:
+    address = server.url.removeprefix("nats://")
+    with pytest.raises(SetupError) as caught:  # without a time limit, as a service connects
+        await asyncio.wait_for(NatsBus.connect(f"{url}{address}"), 10)
+    assert f"the nats-server at nats://{address} refuses {who}" in caught.value.message
+    assert "`headrace auth`" in caught.value.message
+    assert "wrong" not in caught.value.message
+
+
+async def test_a_subscription_of_another_service_is_a_fault(server: NatsServer, users: Path) -> None:
+    refused: asyncio.Queue[BusFault] = asyncio.Queue()
+    bus = await NatsBus.connect(auth.url_of(users, "executor", server.url), on_fault=refused.put_nowait)
+    await bus.subscribe("headrace.v1.generate.*.m", lambda _: None)
+    fault = await asyncio.wait_for(refused.get(), 10)
+    assert fault.kind == "refused"
+    assert '"headrace.v1.generate.*.m"' in fault.detail
+    await bus.drain()
+
+
+async def test_a_tenant_of_a_running_server_is_added_by_a_signal(tmp_path: Path) -> None:
+    auth.generate(tmp_path, Plan("nats://nats:4222", FLEET), print)
+    server = servers.start(extra=auth.authorization(tmp_path))
+    conf = Path(server.folder.name) / servers.CONFIG_NAME
+    try:
+        async with client(server, tmp_path, "public") as (public, refused):
+            head = conf.read_text().removesuffix(auth.authorization(tmp_path))
+            auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, ("late",)), print)
+            conf.write_text(head + auth.authorization(tmp_path))
+            server.process.send_signal(signal.SIGHUP)
+            late = await asyncio.wait_for(NatsBus.connect(await _let_in(server, tmp_path, "late")), 10)
+            assert await may_write(public, refused, "headrace.v1.models")  # and nobody was cut off
+            await late.drain()
+    finally:
+        server.stop()
+
+
+async def _let_in(server: NatsServer, users: Path, name: str) -> str:
+    """The URL of `name`, once the server has read its file again."""
+    url = auth.url_of(users, name, server.url)
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await (await NatsBus.connect(url)).drain()
+            except SetupError:
+                continue
+            return url

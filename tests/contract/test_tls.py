@@ -1,0 +1,91 @@
+"""A nats-server that speaks TLS alone, with a certificate of nobody the system knows."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ipaddress
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from services.launcher import auth, health
+from services.launcher import nats_server as servers
+from services.launcher.auth import Plan
+from shared.errors import SetupError, Unavailable
+from shared.nats_bus import NatsBus
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """(folder of `headrace auth` with ca.pem and key.pem, address of the server)."""
+    folder = tmp_path_factory.mktemp("tls")
+    _self_signed(folder / "ca.pem", folder / "key.pem")
+    tls = auth.tls_of(str(folder / "ca.pem"), str(folder / "key.pem"))
+    auth.generate(folder, Plan("tls://nats:4222", "default", tls=tls), print)
+    conf = (folder / "nats" / "nats.conf").read_text()
+    (block,) = [line for line in conf.splitlines() if line.startswith("tls ")]
+    server = servers.start(extra=auth.authorization(folder) + block + "\n")
+    yield folder, server.url.replace("nats://", "tls://")
+    server.stop()
+
+
+def _self_signed(certificate: Path, key: Path) -> None:
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "nats")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(address, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(private, hashes.SHA256())
+    )
+    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    key.write_bytes(private.private_bytes(*pem))
+
+
+async def test_a_message_over_tls(secure: tuple[Path, str]) -> None:
+    folder, address = secure
+    url = auth.url_of(folder, "public", address) + f"?ca={folder / 'ca.pem'}"
+    bus = await asyncio.wait_for(NatsBus.connect(url), 10)
+    got: asyncio.Queue[bytes] = asyncio.Queue()
+    await bus.subscribe("_INBOX.public.x", lambda delivery: got.put_nowait(delivery.data))
+    await bus.flush()
+    other = await NatsBus.connect(auth.url_of(folder, "detokenizer", address) + f"?ca={folder / 'ca.pem'}")
+    other.publish("_INBOX.public.x", b"hello")
+    assert await asyncio.wait_for(got.get(), 10) == b"hello"
+    await other.drain()
+    await bus.drain()
+
+
+async def test_a_server_that_nobody_vouches_for_is_an_error_at_once(secure: tuple[Path, str]) -> None:
+    folder, address = secure
+    with pytest.raises(SetupError, match="CERTIFICATE_VERIFY_FAILED"):
+        await asyncio.wait_for(NatsBus.connect(auth.url_of(folder, "public", address)), 10)
+
+
+def test_a_health_check_over_tls(
+    secure: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, address = secure
+    url = auth.url_of(folder, "executor", address)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    health.leave_note("executor", "a1")
+    monkeypatch.setenv("HEADRACE_NATS_URL", f"{url}?ca={folder / 'ca.pem'}")
+    with pytest.raises(Unavailable, match=r"headrace-executor\.a1 does not answer: nobody listens"):
+        health.health("executor")  # it got as far as the answer that nobody is there
+    monkeypatch.setenv("HEADRACE_NATS_URL", url)
+    with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        health.health("executor")

@@ -1,0 +1,318 @@
+"""The official client and plain HTTP against a gateway in front of the five actors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from gateway_side import MODEL, add_gateway, gateway_status, healthy, remove_gateway
+from openai import AsyncOpenAI
+from pipeline import Pipeline
+
+from shared import unread
+from shared.memory_bus import MemoryBroker
+
+MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+FOREVER = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+whole_file = pytest_asyncio.fixture(scope="module", loop_scope="module")
+each_test = pytest_asyncio.fixture(loop_scope="module")
+
+
+@whole_file
+async def pipeline() -> AsyncIterator[Pipeline]:
+    broker = MemoryBroker()
+
+    async def connect() -> Any:
+        return broker.connect()
+
+    running = await Pipeline.start(connect, "gateway")
+    yield running
+    await running.stop()
+
+
+@whole_file
+async def url(pipeline: Pipeline) -> AsyncIterator[str]:
+    url = await add_gateway(pipeline)
+    await healthy(pipeline)
+    yield url
+    await remove_gateway(pipeline)
+
+
+@each_test
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@each_test
+async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        yield client
+
+
+async def test_a_chat_streamed_and_not(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "seed": 7}
+    whole = await client.chat.completions.create(**asked)
+    assert whole.object == "chat.completion"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (37, 12)
+    (choice,) = whole.choices
+    assert (choice.finish_reason, choice.message.role) == ("length", "assistant")
+
+    stream = await client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices) == choice.message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert (usage.total_tokens, usage.prompt_tokens_details.cached_tokens) == (49, 32)
+
+
+async def test_a_stream_without_usage_has_none(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 3}
+    chunks = [c async for c in await client.chat.completions.create(**asked, stream=True)]
+    assert [c.usage for c in chunks] == [None] * len(chunks)
+    assert all(c.choices for c in chunks)
+
+
+async def test_choices_and_prompts_of_a_completion(client: AsyncOpenAI) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "prompt": ["The sea", [504, 7]],
+        "n": 2,
+        "seed": 3,
+        "max_tokens": 5,
+        "echo": True,
+    }
+    whole = await client.completions.create(**asked)
+    assert [c.index for c in whole.choices] == [0, 1, 2, 3]
+    assert [c.text[:7] for c in whole.choices[:2]] == ["The sea"] * 2
+    assert len({c.text for c in whole.choices}) == 4
+    chunks = [c async for c in await client.completions.create(**asked, stream=True)]
+    texts = ["".join(c.text for k in chunks for c in k.choices if c.index == i) for i in range(4)]
+    assert texts == [c.text for c in whole.choices]
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 20
+
+
+async def test_sampling_fields_arrive(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    """Each shows its effect on the engine that draws from the seed, or is refused by its name."""
+    whole = await client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=40,
+        seed=1,
+        temperature=0.7,
+        top_p=0.9,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={"5": 1},
+        stop=["e"],
+        user="me",
+        metadata={"a": "b"},
+        extra_body={"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1},
+    )
+    assert whole.choices[0].finish_reason == "stop"
+    assert "e" not in (whole.choices[0].message.content or "")
+    for name, value in (
+        ("temperature", 3),
+        ("top_p", 0),
+        ("logit_bias", {"5": 101}),
+        ("n", 65),
+        ("min_p", 2),
+    ):
+        body = {"model": MODEL, "prompt": "p", name: value}
+        answer = await http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+async def test_the_models(client: AsyncOpenAI) -> None:
+    assert [m.id async for m in client.models.list()] == [MODEL]
+    assert (await client.models.retrieve(MODEL)).owned_by == "headrace"
+    with pytest.raises(openai.NotFoundError, match="no service serves model 'other'"):
+        await client.models.retrieve("other")
+
+
+async def test_errors_are_the_clients_own(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=9)
+    assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.completions.create(model=MODEL, prompt=[1] * 9000, stream=True)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.InternalServerError) as late:  # by the request's own limit
+        await client.completions.create(
+            model=MODEL, prompt="p", max_tokens=4000, extra_body={"timeout_s": 1e-9}
+        )
+    assert (late.value.status_code, late.value.code) == (504, "timeout")
+
+
+async def test_bodies_that_are_none(http: httpx.AsyncClient) -> None:
+    head = {"content-type": "application/json"}
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        assert (await http.post(path, content=b"{", headers=head)).status_code == 400
+        assert (await http.post(path, content=b"[]", headers=head)).status_code == 422
+        assert (
+            await http.post(path, content=b"a=b", headers={"content-type": "text/plain"})
+        ).status_code == 415
+        assert (await http.post(path, content=b'{"model":"\\ud800"}', headers=head)).status_code == 400
+        assert (await http.get(path)).status_code == 405
+    huge = await http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 9_000_000})
+    assert (huge.status_code, huge.json()["error"]["code"]) == (413, "payload_too_large")
+    nowhere = await http.get("/v2")
+    assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_ids_and_traces_in_and_out(http: httpx.AsyncClient, pipeline: Pipeline) -> None:
+    body = {"prompt": "p", "max_tokens": 1}
+    given = await http.post(
+        "/v1/completions", json=body, headers={"x-request-id": "mine", "traceparent": TRACE}
+    )
+    assert (given.headers["x-request-id"], given.headers["traceparent"]) == ("mine", TRACE)
+    assert given.json()["id"] == "mine"
+    recent = await pipeline.client.ask("headrace.v1.trace.mine")
+    assert recent["trace_id"] == TRACE.split("-")[1]
+    drawn = await http.post("/v1/completions", json=body)
+    assert drawn.json()["id"] == drawn.headers["x-request-id"]
+    assert "traceparent" not in drawn.headers
+
+
+async def test_tokens_there_and_back(http: httpx.AsyncClient) -> None:
+    there = (await http.post("/tokenize", json={"model": MODEL, "prompt": "Hello world"})).json()
+    assert there["count"] == len(there["tokens"]) == 2
+    back = (await http.post("/detokenize", json={"model": MODEL, "tokens": there["tokens"]})).json()
+    assert back == {"model": MODEL, "prompt": "Hello world"}
+    chat = (await http.post("/tokenize", json={"messages": MESSAGES})).json()
+    assert chat["count"] == 37
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+        missing = await http.post(path, json={"model": "other", **body})
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    wrong = await http.post("/detokenize", json={"tokens": [10**9]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_a_client_that_leaves_is_cancelled(
+    client: AsyncOpenAI, http: httpx.AsyncClient, pipeline: Pipeline
+) -> None:
+    stream = await client.completions.create(model=MODEL, prompt="p", stream=True, **FOREVER)  # type: ignore[call-overload]  # a table of them
+    async with aclosing(stream) as chunks:
+        await anext(aiter(chunks))
+    await pipeline.assert_idle()
+    plain = asyncio.create_task(
+        http.post("/v1/completions", json={"prompt": "p", "max_tokens": 4000, "ignore_eos": True})
+    )
+    await pipeline.until(lambda: pipeline.status("scheduler")["requests"] == 1)
+    plain.cancel()
+    await asyncio.gather(plain, return_exceptions=True)
+    await pipeline.assert_idle()
+    await pipeline.until(lambda: gateway_status(pipeline)["active"] == 0)
+    assert 'http_response_status_code="499"' in (await http.get("/metrics")).text
+
+
+async def test_detached_is_not_cancelled(url: str, http: httpx.AsyncClient, pipeline: Pipeline) -> None:
+    def generated() -> int:
+        return int(pipeline.status("scheduler")["measured"]["tokens"]["generated"])
+
+    before = generated()
+    body = {"prompt": "p", "max_tokens": 200, "ignore_eos": True, "stream": True, "finish_detached": True}
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        await anext(answer.aiter_lines())
+    await pipeline.until(lambda: pipeline.status("scheduler")["requests"] == 0)
+    assert generated() - before == 200
+
+
+async def test_a_slow_reader_is_ended_and_holds_up_nobody(
+    url: str, http: httpx.AsyncClient, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread, "MAX_UNREAD_BYTES", 20_000)
+    host, port = url.removeprefix("http://").split(":")
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(slow, (host, int(port)))
+    body = {"prompt": "p", "n": 8, "max_tokens": 6000, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n"
+    await loop.sock_sendall(slow, f"{head}\r\n".encode() + data)
+    await pipeline.until(lambda: pipeline.status("scheduler")["requests"] == 1)
+    quick = await http.post("/v1/completions", json={"prompt": "q", "max_tokens": 50, "ignore_eos": True})
+    assert quick.json()["usage"]["completion_tokens"] == 50
+    await pipeline.until(
+        lambda: pipeline.status("scheduler")["requests"] == 0
+    )  # ended, though nobody has read it
+    got = b""
+    while part := await loop.sock_recv(slow, 65536):
+        got += part
+    slow.close()
+    assert b'"code":"slow_reader"' in got
+    assert b"[DONE]" not in got
+    await pipeline.until(lambda: gateway_status(pipeline)["slow_readers"] == 1)
+
+
+async def test_health_is_the_truth(pipeline: Pipeline) -> None:
+    executor = pipeline.runtimes.pop("executor-1")
+    await executor.finish(5)
+    url = await add_gateway(pipeline, "gateway-2")
+    async with httpx.AsyncClient(base_url=url) as http:
+        first = await http.get("/health")
+        assert (first.status_code, first.json()) == (
+            503,
+            {"status": "unavailable", "reason": "waiting for: executor"},
+        )
+        assert (await http.get("/ready")).status_code == 200
+        await pipeline.add("executor", "executor-1")
+        await healthy(pipeline, "gateway-2")
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        await pipeline.runtimes.pop("executor-1").finish(5)
+        await pipeline.until(lambda: "executor" in gateway_status(pipeline, "gateway-2")["health"])
+        await pipeline.add("executor", "executor-1")
+    await remove_gateway(pipeline, "gateway-2")
+
+
+async def test_keys_are_tenants(pipeline: Pipeline, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("acme one\nother two\n")
+    url = await add_gateway(pipeline, "gateway-2", keys)
+    await healthy(pipeline, "gateway-2")
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        body = {
+            "prompt": "the same words for both of the two tenants, longer than a block of the cache",
+            "max_tokens": 1,
+        }
+
+        async def cached(key: str) -> int:
+            answer = await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert [await cached(key) for key in ("one", "one", "two")] == [0, 16, 0]
+        for path in ("/v1/models", "/v1/models/x"):
+            refused = await http.get(path)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        for path in ("/v1/chat/completions", "/tokenize", "/detokenize"):
+            refused = await http.post(path, json=body, headers={"authorization": "Bearer three"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        for path in ("/health", "/ready", "/metrics", "/version", "/openapi.json"):
+            assert (await http.get(path)).status_code == 200
+    await remove_gateway(pipeline, "gateway-2")
