@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.launcher.client import ask_all
 from shared import subjects
 from shared.bus import Bus, NoResponders
+from shared.client import ask_all
 
 Status = dict[str, Any]
 

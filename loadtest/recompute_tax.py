@@ -1,62 +1,120 @@
 """The recompute tax of preemption, by the protocol of vllm-project/vllm#54644 (see loadtest/tax/protocol.py).
 
-python -m loadtest.recompute_tax --out docs/benchmarks             300 requests, simulated
-python -m loadtest.recompute_tax --real --out docs/benchmarks      the default model, real processes
+python -m loadtest.recompute_tax --out docs/benchmarks                    300 requests, simulated
+python -m loadtest.recompute_tax --real --out docs/benchmarks             the default model, real processes
+python -m loadtest.recompute_tax --real --greedy --out docs/benchmarks    where admission leaves no room
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable
-from dataclasses import asdict
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from loadtest.real.report import Report
+from loadtest.sim import plots
 from loadtest.tax import measured, simulated
-from loadtest.tax.protocol import ARMS, HEAD, Arm, Lengths, Outcome, Point, Runs, checks, points, row_of
+from loadtest.tax.protocol import (
+    ARMS,
+    FULL,
+    HEAD,
+    POOLS_PM,
+    QUARTER,
+    Arm,
+    Lengths,
+    Outcome,
+    Point,
+    Runs,
+    checks,
+    points,
+    row_of,
+)
 from loadtest.tax.simulated import BLOCK_TOKENS
 
+REQUESTS = 300
 SIMULATED = (
     " Simulated on a virtual clock with the real scheduler and the real core of kv_offload: figures of a "
     "machine's model, not measurements."
 )
+GREEDY = " Admission leaves nothing free for growth (`kv=greedy`, as in vLLM V1): it pauses much."
 
 
-def table(report: Report, wanted: list[Point], run: Callable[[Point, Arm], Outcome]) -> None:
-    """Every arm at every point; those without tiers once for each pool."""
+def table(
+    report: Report,
+    wanted: Sequence[tuple[Point, Arm]],
+    run: Callable[[Point, Arm], Outcome],
+    out: Path | None,
+) -> None:
+    """All runs; arms without tiers once for each pool. What there is after each is written to `out`."""
     runs: Runs = {}
-    for point in wanted:
-        for arm in ARMS:
+    try:
+        for point, arm in wanted:
             key = (point.pool_pm, point.l1 if arm.tiers else "", arm.name)
             if key not in runs:
                 runs[key] = run(point, arm)
                 report.add(row_of(point, arm, runs[key]))
-    report.checks = checks(runs)
+                _fill(report, runs)
+                if out:
+                    report.write(out)
+    finally:
+        if out and runs:
+            _draw(report, runs, out / f"{report.kind}_{report.name}.png")
+
+
+def _fill(report: Report, runs: Runs) -> None:
+    report.checks = checks(runs, measured.NOISE if report.kind == "real" else 1.0)
     report.data["runs"] = [
-        {"pool_pm": pool, "l1": l1, "arm": arm, "tax_pct": outcome.tax_pct, **asdict(outcome)}
-        for (pool, l1, arm), outcome in runs.items()
+        {"pool_pm": pool, "l1": l1, "arm": name, "tax_pct": outcome.tax_pct, **asdict(outcome)}
+        for (pool, l1, name), outcome in runs.items()
     ]
 
 
-def _simulated() -> Report:
+def _draw(report: Report, runs: Runs, path: Path) -> None:
+    """The tax of each arm by the pool; of those with tiers where L1 is a quarter."""
+    series: plots.Series = {}
+    for (pool, l1, name), outcome in runs.items():
+        if l1 != FULL:
+            series.setdefault(name, []).append((pool / 10, max(outcome.tax_pct, 0.01)))
+    plots.curves(report.title, series, ("KV pool, % of the working set", "recompute tax, %"), path)
+
+
+def _simulated(args: argparse.Namespace) -> Report:
     lengths = simulated.LENGTHS.draw()
     text = _text(simulated.LENGTHS, simulated.SLOTS, "SmolLM2-135M in float32 on two cores")
-    command = "python -m loadtest.recompute_tax"
-    report = Report("recompute_tax", "Recompute tax, simulated", text + SIMULATED, command, HEAD, kind="sim")
-    wanted = points(lengths, simulated.SLOTS, BLOCK_TOKENS)
-    table(report, wanted, lambda point, arm: simulated.outcome(lengths, point, arm))
+    report = Report(
+        "recompute_tax", "Recompute tax, simulated", text + SIMULATED, _command(args), HEAD, kind="sim"
+    )
+    at = [p for p in points(lengths, simulated.SLOTS, BLOCK_TOKENS) if p.pool_pm in args.pools]
+    wanted = [(point, arm) for point in at for arm in _arms(args.greedy)]
+    table(report, wanted, lambda point, arm: simulated.outcome(lengths, point, arm), args.out)
     return report
 
 
-def _real(size: measured.Size) -> Report:
+def _real(args: argparse.Namespace) -> Report:
+    size = measured.size_of(args.requests, args.threads)
     lengths = size.lengths.draw()
     text = _text(size.lengths, size.slots, f"SmolLM2-135M-Instruct in float32, {size.threads} threads")
-    command = f"python -m loadtest.recompute_tax --real --requests {size.lengths.requests}"
-    report = Report("recompute_tax", "Recompute tax, real model", text, command, HEAD)
-    wanted = points(lengths, size.slots, measured.BLOCK_TOKENS)
-    table(report, wanted, lambda point, arm: asyncio.run(measured.outcome(size, lengths, point, arm)))
+    name = "recompute_tax_greedy" if args.greedy else "recompute_tax"
+    report = Report(name, "Recompute tax, real model", text + GREEDY * args.greedy, _command(args), HEAD)
+    at = [p for p in points(lengths, size.slots, measured.BLOCK_TOKENS) if p.pool_pm in args.pools]
+    # swap with room for all victims is compared with nothing: its minutes are saved
+    wanted = [
+        (point, arm)
+        for point in at
+        for arm in _arms(args.greedy)
+        if point.l1 == QUARTER or arm.policy.startswith("tier=tiered")
+    ]
+    table(
+        report, wanted, lambda point, arm: asyncio.run(measured.outcome(size, lengths, point, arm)), args.out
+    )
     return report
+
+
+def _arms(greedy: bool) -> list[Arm]:
+    return [replace(arm, policy=arm.policy + ",kv=greedy" * greedy) for arm in ARMS]
 
 
 def _text(lengths: Lengths, slots: int, machine: str) -> str:
@@ -68,18 +126,29 @@ def _text(lengths: Lengths, slots: int, machine: str) -> str:
     )
 
 
+def _command(args: argparse.Namespace) -> str:
+    words = ["python -m loadtest.recompute_tax", "--real" * args.real, "--greedy" * args.greedy]
+    if args.pools != list(POOLS_PM):
+        words.append("--pools " + " ".join(str(pool) for pool in args.pools))
+    if args.real and args.requests != REQUESTS:
+        words.append(f"--requests {args.requests}")
+    return " ".join(word for word in words if word)
+
+
 def main() -> None:
-    """Run it, and write the page."""
+    """Run it; every run is written when it has ended, so Ctrl-C keeps those before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--real", action="store_true", help="the default model on this machine")
-    parser.add_argument("--requests", type=int, default=24, help="real: how many")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="real: how many")
     parser.add_argument("--threads", type=int, default=2, help="real: of the executor")
+    parser.add_argument(
+        "--pools", type=int, nargs="+", default=list(POOLS_PM), choices=POOLS_PM, help="per mille"
+    )
+    parser.add_argument("--greedy", action="store_true", help="admission that leaves no room for growth")
     parser.add_argument("--out", type=Path, help="folder for the page")
     args = parser.parse_args()
-    report = _real(measured.size_of(args.requests, args.threads)) if args.real else _simulated()
-    print(report.markdown())
-    if args.out:
-        report.write(args.out)
+    with contextlib.suppress(KeyboardInterrupt):
+        print((_real if args.real else _simulated)(args).markdown())
 
 
 if __name__ == "__main__":

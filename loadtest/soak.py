@@ -31,7 +31,7 @@ from loadtest import faults
 from loadtest.leaks import leaks, settle
 from loadtest.memory import MemoryWatch
 from loadtest.storm import Ask, Outcome, Storm, mixed, oracle_key
-from services.launcher.client import Client
+from shared.client import Client
 from shared.nats_bus import NatsBus
 
 MODEL = "smollm2-135m-instruct"
@@ -67,7 +67,8 @@ def house(args: argparse.Namespace) -> Iterator[tuple[int, str]]:
     with tempfile.TemporaryDirectory() as home, Path(args.log).open("w") as log:
         env = {**os.environ, "XDG_RUNTIME_DIR": home, "HEADRACE_SIM": f"step={args.step_us},token=20"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.launcher.cli", "up", "--backend", "sim", "--port", "0", *flags],
+            [sys.executable, "-m", "services.launcher.cli", "up", "--backend", "sim", "--port", "0",
+             "--http", "off", *flags],
             env=env, stdout=subprocess.PIPE, stderr=log, text=True,
         )  # fmt: skip
         assert process.stdout is not None

@@ -23,9 +23,9 @@ from pathlib import Path
 from loadtest.bare_steps import run_bare
 from loadtest.case import PROMPT_TOKENS, Case
 from loadtest.fleet import MODEL, Fleet, cpu_name, until_ready
-from services.launcher.client import Client
 from shared import codec
 from shared.bus import Delivery
+from shared.client import Client
 from shared.messages import StepResult
 from shared.nats_bus import NatsBus
 

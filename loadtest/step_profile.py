@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.fleet import FLEET, MODEL, Fleet, until_ready
-from services.launcher.client import Client
 from shared import codec
 from shared.bus import Delivery
+from shared.client import Client
 from shared.messages import Beat, StepPlan, StepResult
 from shared.nats_bus import NatsBus
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.launcher.client import Client, NoAnswer
 from shared import subjects
+from shared.client import Client, NoAnswer
 from shared.errors import HeadraceError
 from shared.nats_bus import NatsBus
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 
@@ -15,6 +16,10 @@ from services.launcher.nats_server import NatsServer
 from shared.bus import Bus
 from shared.memory_bus import MemoryBroker
 from shared.nats_bus import NatsBus
+
+# Kernels run in Triton's interpreter where there is no GPU; it must be known before anything imports Triton.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples in every run, and no time limits: a busy machine is not a failure.
 settings.register_profile("steady", deadline=None, derandomize=True)

@@ -13,8 +13,8 @@ from loadtest.fleet import MODEL
 from loadtest.real.report import Report
 from loadtest.real.served import Body, Served, real_env, served
 from loadtest.storm import WORDS
-from services.launcher.client import Client
 from services.launcher.trace import find
+from shared.client import Client
 
 HISTORY_WORDS, ANSWER_TOKENS, ALLOWED = 400, 40, 1.25
 QUESTIONS = {"a short question": 4, "a long question": 80}  # words of the second turn

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.fleet import MODEL, Fleet, until_ready
-from services.launcher.client import Client, ask_all
 from shared import subjects
+from shared.client import Client, ask_all
 from shared.nats_bus import NatsBus
 
 Body = dict[str, Any]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from services.kv_offload.events import Send
 from services.kv_offload.virtual import CountingArena, VirtualKv, VirtualL2
-from services.scheduler.simulation.plain_index import TierSpec
-from services.scheduler.simulation.tiers import Answer, Moved
+from services.scheduler.simulation.tiers import Answer, Moved, TierSpec
 from shared.messages import KvPrefetch, KvReserve, Message
 
 EPOCH = 1  # of the scheduler
@@ -33,6 +32,7 @@ class RealTier:
             l2_get_bytes=figures.l2_gets * self._block_bytes,
             stored_blocks=figures.stored,
             refused_blocks=figures.no_room,
+            evicted_blocks=self._kv.core.state.l1.evictions,
             messages=self._messages,
         )
 

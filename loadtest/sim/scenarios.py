@@ -14,9 +14,9 @@ from loadtest.sim.extras import classes, fairness
 from services.scheduler.simulation.copies import Link
 from services.scheduler.simulation.engine import Machine
 from services.scheduler.simulation.hops import Hop
-from services.scheduler.simulation.plain_index import TierSpec
 from services.scheduler.simulation.report import Bounds, Figures, steady
 from services.scheduler.simulation.requests import Workload
+from services.scheduler.simulation.tiers import TierSpec
 from services.scheduler.simulation.world import World
 from shared.step_model import PRESETS
 
@@ -83,10 +83,15 @@ KV = (
     Arm("reserve", "kv=reserve,tier=recompute"),
     *(Arm(t, f"tier={t}") for t in ("recompute", "swap", "tiered")),
 )
+VLLM = (  # admits by the chunk, keeps no room for growth; without prefix caching a pause loses all
+    Arm("recompute, vLLM", "kv=by_chunk,tier=forget"),
+    Arm("recompute, vLLM with prefix cache", "kv=by_chunk,tier=recompute"),
+)
 L1 = TierSpec(l1_bytes=128 << 30)  # 1M tokens
 TOKEN_BYTES = 128 << 10
 PATIENT = "standard=0/100/0"  # nobody is refused, nobody ages: the rank alone decides
 ROOM = (("max_waiting", 10_000), ("max_waiting_tokens", 100_000_000))
+ALL = "interactive=0/50/0,standard=0/100/0,batch=0/500/0"  # the classes, but nobody is refused
 MODES = tuple(Arm(mode, overlap=mode) for mode in ("single", "run_ahead", "two_batch", "auto"))
 OVERLAP = (
     "steady_tok_s",
@@ -123,9 +128,18 @@ def _pressure(
         arms=KV,
         columns=(*LATENCY[:4], "stall_ms_p99", *MEMORY),
         seeds=3,
-        extra=classes if letter == "C" else None,
         plot="in_slo_pct",
         tier=tier,
+    )
+
+
+def _two_classes(scenario: Scenario) -> Scenario:
+    return replace(
+        scenario,
+        why=f"{scenario.why} `vLLM` admits whoever's next chunk has room and keeps none for growth, as vLLM "
+        "V1 does: without prefix caching, so that a pause loses all, and with it. Nobody is refused.",
+        arms=tuple(replace(arm, slo=ALL, limits=ROOM) for arm in (*VLLM, *scenario.arms)),
+        extra=classes,
     )
 
 
@@ -239,8 +253,10 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "A": _pressure("A", "reasoning, a pool of 40k tokens", synthetic.reasoning, 40_000),
     "B": _pressure("B", "chat in bursts, 70k tokens", synthetic.chat, 70_000),
-    "C": _pressure(
-        "C", "50 batch jobs beside interactive, 400k tokens", synthetic.batch_beside_interactive, 400_000
+    "C": _two_classes(
+        _pressure(
+            "C", "50 batch jobs beside interactive, 400k tokens", synthetic.batch_beside_interactive, 400_000
+        )
     ),
     "D": _pressure(
         "D",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.scheduler.simulation.requests import SimRequest, Workload, plain_prompt
 
@@ -26,9 +26,7 @@ class Mix:
 
 REASONING = Mix(150, 1.2, prompt=(400, 0.5, 2_000), output=(2_000, 0.6, 8_000), max_tokens=8_192)
 CHAT = Mix(600, 8.0, prompt=(1_500, 0.8, 8_000), output=(250, 0.7, 2_000), max_tokens=2_048, burst=30)
-INTERACTIVE = Mix(
-    300, 2.0, prompt=(1_000, 0.6, 4_000), output=(200, 0.6, 1_000), max_tokens=1_024, slo_class="interactive"
-)
+INTERACTIVE = replace(CHAT, requests=300, rate=3.0, slo_class="interactive")
 
 
 def batch(
@@ -69,13 +67,14 @@ def chat(seed: int) -> Workload:
 
 
 def batch_beside_interactive(seed: int) -> Workload:
-    """C: 50 batch jobs that want twice the memory, and interactive requests all the while."""
+    """C: 50 batch jobs on long texts that want twice the memory, and in the first half of their time the
+    bursts of B as interactive requests."""
     rng = random.Random(seed)
     jobs = [
         SimRequest(
             request=f"job{number}",
             arrival_us=0,
-            prompt=plain_prompt(number, rng.randrange(8_000, 14_000)),
+            prompt=plain_prompt(number, rng.randrange(12_000, 20_000)),
             output_tokens=rng.randrange(2_000, 4_000),
             max_tokens=4_096,
             slo_class="batch",

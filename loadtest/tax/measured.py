@@ -11,13 +11,16 @@ from typing import Any
 from loadtest.fleet import MODEL
 from loadtest.real.served import Body, Served, env_of, real_env, served
 from loadtest.tax.protocol import SEED, Arm, Lengths, Outcome, Point
-from services.launcher.client import ask_all
 from shared import subjects
+from shared.client import ask_all
 
 BLOCK_TOKENS = 8  # so that a pool of a tenth still has some
 KV_TOKEN_BYTES = 46_080  # 30 layers, keys and values, 3 heads of 64, float32
 PAGE_BYTES = 1 << 20
 PATIENT = "standard=0/10000/0"  # all come at once: nobody is refused for that, and nobody ages
+PATIENCE_S = 3_600  # of a request: the last one waits for all others
+WARM, WARM_TOKENS = 64, 9  # before: then the scheduler knows that no prompt comes back, and what steps take
+NOISE = 1.02  # all come at once, so the last latency is the makespan: two runs of one arm differ by so much
 ANSWER_S = 0.3
 
 
@@ -31,8 +34,8 @@ class Size:
 
 
 def size_of(requests: int, threads: int) -> Size:
-    """Short requests, 16 at once."""
-    return Size(Lengths(requests, prompt=(24, 120), answer=(16, 64)), slots=16, threads=threads)
+    """Short requests, 64 at once: 300 of them in a minute or so on two cores."""
+    return Size(Lengths(requests, prompt=(24, 72), answer=(12, 52)), slots=64, threads=threads)
 
 
 async def outcome(size: Size, lengths: list[tuple[int, int]], point: Point, arm: Arm) -> Outcome:
@@ -40,17 +43,18 @@ async def outcome(size: Size, lengths: list[tuple[int, int]], point: Point, arm:
     l1_bytes = point.l1_blocks * BLOCK_TOKENS * KV_TOKEN_BYTES
     settings = env_of(
         kv_blocks=point.pool_blocks, block_tokens=BLOCK_TOKENS, slots=size.slots, policy=arm.policy,
-        max_context=point.pool_blocks * BLOCK_TOKENS, slo=PATIENT,
+        max_context=point.pool_blocks * BLOCK_TOKENS, slo=PATIENT, request_timeout_s=PATIENCE_S,
         l1=max(1, round(l1_bytes / PAGE_BYTES)) if arm.tiers else "off",
     )  # fmt: skip
     async with served(real_env(size.threads) | settings) as fleet:
+        await fleet.all(warming())
         before = await _counted(fleet)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         latencies = sorted(await asyncio.gather(*(_one(fleet, body) for body in bodies(lengths))))
         took_s = loop.time() - began_s
-        await asyncio.sleep(0)
         after = await _counted(fleet)
+        tiers = (await fleet.measured())["tiers"]
     moved = {name: after[name] - before[name] for name in after}
     return Outcome(
         useful_tokens=sum(prompt + answer for prompt, answer in lengths),
@@ -61,12 +65,18 @@ async def outcome(size: Size, lengths: list[tuple[int, int]], point: Point, arm:
         latency_s=(_rank(latencies, 50), _rank(latencies, 99)),
         makespan_s=took_s,
         device_s=moved["device_us"] / 1e6,
+        counted=tiers,
     )
 
 
-def bodies(lengths: list[tuple[int, int]]) -> list[Body]:
+def warming() -> list[Body]:
+    """What comes before the protocol."""
+    return bodies([(WARM_TOKENS, 2)] * WARM, "warm", SEED - 1)
+
+
+def bodies(lengths: list[tuple[int, int]], name: str = "tax", seed: int = SEED) -> list[Body]:
     """Prompts that share nothing."""
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     return [
         {
             "model": MODEL,
@@ -74,7 +84,7 @@ def bodies(lengths: list[tuple[int, int]]) -> list[Body]:
             "max_tokens": answer,
             "ignore_eos": True,
             "temperature": 0,
-            "request_id": f"tax-{number}",
+            "request_id": f"{name}-{number}",
         }
         for number, (prompt, answer) in enumerate(lengths)
     ]
@@ -84,7 +94,7 @@ async def _one(fleet: Served, body: Body) -> float:
     """Seconds from sending to the end of the answer."""
     loop = asyncio.get_running_loop()
     sent_s = loop.time()
-    await fleet.client.complete(body, timeout_s=600)
+    await fleet.client.complete(body, timeout_s=PATIENCE_S)
     return loop.time() - sent_s
 
 

@@ -14,9 +14,9 @@ from loadtest.sim.real_tier import RealTier
 from loadtest.sim.scenarios import CPU, ROOM
 from loadtest.sim.scenarios import Arm as SimArm
 from loadtest.tax.protocol import Arm, Lengths, Outcome, Point
-from services.scheduler.simulation.plain_index import TierSpec
 from services.scheduler.simulation.report import figures, percentile
 from services.scheduler.simulation.requests import HOUR_US, SimRequest, Workload, plain_prompt
+from services.scheduler.simulation.tiers import TierSpec
 from services.scheduler.simulation.world import Setup, World
 
 SLOTS = 32

@@ -1,4 +1,4 @@
-"""The fleets that are compared: without tiers, with L1, and with an L1 of one conversation above an L2."""
+"""The fleets that are compared: without tiers, with L1, and with a small L1 above an L2."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ KV_TOKEN_BYTES = 46_080  # 30 layers, keys and values, 3 heads of 64, float32
 BLOCK_TOKENS = 16
 MIB = 1 << 20
 REDIS_START_S = 5.0
+PATIENCE_S = 3_600  # of a request, on a machine with much else to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,9 @@ def environments(sizes: Sizes, l2: str) -> dict[str, dict[str, str]]:
     """Settings of each arm; `l2` is the URL of the remote tier."""
     blocks = sizes.pool_tokens // BLOCK_TOKENS
     base = real_env(sizes.threads) | env_of(
-        kv_blocks=blocks, block_tokens=BLOCK_TOKENS, slots=4, max_context=blocks * BLOCK_TOKENS
-    )
+        kv_blocks=blocks, block_tokens=BLOCK_TOKENS, slots=4, max_context=blocks * BLOCK_TOKENS,
+        request_timeout_s=PATIENCE_S,
+    )  # fmt: skip
     return {
         "none": base | env_of(l1="off"),
         "L1": base | env_of(l1=_mib(sizes.l1_tokens)),
@@ -82,7 +84,7 @@ async def ask(fleet: Served, body: Body) -> Answer:
     """Send it, read its stream."""
     loop = asyncio.get_running_loop()
     sent_s, first_s, text, usage = loop.time(), 0.0, "", dict[str, Any]()
-    async for frame in fleet.client.stream(body):
+    async for frame in fleet.client.stream(body, timeout_s=PATIENCE_S):
         if frame["type"] == "delta":
             first_s = first_s or loop.time()
             for choice in frame["choices"]:

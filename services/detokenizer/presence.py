@@ -1,8 +1,9 @@
 """Does anybody still wait for an answer that is not streamed? Nothing goes to its inbox before the end, and
 a client takes the first message there for the answer, so the inbox itself cannot be asked.
 
-Client libraries keep one wildcard inbox for all their requests, `_INBOX.<id>.*`, and drop what comes for a
-token they do not know. So a message to a sibling of the inbox asks the server and not the client:
+Client libraries keep one wildcard inbox for all their requests, `_INBOX.<id>.*` (with credentials
+`_INBOX.<user>.<id>.*`), and drop what comes for a token they do not know. So a message to a sibling of the
+inbox asks the server and not the client:
 
     turn 1   probe "f": 503 = this client listens to the one subject alone, and is never asked again
     turn 2…  probe "p": 503 = not there now; ABSENT_TURNS times in a row = gone
@@ -50,7 +51,7 @@ class Presence:
         for request in plain:
             inbox, number = request.opened.inbox, request.number
             head, _, _ = inbox.rpartition(".")
-            if not inbox.startswith(PREFIX) or head.count(".") != 1:
+            if not inbox.startswith(PREFIX) or head.count(".") not in (1, 2):
                 continue
             known = number in before
             reader = self._readers[number] = before.get(number) or _Reader()

@@ -73,6 +73,7 @@ class KvOffloadActor(Actor):
             remote = await asyncio.to_thread(self._connect)  # imports what it needs, finds a wrong URL
             await asyncio.to_thread(remote.close)
             self._lane = Lane(self._connect, arena.view, self._l2_ended)
+            await self._lane.greet()
         self._core = KvCore(arena, l2=self._lane is not None)
         for source in port.peers.ready("executor"):
             if (peer := port.peers.get(f"executor.{source}")) is not None:

@@ -30,6 +30,7 @@ PUT_BYTES_IN_FLIGHT = 16 << 20
 LIMIT_US = {"has": 500_000, "get": 2_000_000, "put": 4_000_000, "delete": 1_000_000}  # then it has failed
 USES = 2  # a value used this often is worth a copy
 FULL_PERCENT = 80  # of what ordinary stores may use: from here on the coldest are copied
+REFUSED_US = 1_000_000  # between two puts to an L2 that takes none; it is read from as before
 COLDEST = 64  # looked at for the next copy
 
 
@@ -57,7 +58,7 @@ def pump(state: State) -> None:
 
 def end(state: State, event: L2Ended) -> Call | None:
     """The call of `event`, which has ended; None if it was given up before. Only a failure counts against
-    L2: a lost or damaged value is an answer."""
+    L2: a lost or damaged value is an answer, and so is that there is no room for one."""
     call = state.l2.calls.get(event.call)
     if call is None:
         return None
@@ -66,6 +67,11 @@ def end(state: State, event: L2Ended) -> Call | None:
         state.l2.breaker.succeeded()
     else:
         state.figures.l2_errors += 1
+    if call.kind == "put":
+        state.l2.refuses = event.status == "refused"
+        if state.l2.refuses:
+            state.figures.l2_refused += 1
+            state.l2.puts_from_us = state.now_us + REFUSED_US
     return call
 
 
@@ -126,7 +132,8 @@ def _next_delete(state: State) -> bool:
 
 def _next_put(state: State) -> bool:
     l2 = state.l2
-    if state.urgent_stores or _running(l2, "put") >= PUTS_IN_FLIGHT:
+    most = 1 if l2.refuses else PUTS_IN_FLIGHT
+    if state.urgent_stores or state.now_us < l2.puts_from_us or _running(l2, "put") >= most:
         return False
     entry = _worth_a_copy(state)
     in_flight = sum(call.size_bytes for call in l2.calls.values() if call.entry is not None)

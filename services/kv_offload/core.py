@@ -157,7 +157,7 @@ class KvCore:
             self._answered(call, event)
         elif call.kind == "get":
             self._got(call.names[0], event)
-        elif call.kind == "put":
+        elif call.kind == "put" and event.status == "ok":
             state.figures.l2_puts += 1
             state.l2.known.add(call.names[0])
             state.l2.announced.add(call.names[0][0])

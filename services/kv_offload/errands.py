@@ -12,7 +12,7 @@ from collections.abc import Callable
 from services.kv_offload import header
 from services.kv_offload.events import L2Command, L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, Name
 from services.kv_offload.header import HEADER_BYTES
-from services.kv_offload.store import DamagedValue, Remote, RemoteError
+from services.kv_offload.store import DamagedValue, RefusedWrite, Remote, RemoteError
 
 SIZE_KEY = bytes(32)  # under it lies how long the values of a fingerprint are
 CANARY = ("0" * 32, b"\xff" * 32)
@@ -48,6 +48,8 @@ class Errand:
             self.ended = self._run(connect(), scratch)
         except DamagedValue:
             self.ended = L2Ended(self.command.call, "corrupt")
+        except RefusedWrite:
+            self.ended = L2Ended(self.command.call, "refused")
         except RemoteError:
             self.ended = L2Ended(self.command.call, "failed")
         finally:
@@ -107,9 +109,12 @@ def value_size(remote: Remote, fingerprint: str) -> int:
 
 
 def canary(remote: Remote) -> bool:
-    """Whether what is put can be had again."""
+    """Whether what is put can be had again; of a store that is full, whether it answers."""
     name = header.remote_name(CANARY)
     value = header.build(CANARY, 0, CANARY_PAYLOAD) + CANARY_PAYLOAD
     back = bytearray(len(value))
-    remote.put(name, memoryview(value))
+    try:
+        remote.put(name, memoryview(value))
+    except RefusedWrite:
+        return True  # it has said what it holds
     return bool(remote.get(name, memoryview(back))) and bytes(back) == value

@@ -46,7 +46,8 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class L2Ended:
-    """The call of a command has ended: ok, absent, corrupt or failed."""
+    """The call of a command has ended: ok, absent, corrupt, refused (L2Put: it answers, but takes no
+    value) or failed."""
 
     call: int
     status: str = "ok"

@@ -25,6 +25,7 @@ class Figures:
     l2_absent: int = 0  # values that L2 had lost
     l2_errors: int = 0
     l2_timeouts: int = 0
+    l2_refused: int = 0  # puts that it answered, and did not take: it is full
 
     @property
     def hit_rate(self) -> float:

@@ -61,6 +61,8 @@ class L2:
     put_rate: Rate = field(default_factory=Rate)
     get_rate: Rate = field(default_factory=Rate)
     serial: int = 0
+    refuses: bool = False  # the last put was not taken
+    puts_from_us: int = 0  # none begins before
 
     @property
     def usable(self) -> bool:

@@ -1,9 +1,10 @@
 """L2 over the native clients of LMCache's RESP and file-system adapters (==0.5.6).
 
 They run without the GIL and read and write our memory without a copy, but the RESP client must be led by
-the hand. A GET of an absent name waits for ever; after a value of another length, any error reply (out of
-memory, not permitted) or a lost connection every later answer is misread or missing. So: EXISTS before
-GET, our own deadline, and a new connection after anything but a clean success. `close` joins the client's
+the hand. A GET of an absent name waits for ever, and so does one of an empty value; after a value of another
+length, any error reply (out of memory, not permitted) or a lost connection every later answer is misread or
+missing. So: the length (of a file: EXISTS) before GET, our own deadline, and a new connection after anything
+but a clean success. `close` joins the client's
 threads within a millisecond, also from a frozen server, so nothing writes to our memory after an error.
 LMCache's own adapter and StorageManager around these clients lose the reason of a failure and need
 30 s to let go of a frozen server."""
@@ -21,7 +22,8 @@ from urllib.parse import unquote, urlsplit
 
 from services.kv_offload.lmcache_arena import load_lmcache
 from services.kv_offload.plain_store import MemoryRemote
-from services.kv_offload.store import DamagedValue, Remote, RemoteError
+from services.kv_offload.redis_lengths import RedisLengths
+from services.kv_offload.store import DamagedValue, RefusedWrite, Remote, RemoteError
 from shared.errors import SetupError
 
 REDIS_PORT = 6379
@@ -37,7 +39,8 @@ def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
         login = (unquote(parts.username or ""), unquote(parts.password or ""))
         address = (parts.hostname, parts.port or REDIS_PORT)
         load_lmcache()
-        return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s)
+        lengths = RedisLengths(address, login)
+        return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, lengths)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         load_lmcache()
         return LmcacheRemote(lambda: _file_client(unquote(parts.path)), deadline_s)
@@ -66,26 +69,36 @@ def _file_client(folder: str) -> Any:
 class LmcacheRemote:
     """See `store.Remote`. One connection: open several for more transfers at a time."""
 
-    def __init__(self, connect: Callable[[], Any], deadline_s: float) -> None:
+    def __init__(
+        self, connect: Callable[[], Any], deadline_s: float, lengths: RedisLengths | None = None
+    ) -> None:
         self._connect = connect
         self._deadline_s = deadline_s
+        self._lengths = lengths
         self._client: Any = None
         self._turn = threading.Lock()
 
     def put(self, name: str, value: memoryview) -> None:
         with self._turn:
-            self._ask(self._end(), "submit_batch_set", [_key(name)], [value.cast("B")])
+            end = self._end()
+            try:
+                self._ask(end, "submit_batch_set", [_key(name)], [value.cast("B")])
+            except RemoteError as error:
+                if time.monotonic() >= end:
+                    raise
+                self._exists(end, [name])  # raises where nobody answers
+                raise RefusedWrite(f"the remote store takes no value: {error.message}") from error
 
     def get(self, name: str, into: memoryview) -> int:
         if into.readonly:
             raise ValueError("a value cannot be read into a read-only buffer")
         with self._turn:
             end = self._end()
-            if not self._exists(end, [name])[0]:
-                return 0
-            if self._ask(end, "submit_batch_get", [_key(name)], [into.cast("B")])[0]:
+            right = self._length(end, name, into.nbytes) == into.nbytes
+            if right and self._ask(end, "submit_batch_get", [_key(name)], [into.cast("B")])[0]:
                 return into.nbytes
-            self._drop()  # the rest of the answer is still in the connection
+            if right:
+                self._drop()  # the rest of the answer is still in the connection
             if not self._exists(end, [name])[0]:
                 return 0
         raise DamagedValue(f"the value of {name} is not {into.nbytes} bytes long: delete it")
@@ -107,6 +120,17 @@ class LmcacheRemote:
 
     def _end(self) -> float:
         return time.monotonic() + self._deadline_s
+
+    def _length(self, end: float, name: str, hoped: int) -> int:
+        """Bytes of the value, 0 where there is none; of a store that does not tell, what is hoped for."""
+        if self._lengths is None:
+            return hoped if self._exists(end, [name])[0] else 0
+        try:
+            return self._lengths.length(_key(name), end)
+        except TimeoutError as error:
+            raise RemoteError(f"the remote store failed: no answer within {self._deadline_s} s") from error
+        except OSError as error:
+            raise RemoteError(f"the remote store does not say how long {name} is: {error}") from error
 
     def _exists(self, end: float, names: list[str]) -> list[bool]:
         return self._ask(end, "submit_batch_exists", [_key(name) for name in names])
@@ -138,6 +162,8 @@ class LmcacheRemote:
         return None
 
     def _drop(self) -> None:
+        if self._lengths is not None:
+            self._lengths.close()
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(RuntimeError):  # closed by the other side already

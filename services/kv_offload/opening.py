@@ -66,7 +66,7 @@ def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int, most_bytes: i
     if l1 == "auto":
         size = min(available_bytes // 4, shm_free_bytes // 2, most_bytes) // PAGE_BYTES * PAGE_BYTES
         if size < LEAST_BYTES:
-            log.warning("no L1: /dev/shm has %d MiB free; enlarge it (shm_size)", shm_free_bytes // MIB)
+            log.warning("no L1: /dev/shm has %d MiB free; enlarge it (HEADRACE_SHM)", shm_free_bytes // MIB)
             return 0
         return size
     if not re.fullmatch(r"[1-9]\d{0,8}", l1):

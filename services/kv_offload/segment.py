@@ -18,6 +18,7 @@ SHM = Path("/dev/shm")
 PAGE_BYTES = 4096
 # LMCache puts this prefix before every name that lacks it.
 _PREFIX = "lmcache_l1_pool_headrace_"
+_LOCK = ".lock"
 
 
 def segment_name(host: str, generation: int) -> str:
@@ -29,13 +30,18 @@ def segment_name(host: str, generation: int) -> str:
 
 def hold(name: str) -> int:
     """Say, before the segment `name` is made, that its owner lives: as long as the descriptor that this
-    returns is open, so until `let_go` or the death of the process. Raises BlockingIOError where one does."""
-    descriptor = os.open(_lock_file(name), os.O_RDWR | os.O_CREAT, 0o600)
+    returns is open, so until `let_go` or the death of the process. Raises BlockingIOError where one has said
+    so before."""
+    draft = SHM / f"{name}.{os.getpid()}"
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        os.link(draft, _lock_file(name))  # locked before others can see it: a sweeper finds no owner unborn
+    except FileExistsError:
         os.close(descriptor)
-        raise
+        raise BlockingIOError(f"the segment {name} has an owner") from None
+    finally:
+        draft.unlink()
     return descriptor
 
 
@@ -46,26 +52,37 @@ def let_go(name: str, descriptor: int) -> None:
 
 
 def sweep(host: str) -> list[str]:
-    """Unlink every segment of `host`, of any generation, that no living owner holds, and return the names.
-    Call it before the arena is made: an owner killed with its whole process group leaves its segment, and so
-    its memory, behind."""
+    """Unlink what no living owner holds: every segment of `host`, of any generation, and those of others
+    whose lock an owner has left, who died. Returns the names of the segments. Call it before the arena is
+    made: an owner killed with its whole process group leaves its segment, and so its memory, behind."""
     ours = re.compile(re.escape(segment_name(host, 0)[:-1]) + r"\d+")
-    found = sorted(path for path in SHM.iterdir() if ours.fullmatch(path.name))
-    return [path.name for path in found if _removed(path)]
+    names = sorted(path.name for path in SHM.iterdir() if path.name.startswith(_PREFIX))
+    locked = [name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)]
+    found = dict.fromkeys([name for name in names if ours.fullmatch(name)] + locked)
+    return [name for name in found if _removed(name)]
 
 
-def _removed(path: Path) -> bool:
+def _removed(name: str) -> bool:
+    """Whether there was a segment, without an owner. A name is never used twice: nobody comes in between."""
+    descriptor = None
     try:
-        descriptor = hold(path.name)
-    except BlockingIOError:
+        descriptor = os.open(_lock_file(name), os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        pass
+    except (BlockingIOError, PermissionError):  # it lives, or is another user's
+        if descriptor is not None:
+            os.close(descriptor)
         return False
-    path.unlink(missing_ok=True)
-    let_go(path.name, descriptor)
-    return True
+    there = (SHM / name).exists()
+    (SHM / name).unlink(missing_ok=True)
+    if descriptor is not None:
+        let_go(name, descriptor)
+    return there
 
 
 def _lock_file(name: str) -> Path:
-    return SHM / f"{name}.lock"
+    return SHM / f"{name}{_LOCK}"
 
 
 def check_room(size_bytes: int) -> None:
@@ -75,7 +92,7 @@ def check_room(size_bytes: int) -> None:
     if size_bytes > available:
         raise SetupError(
             f"/dev/shm has {available} bytes left and the arena needs {size_bytes}: "
-            "make the arena smaller or /dev/shm larger (shm_size in compose)"
+            "make the arena smaller or /dev/shm larger (HEADRACE_SHM of compose)"
         )
 
 

@@ -79,6 +79,7 @@ def _l2(state: State) -> dict[str, object]:
         "get_bytes_per_s": l2.get_rate.bytes_per_s,
         "errors": figures.l2_errors,
         "timeouts": figures.l2_timeouts,
+        "refused": figures.l2_refused,
         "corrupt": figures.corrupt,
     }
 
@@ -129,7 +130,8 @@ def _counters(state: State) -> Iterator[Reading]:
         yield Reading(f"{OURS}.{name}", value, "{key}", grows=True)
     for tier, hits in (("l1", figures.hits_l1), ("l2", figures.hits_l2)):
         yield Reading(f"{OURS}.hit_keys", hits, "{key}", (("tier", tier),), grows=True)
-    for how, calls in (("error", figures.l2_errors), ("timeout", figures.l2_timeouts)):
+    failures = {"error": figures.l2_errors, "timeout": figures.l2_timeouts, "refused": figures.l2_refused}
+    for how, calls in failures.items():
         yield Reading(f"{OURS}.l2.failures", calls, "{call}", (("how", how),), grows=True)
     for name, count in (("loads_late", figures.loads_late), ("leases.expired", figures.expired_leases)):
         yield Reading(f"{OURS}.{name}", count, "1", grows=True)

@@ -14,6 +14,10 @@ class RemoteError(HeadraceError):
     code, type, retryable = 503, "remote_error", True
 
 
+class RefusedWrite(RemoteError):
+    """The remote store answers, but takes no value: it is full, or may only be read."""
+
+
 class DamagedValue(RemoteError):
     """The remote store holds a value of another length than asked for: delete it, it is a miss."""
 
@@ -57,7 +61,8 @@ class Remote(Protocol):
 
     def put(self, name: str, value: memoryview) -> None:
         """Store. A name's value never changes (names are hashes), so one that is there may be kept: to
-        replace a damaged value, delete it first. Raises RemoteError."""
+        replace a damaged value, delete it first. Raises RemoteError, and RefusedWrite where what is there can
+        still be had."""
 
     def get(self, name: str, into: memoryview) -> int:
         """Fill `into` with the value: len(into), or 0 where there is none. After an error `into` holds

@@ -78,7 +78,8 @@ class SchedulerActor(Actor):
         if peer.beat.kind == "kv_offload":
             self._handle(_tier_event(peer))
         elif peer.beat.state == "ready":
-            self._handle(PeerReady(peer.beat.kind, peer.beat.actor, peer.epoch))
+            beat = peer.beat
+            self._handle(PeerReady(beat.kind, beat.actor, peer.epoch, beat.arena_generation))
         elif peer.beat.state == "draining":
             self._handle(PeerDraining(peer.beat.kind, peer.beat.actor))
 

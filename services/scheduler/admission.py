@@ -60,6 +60,7 @@ def _admit(state: State, unit: Unit) -> bool:
         return True
     if preempt.give_way(state, unit):
         return True
+    asking.refresh(state, unit)
     state.stuck = seen
     return False
 
@@ -82,7 +83,7 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     tail = prefix.tail_block(executor, head, len(hits))
     present = hits if tail is None else [*hits, tail]
     promises = needs.promises(state, executor, unit)
-    promises[0] -= len(present)
+    promises[0] = max(promises[0] - len(present), 0)
     blocks, slots, taken = sum(promises), len(promises), ledger.free_taken_by(present)
     plenty = ledger.can_admit(blocks + most_spare_blocks(state, executor), slots, taken)
     if not plenty and not ledger.can_admit(blocks + spare_blocks(state, executor), slots, taken):

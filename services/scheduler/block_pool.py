@@ -105,20 +105,20 @@ class BlockPool:
                 del self._home_of(block)[block]
             self._refs[block] += 1
 
-    def claim(self, block: int) -> None:
-        """Hold a block alone, to write on: its key is forgotten. Only for one that nobody holds."""
-        self.adopt((block,))
-        self._forget_key(block)
-
     def register(self, block: int, key: bytes) -> bool:
         """Note that a held block has all its tokens. False when another block already has the key:
         this one stays without. Raises ValueError for a block that is not held or has another key."""
-        if self._refs[block] == 0 or self._key_of[block] not in (None, key):
-            raise ValueError(f"block {block} cannot take a key: it is not held, or has another one")
-        owner = self._block_of.setdefault(key, block)
-        if owner == block:
-            self._key_of[block] = key
-        return owner == block
+        self.register_all((block,), (key,))
+        return self._key_of[block] == key
+
+    def register_all(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """`register` each of the blocks."""
+        refs, key_of, block_of = self._refs, self._key_of, self._block_of
+        for block, key in zip(blocks, keys, strict=True):
+            if not refs[block] or (key_of[block] is not None and key_of[block] != key):
+                raise ValueError(f"block {block} cannot take a key: it is not held, or has another one")
+            if block_of.setdefault(key, block) == block:
+                key_of[block] = key
 
     def forget_cache(self) -> None:
         """No key is valid any more, neither of cached blocks nor of held or fenced ones."""
@@ -131,7 +131,9 @@ class BlockPool:
         self._dirty.clear()
 
     def forget(self, block: int) -> None:
-        """What a cached or dirty block holds is of no use any more."""
+        """What a fenced, cached or dirty block holds is of no use any more."""
+        if block in self._fences.get(self._last_step[block], ()):
+            self._forget_key(block)
         for home in (self._cached, self._dirty):
             if block in home:
                 del home[block]
@@ -145,25 +147,29 @@ class BlockPool:
             for block in self._fences.pop(at):
                 self._give_back(block)
 
-    def _take(self) -> int:
-        """A free block, held once. Raises KeyError when none is free."""
-        if self._empty:
-            block = self._empty.pop()
-        else:
+    def _take(self, count: int) -> list[int]:
+        """Free blocks, each held once. Raises KeyError when there are not that many."""
+        blocks = self._empty[: -count - 1 : -1]
+        del self._empty[len(self._empty) - len(blocks) :]
+        for _ in range(count - len(blocks)):
             block, _ = self._cached.popitem(last=False)
             self._forget_key(block)
             self.evicted += 1
-        self._refs[block] = 1
-        return block
+            blocks.append(block)
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
 
     def _release(self, blocks: Sequence[int], last_step: int) -> None:
         """Give up one hold on each block of a table; the last hold leaves it to its fence."""
+        refs, last_steps = self._refs, self._last_step
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            last_step_of = self._last_step[block] = max(self._last_step[block], last_step)
-            if self._refs[block] == 0:
-                if last_step_of > self.acked_step:
-                    self._fences.setdefault(last_step_of, {})[block] = None
+            refs[block] -= 1
+            if last_steps[block] < last_step:
+                last_steps[block] = last_step
+            if not refs[block]:
+                if last_steps[block] > self.acked_step:
+                    self._fences.setdefault(last_steps[block], {})[block] = None
                 else:
                     self._give_back(block)
 

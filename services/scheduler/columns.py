@@ -11,6 +11,7 @@ from shared.blocks import blocks_for
 from shared.messages import StepPlan, ints
 from shared.step_model import StepShape
 
+NO_ROWS = StepShape(0, 0, 0, 0)
 MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 of the 64 KiB that a message may have
 
 
@@ -33,29 +34,23 @@ class Columns:
     sampled: list[Row] = field(default_factory=list)
     forks: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
-
-    @property
-    def shape(self) -> StepShape:
-        """What of this step costs time. Decodes come first and have one token each."""
-        tokens = sum(self.counts)
-        kv_tokens = sum(self.starts) + tokens
-        prompts = range(len(self.slots) - len(self.chunks), len(self.slots))
-        pairs = sum(self.counts[row] * (self.starts[row] + self.counts[row] // 2) for row in prompts)
-        decodes = kv_tokens - sum(self.starts[row] + self.counts[row] for row in prompts)
-        return StepShape(len(self.slots), tokens, kv_tokens, pairs + decodes)
+    shape: StepShape = NO_ROWS  # what of this step costs time
 
     def grow(self, executor: Executor, sequence: Sequence, length: int) -> bool:
         """Blocks for `length` tokens, and whatever part of the table the executor has not seen. False when
         no block is to be had."""
         table, block_tokens = sequence.table, executor.hello.block_tokens
         short = blocks_for(length, block_tokens) - len(table)
-        if (promised := min(short, sequence.reserved)) > 0:
+        if short > 0 and sequence.reserved:
+            promised = min(short, sequence.reserved)
             sequence.reserved -= promised
+            short -= promised
             table.extend(executor.ledger.allocate_many(promised))
-        for _ in range(short - max(promised, 0)):
+        while short > 0:
             if (block := executor.ledger.try_allocate()) is None:
                 return False
             table.append(block)
+            short -= 1
         if sequence.table_sent < len(table):
             self.table_slots.append(sequence.slot)
             self.table_first.append(sequence.table_sent)

@@ -19,7 +19,8 @@ def returned(state: State, executor: Executor, sequence: Sequence, unit: Unit) -
         return
     lost = max(0, min(sequence.reach, len(sequence.tokens) - 1) - sequence.computed)
     cost_us = Recompute.of(executor).tokens_us(sequence.computed, lost)
-    sequence.spared_until_us = state.now_us + max(SPARED_US, SPARED_TIMES * cost_us)
+    if not state.limits.policy.greedy:
+        sequence.spared_until_us = state.now_us + max(SPARED_US, SPARED_TIMES * cost_us)
     if not sequence.loading:
         owes(executor, sequence)
 
@@ -29,29 +30,40 @@ def owes(executor: Executor, sequence: Sequence) -> None:
     be said: its chunks go on into what is new."""
     lost = len(sequence.tokens) - 1 - sequence.computed
     if 0 < lost <= sequence.reach - sequence.computed:
-        sequence.owed_us = Recompute.of(executor).tokens_us(sequence.computed, lost)
+        costs = Recompute.behind(executor, sequence)
+        sequence.owed_us = costs.tokens_us(sequence.computed, lost + 1)  # and the one that it is sampled from
         sequence.paid_us = 0
 
 
 def stepped(state: State, executor: Executor, flight: InFlight, took_us: int) -> None:
-    """A step has run: what it took beyond its decodes is the price of its chunks, by their tokens."""
-    owing = [(s, note.tokens) for s, note in flight.chunks if s.owed_us]
+    """A step has run: what it took beyond its decodes is the price of its chunks, by their tokens. The last
+    chunk settles it: later ones are planned before its result is here."""
+    plan, first = flight.plan, len(flight.plan.slots) - len(flight.chunks)
+    owing = [
+        (s, row)
+        for row, (s, _) in enumerate(flight.chunks, first)
+        if s.owed_us and s.opened_after < flight.step
+    ]
     if not owing:
         return
-    chunk_tokens = sum(note.tokens for _, note in flight.chunks)
+    chunk_tokens = sum(plan.counts[first:])
     price_us = max(0, took_us - _without_chunks_us(executor, flight))
-    for sequence, tokens in owing:
-        sequence.paid_us += price_us * tokens // max(chunk_tokens, 1)
-        if not sequence.prefilling:
-            state.meter.add_recompute(sequence.paid_us, sequence.owed_us)
-            sequence.decide(
-                state.now_us,
-                "recomputed",
-                "what it had lost is there again",
-                predicted_us=sequence.owed_us,
-                took_us=sequence.paid_us,
-            )
-            sequence.owed_us = 0
+    for sequence, row in owing:
+        sequence.paid_us += price_us * plan.counts[row] // max(chunk_tokens, 1)
+        if plan.starts[row] + plan.counts[row] >= sequence.opened_length:
+            _settle(state, sequence)
+
+
+def _settle(state: State, sequence: Sequence) -> None:
+    state.meter.add_recompute(sequence.paid_us, sequence.owed_us)
+    sequence.decide(
+        state.now_us,
+        "recomputed",
+        "what it had lost is there again",
+        predicted_us=sequence.owed_us,
+        took_us=sequence.paid_us,
+    )
+    sequence.owed_us = 0
 
 
 def _without_chunks_us(executor: Executor, flight: InFlight) -> int:

@@ -24,6 +24,7 @@ from services.scheduler.tiers import asking, loading, storing
 from services.scheduler.tiers import fleet as tiers
 from services.scheduler.tiers.state import Tier
 from shared.messages import (
+    ArenaReleased,
     Cancel,
     Detached,
     Ended,
@@ -108,10 +109,13 @@ class Scheduler:
                 state.executors[actor].draining = True
             case PeerLost("detokenizer", actor):
                 fleet.detokenizer_lost(state, actor)
-            case PeerReady("executor", actor, _):
+            case PeerReady("executor", actor, _, generation):
+                if generation >= 0:
+                    tiers.maps(state, actor, generation)
                 fleet.executor_back(state, actor)
             case PeerLost("executor", actor):
                 fleet.drop_executor(state, actor, "the executor is gone")
+                state.tiers.mapped.pop(actor, None)
             case TierReady():
                 tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
                 tiers.ready(state, tier)
@@ -142,6 +146,8 @@ class Scheduler:
                 intake.detach(state, source, message)
             case ExecHello():
                 fleet.hello(state, source, message)
+            case ArenaReleased():
+                tiers.released(state, source, message)
             case KvFound():
                 asking.found(state, source, message)
             case KvReserved():

@@ -150,11 +150,12 @@ def chunk_tokens(
 ) -> int:
     """The largest chunk from `start`, a multiple of `block_tokens` and at most `most`, with which a step
     of these decode rows is predicted to stay within `bound_us`; 0 when none is."""
-    fits, over = 0, most // block_tokens + 1
+    blocks = most // block_tokens  # all of it is tried first: often it fits
+    fits, over = 0, blocks + 1
     while over - fits > 1:
-        blocks = (fits + over) // 2
         if costs.predict_us(decode_shape.with_chunk(start, blocks * block_tokens)) <= bound_us:
             fits = blocks
         else:
             over = blocks
+        blocks = (fits + over) // 2
     return fits * block_tokens

@@ -24,6 +24,7 @@ class PeerReady:
     kind: str
     actor: str
     epoch: int
+    arena_generation: int = -1  # an executor: of the arena that it maps, 0 for none; -1: it does not say
 
 
 @dataclass(frozen=True, slots=True)

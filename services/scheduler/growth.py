@@ -16,12 +16,16 @@ STEP_DIVIDES = 512
 
 def most_spare_blocks(state: State, executor: Executor) -> int:
     """At least as many as `spare_blocks`, without a look at every row."""
+    if state.limits.policy.greedy:
+        return 0
     each = max(state.mean_output, executor.hello.block_tokens) // executor.hello.block_tokens + 2
     return len(executor.running) * each * executor.growth_pm // 1000
 
 
 def spare_blocks(state: State, executor: Executor) -> int:
     """Blocks that admission must leave free. None on an empty executor, or nothing large could ever start."""
+    if state.limits.policy.greedy:
+        return 0
     expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output
     for s in executor.running:  # once an admission, over every row
         length = len(s.tokens)

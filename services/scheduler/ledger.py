@@ -53,16 +53,21 @@ class Ledger(CopiedPool):
     def allocate(self) -> int:
         """One block out of a promise."""
         self.reserved -= 1
-        return self._take()
+        return self._take(1)[0]
 
     def allocate_many(self, count: int) -> list[int]:
         """Blocks out of a promise."""
         self.reserved -= count
-        return [self._take() for _ in range(count)]
+        return self._take(count)
 
     def try_allocate(self) -> int | None:
         """One block without a promise; None when all that are free are promised."""
-        return self._take() if self.free_blocks > self.reserved else None
+        return self._take(1)[0] if self.free_blocks > self.reserved else None
+
+    def claim(self, block: int) -> None:
+        """Hold a block alone, to write on: its key is forgotten. Only for one that nobody holds."""
+        self.adopt((block,))
+        self._forget_key(block)
 
     def share(self, block: int) -> None:
         """One more holder of a block."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.growth import spare_blocks
-from services.scheduler.policies.promises import reserve
+from services.scheduler.policies.promises import by_chunk, on_demand, reserve
 from services.scheduler.state import Executor, State
 from services.scheduler.waiting import Unit
 
@@ -12,6 +12,8 @@ def promises(state: State, executor: Executor, unit: Unit) -> list[int]:
     """Blocks to promise to each sequence of a unit; the others share the first one's full prompt blocks."""
     block_tokens, head = executor.hello.block_tokens, unit.sequences[0]
     promise = reserve if head.pinned else state.limits.policy.the("kv")
+    if len(unit.sequences) > 1 and promise is by_chunk:
+        promise = on_demand  # who waits for a fork is promised its blocks
     shared = len(head.tokens) // block_tokens
     total = [promise(len(s.tokens), s.max_length, block_tokens) for s in unit.sequences]
     return [total[0]] + [blocks - shared for blocks in total[1:]]

@@ -10,6 +10,7 @@ from services.scheduler.policies.fills import Share, View
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, InFlight, State
 from shared.messages import ints
+from shared.step_model import StepShape
 
 ROW_NUMBERS = ints(range(65_536))  # a slice of it is made in no time
 
@@ -50,16 +51,14 @@ def _plan_step(state: State, executor: Executor, mode: str, half: int | None) ->
 def ready_rows(executor: Executor, ahead: bool, half: int | None) -> tuple[list[Sequence], list[Sequence]]:
     """The sequences that can decode now, and those with prompt tokens to compute. A prompt chunk needs no
     sample; a decode needs that before it: on the device, where steps run ahead, or else applied here."""
-    decodes, prompts = [], []
-    for s in executor.running:
-        if s.leader is not None or s.loading or (half is not None and s.half != half):
-            continue
-        if s.computed < s.opened_length:
-            prompts.append(s)
-        elif s.computed + 1 < s.max_length and (
-            (ahead and not s.host_fed) or s.computed + 1 == len(s.tokens)
-        ):
-            decodes.append(s)
+    rows = executor.running if half is None else [s for s in executor.running if s.half == half]
+    decodes = [s for s in rows if s.opened_length <= s.computed < s.max_length - 1]
+    if not ahead:
+        decodes = [s for s in decodes if s.computed + 1 == len(s.tokens)]
+    elif executor.host_fed:
+        decodes = [s for s in decodes if not s.host_fed or s.computed + 1 == len(s.tokens)]
+    # who waits for a leader or a load lacks prompt tokens, too: it cannot be among the decodes
+    prompts = [s for s in rows if s.computed < s.opened_length and s.leader is None and not s.loading]
     return decodes, prompts
 
 
@@ -71,10 +70,12 @@ def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: li
         for s in decodes[: executor.hello.max_step_tokens]
         if s.computed < s.room or _has_room(state, executor, columns, s)
     ]
-    count = len(rows)
+    count, starts = len(rows), [s.computed for s in rows]
+    cached = sum(starts) + count
+    columns.shape = StepShape(count, count, cached, cached)
     columns.slots = ints([s.slot for s in rows])
-    columns.starts = ints([s.computed for s in rows])
-    columns.sampled = [(s, s.placement) for s in rows]
+    columns.starts = ints(starts)
+    columns.sampled = list(zip(rows, [s.placement for s in rows], strict=True))
     columns.counts = ints([1]) * count
     columns.from_device = ints([1]) * count
     columns.sample_rows = ROW_NUMBERS[:count]
@@ -107,11 +108,20 @@ def _add_chunks(
         unsent = len(sequence.table) - sequence.table_sent
         if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
             continue  # a hit of a long prefix: its table travels with a later step
-        count = min(budget, sequence.opened_length - sequence.computed)
+        count = min(budget, sequence.opened_length - sequence.computed, _room(executor, sequence))
+        if count <= 0:
+            continue  # preempt.py sees to a block
         if count == budget:
             executor.chunk_tokens = whole
         _add_chunk(state, executor, columns, sequence, count)
         budget -= count
+
+
+def _room(executor: Executor, sequence: Sequence) -> int:
+    """Tokens for which it has blocks, or may take them: all of its prompt, unless it was promised a chunk."""
+    ledger = executor.ledger
+    blocks = len(sequence.table) + sequence.reserved + max(ledger.free_blocks - ledger.reserved, 0)
+    return blocks * executor.hello.block_tokens - sequence.computed
 
 
 def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Sequence, count: int) -> None:
@@ -123,6 +133,7 @@ def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Seq
     columns.starts.append(sequence.computed)
     columns.counts.append(count)
     columns.from_device.append(0)
+    columns.shape = columns.shape.with_chunk(sequence.computed, count)
     _account(state, sequence, count)
     sequence.computed += count
     sequence.steps += 1
@@ -143,8 +154,9 @@ def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Seq
 def _charge(state: State, sequence: Sequence) -> None:
     """Its client has been served another block of tokens. The prefix cache hears of it when the sequence
     leaves: until then nobody else is likely to go on from where it is."""
-    state.waiting.served.charge_output(sequence.request.client, sequence.generated - sequence.charged)
-    sequence.charged = sequence.generated
+    generated = sequence.generated
+    state.waiting.served.charge_output(sequence.request.client, generated - sequence.charged)
+    sequence.charged = generated
 
 
 def _account(state: State, sequence: Sequence, count: int) -> None:
@@ -160,8 +172,7 @@ def _account(state: State, sequence: Sequence, count: int) -> None:
 
 def _send(state: State, executor: Executor, columns: Columns) -> None:
     executor.step += 1
-    shape = columns.shape
-    plan = columns.plan(executor)
+    plan, shape = columns.plan(executor), columns.shape
     if columns.half is not None:
         executor.pace.half = columns.half
     predicted_us = executor.costs.predict_us(shape) if executor.costs.seen >= overlap.MIN_SEEN else 0

@@ -5,10 +5,10 @@
 
 rank    who is admitted next                    ranks.py        vtc, fcfs
 fill    what a step is made of                  fills.py        mixed, prefill_first, decode_first, static
-kv      how many blocks a sequence is promised  promises.py     on_demand, reserve
+kv      how many blocks a sequence is promised  promises.py     on_demand, greedy, by_chunk, reserve
 victim  who is paused when blocks are short     victims.py      latest, least_computed
 place   which executor runs a unit              places.py       prefix, room
-tier    what becomes of blocks without a copy   tiers.py        tiered, swap, recompute
+tier    what becomes of blocks without a copy   tiers.py        tiered, swap, recompute, forget
 A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler.
 """
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
+from services.scheduler.policies.promises import GREEDY
 from shared.errors import SetupError
 
 WHERE = {  # module, names, arguments
@@ -32,12 +33,12 @@ WHERE = {  # module, names, arguments
     ),
     "kv": (
         "services.scheduler.policies.promises",
-        ("on_demand", "reserve"),
+        ("on_demand", "greedy", "by_chunk", "reserve"),
         ("tokens", "max_length", "block_tokens"),
     ),
     "victim": ("services.scheduler.policies.victims", ("latest", "least_computed"), ("candidates",)),
     "place": ("services.scheduler.policies.places", ("prefix", "room"), ("options",)),
-    "tier": ("services.scheduler.policies.tiers", ("tiered", "swap", "recompute"), ("view",)),
+    "tier": ("services.scheduler.policies.tiers", ("tiered", "swap", "recompute", "forget"), ("view",)),
 }
 
 
@@ -55,6 +56,11 @@ class Policy:
     def the(self, kind: str) -> Callable[..., Any]:
         """The function of a kind."""
         return load(kind, getattr(self, kind))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether admission keeps nothing free for growth, and nobody is spared or pinned."""
+        return self.kv in GREEDY
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))

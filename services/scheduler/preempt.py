@@ -12,7 +12,7 @@ from __future__ import annotations
 from services.scheduler import growth, prefix
 from services.scheduler.leaving import wait_again, withdraw
 from services.scheduler.needs import lacking
-from services.scheduler.records import Sequence
+from services.scheduler.records import PIN_AFTER, Sequence
 from services.scheduler.state import Executor, State
 from services.scheduler.tiers.worth import Recompute
 from services.scheduler.waiting import Unit
@@ -65,6 +65,7 @@ def pause(state: State, executor: Executor, victim: Sequence, why: str, candidat
     named = ", ".join(_describe(executor, s, costs) for s in candidates[:NAMED])
     for sequence in (victim, *followers):
         sequence.pauses += 1
+        sequence.pinned = sequence.pauses >= PIN_AFTER and not state.limits.policy.greedy
         state.meter.preemptions += 1
         sequence.decide(
             state.now_us,
@@ -80,8 +81,13 @@ def pause(state: State, executor: Executor, victim: Sequence, why: str, candidat
             free=executor.ledger.free_blocks,
             fenced=executor.ledger.fenced_blocks,
         )
-        prefix.register_tail(executor, sequence)
+        table = sequence.table
+        if state.limits.policy.tier != "forget":
+            prefix.register_tail(executor, sequence)
         withdraw(state, sequence, 0)
+        if state.limits.policy.tier == "forget":
+            for block in table:
+                executor.ledger.forget(block)
         wait_again(state, sequence)
 
 
@@ -93,7 +99,6 @@ def _needy(executor: Executor) -> list[Sequence]:
         for s in executor.running
         if not s.reserved
         and s.leader is None
-        and s.opened_length <= s.computed
         and s.planned_length < s.max_length
         and s.computed >= len(s.table) * block_tokens
     ]

@@ -74,8 +74,9 @@ def catch_up(executor: Executor, sequence: Sequence) -> None:
         block = ledger.find(sequence.keys[at])
         if block is None:
             return
-        sequence.reserved -= 1
-        ledger.unreserve(1)
+        if sequence.reserved:  # not of a chunk beyond those that were promised
+            sequence.reserved -= 1
+            ledger.unreserve(1)
         adopt(executor, sequence, [block])
 
 
@@ -85,8 +86,8 @@ def register(executor: Executor, sequence: Sequence, upto_tokens: int) -> None:
     if full <= sequence.registered:
         return
     _key(sequence)
-    for at in range(sequence.registered, full):
-        executor.ledger.register(sequence.table[at], sequence.keys[at])
+    fresh = slice(sequence.registered, full)
+    executor.ledger.register_all(sequence.table[fresh], sequence.keys[fresh])
     sequence.registered = full
 
 

@@ -17,7 +17,7 @@ from shared.request_spans import LEAVES, Reply
 
 MAX_DECISIONS = 64  # kept for the trace: they travel in one Close
 MAX_CHUNKS = 32  # likewise; later ones count as part of the last
-PIN_AFTER = 3  # pauses: then it is promised all it may need, and is nobody's victim any more
+PIN_AFTER = 3  # pauses
 
 
 class Phase(Enum):
@@ -121,6 +121,7 @@ class Sequence:
     reach: int = 0  # the most that was ever computed or cached: below it is work done again
     charged: int = 0  # generated tokens that its client has been charged for
     pauses: int = 0
+    pinned: bool = False  # paused so often that it is promised all it may need, and is nobody's victim
     tail: Tail = NO_TAIL  # of its last pause
     loading: int = 0  # the job that brings blocks of its table from a tier; no row of it is planned before
     spared_until_us: int = 0  # it has just come back: others are paused before it
@@ -168,10 +169,6 @@ class Sequence:
     @property
     def live(self) -> bool:
         return self.phase in (Phase.WAITING, Phase.RUNNING)
-
-    @property
-    def pinned(self) -> bool:
-        return self.pauses >= PIN_AFTER
 
     def leave(self) -> None:
         """Forget the executor; rows in flight are ignored from now on."""

@@ -11,6 +11,7 @@ from services.scheduler.state import Executor, InFlight, State
 from services.scheduler.steps import StepRecord
 from services.scheduler.tiers import fleet as tiers
 from shared.messages import StepResult, Tokens, ints
+from shared.messages.steps import ROW_REFUSED
 
 MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB that a message may have
 
@@ -83,11 +84,9 @@ def _give(
 
 def _send_tokens(state: State, executor: Executor, result: StepResult, rows: list[TokenRow]) -> None:
     """The tokens of a step to the detokenizers of their sequences, which do not have them yet."""
-    shards: dict[str, list[TokenRow]] = {}
-    for row in rows:
-        shards.setdefault(row[1].request.shard, []).append(row)
-    shards.pop("", None)
-    for shard, mine in shards.items():
+    shards = dict.fromkeys([s.request.shard for _, s, _ in rows])
+    for shard in filter(None, shards):
+        mine = rows if len(shards) == 1 else [row for row in rows if row[1].request.shard == shard]
         for at in range(0, len(mine), MAX_ROWS):
             message = _tokens(executor, result, mine[at : at + MAX_ROWS])
             state.send(f"detokenizer.{shard}", message)
@@ -120,7 +119,9 @@ def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> 
         if reason in ("stop", "length"):
             closing.finish(state, sequence, sequence.generated, reason)
         else:
-            closing.fail(state, sequence.request, 500, f"{executor.source}: {reason}")
+            refused = reason.startswith(ROW_REFUSED)
+            why = reason.removeprefix(ROW_REFUSED) if refused else f"{executor.source}: {reason}"
+            closing.fail(state, sequence.request, 400 if refused else 500, why)
 
 
 def _note(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:

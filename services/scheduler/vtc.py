@@ -24,7 +24,8 @@ class Served:
 
     def of(self, client: Client) -> int:
         """What a client has been served."""
-        return self.counters.get(client, self.floors.get(client[1], 0))
+        served = self.counters.get(client)
+        return served if served is not None else self.floors.get(client[1], 0)
 
     def charge_input(self, client: Client, tokens: int) -> None:
         """Prompt tokens have been computed for a client."""

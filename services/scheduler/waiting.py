@@ -116,12 +116,13 @@ class Waiting:
         if unit.resumes:
             line.paused.remove(unit)
             return
-        units = line.clients[unit.client]
+        client = unit.client
+        units = line.clients[client]
         del units[unit.number]
-        line.last = unit.client
-        line.client_tokens[unit.client] -= tokens_of(unit)
+        line.last = client
+        line.client_tokens[client] -= tokens_of(unit)
         if not units:
-            del line.clients[unit.client], line.client_tokens[unit.client]
+            del line.clients[client], line.client_tokens[client]
             if not line.units:
                 line.heads.clear()
                 line.ages.clear()
@@ -138,8 +139,9 @@ class Waiting:
 
     def first(self, model: str) -> Unit | None:
         """The unit to admit next."""
-        for line in [line for (name, _), line in sorted(self.lines.items()) if name == model and line.units]:
-            if (unit := self._first_of(line)) is not None:
+        for level in range(len(self.age_us)):
+            line = self.lines.get((model, level))
+            if line is not None and line.units and (unit := self._first_of(line)) is not None:
                 return unit
         return None
 

@@ -26,6 +26,7 @@ HEADRACE = (sys.executable, "-m", "services.launcher.cli")
 READY_S = 60  # far above what it takes: a guard against hanging, no measure
 QUICK = {
     "HEADRACE_SIM": "step=1000",
+    "HEADRACE_HTTP": "off",
     "HEADRACE_BEAT_INTERVAL_MS": "200",
     "HEADRACE_L1": "32",  # MiB: to reserve the pages of more takes time
     "HEADRACE_L1_STORE": "plain",
@@ -60,6 +61,11 @@ class Up:
     def nats_url(self) -> str:
         """The URL in the block that `up` prints."""
         return next(line.split()[-1] for line in self.printed if "NATS:" in line)
+
+    @property
+    def http_url(self) -> str:
+        """The URL of the OpenAI API, likewise; with HEADRACE_HTTP=127.0.0.1:0."""
+        return next(line.split()[-1] for line in self.printed if "OpenAI API:" in line)
 
     def run(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """A headrace command in a second shell."""

@@ -15,9 +15,9 @@ from small_llama import VOCAB
 from token_tap import Tap
 
 from loadtest.leaks import settle
-from services.launcher.client import Client, ask_all
 from shared import subjects
 from shared.bus import Delivery
+from shared.client import Client, ask_all
 from shared.errors import HeadraceError
 from shared.nats_bus import NatsBus
 from tests.e2e.conftest import Up
@@ -45,7 +45,7 @@ class Answer:
     cached_tokens: int = 0
     error: str = ""
     first_s: float = 0.0  # to the first text
-    longest_gap_s: float = 0.0  # between two pieces of text
+    gaps_s: list[float] = field(default_factory=list)  # between two pieces of text
 
 
 class Traffic:
@@ -84,7 +84,7 @@ class Traffic:
                 if frame["type"] == "delta" and not last_s:
                     answer.first_s = now_s - began_s
                 if last_s:
-                    answer.longest_gap_s = max(answer.longest_gap_s, now_s - last_s)
+                    answer.gaps_s.append(now_s - last_s)
                 if frame["type"] == "delta":
                     last_s = now_s
                 if frame["type"] == "done":

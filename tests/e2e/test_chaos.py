@@ -18,7 +18,7 @@ import pytest
 from loadtest import faults
 from loadtest.leaks import settle
 from loadtest.storm import Ask, Outcome, Storm, mixed
-from services.launcher.client import Client
+from shared.client import Client
 from shared.nats_bus import NatsBus
 from tests.e2e.conftest import Up, running_up
 

@@ -12,8 +12,8 @@ from token_tap import Tap
 
 from loadtest import faults
 from loadtest.leaks import settle
-from services.launcher.client import Client
 from shared.bus import Delivery
+from shared.client import Client
 from shared.nats_bus import NatsBus
 from tests.e2e.conftest import Up, running_up
 

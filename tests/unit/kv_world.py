@@ -170,8 +170,8 @@ class World:
 
     def _ended(self, command: L2Command, status: str) -> L2Ended:
         call = command.call
-        if status == "failed":
-            return L2Ended(call, "failed")
+        if status == "failed" or (status == "refused" and isinstance(command, L2Put)):
+            return L2Ended(call, status)
         match command:
             case L2Has(fingerprint=fingerprint, keys=asked):
                 return L2Ended(

@@ -12,7 +12,7 @@ from services.scheduler.budget import COLD_TOKENS, LEAST_TOKENS, chunk_budget
 from services.scheduler.columns import Columns
 from services.scheduler.policies.fills import Share
 from services.scheduler.state import Limits
-from shared.step_model import StepModel
+from shared.step_model import StepModel, StepShape
 
 PER_TOKEN = StepModel(weights_us=0, token_ns=100_000)  # 100 us a token
 
@@ -33,6 +33,7 @@ def budget(decodes: int, share: str = "budget", **more: int) -> int:
         columns.starts.append(0)
         columns.counts.append(1)
         columns.sampled.append((s, s.placement))
+    columns.shape = StepShape(decodes, decodes, decodes, decodes)
     return chunk_budget(world.scheduler.state, executor, columns, running[-1], Share(True, share))  # type: ignore[arg-type]  # a literal
 
 

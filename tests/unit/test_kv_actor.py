@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from services.kv_offload import header, opening, status
+from services.kv_offload import header, lane, opening, status
 from services.kv_offload.actor import KvOffloadActor, build
+from services.kv_offload.errands import CANARY
 from services.kv_offload.opening import GIB, MIB, Plan, plan, size_bytes
 from services.kv_offload.plain_store import MemoryRemote, PlainArena
-from services.kv_offload.segment import SHM, hold, segment_name, sweep
+from services.kv_offload.segment import SHM, hold, let_go, segment_name, sweep
 from services.kv_offload.store import RemoteError
 from shared.actor import Actor, Runtime
 from shared.config import load
@@ -76,7 +77,7 @@ def test_the_plan_knows_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def host() -> Iterator[str]:
     name = next(_HOSTS)
     yield name
-    assert not sweep(name), "it has left a segment"
+    assert not [left for left in sweep(name) if name in left], "it has left a segment"
 
 
 def test_what_dead_owners_left_is_removed_and_what_living_ones_hold_is_not(host: str) -> None:
@@ -93,6 +94,22 @@ def test_what_dead_owners_left_is_removed_and_what_living_ones_hold_is_not(host:
         assert not (SHM / opened.arena.name).exists()
     other.close()
     dead.close()
+
+
+def test_what_dead_owners_of_other_fleets_left_is_removed_with_their_locks(host: str) -> None:
+    names = [segment_name(f"{host}-{other}", 1) for other in "abc"]
+    dead, unborn, living = names
+    for name in (dead, unborn):  # one died before it had made its segment
+        os.close(hold(name))
+    lock = hold(living)
+    for name in (dead, living):
+        (SHM / name).write_bytes(b"x")
+    assert not {unborn, living} & set(sweep(host))
+    left = {path.name for path in SHM.iterdir() if path.name.startswith(segment_name(host, 1)[:-3])}
+    assert left == {living, f"{living}.lock"}
+    (SHM / living).unlink()
+    let_go(living, lock)
+    assert not (SHM / f"{living}.lock").exists()
 
 
 @dataclass
@@ -127,8 +144,11 @@ class Connection(MemoryRemote):
         pass
 
 
+ANSWERS = {KvLookup: KvFound, KvReserve: KvReserved, KvPrefetch: KvReady, KvCommit: KvStored}
+
+
 class Scheduler(Actor):
-    """Asks and keeps the answers."""
+    """Asks and waits for the answer, among news that nobody asked for (KvGone)."""
 
     kind = "scheduler"
 
@@ -143,7 +163,12 @@ class Scheduler(Actor):
 
     async def ask(self, message: Message) -> Message:
         self.port.send(KV, message)
-        return await asyncio.wait_for(self.answers.get(), 20)
+        kind, job = ANSWERS[type(message)], getattr(message, "job", None)
+        async with asyncio.timeout(20):
+            while True:
+                answer = await self.answers.get()
+                if isinstance(answer, kind) and answer.job == job:
+                    return answer
 
 
 @dataclass
@@ -380,6 +405,30 @@ async def test_l1_is_served_while_l2_hangs_and_l2_again_when_it_goes_on(house: H
     assert kv.facts().tiers == ("l1",)
     house.l2.going.set()
     await house.until(lambda: kv.facts().tiers == ("l1", "l2"))
+    await house.until(lambda: kv.status()["stuck_calls"] == 0)
+
+
+async def test_a_connection_to_l2_stands_before_anybody_is_answered(house: House) -> None:
+    """A lookup has 10 ms, and who opens a connection first may miss them."""
+    house.l2.going.clear()
+    starting = asyncio.create_task(house.start())
+    await house.until(lambda: house.l2.opened == 2)  # one to find a wrong URL, and one that stays
+    assert house.runtimes == [house.runtimes[0]], "it is not ready"
+    house.l2.going.set()
+    kv = await starting
+    assert list(house.l2.values) == [header.remote_name(CANARY)]
+    assert (house.l2.opened, kv.status()["stuck_calls"]) == (2, 0)
+
+
+async def test_an_l2_that_hangs_at_the_start_holds_up_nobody(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "GREET_S", 0.0)
+    house.l2.going.clear()
+    kv = await house.start()
+    await house.store(1)
+    assert await house.look_up(1) == [1]
+    house.l2.going.set()
     await house.until(lambda: kv.status()["stuck_calls"] == 0)
 
 

@@ -78,7 +78,7 @@ def test_a_remote_tier_and_its_breaker() -> None:
     lines = kv.draw([store(tiers, l2_url="redis://h:1")], [])
     known, copies = len(state.l2.known), len(state.l2.calls)
     assert lines[3] == f"  L2     redis://h:1 answers; {known} blocks known there; {copies} calls out, 0 wait"
-    assert lines[4].endswith("; 0 errors, 0 timeouts, 0 damaged values, breaker opened 0 times")
+    assert lines[4].endswith("; 0 errors, 0 timeouts, 0 refused, 0 damaged values, breaker opened 0 times")
     for at in range(3):
         state.l2.breaker.failed(at)
     lines = kv.draw([store(tiers)], [])

@@ -368,6 +368,31 @@ def test_three_failures_in_a_row_end_all_waiting_at_once() -> None:
     assert len(w.calls) == asked, "nothing of a request touches L2"
 
 
+def test_an_l2_that_takes_no_value_is_read_from_and_asked_to_take_one_a_second() -> None:
+    w = world(10, 1)
+    w.store(1, 50, 51, 52, 53)
+    w.prefetch(2, 50, 51, 52, 53)
+    assert len(w.in_flight(L2Put)) == calls.PUTS_IN_FLIGHT
+    for call in w.in_flight(L2Put):
+        w.end(call, "refused")
+    assert (w.state.l2.breaker.open, w.state.figures.l2_refused, w.state.figures.l2_errors) == (False, 3, 0)
+    known(w, 1)
+    w.prefetch(3, 1)
+    assert [w.calls[call].name[1] for call in w.in_flight(L2Get)] == [key(1)]  # type: ignore[union-attr]  # a get
+    w.wait(calls.REFUSED_US - 1)
+    assert w.in_flight(L2Put) == []
+    w.wait(1)
+    (call,) = w.in_flight(L2Put)
+    w.end(call, "refused")
+    w.wait(calls.REFUSED_US)
+    w.store(4, 54, 55, 56)
+    w.prefetch(5, 54, 55, 56)
+    (call,) = w.in_flight(L2Put)
+    w.end(call)
+    assert len(w.in_flight(L2Put)) == 2, "it has room again"
+    assert (w.state.figures.l2_refused, w.state.figures.l2_puts) == (4, 1)
+
+
 def test_calls_that_hang_are_given_up_and_open_the_breaker() -> None:
     w = world(10, 1)
     w.store(1, 50)

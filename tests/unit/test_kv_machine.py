@@ -233,7 +233,7 @@ class Tiers(RuleBasedStateMachine):
         self.hear(self.world.wait(us))
 
     @precondition(lambda self: self.world.calls)
-    @rule(data=st.data(), status=st.sampled_from(["ok", "ok", "ok", "corrupt", "failed"]))
+    @rule(data=st.data(), status=st.sampled_from(["ok", "ok", "ok", "corrupt", "failed", "refused"]))
     def l2_ends(self, data: st.DataObject, status: str) -> None:
         self.hear(self.world.end(data.draw(st.sampled_from(sorted(self.world.calls))), status))
 

@@ -222,7 +222,7 @@ def test_every_kind_has_a_builder(kind: str) -> None:
 
 
 def test_an_unknown_kind_is_told() -> None:
-    with pytest.raises(SetupError, match="there is no service 'gpu': choose one of tokenizer, scheduler"):
+    with pytest.raises(SetupError, match="there is no service 'gpu': choose one of gateway, tokenizer"):
         builder("gpu")
 
 

@@ -134,7 +134,7 @@ def test_a_packed_product_lets_go_of_the_plain_weight() -> None:
 
 def test_a_packed_product_has_few_kernels_and_little_padding() -> None:
     sizes = [kernel_rows(rows) for rows in range(1, 257)]
-    assert sizes[:16] == list(range(1, 17))
-    assert [kernel_rows(rows) for rows in (17, 21, 32, 33, 100, 129, 256)] == [18, 22, 32, 36, 104, 144, 256]
-    assert len(set(sizes)) == 48
+    assert sizes[:32] == list(range(1, 33))
+    assert [kernel_rows(rows) for rows in (33, 64, 65, 100, 129, 256)] == [36, 64, 72, 104, 144, 256]
+    assert len(set(sizes)) == 56
     assert all(rows <= size < rows * 9 / 8 for rows, size in enumerate(sizes, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.policies import fills, places, promises
+from services.scheduler.policies import fills, places, promises, tiers
 from services.scheduler.policies.fills import STALL_US, Share, View
 from services.scheduler.policies.places import Option
 from services.scheduler.policy import WHERE, Policy, load, parse
@@ -66,7 +66,32 @@ def test_what_a_step_is_made_of(fill: object, view: View, share: Share) -> None:
 def test_promises() -> None:
     sizes = [(3, 20, 4), (4, 20, 4), (20, 20, 4)]
     assert [promises.on_demand(*size) for size in sizes] == [1, 2, 5]
+    assert [promises.greedy(*size) for size in sizes] == [1, 2, 5]
     assert [promises.reserve(*size) for size in sizes] == [5, 5, 5]
+    assert [promises.by_chunk(*size) for size in [*sizes, (3_000, 4_000, 16)]] == [1, 2, 5, 64]
+
+
+@pytest.mark.parametrize(
+    ("paused", "pressed", "chance_pm", "recompute_us", "what"),
+    [
+        (True, True, 1_000, 101, "copy"),
+        (True, True, 1_000, 99, "drop"),  # a copy takes 100
+        (True, True, 1_000, 0, "copy"),  # nothing is known yet
+        (True, False, 1_000, 101, "keep"),
+        (False, True, 250, 401, "copy"),
+        (False, True, 250, 399, "drop"),
+        (False, True, 249, 10_000, "drop"),  # it would push out what is wanted
+        (False, False, 250, 401, "copy"),  # ahead of need
+        (False, False, 249, 10_000, "keep"),
+    ],
+)
+def test_what_becomes_of_a_block(
+    paused: bool, pressed: bool, chance_pm: int, recompute_us: int, what: str
+) -> None:
+    view = tiers.View(paused, pressed, True, chance_pm, 100, recompute_us)
+    assert tiers.tiered(view) == what
+    assert tiers.recompute(view) == tiers.forget(view) == "drop"
+    assert tiers.swap(view) == ("copy" if paused else "drop" if pressed else "keep")
 
 
 def test_places() -> None:

@@ -7,6 +7,8 @@ from scheduler_world import World
 
 from services.scheduler import classes, preempt
 from services.scheduler.events import PeerDraining, Ticked
+from services.scheduler.growth import spare_blocks
+from services.scheduler.policies import promises
 from services.scheduler.policy import Policy
 from services.scheduler.records import PIN_AFTER
 from services.scheduler.state import Limits
@@ -105,3 +107,55 @@ def test_a_new_incarnation_with_the_same_numbers_takes_who_waits() -> None:
     world.add_engine("e1", epoch=2)
     world.run()
     world.assert_answers("a")
+
+
+def three_at_once(policy: Policy) -> tuple[World, int, int]:
+    """Three prompts of 12 tokens that want 5 blocks each of 12: the most pauses of one, and the most blocks
+    that admission kept free."""
+    world = World(Limits(classes=NEVER, policy=policy))
+    world.add_engine(blocks=12, slots=3)
+    state, most, spare = world.scheduler.state, 0, 0
+    (executor,) = state.executors.values()
+    executor.growth_pm = 1_000
+    asked = ("a", "b", "c")
+    for number, name in enumerate(asked):
+        world.ask(name, [number + 5] * 12, 8)
+    while world.deliver():
+        most = max([most, *(s.pauses for s in state.sequences.values())])
+        spare = max(spare, spare_blocks(state, executor))
+        assert policy.kv == "on_demand" or not any(
+            s.pinned or s.spared_until_us for s in state.sequences.values()
+        )
+        executor.ledger.check()
+    for name in asked:
+        world.assert_answers(name)
+    world.assert_idle()
+    return world, most, spare
+
+
+def test_a_greedy_admission_keeps_nothing_free_and_spares_nobody() -> None:
+    _, pauses_most, spare = three_at_once(Policy(kv="on_demand", tier="recompute"))
+    assert (pauses_most, spare > 0) == (0, True)
+    _, pauses_most, spare = three_at_once(Policy(kv="greedy", tier="recompute"))
+    assert (pauses_most > 0, spare) == (True, 0)
+
+
+def test_admission_by_the_chunk_pauses_within_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promises, "CHUNK_TOKENS", 4)
+    _, pauses_most, spare = three_at_once(Policy(kv="by_chunk", tier="recompute"))
+    assert (pauses_most > 0, spare) == (True, 0)
+
+
+@pytest.mark.parametrize(("tier", "again"), [("recompute", False), ("forget", True)])
+def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: str, again: bool) -> None:
+    world, _, _ = three_at_once(Policy(kv="greedy", tier=tier))
+    hits = [
+        dict(decision.numbers)["hit_tokens"]
+        for trace in world.scheduler.state.recent.traces.values()
+        for choice in trace.facts.choices
+        if choice.close is not None
+        for decision in choice.close.decisions
+        if decision.what == "resume"
+    ]
+    assert hits
+    assert all(tokens == 0 for tokens in hits) is again

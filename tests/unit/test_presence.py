@@ -46,7 +46,7 @@ def test_a_client_with_one_exact_inbox_is_asked_once_and_never_believed_gone() -
     assert [presence.unheard("p5") for _ in range(5)] == [None] * 5
 
 
-@pytest.mark.parametrize("inbox", ["my.answers.7", "_INBOX.alone", "_INBOX.a.b.c", "x"])
+@pytest.mark.parametrize("inbox", ["my.answers.7", "_INBOX.alone", "_INBOX.a.b.c.d", "x"])
 def test_a_subject_of_another_form_is_left_alone(inbox: str) -> None:
     assert Presence().turn([plain(1, inbox)]) == []
 
@@ -58,3 +58,8 @@ def test_an_ended_request_is_forgotten_and_nonsense_is_nobody() -> None:
     for _ in range(ABSENT_TURNS + 1):
         assert [presence.unheard(name) for name in ("p5", "f5", "", "p", "px", "q6", "p-6")] == [None] * 7
     assert presence.turn([plain(5)]) == [Probe("_INBOX.client.headrace-probe", "f5")]
+
+
+def test_a_user_with_an_inbox_of_its_own_is_asked_in_it() -> None:
+    inbox = "_INBOX.acme.client.7"
+    assert Presence().turn([plain(5, inbox)]) == [Probe("_INBOX.acme.client.headrace-probe", "f5")]

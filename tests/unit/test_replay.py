@@ -15,7 +15,7 @@ from services.detokenizer.commands import Command, Publish, Tell
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.replay import TURNS
 from services.detokenizer.request import MAX_SENT
-from services.launcher.client import FrameOrder
+from shared.client import FrameOrder
 from shared.messages import Close, Detached, Message, Open, Tokens, floats, ints
 from shared.model_files import ModelFiles
 from shared.vocabulary import Vocabulary, load_vocabulary

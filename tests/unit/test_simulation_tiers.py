@@ -1,4 +1,4 @@
-"""Tiers of the virtual world alone: copy lanes, fences of copies, the plain tier's answers and times."""
+"""Tiers of the virtual world: copy lanes, fences of copies, and a kv_offload that is woken in time."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from loadtest.sim.real_tier import RealTier
 from services.scheduler.events import Send
 from services.scheduler.simulation.copies import Link
 from services.scheduler.simulation.engine import Machine, VirtualEngine
 from services.scheduler.simulation.fences import FenceBroken
 from services.scheduler.simulation.hops import Hop
-from services.scheduler.simulation.plain_index import PUT_WAIT_US, TierSpec
-from services.scheduler.simulation.plain_tier import PlainTier
 from services.scheduler.simulation.requests import Workload
+from services.scheduler.simulation.tiers import TierSpec
 from services.scheduler.simulation.world import FIRST_US, TIER_HOP_US, Setup, World
 from shared.messages import (
     KvCommit,
     KvCopy,
-    KvFound,
-    KvGone,
-    KvLookup,
     KvPrefetch,
     KvReady,
     KvRelease,
     KvReserve,
-    KvReserved,
-    KvStored,
     Message,
     SlotClose,
     SlotOpen,
@@ -37,6 +32,7 @@ from shared.messages import (
 from shared.step_model import StepModel
 
 STEP_US, BLOCK = 10_000, 1_000
+PAGE, LEASE_US = 4_096, 1_000_000
 MODEL = StepModel(weights_us=STEP_US, token_ns=0)
 KEYS = [bytes([number]) * 32 for number in range(10)]
 
@@ -145,122 +141,41 @@ def test_after_its_answer_it_is() -> None:
     made.answered(1)
 
 
-def ask(tier: PlainTier, message: Message, now_us: int = 0) -> list[Message]:
-    return [answer for _, _, answer in tier.handle("scheduler.s", message, now_us)]
-
-
 def keys(*numbers: int) -> bytes:
     return b"".join(KEYS[number] for number in numbers)
 
 
-def reserve(job: int, *numbers: int) -> KvReserve:
-    return KvReserve(job=job, owner="executor.e0", keys=keys(*numbers), value_bytes=BLOCK, lease_us=1)
+def prefetch(job: int, *numbers: int) -> KvPrefetch:
+    return KvPrefetch(job=job, owner="e", keys=keys(*numbers), deadline_us=100_000, lease_us=LEASE_US)
 
 
-def prefetch(job: int, *numbers: int, deadline_us: int = 100_000) -> KvPrefetch:
-    return KvPrefetch(job=job, owner="e", keys=keys(*numbers), deadline_us=deadline_us, lease_us=1)
-
-
-def store(tier: PlainTier, job: int, *numbers: int, now_us: int = 0) -> list[Message]:
-    """Reserve, and commit what has room. All that came back but KvReserved."""
-    reserved, *rest = ask(tier, reserve(job, *numbers), now_us)
-    assert isinstance(reserved, KvReserved)
-    return rest + ask(tier, KvCommit(job=job, written=ints(int(o >= 0) for o in reserved.offsets)), now_us)
-
-
-def found(tier: PlainTier, *numbers: int, now_us: int = 0) -> list[int]:
-    [answer] = ask(tier, KvLookup(job=9, keys=keys(*numbers), prefix=False), now_us)
-    assert isinstance(answer, KvFound)
-    return list(answer.tiers)
-
-
-def test_the_tail_of_a_chain_is_evicted_first() -> None:
-    tier = PlainTier(TierSpec(4 * BLOCK))
-    store(tier, 1, 0, 1, 2, 3)
-    gone, stored = store(tier, 2, 4)
-    assert (gone, stored) == (KvGone(keys=KEYS[3]), KvStored(job=2, tiers=ints([1])))
-    assert found(tier, 0, 1, 2, 3, 4) == [1, 1, 1, 0, 1]
-    assert (tier.moved.stored_blocks, tier.moved.evicted_blocks) == (5, 1)
-
-
-def test_what_is_leased_stays_and_what_is_there_is_not_written_again() -> None:
-    tier = PlainTier(TierSpec(2 * BLOCK))
-    store(tier, 1, 0, 1)
-    [ready] = ask(tier, prefetch(2, 0, 1))
-    assert isinstance(ready, KvReady)
-    assert (ready.status, ready.from_l2, len(set(ready.offsets)), min(ready.offsets) > 0) == (
-        "ok",
-        0,
-        2,
-        True,
-    )
-    [reserved] = ask(tier, reserve(3, 1, 2))
-    assert isinstance(reserved, KvReserved)
-    assert (list(reserved.offsets), reserved.status) == ([-2, -1], "no_room")
-    assert ask(tier, KvCommit(job=3, written=ints([0, 0]))) == [KvStored(job=3, tiers=ints([1, 0]))]
-    assert ask(tier, KvRelease(jobs=ints([2]))) == []
-    assert store(tier, 4, 2)[1:] == [KvStored(job=4, tiers=ints([1]))]
-    assert (tier.leases, tier.index.free_bytes, tier.moved.refused_blocks) == (0, 0, 1)
-
-
-def test_a_reservation_given_up_is_room_again() -> None:
-    tier = PlainTier(TierSpec(2 * BLOCK))
-    ask(tier, reserve(1, 0, 1))
-    ask(tier, KvRelease(jobs=ints([1])))
-    assert (tier.leases, tier.index.free_bytes, found(tier, 0)) == (0, 2 * BLOCK, [0])
-
-
-def test_l2_takes_its_time_each_way() -> None:
-    tier = PlainTier(TierSpec(2 * BLOCK, l2_bytes_s=1_000_000, l2_delay_us=50))  # 1 ms a block
-    store(tier, 1, 0, 1)  # in L2 at 1 and 2 ms
-    store(tier, 2, 2, 3, now_us=1_000)  # evicts the tail: 1 before its put is through
-    assert found(tier, 0, 1, 2, 3, now_us=1_000) == [2, 0, 1, 1]
-    assert ask(tier, prefetch(3, 0, 1), 10_000) == []
-    assert tier.due_us == 11_050
-    [(_, _, ready)] = tier.advance(11_050)
-    assert isinstance(ready, KvReady)
-    assert (list(ready.offsets)[1], ready.took_us, ready.from_l2, ready.status) == (-1, 1_050, 1, "missing")
-    assert found(tier, 0, 3, now_us=11_050) == [1, 2]
-    assert (tier.moved.l2_put_bytes, tier.moved.l2_get_bytes) == (4 * BLOCK, BLOCK)
-
-
-def test_a_prefetch_is_answered_at_its_deadline() -> None:
-    tier = PlainTier(TierSpec(4 * BLOCK, l2_bytes_s=1_000_000, l2_delay_us=0))
-    store(tier, 1, 0, 1)
-    store(tier, 2, 2, 3, 4, 5, now_us=5_000)
-    assert ask(tier, prefetch(3, 0, 1, deadline_us=1_500), 20_000) == []
-    assert [answer for _, _, answer in tier.advance(21_000)] == []
-    [(_, _, ready)] = tier.advance(21_500)
-    assert isinstance(ready, KvReady)
-    assert [offset >= 0 for offset in ready.offsets] == [True, False]
-    tier.advance(22_000)
-    assert found(tier, 0, 1, now_us=22_000) == [1, 1]
-    assert tier.due_us is None
-
-
-def test_a_queue_to_l2_has_an_end() -> None:
-    tier = PlainTier(TierSpec(9 * BLOCK, l2_bytes_s=2_000))  # half a second a block
-    store(tier, 1, *range(6))
-    assert tier.moved.l2_put_bytes == 3 * BLOCK
-    assert PUT_WAIT_US == 1_000_000
-
-
-def test_messages_go_to_the_tier_and_back() -> None:
-    machine = Machine(MODEL, block_bytes=BLOCK)
-    spec = TierSpec(2 * BLOCK, l2_bytes_s=1_000_000, l2_delay_us=0)
-    world = World(Setup((machine,), tier=lambda: PlainTier(spec)), Workload(()))
+def test_messages_go_to_the_tier_and_back_and_what_it_does_by_itself_is_woken_for() -> None:
+    spec = TierSpec(4 * PAGE, l2_bytes_s=1_000 * PAGE, l2_delay_us=0)  # 1 ms a block
+    machine = Machine(MODEL, block_bytes=PAGE)
+    tier = RealTier(spec, PAGE)
+    world = World(Setup((machine,), tier=lambda: tier), Workload(()))
     heard: list[tuple[int, object]] = []
     world.scheduler.handle = lambda event, now_us: heard.append((now_us, event)) or []  # type: ignore[method-assign,func-returns-value,return-value]  # a spy
     world.run()
-    for message in (reserve(1, 0, 1), KvCommit(job=1, written=ints([1, 1])), reserve(2, 2, 3)):
-        world._carry_out(Send("kv_offload.k0", message))
+
+    def say(*messages: Message) -> int:
+        """When they were sent."""
+        sent_us = world.now_us
+        for message in messages:
+            world._carry_out(Send("kv_offload.k0", message))
         world.run()
-        world.now_us += 5_000
-    world._carry_out(Send("kv_offload.k0", KvRelease(jobs=ints([2]))))
-    world._carry_out(Send("kv_offload.k0", prefetch(3, 0, 1)))
-    sent_us = world.now_us
-    world.run()
+        return sent_us
+
+    reserve = KvReserve(job=1, owner="executor.e0", keys=keys(0, 1), value_bytes=PAGE, lease_us=LEASE_US)
+    say(reserve, KvCommit(job=1, written=ints([1, 1])))
+    say(prefetch(2, 0, 1), KvRelease(jobs=ints([2])))  # a second use: they go to L2
+    others = replace(reserve, job=3, keys=keys(2, 3, 4, 5), priority=1)
+    say(others, KvRelease(jobs=ints([3])))
+    sent_us = say(prefetch(4, 0, 1))
     ready = [(at, event.message) for at, event in heard if isinstance(getattr(event, "message", 0), KvReady)]  # type: ignore[attr-defined]  # it has one
-    assert ready[0][0] == sent_us + TIER_HOP_US + 2_000 + TIER_HOP_US
-    assert ready[0][1].from_l2 == 2
+    assert ready[-1][0] == sent_us + TIER_HOP_US + 2_000 + TIER_HOP_US
+    assert [message.from_l2 for _, message in ready] == [0, 2]
     assert sent_us > FIRST_US
+    moved = tier.moved
+    assert (moved.stored_blocks, moved.evicted_blocks, moved.refused_blocks) == (2, 2, 0)
+    assert (moved.l2_put_bytes, moved.l2_get_bytes, moved.messages) == (2 * PAGE, 2 * PAGE, 7)

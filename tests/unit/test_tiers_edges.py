@@ -97,7 +97,21 @@ def test_from_the_remote_tier_by_way_of_the_first() -> None:
     world.assert_answers("second")
     assert cached_tokens(world, "second") == 20
     meter = world.scheduler.state.meter
-    assert (meter.l1_hit_blocks + meter.l2_hit_blocks, meter.loads_failed) == (5, 0)
+    assert (meter.l1_hit_blocks, meter.l2_hit_blocks, meter.loads_failed) == (0, 5, 0)
+
+
+def test_what_was_fetched_for_the_lookup_is_a_hit_of_the_remote_tier_also_when_it_is_there_by_then() -> None:
+    world = stored(FakeTier(capacity=64, l2_us=10))
+    for key in list(world.tier.l1)[:2]:  # the tail: the next to go
+        world.tier.forget(key)
+    world.tier.frozen = True
+    world.ask("second", PROMPT, 2)
+    world.tier.thaw(world.now_us)
+    world.now_us += 50
+    world.run()
+    world.assert_answers("second")
+    meter = world.scheduler.state.meter
+    assert (meter.l1_hit_blocks, meter.l2_hit_blocks) == (3, 2)
 
 
 def test_a_copy_that_fails_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,11 +160,14 @@ def test_an_executor_without_the_arena_lets_the_tier_rest() -> None:
 def test_silence_costs_an_admission_its_wait_and_then_nothing() -> None:
     world = fresh()
     world.tier.frozen = True
-    for number in range(MISSES):
-        world.ask(f"r{number}", [number + 3] * 21, 2)
+    world.ask("r0", [3] * 21, 2)
     assert not world.plans
     world.tick(asking.WAIT_US)
     assert world.plans
+    for number in range(1, MISSES + 1):
+        world.tick(ANSWER_US)
+        world.run()
+        world.ask(f"r{number}", [number + 3] * 21, 2)
     world.tick(ANSWER_US)
     world.run()
     sent = len(world.tier.kept)
@@ -158,6 +175,17 @@ def test_silence_costs_an_admission_its_wait_and_then_nothing() -> None:
     assert len(world.tier.kept) == sent, "a tier that rests is asked"
     world.run()
     world.assert_answers("later")
+
+
+def test_many_that_are_silent_at_one_time_are_one_miss() -> None:
+    world = fresh()
+    world.tier.frozen = True
+    for number in range(MISSES):
+        world.ask(f"r{number}", [number + 3] * 21, 2)
+    world.tick(ANSWER_US)
+    assert not world.scheduler.state.tiers.lookups
+    assert not world.scheduler.state.meter.tier_rests
+    assert [tier.misses for tier in world.scheduler.state.tiers.by_host.values()] == [1]
 
 
 def test_a_dead_tier_is_nobodys_hope() -> None:
@@ -265,3 +293,24 @@ def test_loading_is_declined_where_computing_is_quicker() -> None:
     closed = world.readers_of("second")[0].closed
     assert closed is not None
     assert "would take longer" in next(d.why for d in closed.decisions if d.what == "recompute")
+
+
+def test_who_is_next_asks_again_before_its_turn() -> None:
+    """It has waited long for room: at its turn it would wait for an answer, and hold up those behind it."""
+    world = fresh(blocks=8)
+    world.ask("runs", PROMPT, 10)
+    world.ask("next", PROMPT[::-1], 10)
+    while world.deliver_tier():
+        pass
+    (unit,) = world.scheduler.state.waiting
+    (answer,) = unit.answers.values()
+    assert answer.at_us >= 0
+    world.now_us += asking.STALE_US // 2
+    world.deliver()
+    assert list(unit.answers.values()) == [answer], "not old yet"
+    world.now_us += 1
+    world.deliver()
+    (newer,) = unit.answers.values()
+    assert (newer.asked_us, unit.turn_us) == (world.now_us, 0)
+    world.run()
+    world.assert_answers("next")

@@ -3,7 +3,9 @@
 tiered     stays until its place is wanted; then it is copied down, where that is cheaper than computing it
            again, or given up. What others are likely to want is copied before, while the link is idle
 swap       the blocks of a paused sequence are copied at once and leave the device. A baseline
-recompute  nothing is copied or asked for. A baseline
+recompute  nothing is copied or asked for; what a paused sequence had stays cached until its place is taken.
+           A baseline
+forget     nor does it stay cached: all of it is computed again, as in vLLM without prefix caching. A baseline
 Signature: (view: View) -> str, one of copy, drop, keep.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-EAGER_PM = 250  # likely enough to be wanted by another that a copy is made ahead of need
+EAGER_PM = 250  # likely enough to be wanted by another: less, and a copy would push better ones out below
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ def tiered(view: View) -> str:
     known = view.recompute_us > 0
     worth = view.recompute_us * view.chance_pm > 1000 * view.copy_us
     if view.pressed:
-        return "copy" if worth or (view.paused and not known) else "drop"
+        likely = view.chance_pm >= EAGER_PM
+        return "copy" if (worth and likely) or (view.paused and not known) else "drop"
     eager = view.idle and not view.paused and view.chance_pm >= EAGER_PM
     return "copy" if eager and (worth or not known) else "keep"
 
@@ -45,4 +48,9 @@ def swap(view: View) -> str:
 
 def recompute(view: View) -> str:
     """Never."""
+    return "drop"
+
+
+def forget(view: View) -> str:
+    """Never; preempt.py sees to the rest."""
     return "drop"

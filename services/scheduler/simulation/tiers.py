@@ -3,8 +3,8 @@
     scheduler ──message──▶ handle ──▶ answers, each after a delay
                            advance(now) at due_us: what L2 has brought by then
 
-`plain_tier.py` has a plain one. The real core of kv_offload fits behind the same protocol; it is of another
-service, so that whoever runs a world plugs it in (loadtest/sim/real_tier.py).
+The core of kv_offload fits behind the protocol; it is of another service, so that whoever runs a world plugs
+it in (loadtest/sim/real_tier.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,17 @@ from typing import Protocol
 from shared.messages import Message
 
 Answer = tuple[int, str, Message]  # after so many us, to whom, what
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """The size and speed of a tier."""
+
+    l1_bytes: int
+    l2_bytes_s: int = 0  # all calls together; 0: there is none
+    l2_delay_us: int = 500  # of a call, beside its bytes
+    name: str = "k0"
+    host_id: str = "virtual"
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from services.scheduler import prefix
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
-from services.scheduler.tiers.state import ANSWER_US, MISSES, REST_US, Answer, Lookup, Place, Tier
+from services.scheduler.tiers.state import ANSWER_US, MISSES, REMOTE, REST_US, Answer, Lookup, Place, Tier
 from services.scheduler.waiting import Unit
 from shared.messages import KvFound, KvLookup
 
@@ -20,6 +20,15 @@ def arrived(state: State, unit: Unit) -> None:
     """A unit begins to wait: ask every tier that it may start above."""
     for executor, tier in _places(state, unit):
         if _place(executor, tier) not in unit.answers:
+            _ask(state, executor, tier, unit)
+
+
+def refresh(state: State, unit: Unit) -> None:
+    """A unit is the next to start, and lacks room: so that its turn does not wait for an answer, ask again
+    before that where the last one will be old."""
+    for executor, tier in _places(state, unit):
+        answer = unit.answers.get(_place(executor, tier))
+        if answer is not None and answer.at_us >= 0 and state.now_us - answer.at_us > STALE_US // 2:
             _ask(state, executor, tier, unit)
 
 
@@ -63,17 +72,21 @@ def found(state: State, source: str, message: KvFound) -> None:
     answer = unit.answers.get(lookup.place) if unit is not None else None
     if answer is not None and answer.job == message.job:
         answer.found, answer.at_us = tuple(message.tiers), state.now_us
+        answer.fetched.update(at for at, where in enumerate(message.tiers) if where == REMOTE)
 
 
 def expire(state: State) -> None:
-    """Lookups that nobody has answered; the oldest are first."""
-    lookups = state.tiers.lookups
+    """Lookups that nobody has answered; the oldest are first. Many at one time are one miss: after a burst
+    their answers may lie behind it in our own queue."""
+    lookups, silent = state.tiers.lookups, dict[str, None]()
     while lookups:
         job, lookup = next(iter(lookups.items()))
         if state.now_us < lookup.asked_us + ANSWER_US:
-            return
+            break
         del lookups[job]
-        missed(state, lookup.tier)
+        silent[lookup.tier] = None
+    for actor in silent:
+        missed(state, actor)
 
 
 def missed(state: State, actor: str) -> None:
@@ -88,11 +101,12 @@ def missed(state: State, actor: str) -> None:
 
 def _places(state: State, unit: Unit) -> list[tuple[Executor, Tier]]:
     """One executor of the model for each tier and kind of engine that stores in it."""
-    tiers, places = state.tiers, dict[Place, tuple[Executor, Tier]]()
+    tiers = state.tiers
     if not tiers.by_host:
         return []
+    places: dict[Place, tuple[Executor, Tier]] = {}
     for executor in state.executors.values():
-        tier = tiers.of(executor.hello.host_id, state.now_us)
+        tier = tiers.below(executor.hello, state.now_us)
         if tier is None or not executor.ledger.write_back or executor.draining:
             continue
         if executor.hello.model == unit.request.asked.model:
@@ -110,7 +124,9 @@ def _ask(state: State, executor: Executor, tier: Tier, unit: Unit) -> Answer | N
     if not keys:
         return None
     number, place = state.tiers.number(), _place(executor, tier)
-    answer = unit.answers[place] = Answer(state.now_us, stores=tier.stores, job=number)
+    before = unit.answers.get(place)
+    fetched = before.fetched if before is not None else set[int]()
+    answer = unit.answers[place] = Answer(state.now_us, stores=tier.stores, job=number, fetched=fetched)
     state.tiers.lookups[number] = Lookup(unit.number, place, state.now_us)
     message = KvLookup(job=number, keys=b"".join(keys), fingerprint=executor.hello.fingerprint, promote=True)
     state.send(tier.source, message, unit.request.trace)

@@ -6,14 +6,14 @@ from services.scheduler.state import Executor, State
 from services.scheduler.tiers import asking, loading, storing
 from services.scheduler.tiers.jobs import executor_of, finish
 from services.scheduler.tiers.state import MISSES, Job, Phase, Tier
-from shared.messages import KvCopied, KvGone
+from shared.messages import ArenaReleased, KvCopied, KvGone, KvRelease, ints
 
 KEY_BYTES = 32
 
 
 def ready(state: State, tier: Tier) -> None:
     """A kv_offload with an arena. Another generation than before has lost what it held."""
-    if state.limits.policy.tier == "recompute":
+    if state.limits.policy.tier in ("recompute", "forget"):
         return
     known = state.tiers.by_host.get(tier.host_id)
     if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
@@ -36,6 +36,8 @@ def lost(state: State, actor: str) -> None:
         return
     del state.tiers.by_host[tier.host_id]
     state.tiers.lookups = {job: lookup for job, lookup in state.tiers.lookups.items() if lookup.tier != actor}
+    for name, stores in list(state.tiers.orphans.items()):
+        state.tiers.orphans[name] = [job for job in stores if job.tier != actor]
     for unit in state.waiting:
         unit.answers = {place: answer for place, answer in unit.answers.items() if place[0] != actor}
     for job in [job for job in state.tiers.jobs.values() if job.tier == actor]:
@@ -55,9 +57,35 @@ def joined(state: State, executor: Executor) -> None:
 
 def executor_gone(state: State, executor: Executor) -> None:
     """Its blocks are gone. A copy that it may still make keeps its place in the arena until kv_offload knows
-    better: nobody can say when it stops."""
-    for job in [job for job in state.tiers.jobs.values() if job.executor == executor.hello.executor]:
-        finish(state, job, release=job.up or job.phase is Phase.ASKED)
+    better, or the executor begins anew."""
+    name = executor.hello.executor
+    for job in [job for job in state.tiers.jobs.values() if job.executor == name]:
+        release = job.up or job.phase is Phase.ASKED
+        if not release:
+            state.tiers.orphans.setdefault(name, []).append(job)
+        finish(state, job, release=release)
+
+
+def begins(state: State, executor: Executor) -> None:
+    """An executor says hello, which it does when all copies of the incarnations before have ended: nobody
+    writes to their places any more. Its id is of one process."""
+    for job in state.tiers.orphans.pop(executor.hello.executor, []):
+        if job.epoch < executor.epoch:
+            state.send(f"kv_offload.{job.tier}", KvRelease(jobs=ints([job.number])))
+
+
+def maps(state: State, executor_id: str, generation: int) -> None:
+    """An executor says which arena it maps, 0 for none: no copy is asked for before it is the tier's."""
+    state.tiers.mapped[executor_id] = generation
+
+
+def released(state: State, source: str, message: ArenaReleased) -> None:
+    """An executor has unmapped an arena: its kv_offload need keep no place for what it may still write."""
+    if source != f"executor.{message.executor}":
+        return
+    for tier in state.tiers.by_host.values():
+        if tier.generation == message.arena_generation:
+            state.send(tier.source, message)
 
 
 def step_failed(state: State, executor: Executor, step: int) -> None:

@@ -14,27 +14,27 @@ from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
 from services.scheduler.tiers.asking import MAX_KEYS
 from services.scheduler.tiers.jobs import count, executor_of, finish, fresh, tier_of
-from services.scheduler.tiers.state import ANSWER_US, Answer, Job, Phase, Tier
+from services.scheduler.tiers.state import ANSWER_US, REMOTE, Answer, Job, Phase, Tier
 from services.scheduler.tiers.worth import Recompute
 from services.scheduler.waiting import Unit
 from shared.messages import KvCopied, KvCopy, KvPrefetch, KvReady, KvRelease, ints, longs
 
 LEASE_US = 10_000_000
 LEAST_DEADLINE_US, MOST_DEADLINE_US = 2_000, 500_000  # for the remote tier
-REMOTE = 2
 GUESS_FETCH_BYTES_PER_US = 500.0  # of the remote tier, until it has been measured
 
 
 def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> None:
     """A sequence has just started with what the device holds of it; begin to bring the rest."""
-    tier = state.tiers.of(executor.hello.host_id, state.now_us)
+    tier = state.tiers.below(executor.hello, state.now_us)
     answer = unit.answers.get((tier.actor, executor.hello.fingerprint)) if tier is not None else None
     if tier is None or answer is None or answer.at_us < 0 or sequence.computed % executor.hello.block_tokens:
         return
     keys, valid = _there(executor, sequence, answer)
     if not keys or sequence.reserved < len(keys):
         return
-    remote = sum(t == REMOTE for t in answer.found[len(sequence.table) : len(sequence.table) + len(keys)])
+    first = len(sequence.table)
+    remote = sum(t == REMOTE for t in answer.found[first : first + len(keys)])
     load_us = _load_us(executor, tier, len(keys), remote)
     compute_us = Recompute.of(executor).tokens_us(sequence.computed, sum(valid))
     if compute_us and load_us >= compute_us:
@@ -47,7 +47,9 @@ def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> N
         )
         state.meter.loads_declined += 1
         return
-    _ask(state, executor, tier, sequence, (keys, valid, load_us, compute_us))
+    job = _ask(state, executor, tier, sequence, (keys, valid, load_us, compute_us))
+    if job is not None:
+        job.fetched = [at in answer.fetched for at in range(first, first + len(keys))]
 
 
 def _there(executor: Executor, sequence: Sequence, answer: Answer) -> tuple[list[bytes], list[int]]:
@@ -67,7 +69,7 @@ def _there(executor: Executor, sequence: Sequence, answer: Answer) -> tuple[list
 
 def _go_on(state: State, executor: Executor, sequence: Sequence) -> None:
     """A long prefix comes in parts: ask for the next one."""
-    tier = state.tiers.of(executor.hello.host_id, state.now_us)
+    tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None:
         return
     answer = Answer(state.now_us, (1,) * MAX_KEYS, state.now_us)
@@ -92,13 +94,13 @@ def _ask(
     tier: Tier,
     sequence: Sequence,
     what: tuple[list[bytes], list[int], int, int],
-) -> None:
+) -> Job | None:
     keys, valid, load_us, compute_us = what
     sequence.reserved -= len(keys)
     blocks = executor.ledger.allocate_many(len(keys))
     sequence.table.extend(blocks)
     if any(source in blocks for source, _ in executor.copies):
-        return  # the next step reads one of them for a fork: compute instead
+        return None  # the next step reads one of them for a fork: compute instead
     deadline_us = min(max(compute_us or MOST_DEADLINE_US, LEAST_DEADLINE_US), MOST_DEADLINE_US)
     job = fresh(state, executor, tier, blocks, keys)
     job.up, job.valid, job.seq = True, valid, sequence.seq
@@ -114,6 +116,7 @@ def _ask(
         fingerprint=executor.hello.fingerprint,
     )
     state.send(tier.source, message, sequence.request.trace)
+    return job
 
 
 def ready(state: State, source: str, message: KvReady) -> None:
@@ -136,8 +139,9 @@ def ready(state: State, source: str, message: KvReady) -> None:
     if message.from_l2 and message.took_us:
         rate = message.from_l2 * size / message.took_us
         tier.fetch_bytes_per_us += (rate - tier.fetch_bytes_per_us) / (4 if tier.fetch_bytes_per_us else 1)
-    state.meter.l2_hit_blocks += min(message.from_l2, there)
-    state.meter.l1_hit_blocks += there - min(message.from_l2, there)
+    fetched = max(sum(job.fetched[:there]), min(message.from_l2, there))
+    state.meter.l2_hit_blocks += fetched
+    state.meter.l1_hit_blocks += there - fetched
     executor.ledger.end_copy(job.blocks[there:])
     job.blocks, job.keys, job.valid = job.blocks[:there], job.keys[:there], job.valid[:there]
     job.phase, job.sent_us = Phase.COPYING, state.now_us

@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from shared.messages import ExecHello
+
 ANSWER_US = 100_000  # kv_offload has so long for an answer that needs no remote tier
 MISSES = 3  # answers missed in a row: then nothing is asked for a while
 REST_US = 1_000_000
+REMOTE = 2  # the tier of a key that L2 alone has
 
 
 class Phase(Enum):
@@ -46,6 +49,7 @@ class Job:
     leaves: bool = False  # of a store: the device forgets the blocks (policy swap)
     valid: list[int] = field(default_factory=list)  # of a load: tokens in each block
     seq: int = 0  # of a load
+    fetched: list[bool] = field(default_factory=list)  # of a load: the blocks that came from L2 for it
     sent_us: int = 0  # of a load: KvCopy left
     predicted_us: int = 0
     recompute_us: int = 0  # predicted, of the same tokens
@@ -101,6 +105,7 @@ class Answer:
     at_us: int = -1  # it has not answered
     stores: int = 0  # of the tier, when it was asked
     job: int = 0  # the lookup: another's answer is not the one to this
+    fetched: set[int] = field(default_factory=set)  # places of keys that were brought from L2 for this unit
 
 
 @dataclass(slots=True)
@@ -110,6 +115,8 @@ class Tiers:
     by_host: dict[str, Tier] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
     lookups: dict[int, Lookup] = field(default_factory=dict)  # by job
+    mapped: dict[str, int] = field(default_factory=dict)  # executor id -> generation of the arena it maps
+    orphans: dict[str, list[Job]] = field(default_factory=dict)  # executor id -> stores nobody saw end
     next_job: int = 1
 
     def number(self) -> int:
@@ -121,6 +128,13 @@ class Tiers:
         """The tier of a host, unless there is none or it rests."""
         tier = self.by_host.get(host_id)
         return tier if tier is not None and tier.rest_until_us <= now_us else None
+
+    def below(self, hello: ExecHello, now_us: int) -> Tier | None:
+        """The tier that an executor can copy to and from: not one whose arena it has yet to map."""
+        tier = self.of(hello.host_id, now_us)
+        if tier is None or self.mapped.get(hello.executor, tier.generation) != tier.generation:
+            return None
+        return tier
 
     def named(self, source: str) -> Tier | None:
         """The tier that is the actor `kind.id`."""

@@ -71,7 +71,7 @@ def clean(state: State, executor: Executor) -> bool:
     if pressed > 0 and busy and state.now_us - executor.looked_us < BUSY_US:
         return False
     executor.looked_us = state.now_us
-    tier = state.tiers.of(executor.hello.host_id, state.now_us)
+    tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None:
         return _give_up(executor, pressed)
     swaps = state.limits.policy.tier == "swap"
@@ -109,6 +109,9 @@ def _pressed(state: State, executor: Executor) -> int:
     wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most)
     if state.stuck and (unit := state.waiting.first(executor.hello.model)) is not None:
         wanted += sum(needs.promises(state, executor, unit)) + spare_blocks(state, executor)
+        if unit.resumes:  # it needs no second place for what it has here
+            hits = prefix.lookup(executor, unit.sequences[0])
+            wanted -= len(hits) - ledger.free_taken_by(hits)
     return wanted - (ledger.free_blocks - ledger.reserved) - ledger.copying_blocks
 
 
@@ -213,13 +216,18 @@ def is_paused(state: State, seq: int) -> bool:
 
 def _may_pause(state: State, executor: Executor) -> bool:
     """Somebody who runs will lose his place soon, and a tier has room for what he has."""
-    return executor.growth_pm >= PAUSING_PM and state.now_us >= executor.ahead_us
+    tiered = state.limits.policy.tier == "tiered"
+    return tiered and executor.growth_pm >= PAUSING_PM and state.now_us >= executor.ahead_us
 
 
 def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> None:
-    """Copy what the next victim has computed, so that its pause costs nothing."""
+    """Copy what the next victim has computed, so that its pause costs nothing. What can be copied within a
+    step at the pause itself is left until then: most who run end before they are paused."""
     victim = _next_victim(state, executor)
     if victim is None:
+        return
+    size_bytes = len(victim.table) * executor.hello.bytes_per_block
+    if executor.down.copy_us(size_bytes) <= executor.pace.step_us:
         return
     prefix.register(executor, victim, min(victim.computed, len(victim.tokens)))
     ledger = executor.ledger

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.scheduler.costs import Costs
 from services.scheduler.overlap import MIN_SEEN
+from services.scheduler.records import Sequence
 from services.scheduler.state import Executor
 from shared.step_model import StepShape
 
@@ -26,7 +27,17 @@ class Recompute:
     @classmethod
     def of(cls, executor: Executor) -> Recompute:
         """As things are on an executor."""
-        base = decode_shape(executor)
+        return cls._beside(executor, decode_shape(executor))
+
+    @classmethod
+    def behind(cls, executor: Executor, sequence: Sequence) -> Recompute:
+        """For one that has just been admitted: who is before it decodes by then."""
+        before = [s for s in executor.running if s is not sequence and not s.loading]
+        cached = sum(max(s.computed, s.opened_length) for s in before)
+        return cls._beside(executor, StepShape(len(before), len(before), cached + len(before), cached))
+
+    @classmethod
+    def _beside(cls, executor: Executor, base: StepShape) -> Recompute:
         base_us = executor.costs.predict_us(base) if base.rows else 0
         chunk_tokens = executor.chunk_tokens or CHUNK_TOKENS
         return cls(executor.costs, base, base_us, executor.hello.block_tokens, chunk_tokens)

@@ -1,0 +1,64 @@
+"""What the engine compiles while it starts, as the library that compiles reports it itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from plan_maker import PlanMaker, Row
+from tiny_models import save_tiny
+from torch.backends.mkldnn import VERBOSE_ON_CREATION, verbose
+
+from services.executor.linear import ROW_TILE, Products, kernel_rows
+from services.executor.torch_backend import TorchOptions, build
+from services.executor.warm_up import WARM_ROWS
+
+PRODUCT = re.compile(r"create:cache_\w+,cpu,inner_product,.*,mb(\d+)ic(\d+)oc(\d+),")
+
+Shapes = set[tuple[int, int, int]]  # rows, in, out
+
+
+def made(capfd: pytest.CaptureFixture[str]) -> Shapes:
+    """The products that were made since the last call."""
+    return {(int(m[1]), int(m[2]), int(m[3])) for m in PRODUCT.finditer(capfd.readouterr().out)}
+
+
+def test_no_product_of_a_short_step_is_new_after_the_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = TorchOptions(
+        model_path=save_tiny("llama", tmp_path),
+        model_name="tiny",
+        dtype="f32",
+        device="cpu",
+        blocks=64,
+        slots=4,
+        threads=1,
+    )
+    backend = build(options)
+    maker = PlanMaker(backend)
+    with verbose(VERBOSE_ON_CREATION):
+        backend.warm_up()
+        at_start = made(capfd)
+        for slot, tokens in enumerate((1, 2, 21, 53)):
+            maker.open(slot, [3] * tokens)
+            maker.run([Row(slot, 0, tokens, feeds=(slot,))])
+        short = made(capfd)
+        maker.open(0, [3] * 100)
+        maker.run([Row(0, 0, 100, feeds=(0,))])
+        long = made(capfd)
+    assert {rows for rows, _, _ in short} == {1, 2, 21, 56}
+    assert len(short) == 4 * 4 + 1  # four products of a layer, and the head of one row
+    assert short <= at_start
+    assert {rows for rows, _, _ in long - at_start} == {104}
+    assert WARM_ROWS < 100
+
+
+def test_sizes_are_those_that_have_kernels_of_their_own() -> None:
+    cpu = torch.device("cpu")
+    exact = Products(torch.float32, cpu, deterministic=False).kernel_sizes(40)
+    assert exact == [*range(1, 33), 36, 40] == sorted({kernel_rows(rows) for rows in range(1, 41)})
+    assert Products(torch.float32, cpu, deterministic=True).kernel_sizes(40) == [ROW_TILE]
+    assert Products(torch.bfloat16, cpu, deterministic=False).kernel_sizes(40) == []
