@@ -21,7 +21,6 @@ def hello(state: State, source: str, message: ExecHello) -> None:
             drop_executor(state, message.executor, "the executor restarted")
         ledger = Ledger(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
         state.executors[message.executor] = executor = Executor(message, epoch, ledger)
-        tiers.begins(state, executor)
         tiers.joined(state, executor)
         state.waiting.unpark(state.now_us)
         state.stuck = ()  # the new one may have the same numbers as the old

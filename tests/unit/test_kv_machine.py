@@ -291,6 +291,7 @@ class Tiers(RuleBasedStateMachine):
         world.say(ArenaReleased(executor="e", arena_generation=2))  # of another arena: says nothing
         world.handle(PeerLost(EXECUTOR))
         world.wait(61 * SECOND)
+        world.end_all()  # a block on its way to L2 cannot make room
         assert state.leases == state.quarantine == state.loads == state.lookups == {}
         assert state.l1.pinned_bytes == state.l1.taken_bytes == state.urgent_stores == 0
         world.epoch += 100

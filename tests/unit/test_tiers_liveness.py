@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from fake_tier import FakeTier
 from scheduler_world import World
 
@@ -70,31 +69,6 @@ def test_one_that_does_not_say_what_it_maps_is_tried() -> None:
     world.map_arena()
     serve(world, "first")
     assert len(world.tier.l1) == 5
-
-
-@pytest.mark.parametrize(("epoch", "left"), [(2, 0), (1, 5)])
-def test_the_places_of_an_incarnation_whose_copies_have_ended_are_free_at_the_next_hello(
-    epoch: int, left: int
-) -> None:
-    """A hello of the same incarnation has been on its way for long: it says nothing about copies."""
-    world = fresh()
-    world.ask("first", PROMPT, 2)
-    while not (world.copies["e1"] or world.scheduler.idle):
-        assert world.deliver() or world.deliver_tier()
-    world.tick(storing.QUIET_US)
-    while not world.copies["e1"]:
-        assert world.deliver_tier()
-    assert world.tier.leased == 5
-    world.handle(PeerLost("executor", "e1"))
-    assert world.tier.leased == 5, "nobody knows whether it copies still"
-    world.tick(2 * storing.LEASE_US)
-    assert world.tier.leased == 5
-    world.add_engine(epoch=epoch)
-    assert world.tier.leased == left
-    world.tier.check()
-    releases = world.tier.counts.get("KvRelease", 0)
-    world.add_engine(epoch=3)
-    assert world.tier.counts.get("KvRelease", 0) == releases, "once"
 
 
 def test_an_arena_that_is_released_is_reported_to_its_owner_alone() -> None:

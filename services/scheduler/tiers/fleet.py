@@ -6,7 +6,7 @@ from services.scheduler.state import Executor, State
 from services.scheduler.tiers import asking, loading, storing
 from services.scheduler.tiers.jobs import executor_of, finish
 from services.scheduler.tiers.state import MISSES, Job, Phase, Tier
-from shared.messages import ArenaReleased, KvCopied, KvGone, KvRelease, ints
+from shared.messages import ArenaReleased, KvCopied, KvGone
 
 KEY_BYTES = 32
 
@@ -36,8 +36,6 @@ def lost(state: State, actor: str) -> None:
         return
     del state.tiers.by_host[tier.host_id]
     state.tiers.lookups = {job: lookup for job, lookup in state.tiers.lookups.items() if lookup.tier != actor}
-    for name, stores in list(state.tiers.orphans.items()):
-        state.tiers.orphans[name] = [job for job in stores if job.tier != actor]
     for unit in state.waiting:
         unit.answers = {place: answer for place, answer in unit.answers.items() if place[0] != actor}
     for job in [job for job in state.tiers.jobs.values() if job.tier == actor]:
@@ -57,21 +55,11 @@ def joined(state: State, executor: Executor) -> None:
 
 def executor_gone(state: State, executor: Executor) -> None:
     """Its blocks are gone. A copy that it may still make keeps its place in the arena until kv_offload knows
-    better, or the executor begins anew."""
+    better: nobody can say when it stops."""
     name = executor.hello.executor
     for job in [job for job in state.tiers.jobs.values() if job.executor == name]:
         release = job.up or job.phase is Phase.ASKED
-        if not release:
-            state.tiers.orphans.setdefault(name, []).append(job)
         finish(state, job, release=release)
-
-
-def begins(state: State, executor: Executor) -> None:
-    """An executor says hello, which it does when all copies of the incarnations before have ended: nobody
-    writes to their places any more. Its id is of one process."""
-    for job in state.tiers.orphans.pop(executor.hello.executor, []):
-        if job.epoch < executor.epoch:
-            state.send(f"kv_offload.{job.tier}", KvRelease(jobs=ints([job.number])))
 
 
 def maps(state: State, executor_id: str, generation: int) -> None:

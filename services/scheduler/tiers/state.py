@@ -116,7 +116,6 @@ class Tiers:
     jobs: dict[int, Job] = field(default_factory=dict)
     lookups: dict[int, Lookup] = field(default_factory=dict)  # by job
     mapped: dict[str, int] = field(default_factory=dict)  # executor id -> generation of the arena it maps
-    orphans: dict[str, list[Job]] = field(default_factory=dict)  # executor id -> stores nobody saw end
     next_job: int = 1
 
     def number(self) -> int:
