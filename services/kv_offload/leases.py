@@ -2,9 +2,9 @@
 
 A read lease that ends unpins. A write reservation whose end nobody told goes to quarantine, since its
 executor may be copying still: until the scheduler says, late, that it has stopped, until the executor says
-that it has unmapped the arena, or until the executor has been gone (or another process) for QUARANTINE_US. What is left when it stays alive is of a
-scheduler that has died: nobody else knows the job, and LIVE_US is far beyond what the executor's own watchdog
-lets a copy take.
+that it has unmapped the arena, or until the executor has been gone (or another process) for QUARANTINE_US.
+What is left when it stays alive is of a scheduler that has died: nobody else knows the job, and LIVE_US is
+far beyond what the executor's own watchdog lets a copy take.
 
 A scheduler that is silent is not a dead one: its leases go on to their deadlines, which it knows, too.
 """
