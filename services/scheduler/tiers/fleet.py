@@ -56,10 +56,8 @@ def joined(state: State, executor: Executor) -> None:
 def executor_gone(state: State, executor: Executor) -> None:
     """Its blocks are gone. A copy that it may still make keeps its place in the arena until kv_offload knows
     better: nobody can say when it stops."""
-    name = executor.hello.executor
-    for job in [job for job in state.tiers.jobs.values() if job.executor == name]:
-        release = job.up or job.phase is Phase.ASKED
-        finish(state, job, release=release)
+    for job in [job for job in state.tiers.jobs.values() if job.executor == executor.hello.executor]:
+        finish(state, job, release=job.up or job.phase is Phase.ASKED)
 
 
 def maps(state: State, executor_id: str, generation: int) -> None:
