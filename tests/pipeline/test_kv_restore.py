@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,31 +90,45 @@ async def batch(pipeline: Tiered, tenant: str) -> list[Answer]:
     return await asyncio.gather(*(pipeline.ask(p, 10 + i, tenant=tenant) for i, p in enumerate(asked)))
 
 
+def rounds(enough: Callable[[], bool]) -> Iterator[int]:
+    """At most ten, until something has happened often enough: who runs with whom is up to the machine."""
+    for number in range(10):
+        yield number
+        if enough():
+            return
+
+
 @pytest.mark.parametrize(("seed", "mode"), [(1, "run_ahead"), (2, "two_batch"), (3, "deterministic")])
 async def test_random_pauses_in_a_batch_of_16(seed: int, mode: str, model: Path) -> None:
     how = {"deterministic": True} if mode == "deterministic" else {"overlap": mode}
     async with Tiered.up(model, **SIZES, **how) as pipeline:
-        calm = await batch(pipeline, "calm")
-        pipeline.forced.wanted = Dice(seed)
-        wild = await batch(pipeline, "wild")
-        for one, other in zip(calm, wild, strict=True):
-            assert differ(one, other) <= (0 if mode == "deterministic" else CLOSE)
-        assert pipeline.forced.pauses >= 16
-        assert pipeline.meter.loads >= 8
-        assert pipeline.forced.restored >= 32
+        forced, calm = pipeline.forced, await batch(pipeline, "calm")
+        forced.wanted = Dice(seed)
+
+        def enough() -> bool:
+            return forced.pauses >= 16 and pipeline.meter.loads >= 8 and forced.restored >= 32
+
+        for number in rounds(enough):
+            wild = await batch(pipeline, f"wild-{number}")
+            for one, other in zip(calm, wild, strict=True):
+                assert differ(one, other) <= (0 if mode == "deterministic" else CLOSE)
+        assert enough()
 
 
 async def test_a_batch_that_does_not_fit(model: Path) -> None:
     """Nobody forces anything: too few blocks, and the usual policies."""
     async with Tiered.up(model, **{**SIZES, "kv_blocks": 30, "policy": ""}) as pipeline:
-        crowded = await batch(pipeline, "crowded")
         async with Tiered.up(model, **SIZES, l1="off") as roomy:
             calm = await batch(roomy, "calm")
-        for one, other in zip(calm, crowded, strict=True):
-            assert differ(one, other) <= CLOSE
-        assert pipeline.meter.preemptions > 0
-        assert pipeline.meter.loads > 0
-        assert pipeline.forced.restored > 0
+
+        def enough() -> bool:
+            return min(pipeline.meter.preemptions, pipeline.meter.loads, pipeline.forced.restored) > 0
+
+        for number in rounds(enough):
+            crowded = await batch(pipeline, f"crowded-{number}")
+            for one, other in zip(calm, crowded, strict=True):
+                assert differ(one, other) <= CLOSE
+        assert enough()
 
 
 @pytest.fixture

@@ -46,6 +46,19 @@ def test_nothing_is_computed_twice_while_a_tier_takes_it() -> None:
     assert meter.recomputed_tokens <= meter.preemptions  # the last token of each, whose sample was in flight
 
 
+def test_what_others_keep_on_the_device_does_not_hide_the_rest_below() -> None:
+    """A common beginning stays on the device and is never copied: the tier lacks the first block of each."""
+    world = World()
+    world.add_engine(blocks=14, slots=6)
+    world.add_tier(FakeTier(capacity=64))
+    for number in range(6):
+        world.ask(f"r{number}", [7, 7, 7, 7, number + 10, number + 10], 18)
+    meter = checked(world).scheduler.state.meter
+    assert meter.preemptions > 0
+    assert meter.loads > 0
+    assert meter.recomputed_tokens <= meter.preemptions
+
+
 def test_without_a_tier_it_is_computed_again() -> None:
     world = checked(crowded(None))
     meter = world.scheduler.state.meter

@@ -128,7 +128,9 @@ def _ask(state: State, executor: Executor, tier: Tier, unit: Unit) -> Answer | N
     fetched = before.fetched if before is not None else set[int]()
     answer = unit.answers[place] = Answer(state.now_us, stores=tier.stores, job=number, fetched=fetched)
     state.tiers.lookups[number] = Lookup(unit.number, place, state.now_us)
-    message = KvLookup(job=number, keys=b"".join(keys), fingerprint=executor.hello.fingerprint, promote=True)
+    fingerprint = executor.hello.fingerprint
+    # Every key, not up to the first miss: what the device shares with others was never copied down.
+    message = KvLookup(job=number, keys=b"".join(keys), prefix=False, fingerprint=fingerprint, promote=True)
     state.send(tier.source, message, unit.request.trace)
     return answer
 
