@@ -41,7 +41,8 @@ RUN pip install -c constraints.txt -r /tmp/kv.txt
 
 FROM base AS executor-cuda-base
 COPY --from=lists /executor.txt /tmp/
-RUN pip install -c constraints.txt -r /tmp/executor.txt triton
+RUN pip install -c constraints.txt -r /tmp/executor.txt triton transformers \
+ && pip install -c constraints.txt --no-deps xgrammar apache-tvm-ffi
 
 FROM base AS core
 COPY . .
@@ -51,6 +52,9 @@ ENTRYPOINT ["headrace"]
 CMD ["--help"]
 
 FROM executor-cpu-base AS executor-cpu
+# Structured output: what XGrammar needs, but for the triton that it asks for and that a CPU has no use for.
+RUN pip install -c constraints.txt transformers \
+ && pip install -c constraints.txt --no-deps xgrammar apache-tvm-ffi
 COPY . .
 RUN pip install --no-deps --no-build-isolation .
 USER 10001:10001

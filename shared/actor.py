@@ -20,8 +20,11 @@ from shared.clock import Clock, SystemClock, new_epoch
 from shared.codec import Envelope
 from shared.errors import SetupError, Unavailable, WireError
 from shared.messages import Beat, Message
+from shared.metering import MeterSink
 from shared.peers import Peer
 from shared.port import Port
+from shared.process_readings import process_readings
+from shared.readings import Reading, Readings
 from shared.replies import to_json
 from shared.tracing import Tracer
 
@@ -79,6 +82,11 @@ class Actor:
         """For the next beat."""
         return Facts()
 
+    @property
+    def readings(self) -> Readings:
+        """What it has counted, for metrics. Called once `start` has run up to its first await."""
+        return ()
+
     def status(self) -> dict[str, object]:
         """For `headrace status`: JSON-able, includes what must be zero when idle."""
         return {}
@@ -104,6 +112,7 @@ class Runtime:
     state: str = "starting"
     failure: BaseException | None = None
     tracer: Tracer | None = None
+    metrics: MeterSink | None = None
     port: Port = field(init=False)
     _failed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _beats: asyncio.Task[None] | None = field(init=False, default=None)
@@ -184,6 +193,15 @@ class Runtime:
         envelope = Envelope(self.port.source, self.port.epoch, 0, beat)
         self.bus.publish(subjects.beat(self.fleet, beat.kind, beat.actor), codec.encode(envelope))
 
+    def readings(self) -> Readings:
+        """For metrics: of the process, the runtime and the actor."""
+        own = (
+            Reading("headrace.ready", int(self.state == "ready"), "1"),
+            Reading("headrace.wire_errors", self.port.wire_errors, "{message}", grows=True),
+        )
+        ready = self._early is None and self.failure is None
+        return (*own, *process_readings(), *(self.actor.readings if ready else ()))
+
     def fail(self, error: BaseException) -> None:
         """Give up: the process ends with this error."""
         if self.failure is None:
@@ -218,6 +236,8 @@ class Runtime:
             try:
                 self.upkeep()
                 self.beat()
+                if self.metrics is not None:
+                    self.metrics.put(self.readings())
             except Exception as error:  # noqa: BLE001 - any error in upkeep fails the actor
                 self.fail(error)
                 return

@@ -1,7 +1,8 @@
 """Readings as Prometheus reads them. Pure. Spec: the text exposition format 0.0.4.
 
 Names follow the OpenTelemetry specification's way to Prometheus: dots become `_`, the unit is the end of the
-name (`_seconds`, `_bytes`), counters end in `_total`.
+name (`_seconds`, `_bytes`), counters end in `_total`. What vLLM counts, too, has vLLM's name with `headrace:`
+in place of `vllm:`, so that a dashboard made for the one shows the other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,21 @@ from itertools import accumulate
 from shared.readings import Attributes, Reading, Readings, Spread
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_OURS = "headrace.scheduler"
+_AS_IN_VLLM = {  # its production metrics, https://docs.vllm.ai/en/stable/usage/metrics
+    "gen_ai.server.time_to_first_token": "time_to_first_token_seconds",
+    "gen_ai.server.time_per_output_token": "request_time_per_output_token_seconds",
+    "gen_ai.server.request.duration": "e2e_request_latency_seconds",
+    f"{_OURS}.inter_token.duration": "inter_token_latency_seconds",
+    f"{_OURS}.queue.duration": "request_queue_time_seconds",
+    f"{_OURS}.queue.requests": "num_requests_waiting",
+    f"{_OURS}.running": "num_requests_running",
+    f"{_OURS}.blocks_used": "kv_cache_usage_perc",
+    f"{_OURS}.preemptions": "num_preemptions_total",
+    f"{_OURS}.prefix.lookup_tokens": "prefix_cache_queries_total",
+    f"{_OURS}.prefix.hit_tokens": "prefix_cache_hits_total",
+    f"{_OURS}.generated_tokens": "generation_tokens_total",
+}
 _UNITS = {"s": "_seconds", "By": "_bytes", "By/s": "_bytes_per_second"}
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -46,6 +62,8 @@ def _histogram(name: str, spread: Spread) -> Iterator[str]:
 
 
 def _name(reading: Reading | Spread) -> str:
+    if (theirs := _AS_IN_VLLM.get(reading.name)) is not None:
+        return f"headrace:{theirs}"
     name = _NOT_A_NAME.sub("_", reading.name) + _UNITS.get(reading.unit, "")
     return f"{name}_total" if isinstance(reading, Reading) and reading.grows else name
 

@@ -1,13 +1,16 @@
-"""The metrics sink of a process, if its environment asks for metrics. Off costs nothing: OpenTelemetry is
-imported only when it does."""
+"""Where the readings of a process go, if its environment wants them anywhere: to an OTLP collector, to a page
+for Prometheus, or both. Off costs nothing: OpenTelemetry is imported only for OTLP."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from typing import Protocol
 
-from shared.otel_env import GRPC, GRPC_PACKAGE, HTTP, METRICS, is_on, log, protocol_of
+from shared.otel_env import GRPC, GRPC_PACKAGE, HTTP, METRICS, is_on, log, prometheus_address, protocol_of
 from shared.readings import Readings
+from shared.scrape import ScrapePoint
 
 
 class MeterSink(Protocol):
@@ -38,3 +41,14 @@ def from_env(kind: str, actor: str) -> MeterSink | None:
     except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
         log.warning("metrics: off, the OTEL_* variables cannot be used: %s", error)
     return None
+
+
+async def scrape_point(readings: Callable[[], Readings]) -> ScrapePoint | None:
+    """The page of this process, None when it is not asked for. Raises SetupError when its port is taken."""
+    address = prometheus_address(os.environ)
+    if address is None:
+        return None
+    point = ScrapePoint(*address, readings)
+    await point.start()
+    logging.getLogger("headrace.process").info("metrics at %s", point.url)
+    return point

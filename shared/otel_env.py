@@ -1,14 +1,16 @@
 """What the standard OTEL_* variables say: whether this process sends spans and metrics, how, and where to.
 
 On: OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set, OTEL_SDK_DISABLED is not
-`true` and OTEL_TRACES_EXPORTER is not `none`; of metrics METRICS in place of TRACES. The rest is read by
-the SDK itself.
+`true` and OTEL_TRACES_EXPORTER, a list, is empty or names `otlp`; of metrics METRICS in place of TRACES.
+Metrics are also served to Prometheus when their list names `prometheus`. The rest is read by the SDK itself.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+
+from shared.errors import SetupError
 
 log = logging.getLogger("headrace.tracing")
 
@@ -17,15 +19,24 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 HTTP, GRPC = "http/protobuf", "grpc"
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
+PROMETHEUS_HOST, PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_HOST", "OTEL_EXPORTER_PROMETHEUS_PORT"
+_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 9464  # as the specification says
 
 
 def is_on(env: Mapping[str, str], signal: str = TRACES) -> bool:
     """Whether these variables ask for spans, or for metrics."""
-    return (
-        any(env.get(name) for name in _of(ENDPOINTS, signal))
-        and env.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
-        and env.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower() != "none"
-    )
+    wanted = _exporters(env, signal) or {"otlp"}
+    return any(env.get(name) for name in _of(ENDPOINTS, signal)) and "otlp" in wanted and not _disabled(env)
+
+
+def prometheus_address(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where these variables want metrics to be served, None when they do not. Raises SetupError."""
+    if "prometheus" not in _exporters(env, METRICS) or _disabled(env):
+        return None
+    port = env.get(PROMETHEUS_PORT) or str(_DEFAULT_PORT)
+    if not port.isdecimal() or int(port) > 65_535:
+        raise SetupError(f"{PROMETHEUS_PORT}={port} is not a port: set it to 1-65535, or 0 for any free one")
+    return env.get(PROMETHEUS_HOST) or _DEFAULT_HOST, int(port)
 
 
 def protocol_of(env: Mapping[str, str], signal: str = TRACES) -> str:
@@ -40,6 +51,15 @@ def endpoint(env: Mapping[str, str], protocol: str, signal: str = TRACES) -> str
         return given
     base = env.get(common, "")
     return base if protocol == GRPC else f"{base.rstrip('/')}/v1/{signal}"
+
+
+def _exporters(env: Mapping[str, str], signal: str) -> set[str]:
+    names = env.get(f"OTEL_{signal.upper()}_EXPORTER", "").lower().split(",")
+    return {name.strip() for name in names} - {""}
+
+
+def _disabled(env: Mapping[str, str]) -> bool:
+    return env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
 def _of(names: tuple[str, ...], signal: str) -> tuple[str, ...]:

@@ -13,15 +13,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from shared import tracing
+from shared import metering, tracing
 from shared.actor import Actor, Runtime
 from shared.bus import Bus
-from shared.tracing import Tracer
 
 log = logging.getLogger("headrace.process")
 
 GC_THRESHOLDS = (50_000, 20, 10)  # objects made beyond those freed, then rounds of each generation
-FLUSH_S = 2.0  # for the last spans, once nothing else is left to do
+FLUSH_S = 2.0  # for the last spans and the last metrics, once nothing else is left to do
 
 Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
 
@@ -56,28 +55,31 @@ def _runner() -> asyncio.Runner:
 async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
     actor_id = options.actor_id or secrets.token_hex(4)
     tracer = tracing.from_env(actor.kind, actor_id) if actor.traced else None
+    metrics = metering.from_env(actor.kind, actor_id)
     if tracer is not None:
         tracer.test()
     try:
         bus = await connect(f"headrace-{actor.kind}-{actor_id}")
-        return await _live_on(bus, actor, actor_id, options, tracer)
+        runtime = Runtime(
+            actor,
+            bus,
+            options.fleet,
+            actor_id,
+            host_id=options.host_id,
+            beat_interval_us=options.beat_interval_us,
+            tracer=tracer,
+            metrics=metrics,
+        )
+        return await _live_on(runtime, options)
     finally:
+        if metrics is not None:
+            metrics.stop(FLUSH_S)
         if tracer is not None:
             tracer.stop(FLUSH_S)
 
 
-async def _live_on(
-    bus: Bus, actor: Actor, actor_id: str, options: ProcessOptions, tracer: Tracer | None
-) -> int:
-    runtime = Runtime(
-        actor,
-        bus,
-        options.fleet,
-        actor_id,
-        host_id=options.host_id,
-        beat_interval_us=options.beat_interval_us,
-        tracer=tracer,
-    )
+async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
+    page = await metering.scrape_point(runtime.readings)
     signalled = _catch_signals()
     started = asyncio.create_task(runtime.start())
     stopping = asyncio.create_task(signalled.wait())
@@ -95,6 +97,10 @@ async def _live_on(
             with contextlib.suppress(asyncio.CancelledError):
                 await task
     await runtime.finish(options.drain_timeout_s)
+    if runtime.metrics is not None:
+        runtime.metrics.put(runtime.readings())
+    if page is not None:
+        await page.stop()
     return 1 if runtime.failure is not None else 0
 
 

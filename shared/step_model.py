@@ -36,6 +36,16 @@ class StepShape:
             self.attention + count * (start + count // 2),
         )
 
+    def with_chunks(self, chunks: Iterable[tuple[int, int]]) -> StepShape:
+        """This shape and one more row for each (start, count)."""
+        rows, tokens, kv_tokens, attention = self.rows, self.tokens, self.kv_tokens, self.attention
+        for start, count in chunks:
+            rows += 1
+            tokens += count
+            kv_tokens += start + count
+            attention += count * (start + count // 2)
+        return StepShape(rows, tokens, kv_tokens, attention)
+
 
 def shape_of_rows(rows: Iterable[tuple[int, int]]) -> StepShape:
     """The shape of forward rows given as (start, count)."""

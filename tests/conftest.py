@@ -38,7 +38,7 @@ Connect = Callable[[], Awaitable[Bus]]
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """The mark `no_cover` in a worker of pytest-xdist, where pytest-cov 7.1 traces on in spite of it: the long
+    """The mark `no_cover` in a worker of pytest-xdist, where pytest-cov 7.1 traces on in spite of it: long
     runs then take nine times as long."""
     coverage = Coverage.current() if item.get_closest_marker("no_cover") and sys.gettrace() else None
     if coverage is not None:

@@ -25,6 +25,7 @@ from shared.messages import Ended, Message
 from shared.model_files import resolve, served_name
 from shared.peers import Peer
 from shared.port import Port
+from shared.readings import Reading, Readings
 from shared.replies import end_headers, error_reply
 from shared.vocabulary import Vocabulary, load_vocabulary
 
@@ -95,6 +96,14 @@ class DetokenizerActor(Actor):
 
     def facts(self) -> Facts:
         return Facts(model=self._model, load=tuple(self._core.load().items()))
+
+    @property
+    def readings(self) -> Readings:
+        counted = (
+            Reading(f"headrace.detokenizer.{name}", value, "1", grows=name in ("frames", "tokens"))
+            for name, value in self._core.load().items()
+        )
+        return (*counted, Reading("headrace.detokenizer.backlog", self._port.bus.backlog_bytes, "By"))
 
     def status(self) -> dict[str, object]:
         return {"model": self._model, **self._core.load()}

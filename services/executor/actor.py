@@ -14,6 +14,7 @@ from services.executor.arena_side import ArenaSide
 from services.executor.backend import Backend
 from services.executor.guard import open_flaw, plan_flaw
 from services.executor.hello import hello_of
+from services.executor.readings import Counts, readings
 from services.executor.step import DeviceThread, Reset
 from shared.actor import Actor, Facts
 from shared.config import Settings
@@ -30,6 +31,7 @@ from shared.messages import (
 )
 from shared.peers import Peer
 from shared.port import Port
+from shared.readings import Readings
 
 log = logging.getLogger("headrace.executor")
 
@@ -137,6 +139,13 @@ class ExecutorActor(Actor):
         load = (("steps", self._steps), ("slots", len(self._open_slots)))
         generation = self._arenas.generation if self._arenas is not None else 0
         return Facts(model=model, load=load, arena_generation=generation)
+
+    @property
+    def readings(self) -> Readings:
+        if self._arenas is None:
+            return ()
+        counts = Counts(self._steps, self._failed_steps, len(self._open_slots))
+        return readings(counts, self._device, self._arenas)
 
     def status(self) -> dict[str, object]:
         if self._backend is None or self._arenas is None:

@@ -15,6 +15,7 @@ from typing import ParamSpec
 
 from services.executor.backend import Backend
 from services.executor.copies import CopyLane, Told
+from services.executor.copy_rate import CopyRate
 from services.executor.guard import copy_flaw
 from services.executor.mapping import NO_ARENA
 from shared.messages import ArenaReleased, KvCopied, KvCopy
@@ -95,12 +96,22 @@ class ArenaSide:
             log.error("the copy of job %d is refused: %s", copy.job, flaw)
             self._port.send(self._scheduler, KvCopied(job=copy.job, status="failed"))
 
+    @property
+    def copied(self) -> dict[str, CopyRate]:
+        """What was copied so far, by direction."""
+        return {"store": self._lane.stored, "load": self._lane.loaded}
+
+    @property
+    def queued(self) -> int:
+        """Copies that wait."""
+        return self._lane.queued
+
     def status(self) -> dict[str, object]:
         """Facts of the copies for `headrace status`."""
         stored, loaded = self._lane.stored, self._lane.loaded
         return {
             "arena_generation": self._lane.generation,
-            "copies_queued": self._lane.queued,
+            "copies_queued": self.queued,
             "copies_stored": stored.copies,
             "copies_loaded": loaded.copies,
             "stored_bytes": stored.bytes,

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from services.gateway.app import build_app
 from services.gateway.desk import Desk
 from services.gateway.health import Health
 from services.gateway.keys import Keys
 from services.gateway.server import HttpServer, listen
-from shared import metering
 from shared.actor import Actor, Facts
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import SetupError
 from shared.listening import http_url
-from shared.metering import MeterSink
 from shared.peers import Peer
 from shared.port import Port
-
-METRICS_FLUSH_S = 2.0
+from shared.readings import Readings
 
 
 class GatewayActor(Actor):
@@ -33,11 +28,9 @@ class GatewayActor(Actor):
         self._keys = keys
         self._timeout_s = timeout_s
         self._desk: Desk | None = None
-        self._metrics: MeterSink | None = None
 
     async def start(self, port: Port) -> None:
         self._port = port
-        self._metrics = metering.from_env(self.kind, port.actor)
         client = await Client.open(port.bus)
         self._desk = Desk(
             client=client,
@@ -68,14 +61,16 @@ class GatewayActor(Actor):
             self._http.check()
             self._keys.refresh()
             self._look()
-            if self._metrics is not None:
-                self._metrics.put(self._desk.meter.readings())
 
     def facts(self) -> Facts:
         if self._desk is None:
             return Facts()
         load = (("http_port", self._http.address[1]), ("active", self._desk.meter.active))
         return Facts(load=load)
+
+    @property
+    def readings(self) -> Readings:
+        return () if self._desk is None else self._desk.meter.readings()
 
     def status(self) -> dict[str, object]:
         if self._desk is None:
@@ -99,9 +94,6 @@ class GatewayActor(Actor):
         if self._desk is not None:
             self._desk.health.stop()
             await self._http.stop()
-            if self._metrics is not None:
-                self._metrics.put(self._desk.meter.readings())
-                await asyncio.to_thread(self._metrics.stop, METRICS_FLUSH_S)
 
     def _look(self) -> None:
         if self._desk is not None:

@@ -30,17 +30,14 @@ from services.kv_offload.lane import Lane
 from services.kv_offload.opening import Opened, Plan
 from services.kv_offload.store import Arena, Remote
 from services.kv_offload.virtual import CountingArena
-from shared import metering
 from shared.actor import Actor, Facts
 from shared.config import Settings
 from shared.messages import Message
-from shared.metering import MeterSink
 from shared.peers import Peer
 from shared.port import Port
+from shared.readings import Readings
 
 log = logging.getLogger("headrace.kv_offload")
-
-METRICS_FLUSH_S = 2.0  # for the last metrics
 
 Connect = Callable[[], Remote]
 
@@ -57,13 +54,11 @@ class KvOffloadActor(Actor):
         self._core = KvCore(CountingArena(0, generation=0))
         self._opening: asyncio.Future[Opened] | None = None
         self._lane: Lane | None = None
-        self._metrics: MeterSink | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._problem: Exception | None = None
 
     async def start(self, port: Port) -> None:
         self._port = port
-        self._metrics = metering.from_env(self.kind, port.actor)
         if not self._plan.bytes:
             return
         loop = asyncio.get_running_loop()
@@ -98,8 +93,6 @@ class KvOffloadActor(Actor):
             raise self._problem
         if self._lane is not None:
             self._lane.check()
-        if self._metrics is not None:
-            self._metrics.put(status.readings(self._core.state))
 
     def facts(self) -> Facts:
         state = self._core.state
@@ -114,6 +107,10 @@ class KvOffloadActor(Actor):
             rates=status.rates(state),
         )
 
+    @property
+    def readings(self) -> Readings:
+        return status.readings(self._core.state)
+
     def status(self) -> dict[str, object]:
         stuck = 0 if self._lane is None else self._lane.stuck
         kept = {"store": self._plan.store, "l2_url": self._l2_url, "stuck_calls": stuck}
@@ -124,9 +121,6 @@ class KvOffloadActor(Actor):
             self._timer.cancel()
         if self._lane is not None:
             await asyncio.to_thread(self._lane.close)
-        if self._metrics is not None:
-            self._metrics.put(status.readings(self._core.state))
-            await asyncio.to_thread(self._metrics.stop, METRICS_FLUSH_S)
         if self._opening is not None:
             await asyncio.wait({self._opening})  # a start that was broken off
             if self._opening.exception() is None:

@@ -149,6 +149,7 @@ def _gauges(state: State) -> Iterator[Reading]:
         where: Attributes = (("state", kind),)
         yield Reading(f"{OURS}.l1.size", size, "By", where)
     if l2.enabled:
+        yield Reading(f"{OURS}.l2.known_keys", len(l2.known), "{key}")
         yield Reading(f"{OURS}.l2.breaker_open", int(l2.breaker.open), "1")
         for to, rate in (("put", l2.put_rate.bytes_per_s), ("get", l2.get_rate.bytes_per_s)):
             yield Reading(f"{OURS}.l2.rate", rate, "By/s", (("direction", to),))

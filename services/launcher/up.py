@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.launcher import auth, broker, console, nats_server, run_file
+from services.launcher import auth, broker, console, nats_server, run_file, scrapes
 from services.launcher.console import ServiceLines, say
 from services.launcher.nats_server import NatsServer
 from services.launcher.run_file import RunFile
 from services.launcher.serve import KINDS
-from services.launcher.supervisor import Supervisor, service_specs
+from services.launcher.supervisor import ServiceSpec, Supervisor, service_specs
 from shared import login, permissions, subjects
 from shared.config import Settings
 from shared.errors import SetupError
@@ -115,10 +115,15 @@ class _Up:
             "detokenizer": s.detokenizers,
         }
         specs = service_specs({kind: counts.get(kind, 1) for kind in KINDS})
-        specs = [replace(sp, env={"HEADRACE_NATS_URL": self._logins.of(sp.kind)}) for sp in specs]
+        self._pages = scrapes.pages(os.environ, [spec.name for spec in specs])
+        specs = [replace(spec, env=self._env_of(spec)) for spec in specs]
         env = {**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"}
         lines = ServiceLines([spec.name for spec in specs], bare=s.log_json)
         return Supervisor(specs, env, lines)
+
+    def _env_of(self, spec: ServiceSpec) -> dict[str, str]:
+        page = scrapes.variables(self._pages.get(spec.name))
+        return {"HEADRACE_NATS_URL": self._logins.of(spec.kind), **page}
 
     async def _become_ready(self) -> None:
         # These imports take longer than the server's start: the services are on their way already.
@@ -151,6 +156,7 @@ class _Up:
             "monitoring": monitoring,
             "publish to": subject,
             "OpenAI API": f"{self._http}/v1" if self._http else "",
+            "metrics": scrapes.shown(self._pages),
         }
         for name, value in rows.items():
             if value:

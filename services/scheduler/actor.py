@@ -25,20 +25,20 @@ from services.scheduler.state import Limits, State
 from services.scheduler.step_spans import step_span, step_trace
 from services.scheduler.steps import StepSpan
 from services.scheduler.tiers import storing
-from shared import metering, subjects
+from shared import subjects
 from shared.actor import Actor, Facts
 from shared.bus import Delivery
 from shared.config import Settings
 from shared.messages import Cancel, Message, Tokenized
-from shared.metering import MeterSink
 from shared.model_files import served_name
 from shared.peers import Peer
 from shared.port import Port
+from shared.readings import Readings
 from shared.replies import to_json
 from shared.tracing import Tracer
 
 TICK_US = 10_000
-METRICS_FLUSH_S = 2.0  # for the last metrics
+SLOW_TICK_US = 50_000  # while nobody waits: a tick costs a core of two 3 % of an engine's step
 
 
 class SchedulerActor(Actor):
@@ -52,7 +52,6 @@ class SchedulerActor(Actor):
         self._model = model
         self._event_log = event_log
         self._recorder: Recorder | None = None
-        self._metrics: MeterSink | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -60,7 +59,6 @@ class SchedulerActor(Actor):
     async def start(self, port: Port) -> None:
         self._port = port
         self._core.state.next_seq = port.epoch % 2**30 + 1  # no number means another sequence after a restart
-        self._metrics = metering.from_env(self.kind, port.actor)
         if self._event_log:
             self._recorder = await attach(self._core, port, self._event_log, self._model)
         await port.bus.subscribe(subjects.CANCEL_ALL, self._on_cancel)
@@ -100,11 +98,13 @@ class SchedulerActor(Actor):
             self._handle(Ticked())
         if self._recorder is not None:
             self._recorder.upkeep(self._port.clock.now_us())
-        if self._metrics is not None:
-            self._metrics.put(gauges.readings(self._core.state))
 
     def facts(self) -> Facts:
         return Facts(model=self._model, load=status.load(self._core.state))
+
+    @property
+    def readings(self) -> Readings:
+        return gauges.readings(self._core.state)
 
     def status(self) -> dict[str, object]:
         return status.status(self._core.state)
@@ -119,9 +119,6 @@ class SchedulerActor(Actor):
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None  # what neighbours say until the process ends is not of the log
-        if self._metrics is not None:
-            self._metrics.put(gauges.readings(self._core.state))
-            await asyncio.to_thread(self._metrics.stop, METRICS_FLUSH_S)
 
     def _handle(self, event: Event) -> None:
         handle = self._core.handle if self._recorder is None else self._recorder.handle
@@ -138,7 +135,7 @@ class SchedulerActor(Actor):
 
     async def _tick(self) -> None:
         while not self._core.idle:
-            await asyncio.sleep(TICK_US / 1e6)
+            await asyncio.sleep((TICK_US if self._core.waits else SLOW_TICK_US) / 1e6)
             self._handle(Ticked())
         self._ticking = None
 

@@ -19,7 +19,7 @@ from services.scheduler.waiting import Unit
 from shared.messages import SlotOpen
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to set its fields would cost three times as much
 class Offer:
     """An executor that can start a unit now: the cached blocks of its prompt, the one with its tail if it was
     paused, and what it promises."""
@@ -45,8 +45,7 @@ def admit(state: State) -> None:
 def _admit(state: State, unit: Unit) -> bool:
     """Start the first unit of the queue, or set it aside; False when it must wait."""
     executors = state.executors.values()
-    seen = (unit.number, *(number for e in executors for number in _room(e)))
-    if seen == state.stuck:
+    if state.stuck and state.stuck == _seen(state, unit):
         return False
     offers = [offer for e in executors if (offer := _offer(state, e, unit)) is not None]
     if offers:
@@ -61,23 +60,23 @@ def _admit(state: State, unit: Unit) -> bool:
     if preempt.give_way(state, unit):
         return True
     asking.refresh(state, unit)
-    state.stuck = seen
+    state.stuck = _seen(state, unit)
     return False
 
 
-def _room(executor: Executor) -> tuple[int, ...]:
+def _seen(state: State, unit: Unit) -> tuple[int, ...]:
     """What must change before a unit that had to wait may start."""
-    ledger = executor.ledger
-    return executor.step, ledger.free_blocks, ledger.reserved, ledger.free_slots, executor.draining
+    seen = [unit.number]
+    for e in state.executors.values():
+        seen += e.step, e.ledger.free_blocks, e.ledger.reserved, e.ledger.free_slots, e.draining
+    return tuple(seen)
 
 
 def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     hello, ledger, head = executor.hello, executor.ledger, unit.sequences[0]
     if hello.model != unit.request.asked.model or executor.draining or head.max_length > hello.max_context:
         return None
-    if ledger.free_slots < len(unit.sequences) or not fills.joins(
-        state.limits.policy.fill, any(s.computed for s in executor.running)
-    ):
+    if ledger.free_slots < len(unit.sequences) or not _joins(state, executor):
         return None
     hits = prefix.lookup(executor, head)
     tail = prefix.tail_block(executor, head, len(hits))
@@ -91,6 +90,11 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     room = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
     option = Option(executor.source, len(hits) * hello.block_tokens, room, len(executor.running))
     return Offer(executor, hits, tail, promises, option)
+
+
+def _joins(state: State, executor: Executor) -> bool:
+    fill = state.limits.policy.fill
+    return fills.joins(fill, True) or fills.joins(fill, any(s.computed for s in executor.running))
 
 
 def _place(state: State, offers: list[Offer]) -> Offer:
@@ -117,7 +121,7 @@ def _start(state: State, offer: Offer, unit: Unit) -> None:
             _take_hits(state, offer, unit)
         executor.enter(sequence)
         _note(state, offer, unit, sequence)
-        state.send(executor.source, _slot_open(sequence), sequence.request.trace)
+        state.send(offer.option.source, _slot_open(sequence), sequence.request.trace)
     loading.begin(state, executor, leader, unit)
     comeback.returned(state, executor, leader, unit)
 
@@ -144,7 +148,7 @@ def _note(state: State, offer: Offer, unit: Unit, sequence: Sequence) -> None:
     sequence.decide(
         state.now_us,
         "resume" if unit.resumes else "admit",
-        f"{state.limits.policy.place}: {offer.executor.source}, {offer.option.room_blocks} blocks free",
+        f"{state.limits.policy.place}: {offer.option.source}, {offer.option.room_blocks} blocks free",
         blocks=sequence.reserved,
         hit_tokens=sequence.computed,
         recompute_tokens=max(0, sequence.reach - sequence.computed),

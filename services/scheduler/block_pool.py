@@ -133,11 +133,11 @@ class BlockPool:
     def forget(self, block: int) -> None:
         """What a fenced, cached or dirty block holds is of no use any more."""
         if block in self._fences.get(self._last_step[block], ()):
-            self._forget_key(block)
+            self._forget_keys((block,))
         for home in (self._cached, self._dirty):
             if block in home:
                 del home[block]
-                self._forget_key(block)
+                self._forget_keys((block,))
                 self._empty.append(block)
 
     def acknowledge(self, step: int) -> None:
@@ -151,13 +151,14 @@ class BlockPool:
         """Free blocks, each held once. Raises KeyError when there are not that many."""
         blocks = self._empty[: -count - 1 : -1]
         del self._empty[len(self._empty) - len(blocks) :]
-        for _ in range(count - len(blocks)):
-            block, _ = self._cached.popitem(last=False)
-            self._forget_key(block)
-            self.evicted += 1
-            blocks.append(block)
+        if len(blocks) < count:
+            evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(blocks))]
+            self._forget_keys(evicted)
+            self.evicted += len(evicted)
+            blocks += evicted
+        refs = self._refs
         for block in blocks:
-            self._refs[block] = 1
+            refs[block] = 1
         return blocks
 
     def _release(self, blocks: Sequence[int], last_step: int) -> None:
@@ -193,9 +194,12 @@ class BlockPool:
                 return home
         raise KeyError(block)
 
-    def _forget_key(self, block: int) -> None:
-        key, self._key_of[block] = self._key_of[block], None
-        self.clean.discard(block)
-        self._valid.pop(block, None)
-        if key is not None:
-            del self._block_of[key]
+    def _forget_keys(self, blocks: Sequence[int]) -> None:
+        key_of, block_of = self._key_of, self._block_of
+        for block in blocks:
+            key, key_of[block] = key_of[block], None
+            if key is not None:
+                del block_of[key]
+        self.clean.difference_update(blocks)
+        for block in self._valid.keys() & blocks:
+            del self._valid[block]

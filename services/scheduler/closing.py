@@ -20,6 +20,8 @@ ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: un
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
     """End a live sequence normally after `final` generated tokens."""
     growth.learn(state, final)
+    first_us, last_us = sequence.first_token_us, sequence.last_token_us
+    state.meter.add_ended(state.now_us - sequence.request.arrival_us, last_us - first_us, sequence.generated)
     sequence.close = _close(state, sequence, final, reason)
     send_close(state, sequence)
 

@@ -94,6 +94,12 @@ class Scheduler:
         """No request is waiting, running or closing, and nothing is being copied."""
         return not self.state.requests and not self.state.tiers.jobs
 
+    @property
+    def waits(self) -> bool:
+        """Somebody waits for a turn, or for a tier: milliseconds matter."""
+        state = self.state
+        return bool(state.waiting or state.tiers.jobs or state.tiers.lookups or state.draining)
+
     def _apply(self, event: Event) -> None:
         state = self.state
         match event:

@@ -15,7 +15,9 @@ from shared.readings import Attributes, Reading, Readings, Spread
 
 OURS = "headrace.scheduler"
 TTFT = "gen_ai.server.time_to_first_token"
-_TTFT_ATTRIBUTES: Attributes = ((c.GEN_AI_OPERATION, "text_completion"), (c.GEN_AI_PROVIDER, c.PROVIDER))
+TPOT = "gen_ai.server.time_per_output_token"
+E2E = "gen_ai.server.request.duration"
+_GEN_AI: Attributes = ((c.GEN_AI_OPERATION, "text_completion"), (c.GEN_AI_PROVIDER, c.PROVIDER))
 TIER_COUNTERS = {  # of the meter, and the unit of each
     "loads": "{load}",
     "loads_declined": "{load}",
@@ -53,6 +55,11 @@ def blocks(executor: Executor) -> dict[str, int]:
         "copying": ledger.copying_blocks,
         "reserved": ledger.reserved,
     }
+
+
+def used_share(executor: Executor) -> float:
+    """The part of its blocks that something running needs; what the cache alone keeps is free for others."""
+    return executor.ledger.held_blocks / executor.ledger.blocks
 
 
 def waste_tokens(executor: Executor) -> int:
@@ -96,6 +103,7 @@ def _gauges(state: State) -> Iterator[Reading]:
     for executor in state.executors.values():
         where: Attributes = ((c.EXECUTOR, executor.hello.executor),)
         yield Reading(f"{OURS}.running", len(executor.running), "{sequence}", where)
+        yield Reading(f"{OURS}.blocks_used", used_share(executor), "1", where)
         yield Reading(f"{OURS}.waste_tokens", waste_tokens(executor), "{token}", where)
         for kind, count in blocks(executor).items():
             yield Reading(f"{OURS}.blocks", count, "{block}", (*where, ("state", kind)))
@@ -118,7 +126,9 @@ def _links(executor: Executor, where: Attributes) -> Iterator[Reading]:
 
 def _spreads(state: State) -> Iterator[Spread]:
     meter = state.meter
-    yield _spread(TTFT, meter.ttft_us, _US, "s", _TTFT_ATTRIBUTES)
+    for name, histogram in ((TTFT, meter.ttft_us), (TPOT, meter.tpot_us), (E2E, meter.e2e_us)):
+        yield _spread(name, histogram, _US, "s", _GEN_AI)
+    yield _spread(f"{OURS}.inter_token.duration", meter.gap_us, _US, "s")
     yield _spread(f"{OURS}.queue.duration", meter.queue_us, _US, "s")
     yield _spread(f"{OURS}.step.duration", meter.step_us, _US, "s")
     yield _spread(f"{OURS}.step.prediction_error", meter.step_error_pm, _PER_MILLE, "1")

@@ -64,10 +64,17 @@ class Ledger(CopiedPool):
         """One block without a promise; None when all that are free are promised."""
         return self._take(1)[0] if self.free_blocks > self.reserved else None
 
+    def try_allocate_many(self, count: int, promised: int) -> list[int] | None:
+        """Blocks of which so many are out of a promise; None when all others that are free are promised."""
+        if self.free_blocks - self.reserved < count - promised:
+            return None
+        self.reserved -= promised
+        return self._take(count)
+
     def claim(self, block: int) -> None:
         """Hold a block alone, to write on: its key is forgotten. Only for one that nobody holds."""
         self.adopt((block,))
-        self._forget_key(block)
+        self._forget_keys((block,))
 
     def share(self, block: int) -> None:
         """One more holder of a block."""

@@ -31,6 +31,10 @@ last value   budget_tokens          chunk budget of the last step planned
              mode                   of the last step planned
 histograms   queue_us               arrival to first admission
              ttft_us                arrival to first token applied
+             gap_us                 between two tokens of a sequence as they were applied
+             tpot_us                of a sequence that ended by itself: first to last token, over the tokens
+                                    after the first
+             e2e_us                 ... its arrival to its end here
              step_us                executor's time of a step
              step_error_pm          |step time - predicted| / predicted, per mille: see `add_step`
              restore_us             asking for blocks of a tier to having them
@@ -66,10 +70,10 @@ class Histogram:
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
-    def add(self, value: int) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def add(self, value: int, times: int = 1) -> None:
+        """Count a value, so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     @property
     def count(self) -> int:
@@ -120,6 +124,9 @@ class Meter:
     finished: dict[str, int] = field(default_factory=dict)
     queue_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
     ttft_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    gap_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    tpot_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    e2e_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
     step_us: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_US))
     step_error_pm: Histogram = field(default_factory=lambda: Histogram(ERROR_BOUNDS_PM))
     restore_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
@@ -138,6 +145,12 @@ class Meter:
     def count_finished(self, reason: str) -> None:
         """A sequence has ended: stop, length, error, cancelled."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def add_ended(self, e2e_us: int, decode_us: int, tokens: int) -> None:
+        """A sequence has ended by itself, `decode_us` after the first of its `tokens`."""
+        self.e2e_us.add(e2e_us)
+        if tokens > 1:
+            self.tpot_us.add(decode_us // (tokens - 1))
 
     def add_step(self, took_us: int, predicted_us: int) -> None:
         """A step has run; `predicted_us` is 0 when nothing was predicted."""

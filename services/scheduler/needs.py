@@ -14,6 +14,8 @@ def promises(state: State, executor: Executor, unit: Unit) -> list[int]:
     promise = reserve if head.pinned else state.limits.policy.the("kv")
     if len(unit.sequences) > 1 and promise is by_chunk:
         promise = on_demand  # who waits for a fork is promised its blocks
+    if len(unit.sequences) == 1:
+        return [promise(len(head.tokens), head.max_length, block_tokens)]
     shared = len(head.tokens) // block_tokens
     total = [promise(len(s.tokens), s.max_length, block_tokens) for s in unit.sequences]
     return [total[0]] + [blocks - shared for blocks in total[1:]]

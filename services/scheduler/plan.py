@@ -52,30 +52,34 @@ def ready_rows(executor: Executor, ahead: bool, half: int | None) -> tuple[list[
     """The sequences that can decode now, and those with prompt tokens to compute. A prompt chunk needs no
     sample; a decode needs that before it: on the device, where steps run ahead, or else applied here."""
     rows = executor.running if half is None else [s for s in executor.running if s.half == half]
-    decodes = [s for s in rows if s.opened_length <= s.computed < s.max_length - 1]
+    decodes, others = [], []
+    for s in rows:  # one loop, over each row of each step
+        at = s.computed
+        if at < s.opened_length:
+            others.append(s)
+        elif at + 1 < s.max_length:
+            decodes.append(s)
     if not ahead:
         decodes = [s for s in decodes if s.computed + 1 == len(s.tokens)]
     elif executor.host_fed:
         decodes = [s for s in decodes if not s.host_fed or s.computed + 1 == len(s.tokens)]
     # who waits for a leader or a load lacks prompt tokens, too: it cannot be among the decodes
-    prompts = [s for s in rows if s.computed < s.opened_length and s.leader is None and not s.loading]
-    return decodes, prompts
+    return decodes, [s for s in others if s.leader is None and not s.loading]
 
 
 def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: list[Sequence]) -> int:
     """One device-fed row for each of these sequences. This runs for each row of each step: whole columns at
     once, since a comprehension costs a third of a loop that appends."""
-    rows = [
-        s
-        for s in decodes[: executor.hello.max_step_tokens]
-        if s.computed < s.room or _has_room(state, executor, columns, s)
-    ]
+    rows = decodes[: executor.hello.max_step_tokens]
+    short = [s for s in rows if s.computed >= s.room]
+    if short and not _grow(state, executor, columns, short):
+        rows = [s for s in rows if s.computed < s.room]  # preempt.py sees to a block for the others
     count, starts = len(rows), [s.computed for s in rows]
     cached = sum(starts) + count
     columns.shape = StepShape(count, count, cached, cached)
     columns.slots = ints([s.slot for s in rows])
     columns.starts = ints(starts)
-    columns.sampled = list(zip(rows, [s.placement for s in rows], strict=True))
+    columns.sampled = [(s, s.placement) for s in rows]
     columns.counts = ints([1]) * count
     columns.from_device = ints([1]) * count
     columns.sample_rows = ROW_NUMBERS[:count]
@@ -85,13 +89,23 @@ def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: li
     return count
 
 
-def _has_room(state: State, executor: Executor, columns: Columns, sequence: Sequence) -> bool:
-    """A new block for a decode, and whatever of its table the executor has not seen."""
+def _grow(state: State, executor: Executor, columns: Columns, short: list[Sequence]) -> bool:
+    """A new block for each of these decodes, and whatever of its table the executor has not seen. False when
+    some are left without."""
+    if columns.grow_all(executor, short):
+        for s in short:
+            _charge(state, s)
+        return True
+    grown = [s for s in short if _grow_one(state, executor, columns, s)]
+    return len(grown) == len(short)
+
+
+def _grow_one(state: State, executor: Executor, columns: Columns, sequence: Sequence) -> bool:
     unsent = len(sequence.table) - sequence.table_sent
     if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
         return False  # a fork of a long prompt: its table travels with a later step
     _charge(state, sequence)
-    return columns.grow(executor, sequence, sequence.computed + 1)  # else preempt.py sees to a block
+    return columns.grow(executor, sequence, sequence.computed + 1)
 
 
 def _add_chunks(
@@ -115,6 +129,9 @@ def _add_chunks(
             executor.chunk_tokens = whole
         _add_chunk(state, executor, columns, sequence, count)
         budget -= count
+    first = columns.shape.rows
+    chunks = zip(columns.starts[first:], columns.counts[first:], strict=True)
+    columns.shape = columns.shape.with_chunks(chunks)
 
 
 def _room(executor: Executor, sequence: Sequence) -> int:
@@ -133,7 +150,6 @@ def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Seq
     columns.starts.append(sequence.computed)
     columns.counts.append(count)
     columns.from_device.append(0)
-    columns.shape = columns.shape.with_chunk(sequence.computed, count)
     _account(state, sequence, count)
     sequence.computed += count
     sequence.steps += 1
@@ -154,17 +170,17 @@ def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Seq
 def _charge(state: State, sequence: Sequence) -> None:
     """Its client has been served another block of tokens. The prefix cache hears of it when the sequence
     leaves: until then nobody else is likely to go on from where it is."""
-    generated = sequence.generated
+    generated = len(sequence.tokens) - sequence.prompt_tokens
     state.waiting.served.charge_output(sequence.request.client, generated - sequence.charged)
     sequence.charged = generated
 
 
 def _account(state: State, sequence: Sequence, count: int) -> None:
     """What was computed before is our loss; what is new is charged to the client."""
-    end = sequence.computed + count
-    again = max(0, min(sequence.reach, end) - sequence.computed)
+    start, end, reach = sequence.computed, sequence.computed + count, sequence.reach
+    again = 0 if reach <= start else min(reach, end) - start
     sequence.recomputed_tokens += again
-    sequence.reach = max(sequence.reach, end)
+    sequence.reach = max(reach, end)
     state.meter.prefill_tokens += count
     state.meter.recomputed_tokens += again
     state.waiting.served.charge_input(sequence.request.client, count - again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import accumulate
 
 from services.scheduler import closing, comeback, growth
@@ -64,6 +65,9 @@ def _give(
     ]
     _send_tokens(state, executor, result, rows)
     now_us = state.now_us
+    for since_us, times in Counter([s.last_token_us for _, s, _ in rows]).items():  # one or two times
+        if since_us:
+            state.meter.gap_us.add(now_us - since_us, times)
     for _, s, token in rows:
         tokens = s.tokens
         tokens.append(token)

@@ -33,7 +33,8 @@ class Served:
 
     def charge_output(self, client: Client, tokens: int) -> None:
         """A client has got tokens."""
-        self.counters[client] = self.of(client) + OUTPUT_WEIGHT * tokens
+        served = self.counters.get(client)
+        self.counters[client] = (self.of(client) if served is None else served) + OUTPUT_WEIGHT * tokens
 
     def lift(self, client: Client, least: int | None) -> None:
         """A client asks again after it asked for nothing; `least` is the counter of the first that waits,

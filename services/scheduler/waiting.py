@@ -105,7 +105,7 @@ class Waiting:
         line, unit.line = unit.line, None
         if line is None and not unit.parked:
             return
-        self.held_tokens -= sum(len(s.tokens) for s in unit.sequences)
+        self.held_tokens -= sum([len(s.tokens) for s in unit.sequences])
         del self.units[unit.number]
         if line is None:
             unit.parked = False
@@ -213,18 +213,19 @@ class Waiting:
         return line.paused[0] if line.paused else self._head_of(line)
 
     def _head_of(self, line: Line) -> Unit | None:
-        heads = line.heads
+        heads, rank = line.heads, self.policy.the("rank")
         while heads:
-            rank, number, client = heads[0]
+            head = heads[0]
+            client = head[2]
             units = line.clients.get(client)
             if not units:
                 heapq.heappop(heads)
                 continue
             unit = next(iter(units.values()))
-            now = self._rank(unit)
-            if (now, unit.number) == (rank, number):
+            now = (rank(unit, self.served.of(client)), unit.number, client)
+            if now == head:
                 return unit
-            heapq.heapreplace(heads, (now, unit.number, client))
+            heapq.heapreplace(heads, now)
         return None
 
     def _rank(self, unit: Unit) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from shared.model_files import resolve, served_name
 from shared.peers import Peer
 from shared.plugins import processor_targets
 from shared.port import Port
+from shared.readings import Reading, Readings
 from shared.vocabulary import load_vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
@@ -82,12 +83,22 @@ class TokenizerActor(Actor):
     def facts(self) -> Facts:
         return Facts(model=self._name)
 
+    @property
+    def readings(self) -> Readings:
+        core = self._core
+        return (
+            Reading("headrace.tokenizer.pending", self._pending, "{request}"),
+            Reading("headrace.tokenizer.requests", core.requests, "{request}", grows=True),
+            Reading("headrace.tokenizer.failed", core.failed, "{request}", grows=True),
+            Reading("headrace.tokenizer.prompt_tokens", core.prompt_tokens, "{token}", grows=True),
+        )
+
     def status(self) -> dict[str, object]:
         core = self._core
         return {
             "model": self._name,
             "models_here": self._asking.served(),
-            "pending": core.pending + self._beside.waiting + len(self._mailbox),
+            "pending": self._pending,
             "requests": core.requests,
             "failed": core.failed,
             "prompt_tokens": core.prompt_tokens,
@@ -102,6 +113,10 @@ class TokenizerActor(Actor):
             await self._ticking
 
     # ---- internals ------------------------------------------------------------------------------
+
+    @property
+    def _pending(self) -> int:
+        return self._core.pending + self._beside.waiting + len(self._mailbox)
 
     def _handle(self, event: Event) -> None:
         self._run(self._core.handle(event, self._port.clock.now_us()))

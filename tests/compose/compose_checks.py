@@ -16,16 +16,17 @@ from typing import Any
 
 import nats
 import pytest
-from stack import KINDS, MODEL, ROOT, Stack, docker, inspect
+from stack import KINDS, MODEL, ROOT, Stack, docker, healthy, inspect
 
 CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh says so
-ALWAYS = ("nats", "redis", *KINDS, "jaeger")
+WANTED = ("nats", "redis", *KINDS, "jaeger", "prometheus")
 WAIT_S = 300  # a guard against hanging
 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    stack = Stack([name for name in ALWAYS if name not in CANNOT_BE_HAD])
+    assert set(CANNOT_BE_HAD) <= {"jaeger", "grafana"}
+    stack = Stack([name for name in WANTED if name not in CANNOT_BE_HAD])
     try:
         stack.up()
         yield stack
@@ -102,13 +103,33 @@ def test_a_chat_over_nats_from_another_container(stack: Stack) -> None:
 
 
 def test_a_chat_over_http(stack: Stack) -> None:
-    key = stack.compose("run", "--rm", "-T", "--no-deps", "--entrypoint", "cat", "cli",
-                        "/auth/tenants/public/api_key").strip()  # fmt: skip
+    key = stack.api_key()
     answer = ask_http(stack, key, messages=[{"role": "user", "content": "What is the capital of France?"}])
     assert "Paris" in answer["choices"][0]["message"]["content"]
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask_http(stack, "hr-wrong", messages=[{"role": "user", "content": "Hello"}])
     assert refused.value.code == 401
+
+
+def test_json_by_a_schema(stack: Stack) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Lima"]}, "big": {"type": "boolean"}},
+        "required": ["city", "big"],
+        "additionalProperties": False,
+    }
+    answer = ask_http(
+        stack,
+        stack.api_key(),
+        messages=[{"role": "user", "content": "Name a city."}],
+        max_tokens=64,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+    )
+    (choice,) = answer["choices"]
+    said = json.loads(choice["message"]["content"])
+    assert choice["finish_reason"] == "stop"
+    assert said.keys() == {"city", "big"}
+    assert said["city"] in ("Oslo", "Lima")
 
 
 def test_no_service_was_refused_anything(stack: Stack) -> None:
@@ -128,20 +149,31 @@ async def test_more_of_each_share_the_work(stack: Stack) -> None:
     assert all(s["frames"] for s in worked.values() if s["kind"] == "detokenizer")
 
 
+async def test_prometheus_scrapes_every_container(stack: Stack) -> None:
+    """Those that came by scaling, too: the names of compose resolve to all of them."""
+    url = f"http://127.0.0.1:{stack.env['PROMETHEUS_PORT']}/api/v1/targets?state=active"
+    expected = Counter((kind, "up") for kind in KINDS for _ in stack.containers(kind))
+    seen: Counter[tuple[str, str]] = Counter()
+    async with asyncio.timeout(WAIT_S):
+        while seen != expected:
+            await asyncio.sleep(1)  # Prometheus asks every few seconds
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                targets = json.load(answer)["data"]["activeTargets"]
+            seen = Counter((target["labels"]["job"], target["health"]) for target in targets)
+
+
 @pytest.mark.parametrize("victim", [*KINDS, "redis", "nats"])
 async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None:
     before = {c: inspect(c, "{{.State.StartedAt}}") for c in stack.containers(victim)}
     stack.kill(victim)
     async with asyncio.timeout(WAIT_S):
         while not all(_came_back(c, started) for c, started in before.items()):
-            await asyncio.sleep(1)  # the engine probes when it likes, and tells nobody
+            await asyncio.sleep(0.5)  # the engine tells nobody
     await answered(stack, 4)
 
 
 def _came_back(container: str, started: str) -> bool:
-    health = "{{if .State.Health}}{{.State.Health.Status}}{{end}}"
-    now = inspect(container, "{{.State.StartedAt}} " + health).split()
-    return now[0] != started and now[1:] == ["healthy"]
+    return inspect(container, "{{.State.StartedAt}}") != started and healthy(container)
 
 
 def test_executors_see_the_arena_of_the_kv_offload_that_came_back(stack: Stack) -> None:
@@ -151,9 +183,24 @@ def test_executors_see_the_arena_of_the_kv_offload_that_came_back(stack: Stack) 
     assert {s["arena_generation"] for s in services if s["kind"] == "executor"} == {generation}
 
 
-def test_a_stop_drains(stack: Stack) -> None:
+async def test_a_stop_drains(stack: Stack) -> None:
+    """What runs when every service is told to stop is finished and sent, and none has to be killed."""
     stopped = {kind: stack.containers(kind) for kind in KINDS}
-    stack.compose("stop", "--timeout", "60", *KINDS)
+    nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public")
+    frames = await nc.subscribe(inbox := nc.new_inbox())
+    body = {"prompt": "The sea is", "max_tokens": 128, "ignore_eos": True, "stream": True}
+    await nc.publish(f"headrace.v1.generate.public.{MODEL}", json.dumps(body).encode(), reply=inbox)
+    sent = [await frames.next_msg(timeout=WAIT_S)]
+    stop = ("stop", "--timeout", "60", *KINDS)  # longer than they give themselves
+    stopping = asyncio.create_task(asyncio.to_thread(stack.compose, *stop))
+    while "Headrace-End" not in (sent[-1].headers or {}):
+        sent.append(await frames.next_msg(timeout=WAIT_S))
+    await stopping
+    await nc.close()
+    assert [f for f in sent if "error" in json.loads(f.data)] == []
+    reasons = [c["finish_reason"] for f in sent for c in json.loads(f.data).get("choices", [])]
+    assert reasons[-1] == "length"
+    assert set(reasons[:-1]) == {None}
     codes = {kind: {inspect(c, "{{.State.ExitCode}}") for c in ids} for kind, ids in stopped.items()}
     assert codes == {kind: {"0"} for kind in KINDS}
 

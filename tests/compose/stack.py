@@ -34,13 +34,15 @@ class Stack:
     services: Sequence[str]
     project: str = f"headrace-check-{os.getpid()}"
     env: dict[str, str] = field(default_factory=dict)
+    urls: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        names = ("NATS_PORT", "NATS_MONITOR_PORT", "HTTP_PORT")
-        ports = {name: str(port) for name, port in zip(names, free_ports(3), strict=True)}
+        names = ("NATS_PORT", "NATS_MONITOR_PORT", "HTTP_PORT", "PROMETHEUS_PORT")
+        ports = {name: str(port) for name, port in zip(names, free_ports(len(names)), strict=True)}
         # no Jaeger can be had on every machine that runs this, and threads that spin starve a busy one
         quiet = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "", "HEADRACE_THREADS": "1"}
-        self.env = {**os.environ, **quiet, **ports}
+        files = {"COMPOSE_FILE": "compose.yaml:tests/compose/often.yaml"}
+        self.env = {**os.environ, **quiet, **files, **ports}
 
     def compose(self, *args: str, check: bool = True, timeout: float = READY_S) -> str:
         """`docker compose …`; its stdout. Fails with its stderr."""
@@ -70,8 +72,15 @@ class Stack:
 
     def nats_url(self, name: str = "public") -> str:
         """The URL with a user's credentials, from this machine."""
-        server = f"nats://127.0.0.1:{self.env['NATS_PORT']}"
-        return self.cli("auth", "/auth", "--show", name, "--nats-url", server).strip()
+        if name not in self.urls:
+            server = f"nats://127.0.0.1:{self.env['NATS_PORT']}"
+            self.urls[name] = self.cli("auth", "/auth", "--show", name, "--nats-url", server).strip()
+        return self.urls[name]
+
+    def api_key(self) -> str:
+        """The key of the tenant `public`."""
+        cat = ("run", "--rm", "-T", "--no-deps", "--entrypoint", "cat", "cli")
+        return self.compose(*cat, "/auth/tenants/public/api_key").strip()
 
     def status(self) -> list[dict[str, Any]]:
         """What every service says of itself."""
@@ -98,6 +107,14 @@ def docker(*args: str) -> str:
     return subprocess.run(
         ["docker", *args], capture_output=True, text=True, timeout=READY_S, check=True
     ).stdout
+
+
+def healthy(container: str) -> bool:
+    """Whether the probe of this container succeeds, asked now and not when the engine next asks."""
+    probe = json.loads(inspect(container, "{{json .Config.Healthcheck.Test}}"))
+    assert probe[0] == "CMD", probe
+    done = subprocess.run(["docker", "exec", container, *probe[1:]], capture_output=True, check=False)
+    return done.returncode == 0
 
 
 def inspect(container: str, what: str) -> str:

@@ -314,6 +314,7 @@ class World:
                 self.results[name].append(self._timed(plan, self.engines[name].run(plan)))
             case ExecReset():
                 self.resets.append(name)
+                self._forget_copies(name)  # it says hello when they have ended, and tells of none
             case Accepted(request=request):
                 self.accepted.append(request)
             case Rejected() as rejected:
@@ -340,10 +341,13 @@ class World:
         self.side.fence(copy, self.engines[name], name, steps)
         self.copies[name].append(Pending(copy))
 
-    def _new_incarnation(self, name: str) -> None:
-        """An engine starts: none of its copies goes on, nobody writes for it into the arena."""
+    def _forget_copies(self, name: str) -> None:
         self.side.engine_gone(name)
         self.copies[name] = deque()
+
+    def _new_incarnation(self, name: str) -> None:
+        """An engine starts: none of its copies goes on, nobody writes for it into the arena."""
+        self._forget_copies(name)
         self.map_arena()
         if self.side.tier is not None:
             self.side.tier.owner_gone(f"executor.{name}")

@@ -56,6 +56,11 @@ def test_a_meter_counts() -> None:
     assert (meter.rejected, meter.finished) == ({429: 1}, {"stop": 1})
     assert (meter.step_us.count, meter.step_error_pm.count, meter.step_error_pm.total) == (2, 1, 100)
     assert meter.predicted_us == 1_000
+    meter.add_ended(9_000, 6_000, 4)
+    meter.add_ended(700, 0, 1)
+    assert (meter.e2e_us.total, meter.tpot_us.count, meter.tpot_us.total) == (9_700, 1, 2_000)
+    meter.gap_us.add(30, 3)
+    assert (meter.gap_us.count, meter.gap_us.total) == (3, 90)
     meter.prefill_tokens, meter.recomputed_tokens = 400, 30
     meter.prefix_lookup_tokens, meter.prefix_hit_tokens = 300, 100
     assert (meter.recompute_tax_pm, meter.prefix_hit_pm) == (75, 333)
@@ -81,6 +86,7 @@ def test_gauges_of_a_busy_scheduler() -> None:
     blocks = gauges.blocks(executor)
     assert blocks["held"] == sum(held)
     assert blocks["free"] + blocks["cached"] + blocks["held"] + blocks["fenced"] == 32
+    assert gauges.used_share(executor) == sum(held) / 32
     assert gauges.waste_tokens(executor) == sum(4 * len(s.table) - s.computed for s in executor.running)
     world.run()
     world.assert_idle()
@@ -94,6 +100,8 @@ def test_tokens_are_counted_as_they_are() -> None:
     assert meter.generated_tokens == 5 * 6
     assert meter.prefill_tokens - meter.recomputed_tokens == 5 * 5 - meter.prefix_hit_tokens
     assert (meter.ttft_us.count, meter.queue_us.count) == (5, 5)
+    assert (meter.e2e_us.count, meter.tpot_us.count, meter.gap_us.count) == (5, 5, 5 * (6 - 1))
+    assert meter.gap_us.total == meter.e2e_us.total - meter.ttft_us.total, "the last token ends a sequence"
     assert meter.finished == {"length": 5}
     assert sum(meter.steps.values()) == len(world.plans)
     readings = gauges.readings(world.scheduler.state)

@@ -9,23 +9,20 @@ Signature: (view: View) -> Share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 STALL_US = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a fill policy sees of an executor."""
+class View(NamedTuple):
+    """What a fill policy sees of an executor. A tuple, since one is made for each step."""
 
     decodes: int  # rows that could decode now
     prompts: int  # sequences with prompt tokens to compute
     stalled_us: int  # since the last step that decoded, 0 when nothing decodes
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The parts of a step. `prompts`: none; one block; the chunk budget; or as much as the step holds."""
 
     decodes: bool

@@ -11,7 +11,7 @@ from services.scheduler.waiting import Unit
 
 def vtc(unit: Unit, served_tokens: int) -> tuple[int, ...]:
     """The client that has been served least, then arrival: see vtc.py."""
-    return served_tokens, *unit.order
+    return served_tokens, unit.request.arrival_us, unit.number
 
 
 def fcfs(unit: Unit, served_tokens: int) -> tuple[int, ...]:

@@ -17,8 +17,12 @@ MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
 
 
 def arrived(state: State, unit: Unit) -> None:
-    """A unit begins to wait: ask every tier that it may start above."""
-    for executor, tier in _places(state, unit):
+    """A unit begins to wait: ask every tier that it may start above. Not for a conversation that goes on and
+    is still on the device: the answer would come too late, and be worked out beside its first step."""
+    places = _places(state, unit)
+    if not places or _goes_on(state, unit):
+        return
+    for executor, tier in places:
         if _place(executor, tier) not in unit.answers:
             _ask(state, executor, tier, unit)
 
@@ -47,7 +51,7 @@ def pending(state: State, unit: Unit) -> bool:
         answer = unit.answers.get(_place(executor, tier))
         ask = answer is None or _is_old(state, tier, unit, answer)
         silent = answer is not None and answer.at_us < 0 and state.now_us < answer.asked_us + WAIT_US
-        if not (ask or silent) or _covered(executor, head, 0 if unit.resumes else FEW_BLOCKS):
+        if not (ask or silent) or _covered(executor, unit):
             continue
         waits = not ask or _ask(state, executor, tier, unit) is not None or waits
     return waits
@@ -146,8 +150,16 @@ def wanted(executor: Executor, sequence: Sequence) -> list[bytes]:
     return keys
 
 
-def _covered(executor: Executor, sequence: Sequence, few: int) -> bool:
-    """True when the device holds all that could be brought, but for `few` blocks."""
+def _goes_on(state: State, unit: Unit) -> bool:
+    """True when wherever it starts, its beginning is there and little else is to be had."""
+    model, head = unit.request.asked.model, unit.sequences[0]
+    executors = [executor for executor in state.executors.values() if executor.hello.model == model]
+    return all(_covered(executor, unit) and prefix.lookup(executor, head) for executor in executors)
+
+
+def _covered(executor: Executor, unit: Unit) -> bool:
+    """True when the device holds all that could be brought, but for a few blocks of a new prompt."""
+    sequence, few = unit.sequences[0], 0 if unit.resumes else FEW_BLOCKS
     hits = prefix.lookup(executor, sequence)
     if (len(hits) + few + 1) * executor.hello.block_tokens < len(sequence.tokens):
         return False
