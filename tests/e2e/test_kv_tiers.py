@@ -191,11 +191,12 @@ async def stored(hosts: Hosts, near: Traffic, number: int) -> tuple[list[bytes],
 def names_of(redis: Redis, number: int) -> list[bytes]:
     """What Redis holds of a prompt of the tenant `public`, by the hash chain over its tokens."""
     found = {name.rpartition(b":")[2].decode(): name for name in redis.scan_iter(count=1000)}
-    keys: list[bytes] = []
-    for fingerprint in {name.split(b":")[-2].decode() for name in found.values()}:
-        tokens = array("i", prompt(number))
-        extend(keys, root_key(fingerprint, "public"), tokens, 16, 16 * FULL_BLOCKS)
-    return [found[key.hex()] for key in keys if key.hex() in found]
+    names: list[bytes] = []
+    for fingerprint in {name.split(b":")[-2].decode() for name in found.values()}:  # the canary has its own
+        keys: list[bytes] = []
+        extend(keys, root_key(fingerprint, "public"), array("i", prompt(number)), 16, 16 * FULL_BLOCKS)
+        names += [found[key.hex()] for key in keys if key.hex() in found]
+    return names
 
 
 # ---- values that are not what they should be ----------------------------------------------------

@@ -111,22 +111,6 @@ def test_a_second_engine_finds_what_the_first_has_stored() -> None:
     assert closed.usage.cached_tokens == 16  # of 20: the last one is always computed
 
 
-def test_no_lookup_for_a_conversation_that_is_still_on_the_device() -> None:
-    world = World()
-    world.add_engine(blocks=32)
-    world.add_tier(FakeTier(capacity=32))
-    prompt = list(range(100, 121))
-    world.ask("first", prompt, 4)
-    world.run()
-    asked = world.tier.counts[KvLookup.__name__]
-    world.ask("second", [*prompt, 7, 8, 9], 4)
-    checked(world)
-    assert world.tier.counts[KvLookup.__name__] == asked
-    closed = world.readers_of("second")[0].closed
-    assert closed is not None
-    assert closed.usage.cached_tokens == 20
-
-
 def test_a_lookup_goes_out_when_the_request_arrives() -> None:
     world = World()
     world.add_engine()

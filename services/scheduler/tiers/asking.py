@@ -17,12 +17,9 @@ MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
 
 
 def arrived(state: State, unit: Unit) -> None:
-    """A unit begins to wait: ask every tier that it may start above. Not for a conversation that goes on and
-    is still on the device: the answer would come too late, and be worked out beside its first step."""
-    places = _places(state, unit)
-    if not places or _goes_on(state, unit):
-        return
-    for executor, tier in places:
+    """A unit begins to wait: ask every tier that it may start above. Where the device holds it all, too: what
+    is asked for often stays in a tier, and goes on to the remote one."""
+    for executor, tier in _places(state, unit):
         if _place(executor, tier) not in unit.answers:
             _ask(state, executor, tier, unit)
 
@@ -148,13 +145,6 @@ def wanted(executor: Executor, sequence: Sequence) -> list[bytes]:
     if sequence.tail.key and sequence.tail.at == len(keys) and sequence.tail.root == sequence.keyed[0]:
         keys.append(sequence.tail.key)
     return keys
-
-
-def _goes_on(state: State, unit: Unit) -> bool:
-    """True when wherever it starts, its beginning is there and little else is to be had."""
-    model, head = unit.request.asked.model, unit.sequences[0]
-    executors = [executor for executor in state.executors.values() if executor.hello.model == model]
-    return all(_covered(executor, unit) and prefix.lookup(executor, head) for executor in executors)
 
 
 def _covered(executor: Executor, unit: Unit) -> bool:
