@@ -37,7 +37,7 @@ SMOLLM = "smollm2-135m-instruct"
 FULL_BLOCKS = (PROMPT_TOKENS - 1) // 16  # of a prompt; its last token is always computed
 ENGINE = ("--backend", "torch", "--dtype", "f32", "--threads", "1")
 REAL_BLOCKS = 20  # three of the ten requests fit
-ASKS = 6
+ASKS = 20  # until L2 has answered a lookup within its 10 ms
 
 
 # ---- pause and restore --------------------------------------------------------------------------

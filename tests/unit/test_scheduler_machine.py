@@ -291,7 +291,7 @@ def test_any_history() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=examples or 640,
+            max_examples=examples or 800,
             stateful_step_count=50,
             deadline=None,
             phases=(Phase.explicit, Phase.generate),  # a failure is shown as found: shrinking takes minutes
