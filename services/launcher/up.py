@@ -37,7 +37,11 @@ def up(settings: Settings, users: Path | None = None) -> int:
     with ExitStack() as stack:
         server = None
         if not settings.nats_url:
-            server = nats_server.start(_port(settings), extra=auth.authorization(users) if users else "")
+            extra = auth.authorization(users) if users else ""
+            port = settings.port
+            server = (
+                nats_server.start(port, extra=extra) if port else nats_server.start_by_default(extra=extra)
+            )
             stack.callback(server.stop)
         url = server.url if server else settings.nats_url
         return asyncio.run(_run(settings, server, _Logins(url, users)))
@@ -193,12 +197,6 @@ def _countdown() -> Callable[[int, str], None]:
         last = left_s
 
     return tell
-
-
-def _port(settings: Settings) -> int:
-    if settings.port:
-        return settings.port
-    return nats_server.DEFAULT_PORT if nats_server.is_free(nats_server.DEFAULT_PORT) else -1
 
 
 def _check_model(settings: Settings) -> None:

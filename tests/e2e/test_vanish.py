@@ -47,8 +47,8 @@ async def stranger(up: Up) -> AsyncIterator[Nats]:
 
 
 def unheld(engine: dict[str, Any]) -> int:
-    """Blocks that nobody holds: free ones, and those that wait for a place in a tier below."""
-    return int(engine["free_blocks"] + engine["dirty_blocks"])
+    """Blocks that nobody holds: free ones, and those that wait for a copy in a tier below or are being copied."""
+    return int(engine["free_blocks"] + engine["dirty_blocks"] + engine["copying_blocks"])
 
 
 async def started(nc: Nats, data: bytes) -> tuple[Subscription, list[dict[str, Any]]]:

@@ -142,6 +142,26 @@ def test_a_taken_port_is_told() -> None:
     assert servers.is_free(port)
 
 
+def test_the_default_port_lost_between_looking_and_binding_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr(servers, "DEFAULT_PORT", port)
+        looks = iter([True, False])  # free at the look, taken when the server ends
+        monkeypatch.setattr(servers, "is_free", lambda _: next(looks))
+        server = servers.start_by_default()
+        assert not server.url.endswith(f":{port}")
+        server.stop()
+
+
+def test_a_default_port_that_is_not_the_trouble_does_not_hide_it() -> None:
+    with pytest.raises(SetupError, match=r"the nats-server ended at once: .*no_such_option"):
+        servers.start_by_default(extra="no_such_option: 1\n")
+
+
 def test_a_server_that_ends_at_once_is_told_in_its_own_words() -> None:
     with pytest.raises(SetupError, match=r"the nats-server ended at once: .*no_such_option"):
         servers.start(extra="no_such_option: 1\n")
