@@ -47,7 +47,7 @@ async def stranger(up: Up) -> AsyncIterator[Nats]:
 
 
 def unheld(engine: dict[str, Any]) -> int:
-    """Blocks that nobody holds: free ones, and those that wait for a copy in a tier below or are being copied."""
+    """Blocks that nobody holds: free ones, and those that wait for a copy in a tier below or are in one."""
     return int(engine["free_blocks"] + engine["dirty_blocks"] + engine["copying_blocks"])
 
 
