@@ -11,10 +11,10 @@ import asyncio
 import itertools
 import json
 import random
-import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,19 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from loadtest.fleet import MODEL
+from loadtest.gpu.modes import by_mode
+from loadtest.gpu.multi_turn import multi_turn, pinned, restores
+from loadtest.gpu.readers import ANSWER, Read, bodies, figures, read, read_all
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.real.served import Served, env_of, served
 from loadtest.real.steady import steady
-from services.launcher.trace import find
 
 NO_BOUNDS = "standard=60000/10000/60000"  # ms: prompts come in at once, whatever the steps take
 BATCHES = (1, 32, 64, 128, 256)
-PROMPT, ANSWER = 1024, 256
 CLOSED, REQUESTS = 64, 192
-L1_MIB, PIN_S = 32_768, 16.0  # of the arena, and the longest that pinning it takes
-
-
-@dataclass(slots=True)
-class Read:
-    """When parts of an answer came, in seconds on the loop's clock."""
-
-    sent_s: float = 0.0
-    parts_s: list[float] = field(default_factory=list)
+KV_BLOCKS, L1_MIB = 8192, 32_768  # of the runs that lack memory: 131,072 tokens
+CHATS_L1_MIB = 49_152  # 96 conversations are 46 GB at the end
+PARTS = "decode,loops,overload,multi_turn,modes"
 
 
 async def decode(fleet: Served) -> list[dict[str, Any]]:
@@ -48,7 +43,7 @@ async def decode(fleet: Served) -> list[dict[str, Any]]:
     found = []
     for batch in BATCHES:
         name = f"decode-{batch}"
-        await fleet.all(_bodies(name, batch, ANSWER))
+        await fleet.all(bodies(name, batch, ANSWER))
         one = await steady(fleet, f"{name}-0")
         found.append({"batch": batch, **asdict(one)})
         print(found[-1], flush=True)
@@ -57,78 +52,38 @@ async def decode(fleet: Served) -> list[dict[str, Any]]:
 
 async def closed_loop(fleet: Served) -> dict[str, Any]:
     """So many requests in flight until all are answered, as their readers see it."""
-    bodies = iter(_bodies("closed", REQUESTS, ANSWER))
-    reads: list[Read] = []
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-
-    async def worker() -> None:
-        for body in bodies:
-            read = await _read(fleet, body)
-            reads.append(read)
-
-    await asyncio.gather(*(worker() for _ in range(CLOSED)))
-    figures = _figures(reads, loop.time() - began_s)
-    seen = await find(fleet.bus, f"closed-{REQUESTS // 2}", steps=True, wait_s=5)
-    return {"in_flight": CLOSED, "requests": REQUESTS, **figures, "steps_of_one": seen["steps"]}
+    reads = await read_all(fleet, bodies("closed", REQUESTS, ANSWER), CLOSED)
+    return {"in_flight": CLOSED, "requests": REQUESTS, **figures(reads, loop.time() - began_s)}
 
 
 async def open_loop(fleet: Served, rate: float) -> dict[str, Any]:
-    """Poisson arrivals at `rate` a second."""
+    """Poisson arrivals at `rate` a second, scaled so that the last is due at requests / rate, as `vllm bench
+    serve` does: 192 draws alone are off by 7 % (one standard deviation)."""
     rng = random.Random(17)
     at_s = list(itertools.accumulate(rng.expovariate(rate) for _ in range(REQUESTS)))
+    scale = REQUESTS / rate / at_s[-1]
     loop = asyncio.get_running_loop()
     began_s = loop.time()
 
-    async def one(at_s: float, body: dict[str, Any]) -> Read:
-        await asyncio.sleep(began_s + at_s - loop.time())
-        return await _read(fleet, body)
+    async def one(due_s: float, body: dict[str, Any]) -> Read:
+        await asyncio.sleep(began_s + due_s * scale - loop.time())
+        return await read(fleet, body)
 
-    bodies = _bodies(f"open-{rate:g}", REQUESTS, ANSWER)
-    reads = await asyncio.gather(*(one(at, body) for at, body in zip(at_s, bodies, strict=True)))
-    return {"rate": rate, "requests": REQUESTS, **_figures(reads, loop.time() - began_s)}
+    asked = bodies(f"open-{rate:g}", REQUESTS, ANSWER)
+    reads = await asyncio.gather(*(one(due, body) for due, body in zip(at_s, asked, strict=True)))
+    return {"rate": rate, "requests": REQUESTS, **figures(reads, loop.time() - began_s)}
 
 
 async def overload(fleet: Served) -> dict[str, Any]:
-    """256 at once, more than the KV blocks hold: pauses and comebacks by way of the tiers."""
-    bodies = _bodies("overload", 256, 2 * ANSWER)
+    """256 at once, more than the KV blocks hold."""
+    asked = bodies("overload", 256, 2 * ANSWER)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    reads = await asyncio.gather(*(_read(fleet, body) for body in bodies))
-    figures = _figures(reads, loop.time() - began_s, 2 * ANSWER)
-    return {"at_once": 256, **figures, "scheduler": await fleet.measured()}
-
-
-async def _read(fleet: Served, body: dict[str, Any]) -> Read:
-    loop = asyncio.get_running_loop()
-    read = Read(loop.time())
-    async for frame in fleet.client.stream(body):
-        if frame["type"] == "delta":
-            read.parts_s.append(loop.time())
-    return read
-
-
-def _figures(reads: Sequence[Read], took_s: float, answer: int = ANSWER) -> dict[str, Any]:
-    gaps = sorted(1e3 * (b - a) for read in reads for a, b in itertools.pairwise(read.parts_s))
-    first = sorted(1e3 * (read.parts_s[0] - read.sent_s) for read in reads)
-    cuts = statistics.quantiles(gaps, n=100)
-    return {
-        "tok_s": len(reads) * answer / took_s, "seconds": took_s, "parts": sum(len(r.parts_s) for r in reads),
-        "ttft_p50_ms": statistics.median(first), "ttft_p99_ms": statistics.quantiles(first, n=100)[98],
-        "itl_p50_ms": cuts[49], "itl_p90_ms": cuts[89], "itl_p99_ms": cuts[98], "itl_max_ms": gaps[-1],
-    }  # fmt: skip
-
-
-def _bodies(name: str, rows: int, tokens: int) -> list[dict[str, Any]]:
-    rng = random.Random(name)
-    return [
-        {
-            "model": MODEL, "prompt": [rng.randrange(300, 120_000) for _ in range(PROMPT)],
-            "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "seed": i,
-            "request_id": f"{name}-{i}",
-        }
-        for i in range(rows)
-    ]  # fmt: skip
+    reads = await asyncio.gather(*(read(fleet, body) for body in asked))
+    found = figures(reads, loop.time() - began_s, 2 * ANSWER)
+    return {"at_once": 256, **found, "scheduler": await fleet.measured()}
 
 
 def write_model(folder: Path) -> None:
@@ -143,36 +98,74 @@ def write_model(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
 
 
-async def measure(step_tokens: Sequence[int], parts: Sequence[str]) -> dict[str, Any]:
-    """A fleet for each number of tokens in a step."""
+class Bench:
+    """Fleets of the 8B model, and what is measured on them."""
+
+    def __init__(self, folder: str, chat_modes: Sequence[str]) -> None:
+        self._chat_modes = chat_modes
+        self._base = env_of(
+            backend="dummy", model=folder, model_name=MODEL, device="cuda", dtype="bf16", max_context=8192,
+            slots=256, l1="off", log_level="info", slo=NO_BOUNDS,
+        )  # fmt: skip
+
+    def start(self, **settings: object) -> AbstractAsyncContextManager[Served]:
+        """A fleet with these settings beside its own."""
+        return served(self._base | env_of(**settings))
+
+    async def part(self, name: str, sizes: Sequence[int]) -> dict[str, Any]:
+        """What one part of the command line finds."""
+        if name == "decode":
+            async with self.start(step_tokens=4096) as fleet:
+                return {name: await decode(fleet)}
+        if name == "loops":
+            return {f"step_tokens_{size}": await self._loops(size) for size in sizes}
+        if name == "overload":
+            return {name: {kv: await self._overload(kv, sizes[0]) for kv in ("on_demand", "foreseen")}}
+        if name == "multi_turn":
+            return {name: {mode: await self._chats(mode) for mode in self._chat_modes}}
+        if name == "modes":
+            return {name: await by_mode(self.start)}
+        raise ValueError(f"there is no part {name!r}: {PARTS}")
+
+    async def _overload(self, kv: str, step_tokens: int) -> dict[str, Any]:
+        tiers = {"kv_blocks": KV_BLOCKS, "l1": L1_MIB, "policy": f"kv={kv}"}
+        async with self.start(**tiers, step_tokens=step_tokens) as fleet:
+            await pinned(fleet)
+            await fleet.all(bodies("warm-tiers", 8, 16))
+            return _told(await overload(fleet))
+
+    async def _loops(self, step_tokens: int) -> dict[str, Any]:
+        async with self.start(step_tokens=step_tokens) as fleet:
+            await fleet.all(bodies(f"warm-{step_tokens}", 8, 16))
+            found = {"closed": _told(await closed_loop(fleet))}
+            for rate in (16.0, 32.0):
+                found[f"open_{rate:g}"] = _told(await open_loop(fleet, rate))
+            return found
+
+    async def _chats(self, mode: str) -> dict[str, Any]:
+        async with self.start(kv_blocks=KV_BLOCKS, l1=CHATS_L1_MIB, step_tokens=1024, overlap=mode) as fleet:
+            found, prompts = await multi_turn(fleet)
+            _told(found)
+            if mode == "auto":
+                found["restores"] = _told(await restores(fleet, prompts))
+            return found
+
+
+async def measure(asked: argparse.Namespace) -> None:
+    """The parts one after the other; what is found is written after each."""
     found: dict[str, Any] = {}
+    out: Path | None = asked.out
+    sizes = [int(size) for size in asked.step_tokens.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        base = env_of(
-            backend="dummy", model=folder, model_name=MODEL, device="cuda", dtype="bf16", max_context=4096,
-            slots=256, l1="off", log_level="info",
-        )  # fmt: skip
-        if "decode" in parts:
-            async with served(base | env_of(step_tokens=4096, slo=NO_BOUNDS)) as fleet:
-                found["decode"] = await decode(fleet)
-        for size in step_tokens:
-            async with served(base | env_of(step_tokens=size, slo=NO_BOUNDS)) as fleet:
-                await fleet.all(_bodies(f"warm-{size}", 8, 16))
-                found[f"step_tokens_{size}"] = here = {}
-                if "closed" in parts:
-                    here["closed"] = _told(await closed_loop(fleet))
-                for rate in (16.0, 32.0) if "open" in parts else ():
-                    here[f"open_{rate:g}"] = _told(await open_loop(fleet, rate))
-        if "overload" in parts:
-            tiers = env_of(kv_blocks=8192, l1=L1_MIB, step_tokens=step_tokens[0], slo=NO_BOUNDS)
-            async with served(base | tiers) as fleet:
-                await asyncio.sleep(PIN_S)
-                await fleet.all(_bodies("warm-tiers", 8, 16))
-                found["overload"] = _told(await overload(fleet))
-    return found
+        bench = Bench(folder, asked.chat_modes.split(","))
+        for part in asked.parts.split(","):
+            found |= await bench.part(part, sizes)
+            if out is not None:
+                await asyncio.to_thread(out.write_text, json.dumps(found, indent=1) + "\n")
 
 
-def _told(found: Mapping[str, Any]) -> Mapping[str, Any]:
+def _told(found: dict[str, Any]) -> dict[str, Any]:
     print({k: round(v, 2) for k, v in found.items() if isinstance(v, int | float)}, flush=True)
     return found
 
@@ -180,14 +173,11 @@ def _told(found: Mapping[str, Any]) -> Mapping[str, Any]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu.serve", description=__doc__)
-    parser.add_argument("--step-tokens", default="576,1088")
-    parser.add_argument("--parts", default="decode,closed,open,overload")
+    parser.add_argument("--step-tokens", default="512,768,1024")
+    parser.add_argument("--parts", default=PARTS)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    sizes = [int(size) for size in asked.step_tokens.split(",")]
-    found = asyncio.run(measure(sizes, asked.parts.split(",")))
-    if asked.out:
-        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    parser.add_argument("--chat-modes", default="auto,single,two_batch")
+    asyncio.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,10 @@ class Found:
         return [one.tok_s / max(best) for one, best in zip(self.rounds[mode], others, strict=True)]
 
 
-POINTS = (Point(1, 1_000, 0), Point(32, 5_000, 0), Point(32, 5_000, 2_000), Point(256, 15_000, 2_000))
+POINTS = (
+    Point(1, 1_000, 0), Point(1, 5_000, 2_000), Point(32, 5_000, 0), Point(32, 5_000, 2_000),
+    Point(256, 15_000, 2_000),
+)  # fmt: skip
 HEAD = [
     "rows", "hop ms", "T ms", "L ms", "ideal", "single tok/s", "auto / single", "auto / best", "auto / ideal",
     "auto took", "idle % single", "idle % auto", "wasted rows % auto",

@@ -116,6 +116,8 @@ class ArenaSide:
             "copies_loaded": loaded.copies,
             "stored_bytes": stored.bytes,
             "loaded_bytes": loaded.bytes,
+            "stored_us": stored.us,
+            "loaded_us": loaded.us,
             "store_mb_s": stored.mb_s,
             "load_mb_s": loaded.mb_s,
         }

@@ -11,12 +11,14 @@ class CopyRate:
     def __init__(self) -> None:
         self.copies = 0
         self.bytes = 0
+        self.us = 0
         self._recent_bytes = self._recent_us = 0.0
 
     def add(self, copied_bytes: int, took_us: int) -> None:
         """Count a copy that was made in full."""
         self.copies += 1
         self.bytes += copied_bytes
+        self.us += took_us
         self._recent_bytes = self._recent_bytes * _KEEP + copied_bytes
         self._recent_us = self._recent_us * _KEEP + took_us
 

@@ -84,9 +84,11 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     promises = needs.promises(state, executor, unit)
     promises[0] = max(promises[0] - len(present), 0)
     blocks, slots, taken = sum(promises), len(promises), ledger.free_taken_by(present)
-    plenty = ledger.can_admit(blocks + most_spare_blocks(state, executor), slots, taken)
-    if not plenty and not ledger.can_admit(blocks + spare_blocks(state, executor), slots, taken):
-        return None
+    plenty = ledger.can_admit(blocks + most_spare_blocks(state, executor, head), slots, taken)
+    if not plenty:
+        spare = spare_blocks(state, executor, unit.sequences)
+        if not ledger.can_admit(blocks + spare, slots, taken):
+            return None
     room = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
     option = Option(executor.source, len(hits) * hello.block_tokens, room, len(executor.running))
     return Offer(executor, hits, tail, promises, option)

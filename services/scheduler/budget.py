@@ -38,7 +38,13 @@ def chunk_budget(state: State, executor: Executor, columns: Columns, first: Sequ
         alone_us = executor.costs.predict_us(columns.shape)
         fits = hello.block_tokens if alone_us <= bound_us else LEAST_TOKENS
     budget = min(room, fits)
-    tiled = (decodes + budget) // TILE_ROWS * TILE_ROWS - decodes
+    most = min(room, budget + hello.block_tokens - 1)  # a tile may end within the next block
+    tiled = (decodes + most) // TILE_ROWS * TILE_ROWS - decodes
+    if (
+        tiled > budget
+        and executor.costs.predict_us(columns.shape.with_chunk(first.computed, tiled)) > bound_us
+    ):
+        tiled -= TILE_ROWS
     return tiled if tiled >= TILE_ROWS else budget
 
 

@@ -1,12 +1,23 @@
-"""Room for growth: how many blocks admission leaves free for what the running sequences are expected to need.
+"""Room for growth: how many blocks admission leaves free for what the running sequences will need.
 
-Admission that looks at present needs alone pauses sequence after sequence later on. Keeping a share of the
-expected growth free removed more stalls than any victim rule in simulation; the share adapts: each pause for
-want of a block adds to it, each step without one takes a little away (AIMD, as SGLang's new_token_ratio).
+Admission that looks at present needs alone pauses sequence after sequence later on.
+
+Of a sequence that an end-of-sequence token may end, a share of the expected growth is kept free. That removed
+more stalls than any victim rule in simulation; the share adapts: each pause for want of a block adds to it,
+each step without one takes a little away (AIMD, as SGLang's new_token_ratio).
+
+Of one that nothing but its length ends, all is known. With `kv=foreseen` those are laid out in time: each
+grows by a token a step until it ends and gives back what it holds. What has to be free now is the highest
+point of that curve, as in LightLLM's Past-Future scheduler (arXiv:2507.10150), and nobody has to be paused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from services.scheduler.policies.promises import on_demand
+from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
 
 LEAST_PM, MOST_PM = 50, 1_000  # per mille of the expected growth
@@ -14,20 +25,26 @@ PAUSE_ADDS_PM = 100
 STEP_DIVIDES = 512
 
 
-def most_spare_blocks(state: State, executor: Executor) -> int:
+def most_spare_blocks(state: State, executor: Executor, joining: Sequence) -> int:
     """At least as many as `spare_blocks`, without a look at every row."""
     if state.limits.policy.greedy:
         return 0
+    if state.limits.policy.foresees and (executor.sure_lengths or joining.sure_length):
+        return executor.ledger.blocks
     each = max(state.mean_output, executor.hello.block_tokens) // executor.hello.block_tokens + 2
     return len(executor.running) * each * executor.growth_pm // 1000
 
 
-def spare_blocks(state: State, executor: Executor) -> int:
-    """Blocks that admission must leave free. None on an empty executor, or nothing large could ever start."""
+def spare_blocks(state: State, executor: Executor, joining: Iterable[Sequence] = ()) -> int:
+    """Blocks that admission of `joining` must leave free. None on an empty executor for what may end at any
+    token, or nothing large could ever start."""
     if state.limits.policy.greedy:
         return 0
+    foresees = state.limits.policy.foresees
     expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output
     for s in executor.running:  # once an admission, over every row
+        if foresees and s.sure_length:
+            continue
         length = len(s.tokens)
         left, most = mean + s.prompt_tokens - length, s.max_length - length
         if left < block_tokens:
@@ -35,7 +52,43 @@ def spare_blocks(state: State, executor: Executor) -> int:
         more = length + (left if left < most else most) - (len(s.table) + s.reserved) * block_tokens
         if more > 0:
             expected += more
-    return expected * executor.growth_pm // (1000 * block_tokens)
+    spare = expected * executor.growth_pm // (1000 * block_tokens)
+    if foresees:
+        ends = [_end(s, len(s.table) + s.reserved, block_tokens) for s in executor.running if s.sure_length]
+        ends += [
+            _end(s, on_demand(len(s.tokens), s.max_length, block_tokens), block_tokens)
+            for s in joining
+            if s.sure_length
+        ]
+        spare += _peak_blocks(ends, block_tokens)
+    return spare
+
+
+class _End(NamedTuple):
+    """When a row ends, in steps; the tokens that fit into what it holds; those that its end frees."""
+
+    left: int
+    spare: int
+    frees: int
+
+
+def _end(s: Sequence, blocks: int, block_tokens: int) -> _End:
+    length, held = len(s.tokens), blocks * block_tokens
+    return _End(
+        s.max_length - length, held - length, max(held - s.cached_tokens, 0)
+    )  # a cached part is shared
+
+
+def _peak_blocks(rows: list[_End], block_tokens: int) -> int:
+    """The most that these will need at one time beyond what they hold now."""
+    alive, spare, freed, peak = len(rows), sum(row.spare for row in rows), 0, 0
+    for row in sorted(rows):
+        # each one's last block may hold a single token; promised ones need nothing
+        need = alive * (row.left + block_tokens - 1) - spare - freed
+        if need > peak:
+            peak = need
+        alive, spare, freed = alive - 1, spare - row.spare, freed + row.frees
+    return peak // block_tokens
 
 
 def paused(executor: Executor) -> None:

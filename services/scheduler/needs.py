@@ -25,7 +25,7 @@ def lacking(state: State, executor: Executor, unit: Unit) -> tuple[int, int]:
     """Blocks and slots that a unit lacks, once the steps in flight are back; none where it is not above 0."""
     ledger = executor.ledger
     coming = ledger.free_blocks - ledger.reserved + ledger.coming_blocks
-    blocks = sum(promises(state, executor, unit)) + spare_blocks(state, executor) - coming
+    blocks = sum(promises(state, executor, unit)) + spare_blocks(state, executor, unit.sequences) - coming
     return blocks, len(unit.sequences) - ledger.free_slots - ledger.fenced_slots
 
 

@@ -5,7 +5,8 @@
 
 rank    who is admitted next                    ranks.py        vtc, fcfs
 fill    what a step is made of                  fills.py        mixed, prefill_first, decode_first, static
-kv      how many blocks a sequence is promised  promises.py     on_demand, greedy, by_chunk, reserve
+kv      how many blocks a sequence is promised  promises.py     on_demand, foreseen, greedy, by_chunk,
+                                                                reserve
 victim  who is paused when blocks are short     victims.py      latest, least_computed
 place   which executor runs a unit              places.py       prefix, room
 tier    what becomes of blocks without a copy   tiers.py        tiered, swap, recompute, forget
@@ -33,7 +34,7 @@ WHERE = {  # module, names, arguments
     ),
     "kv": (
         "services.scheduler.policies.promises",
-        ("on_demand", "greedy", "by_chunk", "reserve"),
+        ("on_demand", "foreseen", "greedy", "by_chunk", "reserve"),
         ("tokens", "max_length", "block_tokens"),
     ),
     "victim": ("services.scheduler.policies.victims", ("latest", "least_computed"), ("candidates",)),
@@ -61,6 +62,11 @@ class Policy:
     def greedy(self) -> bool:
         """Whether admission keeps nothing free for growth, and nobody is spared or pinned."""
         return self.kv in GREEDY
+
+    @property
+    def foresees(self) -> bool:
+        """Whether admission looks ahead along the growth of sequences whose length is known."""
+        return self.kv == "foreseen"
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))

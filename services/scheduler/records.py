@@ -148,6 +148,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def sure_length(self) -> bool:
+        """Nothing but its length ends it, unless its client goes away or finds a stop string."""
+        return not self.stop_ids
+
+    @property
     def prefilling(self) -> bool:
         return self.computed < self.opened_length
 

@@ -71,6 +71,7 @@ class Executor:
     costs: Costs = field(default_factory=Costs)
     pace: Pace = field(default_factory=Pace)
     host_fed: int = 0  # of those that run
+    sure_lengths: int = 0  # of those that run: only their length ends them
     levels: list[int] = field(default_factory=lambda: [0] * len(classes.NAMES))  # how many run of each class
     halves: list[int] = field(default_factory=lambda: [0, 0])  # how many are in A and in B
     growth_pm: int = 150  # of the growth expected, kept free by admission: see growth.py
@@ -100,6 +101,7 @@ class Executor:
 
     def _count(self, sequence: Sequence, one: int) -> None:
         self.host_fed += one if sequence.host_fed else 0
+        self.sure_lengths += one if sequence.sure_length else 0
         self.levels[sequence.request.level] += one
         self.halves[sequence.half] += one
 

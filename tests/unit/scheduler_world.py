@@ -55,7 +55,7 @@ def any_limits(data: st.DataObject) -> Limits:
     policy = Policy(
         rank=data.draw(st.sampled_from(["vtc", "fcfs"])),
         fill=data.draw(st.sampled_from(["mixed", "prefill_first", "decode_first", "static"])),
-        kv=data.draw(st.sampled_from(["on_demand", "on_demand", "reserve"])),
+        kv=data.draw(st.sampled_from(["on_demand", "on_demand", "reserve", "foreseen"])),
     )
     return Limits(
         window=data.draw(st.integers(1, 4)),

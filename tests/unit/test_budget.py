@@ -47,6 +47,16 @@ def test_half_of_it_where_steps_alternate() -> None:
     assert budget(64, half=0) == 448 - 64
 
 
+def test_a_tile_may_end_within_a_block() -> None:
+    # 452 beside 60 decodes fill a step of 512, 448 in blocks would leave a tile of 64 unused
+    assert budget(60, step_tokens=512) == 512 - 60
+
+
+def test_a_tile_that_would_break_the_promise_is_left_out() -> None:
+    # 50 ms hold 500 tokens: 432 beside 68 decodes, in tiles 448; 444 would fill 512, and take 51.2 ms
+    assert budget(68, half=0) == 448 - 68
+
+
 def test_decodes_alone_may_take_long_but_prompts_go_on() -> None:
     model = StepModel(weights_us=200_000, token_ns=1)
     assert model.weights_us > 100_000

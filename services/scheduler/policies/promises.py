@@ -17,6 +17,12 @@ def on_demand(tokens: int, max_length: int, block_tokens: int) -> int:
     return blocks_for(min(tokens + 1, max_length), block_tokens)
 
 
+def foreseen(tokens: int, max_length: int, block_tokens: int) -> int:
+    """As much; but where nothing except its length ends a sequence, admission looks ahead along its whole
+    growth, and nobody is paused for that: see growth.py."""
+    return on_demand(tokens, max_length, block_tokens)
+
+
 def greedy(tokens: int, max_length: int, block_tokens: int) -> int:
     """As much; but admission leaves nothing free for growth, whoever comes back is not spared, and nobody is
     ever promised more. A baseline, which pauses much."""

@@ -85,7 +85,14 @@ def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int) -> int:
         tier.answer_us + fetch_us + executor.up.trip_us // 2
     )  # meanwhile the link works on what is queued
     wait_us = max(executor.up.wait_us() - ask_us, 0)
-    return ask_us + wait_us + executor.up.copy_us(blocks * size) + executor.up.trip_us // 2
+    return ask_us + wait_us + _copy_us(executor, blocks * size) + executor.up.trip_us // 2
+
+
+def _copy_us(executor: Executor, size_bytes: int) -> int:
+    """Of a load. Until there was one the stores tell how fast the link is; one that was never used is worth a
+    try."""
+    link = executor.up if executor.up.seen else executor.down
+    return link.copy_us(size_bytes) if link.seen else 0
 
 
 def _ask(

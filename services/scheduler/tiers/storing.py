@@ -108,7 +108,7 @@ def _pressed(state: State, executor: Executor) -> int:
     most = max(1, ledger.blocks // CUSHION_SHARE)
     wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most)
     if state.stuck and (unit := state.waiting.first(executor.hello.model)) is not None:
-        wanted += sum(needs.promises(state, executor, unit)) + spare_blocks(state, executor)
+        wanted += sum(needs.promises(state, executor, unit)) + spare_blocks(state, executor, unit.sequences)
         if unit.resumes:  # it needs no second place for what it has here
             hits = prefix.lookup(executor, unit.sequences[0])
             wanted -= len(hits) - ledger.free_taken_by(hits)

@@ -1,0 +1,96 @@
+"""Chats that come back, more of them than the device holds: does their KV come from pinned memory in time?
+
+All conversations take a turn, so many at a time, before any takes its next. A turn's prompt is all before it,
+64 tokens in the place of the last answer, and 256 more: what was answered is not in the next prompt, so its
+KV is computed again, which costs this engine more than one that is asked with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from loadtest.gpu.readers import Read, bodies, body_of, figures, read, read_all, some_tokens
+from loadtest.real.served import Body, Served
+from shared import subjects
+from shared.client import ask_all
+
+CONVERSATIONS, IN_FLIGHT, TURNS = 96, 32, 5
+SHARED, OWN, ADDED, ANSWER = 1024, 2048, 256, 64
+DECODES, DECODE_TOKENS, SETTLED = 16, 512, 64
+
+
+async def multi_turn(fleet: Served) -> tuple[dict[str, Any], list[list[int]]]:
+    """Wall time of each turn, how long loads took from turn 1 on and how long the device stood idle then; and
+    the prompts of the last turn."""
+    await pinned(fleet)
+    await fleet.all(bodies("warm-up", 8, 16))
+    rng = random.Random("multi-turn")
+    shared = some_tokens(rng, SHARED)
+    prompts = [shared + some_tokens(rng, OWN) for _ in range(CONVERSATIONS)]
+    loop, turns, before, asked = (
+        asyncio.get_running_loop(),
+        list[dict[str, Any]](),
+        dict[str, Any](),
+        list[Body](),
+    )
+    for turn in range(TURNS):
+        for prompt in prompts:
+            prompt += some_tokens(rng, ADDED)
+        asked = [body_of(f"turn-{turn}-{i}", list(prompt), ANSWER) for i, prompt in enumerate(prompts)]
+        if turn == 1:
+            before = await _executor(fleet)
+        began_s = loop.time()
+        reads = await read_all(fleet, asked, IN_FLIGHT)
+        turns.append({"turn": turn, **figures(reads, loop.time() - began_s, ANSWER)})
+        for prompt in prompts:
+            prompt += some_tokens(rng, ANSWER)
+    after = await _executor(fleet)
+    loads_s, idle_s = ((after[name] - before[name]) / 1e6 for name in ("loaded_us", "device_idle_us"))
+    found = {
+        "seconds": sum(turn["seconds"] for turn in turns), "turns": turns,
+        "loads_s": loads_s, "idle_s": idle_s,
+        "loaded_gb": (after["loaded_bytes"] - before["loaded_bytes"]) / 1e9,
+        "scheduler": await fleet.measured(),
+    }  # fmt: skip
+    return found, [list(one["prompt"]) for one in asked]
+
+
+async def restores(fleet: Served, prompts: list[list[int]]) -> dict[str, Any]:
+    """The same chats come back for one token each while others decode: the rate of the loads, and what the
+    others feel of them."""
+    alone = await _beside(fleet, "alone", [])
+    before = await _executor(fleet)
+    asked = [body_of(f"again-{i}", prompt, 1) for i, prompt in enumerate(prompts)]
+    beside = await _beside(fleet, "beside", asked)
+    after = await _executor(fleet)
+    moved, took_us = (after[name] - before[name] for name in ("loaded_bytes", "loaded_us"))
+    return {
+        "gb_s": moved / max(took_us, 1) / 1e3, "loaded_gb": moved / 1e9, "load_s": took_us / 1e6,
+        "alone": alone, "beside": beside, "itl_p50_ratio": beside["itl_p50_ms"] / alone["itl_p50_ms"],
+    }  # fmt: skip
+
+
+async def _beside(fleet: Served, name: str, asked: list[Body]) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    decodes = asyncio.gather(*(read(fleet, body) for body in bodies(name, DECODES, DECODE_TOKENS)))
+    coming = asyncio.create_task(read_all(fleet, asked, 2))
+    reads = await decodes
+    took_s = loop.time() - began_s
+    await coming
+    steady = [Read(seen.sent_s, seen.parts_s[SETTLED:]) for seen in reads]  # all prompts are done by then
+    return figures(steady, took_s, DECODE_TOKENS)
+
+
+async def pinned(fleet: Served) -> None:
+    """Return once the executor has the arena: to pin 48 GiB takes 15 s."""
+    while not (await _executor(fleet))["arena_generation"]:
+        pass
+
+
+async def _executor(fleet: Served) -> dict[str, Any]:
+    answers = await ask_all(fleet.bus, subjects.STATUS, 0.3)
+    (found,) = (a for a in answers if a["kind"] == "executor")
+    return dict(found)

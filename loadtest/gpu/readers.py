@@ -1,0 +1,78 @@
+"""Requests of random tokens, and what the reader of each answer sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadtest.fleet import MODEL
+from loadtest.real.served import Body, Served
+
+PROMPT, ANSWER = 1024, 256
+FIRST_ID, LAST_ID = 300, 120_000
+
+
+@dataclass(slots=True)
+class Read:
+    """When parts of an answer came, in seconds on the loop's clock."""
+
+    sent_s: float = 0.0
+    parts_s: list[float] = field(default_factory=list)
+
+
+async def read(fleet: Served, body: Body) -> Read:
+    """Send a request and read its answer."""
+    loop = asyncio.get_running_loop()
+    seen = Read(loop.time())
+    async for frame in fleet.client.stream(body):
+        if frame["type"] == "delta":
+            seen.parts_s.append(loop.time())
+    return seen
+
+
+async def read_all(fleet: Served, bodies: Sequence[Body], in_flight: int) -> list[Read]:
+    """All of them, so many at a time, in order."""
+    left, seen = iter(bodies), list[Read]()
+
+    async def worker() -> None:
+        for body in left:
+            seen.append(await read(fleet, body))
+
+    await asyncio.gather(*(worker() for _ in range(in_flight)))
+    return seen
+
+
+def figures(reads: Sequence[Read], took_s: float, answer: int = ANSWER) -> dict[str, Any]:
+    """Tokens a second, and the quantiles of the times that readers feel."""
+    gaps = sorted(1e3 * (b - a) for seen in reads for a, b in itertools.pairwise(seen.parts_s))
+    first = sorted(1e3 * (seen.parts_s[0] - seen.sent_s) for seen in reads)
+    cuts = statistics.quantiles(gaps, n=100)
+    return {
+        "tok_s": len(reads) * answer / took_s, "seconds": took_s, "parts": sum(len(r.parts_s) for r in reads),
+        "ttft_p50_ms": statistics.median(first), "ttft_p99_ms": statistics.quantiles(first, n=100)[98],
+        "itl_p50_ms": cuts[49], "itl_p90_ms": cuts[89], "itl_p99_ms": cuts[98], "itl_max_ms": gaps[-1],
+    }  # fmt: skip
+
+
+def some_tokens(rng: random.Random, count: int) -> list[int]:
+    """Token ids that nobody has seen."""
+    return [rng.randrange(FIRST_ID, LAST_ID) for _ in range(count)]
+
+
+def body_of(request_id: str, prompt: list[int], tokens: int, **more: Any) -> Body:
+    """A greedy request for so many tokens."""
+    return {
+        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
+        "seed": 1, "request_id": request_id, **more,
+    }  # fmt: skip
+
+
+def bodies(name: str, rows: int, tokens: int, **more: Any) -> list[Body]:
+    """Requests with prompts of their own; the same ones for the same name."""
+    rng = random.Random(name)
+    return [body_of(f"{name}-{i}", some_tokens(rng, PROMPT), tokens, **more) for i in range(rows)]
