@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from shared.errors import EngineError
 
+_PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 
@@ -38,6 +39,19 @@ class CopyEngine:
     def __init__(self) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self.batches = hasattr(self._driver, "cuMemcpyBatchAsync")  # since CUDA 12.8
+
+    def pin(self, address: int, size_bytes: int) -> int:
+        """Lock pages; 0, or the error of cuda.h. Other threads run meanwhile: through torch they would stand
+        still for 0.3 s a GiB, and the executor would be given up for dead."""
+        error: int = self._driver.cuMemHostRegister_v2(
+            ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_uint(_PORTABLE_MAPPED)
+        )
+        return error
+
+    def unpin(self, address: int) -> int:
+        """Unlock them; 0, or the error of cuda.h."""
+        error: int = self._driver.cuMemHostUnregister(ctypes.c_void_p(address))
+        return error
 
     def copy(self, targets: Addresses, sources: Addresses, size_bytes: int, stream: int) -> None:
         """Queue a copy of `size_bytes` from each of `sources` to that of `targets`. All memory of the host

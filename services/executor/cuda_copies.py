@@ -6,11 +6,9 @@ arena that cannot be pinned is copied block by block through the driver's own bu
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from mmap import mmap
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +20,6 @@ from services.executor.kv_cache import KvCache
 
 log = logging.getLogger("headrace.executor")
 
-_PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
-
 
 class CudaCopier:
     """See services.executor.backend.Copier."""
@@ -34,7 +30,7 @@ class CudaCopier:
         """`computed` gives what marks the end of the newest forward that is or was sampled."""
         self._device = cache.tensor.device
         self._bytes = cache.tensor.view(-1).view(torch.uint8)
-        self._block_bytes = cache.bytes_per_block
+        self._block_bytes, self._spare = cache.bytes_per_block, cache.spare
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch annotates it not
         self._computed = computed
         self._engine = CopyEngine()
@@ -43,13 +39,14 @@ class CudaCopier:
 
     def attach(self, arena: mmap) -> None:
         view = torch.frombuffer(arena, dtype=torch.uint8)
-        self._pinned = _pin(view, self._device)
+        self._pinned = _pin(view, self._device, self._engine)
+        self._warm_up()
         self._arena = view
 
     def detach(self) -> None:
         view, self._arena = self._arena, None
         if view is not None and self._pinned:
-            _unpin(view, self._device)
+            _unpin(view, self._device, self._engine)
 
     def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         assert self._arena is not None, "no arena is attached"
@@ -58,6 +55,20 @@ class CudaCopier:
     def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         assert self._arena is not None, "no arena is attached"
         self._move(self._arena, self._bytes, offsets, self._places(blocks))
+
+    def _warm_up(self) -> None:
+        """The driver's first copies take long, and a rate learnt from them would keep all others away: make
+        them here, between the spare block and memory that nobody reads."""
+        size = self._block_bytes
+        own = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            spare, host = (
+                np.array([address], dtype=np.uint64)
+                for address in (self._bytes.data_ptr() + self._spare * size, own.data_ptr())
+            )
+            for target, source in ((host, spare), (spare, host)):
+                self._engine.copy(target, source, size, self._stream.cuda_stream)
+            self._stream.synchronize()
 
     def _places(self, blocks: Sequence[int]) -> list[int]:
         return [block * self._block_bytes for block in blocks]
@@ -77,12 +88,11 @@ class CudaCopier:
             self._stream.synchronize()
 
 
-def _pin(view: Tensor, device: torch.device) -> bool:
+def _pin(view: Tensor, device: torch.device, engine: CopyEngine) -> bool:
     """Lock the pages of a mapping and give the GPU an address for them: about 0.3 s a GiB."""
     with torch.cuda.device(device):
-        error = int(_runtime().cudaHostRegister(view.data_ptr(), view.numel(), _PORTABLE_MAPPED))
+        error = engine.pin(view.data_ptr(), view.numel())
         if error:
-            _forget_error(device)
             log.warning(
                 "the arena of %d bytes cannot be pinned (CUDA error %d), copies will be slow: raise the "
                 "limit of locked memory (ulimit -l)", view.numel(), error,
@@ -90,18 +100,7 @@ def _pin(view: Tensor, device: torch.device) -> bool:
     return error == 0
 
 
-def _unpin(view: Tensor, device: torch.device) -> None:
+def _unpin(view: Tensor, device: torch.device, engine: CopyEngine) -> None:
     with torch.cuda.device(device):
-        if error := int(_runtime().cudaHostUnregister(view.data_ptr())):
-            _forget_error(device)
-            log.error("the arena stays pinned: cudaHostUnregister gives CUDA error %d", error)
-
-
-def _forget_error(device: torch.device) -> None:
-    """CUDA keeps a thread's last error, and torch would raise it at the next launch, whoever's that is."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch annotates it not
+        if error := engine.unpin(view.data_ptr()):
+            log.error("the arena stays pinned: cuMemHostUnregister gives CUDA error %d", error)

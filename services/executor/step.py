@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,6 +59,7 @@ class DeviceThread:
         self._began_us = 0
         self.busy_us = 0
         self.idle_us = 0
+        self._ended_us = 0  # when the last step's result was there
         self.published_us = 0  # set by who publishes: see StepResult
 
     def start(self, on_built: Callable[[Backend | BaseException], None]) -> None:
@@ -107,9 +107,10 @@ class DeviceThread:
     def _serve(self, backend: Backend) -> None:
         wait_us = 0
         while True:
-            waited_from = time.monotonic_ns()
+            waited_from_us = self._clock.now_us()
             arrived_us, work = self._work.get()
-            wait_us += (time.monotonic_ns() - waited_from) // 1000
+            if not self._lane.busy:  # else the device works on what was queued before
+                wait_us += max(self._clock.now_us() - max(waited_from_us, self._ended_us), 0)
             if work is None:
                 return
             if isinstance(work, StepPlan):
@@ -128,16 +129,21 @@ class DeviceThread:
         self.idle_us += wait_us
         host_fed = bool(self._host_fed) and not self._host_fed.isdisjoint(plan.sample_slots)
         if host_fed or step.answered or self._lane.busy or self._staged:
-            self.busy_us += self._clock.now_us() - began_us
+            if not step.answered:
+                self.busy_us += self._clock.now_us() - began_us
             fenced = () if step.answered else plan.sample_slots  # what is queued on the device comes in order
-            self._lane.put(fenced, began_us, lambda: self._finish(step))
+            self._lane.put(fenced, began_us, lambda: self._finish(step, began_us))
             self._began_us = 0
         else:
             self._finish(step)
             self.busy_us += self._clock.now_us() - began_us
 
-    def _finish(self, step: Step) -> None:
+    def _finish(self, step: Step, began_us: int = 0) -> None:
         result = step.finish(self.published_us)
+        ended_us = self._clock.now_us()
+        if step.answered and began_us:  # queued behind the one before, it began when that ended
+            self.busy_us += ended_us - max(began_us, self._ended_us)
+        self._ended_us = ended_us
         if not self._lane.busy:
             self._began_us = 0
         self._deliver(result)

@@ -14,6 +14,7 @@ GUESS_BYTES_PER_US = 10_000.0  # until a copy has been measured: it has to be tr
 GUESS_EACH_US = 500.0
 MEMORY = 1 - 1 / 32
 MIB = float(1 << 20)
+STALE_US = 2_000_000  # a copy in so long a time costs little, however slow the link is
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Link:
     seen: int = 0
     moved_bytes: int = 0
     trip_us: int = 0  # KvCopy and KvCopied on their way, a moving average
+    seen_us: int = 0  # when a copy was measured last
     _n: float = 0.0
     _x: float = 0.0  # MiB
     _y: float = 0.0  # us
@@ -66,10 +68,16 @@ class Link:
         self.pending_bytes -= size_bytes
         self.pending_jobs -= 1
 
-    def observe(self, size_bytes: int, took_us: int) -> None:
+    def known(self, now_us: int) -> bool:
+        """Whether a copy was measured lately. What was slow once is tried again: an estimate that keeps all
+        copies away would never be corrected."""
+        return self.seen > 0 and now_us - self.seen_us <= STALE_US
+
+    def observe(self, size_bytes: int, took_us: int, now_us: int = 0) -> None:
         """A copy of so many bytes ran for so long."""
         if size_bytes <= 0 or took_us <= 0:
             return
+        self.seen_us = now_us
         x, y = size_bytes / MIB, float(took_us)
         self._n = self._n * MEMORY + 1.0
         self._x = self._x * MEMORY + x

@@ -37,7 +37,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> N
     remote = sum(t == REMOTE for t in answer.found[first : first + len(keys)])
     load_us = _load_us(executor, tier, len(keys), remote)
     compute_us = Recompute.of(executor).tokens_us(sequence.computed, sum(valid))
-    if compute_us and load_us >= compute_us:
+    if compute_us and load_us >= compute_us and (remote or not _worth_a_try(executor, state.now_us)):
         sequence.decide(
             state.now_us,
             "recompute",
@@ -75,7 +75,13 @@ def _go_on(state: State, executor: Executor, sequence: Sequence) -> None:
     answer = Answer(state.now_us, (1,) * MAX_KEYS, state.now_us)
     keys, valid = _there(executor, sequence, answer)
     if keys and sequence.reserved >= len(keys):
-        _ask(state, executor, tier, sequence, (keys, valid, _load_us(executor, tier, len(keys), 0), 0))
+        _ask(
+            state,
+            executor,
+            tier,
+            sequence,
+            (keys, valid, _load_us(executor, tier, len(keys), 0), 0),
+        )
 
 
 def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int) -> int:
@@ -85,14 +91,15 @@ def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int) -> int:
         tier.answer_us + fetch_us + executor.up.trip_us // 2
     )  # meanwhile the link works on what is queued
     wait_us = max(executor.up.wait_us() - ask_us, 0)
-    return ask_us + wait_us + _copy_us(executor, blocks * size) + executor.up.trip_us // 2
+    link = (
+        executor.up if executor.up.seen else executor.down
+    )  # the stores tell how fast it is, until a load does
+    return ask_us + wait_us + link.copy_us(blocks * size) + executor.up.trip_us // 2
 
 
-def _copy_us(executor: Executor, size_bytes: int) -> int:
-    """Of a load. Until there was one the stores tell how fast the link is; one that was never used is worth a
-    try."""
-    link = executor.up if executor.up.seen else executor.down
-    return link.copy_us(size_bytes) if link.seen else 0
+def _worth_a_try(executor: Executor, now_us: int) -> bool:
+    """Nobody has used the link lately, in either direction."""
+    return not (executor.up.known(now_us) or executor.down.known(now_us) or executor.up.pending_jobs)
 
 
 def _ask(
@@ -179,7 +186,7 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
     """A load is over. One that took longer than the lease may have read another's bytes."""
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     if ok:
-        executor.up.observe(job.queued_bytes, message.took_us)
+        executor.up.observe(job.queued_bytes, message.took_us, state.now_us)
         executor.up.observe_trip(state.now_us - job.sent_us - message.wait_us - message.took_us)
     finish(state, job)
     sequence = _sequence(state, job)

@@ -132,7 +132,7 @@ def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[i
     ledger = executor.ledger
     look = _Look(
         pressed=pressed,
-        copy_us=_copy_us(executor),
+        copy_us=_copy_us(executor, state.now_us),
         chance_pm=state.reuse_pm,
         recompute=Recompute.of(executor),
     )
@@ -158,10 +158,10 @@ def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[i
     return chosen
 
 
-def _copy_us(executor: Executor) -> int:
-    """Of a block, with its share of half the wait. A link that was never used is worth a try."""
+def _copy_us(executor: Executor, now_us: int) -> int:
+    """Of a block, with its share of half the wait. A link that nobody has used lately is worth a try."""
     link = executor.down
-    if not link.seen:
+    if not link.known(now_us) and not link.pending_jobs:
         return 0
     return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * _most_blocks(executor))
 
@@ -286,7 +286,7 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     ok = ok and job.after_step <= executor.ledger.acked_step
     if ok:
-        executor.down.observe(job.queued_bytes, message.took_us)
+        executor.down.observe(job.queued_bytes, message.took_us, state.now_us)
         state.meter.stored_blocks += sum(job.written)
     uncount(executor, job)
     if not ok or tier is None:
