@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     slots: int = Field(0, ge=0, le=256, description="sequences that run at once; 0: 64, 256 on cuda and sim")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer, tokens; 0: the model's")
     threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the cores")
-    deterministic: bool = Field(False, description="on a cpu: logits do not depend on the batch")
+    deterministic: bool = Field(False, description="answers do not depend on the batch, bit for bit; slower")
     sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
     # tiers below the device
     l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter, 2048 without a GPU; off")

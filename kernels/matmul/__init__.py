@@ -1,1 +1,1 @@
-"""Products of few rows with a large weight."""
+"""Products with a large weight: of few rows, bound by reading it, and of any number with the same bits."""

@@ -3,7 +3,7 @@
 One program takes a tile of a chunk's tokens with all query heads of one kv head: the rows of its matrix are
 (token, query head), so that K and V are read once for the group. Chunks of any length and with any prefix
 share one launch; tiles are named by columns, and a tile of no tokens ends at once, so that a graph may hold
-more tiles than a step has.
+more tiles than a step has. A chunk of one token is a decode.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _attend(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
     count = tl.load(tile_counts + tile)
@@ -59,25 +61,28 @@ def _attend(
         mass = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
         whole = (start + 1) // TILE * TILE  # tokens that every query of the tile sees
-        for at_first in tl.range(0, whole, TILE, num_stages=STAGES):
-            at = at_first + n
-            block = tl.load(table + at // BLOCK_TOKENS).to(tl.int64)
-            place = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
-            if DIM == DIM_PAD:
-                k = tl.load(keys + place)
-                v = tl.load(values + place)
-            else:
-                k = tl.load(keys + place, mask=(d < DIM)[None, :], other=0.0)
-                v = tl.load(values + place, mask=(d < DIM)[None, :], other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            mass = mass * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None]
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-            top = new_top
-        for at_first in tl.range(whole, start + count, TILE, num_stages=1):
+        if ONE_LOOP:
+            whole = 0
+        else:
+            for at_first in tl.range(0, whole, TILE, num_stages=STAGES):
+                at = at_first + n
+                block = tl.load(table + at // BLOCK_TOKENS).to(tl.int64)
+                place = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
+                if DIM == DIM_PAD:
+                    k = tl.load(keys + place)
+                    v = tl.load(values + place)
+                else:
+                    k = tl.load(keys + place, mask=(d < DIM)[None, :], other=0.0)
+                    v = tl.load(values + place, mask=(d < DIM)[None, :], other=0.0)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+                new_top = tl.maximum(top, tl.max(scores, 1))
+                weights = tl.exp2(scores - new_top[:, None])
+                shrink = tl.exp2(top - new_top)
+                mass = mass * shrink + tl.sum(weights, 1)
+                acc = acc * shrink[:, None]
+                acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+                top = new_top
+        for at_first in tl.range(whole, start + count, TILE, num_stages=TAIL_STAGES):
             at = at_first + n
             inside = at < start + count
             block = tl.load(table + at // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
@@ -101,12 +106,18 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """How the kernel is laid out on a device. `rows`: of a program, tokens times query heads of a kv head."""
+    """How the kernel is laid out on a device. `rows`: of a program, tokens times query heads of a kv head.
+
+    `one_loop`: all tiles of KV go through one loop, which masks. Then a query's result is the same bits
+    whatever chunk it comes in: its tiles are the same from position 0 on, each is computed by the same
+    instructions, and what it may not see has a weight of exactly zero (`exp2(-1e30 - top)`) and a `shrink` of
+    exactly one, so that it changes nothing. Of two loops each may round `dot * scale - top` its own way."""
 
     rows: int = 64
     tile_tokens: int = 64
     stages: int = 3
     warps: int = 4
+    one_loop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,5 +149,6 @@ def attend_prefill(
         tiles.tables.shape[1], layer, kv.stride(0), dim**-0.5 * 1.4426950408889634,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
+        TAIL_STAGES=tuning.stages if tuning.one_loop else 1, ONE_LOOP=tuning.one_loop,
         PRECISION="ieee" if kv.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
     )  # fmt: skip

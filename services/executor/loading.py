@@ -45,7 +45,7 @@ class TorchOptions:
     max_step_tokens: int = 256
     max_context: int = 0  # 0: the model's
     threads: int = 0  # 0: the cores
-    deterministic: bool = False  # on a CPU: a row's logits do not depend on its batch
+    deterministic: bool = False  # a row's bits depend on neither its batch nor the cuts of its prompt
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
 
 

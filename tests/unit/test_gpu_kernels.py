@@ -1,13 +1,15 @@
-"""The GPU's kernels in Triton's interpreter, against the torch references: the same functions, other code.
+"""The GPU's kernels against the torch references: the same functions, other code. On a GPU where there is one
+(scripts/sanitize runs them so), else in Triton's interpreter.
 
 The interpreter knows float32 and float16 only, and takes milliseconds for each program: small shapes with odd
-ends. What it cannot show (bf16, races, speed) is measured on a GPU by loadtest.gpu, whose results lie beside.
+ends. What it cannot show (bf16, speed) is measured on a GPU by loadtest.gpu, whose results lie beside.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from gpu_side import BLOCK, BLOCKS, DEVICE, DIM, HEADS, KV_HEADS, LAYERS, far, normal, shuffled, words
 
 from kernels.kv_blocks.ref import write_kv, write_rows
 from kernels.matmul.gpu import MatmulTuning, matmul
@@ -25,19 +27,6 @@ from kernels.swiglu import ref as swiglu_ref
 from kernels.swiglu.gpu import swiglu
 
 CLOSE = 1e-5
-LAYERS, BLOCK, KV_HEADS, HEADS, DIM, BLOCKS = 2, 8, 3, 9, 24, 40
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def words(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found.double() - wanted.double()).abs().max() / wanted.double().abs().max()).item()
 
 
 def test_norms_add_parts_and_leave_the_sum() -> None:
@@ -68,8 +57,8 @@ def test_rotation_writes_where_the_references_do(normed: bool) -> None:
     wanted = kv.clone()
     tokens = 3
     qkv = normal(tokens, (HEADS + 2 * KV_HEADS) * DIM, seed=1)
-    table = rope_table(torch.rand(DIM // 2, dtype=torch.float64), 64)
-    positions, blocks = words(3, 17, 40), torch.tensor([4, 7, 9])
+    table = rope_table(torch.rand(DIM // 2, dtype=torch.float64), 64).to(DEVICE)
+    positions, blocks = words(3, 17, 40), torch.tensor([4, 7, 9], device=DEVICE)
     query, key, value = torch.split(qkv.view(tokens, -1, DIM), [HEADS, KV_HEADS, KV_HEADS], 1)
     norms = HeadNorms(None, None, 1e-5)
     if normed:
@@ -89,8 +78,7 @@ def test_rotation_writes_where_the_references_do(normed: bool) -> None:
 def test_decode_rows_of_any_length_however_they_are_divided(processors: int) -> None:
     """One worker for all, and more than there are rows: a row is then merged from several."""
     lengths, kv = [1, 0, 77, 20], normal(BLOCKS, LAYERS, 2, BLOCK, KV_HEADS, DIM)
-    slots, order = words(2, 0, 1, 3), torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1))
-    tables = order.view(4, 10).int()
+    slots, tables = words(2, 0, 1, 3), shuffled(4)
     query = normal(len(lengths), HEADS, DIM, seed=2)
     work = decode_work(kv, HEADS, 8, processors, Tuning(tile_tokens=16, per_sm=1))
     out, at = torch.full_like(query, torch.nan), words(*lengths)
@@ -101,14 +89,14 @@ def test_decode_rows_of_any_length_however_they_are_divided(processors: int) -> 
             assert out[row].isnan().all()
             continue
         table = tables[slots[row], : -(-length // BLOCK)].long()[None]
-        mask = torch.zeros(1, 1, 1, length, dtype=torch.float64)
+        mask = torch.zeros(1, 1, 1, length, dtype=torch.float64, device=DEVICE)
         wanted = attention.attend_decode(query[row : row + 1].double(), kv.double(), 1, table, mask)
         assert far(out[row], wanted[0]) < CLOSE
 
 
 def test_chunks_with_and_without_a_prefix_in_one_launch() -> None:
     kv, tuning = normal(BLOCKS, LAYERS, 2, BLOCK, KV_HEADS, DIM), PrefillTuning(32, 16, 1, 4)
-    tables = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)).view(4, 10).int()
+    tables = shuffled(4)
     chunks, size = ((0, 0, 13), (2, 30, 12)), tile_queries(HEADS, KV_HEADS, tuning)  # slot, start, count
     columns: list[list[int]] = [[], [], [], []]
     first = 0
@@ -128,7 +116,7 @@ def test_chunks_with_and_without_a_prefix_in_one_launch() -> None:
     for slot, start, count in chunks:
         end = start + count
         later = torch.arange(end)[None] > torch.arange(start, end)[:, None]
-        mask = torch.zeros(count, end, dtype=torch.float64).masked_fill_(later, -torch.inf)
+        mask = torch.zeros(count, end, dtype=torch.float64).masked_fill_(later, -torch.inf).to(DEVICE)
         rows = slice(first, first + count)
         table = tables[slot, : -(-end // BLOCK)].long()
         wanted = attention.attend_prefill(query[rows].double(), kv.double(), 1, table, mask)
@@ -137,7 +125,7 @@ def test_chunks_with_and_without_a_prefix_in_one_launch() -> None:
 
 
 def test_inputs_are_resolved_from_the_slots() -> None:
-    state = SlotState(torch.arange(40).view(4, 10).int(), words(5, 6, 7, 0), words(0, 1, 0, 1))
+    state = SlotState(torch.arange(40).view(4, 10).int().to(DEVICE), words(5, 6, 7, 0), words(0, 1, 0, 1))
     columns = words(0, 1, 2, 2, 3, 9, 17, 3, 4, 0, FROM_DEVICE, FROM_DEVICE, FROM_DEVICE, 44, 0, 3)
     found = Resolved(words(*[-9] * 5), words(*[-9] * 5), words(*[-9] * 4))
     resolve(columns, state, 99, BLOCK, found)
@@ -145,7 +133,7 @@ def test_inputs_are_resolved_from_the_slots() -> None:
     # The second and the last slot are done: their KV goes to block 99, and they attend to nothing.
     assert found.places.tolist() == [1 * 8 + 1, 99 * 8 + 1, 20 * 8 + 3, 20 * 8 + 4, 99 * 8]
     assert found.lengths.tolist() == [10, 0, 4, 0]
-    target = torch.zeros(2, 5, dtype=torch.int32)
+    target = torch.zeros(2, 5, dtype=torch.int32, device=DEVICE)
     scatter(words(1, 7), words(3, 4), target)
     assert target.tolist() == [[0, 3, 0, 0, 0], [0, 0, 4, 0, 0]]
 
@@ -157,35 +145,28 @@ def test_chosen_tokens_are_those_of_the_reference_and_end_their_slots() -> None:
     ]  # fmt: skip
     rows, vocab = len(filters), 1000
     logits = normal(rows, vocab) * 3
-    seeds = torch.randint(-(2**62), 2**62, (rows + 1,), generator=torch.Generator().manual_seed(4))
-    positions = torch.arange(10, 10 + rows, dtype=torch.int32)
-    table = torch.zeros(rows + 1, 4)
-    table[:rows] = torch.tensor(filters)
+    seeds = torch.randint(-(2**62), 2**62, (rows + 1,), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    positions = words(*range(10, 10 + rows))
+    table = torch.zeros(rows + 1, 4, device=DEVICE)
+    table[:rows] = torch.tensor(filters, device=DEVICE)
     wanted = []
     for row, (temperature, top_k, top_p, min_p) in enumerate(filters):
         if not temperature:
             wanted.append(int(logits[row].argmax()))
             continue
         scaled = ((logits[row] - logits[row].max()) / temperature)[None]
-        asked = (torch.tensor([top_k]), torch.tensor([float(top_p)]), torch.tensor([float(min_p)]))
+        asked = [torch.tensor([value], device=DEVICE) for value in (top_k, float(top_p), float(min_p))]
         if top_k or top_p < 1 or min_p:
             scaled = sampler.keep_likely(scaled, *asked)
         wanted.append(int(sampler.draw(scaled, seeds[row : row + 1], positions[row : row + 1].long())))
-    stops = torch.full((rows + 1, 2), -1, dtype=torch.int32)
+    stops = torch.full((rows + 1, 2), -1, dtype=torch.int32, device=DEVICE)
     stops[1, 1] = wanted[1]
     limits, done = words(*[1000] * rows, 0), words(*[0] * rows, 1)
     limits[2], done[3] = 13, 1  # the third slot is at its length, the fourth had ended before
     last = words(*range(rows + 1))
     chosen = Chosen(words(*[-9] * rows), words(*[-9] * rows))
     choices = Choices(table, seeds, limits, stops, last, done)
-    choose(
-        logits,
-        torch.arange(rows, dtype=torch.int32),
-        positions,
-        choices,
-        scratch(rows, vocab, logits.device),
-        chosen,
-    )
+    choose(logits, words(*range(rows)), positions, choices, scratch(rows, vocab, logits.device), chosen)
     assert chosen.ids.tolist() == [*wanted[:3], -1, *wanted[4:]]
     assert chosen.done.tolist() == [0, 1, 1, 2, 0, 0, 0]
     assert last.tolist() == [*wanted[:3], 3, *wanted[4:], rows]

@@ -1,16 +1,13 @@
-"""Deterministic mode: a row's logits are the same bits at any batch size, in any company, and however the
-tokens before it were cut into chunks."""
+"""Deterministic mode on a CPU. On a GPU: tests/contract/test_deterministic.py."""
 
 from __future__ import annotations
 
-import itertools
-import random
 from pathlib import Path
 
 import pytest
-import torch
 from default_model import default_engine
-from plan_maker import PlanMaker, Row
+from plan_maker import PlanMaker
+from row_by_row import assert_chunks_do_not_show, assert_rows_do_not_see_each_other
 from tiny_models import save_tiny
 
 from services.executor.torch_backend import TorchOptions, build
@@ -32,55 +29,6 @@ def tiny_engine(folder: Path, kind: str, dtype: str, threads: int) -> PlanMaker:
     return PlanMaker(build(options))
 
 
-def logits(maker: PlanMaker, rows: list[Row]) -> torch.Tensor:
-    plan = maker.plan(rows)
-    pending = maker.backend.forward(plan)
-    maker.backend.sample(pending)
-    return pending.logits  # the output of the forward pass, before any choice
-
-
-def assert_rows_do_not_see_each_other(maker: PlanMaker, least: int, spread: int) -> None:
-    draw = random.Random(5)
-    lengths = {slot: least + 7 * slot % spread for slot in range(max(BATCHES))}
-    vocab = maker.backend.info.vocab
-    for slot, length in lengths.items():
-        maker.open(slot, [draw.randrange(vocab) for _ in range(length + 1)])
-    alone = {
-        slot: logits(maker, [Row(slot, 0, length, feeds=(slot,))])[0] for slot, length in lengths.items()
-    }
-    together = logits(
-        maker, [Row(slot, 0, length, feeds=(slot,)) for slot, length in list(lengths.items())[:5]]
-    )
-    for slot, row in enumerate(together):
-        assert torch.equal(row, alone[slot])
-
-    decoded: dict[int, torch.Tensor] = {}
-    for batch in BATCHES:
-        for slots in (list(range(batch)), draw.sample(sorted(lengths), batch)):
-            rows = [Row(slot, lengths[slot], 1, feeds=(slot,)) for slot in slots]
-            for slot, row in zip(slots, logits(maker, rows), strict=True):
-                assert torch.equal(row, decoded.setdefault(slot, row)), (batch, slot)
-
-    mixed = [
-        Row(3, lengths[3], 1, feeds=(3,)),
-        Row(0, 0, lengths[0], feeds=(0,)),
-        Row(9, lengths[9], 1, feeds=(9,)),
-    ]
-    for found, wanted in zip(logits(maker, mixed), (decoded[3], alone[0], decoded[9]), strict=True):
-        assert torch.equal(found, wanted)
-
-
-def assert_chunks_do_not_show(maker: PlanMaker, length: int) -> None:
-    tokens = random.Random(6).choices(range(maker.backend.info.vocab), k=length + 1)
-    maker.open(0, tokens)
-    whole = logits(maker, [Row(0, 0, length, feeds=(0,))])[0]
-    for slot, cuts in enumerate(([1], [2], [length - 1], [7, 8, 9], [5, 16], list(range(1, length))), 1):
-        maker.open(slot, tokens)
-        for start, end in itertools.pairwise((0, *cuts, length)):
-            found = logits(maker, [Row(slot, start, end - start, feeds=(slot,))])
-        assert torch.equal(found[0], whole), cuts
-
-
 def test_how_a_prompt_is_cut(tmp_path: Path) -> None:
     assert_chunks_do_not_show(tiny_engine(tmp_path, "llama-9-3-tied", "f32", 1), 29)
 
@@ -88,8 +36,9 @@ def test_how_a_prompt_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("dtype", "threads"), [("f32", 1), ("f32", 2), ("bf16", 2)])
 def test_tiny_models(kind: str, dtype: str, threads: int, tmp_path: Path) -> None:
-    assert_rows_do_not_see_each_other(tiny_engine(tmp_path, kind, dtype, threads), 19, 40)
+    maker = tiny_engine(tmp_path, kind, dtype, threads)
+    assert_rows_do_not_see_each_other(maker, BATCHES, 19, 40)
 
 
 def test_the_default_model() -> None:
-    assert_rows_do_not_see_each_other(PlanMaker(default_engine(deterministic=True)), 6, 13)
+    assert_rows_do_not_see_each_other(PlanMaker(default_engine(deterministic=True)), BATCHES, 6, 13)

@@ -3,8 +3,8 @@
     forward: words to set, forward graph, sample graph, ids on their way ──▶ returns at once
     sample:  waits for the ids                                  (the next step is queued behind already)
 
-Rows that the kernel does not sample alone (penalties, bias, processors, grammars, log probabilities) are
-sampled in torch, all rows of their step with them, and the next step waits for that.
+Rows that the kernel does not sample (penalties, bias, processors, grammars, log probabilities) are sampled in
+torch, and the next step waits for that.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import logging
 import time
 
 import torch
+from torch import Tensor
 
 from kernels.paged_attention.decode import decode_work
 from services.executor.backend import BackendInfo, Copier, Pending, StepOutput
 from services.executor.cuda.inputs import arrange
 from services.executor.cuda.model import CudaModel
 from services.executor.cuda.passes import Passes
+from services.executor.cuda.plain_rows import PlainRows
 from services.executor.cuda.slots import CudaSlots, advance, end_slots
-from services.executor.cuda.tuning import WIDE, device_tuning
+from services.executor.cuda.tuning import WIDE, device_tuning, row_by_row
 from services.executor.cuda_copies import CudaCopier
 from services.executor.host_rows import HostRows
 from services.executor.loading import Loaded, TorchOptions, grammars_of, info_of, load
@@ -49,6 +51,8 @@ class CudaBackend:
         properties = torch.cuda.get_device_properties(device)
         wide = cache.tensor.dtype == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name)
+        if options.deterministic:
+            tuning = row_by_row(tuning)
         most = max(options.max_step_tokens, options.slots)
         works = {
             layouts.decode: decode_work(
@@ -62,7 +66,8 @@ class CudaBackend:
         )
         model = CudaModel(shapes, loaded.weights, cache.tensor, works, tuning, loaded.context)
         self._passes = Passes(shapes, model, self._slots, cache, tuning, most)
-        self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=False)
+        self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=tuning.by_row)
+        self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.tensor.dtype)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
         self._asked: dict[int, int] = {}  # logprobs by slot
         self._by_torch: set[int] = set()  # slots that the kernel does not sample
@@ -111,7 +116,7 @@ class CudaBackend:
     def forward(self, plan: StepPlan) -> Pending:
         words = self._slots.take_words(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
-        step = arrange(plan, self._slots)
+        step = arrange(plan, self._slots, apart=self._passes.apart)
         self._passes.queue(step, words)
         samples = len(plan.sample_slots)
         if not samples or not self._by_torch.isdisjoint(plan.sample_slots):
@@ -147,9 +152,9 @@ class CudaBackend:
         with self._host_rows.beside(pending.forwarded):
             processed = self._host_rows.process(logits, slots, self._slots.tokens)
             end_slots(self._slots.choices, [slots[row] for row in processed.failures])
-            chosen = self._sampler.choose(processed.logits, slots, positions)
-            ids, done = torch.stack(advance(self._slots.choices, slots, chosen, positions)).tolist()
-            found = logprobs(logits, chosen, [self._asked[slot] for slot in slots])
+            answer = self._choose(processed.logits, slots, positions)
+            found = logprobs(logits, answer[0], [self._asked[slot] for slot in slots])
+            ids, done = answer[1:].tolist()
         for slot, token, position in zip(slots, ids, positions, strict=True):
             known = self._slots.tokens(slot)
             if token >= 0 and position == len(known):
@@ -165,6 +170,25 @@ class CudaBackend:
             row_errors=tuple(processed.failures.items()),
         )
 
+    def _choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        """The tokens chosen, the ids and the done column of a StepResult: `[3, rows]`. Rows that the kernel
+        can sample it does sample: how a token is chosen does not depend on the other rows."""
+        answer = torch.empty(3, len(slots), dtype=torch.int64, device=logits.device)
+        asked = [row for row, slot in enumerate(slots) if slot in self._by_torch]
+        plain = sorted({*range(len(slots))}.difference(asked))
+        if asked:
+            some, at = [slots[row] for row in asked], [positions[row] for row in asked]
+            rows = torch.tensor(asked, device=logits.device)
+            chosen = self._sampler.choose(logits[rows], some, at)
+            answer[:, rows] = torch.stack((chosen, *advance(self._slots.choices, some, chosen, at))).long()
+        if plain:
+            rows = torch.tensor(plain, device=logits.device)
+            found = self._plain_rows.choose(
+                logits[rows], [slots[row] for row in plain], [positions[row] for row in plain]
+            )
+            answer[:, rows] = found[[0, 0, 1]].long()
+        return answer
+
     def copier(self) -> Copier:
         return self._copier
 
@@ -175,5 +199,5 @@ class CudaBackend:
         self._computed = self._host_rows.forwarded()
 
     def close(self) -> None:
-        for name in ("_cache", "_slots", "_passes", "_sampler", "_host_rows", "_copier"):
+        for name in ("_cache", "_slots", "_passes", "_sampler", "_host_rows", "_plain_rows", "_copier"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference

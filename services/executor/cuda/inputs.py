@@ -67,18 +67,21 @@ class Layout:
         return self.tile_at + 4 * self.tiles
 
 
-def arrange(plan: StepPlan, slots: CudaSlots) -> Arranged:
-    """Put a plan's rows in token order. Raises EngineError for a slot not open or tokens not known."""
+def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> Arranged:
+    """Put a plan's rows in token order; decodes are chunks of one token unless they stand `apart`. Raises
+    EngineError for a slot not open or tokens not known."""
     rows, starts, counts = _numbers(plan.slots), _numbers(plan.starts), _numbers(plan.counts)
     fed = _numbers(plan.from_device)
-    decode = np.flatnonzero(counts == 1)
-    order = np.concatenate((decode, np.flatnonzero(counts != 1))) if len(decode) < len(counts) else decode
+    alone = (counts == 1) & apart
+    decode = np.flatnonzero(alone)
+    order = np.concatenate((decode, np.flatnonzero(~alone))) if len(decode) < len(counts) else decode
     first = np.empty_like(counts)
     first[order] = np.cumsum(counts[order]) - counts[order]
     tokens = int(counts.sum())
     columns = np.empty((3, tokens), dtype=np.int32)
     columns[0], columns[1], columns[2] = np.repeat(rows[order], counts[order]), 0, FROM_DEVICE
-    columns[1, : len(decode)] = starts[decode]
+    by_device = np.flatnonzero(fed)
+    columns[1, first[by_device]] = starts[by_device]
     for i in np.flatnonzero(fed == 0).tolist():
         start, count, at = int(starts[i]), int(counts[i]), int(first[i])
         known = slots.tokens(int(rows[i]))

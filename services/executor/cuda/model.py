@@ -3,8 +3,8 @@
     residual = embedding[ids]
     for each layer:  qkv │ rotate, write KV │ attention │ out │ add, norm │ gate, up │ swiglu │ down │ add …
 
-A product of few rows may come in parts that the kernel behind it adds up (kernels.matmul). Nothing here reads
-the device or depends on lengths: a pass of given sizes can be captured in a graph.
+A product of few rows may come in parts that the kernel behind it adds up (kernels.matmul.gpu). Nothing here
+reads the device or depends on lengths: a pass of given sizes can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.matmul.gpu import matmul
 from kernels.paged_attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
 from kernels.paged_attention.decode import Tuning as DecodeTuning
 from kernels.paged_attention.prefill import PrefillTiles, attend_prefill
@@ -27,6 +26,7 @@ from kernels.rope.gpu import HeadNorms, Placed, rope_write
 from kernels.step_inputs.gpu import Resolved
 from kernels.swiglu.gpu import swiglu
 from services.executor.cuda.inputs import Chunk
+from services.executor.cuda.products import products_of
 from services.executor.cuda.tuning import DeviceTuning
 from services.executor.shapes import Shapes
 from services.executor.weights import LayerWeights, Weights
@@ -53,6 +53,7 @@ class CudaModel:
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
         self._embedding, self._norm, self._head = weights.embedding, weights.norm, weights.head
         self._layers = weights.layers
+        self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, context + 1).to(kv.device)
 
@@ -80,23 +81,13 @@ class CudaModel:
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits `[samples, vocab]` of the token rows `rows`."""
-        return F.linear(hidden.index_select(0, rows), self._head)
-
-    def _product(self, x: Tensor, weight: Tensor, *, whole: bool = False) -> Tensor:
-        tokens = len(x)
-        tuning = self._tuning.of(tokens).product(weight.shape[0], weight.shape[1], tokens)
-        if tuning is None or x.dtype != torch.bfloat16 or (whole and tuning.splits > 1):
-            return F.linear(x, weight)
-        return matmul(x, weight, tuning)
+        return self._product(hidden.index_select(0, rows), self._head, whole=True)
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, placed: Placed, step: ForwardStep
     ) -> Tensor:
         shapes = self._shapes
-        if layer.qkv_bias is None:
-            qkv = self._product(x, layer.qkv, whole=bool(step.dense))
-        else:
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        qkv = self._product(x, layer.qkv, layer.qkv_bias, whole=bool(step.dense))
         norms = HeadNorms(layer.q_norm, layer.k_norm, shapes.norm_eps)
         query = rope_write(qkv, placed, norms, self._kv, index, shapes.heads)
         out = torch.empty_like(query)

@@ -3,7 +3,8 @@
     copy inputs ─▶ set slot words ─▶ forward (graph by tokens) ─▶ head, sample (graph by samples) ─▶ copy ids
 
 Decodes have a graph for each bucket of rows, mixed steps for each bucket of tokens; longer steps are launched
-one kernel after the other, which a long step hides. Both halves meet in one buffer of hidden states.
+one kernel after the other, which a long step hides. Both halves meet in one buffer of hidden states. Where a
+row's bits must not depend on its company (tuning.by_row) all steps are mixed ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from services.executor.shapes import Shapes
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 _TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 _RING = 8  # steps whose inputs or answers may lie in pinned memory at once: more than are ever in flight
-_CHUNKS = 32  # of a mixed graph: each may end in a tile that is not full
+_CHUNKS = 32  # of a mixed graph beside decodes: each may end in a tile that is not full
 
 
 class Passes:
@@ -51,10 +52,15 @@ class Passes:
         self._shapes, self._model, self._slots, self._cache = shapes, model, slots, cache
         rows, device = slots.nobody, cache.tensor.device
         self._device = device
-        self._has_dense = cache.tensor.dtype == torch.bfloat16 and shapes.head_dim in (64, 128)  # of cuDNN
+        self.apart = not tuning.by_row  # decodes have a kernel and graphs of their own
+        self._has_dense = (  # cuDNN does it, and need not do it alike for every length
+            cache.tensor.dtype == torch.bfloat16 and shapes.head_dim in (64, 128) and not tuning.by_row
+        )
         self._tile = tile_queries(shapes.heads, shapes.kv_heads, tuning.prefill)
         self.row_buckets = [*(size for size in _ROW_BUCKETS if size < rows), rows]
-        self.token_buckets = [size for size in _TOKEN_BUCKETS if size <= most]
+        sizes = {*_TOKEN_BUCKETS, *(() if self.apart else self.row_buckets)}
+        self.token_buckets = sorted(size for size in sizes if size <= most)
+        self._ragged = _CHUNKS if self.apart else rows
         self._samples = -(-rows // 4) * 4
         longest = Layout(self._samples, most + rows + 16, most + rows + 16)
         words = longest.words + 2 * len(slots.words)
@@ -77,7 +83,7 @@ class Passes:
     def capture(self, told: Callable[[int, int], None]) -> None:
         """Capture all graphs, the largest first: they share their memory. `told` hears how many are done."""
         wanted = [("mixed", size) for size in reversed(self.token_buckets)]
-        wanted += [("decode", size) for size in reversed(self.row_buckets)]
+        wanted += [("decode", size) for size in reversed(self.row_buckets) if self.apart]
         wanted += [("sample", size) for size in reversed(self.row_buckets)]
         for done, (kind, size) in enumerate(wanted):
             told(done, len(wanted))
@@ -97,7 +103,7 @@ class Passes:
 
     def queue(self, step: Arranged, words: tuple[Words, Words]) -> None:
         """Queue a step's inputs and its forward."""
-        kind = "decode" if not step.chunks else "mixed"
+        kind = "decode" if self.apart and not step.chunks else "mixed"
         buckets = self.row_buckets if kind == "decode" else self.token_buckets
         size = next((size for size in buckets if size >= step.tokens), 0)
         tiles = tiles_of(step.chunks, self._tile) if step.chunks else _NO_TILES
@@ -139,9 +145,8 @@ class Passes:
         return torch.arange(self._samples, dtype=torch.int32, device=self._device)
 
     def _layout(self, kind: str, size: int) -> Layout:
-        return Layout(
-            self._samples, size, -(-(size // self._tile + _CHUNKS) // 4) * 4 if kind == "mixed" else 0
-        )
+        tiles = size // self._tile + min(size, self._ragged)
+        return Layout(self._samples, size, -(-tiles // 4) * 4 if kind == "mixed" else 0)
 
     def _copy(self, layout: Layout, step: Arranged, tiles: Words, words: tuple[Words, Words]) -> None:
         """Bring a step's words to the device and set those of the slots."""
@@ -181,7 +186,7 @@ class Passes:
         return ForwardStep(found, self._inputs[at + tokens : at + 2 * tokens], decode, tiles, dense)
 
     def _forward(self, layout: Layout, size: int) -> None:
-        rows = min(size, self._slots.nobody)
+        rows = min(size, self._slots.nobody) if self.apart else 0
         self._model.hidden(self._step(layout, rows), self._hidden[:size])
 
     def _sample(self, layout: Layout, size: int) -> None:

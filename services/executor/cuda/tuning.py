@@ -2,16 +2,23 @@
 
 A device that is not listed gets the defaults and the library's matrix products. How they were found:
 docs/benchmarks/gpu.md.
+
+`row_by_row` makes of a device's layouts those in which a row's bits do not depend on the rest of its step:
+one order of adding up for every product and every query, whatever the number of rows and the prompt's cuts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kernels.matmul.fixed import FixedTuning
 from kernels.matmul.gpu import MatmulTuning
 from kernels.paged_attention.decode import Tuning as DecodeTuning
 from kernels.paged_attention.prefill import PrefillTuning
+
+# Of products in which no row sees the others, the largest tiles first: they fit in 99 KiB of shared memory.
+_FIXED = (FixedTuning(128, 128, 32, 4, 8), FixedTuning(64, 64, 64, 4, 4), FixedTuning(64, 32, 64, 4, 4))
 
 # Of a weight [width, inner]: up to so many rows this layout beats the library.
 _Products = Mapping[tuple[int, int], tuple[tuple[int, MatmulTuning], ...]]
@@ -41,6 +48,8 @@ class DeviceTuning:
     many: Layouts = field(default_factory=Layouts)
     few_rows: int = 32
     prefill: PrefillTuning = field(default_factory=PrefillTuning)
+    fixed: tuple[FixedTuning, ...] = _FIXED
+    by_row: bool = False  # see row_by_row
 
     def of(self, tokens: int) -> Layouts:
         """The layouts of a step of so many tokens."""
@@ -48,7 +57,9 @@ class DeviceTuning:
 
 
 _NARROW = Layouts(decode=DecodeTuning(32, 2, 3, 4))
-WIDE = DeviceTuning(_NARROW, _NARROW, prefill=PrefillTuning(32, 32, 2, 4))  # float32: room for half the tile
+WIDE = DeviceTuning(  # float32: room for half the tile
+    _NARROW, _NARROW, prefill=PrefillTuning(32, 32, 2, 4), fixed=(FixedTuning(32, 32, 32, 2, 4),)
+)
 
 _H200 = DeviceTuning(
     few=Layouts(
@@ -74,6 +85,12 @@ _H200 = DeviceTuning(
             (4096, 14336): ((64, MatmulTuning(64, 128, 2, 6)), (128, MatmulTuning(64, 128, 2, 4))),
         },
     ),
+    fixed=(
+        FixedTuning(128, 256, 64, 3, 8),
+        FixedTuning(128, 128, 64, 4, 8),
+        FixedTuning(64, 64, 128, 4, 4),
+        FixedTuning(64, 32, 128, 4, 4),
+    ),
 )
 _BY_NAME = {"NVIDIA H200": _H200}
 
@@ -81,3 +98,11 @@ _BY_NAME = {"NVIDIA H200": _H200}
 def device_tuning(name: str) -> DeviceTuning:
     """The layouts for the device that calls itself `name`."""
     return _BY_NAME.get(name, DeviceTuning())
+
+
+def row_by_row(tuning: DeviceTuning) -> DeviceTuning:
+    """Layouts in which a row's bits do not depend on the rest of its step, for the same device: products with
+    fixed tiles for the library's, every decode attended as a chunk of one token, all KV through one loop."""
+    plain = Layouts(decode=tuning.many.decode)
+    prefill = replace(tuning.prefill, one_loop=True)
+    return replace(tuning, few=plain, many=plain, prefill=prefill, by_row=True)
