@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import triton
 
+ALL_PARTS = "limits,exact,kernels,draw,deterministic,decode,prefill,profile,restore"
+
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu", description=__doc__)
-    parser.add_argument("--parts", default="limits,exact,kernels,decode,prefill,profile,restore")
+    parser.add_argument("--parts", default=ALL_PARTS)
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -37,7 +39,7 @@ def main() -> None:
 
 
 def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
-    from loadtest.gpu import engine, exact, kernels, limits, profile, restore, rig
+    from loadtest.gpu import deterministic, draw, engine, exact, kernels, limits, profile, restore, rig
 
     if name == "limits":
         return limits.limits()
@@ -45,6 +47,11 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return exact.exact()
     if name == "kernels":
         return kernels.kernels(found["limits"])
+    if name == "draw":
+        return draw.draw()
+    if name == "deterministic":  # two engines, one after the other: no room for a third
+        deterministic.end(found.pop("_built", None))
+        return deterministic.deterministic(found["limits"], step_tokens)
     if "_built" not in found:
         found["_built"] = built = rig.llama_8b(step_tokens)
         found["start"] = {"load_s": built.load_s, "warm_up_s": built.warm_up_s}

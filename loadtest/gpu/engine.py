@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ CONTEXT, STEPS, WARM_STEPS = 1024, 128, 8
 PREFILLS = ((8, 8192), (64, 1024))
 
 
-def decode(built: Built, limits: dict[str, float]) -> list[dict[str, Any]]:
+def decode(built: Built, limits: dict[str, float], batches: Sequence[int] = BATCHES) -> list[dict[str, Any]]:
     """Time of a decode step at 1k context, two steps in flight; the floor is all bytes once."""
     rows = []
     info = built.backend.info
-    for batch in BATCHES:
+    for batch in batches:
         driver = Driver(built.backend)
         tables = dict(driver.open(slot, CONTEXT, CONTEXT + STEPS + WARM_STEPS + 1) for slot in range(batch))
         plans = []
@@ -44,10 +45,12 @@ def decode(built: Built, limits: dict[str, float]) -> list[dict[str, Any]]:
     return rows
 
 
-def prefill(built: Built, step_tokens: int) -> list[dict[str, Any]]:
+def prefill(
+    built: Built, step_tokens: int, prefills: Sequence[tuple[int, int]] = PREFILLS
+) -> list[dict[str, Any]]:
     """Prompts as steps of `step_tokens`; the floor is the library's products and cuDNN's attention."""
     rows = []
-    for prompts, length in PREFILLS:
+    for prompts, length in prefills:
         times = []
         for _ in range(2):
             driver = Driver(built.backend)

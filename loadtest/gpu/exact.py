@@ -17,8 +17,9 @@ from loadtest.gpu.rig import Driver
 from services.executor.cuda.backend import CudaBackend, build
 from services.executor.loading import TorchOptions
 
+VOCAB = 4096
 _SIZES: dict[str, Any] = {
-    "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+    "vocab_size": VOCAB, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }  # fmt: skip
@@ -30,7 +31,8 @@ def exact() -> list[dict[str, Any]]:
     return [found for kind in ("llama", "qwen3") for found in _compare(kind)]
 
 
-def _compare(kind: str) -> list[dict[str, Any]]:
+def small_model(kind: str) -> PreTrainedModel:
+    """A random model of 8 layers in float32: kind `llama` or `qwen3`."""
     torch.manual_seed(3)
     model = (
         LlamaForCausalLM(LlamaConfig(**_SIZES))
@@ -41,7 +43,12 @@ def _compare(kind: str) -> list[dict[str, Any]]:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.04 * noise)
-    tokens = torch.randint(0, 4096, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
+    return model
+
+
+def _compare(kind: str) -> list[dict[str, Any]]:
+    model = small_model(kind)
+    tokens = torch.randint(0, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
     with tempfile.TemporaryDirectory() as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         options = TorchOptions(
@@ -70,15 +77,7 @@ def _by_transformers(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def _by_steps(backend: CudaBackend, tokens: list[int], chunk: int) -> torch.Tensor:
     driver = Driver(backend)
-    slot, blocks = driver.open(3, 1, len(tokens) + 1)
-    from shared.messages import Sampling, SlotOpen, ints
-
-    backend.open_slot(
-        SlotOpen(
-            slot=slot, generation=0, seq=0, prompt_tokens=len(tokens), sampling=Sampling(temperature=0.0),
-            tokens=ints(tokens),
-        )
-    )  # fmt: skip
+    slot, blocks = driver.open_with(3, tokens, len(tokens) + 1)
     found = []
     for start in range(0, len(tokens), chunk):
         count = min(chunk, len(tokens) - start)

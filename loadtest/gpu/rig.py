@@ -42,7 +42,7 @@ class Built:
         return int(layers + head.numel() * head.element_size())
 
 
-def llama_8b(step_tokens: int, config: dict[str, Any] | None = None) -> Built:
+def llama_8b(step_tokens: int, config: dict[str, Any] | None = None, *, deterministic: bool = False) -> Built:
     """The engine; its blocks hold random numbers: zeros draw less power, and run faster."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config or LLAMA_8B))
@@ -50,7 +50,7 @@ def llama_8b(step_tokens: int, config: dict[str, Any] | None = None) -> Built:
         backend = build(
             TorchOptions(
                 model_path=Path(folder), model_name="dummy-8b", dummy=True, device="cuda", dtype="bf16",
-                slots=256, max_step_tokens=step_tokens, max_context=16_384,
+                slots=256, max_step_tokens=step_tokens, max_context=16_384, deterministic=deterministic,
             )
         )  # fmt: skip
     loaded_s = time.monotonic()
@@ -77,11 +77,19 @@ class Driver:
         self, slot: int, length: int, room: int, sampling: Sampling | None = None
     ) -> tuple[int, list[int]]:
         """A sequence of `length` tokens with blocks for `room`; the slot and its blocks."""
-        tokens = ints((slot * 7919 + i * 31) % 1000 + 300 for i in range(length))
-        chosen = sampling or Sampling(temperature=0.0)
+        tokens = [(slot * 7919 + i * 31) % 1000 + 300 for i in range(length)]
+        return self.open_with(slot, tokens, room, sampling)
+
+    def open_with(
+        self, slot: int, tokens: list[int], room: int, sampling: Sampling | None = None
+    ) -> tuple[int, list[int]]:
+        """The same with tokens given; greedy unless told."""
         self._backend.open_slot(
-            SlotOpen(slot=slot, generation=0, seq=slot, prompt_tokens=length, sampling=chosen, tokens=tokens)
-        )
+            SlotOpen(
+                slot=slot, generation=0, seq=slot, prompt_tokens=len(tokens), tokens=ints(tokens),
+                sampling=sampling or Sampling(temperature=0.0),
+            )
+        )  # fmt: skip
         count = -(-room // self._backend.info.block_tokens)
         return slot, [self._free.pop() for _ in range(count)]
 
