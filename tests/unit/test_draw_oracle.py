@@ -1,4 +1,4 @@
-"""The oracle that draws on a GPU are held to (loadtest.gpu.draw): by hand, against the reference, and at work."""
+"""The oracle of draws on a GPU (loadtest.gpu.draw): by hand, against the reference, and at work."""
 
 from __future__ import annotations
 
