@@ -85,6 +85,19 @@ def test_decodes_come_first_and_padding_is_nobodys(slots: CudaSlots) -> None:
     assert buffer[40:].reshape(4, 4).tolist() == [[2, 2, 2, 0], [5, 3, 1, 0], [4, 2, 0, 0], [1, 2, 2, 0]]
 
 
+def test_decodes_that_do_not_stand_apart_are_chunks_of_one(slots: CudaSlots) -> None:
+    made = maker()
+    slots.open(opened(2, [1, 2, 3, 4, 5]))
+    slots.open(opened(1, [8, 9]))
+    made.tables = {1: [], 2: []}
+    rows = [Row(2, 3, 2, feeds=(2,)), Row(1, 2, 1, True, (1,))]
+    step = arrange(made.plan(rows), slots, apart=False)
+    assert (step.tokens, step.decode_rows) == (3, 0)
+    assert step.chunks == (Chunk(2, 0, 3, 2), Chunk(1, 2, 2, 1))
+    assert step.columns.tolist() == [[2, 2, 1], [3, 4, 2], [4, 5, -1]]
+    assert step.samples.tolist() == [[1, 2], [2, 1], [5, 3]]
+
+
 def test_tokens_that_the_host_does_not_have_fail_the_step(slots: CudaSlots) -> None:
     made = maker()
     slots.open(opened(1, [8, 9]))

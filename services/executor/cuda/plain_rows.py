@@ -23,8 +23,11 @@ class PlainRows:
     def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
         """Ids and done `[2, rows]`, as in a StepResult. Row i of `logits` `[rows, vocab]`, those of the model
         in float32, is for `slots[i]`, and its token takes place `positions[i]`."""
-        columns = torch.tensor((slots, positions), dtype=torch.int32, device=logits.device)
+        spare = [0] * (
+            -len(slots) % 4
+        )  # both columns begin at 16 bytes: what graphs hold is compiled for that
+        columns = torch.tensor((slots + spare, positions + spare), dtype=torch.int32, device=logits.device)
         found = torch.empty_like(columns)
         chosen = Chosen(found[0], found[1])
         choose(logits.to(self._dtype), columns[0], columns[1], self._choices, self._scratch, chosen)
-        return found
+        return found[:, : len(slots)]
