@@ -28,19 +28,19 @@ def _matmul(
     bias: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
-    WIDTH: tl.constexpr,
-    INNER: tl.constexpr,
+    width: tl.tensor,
+    inner: tl.tensor,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    EVEN: tl.constexpr,
     BIASED: tl.constexpr,
 ) -> None:
     # Tiles in groups of GROUP rows of tiles, column by column.
-    tiles: tl.constexpr = (WIDTH + TILE - 1) // TILE
-    row_tiles = (rows + ROWS - 1) // ROWS
+    tiles, row_tiles = (width + TILE - 1) // TILE, (rows + ROWS - 1) // ROWS
     group = tl.program_id(0) // (GROUP * tiles)
     high = tl.minimum(row_tiles - group * GROUP, GROUP)
     within = tl.program_id(0) % (GROUP * tiles)
@@ -48,23 +48,23 @@ def _matmul(
     n = within // high * TILE + tl.arange(0, TILE)
     k = tl.arange(0, STEP)
     exists = (m < rows)[:, None]
-    inputs = x + m.to(tl.int64)[:, None] * INNER + k[None, :]
-    column = tl.where(n < WIDTH, n, 0)  # of those past the end something is computed, and not stored
-    weights = weight + column.to(tl.int64)[:, None] * INNER + k[None, :]
+    inputs = x + m.to(tl.int64)[:, None] * inner + k[None, :]
+    column = tl.where(n < width, n, 0)  # of those past the end something is computed, and not stored
+    weights = weight + column.to(tl.int64)[:, None] * inner + k[None, :]
     acc = tl.zeros([ROWS, TILE], tl.float32)
-    for at in tl.range(0, INNER, STEP, num_stages=STAGES):
-        if INNER % STEP == 0:
+    for at in tl.range(0, inner, STEP, num_stages=STAGES):
+        if EVEN:
             value = tl.load(inputs + at, mask=exists, other=0.0)
             w = tl.load(weights + at)
         else:
-            inside = (at + k < INNER)[None, :]
+            inside = (at + k < inner)[None, :]
             value = tl.load(inputs + at, mask=exists & inside, other=0.0)
             w = tl.load(weights + at, mask=inside, other=0.0)
         acc = tl.dot(value, tl.trans(w), acc, input_precision=PRECISION)
     if BIASED:
         acc += tl.load(bias + column).to(tl.float32)[None, :]
-    at_out = out + m.to(tl.int64)[:, None] * WIDTH + n[None, :]
-    tl.store(at_out, acc.to(out.dtype.element_ty), mask=exists & (n < WIDTH)[None, :])
+    at_out = out + m.to(tl.int64)[:, None] * width + n[None, :]
+    tl.store(at_out, acc.to(out.dtype.element_ty), mask=exists & (n < width)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,8 @@ def matmul_fixed(x: Tensor, weight: Tensor, bias: Tensor | None, tuning: FixedTu
     width = weight.shape[0]
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     _matmul[(triton.cdiv(rows, tuning.rows) * triton.cdiv(width, tuning.tile),)](
-        x, weight, bias, out, rows, WIDTH=width, INNER=inner, ROWS=tuning.rows, TILE=tuning.tile,
-        STEP=tuning.step, GROUP=_GROUP, STAGES=tuning.stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BIASED=bias is not None,
-        num_warps=tuning.warps,
+        x, weight, bias, out, rows, width, inner, ROWS=tuning.rows, TILE=tuning.tile, STEP=tuning.step,
+        GROUP=_GROUP, STAGES=tuning.stages, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        EVEN=inner % tuning.step == 0, BIASED=bias is not None, num_warps=tuning.warps,
     )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-ALL_PARTS = "limits,exact,kernels,draw,deterministic,decode,prefill,profile,restore"
+ALL_PARTS = "limits,exact,kernels,draw,products,deterministic,decode,prefill,profile,restore"
 
 
 def main() -> None:
@@ -39,7 +39,18 @@ def main() -> None:
 
 
 def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
-    from loadtest.gpu import deterministic, draw, engine, exact, kernels, limits, profile, restore, rig
+    from loadtest.gpu import (
+        deterministic,
+        draw,
+        engine,
+        exact,
+        kernels,
+        limits,
+        products,
+        profile,
+        restore,
+        rig,
+    )
 
     if name == "limits":
         return limits.limits()
@@ -49,6 +60,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return kernels.kernels(found["limits"])
     if name == "draw":
         return draw.draw()
+    if name == "products":
+        return products.products()
     if name == "deterministic":  # two engines, one after the other: no room for a third
         deterministic.end(found.pop("_built", None))
         return deterministic.deterministic(found["limits"], step_tokens)
