@@ -1,5 +1,5 @@
-"""Products of fixed order beside the library's: which layout is quickest for how many rows, and whether all give
-a row the same bits, as deterministic mode needs where it takes another for another number."""
+"""Products of fixed order beside the library's: which layout is quickest for how many rows, and whether all
+give a row the same bits, as deterministic mode needs where it takes another for another number."""
 
 from __future__ import annotations
 
