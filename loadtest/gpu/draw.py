@@ -84,7 +84,8 @@ class Fit:
 
 
 def chi_square(seen: Tensor, probabilities: Tensor) -> Fit:
-    """How well the counts `seen` `[vocab]` fit. A token drawn that has no probability gives p 0."""
+    """How well the counts `seen` `[vocab]` fit. A token drawn that has no probability gives p 0. Raises
+    ValueError for so few draws that all tokens share one cell."""
     if (seen[probabilities == 0] > 0).any():
         return Fit(0, float("inf"), 0.0)
     vocab = len(seen)
@@ -95,6 +96,8 @@ def chi_square(seen: Tensor, probabilities: Tensor) -> Fit:
     rare = wanted < _LEAST
     place = torch.arange(len(wanted)).masked_fill(rare, int(wanted.argmax()))  # into the largest
     wanted, found = _pooled(place, wanted, found)
+    if len(wanted) < 2:
+        raise ValueError(f"{int(seen.sum())} draws fill one cell, which says nothing; draw more")
     statistic = ((found - wanted) ** 2 / wanted).sum()
     degrees = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
     return Fit(len(wanted), float(statistic), float(torch.special.gammaincc(degrees, statistic / 2)))
