@@ -1,8 +1,8 @@
 """The kernels of deterministic mode: a row's bits do not depend on the rows beside it, nor on its chunk.
 
-In Triton's interpreter in float32 and float16; on a GPU also in bfloat16. There all layouts, which go by the
-number of rows, must give the same bits, too, and a row at any place of its tile. The interpreter adds with
-BLAS, which sums some rows of a matrix in another order: there a row keeps its place.
+In Triton's interpreter in float32 and float16; on a GPU in float32 and bfloat16. There all layouts, which go
+by the number of rows, must give the same bits, too, and a row at any place of its tile. The interpreter adds
+with BLAS, which sums some rows of a matrix in another order: there a row keeps its place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.paged_attention.prefill import PrefillTiles, PrefillTuning, attend_
 from services.executor.cuda.tuning import WIDE, device_tuning, row_by_row
 
 ON_GPU = DEVICE == "cuda"
-HALVES = (torch.float16, torch.bfloat16) if ON_GPU else (torch.float16,)
+HALF = torch.bfloat16 if ON_GPU else torch.float16  # which the interpreter knows
 ULPS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SMALL = FixedTuning(64, 32, 32, 2)
 
@@ -32,7 +32,7 @@ def layouts(dtype: torch.dtype) -> tuple[FixedTuning, ...]:
     return (WIDE if dtype == torch.float32 else device_tuning(name)).fixed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("width", "inner"), [(96, 160), (131, 72)])
 def test_a_row_of_a_product_is_the_same_bits_among_any_others(
     dtype: torch.dtype, width: int, inner: int
@@ -82,7 +82,7 @@ def attended(
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_query_is_the_same_bits_in_any_chunk_and_as_a_decode(dtype: torch.dtype) -> None:
     length = 45
     kv = normal(BLOCKS, LAYERS, 2, BLOCK, KV_HEADS, DIM).to(dtype)
