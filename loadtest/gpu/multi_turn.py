@@ -11,10 +11,8 @@ import asyncio
 import random
 from typing import Any
 
-from loadtest.gpu.readers import Read, bodies, body_of, figures, read, read_all, some_tokens
+from loadtest.gpu.readers import Read, bodies, body_of, executor_status, figures, read, read_all, some_tokens
 from loadtest.real.served import Body, Served
-from shared import subjects
-from shared.client import ask_all
 
 CONVERSATIONS, IN_FLIGHT, TURNS = 96, 32, 5
 SHARED, OWN, ADDED, ANSWER = 1024, 2048, 256, 64
@@ -40,19 +38,19 @@ async def multi_turn(fleet: Served) -> tuple[dict[str, Any], list[list[int]]]:
             prompt += some_tokens(rng, ADDED)
         asked = [body_of(f"turn-{turn}-{i}", list(prompt), ANSWER) for i, prompt in enumerate(prompts)]
         if turn == 1:
-            before = await _executor(fleet)
+            before = await executor_status(fleet)
         began_s = loop.time()
         reads = await read_all(fleet, asked, IN_FLIGHT)
         turns.append({"turn": turn, **figures(reads, loop.time() - began_s, ANSWER)})
         for prompt in prompts:
             prompt += some_tokens(rng, ANSWER)
-    after = await _executor(fleet)
+    after = await executor_status(fleet)
     loads_s, idle_s = ((after[name] - before[name]) / 1e6 for name in ("loaded_us", "device_idle_us"))
     found = {
         "seconds": sum(turn["seconds"] for turn in turns), "turns": turns,
         "loads_s": loads_s, "idle_s": idle_s,
         "loaded_gb": (after["loaded_bytes"] - before["loaded_bytes"]) / 1e9,
-        "scheduler": await fleet.measured(),
+        "scheduler": await fleet.measured(), "executor": after,
     }  # fmt: skip
     return found, [list(one["prompt"]) for one in asked]
 
@@ -61,10 +59,10 @@ async def restores(fleet: Served, prompts: list[list[int]]) -> dict[str, Any]:
     """The same chats come back for one token each while others decode: the rate of the loads, and what the
     others feel of them."""
     alone = await _beside(fleet, "alone", [])
-    before = await _executor(fleet)
+    before = await executor_status(fleet)
     asked = [body_of(f"again-{i}", prompt, 1) for i, prompt in enumerate(prompts)]
     beside = await _beside(fleet, "beside", asked)
-    after = await _executor(fleet)
+    after = await executor_status(fleet)
     moved, took_us = (after[name] - before[name] for name in ("loaded_bytes", "loaded_us"))
     return {
         "gb_s": moved / max(took_us, 1) / 1e3, "loaded_gb": moved / 1e9, "load_s": took_us / 1e6,
@@ -86,11 +84,5 @@ async def _beside(fleet: Served, name: str, asked: list[Body]) -> dict[str, Any]
 
 async def pinned(fleet: Served) -> None:
     """Return once the executor has the arena: to pin 48 GiB takes 15 s."""
-    while not (await _executor(fleet))["arena_generation"]:
+    while not (await executor_status(fleet)).get("arena_generation"):
         pass
-
-
-async def _executor(fleet: Served) -> dict[str, Any]:
-    answers = await ask_all(fleet.bus, subjects.STATUS, 0.3)
-    (found,) = (a for a in answers if a["kind"] == "executor")
-    return dict(found)

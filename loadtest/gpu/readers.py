@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadtest.fleet import MODEL
-from loadtest.real.served import Body, Served
+from loadtest.real.served import ANSWER_S, Body, Served
+from shared import subjects
+from shared.client import ask_all
 
 PROMPT, ANSWER = 1024, 256
 FIRST_ID, LAST_ID = 300, 120_000
@@ -76,3 +78,9 @@ def bodies(name: str, rows: int, tokens: int, **more: Any) -> list[Body]:
     """Requests with prompts of their own; the same ones for the same name."""
     rng = random.Random(name)
     return [body_of(f"{name}-{i}", some_tokens(rng, PROMPT), tokens, **more) for i in range(rows)]
+
+
+async def executor_status(fleet: Served) -> dict[str, Any]:
+    """What the only executor says about itself; empty while it does not answer."""
+    answers = await ask_all(fleet.bus, subjects.STATUS, ANSWER_S)
+    return next((dict(a) for a in answers if a["kind"] == "executor"), {})

@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from loadtest.fleet import MODEL
 from loadtest.gpu.modes import by_mode
 from loadtest.gpu.multi_turn import multi_turn, pinned, restores
-from loadtest.gpu.readers import ANSWER, Read, bodies, figures, read, read_all
+from loadtest.gpu.readers import ANSWER, Read, bodies, executor_status, figures, read, read_all
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.real.served import Served, env_of, served
 from loadtest.real.steady import steady
@@ -83,7 +83,12 @@ async def overload(fleet: Served) -> dict[str, Any]:
     began_s = loop.time()
     reads = await asyncio.gather(*(read(fleet, body) for body in asked))
     found = figures(reads, loop.time() - began_s, 2 * ANSWER)
-    return {"at_once": 256, **found, "scheduler": await fleet.measured()}
+    return {
+        "at_once": 256,
+        **found,
+        "scheduler": await fleet.measured(),
+        "executor": await executor_status(fleet),
+    }
 
 
 def write_model(folder: Path) -> None:
