@@ -39,8 +39,8 @@ class CudaCopier:
 
     def attach(self, arena: mmap) -> None:
         view = torch.frombuffer(arena, dtype=torch.uint8)
-        self._pinned = _pin(view, self._device, self._engine)
         self._warm_up()
+        self._pinned = _pin(view, self._device, self._engine)
         self._arena = view
 
     def detach(self) -> None:
@@ -57,8 +57,8 @@ class CudaCopier:
         self._move(self._arena, self._bytes, offsets, self._places(blocks))
 
     def _warm_up(self) -> None:
-        """The driver's first copies take long, and a rate learnt from them would keep all others away: make
-        them here, between the spare block and memory that nobody reads."""
+        """Give this thread the device's context, and make the driver's first copies, which take long, between
+        the spare block and memory that nobody reads: a rate learnt from them would keep all others away."""
         size = self._block_bytes
         own = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
