@@ -61,7 +61,9 @@ class Settings(BaseSettings):
         "auto", description="engine; auto: torch; dummy: torch with random weights in the model's shapes"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    dtype: Literal["auto", "bf16", "f32"] = Field("auto", description="auto: f32 on a cpu, bf16 on cuda")
+    dtype: Literal["auto", "bf16", "f32", "auto/fp8", "bf16/fp8", "f32/fp8"] = Field(
+        "auto", description="of the model; auto: f32 on a cpu, bf16 on cuda; with /fp8 it keeps KV in fp8"
+    )
     kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")
     slots: int = Field(0, ge=0, le=256, description="sequences that run at once; 0: 64, 256 on cuda and sim")

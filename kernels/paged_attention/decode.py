@@ -6,10 +6,11 @@ The tiles of all rows lie one behind the other, and each of a fixed number of wo
     worker 0 └──────┘ worker 1 └──────┘ worker 2 └──────┘ ...
 
 So the grid does not depend on the lengths (a CUDA graph holds it) and no worker waits for a longer one. A row
-that one worker covers is written at once; the parts of a row that lies across a border are merged by a
-second kernel, with a program for each border. A worker is one program for each kv head, neighbours in the
-grid, so that the heads of a token are read from memory at about the same time; the query heads that share a
-kv head are the rows of one matrix product. Splitting by equal runs of tiles: "Stream-K" (arXiv:2301.03598).
+that one worker covers is written at once; the parts of a row that lies across a border are merged by a second
+kernel, with a program for each border. A worker is one program for each kv head, neighbours in the grid, so
+that the heads of a token are read from memory at about the same time; the query heads that share a kv head
+are the rows of one matrix product. KV kept in fp8 is widened to the dtype of the queries. Splitting by equal
+runs of tiles: "Stream-K" (arXiv:2301.03598).
 """
 
 from __future__ import annotations
@@ -127,14 +128,15 @@ def _attend(
             token = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
             readable = inside[:, None] if DIM == DIM_PAD else inside[:, None] & (d < DIM)[None, :]
             k = tl.load(keys + token, mask=readable, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
             scores = tl.where(inside[None, :], scores, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             mass = mass * shrink + tl.sum(weights, 1)
             v = tl.load(values + token, mask=readable, other=0.0)
-            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            seen = tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
+            acc = acc * shrink[:, None] + seen
             top = new_top
         if last > tile:
             if (tile == row_begin) & (last == row_end):
@@ -287,7 +289,7 @@ def attend_decode(
         query, kv, rows.tables, rows.slots, rows.lengths, work.ends, work.first_rows, out,
         work.partial, work.sums, count, rows.tables.shape[1], layer, kv.stride(0), dim**-0.5 * _LOG2_E,
         **sizes, BLOCK_TOKENS=block_tokens, STAGES=work.tuning.stages,
-        PRECISION="ieee" if kv.dtype == torch.float32 else "tf32", num_warps=work.tuning.warps,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=work.tuning.warps,
     )  # fmt: skip
     if work.workers > 1:
         _merge[(work.workers - 1, heads)](

@@ -74,13 +74,13 @@ def _attend(
                 else:
                     k = tl.load(keys + place, mask=(d < DIM)[None, :], other=0.0)
                     v = tl.load(values + place, mask=(d < DIM)[None, :], other=0.0)
-                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+                scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
                 new_top = tl.maximum(top, tl.max(scores, 1))
                 weights = tl.exp2(scores - new_top[:, None])
                 shrink = tl.exp2(top - new_top)
                 mass = mass * shrink + tl.sum(weights, 1)
                 acc = acc * shrink[:, None]
-                acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+                acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
                 top = new_top
         for at_first in tl.range(whole, start + count, TILE, num_stages=TAIL_STAGES):
             at = at_first + n
@@ -90,7 +90,7 @@ def _attend(
             readable = inside[:, None] & (d < DIM)[None, :]
             k = tl.load(keys + place, mask=readable, other=0.0)
             v = tl.load(values + place, mask=readable, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
             seen = at[None, :] <= (start + token)[:, None]
             scores = tl.where(seen & inside[None, :], scores, -1.0e30)  # finite: a row may see none of a tile
             new_top = tl.maximum(top, tl.max(scores, 1))
@@ -98,7 +98,7 @@ def _attend(
             shrink = tl.exp2(top - new_top)
             mass = mass * shrink + tl.sum(weights, 1)
             acc = acc * shrink[:, None]
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
             top = new_top
         done = (acc / mass[:, None]).to(out.dtype.element_ty)
         tl.store(out + at_query, done, mask=in_query)
@@ -150,5 +150,5 @@ def attend_prefill(
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
         TAIL_STAGES=tuning.stages if tuning.one_loop else 1, ONE_LOOP=tuning.one_loop,
-        PRECISION="ieee" if kv.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
     )  # fmt: skip

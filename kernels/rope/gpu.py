@@ -51,6 +51,14 @@ def _halves(
     return low, high
 
 
+@triton.jit
+def _keep(target: tl.tensor, value: tl.tensor, inside: tl.tensor) -> None:
+    """Write to the cache: in fp8 saturated, for it has no infinity."""
+    if target.dtype.element_ty.is_fp8():
+        value = tl.clamp(value.to(tl.float32), -448.0, 448.0, tl.PropagateNan.ALL)
+    tl.store(target, value.to(target.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["layer", "layers"])
 def _rope_write(
     qkv: tl.tensor,
@@ -106,8 +114,8 @@ def _rope_write(
     )  # fmt: skip
     target = kv + row * KV_HEADS * DIM + head * DIM + d[None, :]
     first, second = (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
-    tl.store(target, first, mask=within[None, :])
-    tl.store(target + DIM // 2, second, mask=within[None, :])
+    _keep(target, first, within[None, :])
+    _keep(target + DIM // 2, second, within[None, :])
     if IN_PLACE:
         own = source + (KV_HEADS * GROUP + head) * DIM + d[None, :]
         tl.store(own, first, mask=within[None, :])
@@ -117,8 +125,8 @@ def _rope_write(
         DIM, HALF, SPLITS, False, dtype,
     )  # fmt: skip
     target += BLOCK_TOKENS * KV_HEADS * DIM
-    tl.store(target, low.to(dtype), mask=within[None, :])
-    tl.store(target + DIM // 2, high.to(dtype), mask=within[None, :])
+    _keep(target, low.to(dtype), within[None, :])
+    _keep(target + DIM // 2, high.to(dtype), within[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,7 @@ class Placed:
     positions: Tensor
     places: Tensor  # block * block_tokens + offset
     chained: bool = False  # see kernels.launch
+    dtype: torch.dtype | None = None  # of the queries; None: that of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +151,11 @@ class HeadNorms:
 
 def rope_write(qkv: Tensor, placed: Placed, norms: HeadNorms, kv: Tensor, layer: int, heads: int) -> Tensor:
     """Rotate the queries and keys of `qkv` `[tokens, (heads + 2 * kv_heads) * head_dim]`, write keys and
-    values of `layer` to `kv`; the queries `[tokens, heads, head_dim]` in the dtype of `kv`. Keys are rotated
-    in `qkv`, too. It may also be `[splits, tokens, ...]` in float32, whose sum counts; then it is kept."""
+    values of `layer` to `kv`; the queries `[tokens, heads, head_dim]`. Keys are rotated in `qkv`, too. It may
+    also be `[splits, tokens, ...]` in float32, whose sum counts; then it is kept."""
     _, layers, _, block_tokens, kv_heads, dim = kv.shape
     tokens, width = qkv.shape[-2:]
-    query = torch.empty(tokens, heads, dim, dtype=kv.dtype, device=kv.device)
+    query = torch.empty(tokens, heads, dim, dtype=placed.dtype or kv.dtype, device=kv.device)
     group = heads // kv_heads
     _rope_write[(tokens, kv_heads)](
         qkv, query, kv, placed.rotations, placed.positions, placed.places, norms.query, norms.key,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-ALL_PARTS = "limits,exact,kernels,draw,products,deterministic,decode,prefill,profile,restore"
+ALL_PARTS = "limits,exact,kernels,draw,products,deterministic,fp8,decode,prefill,profile,restore"
 
 
 def main() -> None:
@@ -44,6 +44,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         draw,
         engine,
         exact,
+        fp8,
         kernels,
         limits,
         products,
@@ -62,9 +63,10 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return draw.draw()
     if name == "products":
         return products.products()
-    if name == "deterministic":  # two engines, one after the other: no room for a third
+    if name in ("deterministic", "fp8"):  # two engines: no room for a third
         deterministic.end(found.pop("_built", None))
-        return deterministic.deterministic(found["limits"], step_tokens)
+        part = deterministic.deterministic if name == "deterministic" else fp8.fp8
+        return part(found["limits"], step_tokens)
     if "_built" not in found:
         found["_built"] = built = rig.llama_8b(step_tokens)
         found["start"] = {"load_s": built.load_s, "warm_up_s": built.warm_up_s}

@@ -39,7 +39,8 @@ def decode(built: Built, limits: dict[str, float], batches: Sequence[int] = BATC
         floor_ms = (built.weight_bytes + kv) / limits["read_gb_s"] / 1e6
         rows.append({
             "batch": batch, "step_ms": step_ms, "p99_ms": statistics.quantiles(gaps, n=100)[98],
-            "floor_ms": floor_ms, "of_floor": floor_ms / step_ms, "tok_s": 1e3 * batch / step_ms,
+            "read_gb": (built.weight_bytes + kv) / 1e9, "floor_ms": floor_ms, "of_floor": floor_ms / step_ms,
+            "tok_s": 1e3 * batch / step_ms,
         })  # fmt: skip
         print("decode", {k: round(v, 3) for k, v in rows[-1].items()}, flush=True)
     return rows

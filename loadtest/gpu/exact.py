@@ -28,7 +28,7 @@ TOKENS, CHUNK = 300, 64
 
 def exact() -> list[dict[str, Any]]:
     """KL divergence and agreement of the likeliest token, by model and path."""
-    return [found for kind in ("llama", "qwen3") for found in _compare(kind)]
+    return [found for kind in ("llama", "qwen3") for found in compare(kind)]
 
 
 def small_model(kind: str) -> PreTrainedModel:
@@ -46,26 +46,33 @@ def small_model(kind: str) -> PreTrainedModel:
     return model
 
 
-def _compare(kind: str) -> list[dict[str, Any]]:
+def compare(kind: str, *kept: str) -> list[dict[str, Any]]:
+    """The rows of one model, beside transformers' own. `kept`: each KV dtype to try; none: auto alone."""
     model = small_model(kind)
     tokens = torch.randint(0, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
     with tempfile.TemporaryDirectory() as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
-        options = TorchOptions(
-            model_path=Path(folder), model_name=kind, device="cuda", dtype="bf16", blocks=200, slots=8,
-            max_step_tokens=256,
-        )  # fmt: skip
-        backend = build(options)
-        kept = type(model)  # loaded anew: to() would round its rotation frequencies, too
-        wanted = _by_transformers(kept.from_pretrained(folder, dtype=torch.float32), tokens)
-        own = _by_transformers(kept.from_pretrained(folder, dtype=torch.bfloat16), tokens)
-    backend.warm_up()
-    found = [_row(kind, "transformers bf16", own, wanted)]
-    found.append(_row(kind, "decode", _by_steps(backend, tokens, 1), wanted))
+        engines = {each: build(_options(kind, Path(folder), each)) for each in kept or ("auto",)}
+        same = type(model)  # loaded anew: to() would round its rotation frequencies, too
+        wanted = _by_transformers(same.from_pretrained(folder, dtype=torch.float32), tokens)
+        own = _by_transformers(same.from_pretrained(folder, dtype=torch.bfloat16), tokens)
     at = list(range(CHUNK - 1, TOKENS, CHUNK))
-    found.append(_row(kind, "prefill", _by_steps(backend, tokens, CHUNK)[: len(at)], wanted[at]))
-    found.append(_row(kind, "transformers bf16, same", own[at], wanted[at]))
+    found = [_row(kind, "transformers bf16", own, wanted)]
+    found.append(_row(kind, "transformers bf16, same as prefill", own[at], wanted[at]))
+    for name, backend in engines.items():
+        behind = "" if name == "auto" else f", KV in {name}"
+        backend.warm_up()
+        found.append(_row(kind, "decode" + behind, _by_steps(backend, tokens, 1), wanted))
+        found.append(_row(kind, "prefill" + behind, _by_steps(backend, tokens, CHUNK)[: len(at)], wanted[at]))
+        backend.close()
     return found
+
+
+def _options(kind: str, folder: Path, kept: str) -> TorchOptions:
+    return TorchOptions(
+        model_path=folder, model_name=kind, device="cuda", dtype="bf16", kv_dtype=kept, blocks=200, slots=8,
+        max_step_tokens=256,
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kernels.paged_attention import ref
-from kernels.paged_attention.decode import DecodeRows, attend_decode, decode_work, plan_decode
+from kernels.paged_attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
 from kernels.sampler.gpu import Choices, Chosen, choose, scratch
 from loadtest.gpu.timing import graph_us
 from services.executor.cuda.tuning import device_tuning
@@ -24,39 +25,50 @@ FILTERS = {
 @torch.inference_mode()
 def kernels(limits: dict[str, float]) -> dict[str, Any]:
     """Decode attention by batch and context, and the sampler by filter."""
-    return {"decode_attention": _attention(limits), "sampler": _sampler()}
+    return {"decode_attention": attention(limits), "sampler": _sampler()}
 
 
-def _attention(limits: dict[str, float]) -> list[dict[str, Any]]:
+@torch.inference_mode()
+def attention(
+    limits: dict[str, float],
+    kept: torch.dtype = torch.bfloat16,
+    layout: Tuning | None = None,
+    shapes: Sequence[tuple[int, int]] = BATCHES,
+) -> list[dict[str, Any]]:
+    """Decode attention by batch and context over a cache in `kept`, beside the time to read it. `layout`: of
+    the kernel, the device's own if it is left out."""
     device = torch.device("cuda")
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     tuning = device_tuning(torch.cuda.get_device_name())
     blocks = 256 * 72 + 64
     kv = torch.randn(blocks, LAYERS, 2, BLOCK_TOKENS, KV_HEADS, DIM, dtype=torch.bfloat16, device=device)
+    kv = kv.to(kept)
     order = torch.randperm(blocks, device=device).int()
     found = []
-    for batch, context in BATCHES:
+    for batch, context in shapes:
         each = -(-context // BLOCK_TOKENS)
         tables = order[: batch * each].view(batch, each).contiguous()
         slots = torch.randperm(batch, device=device).int()
         lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
         query = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device=device)
         out = torch.full_like(query, torch.nan)
-        work = decode_work(kv, HEADS, batch, processors, tuning.of(batch).decode)
+        chosen = layout or tuning.of(batch).decode
+        work = decode_work(kv, HEADS, batch, processors, chosen)
         rows = DecodeRows(slots, lengths, tables)
         plan_decode(work, lengths)
         attend_decode(query, kv, 1, rows, work, out)
         mask = torch.zeros(1, 1, 1, context, dtype=torch.float64, device=device)
         table = tables[slots[-1:].long()].long()
-        own = kv[table[0]].double()
+        own = kv.view(torch.uint8)[table[0]].view(kept).float().double()
         wanted = ref.attend_decode(query[-1:].double(), own, 1, torch.arange(each, device=device)[None], mask)
         error = ((out[-1].double() - wanted[0]).norm() / wanted.norm()).item()
         us = graph_us(lambda i: attend_decode(query, kv, i % LAYERS, rows, work, out), 16)  # noqa: B023
-        size = batch * context * KV_HEADS * DIM * 2 * 2
+        size = batch * context * KV_HEADS * DIM * 2 * kept.itemsize
         rate = size / us / 1e3
         found.append({
-            "batch": batch, "context": context, "mib": size >> 20, "us": us, "gb_s": rate,
-            "of_read": rate / limits["read_gb_s"], "error": error, "whole": not bool(out.isnan().any()),
+            "kept": str(kept), "layout": str(chosen), "batch": batch, "context": context,
+            "mib": size >> 20, "us": us, "gb_s": rate, "of_read": rate / limits["read_gb_s"],
+            "error": error, "whole": not bool(out.isnan().any()),
         })  # fmt: skip
         print("attention", found[-1], flush=True)
     return found

@@ -42,23 +42,26 @@ class Built:
         return int(layers + head.numel() * head.element_size())
 
 
-def llama_8b(step_tokens: int, config: dict[str, Any] | None = None, *, deterministic: bool = False) -> Built:
-    """The engine; its blocks hold random numbers: zeros draw less power, and run faster."""
+def llama_8b(step_tokens: int, config: dict[str, Any] | None = None, **options: Any) -> Built:
+    """The engine; its blocks hold random numbers: zeros draw less power, and run faster. `options` go to
+    TorchOptions."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config or LLAMA_8B))
         began_s = time.monotonic()
         backend = build(
             TorchOptions(
                 model_path=Path(folder), model_name="dummy-8b", dummy=True, device="cuda", dtype="bf16",
-                slots=256, max_step_tokens=step_tokens, max_context=16_384, deterministic=deterministic,
+                slots=256, max_step_tokens=step_tokens, max_context=16_384,
+                **options,
             )
         )  # fmt: skip
     loaded_s = time.monotonic()
     backend.warm_up()
     torch.cuda.synchronize()
     warm_s = time.monotonic()
-    for block in backend._cache.tensor.split(1024):
-        block.normal_(0.0, 1.0)
+    cache = backend._cache
+    for block in cache.tensor.split(256):
+        block.copy_(torch.randn(block.shape, dtype=cache.activations, device=block.device))
     return Built(backend, loaded_s - began_s, warm_s - loaded_s)
 
 

@@ -144,7 +144,7 @@ class BatchBuilder:
             lengths = starts[members] + 1
             tokens = int(lengths.max())
             past_end = self._on_device(np.arange(tokens) >= lengths[:, None])
-            mask = torch.zeros(past_end.shape, dtype=self._cache.tensor.dtype, device=past_end.device)
+            mask = torch.zeros(past_end.shape, dtype=self._cache.activations, device=past_end.device)
             tables = self._slots.tables[slots[members], : -(-tokens // self._cache.block_tokens)]
             mask = mask.masked_fill_(past_end, -torch.inf)[:, None, None]
             groups.append(DecodeGroup(first, self._on_device(tables), mask))
@@ -156,7 +156,7 @@ class BatchBuilder:
         mask = None
         if start:
             later = self._on_device(np.arange(end) > np.arange(start, end)[:, None])
-            mask = torch.zeros(later.shape, dtype=self._cache.tensor.dtype, device=later.device)
+            mask = torch.zeros(later.shape, dtype=self._cache.activations, device=later.device)
             mask.masked_fill_(later, -torch.inf)
         return PrefillChunk(first, count, table, mask)
 

@@ -55,12 +55,14 @@ def _torch(settings: Settings) -> Backend:
     processors = load_processors(settings.logits_processors)
     files = resolve(settings.model, settings.cache_dir)
     slots = settings.slots or (CUDA_SLOTS if on_gpu else TORCH_SLOTS)
+    dtype, _, kv_dtype = settings.dtype.partition("/")
     return build(
         TorchOptions(
             model_path=files.path,
             model_name=settings.model_name or files.name,
             dummy=settings.backend == "dummy",
-            dtype=settings.dtype,
+            dtype=dtype,
+            kv_dtype=kv_dtype or "auto",
             device=settings.device,
             blocks=settings.kv_blocks,
             block_tokens=settings.block_tokens,

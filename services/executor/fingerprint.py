@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.executor.kv_cache import LAYOUT
+from services.executor.kv_format import KvFormat
 from services.executor.shapes import Shapes
 from services.executor.weights import Weights
 
@@ -20,10 +21,11 @@ _FORMAT = "headrace-kv-1"
 _SAMPLES = 1024  # of each tensor, evenly spread
 
 
-def fingerprint(model: str, shapes: Shapes, weights: Weights, block_tokens: int) -> str:
-    """Hex digest of model name, weights, dtype, shapes with rope, block size and layout."""
+def fingerprint(model: str, shapes: Shapes, weights: Weights, block_tokens: int, kept: KvFormat) -> str:
+    """Hex digest of model name, weights, dtype, shapes with rope, block size, layout, and how KV is kept."""
     digest = hashlib.sha256()
-    for part in (_FORMAT, model, repr(shapes), str(weights.embedding.dtype), str(block_tokens), LAYOUT):
+    parts = (_FORMAT, model, repr(shapes), str(weights.embedding.dtype), str(block_tokens), LAYOUT)
+    for part in (*parts, *kept.marks()):
         digest.update(part.encode() + b"\0")
     for tensor in _tensors(weights):
         flat = tensor.flatten()

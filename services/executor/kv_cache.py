@@ -24,9 +24,11 @@ _GPU_SHARE = 0.9  # of the memory free once the weights are loaded; the rest is 
 class KvCache:
     """Owns the device memory of the blocks. Zeroed at start: a masked score must not meet a NaN."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        """`tensor` is `[blocks + 1, layers, 2, block_tokens, kv_heads, head_dim]`."""
+    def __init__(self, tensor: Tensor, activations: torch.dtype | None = None) -> None:
+        """`tensor` is `[blocks + 1, layers, 2, block_tokens, kv_heads, head_dim]`; `activations` is what the
+        model computes in, where KV is kept in another dtype."""
         self.tensor = tensor
+        self.activations = activations or tensor.dtype
         self.blocks = tensor.shape[0] - 1
         self.spare = self.blocks
         self.block_tokens = tensor.shape[3]
@@ -39,16 +41,15 @@ class KvCache:
             copy_blocks(self.tensor, torch.tensor(source, device=device), torch.tensor(target, device=device))
 
 
-def allocate(
-    shapes: Shapes, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
-) -> KvCache:
-    """A cache of `blocks` blocks and the spare one. Raises SetupError when the memory is not there."""
+def allocate(shapes: Shapes, blocks: int, block_tokens: int, kept: torch.dtype, like: Tensor) -> KvCache:
+    """A cache in `kept` of `blocks` blocks and the spare one, for activations like `like` and on its device.
+    Raises SetupError when the memory is not there."""
     shape = (blocks + 1, shapes.layers, 2, block_tokens, shapes.kv_heads, shapes.head_dim)
     try:
-        return KvCache(torch.zeros(shape, dtype=dtype, device=device))
+        return KvCache(torch.zeros(shape, dtype=kept, device=like.device), like.dtype)
     except (RuntimeError, MemoryError) as error:  # torch says out of memory with either
         raise SetupError(
-            f"no memory for {blocks} KV blocks on {device} ({error}); lower kv_blocks"
+            f"no memory for {blocks} KV blocks on {like.device} ({error}); lower kv_blocks"
         ) from error
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
+from kernels.kv_blocks import FP8
 from services.executor.backend import BackendInfo
 from services.executor.fingerprint import fingerprint
 from services.executor.grammars import Grammars
 from services.executor.kv_cache import KvCache, allocate, block_bytes, fitting_blocks
+from services.executor.kv_format import kv_format
 from services.executor.processors import MakeProcessor
 from services.executor.shapes import Shapes
 from services.executor.weights import Weights
@@ -28,6 +30,7 @@ from shared.vocabulary import load_vocabulary
 log = logging.getLogger("headrace.executor")
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class TorchOptions:
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
     dtype: str = "auto"  # bf16, f32; auto: f32 on a CPU, bf16 on a GPU
+    kv_dtype: str = "auto"  # fp8; auto: as the model computes
     device: str = "auto"  # cpu, cuda; auto: cuda where there is one
     blocks: int = 0  # 0: from the free memory, 1 GiB on a CPU
     block_tokens: int = 16
@@ -72,7 +76,8 @@ def load(options: TorchOptions) -> Loaded:
     else:
         shapes, weights = load_hf(options.model_path, dtype, device)
     wanted = _context_tokens(shapes, options.max_context)
-    size = block_bytes(shapes, options.block_tokens, dtype)
+    kept = kv_format(options.kv_dtype, shapes, weights)
+    size = block_bytes(shapes, options.block_tokens, kept.dtype)
     blocks = options.blocks or fitting_blocks(
         size, device, options.slots * blocks_for(wanted, options.block_tokens)
     )
@@ -82,12 +87,13 @@ def load(options: TorchOptions) -> Loaded:
             f"{blocks} KV blocks of {options.block_tokens} tokens hold no sequence of {options.max_context}; "
             "raise kv_blocks or lower max_context"
         )
-    cache = allocate(shapes, blocks, options.block_tokens, dtype, device)
+    cache = allocate(shapes, blocks, options.block_tokens, kept.dtype, weights.embedding)
     log.info(
-        "%d KV blocks of %d tokens and %d bytes: %.2f GiB, %d tokens; sequences up to %d",
-        blocks, options.block_tokens, size, blocks * size / 2**30, blocks * options.block_tokens, context,
+        "%d KV blocks of %d tokens and %d bytes in %s: %.2f GiB, %d tokens; sequences up to %d",
+        blocks, options.block_tokens, size, kept.name, blocks * size / 2**30, blocks * options.block_tokens,
+        context,
     )  # fmt: skip
-    digest = fingerprint(options.model_name, shapes, weights, cache.block_tokens)
+    digest = fingerprint(options.model_name, shapes, weights, cache.block_tokens, kept)
     return Loaded(shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest)
 
 
@@ -97,7 +103,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
     return BackendInfo(
         backend="torch",
         model=options.model_name,
-        dtype="bf16" if cache.tensor.dtype == torch.bfloat16 else "f32",
+        dtype="/".join(_NAMES[each] for each in dict.fromkeys((cache.activations, cache.tensor.dtype))),
         fingerprint=loaded.fingerprint,
         vocab_digest=_vocab_digest(options),
         vocab=loaded.shapes.vocab,

@@ -22,14 +22,15 @@ from services.executor.torch_backend import build as build_torch
 from shared.clock import SystemClock
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult
 
-ENGINES = ("sim", "torch", *(("cuda",) if torch.cuda.is_available() else ()))
+ENGINES = ("sim", "torch", "torch/fp8", *(("cuda", "cuda/fp8") if torch.cuda.is_available() else ()))
 KIND = "llama-9-3-tied"
 PROMPT = random.Random(5).choices(range(VOCAB), k=27)
 WITHIN_S = 30  # for what must happen; far above what it takes
 
 
 def small_engine(engine: str, folder: Path, processors: Mapping[str, MakeProcessor]) -> Backend:
-    """A `sim` engine that takes no time, or a `torch` one with the tiny model in `folder`, also on `cuda`."""
+    """A `sim` engine that takes no time, or a `torch` one with the tiny model in `folder`, also on `cuda`;
+    with `/fp8` behind the name it keeps KV in fp8."""
     if engine == "sim":
         return SimBackend(
             SimOptions(
@@ -37,12 +38,14 @@ def small_engine(engine: str, folder: Path, processors: Mapping[str, MakeProcess
             )
         )
     build = build_torch
+    engine, _, kv_dtype = engine.partition("/")
     if engine == "cuda":
         from services.executor.cuda.backend import build
     return build(
         TorchOptions(
             model_path=folder, model_name=KIND, device="cpu" if engine == "torch" else engine, dtype="f32",
-            blocks=80, slots=8, threads=1, deterministic=engine == "torch", processors=processors,
+            kv_dtype=kv_dtype or "auto", blocks=80, slots=8, threads=1, deterministic=engine == "torch",
+            processors=processors,
         )
     )  # fmt: skip
 

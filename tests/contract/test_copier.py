@@ -49,7 +49,7 @@ class Attached:
         engine: Any = self.backend
         if engine.info.backend == "sim":
             return engine._blocks.signatures[block].tobytes()
-        return engine._cache.tensor[block].cpu().numpy().tobytes()
+        return engine._cache.tensor[block].cpu().view(torch.uint8).numpy().tobytes()
 
     def blocks(self) -> list[bytes]:
         return [self.block(block) for block in range(self.backend.info.blocks)]

@@ -30,6 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "two steps in flight": {"overlap": "run_ahead"},
     "prompt in chunks": {"overlap": "single", "step_tokens": 16},
     "bit by bit": {"overlap": "single", "deterministic": True},
+    "bit by bit, KV in fp8": {"overlap": "single", "deterministic": True, "dtype": "f32/fp8"},
     "bit by bit, prompt in chunks": {"overlap": "run_ahead", "step_tokens": 16, "deterministic": True},
 }
 

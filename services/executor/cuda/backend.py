@@ -49,7 +49,7 @@ class CudaBackend:
         device = cache.tensor.device
         self._info = info_of(options, loaded)
         properties = torch.cuda.get_device_properties(device)
-        wide = cache.tensor.dtype == torch.float32
+        wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name)
         if options.deterministic:
             tuning = row_by_row(tuning)
@@ -67,7 +67,7 @@ class CudaBackend:
         model = CudaModel(shapes, loaded.weights, cache.tensor, works, tuning, loaded.context)
         self._passes = Passes(shapes, model, self._slots, cache, tuning, most)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=tuning.by_row)
-        self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.tensor.dtype)
+        self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.activations)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
         self._asked: dict[int, int] = {}  # logprobs by slot
         self._by_torch: set[int] = set()  # slots that the kernel does not sample

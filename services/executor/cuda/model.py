@@ -64,7 +64,8 @@ class CudaModel:
         if step.decode is not None:
             plan_decode(self._works[layouts.decode], step.decode.lengths)
         chained = layouts.chained
-        placed = Placed(self._rotations, step.positions, step.resolved.places, chained)
+        places, dtype = step.resolved.places, self._embedding.dtype
+        placed = Placed(self._rotations, step.positions, places, chained, dtype)
         residual = self._embedding.index_select(0, step.resolved.ids)
         normed = rms_norm(residual, layers[0].attention_norm, eps, chained=chained)
         for i, layer in enumerate(layers):
@@ -102,7 +103,8 @@ class CudaModel:
 
 
 def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out: Tensor) -> None:
-    """A chunk that starts its sequence, by cuDNN, from the joined q, k, v itself."""
+    """A chunk that starts its sequence, by cuDNN, from the joined q, k, v itself: where the cache is fp8, it
+    attends to K and V before they are rounded, and what follows it to the cache."""
     rows = slice(chunk.first, chunk.first + chunk.count)
     joined = qkv[rows].view(chunk.count, -1, shapes.head_dim)
     key, value = torch.split(joined[:, shapes.heads :], shapes.kv_heads, 1)

@@ -54,7 +54,7 @@ class Passes:
         self._device = device
         self.apart = not tuning.by_row  # decodes have a kernel and graphs of their own
         self._has_dense = (  # cuDNN does it, and need not do it alike for every length
-            cache.tensor.dtype == torch.bfloat16 and shapes.head_dim in (64, 128) and not tuning.by_row
+            cache.activations == torch.bfloat16 and shapes.head_dim in (64, 128) and not tuning.by_row
         )
         self._tile = tile_queries(shapes.heads, shapes.kv_heads, tuning.prefill)
         self.row_buckets = [*(size for size in _ROW_BUCKETS if size < rows), rows]
@@ -69,7 +69,7 @@ class Passes:
         self._turn = 0
         self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
         largest = max([*self.token_buckets, rows])
-        self._hidden = torch.zeros(largest, shapes.hidden, dtype=cache.tensor.dtype, device=device)
+        self._hidden = torch.zeros(largest, shapes.hidden, dtype=cache.activations, device=device)
         self._found = torch.zeros(2, -(-(most + rows) // 16) * 16, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max(rows, 1), dtype=torch.int32, device=device)
         self._scratch = scratch(rows, shapes.vocab, device)

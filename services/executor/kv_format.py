@@ -1,0 +1,142 @@
+"""How KV is kept: as the model computes it, or in fp8 (e4m3), which halves bf16 in every tier.
+
+fp8 needs scales, one for K and one for V of each layer and kv head. They are found at load, in one short pass
+over fixed tokens, and never change: a block means the same at any time, and on any engine of the same
+fingerprint, which they are part of. They are powers of two: fp8 is a floating point format that a finer scale
+makes no finer, and a product with them is exact. So no kernel has to know them. They go into the weights: the
+rows that give K and V are divided, what reads K and V (the queries, `out`) is multiplied, and not a bit of a
+result changes but by the rounding of K and V.
+
+Where keys are normalised (Qwen3) the heads of a layer have one scale of K: they share the norm's weight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.kv_blocks import FP8, FP8_MAX
+from kernels.rms_norm.ref import rms_norm
+from kernels.rope import apply_rope, rope_table
+from kernels.swiglu.ref import swiglu
+from services.executor.shapes import Shapes
+from services.executor.weights import LayerWeights, Weights
+from shared.errors import SetupError
+
+TOKENS = 128  # of the pass
+_STRIDE = 7919  # a prime: they are spread over the vocabulary
+HEADROOM = 2.0  # of the largest number seen; that of a power of two comes on top. What is over it saturates
+_LEAST_CAPABILITY = (8, 9)  # of a GPU that converts e4m3
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """`scales` `[layers, K|V, kv_heads]` float32: what a kept number stands for, over itself; None: 1."""
+
+    dtype: torch.dtype
+    scales: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def marks(self) -> tuple[str, ...]:
+        """What a fingerprint must tell apart; nothing for KV in the model's dtype."""
+        if self.scales is None:
+            return ()
+        return self.name, hashlib.sha256(self.scales.cpu().numpy().tobytes()).hexdigest()
+
+
+def kv_format(wanted: str, shapes: Shapes, weights: Weights) -> KvFormat:
+    """The format named `auto` (the model's dtype) or `fp8`, whose scales are put into `weights`. Raises
+    SetupError for another one and for a GPU without fp8."""
+    device = weights.embedding.device
+    if wanted == "auto":
+        return KvFormat(weights.embedding.dtype)
+    if wanted != "fp8":
+        raise SetupError(f"KV cannot be kept in {wanted!r}; use auto or fp8")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        raise SetupError(
+            f"{torch.cuda.get_device_name(device)} has no fp8, which begins with compute capability 8.9; "
+            "leave /fp8 out of dtype"
+        )
+    scales = fp8_scales(shapes, weights)
+    put_scales(scales, shapes, weights)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the blocks are counted by what is free
+    return KvFormat(FP8, scales)
+
+
+def fp8_scales(shapes: Shapes, weights: Weights) -> Tensor:
+    """Powers of two `[layers, K|V, kv_heads]`, float32: those above `largest * HEADROOM / FP8_MAX`."""
+    _, exponents = torch.frexp(largest_kv(shapes, weights) * (HEADROOM / FP8_MAX))
+    scales = ((exponents + 127) << 23).view(torch.float32)  # 2^exponent, bit by bit: a power may round
+    if shapes.qk_norm:
+        scales[:, 0] = scales[:, 0].amax(-1, keepdim=True)
+    return scales
+
+
+@torch.no_grad()
+def largest_kv(shapes: Shapes, weights: Weights) -> Tensor:
+    """The largest magnitudes of K and V over the fixed tokens: `[layers, K|V, kv_heads]`, float32. Those of K
+    hold for every position: a rotation moves a pair of numbers on a circle, and its radius is taken.
+
+    All in float32 and eagerly: other devices and batches differ by little enough to find the same powers."""
+    count, eps = min(TOKENS, shapes.max_context), shapes.norm_eps
+    ids = torch.arange(count, device=weights.embedding.device) * _STRIDE % shapes.vocab
+    frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
+    rotations = rope_table(frequencies, count).to(ids.device)
+    residual = weights.embedding[ids].float()
+    found = []
+    for layer in weights.layers:
+        normed = rms_norm(residual, layer.attention_norm.float(), eps)
+        bias = None if layer.qkv_bias is None else layer.qkv_bias.float()
+        heads = F.linear(normed, layer.qkv.float(), bias).view(count, -1, shapes.head_dim)
+        query, key, value = torch.split(heads, [shapes.heads, shapes.kv_heads, shapes.kv_heads], 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = rms_norm(query, layer.q_norm.float(), eps)
+            key = rms_norm(key, layer.k_norm.float(), eps)
+        low, high = key.chunk(2, -1)
+        radius = torch.hypot(low, high)
+        found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
+        attended = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
+        residual = residual + F.linear(attended, layer.out.float())
+        gate_up = F.linear(rms_norm(residual, layer.mlp_norm.float(), eps), layer.gate_up.float())
+        residual = residual + F.linear(swiglu(gate_up), layer.down.float())
+    return torch.stack(found)
+
+
+def put_scales(scales: Tensor, shapes: Shapes, weights: Weights) -> None:
+    """Change `weights` so that K and V come out divided by `scales`, and the logits stay as they are."""
+    group = shapes.heads // shapes.kv_heads
+    for i, layer in enumerate(weights.layers):
+        key, value = scales[i].to(layer.qkv.dtype)
+        read = key.repeat_interleave(group)
+        if layer.q_norm is not None and layer.k_norm is not None:  # it takes out what the product brings
+            layer = replace(layer, q_norm=layer.q_norm * key[0], k_norm=layer.k_norm / key[0])
+            read, key = torch.ones_like(read), torch.ones_like(key)
+        rows = torch.cat((read, 1 / key, 1 / value)).repeat_interleave(shapes.head_dim)
+        weights.layers[i] = _scaled(layer, rows, value.repeat_interleave(group * shapes.head_dim))
+
+
+def _scaled(layer: LayerWeights, rows: Tensor, columns: Tensor) -> LayerWeights:
+    bias = None if layer.qkv_bias is None else layer.qkv_bias * rows
+    return replace(layer, qkv=layer.qkv * rows[:, None], qkv_bias=bias, out=layer.out * columns)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of one sequence, `[tokens, heads, head_dim]` each: `[tokens, heads * head_dim]`. By
+    hand, for what the library takes differs by device."""
+    tokens, heads, dim = query.shape
+    shared = heads // key.shape[1]
+    q, k, v = (each.transpose(0, 1) for each in (query, key, value))
+    k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    scores = (q @ k.mT * dim**-0.5).masked_fill(later, -torch.inf)
+    attended = torch.matmul(scores.softmax(-1), v)
+    return attended.transpose(0, 1).reshape(tokens, heads * dim)
