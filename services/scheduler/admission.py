@@ -138,7 +138,9 @@ def _take_hits(state: State, offer: Offer, unit: Unit) -> None:
         state.meter.prefix_lookup_tokens += len(leader.tokens)
         state.meter.prefix_hit_tokens += found
         below = max((sum(t > 0 for t in answer.found) for answer in unit.answers.values()), default=0)
-        hit = max(found, below * offer.executor.hello.block_tokens)
+        known = max(len(offer.hits), below)
+        known += prefix.lost_after(offer.executor, leader, known)
+        hit = min(known * offer.executor.hello.block_tokens, len(leader.tokens))
         state.reuse_pm = (15 * state.reuse_pm + 1000 * hit // len(leader.tokens)) // 16
 
 

@@ -25,6 +25,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+
+MOST_LOST = 65_536  # keys: 10 MB
 
 
 @dataclass(kw_only=True)
@@ -35,6 +38,9 @@ class BlockPool:
     acked_step: int = 0
     evicted: int = 0  # cached blocks that had to make room, since the start
     write_back: bool = False  # a tier below takes copies
+    lost: dict[bytes, None] = field(
+        init=False, default_factory=dict
+    )  # keys evicted without a copy, oldest first
     _empty: list[int] = field(init=False)
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # next to evict first
     _fences: dict[int, dict[int, None]] = field(init=False, default_factory=dict)  # step -> its blocks
@@ -153,6 +159,8 @@ class BlockPool:
         del self._empty[len(self._empty) - len(blocks) :]
         if len(blocks) < count:
             evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(blocks))]
+            if self.write_back:
+                self._note_lost(evicted)
             self._forget_keys(evicted)
             self.evicted += len(evicted)
             blocks += evicted
@@ -193,6 +201,17 @@ class BlockPool:
             if block in home:
                 return home
         raise KeyError(block)
+
+    def _note_lost(self, blocks: Sequence[int]) -> None:
+        """Whoever asks for one of these keys shows what a copy would have been worth (as the ghost lists of
+        ARC, Megiddo and Modha 2003)."""
+        lost = self.lost
+        for block in blocks:
+            key = self._key_of[block]
+            if key is not None and block not in self.clean:
+                lost[key] = None
+        for key in list(islice(lost, max(len(lost) - MOST_LOST, 0))):
+            del lost[key]
 
     def _forget_keys(self, blocks: Sequence[int]) -> None:
         key_of, block_of = self._key_of, self._block_of

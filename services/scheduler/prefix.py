@@ -6,6 +6,8 @@ planned later finds it filled. Tokens that are not known yet (sampled by steps i
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from services.scheduler.records import NO_TAIL, Sequence, Tail
 from services.scheduler.state import Executor
 from shared.block_keys import extend, root_key, tail_key
@@ -25,6 +27,12 @@ def lookup(executor: Executor, sequence: Sequence) -> list[int]:
     hello = executor.hello
     name_blocks(executor, sequence)
     return executor.ledger.match(sequence.keys[: (len(sequence.tokens) - 1) // hello.block_tokens])
+
+
+def lost_after(executor: Executor, sequence: Sequence, found: int) -> int:
+    """How many blocks of its prompt behind the first `found` the device had, and gave away without a copy."""
+    lost = executor.ledger.lost
+    return sum(1 for _ in takewhile(lost.__contains__, sequence.keys[found:])) if lost else 0
 
 
 def tail_block(executor: Executor, sequence: Sequence, hits: int) -> int | None:

@@ -96,8 +96,12 @@ class Link:
         if not self.seen:
             return GUESS_EACH_US, MIB / GUESS_BYTES_PER_US
         spread = self._n * self._xx - self._x * self._x
-        if spread <= 1e-6 * self._n * self._xx:  # copies of one size say nothing about what each costs
-            return 0.0, self._y / self._x
+        if spread <= 1e-6 * self._n * self._xx:
+            # Copies of one size do not say what each costs. Some of it is not for its bytes: else small ones
+            # would make the link look slow, and large ones would never be tried.
+            mean_us = self._y / self._n
+            each = min(GUESS_EACH_US, mean_us / 2)
+            return each, (mean_us - each) * self._n / self._x
         slope = (self._n * self._xy - self._x * self._y) / spread
         each = (self._y - slope * self._x) / self._n
         if slope <= 0.0 or each < 0.0:
