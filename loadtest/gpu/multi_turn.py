@@ -11,7 +11,17 @@ import asyncio
 import random
 from typing import Any
 
-from loadtest.gpu.readers import Read, bodies, body_of, executor_status, figures, read, read_all, some_tokens
+from loadtest.gpu.readers import (
+    Read,
+    bodies,
+    body_of,
+    executor_status,
+    figures,
+    judging,
+    read,
+    read_all,
+    some_tokens,
+)
 from loadtest.real.served import Body, Served
 
 CONVERSATIONS, IN_FLIGHT, TURNS = 96, 32, 5
@@ -33,6 +43,7 @@ async def multi_turn(fleet: Served) -> tuple[dict[str, Any], list[list[int]]]:
         dict[str, Any](),
         list[Body](),
     )
+    judged = [await judging(fleet)]
     for turn in range(TURNS):
         for prompt in prompts:
             prompt += some_tokens(rng, ADDED)
@@ -42,6 +53,7 @@ async def multi_turn(fleet: Served) -> tuple[dict[str, Any], list[list[int]]]:
         began_s = loop.time()
         reads = await read_all(fleet, asked, IN_FLIGHT)
         turns.append({"turn": turn, **figures(reads, loop.time() - began_s, ANSWER)})
+        judged.append(await judging(fleet))
         for prompt in prompts:
             prompt += some_tokens(rng, ANSWER)
     after = await executor_status(fleet)
@@ -50,7 +62,7 @@ async def multi_turn(fleet: Served) -> tuple[dict[str, Any], list[list[int]]]:
         "seconds": sum(turn["seconds"] for turn in turns), "turns": turns,
         "loads_s": loads_s, "idle_s": idle_s,
         "loaded_gb": (after["loaded_bytes"] - before["loaded_bytes"]) / 1e9,
-        "scheduler": await fleet.measured(), "executor": after,
+        "scheduler": await fleet.measured(), "executor": after, "judged_by": judged,
     }  # fmt: skip
     return found, [list(one["prompt"]) for one in asked]
 

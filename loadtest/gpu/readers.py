@@ -84,3 +84,10 @@ async def executor_status(fleet: Served) -> dict[str, Any]:
     """What the only executor says about itself; empty while it does not answer."""
     answers = await ask_all(fleet.bus, subjects.STATUS, ANSWER_S)
     return next((dict(a) for a in answers if a["kind"] == "executor"), {})
+
+
+async def judging(fleet: Served) -> dict[str, Any]:
+    """What the scheduler judges copies by, of the only executor."""
+    answers = await ask_all(fleet.bus, subjects.STATUS, ANSWER_S)
+    links = next((a["tiers"] for a in answers if a["kind"] == "scheduler"), {})
+    return {name: value for facts in links.values() for name, value in facts.items() if name != "host"}

@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from loadtest.fleet import MODEL
 from loadtest.gpu.modes import by_mode
 from loadtest.gpu.multi_turn import multi_turn, pinned, restores
-from loadtest.gpu.readers import ANSWER, Read, bodies, executor_status, figures, read, read_all
+from loadtest.gpu.readers import ANSWER, Read, bodies, executor_status, figures, judging, read, read_all
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.real.served import Served, env_of, served
 from loadtest.real.steady import steady
@@ -88,6 +88,7 @@ async def overload(fleet: Served) -> dict[str, Any]:
         **found,
         "scheduler": await fleet.measured(),
         "executor": await executor_status(fleet),
+        "judged_by": await judging(fleet),
     }
 
 

@@ -53,24 +53,26 @@ class CopyEngine:
         error: int = self._driver.cuMemHostUnregister(ctypes.c_void_p(address))
         return error
 
-    def copy(self, targets: Addresses, sources: Addresses, size_bytes: int, stream: int) -> None:
-        """Queue a copy of `size_bytes` from each of `sources` to that of `targets`. All memory of the host
-        among it is pinned. Raises EngineError."""
+    def copy(
+        self, targets: Addresses, sources: Addresses, sizes_bytes: NDArray[np.int64], stream: int
+    ) -> None:
+        """Queue a copy from each of `sources` to its target. All memory of the host among it is pinned.
+        Raises EngineError."""
         if self.batches:
-            error = self._batch(targets, sources, size_bytes, stream)
+            error = self._batch(targets, sources, sizes_bytes.astype(np.uint64), stream)
             if error != _NOT_SUPPORTED:
                 _check(error)
                 return
             self.batches = False
         at = ctypes.c_void_p(stream)
-        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+        all_of = zip(targets.tolist(), sources.tolist(), sizes_bytes.tolist(), strict=True)
+        for target, source, size in all_of:
             copied = self._driver.cuMemcpyAsync(
-                ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size_bytes), at
+                ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), at
             )
             _check(copied)
 
-    def _batch(self, targets: Addresses, sources: Addresses, size_bytes: int, stream: int) -> int:
-        sizes = np.full(len(targets), size_bytes, dtype=np.uint64)
+    def _batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
         attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
         error: int = self._driver.cuMemcpyBatchAsync(
             ctypes.c_void_p(targets.ctypes.data),

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from mmap import mmap
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.cuda import Event
 
@@ -19,6 +21,8 @@ from services.executor.copy_engine import CopyEngine
 from services.executor.kv_cache import KvCache
 
 log = logging.getLogger("headrace.executor")
+
+PIN_BYTES = 256 << 20  # pinned at a time, in 80 ms
 
 
 class CudaCopier:
@@ -40,13 +44,15 @@ class CudaCopier:
     def attach(self, arena: mmap) -> None:
         view = torch.frombuffer(arena, dtype=torch.uint8)
         self._warm_up()
-        self._pinned = _pin(view, self._device, self._engine)
+        with torch.cuda.device(self._device):
+            self._pinned = _pin(view, self._engine)
         self._arena = view
 
     def detach(self) -> None:
         view, self._arena = self._arena, None
         if view is not None and self._pinned:
-            _unpin(view, self._device, self._engine)
+            with torch.cuda.device(self._device):
+                _unpin(view, self._engine, view.numel())
 
     def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         assert self._arena is not None, "no arena is attached"
@@ -67,7 +73,7 @@ class CudaCopier:
                 for address in (self._bytes.data_ptr() + self._spare * size, own.data_ptr())
             )
             for target, source in ((host, spare), (spare, host)):
-                self._engine.copy(target, source, size, self._stream.cuda_stream)
+                self._engine.copy(target, source, np.array([size]), self._stream.cuda_stream)
             self._stream.synchronize()
 
     def _places(self, blocks: Sequence[int]) -> list[int]:
@@ -79,28 +85,57 @@ class CudaCopier:
             if (event := self._computed()) is not None:
                 self._stream.wait_event(event)
             if self._pinned:
-                sources = np.asarray(begins, dtype=np.uint64) + np.uint64(source.data_ptr())
-                targets = np.asarray(ends, dtype=np.uint64) + np.uint64(target.data_ptr())
-                self._engine.copy(targets, sources, size, self._stream.cuda_stream)
+                runs = within_pieces(begins, ends, size, begins if source is self._arena else ends)
+                sources, targets = (
+                    places.astype(np.uint64) + np.uint64(memory.data_ptr())
+                    for places, memory in ((runs.begins, source), (runs.ends, target))
+                )
+                self._engine.copy(targets, sources, runs.sizes, self._stream.cuda_stream)
             else:
                 for begin, end in zip(begins, ends, strict=True):
                     target[end : end + size].copy_(source[begin : begin + size])
             self._stream.synchronize()
 
 
-def _pin(view: Tensor, device: torch.device, engine: CopyEngine) -> bool:
-    """Lock the pages of a mapping and give the GPU an address for them: about 0.3 s a GiB."""
-    with torch.cuda.device(device):
-        error = engine.pin(view.data_ptr(), view.numel())
+class Runs(NamedTuple):
+    """Copies of `sizes` bytes from `begins` to `ends`, int64 each."""
+
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+def within_pieces(begins: Sequence[int], ends: Sequence[int], size: int, host: Sequence[int]) -> Runs:
+    """Copies of `size` bytes, cut in two where their place in the arena, `host`, lies across two pinned
+    pieces: the driver copies from and to one at a time."""
+    runs = Runs(np.array(begins), np.array(ends), np.full(len(begins), size))
+    at = np.array(host)
+    first = PIN_BYTES - at % PIN_BYTES  # up to the end of the piece
+    cut = np.flatnonzero(first < size)
+    if not len(cut):
+        return runs
+    runs.sizes[cut] = first[cut]
+    rest = Runs(runs.begins[cut] + first[cut], runs.ends[cut] + first[cut], size - first[cut])
+    return Runs(*(np.concatenate(both) for both in zip(runs, rest, strict=True)))
+
+
+def _pin(view: Tensor, engine: CopyEngine) -> bool:
+    """Lock the pages of a mapping and give the GPU an address for them: about 0.3 s a GiB, in pieces. While
+    the driver is at it nobody in this process gets memory from the system: with one call for all of it an
+    executor is silent for so long that it is given up for dead."""
+    for at in range(0, view.numel(), PIN_BYTES):
+        error = engine.pin(view.data_ptr() + at, min(PIN_BYTES, view.numel() - at))
         if error:
             log.warning(
                 "the arena of %d bytes cannot be pinned (CUDA error %d), copies will be slow: raise the "
                 "limit of locked memory (ulimit -l)", view.numel(), error,
             )  # fmt: skip
-    return error == 0
+            _unpin(view, engine, at)
+            return False
+    return True
 
 
-def _unpin(view: Tensor, device: torch.device, engine: CopyEngine) -> None:
-    with torch.cuda.device(device):
-        if error := engine.unpin(view.data_ptr()):
+def _unpin(view: Tensor, engine: CopyEngine, size_bytes: int) -> None:
+    for at in range(0, size_bytes, PIN_BYTES):
+        if error := engine.unpin(view.data_ptr() + at):
             log.error("the arena stays pinned: cuMemHostUnregister gives CUDA error %d", error)

@@ -23,6 +23,7 @@ SWEEPS = 12
 SETTLED = 64  # steps before a wrong prediction may mean that the machine has another speed
 DRIFT = 1 / 16  # of that speed, per step
 PRIOR_WEIGHT = 1 / 32  # of a step that the prior predicts, against one observed
+KIND_WEIGHT = 1 / 8  # of the last step of each kind, per refit: see Costs
 EMPTY = 1e-20  # of a sum of squares of 1 / us
 
 Features = tuple[float, float, float, float, float, float]
@@ -34,6 +35,9 @@ class Costs:
 
     The coefficients are the least squares fit of the relative errors of the last few hundred steps, found
     by coordinate descent; `speed` follows a machine that becomes slower or faster as a whole.
+
+    A machine that is never idle has steps of one size only, which do not say what a chunk adds to decodes. So
+    the last step of each kind (with or without chunks, by powers of two of its tokens) never fades.
     """
 
     def __init__(self, prior: StepModel | None = None) -> None:
@@ -44,6 +48,7 @@ class Costs:
         self._speed = 1.0
         self._fit = [0.0] * FEATURES
         self._recent: list[list[float]] = []  # features / took, not yet in the sums
+        self._kinds: dict[tuple[bool, int], list[float]] = {}  # likewise, of the last step of each kind
         self._moments = [[0.0] * FEATURES for _ in range(FEATURES)]
         self._targets = [0.0] * FEATURES
         if prior is not None:
@@ -70,6 +75,7 @@ class Costs:
                 self._speed *= 1.0 + DRIFT * (ratio - 1.0)
         self.seen += 1
         self._remember(features, took_us / self._speed)
+        self._kinds[shape.tokens > shape.rows, shape.tokens.bit_length()] = self._recent[-1]
         if len(self._recent) == REFIT_EVERY or self.seen & (self.seen - 1) == 0:
             self._refit()
 
@@ -98,12 +104,15 @@ class Costs:
 
     def _refit(self, weight: float = 1.0, sweeps: int = SWEEPS) -> None:
         """Add the recent steps to the normal equations, and improve the fit by coordinate descent."""
-        columns = list(zip(*self._recent, strict=True))
+        kinds = [self._kinds[kind] for kind in sorted(self._kinds)]
+        columns = list(zip(*self._recent, *kinds, strict=True))
+        weights = [1.0] * len(self._recent) + [KIND_WEIGHT] * len(kinds)
         fit, moments, targets = self._fit, self._moments, self._targets
         for i, column in enumerate(columns):
-            targets[i] = MEMORY * targets[i] + weight * _sum(column)
+            weighted = list(map(mul, column, weights))
+            targets[i] = MEMORY * targets[i] + weight * _sum(weighted)
             for j in range(i, FEATURES):
-                moment = MEMORY * moments[i][j] + weight * _sum(map(mul, column, columns[j]))
+                moment = MEMORY * moments[i][j] + weight * _sum(map(mul, weighted, columns[j]))
                 moments[i][j] = moments[j][i] = moment
         self._recent = []
         for _ in range(sweeps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.scheduler import gauges
 from services.scheduler.records import Phase
 from services.scheduler.state import Executor, State
+from services.scheduler.tiers.worth import Recompute
 
 
 def load(state: State) -> tuple[tuple[str, int], ...]:
@@ -23,7 +24,9 @@ def status(state: State) -> dict[str, object]:
         "closing": phases.count(Phase.CLOSING),
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(e) for name, e in sorted(state.executors.items())},
-        "tiers": {name: _links(e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)},
+        "tiers": {
+            name: _links(state, e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)
+        },
         "measured": measured(state),
     }
 
@@ -79,12 +82,18 @@ def _has_tier(state: State, executor: Executor) -> bool:
     return executor.hello.host_id in state.tiers.by_host
 
 
-def _links(executor: Executor) -> dict[str, object]:
-    """Of one executor: the links to and from the tier of its host."""
-    facts: dict[str, object] = {"host": executor.hello.host_id}
+def _links(state: State, executor: Executor) -> dict[str, object]:
+    """Of one executor: the links to and from the tier of its host, and what a copy is judged by."""
+    facts: dict[str, object] = {
+        "host": executor.hello.host_id,
+        "recompute_block_us": Recompute.of(executor).block_us(0),
+        "reuse_pm": state.reuse_pm,
+        "chunk_tokens": executor.chunk_tokens,
+    }
     for name, link in (("up", executor.up), ("down", executor.down)):
         facts |= {
             f"{name}_bytes_per_s": link.bytes_per_second if link.seen else 0,
+            f"{name}_block_us": link.block_us(executor.hello.bytes_per_block),
             f"{name}_moved_bytes": link.moved_bytes,
             f"{name}_pending": link.pending_jobs,
         }

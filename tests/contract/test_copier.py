@@ -13,6 +13,7 @@ from plan_maker import PlanMaker, Row
 from shm import ABSENT, Segment, segment
 from tiny_models import save_tiny
 
+from services.executor import cuda_copies
 from services.executor.arena import Arena
 from services.executor.backend import Backend
 from services.executor.sim_blocks import SIGNATURE_BYTES
@@ -20,6 +21,7 @@ from shared.messages import Sampling
 
 HOT = Sampling(temperature=1.5)
 ROOM = 5  # blocks in the arena
+PIN_BYTES = 20_480
 Make = Callable[[], Backend]
 
 
@@ -31,6 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=ENGINES)
 def make(request: pytest.FixtureRequest, folder: Path) -> Make:
     return lambda: small_engine(request.param, folder, {})
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the arena that a GPU pins at a time: some blocks lie across two."""
+    monkeypatch.setattr(cuda_copies, "PIN_BYTES", PIN_BYTES)
 
 
 class Attached:
@@ -185,3 +193,13 @@ def test_attached_again_it_copies_through_the_new_mapping(attached: Attached) ->
 def test_a_piece_is_at_least_a_megabyte(make: Make) -> None:
     """Below that the calls cost more than the bytes; see docs/benchmarks/kv_copies.md."""
     assert make().copier().piece_bytes >= 1 << 20
+
+
+def test_what_lies_across_two_pinned_pieces_is_copied_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_copies, "PIN_BYTES", 100)
+    host, device = [0, 60, 90, 130], [1000, 2000, 3000, 4000]
+    arena, blocks = [0, 60, 90, 130, 100], [1000, 2000, 3000, 4000, 3010]
+    store = cuda_copies.within_pieces(device, host, 40, host)
+    assert [part.tolist() for part in store] == [blocks, arena, [40, 40, 10, 40, 30]]
+    load = cuda_copies.within_pieces(host, device, 40, host)
+    assert [part.tolist() for part in load] == [arena, blocks, [40, 40, 10, 40, 30]]
