@@ -44,10 +44,15 @@ class Step:
         """True when sampling is queued on the device already: see Pending.answer."""
         return self._pending is not None and self._pending.answer is not None
 
-    def finish(self, published_us: int = 0) -> StepResult:
-        """Choose the tokens; the result of the step. `published_us`: see StepResult."""
+    def finish(self, published_us: int = 0, before_us: int = 0) -> StepResult:
+        """Choose the tokens; the result of the step. `published_us`: see StepResult. `before_us`: when the
+        step before ended; one that was queued behind it began then."""
         if self._pending is None:
             return self._failed(self._error)
+        if self.answered and (waited_us := before_us - self._start_us) > 0:
+            self._start_us, self._start_wall_us = before_us, self._start_wall_us + waited_us
+            self._forwarded_us = max(self._forwarded_us, before_us)
+            self._queued_us += waited_us
         sampling_us = self._clock.now_us()
         try:
             output = self._backend.sample(self._pending)
@@ -65,7 +70,7 @@ class Step:
             start_wall_us=self._start_wall_us,
             end_wall_us=self._start_wall_us + end_us - self._start_us,
             forward_us=self._forwarded_us - self._start_us,
-            sample_us=max(0, end_us - sampling_us - output.host_us),
+            sample_us=max(0, end_us - max(sampling_us, self._forwarded_us) - output.host_us),
             bucket_padding_rows=output.padding_rows,
             logprobs=output.logprobs,
             top_counts=output.top_counts,

@@ -139,7 +139,7 @@ class DeviceThread:
             self.busy_us += self._clock.now_us() - began_us
 
     def _finish(self, step: Step, began_us: int = 0) -> None:
-        result = step.finish(self.published_us)
+        result = step.finish(self.published_us, self._ended_us)
         ended_us = self._clock.now_us()
         if step.answered and began_us:  # queued behind the one before, it began when that ended
             self.busy_us += ended_us - max(began_us, self._ended_us)

@@ -23,7 +23,7 @@ once it has been copied, or somebody has judged that it is not worth it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -160,7 +160,7 @@ class BlockPool:
         if len(blocks) < count:
             evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(blocks))]
             if self.write_back:
-                self._note_lost(evicted)
+                _note_lost(self.lost, (self._key_of[b] for b in evicted if b not in self.clean))
             self._forget_keys(evicted)
             self.evicted += len(evicted)
             blocks += evicted
@@ -202,17 +202,6 @@ class BlockPool:
                 return home
         raise KeyError(block)
 
-    def _note_lost(self, blocks: Sequence[int]) -> None:
-        """Whoever asks for one of these keys shows what a copy would have been worth (as the ghost lists of
-        ARC, Megiddo and Modha 2003)."""
-        lost = self.lost
-        for block in blocks:
-            key = self._key_of[block]
-            if key is not None and block not in self.clean:
-                lost[key] = None
-        for key in list(islice(lost, max(len(lost) - MOST_LOST, 0))):
-            del lost[key]
-
     def _forget_keys(self, blocks: Sequence[int]) -> None:
         key_of, block_of = self._key_of, self._block_of
         for block in blocks:
@@ -222,3 +211,11 @@ class BlockPool:
         self.clean.difference_update(blocks)
         for block in self._valid.keys() & blocks:
             del self._valid[block]
+
+
+def _note_lost(lost: dict[bytes, None], keys: Iterable[bytes | None]) -> None:
+    """Whoever asks for one of these keys shows what a copy would have been worth (as the ghost lists of ARC,
+    Megiddo and Modha 2003)."""
+    lost.update(dict.fromkeys(key for key in keys if key is not None))
+    for key in list(islice(lost, max(len(lost) - MOST_LOST, 0))):
+        del lost[key]

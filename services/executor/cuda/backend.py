@@ -70,6 +70,7 @@ class CudaBackend:
         self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.activations)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
         self._asked: dict[int, int] = {}  # logprobs by slot
+        self._no_ids = torch.empty(2, 0, dtype=torch.int32)
         self._by_torch: set[int] = set()  # slots that the kernel does not sample
         self._computed: torch.cuda.Event | None = None  # the newest sampled forward's end
         self._copier = CudaCopier(cache, lambda: self._computed)
@@ -119,8 +120,10 @@ class CudaBackend:
         step = arrange(plan, self._slots, apart=self._passes.apart)
         self._passes.queue(step, words)
         samples = len(plan.sample_slots)
-        if not samples or not self._by_torch.isdisjoint(plan.sample_slots):
-            logits = self._passes.logits(samples) if samples else None
+        if not samples:  # nobody waits for ids, but the step lasts until its end
+            return Pending(plan=plan, forwarded=self._host_rows.forwarded(), answer=self._no_ids)
+        if not self._by_torch.isdisjoint(plan.sample_slots):
+            logits = self._passes.logits(samples)
             return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded())
         answer, ready = self._passes.sample(samples)
         tokens = tuple(self._slots.tokens(slot) for slot in plan.sample_slots)
@@ -131,8 +134,6 @@ class CudaBackend:
         plan, answer = pending.plan, pending.answer
         if answer is None:
             self._computed = pending.forwarded
-        if not plan.sample_slots:
-            return StepOutput(ids=ints(), done=ints())
         positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
         if answer is None:
             return self._sample_by_torch(pending, positions)
