@@ -60,7 +60,7 @@ def spare_blocks(state: State, executor: Executor, joining: Iterable[Sequence] =
             for s in joining
             if s.sure_length
         ]
-        spare += _peak_blocks(ends, block_tokens)
+        spare += _peak_blocks(ends, block_tokens, state.limits.window)
     return spare
 
 
@@ -79,15 +79,17 @@ def _end(s: Sequence, blocks: int, block_tokens: int) -> _End:
     )  # a cached part is shared
 
 
-def _peak_blocks(rows: list[_End], block_tokens: int) -> int:
-    """The most that these will need at one time beyond what they hold now."""
-    alive, spare, freed, peak = len(rows), sum(row.spare for row in rows), 0, 0
-    for row in sorted(rows):
-        # each one's last block may hold a single token; promised ones need nothing
-        need = alive * (row.left + block_tokens - 1) - spare - freed
-        if need > peak:
-            peak = need
-        alive, spare, freed = alive - 1, spare - row.spare, freed + row.frees
+def _peak_blocks(rows: list[_End], block_tokens: int, late: int) -> int:
+    """The most that these will need at one time beyond what they hold now; that one has ended is seen `late`
+    steps after. A row that was promised all it may need takes nothing more, and gives nothing to others
+    before its end."""
+    growing = [row for row in rows if row.spare < row.left]
+    alive, spare, freed, peak = len(growing), sum(row.spare for row in growing), 0, 0
+    for row in sorted(rows):  # it is highest just before somebody ends; a last block may hold a single token
+        peak = max(peak, alive * (row.left + late + block_tokens - 1) - spare - freed)
+        if row.spare < row.left:
+            alive, spare = alive - 1, spare - row.spare
+        freed += row.frees
     return peak // block_tokens
 
 

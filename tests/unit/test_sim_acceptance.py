@@ -16,9 +16,9 @@ pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as 
 MODES = (*grid.MODES, "auto")
 
 
-def arm_of(scenario: str, name: str) -> dict[str, float]:
+def arm_of(scenario: str, name: str, seeds: int = 1) -> dict[str, float]:
     arms = {arm.name: arm for arm in SCENARIOS[scenario].arms}
-    return run_arm(replace(SCENARIOS[scenario], seeds=1), arms[name], Options(minutes=1))
+    return run_arm(replace(SCENARIOS[scenario], seeds=seeds), arms[name], Options(minutes=1))
 
 
 @pytest.mark.parametrize("point", [(1, 256, 0), (16, 1_024, 200), (64, 256, 5_000), (64, 4_096, 1_000)])
@@ -89,12 +89,13 @@ def test_where_memory_is_enough_it_makes_no_difference() -> None:
 
 
 def test_a_restore_takes_the_place_of_computing_again() -> None:
-    """C: batch jobs that want twice the memory, and interactive requests that take it from them."""
-    again, tiered = arm_of("C", "recompute"), arm_of("C", "tiered")
+    """C: batch jobs that want twice the memory, and interactive requests that take it from them. Means of
+    three seeds: the p99 of 300 first tokens is that of three requests."""
+    again, tiered = arm_of("C", "recompute", 3), arm_of("C", "tiered", 3)
     assert again["recomputed_pct"] > 10
     assert tiered["recomputed_pct"] <= 1
     assert tiered["done_s_batch"] <= 0.97 * again["done_s_batch"]
-    assert tiered["ttft_ms_interactive_p99"] <= 1.01 * again["ttft_ms_interactive_p99"]
+    assert tiered["ttft_ms_interactive_p99"] <= again["ttft_ms_interactive_p99"]
     assert tiered["served"] == again["served"]
 
 
