@@ -14,7 +14,7 @@ GUESS_BYTES_PER_US = 10_000.0  # until a copy has been measured: it has to be tr
 GUESS_EACH_US = 500.0
 MEMORY = 1 - 1 / 32
 MIB = float(1 << 20)
-STALE_US = 2_000_000  # a copy in so long a time costs little, however slow the link is
+STALE_US = 5_000_000  # a small copy in so long a time costs little, however slow the link is
 
 
 @dataclass(slots=True)

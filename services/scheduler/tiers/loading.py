@@ -35,9 +35,9 @@ def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> N
         return
     first = len(sequence.table)
     remote = sum(t == REMOTE for t in answer.found[first : first + len(keys)])
-    load_us = _load_us(executor, tier, len(keys), remote)
+    load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
     compute_us = Recompute.of(executor).tokens_us(sequence.computed, sum(valid))
-    if compute_us and load_us >= compute_us and (remote or not _worth_a_try(executor, state.now_us)):
+    if compute_us and load_us >= compute_us:
         sequence.decide(
             state.now_us,
             "recompute",
@@ -80,26 +80,18 @@ def _go_on(state: State, executor: Executor, sequence: Sequence) -> None:
             executor,
             tier,
             sequence,
-            (keys, valid, _load_us(executor, tier, len(keys), 0), 0),
+            (keys, valid, _load_us(executor, tier, len(keys), 0, state.now_us), 0),
         )
 
 
-def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int) -> int:
+def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: int) -> int:
     size = executor.hello.bytes_per_block
     fetch_us = int(remote * size / (tier.fetch_bytes_per_us or GUESS_FETCH_BYTES_PER_US))
-    ask_us = (
-        tier.answer_us + fetch_us + executor.up.trip_us // 2
-    )  # meanwhile the link works on what is queued
+    # The link works on what is queued while we ask. Where no load was made of late the stores tell its speed.
+    ask_us = tier.answer_us + fetch_us + executor.up.trip_us // 2
     wait_us = max(executor.up.wait_us() - ask_us, 0)
-    link = (
-        executor.up if executor.up.seen else executor.down
-    )  # the stores tell how fast it is, until a load does
+    link = executor.up if executor.up.known(now_us) or not executor.down.seen else executor.down
     return ask_us + wait_us + link.copy_us(blocks * size) + executor.up.trip_us // 2
-
-
-def _worth_a_try(executor: Executor, now_us: int) -> bool:
-    """Nobody has used the link lately, in either direction."""
-    return not (executor.up.known(now_us) or executor.down.known(now_us) or executor.up.pending_jobs)
 
 
 def _ask(

@@ -36,6 +36,7 @@ LEASE_US = 10_000_000
 JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: what comes next does not wait long
 EAGER_BYTES = 8 << 20  # of a copy that nobody waits for: on a CPU it takes a core from the steps, for 2 ms
 JOB_BLOCKS = 128
+TRY_BLOCKS = 4  # of a copy that is to show how fast the link is now
 MAX_JOBS = 2  # at once: one is copied while the next is asked for
 LOOKED_AT = 256  # dirty blocks, at one time; or twice as many as are wanted
 EAGER_US = 20_000  # between two looks where no place is wanted
@@ -76,6 +77,8 @@ def clean(state: State, executor: Executor) -> bool:
         return _give_up(executor, pressed)
     swaps = state.limits.policy.tier == "swap"
     room = 0 if busy else _most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
+    if executor.down.seen and not executor.down.known(state.now_us):
+        room = min(room, TRY_BLOCKS)
     free_before = ledger.free_blocks
     chosen = _choose(state, executor, pressed, room)
     if chosen and pressed <= 0 and not swaps:
