@@ -255,10 +255,12 @@ class House:
                 await asyncio.sleep(0.002)
 
     async def copied(self, *numbers: int) -> None:
-        """Used a second time, so in L2."""
+        """Used a second time, so in L2, and no longer held for the way there."""
         await self.load(*numbers)
         names = [header.remote_name((PRINT, bytes([n]) * 32)) for n in numbers]
-        await self.until(lambda: set(names) <= set(self.l2.values))
+        assert self.kv is not None
+        calls = self.kv._core.state.l2.calls
+        await self.until(lambda: set(names) <= set(self.l2.values) and not calls)
 
 
 @pytest.fixture
