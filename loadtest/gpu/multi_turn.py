@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 from typing import Any
 
 from loadtest.gpu.readers import (
@@ -23,10 +24,12 @@ from loadtest.gpu.readers import (
     some_tokens,
 )
 from loadtest.real.served import Body, Served
+from loadtest.real.steady import steps_of
 
 CONVERSATIONS, IN_FLIGHT, TURNS = 96, 32, 5
 SHARED, OWN, ADDED, ANSWER = 1024, 2048, 256, 64
 DECODES, DECODE_TOKENS, SETTLED = 16, 512, 64
+SHORT = 64  # tokens of a chunk that computes no more than what no block of a tier had
 
 
 async def multi_turn(fleet: Served) -> tuple[dict[str, Any], list[list[int]]]:
@@ -69,7 +72,8 @@ async def multi_turn(fleet: Served) -> tuple[dict[str, Any], list[list[int]]]:
 
 async def restores(fleet: Served, prompts: list[list[int]]) -> dict[str, Any]:
     """The same chats come back for one token each while others decode: the rate of the loads, and what the
-    others feel of them."""
+    others feel of them. One that comes back also computes its last block, in a step beside the decodes: those
+    steps are told apart."""
     alone = await _beside(fleet, "alone", [])
     before = await executor_status(fleet)
     asked = [body_of(f"again-{i}", prompt, 1) for i, prompt in enumerate(prompts)]
@@ -79,6 +83,7 @@ async def restores(fleet: Served, prompts: list[list[int]]) -> dict[str, Any]:
     return {
         "gb_s": moved / max(took_us, 1) / 1e3, "loaded_gb": moved / 1e9, "load_s": took_us / 1e6,
         "alone": alone, "beside": beside, "itl_p50_ratio": beside["itl_p50_ms"] / alone["itl_p50_ms"],
+        "step_ratio": beside["decode_step_ms"] / alone["decode_step_ms"],
     }  # fmt: skip
 
 
@@ -91,7 +96,23 @@ async def _beside(fleet: Served, name: str, asked: list[Body]) -> dict[str, Any]
     took_s = loop.time() - began_s
     await coming
     steady = [Read(seen.sent_s, seen.parts_s[SETTLED:]) for seen in reads]  # all prompts are done by then
-    return figures(steady, took_s, DECODE_TOKENS)
+    return figures(steady, took_s, DECODE_TOKENS) | await _steps(fleet, f"{name}-0")
+
+
+async def _steps(fleet: Served, request_id: str) -> dict[str, Any]:
+    """Median device time of steps of decodes alone, and of those beside a short chunk, while chats came back;
+    without any, of all decodes."""
+    steps = (await steps_of(fleet, request_id))[SETTLED:]
+    mixed = [i for i, step in enumerate(steps) if 0 < step["prefill_tokens"] <= SHORT]
+    window = steps[mixed[0] : mixed[-1] + 1] if mixed else steps
+    took_ms = [(step["prefill_tokens"], (step["forward_us"] + step["sample_us"]) / 1e3) for step in window]
+    decodes = [ms for tokens, ms in took_ms if not tokens]
+    beside = [ms for tokens, ms in took_ms if 0 < tokens <= SHORT]
+    return {
+        "window_ms": (window[-1]["start_us"] - window[0]["start_us"]) / 1e3,
+        "decode_steps": len(decodes), "decode_step_ms": statistics.median(decodes),
+        "mixed_steps": len(beside), "mixed_step_ms": statistics.median(beside) if beside else 0.0,
+    }  # fmt: skip
 
 
 async def pinned(fleet: Served) -> None:

@@ -50,6 +50,7 @@ def _beside(
             move(where[0][at : at + each], where[1][at : at + each])
             at = (at + each) % (len(where[0]) - each)
             moved[0] += each * size
+        copier.finish()
         moved[1] = time.monotonic() - began_s
 
     driver = Driver(built.backend)

@@ -128,7 +128,7 @@ class Bench:
         if name == "overload":
             return {name: {kv: await self._overload(kv, sizes[0]) for kv in ("on_demand", "foreseen")}}
         if name == "multi_turn":
-            return {name: {mode: await self._chats(mode) for mode in self._chat_modes}}
+            return {name: {mode: await self._chats(mode, sizes[-1]) for mode in self._chat_modes}}
         if name == "modes":
             return {name: await by_mode(self.start)}
         raise ValueError(f"there is no part {name!r}: {PARTS}")
@@ -148,8 +148,9 @@ class Bench:
                 found[f"open_{rate:g}"] = _told(await open_loop(fleet, rate))
             return found
 
-    async def _chats(self, mode: str) -> dict[str, Any]:
-        async with self.start(kv_blocks=KV_BLOCKS, l1=CHATS_L1_MIB, step_tokens=1024, overlap=mode) as fleet:
+    async def _chats(self, mode: str, step_tokens: int) -> dict[str, Any]:
+        tiers = {"kv_blocks": KV_BLOCKS, "l1": CHATS_L1_MIB}
+        async with self.start(**tiers, step_tokens=step_tokens, overlap=mode) as fleet:
             found, prompts = await multi_turn(fleet)
             _told(found)
             if mode == "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from loadtest.real.served import Served
 from services.launcher.trace import find
@@ -23,11 +24,16 @@ class Steady:
     modes: dict[str, int]  # steps
 
 
-async def steady(served: Served, request_id: str) -> Steady:
-    """Of the batch with this request."""
+async def steps_of(served: Served, request_id: str) -> list[dict[str, Any]]:
+    """The steps that a request lived through, as the scheduler remembers them, oldest first."""
     body = await find(served.bus, request_id, steps=True, wait_s=5)
     (columns,) = body["steps"].values()
-    steps = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+async def steady(served: Served, request_id: str) -> Steady:
+    """Of the batch with this request."""
+    steps = await steps_of(served, request_id)
     last_prompt = max((i for i, step in enumerate(steps) if step["prefill_tokens"]), default=-1)
     decodes = steps[last_prompt + 1 :]
     all_rows, seen, window = sum(step["rows"] for step in decodes), 0, []

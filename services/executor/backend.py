@@ -70,7 +70,7 @@ class StepOutput:
 
 class Copier(Protocol):
     """Moves whole KV blocks between an engine and the host's arena, while steps run. Nobody else writes or
-    reads the blocks of a load, or writes those of a store, until it returns."""
+    reads the blocks of a load, or writes those of a store, until `finish` returns."""
 
     piece_bytes: int  # to copy in one call: about a millisecond's work, so that a stop need not wait longer
 
@@ -82,11 +82,15 @@ class Copier(Protocol):
 
     def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         """Copy block `blocks[i]` to the arena's bytes from `offsets[i]` on, as the steps whose results are
-        delivered left it. Returns when the bytes are there."""
+        delivered left it. Returns when what was asked before is done, or later."""
 
     def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         """Copy the arena's bytes from `offsets[i]` on to block `blocks[i]`, after the steps whose results
-        are delivered. Returns when every later forward reads them."""
+        are delivered. Returns when what was asked before is done, or later."""
+
+    def finish(self) -> None:
+        """Return when all that was asked is done: what was stored is in the arena, and every later forward
+        reads what was loaded."""
 
 
 class Backend(Protocol):

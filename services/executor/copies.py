@@ -192,6 +192,14 @@ class CopyLane:
         if flaw := arena.flaw(copy.offsets, copy.block_bytes):
             log.error("the copy of job %d failed: %s", copy.job, flaw)
             return "failed", 0
+        try:
+            return self._move(job)
+        finally:
+            self._copier.finish()
+
+    def _move(self, job: _Job) -> tuple[str, int]:
+        """As `_pieces`; of what is asked of the copier some may still be under way."""
+        copy = job.copy
         move = self._copier.store if copy.to_arena else self._copier.load
         piece = max(1, self._copier.piece_bytes // copy.block_bytes)
         for first in range(0, len(copy.blocks), piece):

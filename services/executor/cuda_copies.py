@@ -38,6 +38,7 @@ class CudaCopier:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch annotates it not
         self._computed = computed
         self._engine = CopyEngine()
+        self._newest: Event | None = None  # the end of what was asked last
         self._arena: Tensor | None = None
         self._pinned = False
 
@@ -61,6 +62,11 @@ class CudaCopier:
     def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         assert self._arena is not None, "no arena is attached"
         self._move(self._arena, self._bytes, offsets, self._places(blocks))
+
+    def finish(self) -> None:
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            newest.synchronize()
 
     def _warm_up(self) -> None:
         """Give this thread the device's context, and make the driver's first copies, which take long, between
@@ -94,7 +100,10 @@ class CudaCopier:
             else:
                 for begin, end in zip(begins, ends, strict=True):
                     target[end : end + size].copy_(source[begin : begin + size])
-            self._stream.synchronize()
+            before, self._newest = self._newest, Event()  # type: ignore[no-untyped-call]  # torch annotates it not
+            self._newest.record()
+        if before is not None:  # one is always queued behind the one that runs: the link is never idle
+            before.synchronize()
 
 
 class Runs(NamedTuple):

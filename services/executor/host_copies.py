@@ -43,3 +43,6 @@ class HostCopier:
         assert arena is not None, "no arena is attached"
         for block, offset in zip(blocks, offsets, strict=True):
             np.copyto(self._blocks[block], arena[offset : offset + size])
+
+    def finish(self) -> None:
+        """Nothing is left to wait for: copies are over when they return."""

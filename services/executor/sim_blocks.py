@@ -87,6 +87,9 @@ class SimCopier:
             self._signatures[block].view(np.uint8)[:] = self._arena[offset : offset + SIGNATURE_BYTES]
         _sleep_until(due_s)
 
+    def finish(self) -> None:
+        """Nothing is left to wait for: copies are over when they return."""
+
 
 def _numbers(column: Sequence[int]) -> NDArray[np.int32]:
     return np.asarray(column, dtype=np.int32)

@@ -105,6 +105,7 @@ def test_a_loaded_block_is_what_was_stored_and_nothing_else_changes(attached: At
     table = maker.tables[0]
     kept = [attached.block(block) for block in table]
     attached.copier.store(table, [0, 2 * attached.size])
+    attached.copier.finish()
     again = [Row(0, 0, len(PROMPT), feeds=(0,))]
     maker.open(0, PROMPT[::-1], HOT)
     maker.set_table(0, table)  # other tokens in the same blocks
@@ -113,6 +114,7 @@ def test_a_loaded_block_is_what_was_stored_and_nothing_else_changes(attached: At
     before = attached.blocks()
     others = maker.free[:2]
     attached.copier.load([others[1], others[0]], [2 * attached.size, 0])
+    attached.copier.finish()
     assert [attached.block(block) for block in others] == kept
     wanted = {**dict(enumerate(before)), **dict(zip(others, kept, strict=True))}
     assert attached.blocks() == list(wanted.values())
@@ -126,12 +128,14 @@ def test_a_sequence_goes_on_with_the_blocks_that_another_engine_stored(make: Mak
         ended = Attached(writer, file)
         offsets = [ended.size * place for place in (3, 0, 1)]
         ended.copier.store(maker.tables[0], offsets)
+        ended.copier.finish()
         ended.end()
 
         reader = Attached(make(), file)
         maker = PlanMaker(reader.backend, seed=9)
         blocks = maker.free[:3]
         reader.copier.load(blocks, offsets)
+        reader.copier.finish()
         tokens = [*PROMPT, *alone(make, 11)]
         assert tokens[len(PROMPT) + 1 :] == rest[:11]
         maker.open(4, tokens, HOT, seed=3, prompt_tokens=len(PROMPT))
@@ -158,6 +162,7 @@ def test_a_store_waits_for_the_steps_before_it(attached: Attached) -> None:
         torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
     maker.run([Row(0, 0, len(PROMPT))])
     attached.copier.store(maker.tables[0], [0, attached.size])
+    attached.copier.finish()
     stored = [attached.place(0), attached.place(1)]
     assert any(stored[0])
     assert stored == [attached.block(block) for block in maker.tables[0]]
@@ -169,12 +174,14 @@ def test_a_load_waits_for_the_steps_before_it(attached: Attached) -> None:
     table = maker.tables[0]
     kept = [attached.block(block) for block in table]
     attached.copier.store(table, [0, attached.size])
+    attached.copier.finish()
     maker.open(1, PROMPT[::-1])
     maker.set_table(1, table)
     if torch.cuda.is_available():
         torch.cuda._sleep(200_000_000)
     maker.run([Row(1, 0, len(PROMPT))])
     attached.copier.load(table, [0, attached.size])
+    attached.copier.finish()
     assert [attached.block(block) for block in table] == kept
 
 
@@ -184,6 +191,7 @@ def test_attached_again_it_copies_through_the_new_mapping(attached: Attached) ->
         attached.end()
         again = Attached(attached.backend, other)
         again.copier.store(maker.tables[0][:1], [0])
+        again.copier.finish()
         assert again.place(0) == again.block(maker.tables[0][0])
         assert set(attached.file.read()) == {ABSENT}
         again.end()

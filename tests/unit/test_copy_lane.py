@@ -57,6 +57,9 @@ class HandCopier:
     def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         self._piece("load", blocks, offsets)
 
+    def finish(self) -> None:
+        self._do("finish")
+
     def _piece(self, what: str, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         assert self.attached is not None
         assert not self.attached.closed, "the mapping went while it was in use"
@@ -147,7 +150,9 @@ def test_copies_go_in_order_in_pieces_and_are_answered(bench: Bench) -> None:
     assert bench.copier.calls == [
         ("attach", [], []),
         ("store", [4, 5], [0, SIZE]), ("store", [6, 1], [2 * SIZE, 3 * SIZE]), ("store", [9], [4 * SIZE]),
+        ("finish", [], []),
         ("load", [3], [7 * SIZE]),
+        ("finish", [], []),
     ]  # fmt: skip
     assert (bench.lane.stored.copies, bench.lane.stored.bytes) == (2, 5 * SIZE)  # one of nothing
     assert (bench.lane.loaded.copies, bench.lane.loaded.bytes) == (1, SIZE)
@@ -227,7 +232,7 @@ def test_a_new_arena_ends_the_copies_of_the_old_one_and_is_used(bench: Bench) ->
         assert bench.answers(2) == [(3, "ok"), (4, "stale_arena")]
         assert bench.lane.generation == bench.file.generation
         assert [what for what, _, _ in bench.copier.calls] == [
-            "attach", "store", "detach", "attach", "store"
+            "attach", "store", "finish", "detach", "attach", "store", "finish"
         ]  # fmt: skip
 
 
@@ -250,6 +255,16 @@ def test_what_is_not_in_the_arena_is_not_copied(bench: Bench) -> None:
 
 def test_an_error_of_the_device_is_the_answer_and_the_lane_goes_on(bench: Bench) -> None:
     bench.copier.fail["store"] = RuntimeError("the bus is down")
+    bench.copy(1, 1)
+    bench.copy(2, 2)
+    assert bench.answers(2) == [(1, "failed"), (2, "ok")]
+    assert bench.lane.stored.bytes == SIZE
+    calls = [what for what, _, _ in bench.copier.calls]
+    assert calls == ["attach", "store", "finish", "store", "finish"]  # what was asked before it may still run
+
+
+def test_a_copy_that_fails_at_its_end_is_no_copy(bench: Bench) -> None:
+    bench.copier.fail["finish"] = RuntimeError("the bus was down")
     bench.copy(1, 1)
     bench.copy(2, 2)
     assert bench.answers(2) == [(1, "failed"), (2, "ok")]

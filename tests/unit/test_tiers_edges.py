@@ -24,6 +24,7 @@ from shared.messages import (
     ints,
     longs,
 )
+from shared.step_model import StepShape
 
 PROMPT = list(range(3, 24))  # 21 tokens: five blocks of four, and one
 
@@ -293,6 +294,26 @@ def test_loading_is_declined_where_computing_is_quicker() -> None:
     closed = world.readers_of("second")[0].closed
     assert closed is not None
     assert "would take longer" in next(d.why for d in closed.decisions if d.what == "recompute")
+
+
+@pytest.mark.parametrize(("before", "declined"), [([], 1), ([99] * 60, 0)])
+def test_a_load_competes_with_computing_behind_what_is_before_it(before: list[int], declined: int) -> None:
+    """The load takes 40 ms, its 20 tokens 20 ms: computing is quicker, but not behind 60 others."""
+    world = stored()
+    executor = only(world)
+    for tokens in range(1, 41):
+        shape = StepShape(0, 0, 0, 0).with_chunk(0, tokens)
+        executor.costs.observe(shape, 1_000 * tokens)
+        executor.up.observe(256, 8_000)  # a block
+    if before:
+        world.ask("before", before, 2)
+    world.ask("second", PROMPT, 2)
+    while world.deliver_tier():
+        pass
+    assert world.scheduler.state.meter.loads_declined == declined
+    assert bool(world.copies["e1"]) == (not declined)
+    world.run()
+    assert cached_tokens(world, "second") == (0 if declined else 20)
 
 
 def test_who_is_next_asks_again_before_its_turn() -> None:

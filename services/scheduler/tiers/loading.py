@@ -36,8 +36,9 @@ def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> N
     first = len(sequence.table)
     remote = sum(t == REMOTE for t in answer.found[first : first + len(keys)])
     load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
-    compute_us = Recompute.of(executor).tokens_us(sequence.computed, sum(valid))
-    if compute_us and load_us >= compute_us:
+    costs = Recompute.of(executor)
+    compute_us = costs.tokens_us(sequence.computed, sum(valid))
+    if compute_us and load_us >= _backlog_us(executor, sequence, costs) + compute_us:
         sequence.decide(
             state.now_us,
             "recompute",
@@ -50,6 +51,17 @@ def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> N
     job = _ask(state, executor, tier, sequence, (keys, valid, load_us, compute_us))
     if job is not None:
         job.fetched = [at in answer.fetched for at in range(first, first + len(keys))]
+
+
+def _backlog_us(executor: Executor, sequence: Sequence, costs: Recompute) -> int:
+    """What the device does before it would come to this one: the steps in flight, the prompts before it. A
+    load waits behind loads, computing behind chunks; and who computes holds up all that come later."""
+    block_tokens, tokens = executor.hello.block_tokens, 0
+    for other in executor.running:
+        if other.prefilling and other is not sequence and other.leader is None:
+            known = max(other.computed, len(other.table) * block_tokens) if other.loading else other.computed
+            tokens += max(other.opened_length - known, 0)
+    return sum(flight.predicted_us for flight in executor.in_flight) + costs.tokens_us(0, tokens)
 
 
 def _there(executor: Executor, sequence: Sequence, answer: Answer) -> tuple[list[bytes], list[int]]:
