@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-ALL_PARTS = "limits,exact,kernels,draw,products,deterministic,fp8,decode,prefill,profile,restore"
+ALL_PARTS = "limits,exact,kernels,draw,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
 
 def main() -> None:
@@ -74,6 +74,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
     built = found["_built"]
     if name == "decode":
         return engine.decode(built, found["limits"])
+    if name == "mixed":
+        return engine.mixed(built)
     if name == "prefill":
         return engine.prefill(built, step_tokens)
     if name == "profile":

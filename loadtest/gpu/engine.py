@@ -17,6 +17,7 @@ from loadtest.gpu.timing import eager_ms
 BATCHES = (1, 32, 64, 128, 256)
 CONTEXT, STEPS, WARM_STEPS = 1024, 128, 8
 PREFILLS = ((8, 8192), (64, 1024))
+MIXED_ROWS, MIXED_CHUNK = 64, 192
 
 
 def decode(built: Built, limits: dict[str, float], batches: Sequence[int] = BATCHES) -> list[dict[str, Any]]:
@@ -72,6 +73,29 @@ def prefill(
         })  # fmt: skip
         print("prefill", {k: round(v, 3) for k, v in rows[-1].items()}, flush=True)
     return rows
+
+
+def mixed(built: Built) -> dict[str, float]:
+    """A step of decodes with a prompt chunk beside them, against the two run in turn."""
+    driver, ms = Driver(built.backend), dict[str, float]()
+    tables = dict(driver.open(slot, CONTEXT, CONTEXT + 4 * STEPS) for slot in range(MIXED_ROWS))
+    tables |= dict([driver.open(MIXED_ROWS, CONTEXT, CONTEXT + 1)])
+    chunk = (MIXED_ROWS, CONTEXT - MIXED_CHUNK, MIXED_CHUNK, False)
+    at = CONTEXT - 1
+    for name, has_decodes, has_chunk in (
+        ("decode_ms", True, False), ("chunk_ms", False, True), ("mixed_ms", True, True)
+    ):  # fmt: skip
+        plans = []
+        for _ in range(STEPS):
+            rows = [(slot, at, 1, at >= CONTEXT) for slot in range(MIXED_ROWS)] if has_decodes else []
+            plans.append(driver.plan([*rows, chunk] if has_chunk else rows, tables))
+            tables, at = {}, at + has_decodes
+        ends_s = driver.run(plans)[WARM_STEPS:-1]
+        ms[name] = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(ends_s))
+    driver.close()
+    ms["of_its_parts"] = ms["mixed_ms"] / (ms["decode_ms"] + ms["chunk_ms"])
+    print("mixed", {k: round(v, 3) for k, v in ms.items()}, flush=True)
+    return ms
 
 
 @torch.inference_mode()

@@ -23,6 +23,7 @@ from loadtest.gpu.readers import (
     read_all,
     some_tokens,
 )
+from loadtest.gpu.turn_steps import turn_steps
 from loadtest.real.served import Body, Served
 from loadtest.real.steady import steps_of
 
@@ -33,19 +34,16 @@ SHORT = 64  # tokens of a chunk that computes no more than what no block of a ti
 
 
 async def multi_turn(fleet: Served) -> tuple[dict[str, Any], list[list[int]]]:
-    """Wall time of each turn, how long loads took from turn 1 on and how long the device stood idle then; and
-    the prompts of the last turn."""
+    """Wall time of each turn, how long loads took from turn 1 on, how long the device stood idle between the
+    steps of those turns, whatever it waited for, and what share of the loads that leaves hidden; and the
+    prompts of the last turn."""
     await pinned(fleet)
     await fleet.all(bodies("warm-up", 8, 16))
     rng = random.Random("multi-turn")
     shared = some_tokens(rng, SHARED)
     prompts = [shared + some_tokens(rng, OWN) for _ in range(CONVERSATIONS)]
-    loop, turns, before, asked = (
-        asyncio.get_running_loop(),
-        list[dict[str, Any]](),
-        dict[str, Any](),
-        list[Body](),
-    )
+    loop, turns, worked = asyncio.get_running_loop(), list[dict[str, Any]](), list[dict[str, Any]]()
+    before, asked = dict[str, Any](), list[Body]()
     judged = [await judging(fleet)]
     for turn in range(TURNS):
         for prompt in prompts:
@@ -56,16 +54,19 @@ async def multi_turn(fleet: Served) -> tuple[dict[str, Any], list[list[int]]]:
         began_s = loop.time()
         reads = await read_all(fleet, asked, IN_FLIGHT)
         turns.append({"turn": turn, **figures(reads, loop.time() - began_s, ANSWER)})
+        if turn:
+            worked.append(await turn_steps(fleet, [str(body["request_id"]) for body in asked]))
         judged.append(await judging(fleet))
         for prompt in prompts:
             prompt += some_tokens(rng, ANSWER)
     after = await executor_status(fleet)
-    loads_s, idle_s = ((after[name] - before[name]) / 1e6 for name in ("loaded_us", "device_idle_us"))
+    loads_s, idle_s = (after["loaded_us"] - before["loaded_us"]) / 1e6, sum(w["idle_s"] for w in worked)
     found = {
         "seconds": sum(turn["seconds"] for turn in turns), "turns": turns,
-        "loads_s": loads_s, "idle_s": idle_s,
+        "loads_s": loads_s, "idle_s": idle_s, "hidden": 1 - idle_s / max(loads_s, 1e-6),
         "loaded_gb": (after["loaded_bytes"] - before["loaded_bytes"]) / 1e9,
         "scheduler": await fleet.measured(), "executor": after, "judged_by": judged,
+        "steps_of_turns": worked,
     }  # fmt: skip
     return found, [list(one["prompt"]) for one in asked]
 
