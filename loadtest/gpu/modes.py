@@ -20,6 +20,7 @@ from loadtest.real.steady import steady
 MODES = ("single", "run_ahead", "two_batch", "auto")
 BATCHES, TOKENS = (32, 128, 256), 128
 HOSTED, ROW_US = 256, 30
+HOSTED_RUNS = 3  # the host decides, and it varies: the median of these
 PROCESSOR = "work=loadtest.gpu.modes:Work"
 
 
@@ -53,7 +54,12 @@ async def by_mode(start: Start) -> dict[str, Any]:
             }
             if mode != "run_ahead":  # without rows that the device feeds it is single
                 asked = {"logits_processors": [{"name": "work", "args": {"us": ROW_US}}]}
-                found[mode]["host_256"] = await _decodes(fleet, f"{mode}-hosted", HOSTED, asked)
+                runs = [await _decodes(fleet, f"{mode}-hosted{i}", HOSTED, asked) for i in range(HOSTED_RUNS)]
+                runs.sort(key=lambda run: float(run["tok_s"]))
+                found[mode]["host_256"] = {
+                    **runs[len(runs) // 2],
+                    "runs_tok_s": [run["tok_s"] for run in runs],
+                }
     return found
 
 
