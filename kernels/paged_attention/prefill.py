@@ -3,7 +3,8 @@
 One program takes a tile of a chunk's tokens with all query heads of one kv head: the rows of its matrix are
 (token, query head), so that K and V are read once for the group. Chunks of any length and with any prefix
 share one launch; tiles are named by columns, and a tile of no tokens ends at once, so that a graph may hold
-more tiles than a step has. A chunk of one token is a decode.
+more tiles than a step has. A chunk of one token is a decode. Where the tiles of a step are too few to fill
+the device, several programs share a tile's KV (kernels.paged_attention.split).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.paged_attention.split import PrefillSplit, merge_parts
+
 
 @triton.jit(do_not_specialize=["table_blocks", "layer"])
 def _attend(
@@ -25,6 +28,10 @@ def _attend(
     tile_rows: tl.tensor,
     tile_starts: tl.tensor,
     tile_counts: tl.tensor,
+    tile_part: tl.tensor | None,
+    tile_parts: tl.tensor | None,
+    partial: tl.tensor | None,
+    sums: tl.tensor | None,
     out: tl.tensor,
     table_blocks: tl.tensor,
     layer: tl.tensor,
@@ -41,6 +48,7 @@ def _attend(
     TAIL_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
     count = tl.load(tile_counts + tile)
@@ -61,10 +69,17 @@ def _attend(
         mass = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
         whole = (start + 1) // TILE * TILE  # tokens that every query of the tile sees
+        begin, end = 0, start + count
+        if SPLIT:
+            parts = tl.maximum(tl.load(tile_parts + tile), 1)
+            each = ((end + TILE - 1) // TILE + parts - 1) // parts * TILE
+            begin = tl.load(tile_part + tile) * each
+            whole = tl.maximum(begin, tl.minimum(whole, begin + each))
+            end = tl.minimum(end, begin + each)
         if ONE_LOOP:
             whole = 0
         else:
-            for at_first in tl.range(0, whole, TILE, num_stages=STAGES):
+            for at_first in tl.range(begin, whole, TILE, num_stages=STAGES):
                 at = at_first + n
                 block = tl.load(table + at // BLOCK_TOKENS).to(tl.int64)
                 place = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
@@ -82,9 +97,9 @@ def _attend(
                 acc = acc * shrink[:, None]
                 acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
                 top = new_top
-        for at_first in tl.range(whole, start + count, TILE, num_stages=TAIL_STAGES):
+        for at_first in tl.range(whole, end, TILE, num_stages=TAIL_STAGES):
             at = at_first + n
-            inside = at < start + count
+            inside = at < end
             block = tl.load(table + at // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
             place = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
             readable = inside[:, None] & (d < DIM)[None, :]
@@ -100,6 +115,13 @@ def _attend(
             acc = acc * shrink[:, None]
             acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
             top = new_top
+        if SPLIT:
+            if parts > 1:
+                place = (tile * KV_HEADS + head) * ROWS
+                tl.store(partial + (place + m)[:, None] * DIM_PAD + d[None, :], acc)
+                tl.store(sums + place * 2 + m, top)
+                tl.store(sums + place * 2 + ROWS + m, mass)
+            in_query = in_query & (parts == 1)
         done = (acc / mass[:, None]).to(out.dtype.element_ty)
         tl.store(out + at_query, done, mask=in_query)
 
@@ -111,25 +133,30 @@ class PrefillTuning:
     `one_loop`: all tiles of KV go through one loop, which masks. Then a query's result is the same bits
     whatever chunk it comes in: its tiles are the same from position 0 on, each is computed by the same
     instructions, and what it may not see has a weight of exactly zero (`exp2(-1e30 - top)`) and a `shrink` of
-    exactly one, so that it changes nothing. Of two loops each may round `dot * scale - top` its own way."""
+    exactly one, so that it changes nothing. Of two loops each may round `dot * scale - top` its own way. Such
+    a layout takes no split tiles: how a sum is cut would depend on the rest of the step.
+
+    `per_sm`: programs that one multiprocessor holds at once, by which the host plans the splits."""
 
     rows: int = 64
     tile_tokens: int = 64
     stages: int = 3
     warps: int = 4
     one_loop: bool = False
+    per_sm: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
     """Tiles of chunks, `[tiles]` int32 each; `tables` `[slots, blocks]` int32. A tile has at most
-    `tile_queries` tokens."""
+    `tile_queries` tokens. With `split` a tile may have several entries; None: each has one."""
 
     slots: Tensor
     rows: Tensor  # the token row of its first token
     starts: Tensor  # the position of its first token
     counts: Tensor  # 0: no tile
     tables: Tensor
+    split: PrefillSplit | None = None
 
 
 def tile_queries(heads: int, kv_heads: int, tuning: PrefillTuning) -> int:
@@ -141,14 +168,22 @@ def attend_prefill(
     query: Tensor, kv: Tensor, layer: int, tiles: PrefillTiles, tuning: PrefillTuning, out: Tensor
 ) -> None:
     """Attention of the tokens of `tiles` with their queries `[tokens, heads, head_dim]` into `out`, of the
-    same shape; other rows of `out` stay as they are. KV of the chunks is in the cache already."""
+    same shape; other rows of `out` stay as they are. KV of the chunks is in the cache already. Raises
+    ValueError for tiles that may be split and a layout of one loop."""
     _, heads, dim = query.shape
     kv_heads, block_tokens = kv.shape[4], kv.shape[3]
+    split = tiles.split
+    if split is not None and tuning.one_loop:
+        raise ValueError("a layout of one loop, whose bits depend on the query alone, takes no split tiles")
+    parts = (None,) * 4 if split is None else (split.part, split.parts, split.room.partial, split.room.sums)
     _attend[(kv_heads, len(tiles.counts))](
-        query, kv, tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts, out,
+        query, kv, tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts, *parts, out,
         tiles.tables.shape[1], layer, kv.stride(0), dim**-0.5 * 1.4426950408889634,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
         TAIL_STAGES=tuning.stages if tuning.one_loop else 1, ONE_LOOP=tuning.one_loop,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
+        SPLIT=split is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tuning.warps,
     )  # fmt: skip
+    if split is not None:
+        merge_parts(tiles.rows, tiles.counts, split, out)

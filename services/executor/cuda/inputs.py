@@ -1,7 +1,8 @@
 """From the columns of a plan to words that a graph reads: one pinned buffer, one copy to the device.
 
     sample rows, slots, positions [3 * slots] | token slots, positions, ids [3 * tokens], decode rows |
-    tiles: slots, rows, starts, counts [4 * tiles] | places, values of slot words to set
+    tiles: slots, rows, starts, counts, and where they may be split part, parts, merges [4 or 7 * tiles] |
+    places, values of slot words to set
 
 Tokens are laid out decode rows first, then chunks one after the other; what a bucket has over is padding on
 nobody's slot.
@@ -21,6 +22,7 @@ from shared.messages import Ints, StepPlan
 
 Words = NDArray[np.int32]
 
+TILE_COLUMNS, SPLIT_COLUMNS = 4, 7  # slots, rows, starts, counts; and part, parts, merges
 DENSE_TOKENS = 1024  # a prompt's first chunk from here on is attended by cuDNN, which reads no block table
 DENSE_STEP = 512  # but for what is over a multiple of this: cuDNN plans each length once, for 80 ms
 
@@ -48,11 +50,12 @@ class Arranged:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are in the buffer, in words. `tiles` 0: a step of decodes."""
+    """Where things are in the buffer, in words. `tiles` 0: a step of decodes; `split`: they may be split."""
 
     samples: int
     tokens: int
     tiles: int
+    split: bool = False
 
     @property
     def token_at(self) -> int:
@@ -63,8 +66,12 @@ class Layout:
         return self.token_at + -(-(3 * self.tokens + 1) // 4) * 4
 
     @property
+    def tile_columns(self) -> int:
+        return SPLIT_COLUMNS if self.split else TILE_COLUMNS
+
+    @property
     def words(self) -> int:
-        return self.tile_at + 4 * self.tiles
+        return self.tile_at + self.tile_columns * self.tiles
 
 
 def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> Arranged:
@@ -126,7 +133,8 @@ def tiles_of(chunks: tuple[Chunk, ...], size: int) -> Words:
 
 
 def fill(buffer: Words, layout: Layout, step: Arranged, tiles: Words, nobody: int) -> None:
-    """Write a step into the first `layout.words` words of `buffer`."""
+    """Write a step into the first `layout.words` words of `buffer`. `tiles` may lack the columns of splits:
+    then none is split."""
     samples = buffer[: layout.token_at].reshape(3, -1)
     samples[0], samples[1], samples[2] = 0, nobody, 0
     samples[:, : step.samples.shape[1]] = step.samples
@@ -135,9 +143,9 @@ def fill(buffer: Words, layout: Layout, step: Arranged, tiles: Words, nobody: in
     columns[:, : step.tokens] = step.columns
     buffer[layout.token_at + 3 * layout.tokens] = step.decode_rows
     if layout.tiles:
-        named = buffer[layout.tile_at : layout.words].reshape(4, -1)
-        named[:, tiles.shape[1] :] = 0
-        named[:, : tiles.shape[1]] = tiles
+        named = buffer[layout.tile_at : layout.words].reshape(layout.tile_columns, -1)
+        named[:] = 0
+        named[: len(tiles), : tiles.shape[1]] = tiles
 
 
 def _numbers(column: Ints) -> NDArray[np.int64]:

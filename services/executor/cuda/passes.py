@@ -10,6 +10,7 @@ row's bits must not depend on its company (tuning.by_row) all steps are mixed on
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,22 @@ from torch.cuda import CUDAGraph, Event
 
 from kernels.paged_attention.decode import DecodeRows
 from kernels.paged_attention.prefill import PrefillTiles, tile_queries
+from kernels.paged_attention.split import PrefillSplit, parts_room
 from kernels.sampler.gpu import Chosen, choose, scratch
 from kernels.step_inputs.gpu import Resolved, move, resolve, scatter
-from services.executor.cuda.inputs import Arranged, Chunk, Layout, Words, fill, split_dense, tiles_of
+from services.executor.cuda.inputs import (
+    SPLIT_COLUMNS,
+    Arranged,
+    Chunk,
+    Layout,
+    Words,
+    fill,
+    split_dense,
+    tiles_of,
+)
 from services.executor.cuda.model import CudaModel, ForwardStep
 from services.executor.cuda.slots import CudaSlots
+from services.executor.cuda.splits import split_room, split_tiles
 from services.executor.cuda.tuning import DeviceTuning
 from services.executor.kv_cache import KvCache
 from services.executor.shapes import Shapes
@@ -57,12 +69,18 @@ class Passes:
             cache.activations == torch.bfloat16 and shapes.head_dim in (64, 128) and not tuning.by_row
         )
         self._tile = tile_queries(shapes.heads, shapes.kv_heads, tuning.prefill)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._splits = split_room(tuning.prefill, shapes.kv_heads, processors)
+        self._parts = parts_room(
+            self._splits.entries, shapes.kv_heads, tuning.prefill.rows, shapes.head_dim, device
+        )
         self.row_buckets = [*(size for size in _ROW_BUCKETS if size < rows), rows]
         sizes = {*_TOKEN_BUCKETS, *(() if self.apart else self.row_buckets)}
         self.token_buckets = sorted(size for size in sizes if size <= most)
         self._ragged = _CHUNKS if self.apart else rows
         self._samples = -(-rows // 4) * 4
-        longest = Layout(self._samples, most + rows + 16, most + rows + 16)
+        tiles = max(most + rows + 16, self._splits.entries + 4)
+        longest = Layout(self._samples, most + rows + 16, tiles, split=True)
         words = longest.words + 2 * len(slots.words)
         self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._ring_free: list[Event | None] = [None] * _RING
@@ -88,10 +106,10 @@ class Passes:
         for done, (kind, size) in enumerate(wanted):
             told(done, len(wanted))
             layout = self._layout(kind, size)
-            nothing = np.zeros((3, 0), dtype=np.int32)
-            empty = Arranged(0, 0, nothing, (), nothing)
-            self._copy(layout, empty, _NO_TILES, (nothing[0], nothing[0]))
+            self._copy(layout, _IDLE, _NO_TILES, (_NO_WORDS, _NO_WORDS))
             run = self._sample if kind == "sample" else self._forward
+            if layout.split and size == self.token_buckets[0]:  # long steps have no graph and no splits
+                run(replace(layout, split=False), size)
             run(layout, size)
             torch.cuda.synchronize()
             graph = CUDAGraph()
@@ -106,16 +124,17 @@ class Passes:
         kind = "decode" if self.apart and not step.chunks else "mixed"
         buckets = self.row_buckets if kind == "decode" else self.token_buckets
         size = next((size for size in buckets if size >= step.tokens), 0)
-        tiles = tiles_of(step.chunks, self._tile) if step.chunks else _NO_TILES
         layout = self._layout(kind, size)
+        tiles = self._tiles(step.chunks, split=layout.split)
         graph = self._graphs.get((kind, size)) if tiles.shape[1] <= layout.tiles or kind == "decode" else None
         if graph is not None:
             self._copy(layout, step, tiles, words)
             graph.replay()
             return
         dense, rest = split_dense(step.chunks) if self._has_dense else ((), step.chunks)
-        tiles = tiles_of(rest, self._tile) if rest else _NO_TILES
-        layout = Layout(self._samples, -(-step.tokens // 16) * 16, -(-tiles.shape[1] // 4) * 4)
+        tiles = self._tiles(rest, split=True)
+        tokens, room = -(-step.tokens // 16) * 16, -(-tiles.shape[1] // 4) * 4
+        layout = Layout(self._samples, tokens, room, split=len(tiles) == SPLIT_COLUMNS)
         self._copy(layout, step, tiles, words)
         hidden = self._model.hidden(self._step(layout, step.decode_rows, dense))
         self._hidden[: step.samples.shape[1]] = hidden.index_select(0, self._inputs[: step.samples.shape[1]])
@@ -144,9 +163,17 @@ class Passes:
     def _range(self) -> Tensor:
         return torch.arange(self._samples, dtype=torch.int32, device=self._device)
 
+    def _tiles(self, chunks: tuple[Chunk, ...], *, split: bool) -> Words:
+        tiles = tiles_of(chunks, self._tile) if chunks else _NO_TILES
+        return split_tiles(tiles, self._splits) if split else tiles
+
     def _layout(self, kind: str, size: int) -> Layout:
+        if kind != "mixed":
+            return Layout(self._samples, size, 0)
         tiles = size // self._tile + min(size, self._ragged)
-        return Layout(self._samples, size, -(-tiles // 4) * 4 if kind == "mixed" else 0)
+        split = size // self._tile < self._splits.entries  # a graph with splits merges in every step
+        tiles = max(tiles, self._splits.entries) if split else tiles
+        return Layout(self._samples, size, -(-tiles // 4) * 4, split)
 
     def _copy(self, layout: Layout, step: Arranged, tiles: Words, words: tuple[Words, Words]) -> None:
         """Bring a step's words to the device and set those of the slots."""
@@ -180,8 +207,9 @@ class Passes:
         slots = self._inputs[at : at + tokens]
         tiles = None
         if layout.tiles:
-            named = self._inputs[layout.tile_at : layout.words].view(4, -1)
-            tiles = PrefillTiles(named[0], named[1], named[2], named[3], state.tables)
+            named = self._inputs[layout.tile_at : layout.words].view(layout.tile_columns, -1)
+            split = PrefillSplit(named[4], named[5], named[6], self._parts) if layout.split else None
+            tiles = PrefillTiles(named[0], named[1], named[2], named[3], state.tables, split)
         decode = DecodeRows(slots[:rows], found.lengths, state.tables) if rows else None
         return ForwardStep(found, self._inputs[at + tokens : at + 2 * tokens], decode, tiles, dense)
 
@@ -197,3 +225,5 @@ class Passes:
 
 
 _NO_TILES: Words = np.zeros((4, 0), dtype=np.int32)
+_NO_WORDS: Words = np.zeros(0, dtype=np.int32)
+_IDLE = Arranged(0, 0, np.zeros((3, 0), dtype=np.int32), (), np.zeros((3, 0), dtype=np.int32))
