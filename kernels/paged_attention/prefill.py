@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.paged_attention.split import PrefillSplit, merge_parts
+from kernels.paged_attention.split import PrefillSplit, keep_part, merge_parts, part_of
 
 
 @triton.jit(do_not_specialize=["table_blocks", "layer"])
@@ -71,11 +71,9 @@ def _attend(
         whole = (start + 1) // TILE * TILE  # tokens that every query of the tile sees
         begin, end = 0, start + count
         if SPLIT:
-            parts = tl.maximum(tl.load(tile_parts + tile), 1)
-            each = ((end + TILE - 1) // TILE + parts - 1) // parts * TILE
-            begin = tl.load(tile_part + tile) * each
-            whole = tl.maximum(begin, tl.minimum(whole, begin + each))
-            end = tl.minimum(end, begin + each)
+            part, parts = tl.load(tile_part + tile), tl.maximum(tl.load(tile_parts + tile), 1)
+            begin, stop = part_of(part, parts, end, TILE)
+            whole, end = tl.maximum(begin, tl.minimum(whole, stop)), tl.minimum(end, stop)
         if ONE_LOOP:
             whole = 0
         else:
@@ -117,10 +115,7 @@ def _attend(
             top = new_top
         if SPLIT:
             if parts > 1:
-                place = (tile * KV_HEADS + head) * ROWS
-                tl.store(partial + (place + m)[:, None] * DIM_PAD + d[None, :], acc)
-                tl.store(sums + place * 2 + m, top)
-                tl.store(sums + place * 2 + ROWS + m, mass)
+                keep_part(partial, sums, tile * KV_HEADS + head, acc, top, mass, ROWS, DIM_PAD)
             in_query = in_query & (parts == 1)
         done = (acc / mass[:, None]).to(out.dtype.element_ty)
         tl.store(out + at_query, done, mask=in_query)

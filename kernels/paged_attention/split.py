@@ -20,6 +20,33 @@ _PARTS = 16  # of a row, merged at a time
 
 
 @triton.jit
+def part_of(
+    part: tl.tensor, parts: tl.tensor, tokens: tl.tensor, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """From where to where part `part` of `tokens` of KV goes, in whole tiles: the last may end past them."""
+    each = ((tokens + TILE - 1) // TILE + parts - 1) // parts * TILE
+    return part * each, part * each + each
+
+
+@triton.jit
+def keep_part(
+    partial: tl.tensor,
+    sums: tl.tensor,
+    place: tl.tensor,
+    acc: tl.tensor,
+    top: tl.tensor,
+    mass: tl.tensor,
+    ROWS: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+) -> None:
+    """Leave what a part has found of its rows in PartsRoom, at entry * kv_heads + kv head."""
+    m, d = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
+    tl.store(partial + (place * ROWS + m)[:, None] * DIM_PAD + d[None, :], acc)
+    tl.store(sums + place * (2 * ROWS) + m, top)
+    tl.store(sums + place * (2 * ROWS) + ROWS + m, mass)
+
+
+@triton.jit
 def _merge(
     tile_rows: tl.tensor,
     tile_counts: tl.tensor,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-ALL_PARTS = "limits,exact,kernels,draw,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
+ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
 
 def main() -> None:
@@ -40,6 +40,7 @@ def main() -> None:
 
 def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
     from loadtest.gpu import (
+        chunks,
         deterministic,
         draw,
         engine,
@@ -59,6 +60,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return exact.exact()
     if name == "kernels":
         return kernels.kernels(found["limits"])
+    if name == "chunks":
+        return chunks.chunks()
     if name == "draw":
         return draw.draw()
     if name == "products":

@@ -9,8 +9,8 @@ import pytest
 
 from kernels.paged_attention.prefill import PrefillTuning
 from services.executor.cuda.inputs import Arranged, Chunk, Layout, fill, tiles_of
-from services.executor.cuda.splits import SplitRoom, in_parts, split_room, split_tiles
-from services.executor.cuda.tuning import WIDE, device_tuning, row_by_row
+from services.executor.cuda.splits import SplitRoom, Words, in_parts, split_room, split_tiles
+from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning, row_by_row
 
 H200 = split_room(PrefillTuning(), 8, 132)  # Llama-3.1-8B on it
 QUERIES = 16  # tokens in a tile of 64 rows of it
@@ -30,7 +30,7 @@ def test_room_is_for_two_rounds_of_what_the_device_runs_at_once() -> None:
 
 
 @pytest.mark.parametrize("tuning", [WIDE, device_tuning("NVIDIA H200"), device_tuning("another")])
-def test_deterministic_mode_has_no_splits(tuning: object) -> None:
+def test_deterministic_mode_has_no_splits(tuning: DeviceTuning) -> None:
     room = split_room(row_by_row(tuning).prefill, 8, 132)
     assert room.entries == 0
     tiles = tiles_of((Chunk(0, 0, 4600, 16),), QUERIES)
@@ -91,7 +91,7 @@ def test_any_step_keeps_within_the_room_and_walks_all_once() -> None:
     assert split > 100
 
 
-def assert_covers(found: np.ndarray, tiles: np.ndarray) -> None:
+def assert_covers(found: Words, tiles: Words) -> None:
     """Each tile's parts are all there, in order, one behind the other, and its last one is to be merged."""
     at, merges, seen = 0, [], []
     while at < found.shape[1]:
