@@ -94,9 +94,9 @@ def _case(name: str, kv: torch.Tensor) -> Case:
 
 
 def _tried(plain: Words, room: SplitRoom) -> list[Words]:
-    lengths = -(-(plain[2] + plain[3]) // room.tile_tokens)
-    sizes = {-(-int(lengths.max()) // parts) for parts in _TRIED_PARTS}
-    made = [in_parts(plain, lengths, size) for size in sorted(sizes) if 1 < size < lengths.max()]
+    lengths = (-(-(plain[2] + plain[3]) // room.tile_tokens)).tolist()
+    sizes = {-(-max(lengths) // parts) for parts in _TRIED_PARTS}
+    made = [in_parts(plain, lengths, size) for size in sorted(sizes) if 1 < size < max(lengths)]
     return [tiles for tiles in made if tiles.shape[1] <= _ROOM]
 
 

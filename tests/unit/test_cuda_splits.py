@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kernels.paged_attention.prefill import PrefillTuning
-from services.executor.cuda.inputs import Arranged, Chunk, Layout, fill, tiles_of
-from services.executor.cuda.splits import SplitRoom, Words, in_parts, split_room, split_tiles
+from services.executor.cuda.inputs import Arranged, Chunk, Layout, Words, fill, tiles_of
+from services.executor.cuda.splits import SplitRoom, in_parts, split_room, split_tiles
 from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning, row_by_row
 
 H200 = split_room(PrefillTuning(), 8, 132)  # Llama-3.1-8B on it
@@ -67,9 +67,9 @@ def test_only_long_tiles_of_a_step_are_split() -> None:
 
 def test_parts_are_of_one_length_and_none_is_empty() -> None:
     tiles = np.array([[3], [0], [600], [3]], dtype=np.int32)  # ten tiles of KV
-    assert in_parts(tiles, np.array([10]), 4)[4:6].tolist() == [[0, 1, 2], [3, 3, 3]]
-    assert in_parts(tiles, np.array([10]), 3)[5].tolist() == [4] * 4  # 3, 3, 3 and 1
-    assert in_parts(tiles, np.array([6]), 4)[5].tolist() == [2, 2]  # 3 and 3, not 4 and 2
+    assert in_parts(tiles, [10], 4)[4:6].tolist() == [[0, 1, 2], [3, 3, 3]]
+    assert in_parts(tiles, [10], 3)[5].tolist() == [4] * 4  # 3, 3, 3 and 1
+    assert in_parts(tiles, [6], 4)[5].tolist() == [2, 2]  # 3 and 3, not 4 and 2
 
 
 def test_any_step_keeps_within_the_room_and_walks_all_once() -> None:

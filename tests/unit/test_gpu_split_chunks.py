@@ -47,7 +47,8 @@ def attended(
     """Attention of `chunks`, their KV in parts of up to `each` tiles, with entries to spare as in a graph."""
     heads, kv_heads, dim = query.shape[1], kv.shape[4], query.shape[2]
     tiles = tiles_of(tuple(chunks), tile_queries(heads, kv_heads, TUNING))
-    found = in_parts(tiles, -(-(tiles[2] + tiles[3]) // TUNING.tile_tokens), each)
+    lengths = (-(-(tiles[2] + tiles[3]) // TUNING.tile_tokens)).tolist()
+    found = in_parts(tiles, lengths, each)
     assert found.shape[1] <= ENTRIES
     spare = np.zeros((7, SPARE_ENTRIES), dtype=np.int32)
     columns = torch.from_numpy(np.concatenate((found, spare), axis=1)).to(DEVICE)

@@ -10,12 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kernels.paged_attention.prefill import PrefillTuning
-from services.executor.cuda.inputs import SPLIT_COLUMNS, TILE_COLUMNS
-
-Words = NDArray[np.int32]
+from services.executor.cuda.inputs import SPLIT_COLUMNS, Words
 
 # In the time that a program takes for one tile of KV:
 _START = 3  # what a program takes beside its tiles
@@ -48,34 +45,38 @@ def split_tiles(tiles: Words, room: SplitRoom) -> Words:
     count = tiles.shape[1]
     if not count or 2 * count > room.entries:
         return tiles
-    lengths = -(-(tiles[2] + tiles[3]) // room.tile_tokens)
+    lengths: list[int] = (-(-(tiles[2] + tiles[3]) // room.tile_tokens)).tolist()
     each = _part_tiles(lengths, room)
-    return tiles if each >= lengths.max() else in_parts(tiles, lengths, each)
+    return tiles if each >= max(lengths) else in_parts(tiles, lengths, each)
 
 
-def in_parts(tiles: Words, lengths: Words, each: int) -> Words:
+def in_parts(tiles: Words, lengths: list[int], each: int) -> Words:
     """Cut `tiles` `[4, tiles]`, whose KV is `lengths` tiles, into parts of up to `each` of them."""
-    parts = -(-lengths // each)
-    walked = -(-lengths // parts)
-    parts = -(-lengths // walked)  # as the kernel cuts: all parts of a tile but the last are the same length
-    order = np.argsort(-walked, kind="stable")
-    tiles, parts = tiles[:, order], parts[order]
-    ends = np.cumsum(parts)
-    found = np.zeros((SPLIT_COLUMNS, ends[-1]), dtype=np.int32)
-    found[:TILE_COLUMNS] = np.repeat(tiles, parts, axis=1)
-    found[4] = np.arange(ends[-1]) - np.repeat(ends - parts, parts)
-    found[5] = np.repeat(np.where(parts > 1, parts, 0), parts)
-    merges = ends[parts > 1] - 1
-    found[6, : len(merges)] = merges
+    cut = []
+    for column, length in zip(tiles.T.tolist(), lengths, strict=True):
+        walked = -(-length // -(-length // each))  # as the kernel cuts: all parts of a tile but the last
+        cut.append((walked, -(-length // walked), column))
+    entries: list[tuple[int, ...]] = []
+    merges = []
+    for _, parts, column in sorted(cut, key=lambda tile: -tile[0]):
+        entries += [(*column, part, parts if parts > 1 else 0, 0) for part in range(parts)]
+        if parts > 1:
+            merges.append(len(entries) - 1)
+    found: Words = np.array(entries, dtype=np.int32).reshape(-1, SPLIT_COLUMNS).T
+    found[-1, : len(merges)] = merges
     return found
 
 
-def _part_tiles(lengths: Words, room: SplitRoom) -> int:
-    """The length of a part with which a step is predicted to take least, in tiles of KV."""
-    longest = int(lengths.max())
-    each = -(-longest // np.arange(1, min(longest, room.entries) + 1))
-    entries = (-(-lengths[None] // each[:, None])).sum(1)
-    rounds = -(-entries // room.at_once)
-    cost = rounds * (each + _START) + (_MERGE + _PARTS * entries / room.at_once) * (each < longest)
-    cost[entries > room.entries] = np.inf
-    return int(each[np.argmin(cost)])
+def _part_tiles(lengths: list[int], room: SplitRoom) -> int:
+    """The length of a part with which a step is predicted to take least, in tiles of KV. A few tens of µs, so
+    in plain numbers: arrays this small are slower."""
+    longest, total = max(lengths), sum(lengths)
+    most = max(1, room.entries * longest // total)  # parts of the longest; more would never fit
+    chosen, least = longest, -(-len(lengths) // room.at_once) * (longest + _START) * 1.0
+    for each in sorted({-(-longest // parts) for parts in range(2, most + 1)}, reverse=True):
+        entries = sum(-(-length // each) for length in lengths)
+        rounds = -(-entries // room.at_once)
+        cost = rounds * (each + _START) + _MERGE + _PARTS * entries / room.at_once
+        if entries <= room.entries and cost < least:
+            chosen, least = each, cost
+    return chosen
