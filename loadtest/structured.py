@@ -3,7 +3,8 @@
     python -m loadtest.structured --runs 200 --seconds 30 --out docs/benchmarks/structured.json
 
 200 answers over 20 schemas, each checked with jsonschema; one that `max_tokens` cuts short is a failure. Then
-free text and JSON take turns at the same concurrency: tokens a second of each, and the ratio of each round.
+JSON and free text take turns at the same concurrency: tokens a second of each, and the ratio of each round.
+Prompts are the same, and so are lengths: free text is asked for as many tokens as the JSON answers had.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from shared.client import Client
 from shared.nats_bus import NatsBus
 
 MOST_TOKENS = 400
-ROUNDS = 3
 ESSAY = {
     "type": "object",
     "properties": {
@@ -71,22 +71,44 @@ async def validate(client: Client, runs: int, at_once: int) -> list[str]:
     return [why for why in await asyncio.gather(*map(one, range(runs))) if why]
 
 
-async def rate(client: Client, at_once: int, seconds: float, *, follow: bool) -> float:
-    """Tokens a second of requests that follow each other on `at_once` lines."""
-    seeds, ends_s = count(1), time.monotonic() + seconds
-    tokens = 0
+async def rate(client: Client, at_once: int, seconds: float, lengths: list[int], *, follow: bool) -> float:
+    """Tokens a second of requests that follow each other on `at_once` lines. JSON answers that end add how
+    many tokens they have to `lengths`; free text takes its lengths from there, in turn."""
+    seeds, ends_s, given = count(1), time.monotonic() + seconds, cycle(lengths)
+    total = 0
 
     async def line() -> None:
-        nonlocal tokens
-        more = {"max_tokens": MOST_TOKENS} if follow else {"max_tokens": 100, "ignore_eos": True}
+        nonlocal total
         while time.monotonic() < ends_s:
-            frames = client.stream(asked(next(seeds), ESSAY, follow=follow, **more), timeout_s=900)
-            async for frame in frames:
+            more = {"max_tokens": MOST_TOKENS} if follow else {"max_tokens": next(given), "ignore_eos": True}
+            tokens = 0
+            async for frame in client.stream(asked(next(seeds), ESSAY, follow=follow, **more), timeout_s=900):
+                new = sum(choice.get("count", 0) for choice in frame.get("choices", ()))
+                tokens += new
                 if time.monotonic() < ends_s:
-                    tokens += sum(choice.get("count", 0) for choice in frame.get("choices", ()))
+                    total += new
+            if follow:
+                lengths.append(tokens)
 
     await asyncio.gather(*(line() for _ in range(at_once)))
-    return tokens / seconds
+    return total / seconds
+
+
+async def take_turns(client: Client, args: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of JSON, then free text of the same lengths."""
+    await rate(client, args.at_once, 2, [], follow=True)
+    rounds, asked_for = [], []
+    for _ in range(args.rounds):
+        lengths: list[int] = []
+        structured = await rate(client, args.at_once, args.seconds, lengths, follow=True)
+        rounds.append((await rate(client, args.at_once, args.seconds, lengths, follow=False), structured))
+        asked_for += lengths
+    return {
+        "tokens_per_answer": round(statistics.mean(asked_for), 1),
+        "free_tokens_per_second": [round(free, 1) for free, _ in rounds],
+        "json_tokens_per_second": [round(structured, 1) for _, structured in rounds],
+        "ratio": round(statistics.median(structured / free for free, structured in rounds), 3),
+    }
 
 
 async def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -95,14 +117,7 @@ async def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
     client = await Client.open(bus)
     await until_ready(client)
     failures = await validate(client, args.runs, args.at_once)
-    await rate(client, args.at_once, 2, follow=True)
-    rounds = [
-        (
-            await rate(client, args.at_once, args.seconds, follow=False),
-            await rate(client, args.at_once, args.seconds, follow=True),
-        )
-        for _ in range(ROUNDS)
-    ]
+    rates = await take_turns(client, args)
     services = await services_of(Target(url, MODEL), FLEET)
     steps = next(s for s in services if s["kind"] == "scheduler")["measured"]["steps"]
     await bus.drain()
@@ -112,9 +127,7 @@ async def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
         "schemas": len(SCHEMAS),
         "failures": failures,
         "at_once": args.at_once,
-        "free_tokens_per_second": [round(free, 1) for free, _ in rounds],
-        "json_tokens_per_second": [round(structured, 1) for _, structured in rounds],
-        "ratio": round(statistics.median(structured / free for free, structured in rounds), 3),
+        **rates,
         "steps": {mode: n for mode, n in steps.items() if mode in ("single", "run_ahead", "two_batch")},
     }
 
@@ -124,7 +137,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--seconds", type=float, default=30, help="of each kind, a round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     fleet = Fleet({"HEADRACE_L1": "off", "HEADRACE_REQUEST_TIMEOUT_S": "900"})

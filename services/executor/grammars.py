@@ -1,7 +1,8 @@
 """Structured output: which tokens may follow, for slots that were opened with a grammar.
 
     SlotOpen ──▶ compile, on a thread of its own; equal grammars once ──▶ a matcher for each slot
-    sample   ──▶ the matcher takes the slot's new tokens, the logits of all others become -inf
+    refused  ──▶ the matcher takes the slot's new tokens, then the one just chosen, if that may follow
+    mask     ──▶ the matcher takes the slot's new tokens, the logits of all others become -inf
 
 A matcher needs the token before, and that is known here as soon as it is sampled: unlike rows with
 processors, these are planned like any other, with the next step queued (run-ahead). The first token waits for
@@ -33,6 +34,7 @@ COMPILE_S = 20.0  # a grammar that takes longer is refused: others wait meanwhil
 PREPARE_S = 100.0  # once: the library, and the vocabulary as it wants it; two seconds on an idle machine
 CACHE_BYTES = 256 * 1024 * 1024
 _WORD_BITS = 32
+_NONE = -1
 _CONTROL = frozenset(range(0x20))
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 MAX_WHY_CHARS = 120  # 256 of them fit in a result
@@ -46,10 +48,12 @@ class _Row:
     compiled: Future[Any]
     taken: int  # tokens of the slot that the matcher knows, the prompt among them
     matcher: Any = None
+    mute: frozenset[int] = frozenset()  # tokens without a text, of which XGrammar would warn
+    ahead: int = _NONE  # a token that it knows besides, chosen and perhaps not in the record yet
 
 
 class Grammars:
-    """The grammars of open slots. `open` and `close` are the device thread's, `mask` is whoever samples'."""
+    """The grammars of open slots. `open` and `close` are the device thread's; who samples has the rest."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], vocab: int) -> None:
         self._load_vocabulary = load_vocabulary
@@ -86,30 +90,62 @@ class Grammars:
     ) -> dict[int, str]:
         """Forbid what may not follow, in place, in these rows of `logits` `[rows, vocab]`. Row i is for
         `slots[i]`, of which `tokens` gives what there is so far. Returns why rows failed, by index."""
-        failures: dict[int, str] = {}
         allowed = torch.full((len(rows), self._words), -1, dtype=torch.int32)
-        for k, row in enumerate(rows):
-            try:
-                self._fill(self._rows[slots[row]], tokens(slots[row]), allowed, k)
-            except NotInTime:
-                failures[row] = f"{ROW_REFUSED}the grammar takes over {COMPILE_S:g} s to compile: simplify it"
-            except Exception as error:  # noqa: BLE001 - one request's grammar must not end the others'
-                known = isinstance(error, EngineError)
-                failures[row] = str(error) if known else f"{ROW_REFUSED}grammar: {_line(error)}"
+        places = {row: k for k, row in enumerate(rows)}
+
+        def fill(row: int) -> None:
+            slot = slots[row]
+            matcher = self._follow(self._rows[slot], tokens(slot))
+            if not matcher.is_terminated():  # else a row of a plan made before its end was known
+                matcher.fill_next_token_bitmask(allowed, places[row])
+
+        failures = _each(rows, fill)
         _forbid(logits, rows, allowed)
         return failures
 
-    def _fill(self, row: _Row, tokens: Sequence[int], allowed: Tensor, k: int) -> None:
+    def refused(
+        self,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        slots: Sequence[int],
+        tokens: Callable[[int], Sequence[int]],
+    ) -> tuple[list[int], dict[int, str]]:
+        """Those of these rows whose token, `ids[row]`, may not follow; and why rows failed, by index."""
+        again: list[int] = []
+
+        def ask(row: int) -> None:
+            slot, token = slots[row], ids[row]
+            state = self._rows[slot]
+            matcher = self._follow(state, tokens(slot))
+            if matcher.is_terminated():
+                return
+            if token not in state.mute and matcher.accept_token(token):
+                state.ahead = token
+            else:
+                again.append(row)
+
+        failures = _each(rows, ask)
+        return again, failures
+
+    def _follow(self, row: _Row, tokens: Sequence[int]) -> Any:
+        """The slot's matcher, which knows all of its tokens then and no other."""
         if row.matcher is None:
             row.prepared.result(PREPARE_S)
-            row.matcher = _xgrammar().GrammarMatcher(row.compiled.result(COMPILE_S))
+            compiled = row.compiled.result(COMPILE_S)
+            row.matcher = _xgrammar().GrammarMatcher(compiled)
+            row.mute = frozenset(compiled.tokenizer_info.special_token_ids)
         matcher = row.matcher
+        if row.ahead != _NONE:
+            if len(tokens) > row.taken and tokens[row.taken] == row.ahead:
+                row.taken += 1
+            else:
+                matcher.rollback(1)
+            row.ahead = _NONE
         for token in tokens[row.taken :]:
             if not matcher.is_terminated() and not matcher.accept_token(token):
                 raise EngineError(f"token {token} does not follow its grammar")
         row.taken = len(tokens)
-        if not matcher.is_terminated():  # else a row of a plan made before its end was known
-            matcher.fill_next_token_bitmask(allowed, k)
+        return matcher
 
     def _prepare(self, *, no_control: bool) -> Future[Any]:
         if self._worker is None:
@@ -142,6 +178,20 @@ class Grammars:
             stop_token_ids=list(vocabulary.eos_ids),
         )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+
+def _each(rows: Sequence[int], do: Callable[[int], None]) -> dict[int, str]:
+    """Call `do` for each row; why rows failed, by index."""
+    failures: dict[int, str] = {}
+    for row in rows:
+        try:
+            do(row)
+        except NotInTime:
+            failures[row] = f"{ROW_REFUSED}the grammar takes over {COMPILE_S:g} s to compile: simplify it"
+        except Exception as error:  # noqa: BLE001 - one request's grammar must not end the others'
+            known = isinstance(error, EngineError)
+            failures[row] = str(error) if known else f"{ROW_REFUSED}grammar: {_line(error)}"
+    return failures
 
 
 def _compiled(text: str, prepared: Future[Any]) -> Any:

@@ -1,6 +1,8 @@
 """Logits processors and grammars over the rows of a step on a torch device.
 
-Rows with processors go to the host, through them, and back; then grammars forbid what may not follow.
+Rows with processors go to the host, through them, and back; then grammars forbid what may not follow, ahead
+of the choice (`process`) or behind it (`choose`, see tried_rows.py): a mask is made under the forward only
+where the host need not wait for that.
 
 On a GPU the rows of one half must not queue behind the other half's forward. So an event marks the end of
 their own forward, and all that follows it runs on a stream beside the one that computes. That holds for
@@ -17,9 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.executor import tried_rows
 from services.executor.chains import Chains, HostRow
 from services.executor.grammars import Grammars
 from services.executor.processors import MakeProcessor
+from services.executor.sampler import Sampler
 from shared.messages import SlotOpen
 
 
@@ -28,6 +32,15 @@ class Processed:
     """Logits `[rows, vocab]` to sample from, the time on the host, and why rows failed, by index."""
 
     logits: Tensor
+    host_us: int
+    failures: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Ids `[rows]`, the time on the host, and why rows failed, by index."""
+
+    ids: Tensor
     host_us: int
     failures: dict[int, str]
 
@@ -83,6 +96,21 @@ class HostRows:
         failed = self._grammars.mask(changed, rows, slots, tokens)
         host_us = processed.host_us + (time.monotonic_ns() - began_ns) // 1000
         return Processed(changed, host_us, {**processed.failures, **failed})
+
+    def choose(
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        slots: list[int],
+        positions: list[int],
+        tokens: Callable[[int], Sequence[int]],
+    ) -> Chosen:
+        """Run the processors and choose a token for each row, as Sampler.choose, within the grammars."""
+        processed = self._through_processors(logits, slots, tokens)
+        ids, host_us, failed = tried_rows.choose(
+            self._grammars, sampler, processed.logits, slots, positions, tokens
+        )
+        return Chosen(ids, processed.host_us + host_us, {**processed.failures, **failed})
 
     def _through_processors(
         self, logits: Tensor, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.sampler import draw, keep_likely, penalize
 from shared.messages import SlotOpen
 
 _SIGN = 1 << 63
+_AGAIN = 0x5851F42D4C957F2D  # any constant: Philox of another key is another sequence
+_Seeds = NDArray[np.int64]
 
 
 class Sampler:
@@ -53,31 +56,45 @@ class Sampler:
         self._penalties.pop(slot, None)
         self._bias.pop(slot, None)
 
+    def filters(self, slot: int) -> bool:
+        """Whether a token's chance depends on which others there are to choose from, beyond their sum."""
+        temperature, top_k, top_p, min_p = self._filters[slot]
+        return bool(temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0))
+
     def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
         """A token for each row of `logits` `[rows, vocab]`, float32: ids `[rows]`. Row i is for `slots[i]`,
         and its token takes place `positions[i]` of the sequence. `logits` is left as it is."""
+        ids = self.propose(logits, slots, positions)
+        self.remember(slots, ids)
+        return ids
+
+    def propose(
+        self, logits: Tensor, slots: list[int], positions: list[int], *, again: bool = False
+    ) -> Tensor:
+        """As `choose`, of tokens that may not come to be: whatever does must be given to `remember`. A draw
+        made `again` is independent of the first one for the same place."""
         adjusted = self._adjust(logits, slots)
         hot = [i for i, slot in enumerate(slots) if self._filters[slot, 0] > 0]
         if not hot:
             ids = adjusted.argmax(-1)
         elif len(hot) == len(slots):
-            ids = self._draw(adjusted, slots, positions)
+            ids = self._draw(adjusted, slots, positions, self._seeds ^ _AGAIN * again)
         else:
             ids = adjusted.argmax(-1)
             rows = torch.tensor(hot, device=self._device)
-            ids[rows] = self._draw(adjusted[rows], [slots[i] for i in hot], [positions[i] for i in hot])
-        self._remember(slots, ids)
+            some, places = [slots[i] for i in hot], [positions[i] for i in hot]
+            ids[rows] = self._draw(adjusted[rows], some, places, self._seeds ^ _AGAIN * again)
         return ids
 
-    def _draw(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+    def _draw(self, logits: Tensor, slots: list[int], positions: list[int], seeds: _Seeds) -> Tensor:
         step = 1 if self._by_row else len(slots)  # by row: vector tails must not fall by batch size
         parts = [
-            self._draw_rows(logits[i : i + step], slots[i : i + step], positions[i : i + step])
+            self._draw_rows(logits[i : i + step], slots[i : i + step], positions[i : i + step], seeds)
             for i in range(0, len(slots), step)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _draw_rows(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+    def _draw_rows(self, logits: Tensor, slots: list[int], positions: list[int], seeds: _Seeds) -> Tensor:
         filters = self._filters[slots]
         on_device = torch.from_numpy(filters).to(self._device)
         temperature, top_k, top_p, min_p = on_device.unbind(1)
@@ -85,8 +102,8 @@ class Sampler:
         scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(1))
         if (filters[:, 1] > 0).any() or (filters[:, 2] < 1).any() or (filters[:, 3] > 0).any():
             scaled = keep_likely(scaled, top_k.long(), top_p, min_p)
-        seeds = torch.from_numpy(self._seeds[slots]).to(self._device)
-        return draw(scaled, seeds, torch.tensor(positions, device=self._device))
+        keys = torch.from_numpy(seeds[slots]).to(self._device)
+        return draw(scaled, keys, torch.tensor(positions, device=self._device))
 
     def _adjust(self, logits: Tensor, slots: list[int]) -> Tensor:
         """Logits with penalties and bias; a copy if any row has one."""
@@ -114,7 +131,8 @@ class Sampler:
         self._seen[opened.slot, tokens] = True
         self._counts[opened.slot] = torch.bincount(tokens[opened.prompt_tokens :], minlength=self._size[1])
 
-    def _remember(self, slots: list[int], ids: Tensor) -> None:
+    def remember(self, slots: list[int], ids: Tensor) -> None:
+        """Count the tokens chosen for `slots`, where penalties ask for that."""
         counted = [i for i, slot in enumerate(slots) if slot in self._penalties]
         if counted and self._counts is not None and self._seen is not None:
             at = torch.tensor([slots[i] for i in counted], device=self._device)

@@ -91,11 +91,10 @@ class TorchBackend:
             raise EngineError(f"step {plan.step} samples rows that its forward pass did not compute")
         positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
         with self._host_rows.beside(pending.forwarded):
-            processed = self._host_rows.process(logits, slots, self._slots.tokens)
-            self._slots.end([slots[row] for row in processed.failures])
-            chosen = self._sampler.choose(processed.logits, slots, positions)
-            ids, done = self._slots.advance(slots, chosen, positions)
-            found = logprobs(logits, chosen, [self._asked[slot] for slot in slots])
+            chosen = self._host_rows.choose(self._sampler, logits, slots, positions, self._slots.tokens)
+            self._slots.end([slots[row] for row in chosen.failures])
+            ids, done = self._slots.advance(slots, chosen.ids, positions)
+            found = logprobs(logits, chosen.ids, [self._asked[slot] for slot in slots])
         return StepOutput(
             ids=ids,
             done=done,
@@ -104,8 +103,8 @@ class TorchBackend:
             top_counts=found.top_counts,
             top_ids=found.top_ids,
             top_logprobs=found.top_values,
-            host_us=processed.host_us,
-            row_errors=tuple(processed.failures.items()),
+            host_us=chosen.host_us,
+            row_errors=tuple(chosen.failures.items()),
         )
 
     def copier(self) -> Copier:
