@@ -38,8 +38,10 @@ PARENTS = {  # of every stage; a pause is below the prefill or the request, as i
     EDGE: {""}, "receive": {EDGE}, REQUEST: {EDGE}, "respond": {EDGE},
     "received": {REQUEST}, "tokenize": {REQUEST}, "transit": {REQUEST}, "queue": {REQUEST},
     "prefill": {REQUEST}, "prefill chunk 1": {"prefill"}, "first token": {REQUEST}, "decode": {REQUEST},
-    "pause": {REQUEST, "prefill"}, "detokenize": {REQUEST}, "send": {REQUEST},
+    "pause": {REQUEST, "prefill"}, "restore": {REQUEST, "prefill"},
+    "detokenize": {REQUEST}, "send": {REQUEST},
 }  # fmt: skip
+MAYBE = {"restore"}  # where computing again is quicker, nothing is brought
 SERVICES = {"headrace-gateway", "headrace-tokenizer", "headrace-scheduler", "headrace-detokenizer"}
 SHOOT = """
 import sys
@@ -155,7 +157,7 @@ def check(sent: list[Received], stored: list[dict[str, Any]], all_spans: list[Re
     wrong = {
         name: parents.get(name) for name, allowed in PARENTS.items() if parents.get(name, set()) - allowed
     }
-    assert (wrong, set(PARENTS) - set(parents)) == ({}, set())
+    assert (wrong, set(PARENTS) - set(parents) - MAYBE) == ({}, set())
     assert {(s["context"]["span_id"], s["name"], s["parent_id"] or "") for s in stored} == {
         (s.span_id, s.name, s.parent_id) for s in sent
     }

@@ -8,8 +8,8 @@
 
 Each boundary is the stamp of the process that crosses it; stages of the scheduler are durations of its
 monotonic clock, laid end to end from the arrival of the request there. A pause is a span from the decision
-to the one that takes the sequence up again. With several choices each has a
-span of its own around its prefill and decode.
+to the one that takes the sequence up again, a restore one from asking a tier for blocks to having them, or to
+going on without. With several choices each has a span of its own around its prefill and decode.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shared.messages import Chunk, Close, Decision, Timings
 from shared.spans import ROOT, SpanEvent, SpanRecord, Value, gaps
 
 LEAVES = ("pause", "requeue")  # decisions that take a sequence off its executor
+RESTORE = "restore"  # the decision at the end of one, with its `took_us`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +196,13 @@ def _add_stages(spans: list[SpanRecord], choice: Choice, at: _Times, parent: int
         name = f"prefill chunk {number}" if inside else "recompute chunk"
         attributes = {**_whose(choice), **_batch(chunk)}
         spans.append(SpanRecord(name, start, end, prefill if inside else parent, attributes))
-    away = list(_away(choice, at))
-    for start, end, left in away:
-        attributes = {**_whose(choice), c.WHY: left.why, **dict(left.numbers)}
+    kept = [*_away(choice, at), *_restores(choice, at)]
+    for start, end, decision in kept:
+        attributes = {**_whose(choice), c.WHY: decision.why, **dict(decision.numbers)}
         inside = not at.first or start <= at.first
-        spans.append(SpanRecord(left.what, start, end, prefill if inside else parent, attributes))
+        spans.append(SpanRecord(decision.what, start, end, prefill if inside else parent, attributes))
     if chunks:
-        there = [(s, e) for _, s, e in chunks] + [(s, e) for s, e, _ in away]
+        there = [(s, e) for _, s, e in chunks] + [(s, e) for s, e, _ in kept]
         for start, end in gaps(there, at.admitted, prefilled):
             spans.append(SpanRecord("prefill wait", start, end, prefill, _whose(choice)))
     if at.first:
@@ -219,6 +220,14 @@ def _away(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
             left = None
     if left is not None:
         yield at.arrived + left.at_us, max(at.closed, at.arrived + left.at_us), left
+
+
+def _restores(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
+    """When blocks were on their way from a tier; the sequence is in no step then."""
+    for decision in choice.close.decisions:
+        if decision.what == RESTORE:
+            end = at.arrived + decision.at_us
+            yield max(end - dict(decision.numbers).get("took_us", 0), at.admitted), end, decision
 
 
 def _interval(chunk: Chunk, at: _Times) -> tuple[int, int]:

@@ -210,3 +210,31 @@ def test_a_pause_is_a_span_with_its_reason() -> None:
     (pause,) = [span for span in spans if span.name == "pause"]
     assert pause.attributes["pauses"] == 1
     assert pause.attributes["why"] == "1 row needs a block"
+
+
+def test_a_restore_is_a_span_beside_its_event() -> None:
+    """Of blocks of the prompt, right after admission, and of those of a paused answer, from 3360 to 3560."""
+    numbers = (("tokens", 256), ("predicted_us", 180), ("took_us", 200), ("recompute_us", 900))
+    decisions = (
+        Decision(at_us=100, what="admit", why="room"),
+        Decision(at_us=300, what="restore", why="256 tokens from k", numbers=numbers),
+        Decision(at_us=2_000, what="pause", why="1 row needs a block"),
+        Decision(at_us=2_200, what="resume", why="room"),
+        Decision(at_us=2_400, what="restore", why="no answer in time", numbers=(("took_us", 200),)),
+    )
+    closed = close(decisions=decisions, chunks=(chunk(320, 780, 44, 7),))
+    spans = spans_of(Choice(index=0, tokens=3, reason="stop", close=closed))
+    assert [row for row in table(spans) if row[0] in ("pause", "restore", "prefill wait")] == [
+        ("pause", 3_160, 3_360, 0),
+        ("restore", 1_260, 1_460, 5),
+        ("restore", 3_360, 3_560, 0),
+        ("prefill wait", 1_460, 1_480, 5),
+    ]
+    first, _ = (span for span in spans if span.name == "restore")
+    assert first.attributes == {
+        "component": "executor.e",
+        "choice": 0,
+        "why": "256 tokens from k",
+        **dict(numbers),
+    }
+    assert [event.name for event in spans[0].events] == [d.what for d in decisions]

@@ -14,6 +14,7 @@ from services.scheduler.records import NO_TAIL, Tail
 from services.scheduler.state import Executor, Limits
 from services.scheduler.tiers import asking, loading, storing
 from shared.messages import KvFound, KvLookup, StepResult, ints
+from shared.request_spans import Choice, RequestFacts, request_spans
 
 PROMPT = list(range(3, 24))  # 21 tokens: five blocks of four, and one
 PLACE = ("k1", "f")
@@ -193,6 +194,29 @@ def test_the_trace_of_a_load_that_failed_says_so(late: bool) -> None:
     (restore,) = [decision for decision in closed.decisions if decision.what == "restore"]
     assert dict(restore.numbers)["tokens"] == 0
     assert restore.why == ("the copy took longer than its lease" if late else "the copy ended with failed")
+
+
+def test_a_restore_lasts_from_the_question_to_the_copy_in_the_trace() -> None:
+    world = stored()
+    world.ask("second", PROMPT, 2)
+    while not world.copies["e1"]:
+        assert world.deliver_tier()
+    (job,) = world.scheduler.state.tiers.jobs.values()
+    world.now_us += 7_000
+    world.run()
+    closed = world.readers_of("second")[0].closed
+    assert closed is not None
+    facts = RequestFacts(
+        request="second", tenant="t", model="m", format="chat", inbox="i", received_wall_us=0,
+        detokenizer="d", choices=(Choice(index=0, tokens=2, reason="length", close=closed),),
+    )  # fmt: skip
+    spans = request_spans(facts)
+    (restore,) = (span for span in spans if span.name == "restore")
+    (decision,) = (decision for decision in closed.decisions if decision.what == "restore")
+    assert restore.end_us - restore.start_us == dict(decision.numbers)["took_us"] >= 7_000
+    assert restore.attributes["tokens"] == sum(job.valid) > 0
+    assert restore.parent is not None
+    assert spans[restore.parent].name == "prefill"
 
 
 def test_two_kinds_of_engines_on_a_host_are_asked_for_apart() -> None:
