@@ -81,7 +81,8 @@ class Chains:
         self, rows: Sequence[HostRow], around: Callable[[], AbstractContextManager[object]]
     ) -> dict[int, str]:
         """Run the rows' processors, within what `around` makes for each thread that does. Returns why rows
-        failed, by index; the logits of such a row mean nothing."""
+        failed, by index; the logits of such a row mean nothing. Whether those of the others can be sampled
+        from is for the caller to see, for all of them at once."""
         failures: dict[int, str] = {}
         waiting: deque[int] = deque()
 
@@ -97,6 +98,11 @@ class Chains:
                 run_row(i)
         _side_by_side(waiting, run_row)
         return dict(sorted(failures.items()))
+
+    def left_nothing(self, slot: int) -> str:
+        """Why a row of a slot failed whose logits its processors left without a finite largest one."""
+        names = ", ".join(link.name for link in self._chains[slot].links)
+        return _why(names, ValueError("it left NaN or infinity, or no token that may follow"))
 
     def _link(self, text: str) -> _Link:
         try:
@@ -140,12 +146,14 @@ def _run(chain: _Chain, row: HostRow) -> str:
             changed = link.processor.process(generated, row.logits)
             if changed is not row.logits:
                 _take(row.logits, changed)
-            if not row.logits.amax().isfinite():
-                raise ValueError("it left NaN or infinity, or no token that may follow")
         except BaseException as error:  # noqa: BLE001 - the sys.exit of a plugin must not end the engine
-            why = f"logits processor {link.name}: {type(error).__name__}: {error}"
-            return why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
+            return _why(link.name, error)
     return ""
+
+
+def _why(name: str, error: BaseException) -> str:
+    why = f"logits processor {name}: {type(error).__name__}: {error}"
+    return why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
 
 
 def _built(link: _Link, prompt: Sequence[int]) -> LogitsProcessor:

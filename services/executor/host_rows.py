@@ -126,10 +126,14 @@ class HostRows:
             torch.inference_mode,
         )
         host_us = (time.monotonic_ns() - began_ns) // 1000
+        back = host.to(logits.device, non_blocking=True)
+        for k, sound in enumerate(back.amax(-1).isfinite().tolist()):
+            if not sound and k not in failed:
+                failed[k] = self._chains.left_nothing(slots[rows[k]])
         for k in failed:
-            host[k] = 0  # a token is drawn from it, and not used
+            back[k] = 0  # a token is drawn from it, and not used
         changed = logits.clone()
-        changed[at] = host.to(logits.device, non_blocking=True)
+        changed[at] = back
         return Processed(changed, host_us, {rows[k]: why for k, why in failed.items()})
 
     def _to_host(self, logits: Tensor) -> Tensor:

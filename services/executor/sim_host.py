@@ -86,9 +86,3 @@ class _Noted:
 
 class _Unread:
     """Stands for logits that no processor reads, without torch."""
-
-    def amax(self) -> _Unread:
-        return self
-
-    def isfinite(self) -> bool:
-        return True
