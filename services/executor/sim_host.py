@@ -46,9 +46,11 @@ class SimHostRows:
         index into `slots`."""
         rows = self._chains.rows_of(slots)
         began_ns = time.monotonic_ns()
-        failed = self._chains.run(
-            [HostRow(slots[row], tokens(slots[row]), self._logits()) for row in rows], nullcontext
-        )
+        hosted = [HostRow(slots[row], tokens(slots[row]), self._logits()) for row in rows]
+        failed = self._chains.run(hosted, nullcontext)
+        for k, row in enumerate(hosted if self._reads_logits else ()):
+            if k not in failed and not row.logits.amax().isfinite():
+                failed[k] = self._chains.left_nothing(row.slot)
         self._sleep()
         return (time.monotonic_ns() - began_ns) // 1000, {rows[k]: why for k, why in failed.items()}
 

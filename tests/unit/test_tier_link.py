@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.tiers.link import Link
+from services.scheduler.tiers.link import STALE_US, TRIES, Link
 
 MIB = 1 << 20
 
@@ -25,3 +25,20 @@ def test_the_way_of_the_messages_is_a_moving_average() -> None:
     for trip_us, want in ((800, 800), (1_600, 900), (-50, 787)):  # clocks of one process: never below 0
         link.observe_trip(trip_us)
         assert link.trip_us == want
+
+
+def test_one_small_copy_does_not_tell_the_rate() -> None:
+    """4 MiB in 400 us, of which 300 are not for its bytes: copies of 8 MiB would seem to take 600 us."""
+    link = Link()
+    link.observe(4 << 20, 400, now_us=10)
+    assert link.fresh(20)
+    assert not link.known(20)
+    link.observe(8 << 20, 500, now_us=20)
+    assert link.known(30)
+    assert link.copy_us(16 << 20) == 700
+    assert not link.known(21 + STALE_US)
+    again = Link()
+    for now_us in range(TRIES):
+        assert not again.known(now_us)
+        again.observe(4 << 20, 400, now_us)
+    assert again.known(TRIES)

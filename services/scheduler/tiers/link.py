@@ -14,6 +14,7 @@ GUESS_BYTES_PER_US = 10_000.0  # until a copy has been measured: it has to be tr
 GUESS_EACH_US = 500.0
 MEMORY = 1 - 1 / 32
 MIB = float(1 << 20)
+TRIES = 3  # copies of one size, and no more is to be learnt
 STALE_US = 5_000_000  # a small copy in so long a time costs little, however slow the link is
 
 
@@ -68,10 +69,19 @@ class Link:
         self.pending_bytes -= size_bytes
         self.pending_jobs -= 1
 
-    def known(self, now_us: int) -> bool:
+    def fresh(self, now_us: int) -> bool:
         """Whether a copy was measured lately. What was slow once is tried again: an estimate that keeps all
         copies away would never be corrected."""
         return self.seen > 0 and now_us - self.seen_us <= STALE_US
+
+    def known(self, now_us: int) -> bool:
+        """Whether copies measured lately tell the rate. One small copy does not: most of its time may not be
+        for its bytes; so another size is tried, or the same a few times."""
+        return self.fresh(now_us) and (self.seen >= TRIES or self._sizes_differ)
+
+    @property
+    def _sizes_differ(self) -> bool:
+        return self._n * self._xx - self._x * self._x > 1e-6 * self._n * self._xx
 
     def observe(self, size_bytes: int, took_us: int, now_us: int = 0) -> None:
         """A copy of so many bytes ran for so long."""
@@ -95,13 +105,13 @@ class Link:
         """us per copy, us per MiB: neither below zero."""
         if not self.seen:
             return GUESS_EACH_US, MIB / GUESS_BYTES_PER_US
-        spread = self._n * self._xx - self._x * self._x
-        if spread <= 1e-6 * self._n * self._xx:
+        if not self._sizes_differ:
             # Copies of one size do not say what each costs. Some of it is not for its bytes: else small ones
             # would make the link look slow, and large ones would never be tried.
             mean_us = self._y / self._n
             each = min(GUESS_EACH_US, mean_us / 2)
             return each, (mean_us - each) * self._n / self._x
+        spread = self._n * self._xx - self._x * self._x
         slope = (self._n * self._xy - self._x * self._y) / spread
         each = (self._y - slope * self._x) / self._n
         if slope <= 0.0 or each < 0.0:

@@ -77,7 +77,7 @@ def clean(state: State, executor: Executor) -> bool:
         return _give_up(executor, pressed)
     swaps = state.limits.policy.tier == "swap"
     room = 0 if busy else _most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
-    if executor.down.seen and not executor.down.known(state.now_us):
+    if executor.down.seen and not executor.down.fresh(state.now_us):
         room = min(room, TRY_BLOCKS)
     free_before = ledger.free_blocks
     chosen = _choose(state, executor, pressed, room)
@@ -162,7 +162,7 @@ def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[i
 
 
 def _copy_us(executor: Executor, now_us: int) -> int:
-    """Of a block, with its share of half the wait. A link that nobody has used lately is worth a try."""
+    """Of a block, with its share of half the wait. A link of which too little is known is worth a try."""
     link = executor.down
     if not link.known(now_us) and not link.pending_jobs:
         return 0
