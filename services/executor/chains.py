@@ -97,12 +97,18 @@ class Chains:
             else:
                 run_row(i)
         _side_by_side(waiting, run_row)
-        return dict(sorted(failures.items()))
+        return failures
 
-    def left_nothing(self, slot: int) -> str:
-        """Why a row of a slot failed whose logits its processors left without a finite largest one."""
-        names = ", ".join(link.name for link in self._chains[slot].links)
-        return _why(names, ValueError("it left NaN or infinity, or no token that may follow"))
+    def judged(
+        self, rows: Sequence[HostRow], failures: Mapping[int, str], sound: Sequence[bool]
+    ) -> dict[int, str]:
+        """`failures` of a run, and the rows whose logits were left without a finite largest one, in order."""
+        found = dict(failures)
+        for i, row in enumerate(rows):
+            if not sound[i] and i not in found:
+                names = ", ".join(link.name for link in self._chains[row.slot].links)
+                found[i] = _why(names, ValueError("it left NaN or infinity, or no token that may follow"))
+        return dict(sorted(found.items()))
 
     def _link(self, text: str) -> _Link:
         try:

@@ -121,15 +121,11 @@ class HostRows:
         at = torch.tensor(rows, device=logits.device)
         host = self._to_host(logits[at])
         began_ns = time.monotonic_ns()
-        failed = self._chains.run(
-            [HostRow(slots[row], tokens(slots[row]), host[k]) for k, row in enumerate(rows)],
-            torch.inference_mode,
-        )
+        hosted = [HostRow(slots[row], tokens(slots[row]), host[k]) for k, row in enumerate(rows)]
+        failed = self._chains.run(hosted, torch.inference_mode)
         host_us = (time.monotonic_ns() - began_ns) // 1000
         back = host.to(logits.device, non_blocking=True)
-        for k, sound in enumerate(back.amax(-1).isfinite().tolist()):
-            if not sound and k not in failed:
-                failed[k] = self._chains.left_nothing(slots[rows[k]])
+        failed = self._chains.judged(hosted, failed, back.amax(-1).isfinite().tolist())
         for k in failed:
             back[k] = 0  # a token is drawn from it, and not used
         changed = logits.clone()

@@ -48,9 +48,8 @@ class SimHostRows:
         began_ns = time.monotonic_ns()
         hosted = [HostRow(slots[row], tokens(slots[row]), self._logits()) for row in rows]
         failed = self._chains.run(hosted, nullcontext)
-        for k, row in enumerate(hosted if self._reads_logits else ()):
-            if k not in failed and not row.logits.amax().isfinite():
-                failed[k] = self._chains.left_nothing(row.slot)
+        sound = [not self._reads_logits or bool(row.logits.amax().isfinite()) for row in hosted]
+        failed = self._chains.judged(hosted, failed, sound)
         self._sleep()
         return (time.monotonic_ns() - began_ns) // 1000, {rows[k]: why for k, why in failed.items()}
 

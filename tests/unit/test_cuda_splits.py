@@ -12,8 +12,8 @@ from services.executor.cuda.inputs import Arranged, Chunk, Layout, Words, fill, 
 from services.executor.cuda.splits import SplitRoom, in_parts, split_room, split_tiles
 from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning, row_by_row
 
-H200 = split_room(PrefillTuning(), 8, 132)  # Llama-3.1-8B on it
-QUERIES = 16  # tokens in a tile of 64 rows of it
+H200 = split_room(device_tuning("NVIDIA H200").prefill, 8, 132)  # Llama-3.1-8B on it
+QUERIES = 32  # tokens in a tile of 128 rows of it
 
 
 def parts(*chunks: tuple[int, int]) -> list[int]:
@@ -24,7 +24,7 @@ def parts(*chunks: tuple[int, int]) -> list[int]:
 
 
 def test_room_is_for_two_rounds_of_what_the_device_runs_at_once() -> None:
-    assert SplitRoom(64, 33, 66) == H200
+    assert SplitRoom(64, 16, 32) == H200
     assert split_room(PrefillTuning(32, 32, 2, 4, per_sm=1), 3, 10) == SplitRoom(32, 3, 6)
     assert split_room(PrefillTuning(), 8, 2) == SplitRoom(64, 1, 2)
 
@@ -38,22 +38,23 @@ def test_deterministic_mode_has_no_splits(tuning: DeviceTuning) -> None:
 
 
 def test_a_short_chunk_behind_a_long_prefix_is_spread_over_the_device() -> None:
-    assert parts((4600, 16)) == [25]  # 73 tiles of KV, three to a program: 200 programs
-    assert parts((4600, 64)) == [8, 8, 8, 8]
-    assert parts((3400, 300)) == [3] * 19  # two rounds of 20 tiles for one of 58
+    assert parts((4600, 16)) == [11]  # 73 tiles of KV, seven to a program: 88 programs
+    assert parts((4600, 64)) == [7, 7]
+    assert parts((3400, 16), (3400, 90)) == [4] * 4
 
 
 def test_steps_that_fill_the_device_or_have_little_to_walk_stay_whole() -> None:
     assert parts((2400, 1000)) == []
     assert parts((0, 1000)) == []
     assert parts((1024, 320)) == []
+    assert parts((3400, 300)) == []  # ten tiles for 16 places
     assert parts(*[(3000, 64)] * 8) == []
     assert parts((120, 16)) == []  # three tiles: merging costs more than is won
     assert parts((0, 16)) == []
 
 
 def test_only_long_tiles_of_a_step_are_split() -> None:
-    found = split_tiles(tiles_of((Chunk(0, 0, 10, 6), Chunk(1, 6, 700, 2)), QUERIES), SplitRoom(64, 4, 8))
+    found = split_tiles(tiles_of((Chunk(0, 0, 10, 6), Chunk(1, 6, 700, 2)), QUERIES), SplitRoom(64, 10, 20))
     assert found.tolist() == [
         [1, 1, 1, 0],
         [6, 6, 6, 0],

@@ -10,7 +10,6 @@ row's bits must not depend on its company (tuning.by_row) all steps are mixed on
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,6 +100,7 @@ class Passes:
     def capture(self, told: Callable[[int, int], None]) -> None:
         """Capture all graphs, the largest first: they share their memory. `told` hears how many are done."""
         wanted = [("mixed", size) for size in reversed(self.token_buckets)]
+        wanted += [("split", size) for kind, size in wanted if size // self._tile < self._splits.entries]
         wanted += [("decode", size) for size in reversed(self.row_buckets) if self.apart]
         wanted += [("sample", size) for size in reversed(self.row_buckets)]
         for done, (kind, size) in enumerate(wanted):
@@ -108,8 +108,6 @@ class Passes:
             layout = self._layout(kind, size)
             self._copy(layout, _IDLE, _NO_TILES, (_NO_WORDS, _NO_WORDS))
             run = self._sample if kind == "sample" else self._forward
-            if layout.split and size == self.token_buckets[0]:  # long steps have no graph and no splits
-                run(replace(layout, split=False), size)
             run(layout, size)
             torch.cuda.synchronize()
             graph = CUDAGraph()
@@ -121,18 +119,20 @@ class Passes:
 
     def queue(self, step: Arranged, words: tuple[Words, Words]) -> None:
         """Queue a step's inputs and its forward."""
-        kind = "decode" if self.apart and not step.chunks else "mixed"
+        tiles = self._tiles(step.chunks)
+        kind = "split" if len(tiles) == SPLIT_COLUMNS else "mixed"
+        if self.apart and not step.chunks:
+            kind = "decode"
         buckets = self.row_buckets if kind == "decode" else self.token_buckets
         size = next((size for size in buckets if size >= step.tokens), 0)
         layout = self._layout(kind, size)
-        tiles = self._tiles(step.chunks, split=layout.split)
         graph = self._graphs.get((kind, size)) if tiles.shape[1] <= layout.tiles or kind == "decode" else None
         if graph is not None:
             self._copy(layout, step, tiles, words)
             graph.replay()
             return
         dense, rest = split_dense(step.chunks) if self._has_dense else ((), step.chunks)
-        tiles = self._tiles(rest, split=True)
+        tiles = self._tiles(rest)
         tokens, room = -(-step.tokens // 16) * 16, -(-tiles.shape[1] // 4) * 4
         layout = Layout(self._samples, tokens, room, split=len(tiles) == SPLIT_COLUMNS)
         self._copy(layout, step, tiles, words)
@@ -163,16 +163,14 @@ class Passes:
     def _range(self) -> Tensor:
         return torch.arange(self._samples, dtype=torch.int32, device=self._device)
 
-    def _tiles(self, chunks: tuple[Chunk, ...], *, split: bool) -> Words:
-        tiles = tiles_of(chunks, self._tile) if chunks else _NO_TILES
-        return split_tiles(tiles, self._splits) if split else tiles
+    def _tiles(self, chunks: tuple[Chunk, ...]) -> Words:
+        return split_tiles(tiles_of(chunks, self._tile), self._splits) if chunks else _NO_TILES
 
     def _layout(self, kind: str, size: int) -> Layout:
-        if kind != "mixed":
+        if kind in ("decode", "sample"):
             return Layout(self._samples, size, 0)
-        tiles = size // self._tile + min(size, self._ragged)
-        split = size // self._tile < self._splits.entries  # a graph with splits merges in every step
-        tiles = max(tiles, self._splits.entries) if split else tiles
+        split = kind == "split"
+        tiles = self._splits.entries if split else size // self._tile + min(size, self._ragged)
         return Layout(self._samples, size, -(-tiles // 4) * 4, split)
 
     def _copy(self, layout: Layout, step: Arranged, tiles: Words, words: tuple[Words, Words]) -> None:

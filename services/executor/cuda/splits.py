@@ -14,10 +14,10 @@ import numpy as np
 from kernels.paged_attention.prefill import PrefillTuning
 from services.executor.cuda.inputs import SPLIT_COLUMNS, Words
 
-# In the time that a program takes for one tile of KV:
-_START = 3  # what a program takes beside its tiles
+# In the time that a program takes for one tile of KV, as measured on an H200 (docs/benchmarks/gpu.md):
+_START = 1  # what a program takes beside its tiles
 _MERGE = 2  # to merge anything
-_PARTS = 4  # to write and to read the parts of as many programs as the device runs at once
+_PARTS = 10  # to write and to read the parts of as many programs as the device runs at once
 _ROUNDS = 2  # of such programs in a step with parts, at most: the room for parts is bounded
 
 

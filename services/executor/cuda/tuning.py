@@ -85,6 +85,7 @@ _H200 = DeviceTuning(
             (4096, 14336): ((64, MatmulTuning(64, 128, 2, 6)), (128, MatmulTuning(64, 128, 2, 4))),
         },
     ),
+    prefill=PrefillTuning(128, 64, 5, 8, per_sm=1),
     fixed=(
         FixedTuning(128, 256, 64, 3, 8),
         FixedTuning(128, 128, 64, 4, 8),
