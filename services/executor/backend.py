@@ -88,9 +88,10 @@ class Copier(Protocol):
         """Copy the arena's bytes from `offsets[i]` on to block `blocks[i]`, after the steps whose results
         are delivered. Returns when what was asked before is done, or later."""
 
-    def finish(self) -> None:
+    def finish(self) -> int:
         """Return when all that was asked is done: what was stored is in the arena, and every later forward
-        reads what was loaded."""
+        reads what was loaded. The time since the last `finish` in which bytes were on their way, by the
+        device's clock, in us; 0 where the caller's clock tells as much."""
 
 
 class Backend(Protocol):

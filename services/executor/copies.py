@@ -164,10 +164,10 @@ class CopyLane:
     def _copy(self, job: _Job) -> KvCopied:
         began_us = self._began_us
         try:
-            status, done = self._pieces(job)
+            status, done, moved_us = self._pieces(job)
         except Exception as error:  # noqa: BLE001 - a dead thread would leave every copy waiting
             log.error("the copy of job %d failed: %s: %s", job.copy.job, type(error).__name__, error)
-            status, done = "failed", 0
+            status, done, moved_us = "failed", 0, 0
         took_us = self._clock.now_us() - began_us
         moved = done * job.copy.block_bytes
         if status == "ok":
@@ -176,29 +176,32 @@ class CopyLane:
             job=job.copy.job,
             status=status,
             bytes=moved,
-            took_us=took_us,
+            took_us=min(moved_us or took_us, took_us),  # what is the host's part counts as its messages' way
             wait_us=began_us - job.arrived_us,
         )
 
-    def _pieces(self, job: _Job) -> tuple[str, int]:
-        """Copy until the end or a reason to stop; the status, and how many blocks were copied."""
+    def _pieces(self, job: _Job) -> tuple[str, int, int]:
+        """Copy until the end or a reason to stop; the status, how many blocks were copied, and how long that
+        took by the device's clock, if it has one."""
         copy, arena = job.copy, self._mapping.arena
         if not copy.blocks:
-            return "ok", 0
+            return "ok", 0, 0
         if arena is None:
-            return "no_arena", 0
+            return "no_arena", 0, 0
         if copy.arena_generation != arena.generation:
-            return "stale_arena", 0
+            return "stale_arena", 0, 0
         if flaw := arena.flaw(copy.offsets, copy.block_bytes):
             log.error("the copy of job %d failed: %s", copy.job, flaw)
-            return "failed", 0
+            return "failed", 0, 0
         try:
-            return self._move(job)
-        finally:
+            status, done = self._move(job)
+        except Exception:
             self._copier.finish()
+            raise
+        return status, done, self._copier.finish()
 
     def _move(self, job: _Job) -> tuple[str, int]:
-        """As `_pieces`; of what is asked of the copier some may still be under way."""
+        """As `_pieces`; of what was asked of the copier some may still be under way."""
         copy = job.copy
         move = self._copier.store if copy.to_arena else self._copier.load
         piece = max(1, self._copier.piece_bytes // copy.block_bytes)

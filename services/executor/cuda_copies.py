@@ -38,6 +38,7 @@ class CudaCopier:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch annotates it not
         self._computed = computed
         self._engine = CopyEngine()
+        self._first: Event | None = None  # the beginning of what was asked since `finish`
         self._newest: Event | None = None  # the end of what was asked last
         self._arena: Tensor | None = None
         self._pinned = False
@@ -63,10 +64,19 @@ class CudaCopier:
         assert self._arena is not None, "no arena is attached"
         self._move(self._arena, self._bytes, offsets, self._places(blocks))
 
-    def finish(self) -> None:
-        newest, self._newest = self._newest, None
-        if newest is not None:
-            newest.synchronize()
+    def finish(self) -> int:
+        first, newest = self._first, self._newest
+        self._first = self._newest = None
+        if first is None or newest is None:
+            return 0
+        newest.synchronize()
+        took_ms: float = first.elapsed_time(newest)
+        return max(1, round(1e3 * took_ms))
+
+    def _mark(self) -> Event:
+        event = Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch annotates it not
+        event.record(self._stream)
+        return event
 
     def _warm_up(self) -> None:
         """Give this thread the device's context, and make the driver's first copies, which take long, between
@@ -90,6 +100,8 @@ class CudaCopier:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if (event := self._computed()) is not None:
                 self._stream.wait_event(event)
+            if self._first is None:
+                self._first = self._mark()
             if self._pinned:
                 runs = within_pieces(begins, ends, size, begins if source is self._arena else ends)
                 sources, targets = (
@@ -100,8 +112,7 @@ class CudaCopier:
             else:
                 for begin, end in zip(begins, ends, strict=True):
                     target[end : end + size].copy_(source[begin : begin + size])
-            before, self._newest = self._newest, Event()  # type: ignore[no-untyped-call]  # torch annotates it not
-            self._newest.record()
+            before, self._newest = self._newest, self._mark()
         if before is not None:  # one is always queued behind the one that runs: the link is never idle
             before.synchronize()
 

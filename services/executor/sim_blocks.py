@@ -87,8 +87,9 @@ class SimCopier:
             self._signatures[block].view(np.uint8)[:] = self._arena[offset : offset + SIGNATURE_BYTES]
         _sleep_until(due_s)
 
-    def finish(self) -> None:
+    def finish(self) -> int:
         """Nothing is left to wait for: copies are over when they return."""
+        return 0
 
 
 def _numbers(column: Sequence[int]) -> NDArray[np.int32]:

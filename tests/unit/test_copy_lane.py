@@ -32,6 +32,7 @@ class HandCopier:
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.calls: list[tuple[str, list[int], list[int]]] = []
+        self.moved_us = 0  # by the device's clock
         self.attached: mmap | None = None
         self.fail: dict[str, Exception] = {}
         self.hold = False
@@ -57,8 +58,9 @@ class HandCopier:
     def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         self._piece("load", blocks, offsets)
 
-    def finish(self) -> None:
+    def finish(self) -> int:
         self._do("finish")
+        return self.moved_us
 
     def _piece(self, what: str, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         assert self.attached is not None
@@ -261,6 +263,16 @@ def test_an_error_of_the_device_is_the_answer_and_the_lane_goes_on(bench: Bench)
     assert bench.lane.stored.bytes == SIZE
     calls = [what for what, _, _ in bench.copier.calls]
     assert calls == ["attach", "store", "finish", "store", "finish"]  # what was asked before it may still run
+
+
+def test_the_time_of_a_copy_is_the_devices_where_it_has_a_clock(bench: Bench) -> None:
+    bench.copier.moved_us = 7
+    bench.copy(1, 1, 2)
+    assert bench.copied().took_us == 7  # 20 by the host's
+    assert bench.lane.stored.us == 20
+    bench.copier.moved_us = 700
+    bench.copy(2, 1, 2)
+    assert bench.copied().took_us == 20  # two clocks need not agree
 
 
 def test_a_copy_that_fails_at_its_end_is_no_copy(bench: Bench) -> None:

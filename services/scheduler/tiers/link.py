@@ -14,7 +14,8 @@ GUESS_BYTES_PER_US = 10_000.0  # until a copy has been measured: it has to be tr
 GUESS_EACH_US = 500.0
 MEMORY = 1 - 1 / 32
 MIB = float(1 << 20)
-TRIES = 3  # copies of one size, and no more is to be learnt
+TOLD_BYTES, TOLD_US = 32 << 20, 10_000  # a copy of either length tells the rate
+TRIES = 8  # of others, and no more is to be learnt
 STALE_US = 5_000_000  # a small copy in so long a time costs little, however slow the link is
 
 
@@ -28,6 +29,7 @@ class Link:
     moved_bytes: int = 0
     trip_us: int = 0  # KvCopy and KvCopied on their way, a moving average
     seen_us: int = 0  # when a copy was measured last
+    told: bool = False  # one was long enough to tell the rate
     _n: float = 0.0
     _x: float = 0.0  # MiB
     _y: float = 0.0  # us
@@ -75,9 +77,9 @@ class Link:
         return self.seen > 0 and now_us - self.seen_us <= STALE_US
 
     def known(self, now_us: int) -> bool:
-        """Whether copies measured lately tell the rate. One small copy does not: most of its time may not be
-        for its bytes; so another size is tried, or the same a few times."""
-        return self.fresh(now_us) and (self.seen >= TRIES or self._sizes_differ)
+        """Whether copies measured lately tell the rate. Short ones do not: most of their time may not be for
+        their bytes, and an estimate that is too slow would keep away all that would correct it."""
+        return self.fresh(now_us) and (self.told or self.seen >= TRIES)
 
     @property
     def _sizes_differ(self) -> bool:
@@ -95,6 +97,7 @@ class Link:
         self._xx = self._xx * MEMORY + x * x
         self._xy = self._xy * MEMORY + x * y
         self.seen += 1
+        self.told |= size_bytes >= TOLD_BYTES or took_us >= TOLD_US
         self.moved_bytes += size_bytes
 
     def observe_trip(self, trip_us: int) -> None:

@@ -18,6 +18,7 @@ from services.scheduler.records import Phase as Life
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
 from services.scheduler.tiers.jobs import count, executor_of, finish, fresh, tier_of, uncount
+from services.scheduler.tiers.link import TOLD_US
 from services.scheduler.tiers.state import ANSWER_US, Job, Phase, Tier
 from services.scheduler.tiers.worth import Recompute
 from shared.messages import (
@@ -80,7 +81,8 @@ def clean(state: State, executor: Executor) -> bool:
     if executor.down.seen and not executor.down.fresh(state.now_us):
         room = min(room, TRY_BLOCKS)
     free_before = ledger.free_blocks
-    chosen = _choose(state, executor, pressed, room)
+    tries = pressed > 0 and not executor.down.known(state.now_us) and not executor.down.pending_jobs
+    chosen = _choose(state, executor, max(pressed, room) if tries else pressed, room)
     if chosen and pressed <= 0 and not swaps:
         copy_us = executor.down.copy_us(len(chosen) * executor.hello.bytes_per_block)
         executor.eager_us = state.now_us + EAGER_SHARE * copy_us
@@ -135,7 +137,7 @@ def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[i
     ledger = executor.ledger
     look = _Look(
         pressed=pressed,
-        copy_us=_copy_us(executor, state.now_us),
+        copy_us=_copy_us(state, executor),
         chance_pm=state.reuse_pm,
         recompute=Recompute.of(executor),
     )
@@ -161,11 +163,15 @@ def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[i
     return chosen
 
 
-def _copy_us(executor: Executor, now_us: int) -> int:
-    """Of a block, with its share of half the wait. A link of which too little is known is worth a try."""
+def _copy_us(state: State, executor: Executor) -> int:
+    """Of a block, with its share of half the wait. A link of which too little is known is worth a try; while
+    that is on its way nothing is given up for being slow, unless it takes long itself."""
     link = executor.down
-    if not link.known(now_us) and not link.pending_jobs:
-        return 0
+    if not link.known(state.now_us):
+        mine = (job for job in state.tiers.jobs.values() if job.queued_bytes and not job.up)
+        here = [job.began_us for job in mine if executor_of(state, job) is executor]
+        if state.now_us - min(here, default=state.now_us) < TOLD_US:
+            return 0
     return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * _most_blocks(executor))
 
 
