@@ -158,6 +158,21 @@ def test_an_executor_without_the_arena_lets_the_tier_rest() -> None:
     assert state.meter.tier_rests == 1
 
 
+@pytest.mark.parametrize(("token_us", "wait_us"), [(1_000, 20_000), (4_000, 42_000), (20_000, 100_000)])
+def test_an_answer_is_waited_for_by_what_it_may_save(token_us: int, wait_us: int) -> None:
+    """Half of what its 21 tokens would take, between two bounds."""
+    world = fresh()
+    world.tier.frozen = True
+    for tokens in range(1, 41):
+        shape = StepShape(0, 0, 0, 0).with_chunk(0, tokens)
+        only(world).costs.observe(shape, token_us * tokens)
+    world.ask("first", PROMPT, 2)
+    world.tick(wait_us * 9 // 10)
+    assert not world.plans
+    world.tick(wait_us // 5)
+    assert world.plans
+
+
 def test_silence_costs_an_admission_its_wait_and_then_nothing() -> None:
     world = fresh()
     world.tier.frozen = True

@@ -7,10 +7,11 @@ from services.scheduler import prefix
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
 from services.scheduler.tiers.state import ANSWER_US, MISSES, REMOTE, REST_US, Answer, Lookup, Place, Tier
+from services.scheduler.tiers.worth import Recompute
 from services.scheduler.waiting import Unit
 from shared.messages import KvFound, KvLookup
 
-WAIT_US = 20_000  # an admission waits so long for answers
+WAIT_US, MOST_WAIT_US = 20_000, 100_000  # an admission waits so long for answers, by what they may save
 STALE_US = 2_000_000
 FEW_BLOCKS = 3  # of a prompt: computed with its last tokens before an answer is there
 MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
@@ -35,23 +36,34 @@ def refresh(state: State, unit: Unit) -> None:
 
 def pending(state: State, unit: Unit) -> bool:
     """True while the unit should wait for an answer. Asks again where the last one is old, which one may be
-    again when it comes: but a turn lasts WAIT_US at most."""
+    again when it comes: but a turn lasts MOST_WAIT_US at most."""
     places, head = _places(state, unit), unit.sequences[0]
     if any(prefix.tail_is_copied(executor, head) for executor, _ in places):
         return True
     if not unit.turn_us or state.now_us > unit.turn_us + STALE_US:
         unit.turn_us = state.now_us
-    if state.now_us >= unit.turn_us + WAIT_US:
+    wait_us = WAIT_US
+    if state.now_us >= unit.turn_us + wait_us:
+        wait_us = max((_patience_us(executor, head) for executor, _ in places), default=wait_us)
+    if state.now_us >= unit.turn_us + wait_us:
         return False
     waits = False
     for executor, tier in places:
         answer = unit.answers.get(_place(executor, tier))
         ask = answer is None or _is_old(state, tier, unit, answer)
-        silent = answer is not None and answer.at_us < 0 and state.now_us < answer.asked_us + WAIT_US
+        silent = answer is not None and answer.at_us < 0 and state.now_us < answer.asked_us + wait_us
         if not (ask or silent) or _covered(executor, unit):
             continue
         waits = not ask or _ask(state, executor, tier, unit) is not None or waits
     return waits
+
+
+def _patience_us(executor: Executor, sequence: Sequence) -> int:
+    """Half of what computing would take that an answer may save. After a burst of long prompts the answers
+    lie behind it in our own queue: who starts without one computes everything."""
+    held = len(prefix.lookup(executor, sequence)) * executor.hello.block_tokens
+    compute_us = Recompute.of(executor).tokens_us(held, len(sequence.tokens) - held)
+    return min(max(compute_us // 2, WAIT_US), MOST_WAIT_US)
 
 
 def _is_old(state: State, tier: Tier, unit: Unit, answer: Answer) -> bool:
