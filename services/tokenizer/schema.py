@@ -3,7 +3,8 @@
 The grammar engine ignores what it does not know, and an answer would then look right and not be. What it does
 know was tried out (tests/unit/test_grammar_walks.py): random walks through the grammar of each keyword here
 must validate. A schema is also made tighter where that is allowed: an object with named properties gets no
-others, which any schema that allows others accepts.
+others, which any schema that allows others accepts; a time ends after nine digits of a second, where the
+engine's own form would go on for as long as the model likes, and a date is one that there is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from services.tokenizer.patterns import without_optional_groups
 from shared.errors import BadRequest
 
 Schema = dict[str, Any]
@@ -18,6 +20,13 @@ Schema = dict[str, Any]
 MAX_DEPTH = 32
 MAX_LENGTH, MAX_ITEMS = 1_024, 256  # of what is written out in a grammar: more would take seconds to compile
 FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # those that end by themselves
+_DATE = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = f"{_HOUR}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
+_SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}  # RFC 3339
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"}
@@ -113,6 +122,10 @@ class _Reader:
         if "prefixItems" in kept:
             kept["prefixItems"] = self._list(kept["prefixItems"], f"{path}/prefixItems", depth)
         self._check_limits(kept, path)
+        if kept.get("format") in _SPELLED:
+            kept["pattern"] = _SPELLED[kept.pop("format")]
+        if "pattern" in kept:
+            kept["pattern"] = without_optional_groups(kept["pattern"])
         return kept
 
     def _check_limits(self, kept: Schema, path: str) -> None:
