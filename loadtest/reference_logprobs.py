@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-import torch
-import transformers
+from typing import TYPE_CHECKING, Any
 
 from shared.catalogue import CATALOGUE, DEFAULT_MODEL
 from shared.config import Settings
 from shared.model_files import models_dir
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 DATA = Path(__file__).parents[1] / "tests" / "data"
 TOP = 8  # more than the test asks for: neighbours that are almost equal may change places
 
 
-def position(table: torch.Tensor, chosen: int) -> dict[str, Any]:
+def position(table: Tensor, chosen: int) -> dict[str, Any]:
     """One token: its log probability, and the likeliest ones in falling order. `table` is `[vocab]`."""
     top = table.topk(TOP)
     return {
@@ -37,6 +37,9 @@ def position(table: torch.Tensor, chosen: int) -> dict[str, Any]:
 
 def main() -> None:
     """Compute and write."""
+    import torch
+    import transformers
+
     path = models_dir(Settings().cache_dir) / CATALOGUE[DEFAULT_MODEL].file
     cases = json.loads((DATA / "smollm2_greedy.json").read_text())["cases"]
     model = transformers.AutoModelForCausalLM.from_pretrained(
