@@ -189,8 +189,8 @@ def test_the_document_is_the_truth(up: Up, tmp_path: Path) -> None:
     longer = ["--max-time", os.environ["API_FUZZ_S"]] if "API_FUZZ_S" in os.environ else []
     done = subprocess.run(
         [
-            str(Path(sys.executable).parent / "st"), "run", f"{base}/openapi.json", "--seed", "1", "-n", "3",
-            "--phases", "coverage,fuzzing", "--exclude-checks", "positive_data_acceptance", "--no-shrink",
+            str(Path(sys.executable).parent / "st"), "--config-file", str(HERE / "schemathesis.toml"),
+            "run", f"{base}/openapi.json", "--seed", "1", "-n", "3", "--phases", "coverage,fuzzing", "--exclude-checks", "positive_data_acceptance", "--no-shrink",
             "--continue-on-failure", *longer,
         ],
         env={**os.environ, "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE)},
