@@ -190,8 +190,8 @@ def test_the_document_is_the_truth(up: Up, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             str(Path(sys.executable).parent / "st"), "--config-file", str(HERE / "schemathesis.toml"),
-            "run", f"{base}/openapi.json", "--seed", "1", "-n", "3", "--phases", "coverage,fuzzing", "--exclude-checks", "positive_data_acceptance", "--no-shrink",
-            "--continue-on-failure", *longer,
+            "run", f"{base}/openapi.json", "--seed", "1", "-n", "3", "--phases", "coverage,fuzzing",
+            "--exclude-checks", "positive_data_acceptance", "--no-shrink", "--continue-on-failure", *longer,
         ],
         env={**os.environ, "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE)},
         cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,
