@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,37 +35,54 @@ class Cut:
     classes: tuple[str, ...] = ("standard",)  # in turn
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of a trace, its time after the beginning as replayed."""
+
+    number: int
+    at_us: int
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+
+
 def azure(path: Path, cut: Cut) -> Workload:
     """The requests of an Azure trace."""
-    requests: list[SimRequest] = []
-    with path.open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    first = datetime.fromisoformat(rows[0]["TIMESTAMP"][:26])  # 7 digits of a second: one too many
-    for number, row in enumerate(rows, 1):
-        passed = datetime.fromisoformat(row["TIMESTAMP"][:26]) - first
-        passed_us = (passed.days * 86_400 + passed.seconds) * 1_000_000 + passed.microseconds
-        if passed_us >= cut.minutes * MINUTE_US:
-            break
-        prompt = plain_prompt(number, max(int(row["ContextTokens"]), 1))
-        requests.append(
-            _request(number, int(passed_us / cut.speed), prompt, int(row["GeneratedTokens"]), cut)
-        )
-    return Workload(tuple(requests))
+    rows = azure_rows(path, cut)
+    return Workload(tuple(_request(row, plain_prompt(row.number, row.prompt_tokens), cut) for row in rows))
 
 
 def mooncake(path: Path, cut: Cut) -> Workload:
     """The requests of a Mooncake trace, with the prefixes that they share."""
-    requests: list[SimRequest] = []
+    rows = mooncake_rows(path, cut)
+    return Workload(tuple(_request(row, hashed_prompt(row.hash_ids, row.prompt_tokens), cut) for row in rows))
+
+
+def azure_rows(path: Path, cut: Cut) -> Iterator[Row]:
+    """An Azure trace as it was recorded."""
+    with path.open(newline="") as lines:
+        first: datetime | None = None
+        for number, row in enumerate(csv.DictReader(lines), 1):
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # 7 digits of a second: one too many
+            first = first or at
+            passed = at - first
+            passed_us = (passed.days * 86_400 + passed.seconds) * 1_000_000 + passed.microseconds
+            if passed_us >= cut.minutes * MINUTE_US:
+                return
+            prompt, output = max(int(row["ContextTokens"]), 1), int(row["GeneratedTokens"])
+            yield Row(number, int(passed_us / cut.speed), prompt, output)
+
+
+def mooncake_rows(path: Path, cut: Cut) -> Iterator[Row]:
+    """A Mooncake trace as it was recorded."""
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             row = json.loads(line)
             passed_us = row["timestamp"] * 1_000
             if passed_us >= cut.minutes * MINUTE_US:
-                break
-            prompt = hashed_prompt(tuple(row["hash_ids"]), row["input_length"])
-            at_us = int(passed_us / cut.speed)
-            requests.append(_request(number, at_us, prompt, row["output_length"], cut))
-    return Workload(tuple(requests))
+                return
+            lengths = row["input_length"], row["output_length"]
+            yield Row(number, int(passed_us / cut.speed), *lengths, tuple(row["hash_ids"]))
 
 
 def hashed_prompt(hash_ids: tuple[int, ...], tokens: int) -> Callable[[], Ints]:
@@ -80,12 +97,12 @@ def hashed_prompt(hash_ids: tuple[int, ...], tokens: int) -> Callable[[], Ints]:
     return make
 
 
-def _request(number: int, at_us: int, prompt: Callable[[], Ints], output_tokens: int, cut: Cut) -> SimRequest:
+def _request(row: Row, prompt: Callable[[], Ints], cut: Cut) -> SimRequest:
     return SimRequest(
-        request=f"r{number}",
-        arrival_us=at_us,
+        request=f"r{row.number}",
+        arrival_us=row.at_us,
         prompt=prompt,
-        output_tokens=max(output_tokens, 1),
-        max_tokens=max(output_tokens, cut.max_tokens),
-        slo_class=cut.classes[number % len(cut.classes)],
+        output_tokens=max(row.output_tokens, 1),
+        max_tokens=max(row.output_tokens, cut.max_tokens),
+        slo_class=cut.classes[row.number % len(cut.classes)],
     )

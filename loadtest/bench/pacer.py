@@ -1,0 +1,33 @@
+"""The client's clock, and waiting for a moment of it.
+
+Timers of an event loop are good to a millisecond; that much of every latency would be the client's. So it
+wakes early and yields until the time has come: other requests are read meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.clock import Clock, SystemClock
+
+EARLY_US = 1_500  # libuv counts whole milliseconds, rounded either way
+
+
+class Pacer:
+    """Tells the time and waits for it. A clock of a test needs no waking early."""
+
+    def __init__(self, clock: Clock | None = None, early_us: int = EARLY_US) -> None:
+        self._clock = clock or SystemClock()
+        self._early_us = early_us
+
+    def now_us(self) -> int:
+        """Monotonic time."""
+        return self._clock.now_us()
+
+    async def until(self, at_us: int) -> None:
+        """Return at `at_us`, or at once when it has passed."""
+        wait_us = at_us - self.now_us() - self._early_us
+        if wait_us > 0:
+            await asyncio.sleep(wait_us / 1e6)
+        while self.now_us() < at_us:  # noqa: ASYNC110 - no event tells of a moment
+            await asyncio.sleep(0)

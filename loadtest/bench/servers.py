@@ -1,0 +1,61 @@
+"""The server under load: how to reach it, its model, and what it says about itself."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from loadtest.bench import flags
+from loadtest.bench.drive import Transport
+from loadtest.bench.over_http import HttpTransport
+from loadtest.bench.over_nats import NatsTransport
+from loadtest.bench.pacer import Pacer
+from loadtest.bench.server_side import Counts, counts
+from services.launcher.connect import connected, find_target
+from shared.client import Client
+from shared.config import load
+
+NATS = ("nats:", "tls:")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Ready to be asked."""
+
+    transport: Transport
+    facts: dict[str, Any]
+    counts: Callable[[], Awaitable[Counts | None]] | None = None
+
+
+@asynccontextmanager
+async def server(given: argparse.Namespace, pacer: Pacer) -> AsyncGenerator[Server]:
+    """The one that the flags name. Raises SetupError."""
+    make = _over_nats if not given.url or given.url.startswith(NATS) else _over_http
+    async with make(given, pacer) as made:
+        yield made
+
+
+@asynccontextmanager
+async def _over_nats(given: argparse.Namespace, pacer: Pacer) -> AsyncGenerator[Server]:
+    target = find_target(load(None, {"nats_url": given.url or None}))
+    model = given.model or target.model
+    async with connected(target.nats_url) as bus:
+        client = await Client.open(bus, target.tenant)
+        transport = NatsTransport(client, model, pacer, given.timeout)
+        facts = {"transport": "nats", "url": flags.shown_url(target.nats_url), "model": model}
+        yield Server(transport, facts, partial(counts, bus, model))
+
+
+@asynccontextmanager
+async def _over_http(given: argparse.Namespace, pacer: Pacer) -> AsyncGenerator[Server]:
+    transport = HttpTransport(given.url, pacer, model=given.model, key=given.key, timeout_s=given.timeout)
+    try:
+        await transport.find_model()
+        facts = {"transport": "http", "url": given.url, "model": transport.model}
+        yield Server(transport, facts | {"version": await transport.get("/version")})
+    finally:
+        await transport.close()
