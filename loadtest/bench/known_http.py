@@ -26,8 +26,8 @@ async def serve_http(answer: Answer, path: str, model: str) -> asyncio.Server:
                     _send_models(writer, target, model)
                 else:
                     await _stream(writer, answer, body)
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            writer.close()  # it has gone, or we go
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError, asyncio.CancelledError):
+            writer.close()  # it has gone, or asks for what is no number, or we go
 
     return await asyncio.start_unix_server(connected, path, backlog=BACKLOG)
 

@@ -16,6 +16,9 @@ def take(data: bytes, record: Record, now_us: int) -> None:
     except ValueError:
         record.error = f"an event is not JSON: {data[:80]!r}"
         return
+    if not isinstance(chunk, dict):
+        record.error = f"an event is no object: {data[:80]!r}"
+        return
     if error := chunk.get("error"):
         record.error = failure(error)
         return

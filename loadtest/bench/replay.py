@@ -21,6 +21,7 @@ from loadtest.sim.traces import (
     azure_rows,
     mooncake_rows,
 )
+from shared.errors import BadRequest
 
 TRACES: dict[str, tuple[Callable[[Path, Cut], Iterable[Row]], Path]] = {
     "azure": (azure_rows, AZURE_SAMPLE),
@@ -29,10 +30,12 @@ TRACES: dict[str, tuple[Callable[[Path, Cut], Iterable[Row]], Path]] = {
 
 
 def replay(name: str, path: Path | None, cut: Cut, shape: Shape, ids: tuple[int, int]) -> list[Conversation]:
-    """The first `shape.prompts` requests of a trace, each at its own time."""
+    """The first `shape.prompts` requests of a trace, each at its own time. Raises BadRequest."""
     read, sample = TRACES[name]
-    made: list[Conversation] = []
-    for row in read(path or sample, cut):
+    trace, made = path or sample, list[Conversation]()
+    if not trace.is_file():
+        raise BadRequest(f"{trace} is no file: give a trace with --trace (a sample lies in the source tree)")
+    for row in read(trace, cut):
         if len(made) == shape.prompts:
             break
         tokens, output = shape.scaled(row.prompt_tokens), shape.scaled(row.output_tokens)

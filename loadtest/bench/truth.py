@@ -107,7 +107,7 @@ def run(trial: Trial) -> list[Judged]:
         broker = nats_server.start() if trial.transport == "nats" else None
         url, out = broker.url if broker else f"unix:{folder}/known.sock", Path(folder) / "known.json"
         try:
-            with _known(url, trial.latency, out), runner() as loop:
+            with known_server(url, trial.latency, out), runner() as loop:
                 figures = loop.run(_load(trial, url))
         finally:
             if broker is not None:
@@ -124,7 +124,7 @@ async def _load(trial: Trial, url: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _known(url: str, latency: Latency, out: Path) -> Iterator[None]:
+def known_server(url: str, latency: Latency, out: Path) -> Iterator[None]:
     """A server as a process; its record is in `out` afterwards."""
     flag = "--http" if url.startswith("unix:") else "--nats"
     words = [flag, url, "--latency", json.dumps(asdict(latency)), "--out", str(out)]
