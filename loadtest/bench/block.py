@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from loadtest.bench.figures import PERCENTILES
 
 WIDTH = 50
+BUSY_PCT = 80.0  # of one core, which is all that an event loop has
 TITLES = {
     "ttft": ("Time to First Token", "TTFT"),
     "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
@@ -35,6 +36,7 @@ OURS = (
     ("Requests without a count by the server:", "uncounted_requests"),
     ("P99 late sending (ms):", "p99_late_ms"),
     ("Max late sending (ms):", "max_late_ms"),
+    ("Client CPU (% of a core):", "client_cpu_pct"),
 )
 COUNTED = (
     ("Recompute tax (%):", "recompute_tax_pct"),
@@ -57,10 +59,12 @@ def block(run: dict[str, Any]) -> str:
         lines += [f"{title:-^{WIDTH}}", *_rows(rows, figures)]
     lines += [f"{'Headrace':-^{WIDTH}}", *_rows(OURS, figures), *_rows(COUNTED, counted)]
     lines += [f"{count} x {error}" for error, count in figures["errors"].items()]
+    if figures.get("client_cpu_pct", 0.0) > BUSY_PCT:
+        lines.append("warning: the client was nearly full: its own work is in these latencies")
     return "\n".join([*lines, "=" * WIDTH])
 
 
-def _rows(rows: Iterator[tuple[str, str]] | Any, figures: dict[str, Any]) -> Iterator[str]:
+def _rows(rows: Iterable[tuple[str, str]], figures: dict[str, Any]) -> Iterator[str]:
     for words, name in rows:
         value = figures.get(name)
         if value is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -93,13 +94,15 @@ class Bench:
         conversations = self.asked.conversations(number)
         turns = sum(len(each.turns) for each in conversations)
         before = await self.counts() if self.counts else None
+        began_s, busy_s = time.monotonic(), time.process_time()
         async with Progress(point.name, turns, sys.stderr) as progress:
             drive = Drive(self.transport, self.pacer, self.options, progress.ended)
             await self._drive(drive, conversations, point, number)
+        busy_pct = 100 * (time.process_time() - busy_s) / (time.monotonic() - began_s)
         after = await self.counts() if self.counts else None
         return {
             "point": _shown(point),
-            "figures": figures(drive.records, drive.started_us, self.goals),
+            "figures": figures(drive.records, drive.started_us, self.goals) | {"client_cpu_pct": busy_pct},
             "counted": between(before, after),
             "requests": columns(drive.records, drive.started_us),
         }

@@ -145,3 +145,5 @@ def test_the_block_has_the_lines_of_vllm() -> None:
     assert f"{'Median TTFT (ms):':<40} {'150.00':<10}" in lines
     assert f"{'Recompute tax (%):':<40} {'1.50':<10}" in lines
     assert lines[-2:] == ["1 x 429 overloaded", "=" * 50]
+    full = block({"point": point, "figures": {**made, "client_cpu_pct": 81.0}}).splitlines()
+    assert full[-2] == "warning: the client was nearly full: its own work is in these latencies"
