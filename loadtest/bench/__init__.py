@@ -4,5 +4,5 @@ arrivals.py   when requests are sent           workloads.py, chats.py, replay.py
 drive.py      open and closed loop             over_nats.py, over_http.py          how it is sent
 record.py     what the client saw              figures.py, block.py                what is made of it
 run.py        points of a sweep, in turn       document.py                         the JSON
-compare.py, plot.py                            two files side by side; pictures
+compare.py, plot.py, page.py                   two files side by side; pictures; HTML
 """

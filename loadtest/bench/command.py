@@ -14,6 +14,7 @@ from loadtest.bench.compare import compare
 from loadtest.bench.figures import read_goals
 from loadtest.bench.loop import runner
 from loadtest.bench.pacer import Pacer
+from loadtest.bench.page import page
 from loadtest.bench.record import Record
 from loadtest.bench.run import Bench
 from loadtest.bench.servers import server
@@ -72,6 +73,8 @@ def _plot(given: argparse.Namespace) -> None:
         raise SetupError("plots need matplotlib: pip install 'headrace[bench]'") from None
     from loadtest.bench.plot import draw
 
-    results: list[Path] = given.results
-    for path in draw([document.read(each) for each in results], given.out):
-        print(path)
+    results = [document.read(each) for each in given.results]
+    drawn = draw(results, given.out)
+    html: Path = given.out / "report.html"
+    html.write_text(page(results, drawn))
+    print("\n".join(map(str, [*drawn, html])))

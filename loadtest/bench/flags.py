@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     compare = actions.add_parser("compare", help="two results side by side, with ratios")
     compare.add_argument("one", type=Path)
     compare.add_argument("other", type=Path)
-    plot = actions.add_parser("plot", help="pictures of results (needs matplotlib: headrace[bench])")
+    plot = actions.add_parser(
+        "plot", help="pictures and a page of results (needs matplotlib: headrace[bench])"
+    )
     plot.add_argument("results", type=Path, nargs="+")
     plot.add_argument("--out", type=Path, default=Path("."), metavar="FOLDER")
     return top

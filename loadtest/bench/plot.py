@@ -7,6 +7,7 @@ timeline  one run: requests in flight and tokens a second, over its time
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,9 +33,10 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     made = [_cdfs(results, folder / "cdf.png")]
     if any(len(result["runs"]) > 1 for result in results) or len(results) > 1:
         made.append(_curves(results, folder / "curve.png"))
-    for result in results:
+    for place, result in enumerate(results, 1):
         for number, run in enumerate(result["runs"], 1):
-            made.append(_timeline(result, run, folder / f"timeline_{result['label']}_{number}.png"))
+            name = re.sub(r"\W+", "_", f"timeline {place} {result['label']} {number}")
+            made.append(_timeline(result, run, folder / f"{name}.png"))
     return made
 
 
@@ -70,15 +72,12 @@ def in_flight(run: dict[str, Any]) -> Points:
 def tokens_by_second(run: dict[str, Any]) -> Points:
     """(second, output tokens that came within it)."""
     requests = run["requests"]
-    seconds: Counter[int] = Counter()
     tokens: dict[int, float] = {}
-    for first, itls, output in zip(
-        requests["first_us"], requests["itls_us"], requests["output_tokens"], strict=True
-    ):
+    columns = (requests["first_us"], requests["itls_us"], requests["output_tokens"])
+    for first, itls, output in zip(*columns, strict=True):
         if first is not None:
             came = np.cumsum([first, *itls]) // 1_000_000
-            seconds = Counter(int(second) for second in came)
-            for second, pieces in seconds.items():
+            for second, pieces in Counter(map(int, came)).items():
                 tokens[second] = tokens.get(second, 0.0) + pieces * output / len(came)
     return [(float(second), tokens.get(second, 0.0)) for second in range(max(tokens, default=-1) + 1)]
 
@@ -113,11 +112,10 @@ def _curves(results: Sequence[Result], path: Path) -> Path:
 
 def _timeline(result: Result, run: dict[str, Any], path: Path) -> Path:
     picture, axes = _axes(2)
-    axes[0].step(*zip(*in_flight(run), strict=True), where="post")
-    axes[0].set_ylabel("requests in flight")
-    axes[1].step(*zip(*tokens_by_second(run), strict=True), where="post")
-    axes[1].set_ylabel("output tokens a second")
-    for ax in axes:
+    lines = (("requests in flight", in_flight(run)), ("output tokens a second", tokens_by_second(run)))
+    for ax, (words, points) in zip(axes, lines, strict=True):
+        ax.step([x for x, _ in points], [y for _, y in points], where="post")
+        ax.set_ylabel(words)
         ax.set_xlabel("s")
     picture.suptitle(f"{result['label']}: {point_name(run)}", fontsize=9)
     return _save(picture, path)

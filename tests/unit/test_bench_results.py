@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from loadtest.bench.command import main
 from loadtest.bench.compare import compare, differences, rows
 from loadtest.bench.figures import figures
 from loadtest.bench.machine import commit
+from loadtest.bench.page import page
 from loadtest.bench.progress import Progress
 from loadtest.bench.record import Record
 from loadtest.bench.run import Point, columns
@@ -115,10 +117,26 @@ def test_the_commands_on_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert line.split() == ["output_throughput", "12.000", "6.000", "0.500"]
     assert main(["plot", *files, "--out", str(tmp_path / "plots")]) == 0
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert drawn == {"cdf.png", "curve.png", *(f"timeline_{n}_{i}.png" for n in "ab" for i in (1, 2))}
-    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (tmp_path / "plots").iterdir())
+    assert drawn == {
+        "report.html",
+        "cdf.png",
+        "curve.png",
+        *(f"timeline_{n}_{i}.png" for n in ("1_a", "2_b") for i in (1, 2)),
+    }
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (tmp_path / "plots").glob("*.png"))
     assert main(["compare", files[0], str(tmp_path)]) == 1
     assert "cannot be read: Is a directory" in capsys.readouterr().err
+
+
+def test_the_page_has_everything_in_it(tmp_path: Path) -> None:
+    picture = tmp_path / "cdf.png"
+    picture.write_bytes(b"png")
+    text = page([made("<a>"), made("b")], [picture])
+    assert "<h1>&lt;a&gt; and b</h1>" in text
+    assert 'src="data:image/png;base64,cG5n"' in text
+    assert text.count("Serving Benchmark Result") == 4
+    assert "concurrency 2 (run 1)" in text  # the comparison
+    assert not re.search(r"https?:|<script|<link", text)
 
 
 def given(*words: str) -> argparse.Namespace:
