@@ -112,10 +112,12 @@ def _curves(results: Sequence[Result], path: Path) -> Path:
 
 def _timeline(result: Result, run: dict[str, Any], path: Path) -> Path:
     picture, axes = _axes(2)
-    lines = (("requests in flight", in_flight(run)), ("output tokens a second", tokens_by_second(run)))
-    for ax, (words, points) in zip(axes, lines, strict=True):
-        ax.step([x for x, _ in points], [y for _, y in points], where="post")
-        ax.set_ylabel(words)
+    running, tokens = in_flight(run), tokens_by_second(run)
+    axes[0].step([x for x, _ in running], [y for _, y in running], where="post")
+    axes[0].set_ylabel("requests in flight")
+    axes[1].bar([x for x, _ in tokens], [y for _, y in tokens], width=1.0, align="edge")
+    axes[1].set_ylabel("output tokens in each second")
+    for ax in axes:
         ax.set_xlabel("s")
     picture.suptitle(f"{result['label']}: {point_name(run)}", fontsize=9)
     return _save(picture, path)
