@@ -21,9 +21,7 @@ from shared import codec
 from shared.bus import Delivery
 from shared.messages import KvCopied, KvCopy, KvFound, KvLookup, KvPrefetch, KvReady, KvReserve, KvReserved
 
-DEADLINE_S = (
-    MOST_WAIT_US + MOST_DEADLINE_US + ANSWER_US
-) / 1e6  # the longest wait of a request for a tier
+DEADLINE_S = (MOST_WAIT_US + MOST_DEADLINE_US + ANSWER_US) / 1e6  # the longest wait of a request for a tier
 HITS_WITHIN_S = 5.0  # of a tier that is back
 L1_S, L1_TIMES, L1_STEPS = 0.002, 5.0, 0.25  # see assert_l1_is_quick
 KINDS = (KvLookup, KvFound, KvPrefetch, KvReady, KvReserve, KvReserved, KvCopy, KvCopied)
