@@ -3,6 +3,7 @@
 python -m loadtest.recompute_tax --out docs/benchmarks                    300 requests, simulated
 python -m loadtest.recompute_tax --real --out docs/benchmarks             the default model, real processes
 python -m loadtest.recompute_tax --real --greedy --out docs/benchmarks    where admission leaves no room
+... --real --greedy --pools 190 --only least tiered --rounds 3            some arms in turn, L1 a quarter
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from loadtest.tax.protocol import (
 from loadtest.tax.simulated import BLOCK_TOKENS
 
 REQUESTS = 300
+ONLY = ("latest", "least", "swap", "tiered")  # the arms, in their order
 SIMULATED = (
     " Simulated on a virtual clock with the real scheduler and the real core of kv_offload: figures of a "
     "machine's model, not measurements."
@@ -113,6 +115,26 @@ def _real(args: argparse.Namespace) -> Report:
     return report
 
 
+def _in_turn(args: argparse.Namespace) -> Report:
+    """Some arms again and again, one after the other: two runs of one arm differ by some percent."""
+    size = measured.size_of(args.requests, args.threads)
+    lengths = size.lengths.draw()
+    text = _text(size.lengths, size.slots, f"SmolLM2-135M-Instruct in float32, {size.threads} threads")
+    name = "recompute_tax_in_turn"
+    report = Report(name, "Recompute tax, arms in turn", text + GREEDY * args.greedy, _command(args), HEAD)
+    at = [p for p in points(lengths, size.slots, measured.BLOCK_TOKENS) if p.pool_pm in args.pools]
+    arms = [_arms(args.greedy)[ONLY.index(short)] for short in args.only]
+    report.data["runs"] = runs = list[dict[str, object]]()
+    for turn in range(args.rounds):
+        for point, arm in ((p, a) for p in at if p.l1 == QUARTER for a in arms):
+            found = asyncio.run(measured.outcome(size, lengths, point, arm))
+            report.add(row_of(point, arm, found))
+            runs.append({"turn": turn, "pool_pm": point.pool_pm, "arm": arm.name, **asdict(found)})
+            if args.out:
+                report.write(args.out)
+    return report
+
+
 def _arms(greedy: bool) -> list[Arm]:
     return [replace(arm, policy=arm.policy + ",kv=greedy" * greedy) for arm in ARMS]
 
@@ -132,6 +154,8 @@ def _command(args: argparse.Namespace) -> str:
         words.append("--pools " + " ".join(str(pool) for pool in args.pools))
     if args.real and args.requests != REQUESTS:
         words.append(f"--requests {args.requests}")
+    if args.only:
+        words.append(f"--only {' '.join(args.only)} --rounds {args.rounds}")
     return " ".join(word for word in words if word)
 
 
@@ -145,10 +169,13 @@ def main() -> None:
         "--pools", type=int, nargs="+", default=list(POOLS_PM), choices=POOLS_PM, help="per mille"
     )
     parser.add_argument("--greedy", action="store_true", help="admission that leaves no room for growth")
+    parser.add_argument("--only", nargs="+", choices=ONLY, help="real: these arms in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="of the arms in turn")
     parser.add_argument("--out", type=Path, help="folder for the page")
     args = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
-        print((_real if args.real else _simulated)(args).markdown())
+        made = _in_turn if args.only else _real if args.real else _simulated
+        print(made(args).markdown())
 
 
 if __name__ == "__main__":
