@@ -56,7 +56,7 @@ class Drive:
         async with asyncio.TaskGroup() as tasks:
             for conversation, time_us in zip(conversations, times_us, strict=True):
                 at_us = self.started_us + time_us
-                await self.pacer.until(at_us - AHEAD_US)
+                await self.pacer.about(at_us - AHEAD_US)
                 tasks.create_task(placed(conversation, at_us))
 
     async def closed(self, conversations: Sequence[Conversation], clients: int) -> None:

@@ -10,7 +10,7 @@ import asyncio
 
 from shared.clock import Clock, SystemClock
 
-EARLY_US = 1_500  # libuv counts whole milliseconds, rounded either way
+EARLY_US = 1_000  # libuv counts whole milliseconds; a request costs at most two of them of one core
 
 
 class Pacer:
@@ -24,10 +24,14 @@ class Pacer:
         """Monotonic time."""
         return self._clock.now_us()
 
-    async def until(self, at_us: int) -> None:
-        """Return at `at_us`, or at once when it has passed."""
-        wait_us = at_us - self.now_us() - self._early_us
+    async def about(self, at_us: int) -> None:
+        """Return at `at_us`, give or take a millisecond or two, or at once when it has passed."""
+        wait_us = at_us - self.now_us()
         if wait_us > 0:
             await asyncio.sleep(wait_us / 1e6)
+
+    async def until(self, at_us: int) -> None:
+        """Return at `at_us`, or at once when it has passed."""
+        await self.about(at_us - self._early_us)
         while self.now_us() < at_us:  # noqa: ASYNC110 - no event tells of a moment
             await asyncio.sleep(0)
