@@ -18,6 +18,7 @@ from loadtest.bench.page import page
 from loadtest.bench.record import Record
 from loadtest.bench.run import Bench
 from loadtest.bench.servers import server
+from loadtest.sim.plots import need_matplotlib
 from shared.errors import HeadraceError, SetupError
 
 
@@ -67,10 +68,7 @@ def _check(records: list[Record]) -> None:
 
 
 def _plot(given: argparse.Namespace) -> None:
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError:
-        raise SetupError("plots need matplotlib: pip install 'headrace[bench]'") from None
+    need_matplotlib()
     from loadtest.bench.plot import draw
 
     results = [document.read(each) for each in given.results]

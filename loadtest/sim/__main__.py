@@ -21,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a scenario and print its table; with --json also write it, its Markdown and its picture."""
     given = _parser().parse_args(argv)
     try:
+        if given.json is not None:
+            plots.need_matplotlib()
         if given.scenario != "all":
             _one(given.scenario, given, given.json)
             return 0

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from shared.errors import SetupError
+
 BAR = "#4c78a8"
 WIDE = 20  # times the least: then the axis is logarithmic
 Series = dict[str, list[tuple[float, float]]]
+
+
+def need_matplotlib() -> None:
+    """Raise SetupError where it is missing: before a long run, not behind it."""
+    if find_spec("matplotlib") is None:
+        raise SetupError("plots need matplotlib: pip install 'headrace[bench]'")
 
 
 def bars(result: dict[str, Any], figure: str, path: Path) -> None:

@@ -67,9 +67,11 @@ class CudaCopier:
     def finish(self) -> int:
         first, newest = self._first, self._newest
         self._first = self._newest = None
-        if first is None or newest is None:
+        if first is None:
             return 0
-        newest.synchronize()
+        self._stream.synchronize()  # of one that failed, too, there may be copies on the way
+        if newest is None:
+            return 0
         took_ms: float = first.elapsed_time(newest)
         return max(1, round(1e3 * took_ms))
 

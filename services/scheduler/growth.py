@@ -40,9 +40,8 @@ def spare_blocks(state: State, executor: Executor, joining: Iterable[Sequence] =
     token, or nothing large could ever start."""
     if state.limits.policy.greedy:
         return 0
-    foresees = state.limits.policy.foresees and bool(
-        executor.running
-    )  # alone it may have all: see needs.holds
+    alone = not executor.running  # then it may have all: see needs.holds
+    foresees = state.limits.policy.foresees and not alone
     expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output
     for s in executor.running:  # once an admission, over every row
         if foresees and s.sure_length:
