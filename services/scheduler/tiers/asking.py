@@ -11,7 +11,7 @@ from services.scheduler.tiers.worth import Recompute
 from services.scheduler.waiting import Unit
 from shared.messages import KvFound, KvLookup
 
-WAIT_US, MOST_WAIT_US = 20_000, 100_000  # an admission waits so long for answers, by what they may save
+WAIT_US, MOST_WAIT_US = 20_000, 200_000  # an admission waits so long for answers, by what they may save
 STALE_US = 2_000_000
 FEW_BLOCKS = 3  # of a prompt: computed with its last tokens before an answer is there
 MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
@@ -59,11 +59,11 @@ def pending(state: State, unit: Unit) -> bool:
 
 
 def _patience_us(executor: Executor, sequence: Sequence) -> int:
-    """Half of what computing would take that an answer may save. After a burst of long prompts the answers
-    lie behind it in our own queue: who starts without one computes everything."""
+    """What computing would take that an answer may save: waiting in vain costs no more than that. After a
+    burst of long prompts the answers lie behind it in our own queue: who starts without one computes all."""
     held = len(prefix.lookup(executor, sequence)) * executor.hello.block_tokens
     compute_us = Recompute.of(executor).tokens_us(held, len(sequence.tokens) - held)
-    return min(max(compute_us // 2, WAIT_US), MOST_WAIT_US)
+    return min(max(compute_us, WAIT_US), MOST_WAIT_US)
 
 
 def _is_old(state: State, tier: Tier, unit: Unit, answer: Answer) -> bool:

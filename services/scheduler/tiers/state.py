@@ -12,7 +12,7 @@ from enum import Enum
 
 from shared.messages import ExecHello
 
-ANSWER_US = 100_000  # kv_offload has so long for an answer that needs no remote tier
+ANSWER_US = 200_000  # for an answer that needs no remote tier; it may lie behind a burst in our own queue
 MISSES = 3  # answers missed in a row: then nothing is asked for a while
 REST_US = 1_000_000
 REMOTE = 2  # the tier of a key that L2 alone has
