@@ -159,18 +159,34 @@ def test_an_executor_without_the_arena_lets_the_tier_rest() -> None:
     assert state.meter.tier_rests == 1
 
 
-@pytest.mark.parametrize(("token_us", "wait_us"), [(500, 20_000), (4_000, 84_000), (20_000, 200_000)])
-def test_an_answer_is_waited_for_by_what_it_may_save(token_us: int, wait_us: int) -> None:
-    """As long as its 21 tokens would take, between two bounds."""
+def without_answers(token_us: int) -> World:
+    """A tier that is silent, a prompt that waits for it, and a known price of its 21 tokens."""
     world = fresh()
     world.tier.frozen = True
     for tokens in range(1, 41):
         shape = StepShape(0, 0, 0, 0).with_chunk(0, tokens)
         only(world).costs.observe(shape, token_us * tokens)
     world.ask("first", PROMPT, 2)
+    return world
+
+
+@pytest.mark.parametrize(("token_us", "wait_us"), [(500, 20_000), (4_000, 84_000), (20_000, 200_000)])
+def test_an_answer_is_waited_for_by_what_it_may_save(token_us: int, wait_us: int) -> None:
+    """As long as its 21 tokens would take, between two bounds."""
+    world = without_answers(token_us)
     world.tick(wait_us * 9 // 10)
     assert not world.plans
     world.tick(wait_us // 5)
+    assert world.plans
+
+
+def test_an_answer_that_was_asked_for_before_the_turn_is_waited_for_as_long() -> None:
+    world = without_answers(4_000)
+    (unit,) = world.scheduler.state.waiting
+    unit.turn_us += 15_000
+    world.tick(asking.WAIT_US + 1_000)
+    assert not world.plans, "its turn has just begun"
+    world.tick(84_000)
     assert world.plans
 
 

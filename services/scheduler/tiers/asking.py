@@ -42,28 +42,29 @@ def pending(state: State, unit: Unit) -> bool:
         return True
     if not unit.turn_us or state.now_us > unit.turn_us + STALE_US:
         unit.turn_us = state.now_us
-    wait_us = WAIT_US
-    if state.now_us >= unit.turn_us + wait_us:
-        wait_us = max((_patience_us(executor, head) for executor, _ in places), default=wait_us)
-    if state.now_us >= unit.turn_us + wait_us:
+    if all(_waited(state, executor, head, unit.turn_us) for executor, _ in places):
         return False
     waits = False
     for executor, tier in places:
         answer = unit.answers.get(_place(executor, tier))
         ask = answer is None or _is_old(state, tier, unit, answer)
-        silent = answer is not None and answer.at_us < 0 and state.now_us < answer.asked_us + wait_us
+        silent = (
+            answer is not None and answer.at_us < 0 and not _waited(state, executor, head, answer.asked_us)
+        )
         if not (ask or silent) or _covered(executor, unit):
             continue
         waits = not ask or _ask(state, executor, tier, unit) is not None or waits
     return waits
 
 
-def _patience_us(executor: Executor, sequence: Sequence) -> int:
-    """What computing would take that an answer may save: waiting in vain costs no more than that. After a
-    burst of long prompts the answers lie behind it in our own queue: who starts without one computes all."""
+def _waited(state: State, executor: Executor, sequence: Sequence, since_us: int) -> bool:
+    """True when an answer has been waited for as long as computing would take that it may save: waiting in
+    vain costs no more. After a burst of long prompts the answers lie behind it in our own queue."""
+    waited_us = state.now_us - since_us
+    if waited_us < WAIT_US or waited_us >= MOST_WAIT_US:
+        return waited_us >= MOST_WAIT_US
     held = len(prefix.lookup(executor, sequence)) * executor.hello.block_tokens
-    compute_us = Recompute.of(executor).tokens_us(held, len(sequence.tokens) - held)
-    return min(max(compute_us, WAIT_US), MOST_WAIT_US)
+    return waited_us >= Recompute.of(executor).tokens_us(held, len(sequence.tokens) - held)
 
 
 def _is_old(state: State, tier: Tier, unit: Unit, answer: Answer) -> bool:
