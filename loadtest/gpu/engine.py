@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from loadtest.gpu.rig import Built, Driver
+from loadtest.driver import Driver
+from loadtest.gpu.rig import Built
 from loadtest.gpu.timing import eager_ms
 
 BATCHES = (1, 32, 64, 128, 256)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from loadtest.gpu.rig import Driver
+from loadtest.eval.divergence import kl_divergence, log_probs, same_top
+from loadtest.eval.logits import by_steps
 from services.executor.cuda.backend import CudaBackend, build
 from services.executor.loading import TorchOptions
 
@@ -78,27 +79,16 @@ def _options(kind: str, folder: Path, kept: str) -> TorchOptions:
 @torch.no_grad()
 def _by_transformers(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     logits = model.to("cuda")(torch.tensor([tokens], device="cuda")).logits[0]
-    return logits.double().log_softmax(-1).cpu()
+    return log_probs(logits).cpu()
 
 
-@torch.inference_mode()
-def _by_steps(backend: CudaBackend, tokens: list[int], chunk: int) -> torch.Tensor:
-    driver = Driver(backend)
-    slot, blocks = driver.open_with(3, tokens, len(tokens) + 1)
-    found = []
-    for start in range(0, len(tokens), chunk):
-        count = min(chunk, len(tokens) - start)
-        plan = driver.plan([(slot, start, count, False)], {slot: blocks} if not start else {})
-        pending = backend.forward(plan)
-        found.append(backend._passes.logits(1)[0].double().log_softmax(-1).cpu())
-        backend.sample(pending)
-    driver.close()
-    return torch.stack(found)
+def _by_steps(backend: CudaBackend, tokens: list[int], each: int) -> torch.Tensor:
+    """Log probabilities after each step of so many tokens: `[steps, vocab]`."""
+    return torch.cat([log_probs(logits).cpu() for logits in by_steps(backend, [tokens], each, each)])
 
 
 def _row(kind: str, path: str, found: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
-    kl = (wanted.exp() * (wanted - found)).sum(-1)
-    top = (found.argmax(-1) == wanted.argmax(-1)).double().mean()
+    kl, top = kl_divergence(wanted, found), same_top(wanted, found).mean()
     row = {
         "model": kind,
         "path": path,

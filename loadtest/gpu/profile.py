@@ -8,7 +8,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from loadtest.gpu.rig import Built, Driver
+from loadtest.driver import Driver
+from loadtest.gpu.rig import Built
 from shared.messages import StepPlan
 
 ROWS, CONTEXT, STEPS, WARM = 64, 1024, 8, 4

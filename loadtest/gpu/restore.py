@@ -8,7 +8,8 @@ import threading
 import time
 from typing import Any
 
-from loadtest.gpu.rig import Built, Driver
+from loadtest.driver import Driver
+from loadtest.gpu.rig import Built
 from loadtest.kv_copies import segment
 from services.executor.arena import Arena
 

@@ -29,8 +29,8 @@ def load_dummy(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[
     def read(part: str, layer: int) -> Tensor:
         if part.endswith("norm"):
             return torch.ones(sizes[part], dtype=dtype, device=device)
-        values = torch.empty(sizes[part], dtype=dtype, device=device)
-        return values.normal_(0.0, _SPREAD, generator=generator)
+        values = torch.empty(sizes[part], device=device)  # float32: the same numbers in every dtype
+        return values.normal_(0.0, _SPREAD, generator=generator).to(dtype)
 
     return shapes, assemble(shapes, read, dtype, device)
 

@@ -45,7 +45,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
-        if name == verb and name not in ("pull", "replay", "health", "bench", "version"):
+        if name == verb and name not in ("pull", "replay", "health", "bench", "eval", "version"):
             _add_setting_flags(sub, everything=name in _ALL_SETTINGS)
         return sub
 
@@ -96,8 +96,12 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     add("doctor", "check this machine, say how to mend it", _doctor)
     config = add("config", "show every setting, and where its value comes from", _config)
     config.add_argument("action", choices=["show"])
-    bench = add("bench", "load on this or any OpenAI server: `headrace bench run --help`", _bench)
+    bench = add("bench", "load on this or any OpenAI server: `headrace bench run --help`", _load_test)
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="run|compare|plot ...")
+    evaluate = add("eval", "KL divergence and perplexity: `headrace eval kl --help`", _load_test)
+    evaluate.add_argument("arguments", nargs=argparse.REMAINDER, metavar="kl|perplexity ...")
+    for name, sub in (("bench", bench), ("eval", evaluate)):
+        sub.set_defaults(program=name)
     serve = add("serve", "run one service in the foreground", _serve)
     serve.add_argument("kind", help="gateway, tokenizer, scheduler, executor, kv_offload or detokenizer")
     add("version", "print the version", _version)
@@ -244,15 +248,17 @@ def _config(given: argparse.Namespace) -> None:
         print(f"{name} is no setting: {PREFIX}… takes the names above", file=sys.stderr)
 
 
-def _bench(given: argparse.Namespace) -> int:
+def _load_test(given: argparse.Namespace) -> int:
     from importlib import import_module
 
     from shared.errors import SetupError
 
-    try:
-        command = import_module("loadtest.bench.command")  # by name: services do not know the load tests
+    try:  # by name: services do not know the load tests
+        command = import_module(f"loadtest.{given.program}.command")
     except ModuleNotFoundError as error:
-        raise SetupError(f"the load client is not installed ({error}): run it from a source tree") from None
+        raise SetupError(
+            f"`headrace {given.program}` is not installed ({error}): run it from a source tree"
+        ) from None
     return int(command.main(given.arguments))
 
 

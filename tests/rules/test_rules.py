@@ -47,10 +47,8 @@ def test_no_service_but_its_engine_imports_torch_at_the_top() -> None:
     """`headrace --help` and every light service start without torch."""
     for source in product():
         top, service = room(source)
-        gpu = top == "kernels" or source.name.startswith("loadtest/gpu/")
-        if gpu or (service == "executor" and "torch" in imports_of(source)):
-            continue
-        if source.name.startswith("loadtest/gpu/"):  # measures the engine in its own process
+        in_process = source.name.startswith(("loadtest/gpu/", "loadtest/eval/"))  # they run the engine
+        if in_process or top == "kernels" or (service == "executor" and "torch" in imports_of(source)):
             continue
         for node in source.tree.body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []

@@ -1,0 +1,85 @@
+"""From an engine and windows of tokens to the logits of the scored positions, by one of two paths.
+
+prefill   a window is one prompt chunk, all its positions at once; engines of torch's eager model
+decode    the first half is a prompt, then one token a step, some windows side by side: any engine. It takes
+          the kernels of decode steps, which a quantised model may have of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from loadtest.driver import Driver
+from loadtest.eval.engines import SIDE_BY_SIDE
+from loadtest.eval.text import scored
+from services.executor.backend import Backend
+from services.executor.torch_backend import TorchBackend
+from shared.errors import BadRequest
+
+PATHS = ("auto", "prefill", "decode")
+Windows = Sequence[list[int]]
+Scored = Iterator[
+    tuple[Tensor, Tensor]
+]  # logits [positions, vocab] in float32, and what followed [positions]
+
+
+def path_for(wanted: str, engines: Sequence[Backend]) -> str:
+    """The path that all engines can take: `auto` prefers prefill. Raises BadRequest."""
+    able = all(isinstance(engine, TorchBackend) for engine in engines)
+    if wanted == "prefill" and not able:
+        raise BadRequest("an engine on a GPU gives logits by decode alone: --path decode")
+    return ("prefill" if able else "decode") if wanted == "auto" else wanted
+
+
+def logits_by(path: str, engine: Backend, windows: Windows) -> Scored:
+    """The scored positions, in an order that depends on the path alone."""
+    if path == "prefill":
+        assert isinstance(engine, TorchBackend)
+        return prefill(engine, windows)
+    return decode(engine, windows)
+
+
+@torch.inference_mode()
+def prefill(engine: TorchBackend, windows: Windows) -> Scored:
+    """A window at a time."""
+    for window in windows:
+        driver, wanted = Driver(engine), scored(len(window))
+        slot, blocks = driver.open_with(0, window, len(window))
+        plan = driver.plan([(slot, 0, len(window), False)], {slot: blocks}, samples=False)
+        engine._slots.apply_tables(plan)
+        batch = replace(engine._batches.build(plan), sampled=torch.tensor(wanted))
+        yield engine._model.forward(batch, engine._cache.tensor), torch.tensor(window)[wanted.start + 1 :]
+        driver.close()
+
+
+def decode(engine: Backend, windows: Windows) -> Scored:
+    """A position of some windows at a time."""
+    for first in range(0, len(windows), SIDE_BY_SIDE):
+        group = windows[first : first + SIDE_BY_SIDE]
+        wanted = scored(len(group[0]))
+        steps = by_steps(engine, group, wanted.start + 1, 1)
+        for position, logits in zip(wanted, steps, strict=False):
+            yield logits, torch.tensor([window[position + 1] for window in group])
+
+
+@torch.inference_mode()
+def by_steps(engine: Backend, sequences: Windows, first: int, each: int) -> Iterator[Tensor]:
+    """Sequences of one length, through the engine's protocol: a step of their first tokens, then steps of
+    `each` tokens. Yields the logits `[sequences, vocab]` after each step."""
+    driver, length = Driver(engine), len(sequences[0])
+    tables = dict(
+        driver.open_with(slot, tokens, length, logprobs=1) for slot, tokens in enumerate(sequences)
+    )  # where log probabilities are asked for, logits come out of every engine
+    start, count = 0, first
+    while start < length:
+        rows = [(slot, start, count, False) for slot in range(len(sequences))]
+        pending = engine.forward(driver.plan(rows, tables if not start else {}))
+        assert pending.logits is not None
+        yield pending.logits
+        engine.sample(pending)
+        start, count = start + count, min(each, length - start - count)
+    driver.close()
