@@ -16,6 +16,7 @@ class Turn:
     output_tokens: int
     kind: str = ""  # which part of the workload
     slo_class: str = ""
+    repeated_tokens: int | None = None  # of its prompt, that an earlier one begins with; None: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,9 @@ COUNTS = (
 )
 OURS = (
     ("Cached prompt tokens:", "cached_tokens"),
+    ("Prompt tokens that the trace repeats:", "repeated_tokens"),
+    ("Requests with less cached than repeated:", "requests_below_repeats"),
+    ("Requests with more cached than repeated:", "requests_above_repeats"),
     ("Requests without a count by the server:", "uncounted_requests"),
     ("P99 late sending (ms):", "p99_late_ms"),
     ("Max late sending (ms):", "max_late_ms"),

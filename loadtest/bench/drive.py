@@ -75,7 +75,7 @@ class Drive:
     async def _converse(self, conversation: Conversation, at_us: int) -> None:
         said = [{"role": "system", "content": conversation.system}] if conversation.system else []
         for turn in conversation.turns:
-            record = Record(turn.kind, at_us)
+            record = Record(turn.kind, at_us, repeated_tokens=turn.repeated_tokens)
             self.records.append(record)
             body = body_of(turn, said, self.options)
             await self.pacer.until(at_us)

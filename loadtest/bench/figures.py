@@ -46,6 +46,7 @@ def figures(records: Sequence[Record], started_us: int, goals: Mapping[str, floa
         "max_concurrent_requests": most_at_once(good),
         "total_token_throughput": rate(prompt + answer),
         "cached_tokens": _cached(good),
+        **_repeats(good),
         "uncounted_requests": sum(record.usage is None for record in good),
         "errors": dict(Counter(record.error for record in records if record.error).most_common(10)),
         **_spreads(records, good),
@@ -126,3 +127,16 @@ def _busiest_second(good: Sequence[Record]) -> float:
 def _cached(good: Sequence[Record]) -> int | None:
     told = [record.cached_tokens for record in good if record.cached_tokens is not None]
     return sum(told) if told else None
+
+
+def _repeats(good: Sequence[Record]) -> Figures:
+    """How the server's hits compare with what the workload's prompts repeat, where that is known."""
+    told = [r for r in good if r.repeated_tokens is not None and r.cached_tokens is not None]
+    if not told:
+        return {}
+    off = [(r.cached_tokens or 0) - (r.repeated_tokens or 0) for r in told]
+    return {
+        "repeated_tokens": sum(r.repeated_tokens or 0 for r in told),
+        "requests_below_repeats": sum(each < 0 for each in off),
+        "requests_above_repeats": sum(each > 0 for each in off),
+    }

@@ -98,6 +98,9 @@ def _traces(group: Any) -> None:
     group.add_argument("--minutes", type=float, default=1e9, help="of the trace")
     group.add_argument("--speed", type=float, default=1.0, help="so many times as fast as recorded")
     group.add_argument("--length-scale", type=float, default=1.0, help="of recorded lengths and of sharegpt")
+    group.add_argument(
+        "--block-tokens", type=int, default=Shape().block_tokens, help="of the server's prefix cache"
+    )
 
 
 def points(given: argparse.Namespace) -> list[Point]:
@@ -114,8 +117,8 @@ def asked(given: argparse.Namespace) -> Asked:
     first, _, last = given.token_ids.partition(":")
     if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise BadRequest(f"--token-ids takes FIRST:LAST, like 300:40000, not {given.token_ids!r}")
-    if given.num_prompts < 1:
-        raise BadRequest("--num-prompts is 1 or more")
+    if given.num_prompts < 1 or given.block_tokens < 1:
+        raise BadRequest("--num-prompts and --block-tokens are 1 or more")
     shape = Shape(
         prompts=given.num_prompts,
         input_len=given.input_len,
@@ -128,6 +131,7 @@ def asked(given: argparse.Namespace) -> Asked:
         turns=given.turns,
         think_s=given.think,
         length_scale=given.length_scale,
+        block_tokens=given.block_tokens,
     )
     ids = (int(first), int(last))
     return Asked(given.workload, shape, given.seed, given.chat, ids, given.trace, given.minutes, given.speed)

@@ -29,6 +29,7 @@ class Record:
     cached_tokens: int | None = None  # of the prompt; None where the server does not say
     error: str = ""
     text: str = ""
+    repeated_tokens: int | None = None  # see Turn
 
     def took(self, text: str, now_us: int, tokens: int = 1) -> None:
         """A piece of the answer came."""

@@ -1,16 +1,20 @@
 """The public traces, replayed on a real server: their times and lengths, scaled, and their shared prefixes.
 
 A Mooncake hash id stands for a block of 512 tokens; scaled to `length_scale`, for that share of 512. Equal
-ids give equal tokens, drawn anew from the id, so prompts share exactly the blocks that the trace says.
+ids give equal tokens, drawn anew from the id, so prompts share exactly the blocks that the trace says, and
+each turn knows how much of it that is. Other parts of a run (a later point, the warm-up) have other tokens.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from loadtest.bench.asked import Conversation, Prompt, Turn
+from loadtest.bench.repeats import Known, Piece, pieces
 from loadtest.bench.shape import Shape
 from loadtest.sim.traces import (
     AZURE_SAMPLE,
@@ -29,33 +33,42 @@ TRACES: dict[str, tuple[Callable[[Path, Cut], Iterable[Row]], Path]] = {
 }
 
 
-def replay(name: str, path: Path | None, cut: Cut, shape: Shape, ids: tuple[int, int]) -> list[Conversation]:
-    """The first `shape.prompts` requests of a trace, each at its own time. Raises BadRequest."""
-    read, sample = TRACES[name]
-    trace, made = path or sample, list[Conversation]()
-    if not trace.is_file():
-        raise BadRequest(f"{trace} is no file: give a trace with --trace (a sample lies in the source tree)")
-    for row in read(trace, cut):
-        if len(made) == shape.prompts:
-            break
-        tokens, output = shape.scaled(row.prompt_tokens), shape.scaled(row.output_tokens)
-        block_tokens = shape.scaled(MOONCAKE_BLOCK)
-        blocks = row.hash_ids or [f"azure {row.number} {i}" for i in range(-(-tokens // block_tokens))]
-        prompt = hashed([str(block) for block in blocks], tokens, block_tokens, ids)
-        made.append(Conversation((Turn(prompt, output),), at_us=row.at_us))
-    return made
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A trace to be replayed: the first `shape.prompts` requests of `cut`, each at its own time."""
+
+    name: str
+    path: Path | None
+    cut: Cut
+    shape: Shape
+    ids: tuple[int, int]
+
+    def conversations(self, part: object) -> list[Conversation]:
+        """One for each request. Raises BadRequest."""
+        read, sample = TRACES[self.name]
+        trace, shape = self.path or sample, self.shape
+        if not trace.is_file():
+            raise BadRequest(
+                f"{trace} is no file: give a trace with --trace (a sample lies in the source tree)"
+            )
+        known, piece_tokens = Known(shape.block_tokens), shape.scaled(MOONCAKE_BLOCK)
+        made: list[Conversation] = []
+        for row in islice(read(trace, self.cut), shape.prompts):
+            tokens, output = shape.scaled(row.prompt_tokens), shape.scaled(row.output_tokens)
+            own = [f"azure {row.number} {i}" for i in range(-(-tokens // piece_tokens))]
+            names = [f"{part} {each}" for each in row.hash_ids or own]
+            prompt = pieces(names, tokens, piece_tokens)
+            turn = Turn(drawn(prompt, self.ids), output, repeated_tokens=known.add(prompt))
+            made.append(Conversation((turn,), at_us=row.at_us))
+        return made
 
 
-def hashed(blocks: list[str], tokens: int, block_tokens: int, ids: tuple[int, int]) -> Callable[[], Prompt]:
-    """A prompt of `tokens` ids, each block of them drawn from its name."""
+def drawn(prompt: Sequence[Piece], ids: tuple[int, int]) -> Callable[[], Prompt]:
+    """The tokens of a prompt, those of a piece drawn from its name."""
 
     def make() -> Prompt:
-        prompt: list[int] = []
-        for name in blocks:
-            most = min(block_tokens, tokens - len(prompt))
-            prompt += random.Random(name).choices(range(*ids), k=block_tokens)[:most]
-        # what rounding has left over is the last block's own
-        prompt += random.Random(f"{blocks[-1]} rest").choices(range(*ids), k=tokens - len(prompt))
-        return prompt
+        return [
+            token for name, tokens in prompt for token in random.Random(name).choices(range(*ids), k=tokens)
+        ]
 
     return make

@@ -24,7 +24,7 @@ from loadtest.bench.pacer import Pacer
 from loadtest.bench.progress import Progress
 from loadtest.bench.prompts import FIRST_ID, LAST_ID, Prompts
 from loadtest.bench.record import Record
-from loadtest.bench.replay import TRACES, replay
+from loadtest.bench.replay import TRACES, Replay
 from loadtest.bench.server_side import Counts, between
 from loadtest.bench.shape import Shape
 from loadtest.bench.workloads import WORKLOADS
@@ -66,7 +66,8 @@ class Asked:
     def conversations(self, part: object) -> list[Conversation]:
         """Those of one point."""
         if self.workload in TRACES:
-            return replay(self.workload, self.trace, Cut(self.minutes, self.speed), self.shape, self.ids)
+            cut = Cut(self.minutes, self.speed)
+            return Replay(self.workload, self.trace, cut, self.shape, self.ids).conversations(part)
         prompts = Prompts(random.Random(f"{self.seed} {part}"), self.chat, self.ids)
         return WORKLOADS[self.workload](self.shape, prompts)
 
@@ -132,6 +133,7 @@ def columns(records: list[Record], started_us: int) -> dict[str, list[Any]]:
         "prompt_tokens": [r.prompt_tokens for r in records],
         "output_tokens": [r.output_tokens for r in records],
         "cached_tokens": [r.cached_tokens for r in records],
+        "repeated_tokens": [r.repeated_tokens for r in records],
         "error": [r.error for r in records],
     }
 

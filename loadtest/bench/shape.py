@@ -22,6 +22,7 @@ class Shape:
     turns: int = 4
     think_s: float = 0.0
     length_scale: float = 1.0  # of recorded lengths
+    block_tokens: int = 16  # of the server's prefix cache, which finds whole blocks
 
     def drawn(self, rng: random.Random, tokens: int) -> int:
         """A length around `tokens`."""

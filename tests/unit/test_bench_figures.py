@@ -147,3 +147,18 @@ def test_the_block_has_the_lines_of_vllm() -> None:
     assert lines[-2:] == ["1 x 429 overloaded", "=" * 50]
     full = block({"point": point, "figures": {**made, "client_cpu_pct": 81.0}}).splitlines()
     assert full[-2] == "warning: the client was nearly full: its own work is in these latencies"
+
+
+def test_hits_beside_what_a_workload_repeats() -> None:
+    made = []
+    for repeated, cached in ((0, 0), (32, 32), (48, 16), (16, 32), (64, None)):
+        made.append(Record("", 0, repeated_tokens=repeated))
+        made[-1].took("x", MS)
+        made[-1].counted(100, 1, cached)
+        made[-1].end(2 * MS)
+    found = figures(made, 0, {})
+    assert (found["cached_tokens"], found["repeated_tokens"]) == (80, 96)
+    assert (found["requests_below_repeats"], found["requests_above_repeats"]) == (1, 1)
+    printed = block({"point": {}, "figures": found})
+    assert "Prompt tokens that the trace repeats:    96" in printed
+    assert "repeated_tokens" not in figures(RECORDS, 0, {})

@@ -13,7 +13,8 @@ import pytest
 from loadtest.bench.arrivals import arrivals_us, surge
 from loadtest.bench.asked import Conversation, Options, Turn, body_of
 from loadtest.bench.prompts import Prompts
-from loadtest.bench.replay import hashed
+from loadtest.bench.repeats import Known, pieces
+from loadtest.bench.replay import drawn
 from loadtest.bench.run import Asked
 from loadtest.bench.shape import Shape
 from loadtest.bench.workloads import WORKLOADS
@@ -144,11 +145,46 @@ def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
         Asked("azure", trace=tmp_path / "none.csv").conversations(0)
 
 
-def test_a_prompt_longer_than_its_blocks_goes_on_by_itself() -> None:
-    short, long = (hashed(["a", "b"], tokens, 4, (5, 9_000))() for tokens in (6, 11))
+def test_a_prompt_longer_than_its_pieces_goes_on_by_itself() -> None:
+    assert pieces(["a", "b"], 6, 4) == [("a", 4), ("b", 2)]
+    assert pieces(["a", "b"], 11, 4) == [("a", 4), ("b", 4), ("b rest", 3)]
+    assert pieces(["a", "b"], 3, 4) == [("a", 3)]
+    short, long = (drawn(pieces(["a", "b"], tokens, 4), (5, 9_000))() for tokens in (6, 11))
     assert isinstance(long, list)
     assert (len(short), len(long)) == (6, 11)
     assert short == long[:6]
+
+
+@pytest.mark.parametrize(("scale", "block_tokens"), [(1.0, 16), (0.1, 16), (0.03, 8)])
+def test_what_a_trace_repeats_is_what_its_prompts_begin_with_alike(scale: float, block_tokens: int) -> None:
+    """Against the prompts themselves: every prefix of whole blocks, in a set."""
+    shape = Shape(prompts=60, length_scale=scale, block_tokens=block_tokens)
+    seen: set[int] = set()
+    repeated = []
+    for conversation in Asked("mooncake", shape).conversations(0):
+        prompt = prompt_of(conversation)
+        prefixes = [hash(tuple(prompt[:end])) for end in range(block_tokens, len(prompt), block_tokens)]
+        found = next((i for i, prefix in enumerate(prefixes) if prefix not in seen), len(prefixes))
+        seen.update([*prefixes, hash(tuple(prompt))])
+        assert conversation.turns[0].repeated_tokens == found * block_tokens
+        repeated.append(found)
+    assert sum(repeated) > 50
+    for conversation in Asked("azure", Shape(prompts=20)).conversations(0):
+        assert conversation.turns[0].repeated_tokens == 0
+
+
+def test_the_last_token_of_a_prompt_is_never_a_repetition() -> None:
+    known = Known(4)
+    twice = [known.add(pieces(["a", "b"], 8, 4)) for _ in range(2)]
+    assert twice == [0, 4]
+    assert known.add(pieces(["a", "b", "c"], 9, 4)) == 8
+    assert known.add(pieces(["z"], 1, 4)) == 0
+
+
+def test_a_later_point_and_the_warm_up_find_nothing_of_an_earlier_one() -> None:
+    asked = Asked("mooncake", Shape(prompts=1, length_scale=0.1))
+    starts = {tuple(prompt_of(asked.conversations(part)[0])[:8]) for part in ("warm", 0, 1)}
+    assert len(starts) == 3
 
 
 def test_the_body_of_a_completion_and_of_a_chat() -> None:

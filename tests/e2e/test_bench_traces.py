@@ -1,0 +1,50 @@
+"""The public traces replayed over NATS: the server finds in its cache what the trace repeats, to the token.
+At full length on the simulated engine; scaled in time and length on the real model.
+
+Of two requests that follow each other closely the later may be first there: it computes, the other one hits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import StartUp
+
+from loadtest.fleet import MODEL
+from services.launcher.cli import main as headrace
+
+SIM = (
+    "--sim step=200 --step-tokens 8192 --max-context 131072 --kv-blocks 200000 --max-waiting-tokens 10000000"
+)
+REAL = "--backend torch --dtype f32 --threads 1 --slots 8 --block-tokens 8"
+CASES = {
+    "mooncake at full length": (SIM, "mooncake --num-prompts 60 --speed 20 --num-warmups 2"),
+    "azure at full length": (SIM, "azure --num-prompts 100 --minutes 1 --speed 10"),
+    "mooncake on the real model": (
+        REAL, "mooncake --num-prompts 8 --speed 20 --length-scale 0.02 --block-tokens 8 --num-warmups 1"
+    ),
+    "azure on the real model": (REAL, "azure --num-prompts 8 --speed 20 --length-scale 0.05"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hits_are_what_the_trace_repeats(
+    case: str, start_up: StartUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, words = CASES[case]
+    up, out = start_up(*settings.split()), tmp_path / "run.json"
+    workload, *flags = words.split()
+    server = ["--url", up.nats_url, "--model", MODEL]
+    assert headrace(["bench", "run", *server, "--workload", workload, *flags, "--json", str(out)]) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    figures: dict[str, Any] = run["figures"]
+    assert figures["completed"] == int(flags[flags.index("--num-prompts") + 1])
+    assert figures["cached_tokens"] == figures["repeated_tokens"] == sum(run["requests"]["repeated_tokens"])
+    assert figures["requests_below_repeats"] == figures["requests_above_repeats"]
+    assert (figures["repeated_tokens"] > 0) == (workload == "mooncake")
+    assert run["counted"]["prefix_hits"] == figures["repeated_tokens"]
+    said = f"Prompt tokens that the trace repeats:    {figures['repeated_tokens']}"
+    assert said in capsys.readouterr().out
