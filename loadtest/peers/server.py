@@ -1,0 +1,121 @@
+"""A server as a process of its own, with all its children: started, ready, measured, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import subprocess
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench.over_http import HttpTransport
+from loadtest.bench.pacer import Pacer
+from loadtest.bench.record import Record
+from loadtest.faults import children
+from services.launcher.processes import die_with_parent
+from shared.errors import BadRequest, SetupError
+
+READY_S, POLL_S, STOP_S = 600.0, 0.1, 30.0
+_PROMPT = list(range(300, 308))
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How a server is started, and where it answers."""
+
+    name: str
+    url: str
+    command: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Running:
+    """A server that answers, `ready_s` after its start."""
+
+    process: subprocess.Popen[bytes]
+    ready_s: float
+
+    def memory_bytes(self) -> int:
+        """Of all its processes; what they share counts once (PSS)."""
+        return sum(_pss_bytes(pid) for pid in tree(self.process.pid))
+
+
+def read_peers(path: Path) -> list[Peer]:
+    """The servers of a TOML file, in its order. Raises BadRequest."""
+    try:
+        described = tomllib.loads(path.read_text())
+        return [Peer(name, **each) for name, each in described.items()]
+    except (OSError, ValueError, TypeError) as error:
+        raise BadRequest(f"{path} describes no servers: {error}") from None
+
+
+@contextmanager
+def running(peer: Peer, log: Path) -> Iterator[Running]:
+    """A server for the length of a block; what it prints goes to `log`. Raises SetupError when it ends or
+    does not answer."""
+    words = [os.path.expanduser(word) for word in shlex.split(peer.command)]
+    began_s = time.monotonic()
+    with log.open("wb") as out:
+        try:
+            process = subprocess.Popen(
+                words, env={**os.environ, **peer.env}, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
+                start_new_session=True, preexec_fn=die_with_parent(),
+            )  # fmt: skip
+        except OSError as error:
+            raise SetupError(f"{peer.name} cannot be started: {error}") from None
+    try:
+        asyncio.run(_until_it_answers(peer, process, log))
+        yield Running(process, time.monotonic() - began_s)
+    finally:
+        _end(process)
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all that it has started, those that have just gone left out."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return [pid, *(each for child in children(pid) for each in tree(child))]
+    return []
+
+
+async def _until_it_answers(peer: Peer, process: subprocess.Popen[bytes], log: Path) -> None:
+    body: dict[str, Any] = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0}
+    deadline_s = time.monotonic() + READY_S
+    while True:
+        transport, record = HttpTransport(peer.url, Pacer(), timeout_s=READY_S), Record("", 0)
+        try:
+            await transport.find_model()
+            await transport.send(body, record)
+        except SetupError as error:  # nobody listens yet
+            record.error = error.message
+        finally:
+            await transport.close()
+        if not record.error:
+            return
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise SetupError(f"{peer.name} does not answer ({record.error}): {log} has what it said")
+        await asyncio.sleep(POLL_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, wait, then SIGKILL to what is left of its session."""
+    process.send_signal(signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _pss_bytes(pid: int) -> int:
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return 0

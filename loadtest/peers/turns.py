@@ -1,0 +1,60 @@
+"""The turns of servers under one load: one at a time, each started anew for its turn and ended after it.
+
+    round 1: a b c     round 2: b c a     round 3: c a b
+
+What stands idle takes no core and no memory from the one that is measured, and each start is timed, too. All
+requests of a round are the same for every server.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench import document
+from loadtest.peers.server import Peer, running
+from shared.errors import SetupError
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One server in one round. `result` as `headrace bench run --json` writes it."""
+
+    round: int
+    peer: str
+    ready_s: float
+    memory_bytes: int
+    result: dict[str, Any]
+
+
+def order(peers: Sequence[Peer], number: int) -> list[Peer]:
+    """Who comes when in round `number`: each is first as often as the others."""
+    first = number % len(peers)
+    return [*peers[first:], *peers[:first]]
+
+
+def take_turns(peers: Sequence[Peer], rounds: int, flags: Sequence[str], folder: Path) -> list[Turn]:
+    """Every turn; `flags` are those of `headrace bench run`. Results and logs are kept in `folder`. Raises
+    SetupError when a server does not start or a request fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        take_turn(peer, number, flags, folder) for number in range(rounds) for peer in order(peers, number)
+    ]
+
+
+def take_turn(peer: Peer, number: int, flags: Sequence[str], folder: Path) -> Turn:
+    """One of them: the client is a process of its own, the same for every server."""
+    name = f"{peer.name}-{number + 1}"
+    out = folder / f"{name}.json"
+    client = [sys.executable, "-m", "loadtest.bench", "run", "--url", peer.url, "--label", peer.name]
+    with running(peer, folder / f"{name}.log") as server:
+        print(f"{peer.name}, round {number + 1}: answers after {server.ready_s:.1f} s", flush=True)
+        words = [*client, "--seed", str(number), *flags, "--json", str(out)]
+        ended = subprocess.run(words, stdout=subprocess.DEVNULL, check=False)
+        if ended.returncode:
+            raise SetupError(f"the load on {peer.name} failed; {out} and {folder / name}.log have the rest")
+        return Turn(number, peer.name, server.ready_s, server.memory_bytes(), document.read(out))

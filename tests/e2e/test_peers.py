@@ -1,0 +1,120 @@
+"""`python -m loadtest.peers`: known servers in turn; the export of a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import wait_until_gone
+from default_model import greedy_cases, model_path
+
+from loadtest.bench.known import Latency
+from loadtest.peers.__main__ import main
+from loadtest.peers.export import export
+from loadtest.peers.server import Peer, read_peers, running, tree
+from loadtest.peers.turns import order
+from services.executor.weights_gguf import load_gguf
+from services.executor.weights_hf import load_hf
+from shared.errors import BadRequest, SetupError
+from shared.model_files import ModelFiles
+from shared.vocabulary import load_vocabulary
+
+FAST, SLOW = (Latency(first_us=first, gap_us=gap) for first, gap in ((10_000, 5_000), (40_000, 30_000)))
+ROOT = Path(__file__).parents[2]
+
+
+def known(name: str, latency: Latency, folder: Path) -> dict[str, str]:
+    """A known server as a peer."""
+    url = f"unix:{folder}/{name}.sock"
+    flags = f"--http {url} --latency '{json.dumps(asdict(latency))}' --out {folder}/{name}.stamps"
+    return {"url": url, "command": f"{sys.executable} -m loadtest.bench.known {flags}"}
+
+
+def toml(peers: dict[str, dict[str, str]]) -> str:
+    return "\n".join(
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in each.items())
+        for name, each in peers.items()
+    )
+
+
+def test_two_servers_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "peers.toml", tmp_path / "out"
+    path.write_text(toml({"fast": known("fast", FAST, tmp_path), "slow": known("slow", SLOW, tmp_path)}))
+    load = ["--num-prompts", "6", "--input-len", "4", "--output-len", "5", "--max-concurrency", "1,3"]
+    assert main([str(path), "--rounds", "2", "--out", str(out), "--", *load]) == 0
+    printed = capsys.readouterr().out
+    starts = [line.split(":")[0] for line in printed.splitlines() if "answers after" in line]
+    assert starts == ["fast, round 1", "slow, round 1", "slow, round 2", "fast, round 2"]
+    result = json.loads((out / "peers.json").read_text())
+    found = {(row["point"], row["peer"], row["figure"]): row for row in result["rows"]}
+    for point in ("concurrency 1", "concurrency 3"):
+        ours, theirs = (found[point, peer, "output_throughput"] for peer in ("fast", "slow"))
+        assert ours["value_least"] <= ours["value"] <= ours["value_most"]
+        assert (ours["ratio_least"], ours["ratio_most"]) == (1.0, 1.0)
+        assert 1 < theirs["ratio_least"] <= theirs["ratio"] <= theirs["ratio_most"]
+        assert found[point, "slow", "median_itl_ms"]["value"] >= 30
+    assert all(row["memory_mib"] > 5 and row["ready_s"] > 0 for row in result["starts"])
+    assert "| concurrency 1 | output_throughput | slow |" in printed
+    first, second = (
+        json.loads((out / f"fast-{i}.json").read_text())["configuration"]["seed"] for i in (1, 2)
+    )
+    assert (first, second) == (0, 1)
+
+
+def test_turns_change_places() -> None:
+    peers = [Peer(name, "", "") for name in "abc"]
+    rounds = ["".join(peer.name for peer in order(peers, number)) for number in range(4)]
+    assert rounds == ["abc", "bca", "cab", "abc"]
+
+
+def test_nothing_of_a_server_is_left(tmp_path: Path) -> None:
+    described = known("one", FAST, tmp_path)
+    wrapped = Peer(
+        "one", described["url"], f'sh -c "{described["command"].replace(chr(34), chr(92) + chr(34))}; :"'
+    )
+    with running(wrapped, tmp_path / "log") as server:
+        pids = tree(server.process.pid)
+        assert len(pids) == 2
+    wait_until_gone(pids)
+
+
+def test_servers_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"unix:{tmp_path}/none.sock"
+    with (
+        pytest.raises(SetupError, match="cannot be started"),
+        running(Peer("a", url, "/none"), tmp_path / "log"),
+    ):
+        pass
+    with (
+        pytest.raises(SetupError, match="does not answer"),
+        running(Peer("b", url, "true"), tmp_path / "log"),
+    ):
+        pass
+    with pytest.raises(BadRequest, match="describes no servers"):
+        read_peers(tmp_path / "none.toml")
+    assert main([str(ROOT / "loadtest/peers/smollm2.toml"), "--only", "x", "--out", str(tmp_path / "o")]) == 1
+    assert "describes no x: it has headrace, vllm-cpu, llama-server" in capsys.readouterr().err
+
+
+def test_the_export_is_the_same_model(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    files = ModelFiles("smollm2-135m-instruct", model_path())
+    export(files, tmp_path)
+    cpu = torch.device("cpu")
+    ours, weights = load_gguf(files.path, torch.bfloat16, cpu)
+    theirs, exported = load_hf(tmp_path, torch.bfloat16, cpu)
+    assert ours == theirs
+    assert torch.equal(weights.embedding, exported.embedding)
+    for one, other in zip(weights.layers, exported.layers, strict=True):
+        for name in ("attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+    tokenizer, vocabulary = AutoTokenizer.from_pretrained(tmp_path), load_vocabulary(files)
+    text = vocabulary.decode(greedy_cases()[0].output) + " ½ and 1234 häuser\n"
+    assert tokenizer.encode(text) == vocabulary.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_token_id == vocabulary.eos_ids[0]
