@@ -46,6 +46,8 @@ COUNTED = (
     ("Recomputed tokens:", "recomputed"),
     ("Preemptions:", "preemptions"),
     ("Tokens from the prefix cache:", "prefix_hits"),
+    ("Blocks from L1:", "l1_hit_blocks"),
+    ("Blocks from L2:", "l2_hit_blocks"),
     ("Tokens restored from L1 and L2:", "restored_tokens"),
 )
 

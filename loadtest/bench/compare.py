@@ -15,6 +15,14 @@ TIMES = tuple(
     for figure in ("mean", "median", *(f"p{p}" for p in PERCENTILES))
 )
 COUNTS = ("completed", "failed", "total_input_tokens", "total_output_tokens", "cached_tokens")
+COUNTED = (
+    "recompute_tax_pct",
+    "preemptions",
+    "prefix_hits",
+    "l1_hit_blocks",
+    "l2_hit_blocks",
+    "restored_tokens",
+)
 SAME = ("machine", "versions")  # should be equal for a ratio to say something
 Row = tuple[str, float | None, float | None, float | None]
 
@@ -22,8 +30,9 @@ Row = tuple[str, float | None, float | None, float | None]
 def rows(one: dict[str, Any], other: dict[str, Any]) -> list[Row]:
     """(figure, of the one run, of the other, other / one). None where there is no value."""
     made: list[Row] = []
-    for name in (*COUNTS, *RATES, *TIMES):
-        a, b = one["figures"].get(name), other["figures"].get(name)
+    left, right = (run["figures"] | (run.get("counted") or {}) for run in (one, other))
+    for name in (*COUNTS, *RATES, *TIMES, *COUNTED):
+        a, b = left.get(name), right.get(name)
         if a is not None or b is not None:
             made.append((name, a, b, b / a if a and b is not None else None))
     return made

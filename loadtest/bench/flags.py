@@ -19,7 +19,8 @@ from loadtest.bench.workloads import WORKLOADS
 from shared import login
 from shared.errors import BadRequest
 
-NO_CONFIGURATION = ("action", "url", "json", "label", "key")  # where, not what
+NATS = ("nats:", "tls:")
+NO_CONFIGURATION = ("action", "url", "counts", "json", "label", "key")  # where, not what
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,6 +47,7 @@ def _run(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--model", default="", help="default: the server's first, over NATS the setting")
     run.add_argument("--key", default="", help="of the API, over HTTP")
+    run.add_argument("--counts", default="", metavar="NATS", help="over HTTP: where to ask the schedulers")
     run.add_argument("--workload", default="random", choices=[*WORKLOADS, *TRACES])
     run.add_argument("--num-prompts", type=int, default=100, help="requests; of a chat: conversations")
     run.add_argument("--num-warmups", type=int, default=0, help="requests before, counted nowhere")
@@ -119,6 +121,8 @@ def asked(given: argparse.Namespace) -> Asked:
         raise BadRequest(f"--token-ids takes FIRST:LAST, like 300:40000, not {given.token_ids!r}")
     if given.num_prompts < 1 or given.block_tokens < 1:
         raise BadRequest("--num-prompts and --block-tokens are 1 or more")
+    if given.counts and not given.counts.startswith(NATS):
+        raise BadRequest("--counts takes the nats-server behind a Headrace gateway, like nats://HOST:4222")
     shape = Shape(
         prompts=given.num_prompts,
         input_len=given.input_len,
@@ -156,7 +160,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any]:
 
 def shown_url(url: str) -> str:
     """A URL without its password."""
-    return login.shown(url) if url.startswith(("nats:", "tls:")) else url
+    return login.shown(url) if url.startswith(NATS) else url
 
 
 def _numbers(text: str, flag: str) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,6 @@ from services.launcher.connect import connected, find_target
 from shared.client import Client
 from shared.config import load
 
-NATS = ("nats:", "tls:")
-
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -34,7 +32,7 @@ class Server:
 @asynccontextmanager
 async def server(given: argparse.Namespace, pacer: Pacer) -> AsyncGenerator[Server]:
     """The one that the flags name. Raises SetupError."""
-    make = _over_nats if not given.url or given.url.startswith(NATS) else _over_http
+    make = _over_nats if not given.url or given.url.startswith(flags.NATS) else _over_http
     async with make(given, pacer) as made:
         yield made
 
@@ -56,6 +54,9 @@ async def _over_http(given: argparse.Namespace, pacer: Pacer) -> AsyncGenerator[
     try:
         await transport.find_model()
         facts = {"transport": "http", "url": given.url, "model": transport.model}
-        yield Server(transport, facts | {"version": await transport.get("/version")})
+        facts["version"] = await transport.get("/version")
+        async with AsyncExitStack() as stack:
+            bus = await stack.enter_async_context(connected(given.counts)) if given.counts else None
+            yield Server(transport, facts, partial(counts, bus, transport.model) if bus else None)
     finally:
         await transport.close()

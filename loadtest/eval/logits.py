@@ -7,7 +7,7 @@ decode    the first half is a prompt, then one token a step, some windows side b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -68,18 +68,22 @@ def decode(engine: Backend, windows: Windows) -> Scored:
 
 @torch.inference_mode()
 def by_steps(engine: Backend, sequences: Windows, first: int, each: int) -> Iterator[Tensor]:
-    """Sequences of one length, through the engine's protocol: a step of their first tokens, then steps of
-    `each` tokens. Yields the logits `[sequences, vocab]` after each step."""
+    """Sequences of one length, through the engine's protocol: their `first` tokens, a sequence a step, then
+    `each` tokens of all in a step. Yields the logits `[sequences, vocab]` after each of these parts."""
     driver, length = Driver(engine), len(sequences[0])
     tables = dict(
         driver.open_with(slot, tokens, length, logprobs=1) for slot, tokens in enumerate(sequences)
     )  # where log probabilities are asked for, logits come out of every engine
-    start, count = 0, first
-    while start < length:
-        rows = [(slot, start, count, False) for slot in range(len(sequences))]
-        pending = engine.forward(driver.plan(rows, tables if not start else {}))
+
+    def step(slots: Iterable[int], start: int, count: int) -> Tensor:
+        rows = [(slot, start, count, False) for slot in slots]
+        plan = driver.plan(rows, {} if start else {slot: tables[slot] for slot in slots})
+        pending = engine.forward(plan)
         assert pending.logits is not None
-        yield pending.logits
         engine.sample(pending)
-        start, count = start + count, min(each, length - start - count)
+        return pending.logits
+
+    yield torch.cat([step([slot], 0, first) for slot in tables])
+    for start in range(first, length, each):
+        yield step(tables, start, min(each, length - start))
     driver.close()

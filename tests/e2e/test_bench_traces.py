@@ -45,6 +45,27 @@ def test_hits_are_what_the_trace_repeats(
     assert figures["cached_tokens"] == figures["repeated_tokens"] == sum(run["requests"]["repeated_tokens"])
     assert figures["requests_below_repeats"] == figures["requests_above_repeats"]
     assert (figures["repeated_tokens"] > 0) == (workload == "mooncake")
-    assert run["counted"]["prefix_hits"] == figures["repeated_tokens"]
     said = f"Prompt tokens that the trace repeats:    {figures['repeated_tokens']}"
     assert said in capsys.readouterr().out
+
+
+def test_tokens_by_tier_are_counted_beside_http(
+    start_up: StartUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of two blocks that all share and one of their own, one after the other."""
+    up, out = start_up("--http", "127.0.0.1:0"), tmp_path / "run.json"
+    server = ["--url", up.http_url, "--counts", up.nats_url]
+    load = ["--workload", "shared-prefix", "--prefixes", "1", "--prefix-len", "32", "--output-len", "2"]
+    command = ["bench", "run", *server, *load, "--input-len", "16", "--num-prompts", "5"]
+    assert headrace([*command, "--max-concurrency", "1", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    (run,) = result["runs"]
+    assert result["server"]["transport"] == "http"
+    assert run["figures"]["cached_tokens"] == run["counted"]["prefix_hits"] == 4 * 32
+    tiers = {name: run["counted"][name] for name in ("l1_hit_blocks", "l2_hit_blocks", "recomputed")}
+    assert tiers == {"l1_hit_blocks": 0, "l2_hit_blocks": 0, "recomputed": 0}
+    printed = capsys.readouterr().out
+    assert "Blocks from L1:                          0" in printed
+    assert headrace(["bench", "compare", str(out), str(out)]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("prefix_hits"))
+    assert row.split() == ["prefix_hits", "128", "128", "1.000"]

@@ -162,7 +162,9 @@ def test_a_sweep_over_all_pairs() -> None:
         (("--burstiness", "0"), "are above 0"),
         (("--max-concurrency", "-1"), "are above 0"),
         (("--token-ids", "9:3"), "--token-ids takes FIRST:LAST"),
-        (("--num-prompts", "0"), "--num-prompts is 1 or more"),
+        (("--num-prompts", "0"), "--num-prompts and --block-tokens are 1 or more"),
+        (("--block-tokens", "0"), "--num-prompts and --block-tokens are 1 or more"),
+        (("--counts", "http://a"), "--counts takes the nats-server"),
         (("--extra-body", "{"), "--extra-body is not JSON"),
         (("--extra-body", "[]"), "--extra-body takes a JSON object"),
     ],
@@ -174,7 +176,8 @@ def test_flags_that_make_no_sense(words: tuple[str, ...], why: str) -> None:
 
 
 def test_the_configuration_is_the_load_and_not_the_place() -> None:
-    one = flags.configuration(given("--url", "http://a", "--json", "a.json", "--key", "secret"))
+    place = ("--url", "http://a", "--counts", "nats://u:p@b:4222")
+    one = flags.configuration(given(*place, "--json", "a.json", "--key", "secret"))
     assert one == flags.configuration(given("--url", "nats://u:p@b:4222", "--label", "b"))
     assert one != flags.configuration(given("--seed", "1"))
     assert flags.configuration(given("--trace", "/data/azure.csv"))["trace"] == "azure.csv"
