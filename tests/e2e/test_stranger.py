@@ -55,7 +55,7 @@ def test_200_streams_at_once_on_the_simulated_engine(start_up: StartUp) -> None:
 
 
 def test_the_real_model_answers_a_stranger_and_32_at_once(start_up: StartUp) -> None:
-    up = start_up("--backend", "torch", "--dtype", "f32")
+    up = start_up("--backend", "torch", "--dtype", "f32", "--threads", "1")  # beside other tests
     assert stranger(up, "chat")["choices"][0]["message"]["content"] == "The capital of France is Paris."
     assert stranger(up, "stream")["text"] == "The capital of France is Paris."
     result = stranger(up, "many", "32")

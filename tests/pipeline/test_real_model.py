@@ -21,7 +21,8 @@ MODEL = "smollm2-135m-instruct"
 
 
 async def start(connect: Connect, fleet: str, **settings: Any) -> tuple[Pipeline, Tap]:
-    pipeline = await Pipeline.start(connect, fleet, backend="torch", dtype="f32", **settings)
+    few = {"kv_blocks": 200, **settings}  # enough: the usual GiB of each test would fill a small machine
+    pipeline = await Pipeline.start(connect, fleet, backend="torch", dtype="f32", **few)
     tap = Tap()
     await (await connect()).subscribe(f"hr.{fleet}.detokenizer.*.in.*", tap.take)
     return pipeline, tap
@@ -135,7 +136,7 @@ async def test_over_nats_alone_and_together_twice(over_nats: tuple[Pipeline, Tap
     pipeline, tap = over_nats
     await assert_reference(pipeline, tap, "alone", together=False)
     await assert_reference(pipeline, tap, "together", together=True)
-    await assert_reference(pipeline, tap, "alone-again", together=False)
+    await assert_reference(pipeline, tap, "alone-again", together=False, tokens=24)
     await pipeline.assert_idle()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as 
 MODES = (*grid.MODES, "auto")
 
 
+@cache
 def arm_of(scenario: str, name: str, seeds: int = 1) -> dict[str, float]:
     arms = {arm.name: arm for arm in SCENARIOS[scenario].arms}
     return run_arm(replace(SCENARIOS[scenario], seeds=seeds), arms[name], Options(minutes=1))
