@@ -1,0 +1,147 @@
+"""The ranks of an executor: processes that compute one model together, and what they say to each other.
+
+A rank of `Solo` is alone and says nothing: it never imports torch.distributed. `join` makes the others: gloo
+between CPUs, NCCL between GPUs. Every rank makes the same calls in the same order, on one thread; on a GPU a
+call is queued on the current stream and may be captured in a graph.
+
+Small host objects go through the store over which the ranks have met, so that no GPU is asked for them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+T = TypeVar("T")
+
+LEADER = 0  # the rank that is the actor
+MEET_WITHIN_S = 600.0  # the others may still be loading
+_ONE_HOST = "127.0.0.1"
+
+
+class Ranks(Protocol):
+    """What one rank has of its group. `rank` is from 0 on, below `size`."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place of `x`, which is contiguous; `x` itself."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`[size, *x.shape]`: the `x` of every rank, all of one shape, which is not `[]`."""
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
+        """Send rows of `x`, `counts[r]` of them to rank r, those of rank 0 first; the rows that came,
+        `found[r]` from rank r, in the order of ranks."""
+
+    def exchange(self, mine: T) -> list[T]:
+        """Everybody's small host object, by rank. Takes milliseconds: for the start."""
+
+    def close(self) -> None:
+        """Leave. A second call does nothing."""
+
+
+class Solo:
+    """The only rank of its group. See Ranks."""
+
+    rank, size = LEADER, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
+        return x
+
+    def exchange(self, mine: T) -> list[T]:
+        return [mine]
+
+    def close(self) -> None:
+        return
+
+
+class Spread:
+    """A rank of several, over torch.distributed. See Ranks; made by `join`."""
+
+    def __init__(self, rank: int, size: int, store: TCPStore, *, ordered: bool) -> None:
+        """With `ordered` a sum adds up by rank, so that a number's bits do not depend on where in `x` it
+        stands; it costs the bytes of all ranks."""
+        self.rank, self.size = rank, size
+        self._store = store
+        self._ordered = ordered
+        self._exchanges = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._ordered:
+            return x.copy_(self.all_gather(x).sum(0))
+        torch.distributed.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        found = x.new_empty(self.size, *x.shape)
+        gather: Callable[[Tensor, Tensor], object] = getattr(
+            torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+        )  # its older name warns where it has the newer
+        gather(found.flatten(0, 1), x.contiguous())
+        return found
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
+        came = x.new_empty(sum(found), *x.shape[1:])
+        torch.distributed.all_to_all_single(came, x.contiguous(), list(found), list(counts))
+        return came
+
+    def exchange(self, mine: T) -> list[T]:
+        self._exchanges += 1
+        keys = [f"{self._exchanges}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], pickle.dumps(mine))  # type: ignore[arg-type]  # bytes, too
+        return [pickle.loads(self._store.get(key)) for key in keys]
+
+    def close(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def meeting(size: int) -> TCPStore:
+    """The store over which the ranks of a new group meet, on a free port: the leader's."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(_ONE_HOST, 0, size, is_master=True, wait_for_workers=False, timeout=_patience())
+
+
+def join(
+    rank: int, size: int, store: TCPStore | int, device: torch.device, *, ordered: bool = False
+) -> Spread:
+    """Become rank `rank` of `size` on this host, with `device`. `store`: the leader's, or its port for the
+    others. Returns when all are there. One group a process."""
+    from torch import distributed
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    on_gpu = device.type == "cuda"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not what the host's name resolves to
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast over NVLink needs rights that not every host gives
+    if isinstance(store, int):
+        store = TCPStore(_ONE_HOST, store, size, timeout=_patience())
+    distributed.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=PrefixStore("torch", store),
+        rank=rank,
+        world_size=size,
+        device_id=device if on_gpu else None,
+    )
+    return Spread(rank, size, store, ordered=ordered)
+
+
+def _patience() -> timedelta:
+    return timedelta(seconds=MEET_WITHIN_S)
