@@ -14,15 +14,20 @@ from torch import Tensor
 
 from services.executor.kv_cache import LAYOUT
 from services.executor.kv_format import KvFormat
+from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
 from services.executor.weights import Weights
 
 _FORMAT = "headrace-kv-1"
 _SAMPLES = 1024  # of each tensor, evenly spread
+_CHARACTERS = 32
 
 
-def fingerprint(model: str, shapes: Shapes, weights: Weights, block_tokens: int, kept: KvFormat) -> str:
-    """Hex digest of model name, weights, dtype, shapes with rope, block size, layout, and how KV is kept."""
+def fingerprint(
+    model: str, shapes: Shapes, weights: Weights, block_tokens: int, kept: KvFormat, ranks: Ranks = SOLO
+) -> str:
+    """Hex digest of model name, weights, dtype, shapes with rope, block size, layout, and how KV is kept.
+    Several ranks have one, of all their digests in order: their blocks go together, and to as many ranks."""
     digest = hashlib.sha256()
     parts = (_FORMAT, model, repr(shapes), str(weights.embedding.dtype), str(block_tokens), LAYOUT)
     for part in (*parts, *kept.marks()):
@@ -31,7 +36,10 @@ def fingerprint(model: str, shapes: Shapes, weights: Weights, block_tokens: int,
         flat = tensor.flatten()
         sample = flat[:: max(1, flat.numel() // _SAMPLES)].float().cpu()
         digest.update(repr(tuple(tensor.shape)).encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:32]
+    found = ranks.exchange(digest.hexdigest()[:_CHARACTERS])
+    if len(found) == 1:
+        return found[0]
+    return hashlib.sha256("".join(found).encode()).hexdigest()[:_CHARACTERS]
 
 
 def _tensors(weights: Weights) -> Iterator[Tensor]:

@@ -23,6 +23,7 @@ from kernels.kv_blocks import FP8, FP8_MAX
 from kernels.rms_norm.ref import rms_norm
 from kernels.rope import apply_rope, rope_table
 from kernels.swiglu.ref import swiglu
+from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
 from services.executor.weights import LayerWeights, Weights
 from shared.errors import SetupError
@@ -52,7 +53,7 @@ class KvFormat:
         return self.name, hashlib.sha256(self.scales.cpu().numpy().tobytes()).hexdigest()
 
 
-def kv_format(wanted: str, shapes: Shapes, weights: Weights) -> KvFormat:
+def kv_format(wanted: str, shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> KvFormat:
     """The format named `auto` (the model's dtype) or `fp8`, whose scales are put into `weights`. Raises
     SetupError for another one and for a GPU without fp8."""
     device = weights.embedding.device
@@ -65,16 +66,16 @@ def kv_format(wanted: str, shapes: Shapes, weights: Weights) -> KvFormat:
             f"{torch.cuda.get_device_name(device)} has no fp8, which begins with compute capability 8.9; "
             "leave /fp8 out of dtype"
         )
-    scales = fp8_scales(shapes, weights)
+    scales = fp8_scales(shapes, weights, ranks)
     put_scales(scales, shapes, weights)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the blocks are counted by what is free
     return KvFormat(FP8, scales)
 
 
-def fp8_scales(shapes: Shapes, weights: Weights) -> Tensor:
+def fp8_scales(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> Tensor:
     """Powers of two `[layers, K|V, kv_heads]`, float32: those above `largest * HEADROOM / FP8_MAX`."""
-    _, exponents = torch.frexp(largest_kv(shapes, weights) * (HEADROOM / FP8_MAX))
+    _, exponents = torch.frexp(largest_kv(shapes, weights, ranks) * (HEADROOM / FP8_MAX))
     scales = ((exponents + 127) << 23).view(torch.float32)  # 2^exponent, bit by bit: a power may round
     if shapes.qk_norm:
         scales[:, 0] = scales[:, 0].amax(-1, keepdim=True)
@@ -82,7 +83,7 @@ def fp8_scales(shapes: Shapes, weights: Weights) -> Tensor:
 
 
 @torch.no_grad()
-def largest_kv(shapes: Shapes, weights: Weights) -> Tensor:
+def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> Tensor:
     """The largest magnitudes of K and V over the fixed tokens: `[layers, K|V, kv_heads]`, float32. Those of K
     hold for every position: a rotation moves a pair of numbers on a circle, and its radius is taken.
 
@@ -105,9 +106,9 @@ def largest_kv(shapes: Shapes, weights: Weights) -> Tensor:
         radius = torch.hypot(low, high)
         found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
         attended = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
-        residual = residual + F.linear(attended, layer.out.float())
+        residual = residual + ranks.all_reduce(F.linear(attended, layer.out.float()))
         gate_up = F.linear(rms_norm(residual, layer.mlp_norm.float(), eps), layer.gate_up.float())
-        residual = residual + F.linear(swiglu(gate_up), layer.down.float())
+        residual = residual + ranks.all_reduce(F.linear(swiglu(gate_up), layer.down.float()))
     return torch.stack(found)
 
 

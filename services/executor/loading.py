@@ -17,6 +17,7 @@ from services.executor.grammars import Grammars
 from services.executor.kv_cache import KvCache, allocate, block_bytes, fitting_blocks
 from services.executor.kv_format import kv_format
 from services.executor.processors import MakeProcessor
+from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
 from services.executor.weights import Weights
 from services.executor.weights_dummy import load_dummy
@@ -55,32 +56,35 @@ class TorchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model on its device, and its cache. `context`: the longest sequence."""
+    """A model, or a rank's part of it, on its device, and its cache. `context`: the longest sequence."""
 
     shapes: Shapes
     weights: Weights
     cache: KvCache
     context: int
     fingerprint: str
+    ranks: Ranks = SOLO
 
 
-def load(options: TorchOptions) -> Loaded:
-    """Load the weights and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
-    torch.set_num_threads(options.threads or os.cpu_count() or 1)
-    device = device_of(options.device)
+def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
+    """Load this rank's weights and allocate its cache; takes seconds. Raises SetupError for what cannot
+    work."""
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // ranks.size))
+    device = device_of(options.device, ranks.rank)
     dtype = _dtype(options.dtype, device)
     if options.dummy:
-        shapes, weights = load_dummy(options.model_path, dtype, device)
+        shapes, weights = load_dummy(options.model_path, dtype, device, ranks)
     elif options.model_path.suffix == ".gguf":
-        shapes, weights = load_gguf(options.model_path, dtype, device)
+        shapes, weights = load_gguf(options.model_path, dtype, device, ranks)
     else:
-        shapes, weights = load_hf(options.model_path, dtype, device)
+        shapes, weights = load_hf(options.model_path, dtype, device, ranks)
     wanted = _context_tokens(shapes, options.max_context)
-    kept = kv_format(options.kv_dtype, shapes, weights)
+    kept = kv_format(options.kv_dtype, shapes, weights, ranks)
     size = block_bytes(shapes, options.block_tokens, kept.dtype)
     blocks = options.blocks or fitting_blocks(
         size, device, options.slots * blocks_for(wanted, options.block_tokens)
     )
+    blocks = min(ranks.exchange(blocks))
     context = min(wanted, blocks * options.block_tokens)
     if context < options.max_context:
         raise SetupError(
@@ -93,8 +97,10 @@ def load(options: TorchOptions) -> Loaded:
         blocks, options.block_tokens, size, kept.name, blocks * size / 2**30, blocks * options.block_tokens,
         context,
     )  # fmt: skip
-    digest = fingerprint(options.model_name, shapes, weights, cache.block_tokens, kept)
-    return Loaded(shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest)
+    digest = fingerprint(options.model_name, shapes, weights, cache.block_tokens, kept, ranks)
+    return Loaded(
+        shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=ranks
+    )
 
 
 def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
@@ -122,15 +128,20 @@ def grammars_of(options: TorchOptions, loaded: Loaded) -> Grammars:
     return Grammars(lambda: load_vocabulary(files), loaded.shapes.vocab)
 
 
-def device_of(name: str) -> torch.device:
-    """The device that a setting names. Raises SetupError for cuda where there is none."""
+def device_of(name: str, rank: int = 0) -> torch.device:
+    """The device that a setting names; of the GPUs that this process sees, the one at `rank`. Raises
+    SetupError for cuda where there is none."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise SetupError(
             "device is cuda, but torch sees no GPU; install a CUDA build of torch or use device cpu"
         )
-    return torch.device(name)
+    if name == "cuda" and rank >= torch.cuda.device_count():
+        raise SetupError(
+            f"there are {torch.cuda.device_count()} GPUs, too few for rank {rank}: use fewer ranks"
+        )
+    return torch.device(name, rank) if name == "cuda" and rank else torch.device(name)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -4,6 +4,8 @@ x = embedding[ids]
 for each layer:  x += out(attention(rope(qkv(norm(x)))))   K and V go through the paged cache
                  x += down(swiglu(gate_up(norm(x))))
 logits = head(norm(x))                                      of the sampled rows only
+
+Of one of several ranks, `out` and `down` give parts of a sum over the ranks, and `head` some of the logits.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from kernels.rope import apply_rope, rope_table
 from kernels.swiglu import swiglu, swiglu_by_row
 from services.executor.batch import Batch
 from services.executor.linear import ROW_TILE, Linear, Products
+from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
 from services.executor.weights import LayerWeights, Weights
 
@@ -43,10 +46,18 @@ class _Layer:
 class Model:
     """A model on its device. Runs in `torch.inference_mode` and on one thread."""
 
-    def __init__(self, shapes: Shapes, weights: Weights, context_tokens: int, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        shapes: Shapes,
+        weights: Weights,
+        context_tokens: int,
+        *,
+        deterministic: bool,
+        ranks: Ranks = SOLO,
+    ) -> None:
         """Rotations are tabled for `context_tokens` positions. With `deterministic` a row's logits do not
         depend on the other rows of its batch, bit for bit (on a CPU). Takes the layers out of `weights`."""
-        self._shapes = shapes
+        self._shapes, self._ranks = shapes, ranks
         self._embedding = weights.embedding
         self._norm = weights.norm
         device = weights.embedding.device
@@ -72,24 +83,24 @@ class Model:
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
         """Logits `[samples, vocab]` in float32 of the batch's sampled rows; writes the KV of all rows."""
-        eps = self._shapes.norm_eps
+        eps, reduce = self._shapes.norm_eps, self._ranks.all_reduce
         rotation = self._rotations[batch.positions]
         residual = self._embedding[batch.ids]
         normed = rms_norm(residual, self._layers[0].attention_norm, eps)
         for i, layer in enumerate(self._layers):
-            attended = self._attention(i, layer, normed, rotation, batch, kv)
+            attended = reduce(self._attention(i, layer, normed, rotation, batch, kv))
             normed, residual = add_rms_norm(attended, residual, layer.mlp_norm, eps)
             gated = self._gate(layer.gate_up(normed))
             last = i + 1 == len(self._layers)
             norm = self._norm if last else self._layers[i + 1].attention_norm
-            normed, residual = add_rms_norm(layer.down(gated), residual, norm, eps)
+            normed, residual = add_rms_norm(reduce(layer.down(gated)), residual, norm, eps)
         return self._logits(normed[batch.sampled])
 
     def _logits(self, chosen: Tensor) -> Tensor:
         samples = len(chosen)
         if self._deterministic:
             chosen = F.pad(chosen, (0, 0, 0, -samples % ROW_TILE))
-        return self._head(chosen)[:samples].float()
+        return gathered_logits(self._head(chosen)[:samples], self._shapes.vocab, self._ranks).float()
 
     def _attention(
         self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
@@ -106,6 +117,14 @@ class Model:
         query, key = torch.split(rotated, [shapes.heads, shapes.kv_heads], 1)
         write_kv(kv, batch.rows[index], key, value)
         return layer.out(_attend(index, query, batch, kv).view(len(x), -1))
+
+
+def gathered_logits(own: Tensor, vocab: int, ranks: Ranks) -> Tensor:
+    """Logits `[samples, vocab]` from every rank's `[samples, head rows]`, which end with those of padding."""
+    if ranks.size == 1:
+        return own
+    found = ranks.all_gather(own).transpose(0, 1).reshape(len(own), -1)
+    return found[:, :vocab].contiguous()
 
 
 def _attend(index: int, query: Tensor, batch: Batch, kv: Tensor) -> Tensor:

@@ -72,6 +72,9 @@ class Solo:
         return
 
 
+SOLO = Solo()
+
+
 class Spread:
     """A rank of several, over torch.distributed. See Ranks; made by `join`."""
 

@@ -35,7 +35,7 @@ class TorchBackend:
         device, exact = weights.embedding.device, options.deterministic
         self._info = info_of(options, loaded)
         self._cache = cache
-        self._model = Model(shapes, weights, context, deterministic=exact)
+        self._model = Model(shapes, weights, context, deterministic=exact, ranks=loaded.ranks)
         self._slots = Slots(
             options.slots, blocks_for(context, cache.block_tokens), cache.spare, context, device
         )

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from services.executor.shapes import Shapes
+from services.executor.shards import Cut, Shard
 
-# A part of a layer (or of the model, with layer -1) as [out, in], in halves-rotating order for q and k.
-ReadTensor = Callable[[str, int], Tensor]
+# A part of a layer (or of the model, with layer -1) as [out, in], in halves-rotating order for q and k;
+# with a cut, what that leaves of it.
+ReadTensor = Callable[[str, int, Cut | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +43,16 @@ class Weights:
 
     embedding: Tensor  # [vocab, hidden]
     norm: Tensor
-    head: Tensor  # [vocab, hidden]
+    head: Tensor  # [vocab, hidden], of one of several ranks its rows
     layers: list[LayerWeights]
 
 
-def assemble(shapes: Shapes, read: ReadTensor, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Read every tensor through `read` and put the model together on `device`."""
+def assemble(shard: Shard, read: ReadTensor, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Read every tensor of a rank's part through `read` and put it together on `device`."""
+    shapes = shard.shapes
 
     def take(part: str, layer: int = -1) -> Tensor:
-        return read(part, layer).to(device=device, dtype=dtype)
+        return read(part, layer, shard.cuts.get(part)).to(device=device, dtype=dtype)
 
     def joined(parts: tuple[str, ...], layer: int) -> Tensor:
         return torch.cat([take(part, layer) for part in parts])
@@ -68,9 +71,15 @@ def assemble(shapes: Shapes, read: ReadTensor, dtype: torch.dtype, device: torch
         )
 
     embedding = take("embedding")
+    if not shapes.tied:
+        head = take("head")
+    else:
+        cut = shard.cuts.get("head")
+        head = embedding if cut is None else embedding[cut.begin : cut.end]
+    missing = shard.head_rows - len(head)
     return Weights(
         embedding=embedding,
         norm=take("norm"),
-        head=embedding if shapes.tied else take("head"),
+        head=F.pad(head, (0, 0, 0, missing)) if missing else head,
         layers=[layer(i) for i in range(shapes.layers)],
     )

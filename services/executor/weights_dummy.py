@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes, from_hf
+from services.executor.shards import Cut, shard
 from services.executor.weights import Weights, assemble
 from shared.errors import SetupError
 
@@ -16,8 +18,11 @@ _SPREAD = 0.02  # as models are initialised: activations stay in range
 _SEED = 7
 
 
-def load_dummy(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Shapes, Weights]:
-    """Shapes of `folder`/config.json, and weights drawn with one seed on `device`; norms are ones. Raises
+def load_dummy(
+    folder: Path, dtype: torch.dtype, device: torch.device, ranks: Ranks = SOLO
+) -> tuple[Shapes, Weights]:
+    """Shapes of this rank's part of `folder`/config.json, and weights drawn with one seed on `device`, the
+    same for any number of ranks, which take their parts of each; norms are ones. Raises
     SetupError for a model that is not supported or a folder without a config."""
     try:
         shapes = from_hf(json.loads((folder / "config.json").read_text()))
@@ -26,13 +31,15 @@ def load_dummy(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[
     generator = torch.Generator(device).manual_seed(_SEED)
     sizes = _sizes(shapes)
 
-    def read(part: str, layer: int) -> Tensor:
+    def read(part: str, layer: int, cut: Cut | None) -> Tensor:
         if part.endswith("norm"):
             return torch.ones(sizes[part], dtype=dtype, device=device)
         values = torch.empty(sizes[part], device=device)  # float32: the same numbers in every dtype
-        return values.normal_(0.0, _SPREAD, generator=generator).to(dtype)
+        values = values.normal_(0.0, _SPREAD, generator=generator).to(dtype)
+        return values if cut is None else cut.of(values)
 
-    return shapes, assemble(shapes, read, dtype, device)
+    part = shard(shapes, ranks.rank, ranks.size)
+    return part.shapes, assemble(part, read, dtype, device)
 
 
 def _sizes(shapes: Shapes) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from services.executor.gguf_tensors import GgufTensors
+from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes, from_gguf
+from services.executor.shards import Cut, shard
 from services.executor.weights import Weights, assemble
 from shared.errors import SetupError
 
@@ -39,9 +41,11 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _INTERLEAVED = ("llama", "mistral")
 
 
-def load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Shapes, Weights]:
-    """Shapes and weights of the model in `path`. Raises SetupError for an architecture or tensor that is
-    not supported."""
+def load_gguf(
+    path: Path, dtype: torch.dtype, device: torch.device, ranks: Ranks = SOLO
+) -> tuple[Shapes, Weights]:
+    """Shapes and weights of this rank's part of the model in `path`. One whole tensor is in memory
+    at a time, dequantised. Raises SetupError for an architecture or tensor that is not supported."""
     tensors = GgufTensors(path)
     shapes = _shapes(path, tensors)
     known = {*_MODEL.values(), _ROPE_FACTORS}
@@ -50,13 +54,18 @@ def load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Sha
     if unknown:
         raise SetupError(f"{path} has tensors that this executor does not compute: {', '.join(unknown[:3])}")
 
-    def read(part: str, layer: int) -> Tensor:
+    def read(part: str, layer: int, cut: Cut | None) -> Tensor:
+        values = whole(part, layer)
+        return values if cut is None else cut.of(values)
+
+    def whole(part: str, layer: int) -> Tensor:
         values = tensors.read(_MODEL[part] if layer < 0 else f"blk.{layer}.{_LAYER[part]}")
         if shapes.architecture in _INTERLEAVED and part in ("q", "k"):
             return _halves(values, shapes.heads if part == "q" else shapes.kv_heads)
         return values
 
-    return shapes, assemble(shapes, read, dtype, device)
+    part = shard(shapes, ranks.rank, ranks.size)
+    return part.shapes, assemble(part, read, dtype, device)
 
 
 def _shapes(path: Path, tensors: GgufTensors) -> Shapes:

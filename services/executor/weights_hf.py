@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes, from_hf
+from services.executor.shards import Cut, shard
 from services.executor.weights import Weights, assemble
 from shared.errors import SetupError
 
@@ -36,9 +39,11 @@ _LAYER = {
 }
 
 
-def load_hf(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Shapes, Weights]:
-    """Shapes and weights of the model in `folder`. Raises SetupError for a model or folder that is not
-    supported or not complete."""
+def load_hf(
+    folder: Path, dtype: torch.dtype, device: torch.device, ranks: Ranks = SOLO
+) -> tuple[Shapes, Weights]:
+    """Shapes and weights of this rank's part of the model in `folder`: nothing else of it is read. Raises
+    SetupError for a model or folder that is not supported or not complete."""
     try:
         shapes = from_hf(json.loads((folder / "config.json").read_text()))
     except FileNotFoundError as error:
@@ -47,19 +52,26 @@ def load_hf(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Sha
         raise SetupError(f"{folder / 'config.json'} lacks {error}; fetch the model again") from error
     files = _files_by_tensor(folder)
 
-    def read(part: str, layer: int) -> Tensor:
+    def read(part: str, layer: int, cut: Cut | None) -> Tensor:
         name = _MODEL[part] if layer < 0 else f"model.layers.{layer}.{_LAYER[part]}"
         if name not in files:
             raise SetupError(f"{folder} has no tensor {name!r}; fetch the model again")
         with safe_open(files[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+            tensor: Tensor = opened.get_tensor(name) if cut is None else _part(opened, name, cut)
         if not tensor.is_floating_point():
             raise SetupError(
                 f"tensor {name!r} is {tensor.dtype}; quantised safetensors are not supported, use GGUF"
             )
         return tensor
 
-    return shapes, assemble(shapes, read, dtype, device)
+    part = shard(shapes, ranks.rank, ranks.size)
+    return part.shapes, assemble(part, read, dtype, device)
+
+
+def _part(opened: Any, name: str, cut: Cut) -> Tensor:
+    lazy = opened.get_slice(name)
+    taken: Tensor = lazy[cut.begin : cut.end] if cut.dim == 0 else lazy[:, cut.begin : cut.end]
+    return taken
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:

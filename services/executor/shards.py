@@ -1,0 +1,98 @@
+"""Which part of a model each rank of a tensor-parallel group holds and computes.
+
+    q, k, v, gate, up   rows of its heads and of its part of the MLP's width: no rank needs the others'
+    out, down           the columns that read those: their products are parts of a sum over all ranks
+    head                rows of its part of the vocabulary: the logits are gathered, so that every rank has
+                        the same bits of them, and may choose the same tokens from them
+    embedding, norms    all: a row of the embedding costs nothing to read, the sum that would replace it does
+
+Heads are whole: a KV head and the query heads that read it lie on one rank. Where the KV heads do not divide,
+some ranks have one more (3 on 2 ranks: 2 and 1). With more ranks than KV heads, a KV head lies on several
+ranks, and its query heads are divided between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from services.executor.shapes import Shapes
+from shared.errors import SetupError
+
+_UNIT = 16  # a rank's part of a width is a multiple of this where the width is: what matrix units take
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Numbers `begin` to `end` of a tensor along dimension `dim`."""
+
+    dim: int
+    begin: int
+    end: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """That part, in memory of its own."""
+        return whole.narrow(self.dim, self.begin, self.end - self.begin).clone()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A rank's part. `shapes` are those of what it holds: with its heads, KV heads and MLP width, and of all
+    the vocabulary."""
+
+    shapes: Shapes
+    head_rows: int  # of the head on every rank; zeros behind the vocabulary's end
+    cuts: dict[str, Cut]  # of the parts that it does not hold all of
+
+
+def shard(whole: Shapes, rank: int, size: int) -> Shard:
+    """The part of rank `rank` of `size`. Raises SetupError where there are not enough heads."""
+    if size == 1:
+        return Shard(shapes=whole, head_rows=whole.vocab, cuts={})
+    width = _UNIT if whole.intermediate % _UNIT == 0 else 1
+    units = whole.intermediate // width
+    if size > min(whole.heads, units):
+        raise SetupError(
+            f"{size} ranks are too many for {whole.heads} heads and an MLP of {whole.intermediate}: use fewer"
+        )
+    keys, queries = _heads(whole, rank, size)
+    begin, end = (share * width for share in _share(units, rank, size))
+    rows = -(-whole.vocab // (_UNIT * size)) * _UNIT
+    q, k = (_rows(heads, whole.head_dim) for heads in (queries, keys))
+    inner = Cut(0, begin, end)
+    cuts = {
+        **dict.fromkeys(("q", "q_bias"), q),
+        **dict.fromkeys(("k", "v", "k_bias", "v_bias"), k),
+        "out": replace(q, dim=1),
+        **dict.fromkeys(("gate", "up"), inner),
+        "down": replace(inner, dim=1),
+        "head": Cut(0, min(rank * rows, whole.vocab), min((rank + 1) * rows, whole.vocab)),
+    }
+    local = replace(
+        whole, heads=queries[1] - queries[0], kv_heads=keys[1] - keys[0], intermediate=end - begin
+    )
+    return Shard(shapes=local, head_rows=rows, cuts=cuts)
+
+
+def _heads(whole: Shapes, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """KV heads and query heads of a rank, each from the first to behind the last."""
+    group = whole.heads // whole.kv_heads
+    if size <= whole.kv_heads:
+        first, end = _share(whole.kv_heads, rank, size)
+        return (first, end), (first * group, end * group)
+    head = rank * whole.kv_heads // size
+    sharing = [other for other in range(size) if other * whole.kv_heads // size == head]
+    first, end = _share(group, rank - sharing[0], len(sharing))
+    return (head, head + 1), (head * group + first, head * group + end)
+
+
+def _share(units: int, rank: int, size: int) -> tuple[int, int]:
+    """The units of a rank, from the first to behind the last: as even as can be, with more on the first."""
+    each, more = divmod(units, size)
+    begin = rank * each + min(rank, more)
+    return begin, begin + each + (rank < more)
+
+
+def _rows(heads: tuple[int, int], head_dim: int) -> Cut:
+    return Cut(0, heads[0] * head_dim, heads[1] * head_dim)

@@ -1,0 +1,173 @@
+"""Parts of a model: they cover it, and ranks that hold them give one rank's logits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_maker import GREEDY, PlanMaker, Row
+from rank_side import on_ranks
+from test_weights_gguf import write_gguf
+from tiny_models import KINDS, VOCAB, save_tiny
+
+from services.executor.loading import TorchOptions, load
+from services.executor.ranks import SOLO, Ranks
+from services.executor.shapes import Shapes
+from services.executor.shards import Cut, shard
+from services.executor.torch_backend import TorchBackend
+from services.executor.weights_dummy import load_dummy
+from services.executor.weights_gguf import load_gguf
+from services.executor.weights_hf import load_hf
+from shared.errors import SetupError
+
+CPU = torch.device("cpu")
+LIMIT = 1e-4
+
+
+class Seat(type(SOLO)):  # type: ignore[misc]  # loads a rank's part without the others
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def shapes(heads: int, kv_heads: int, intermediate: int = 96, vocab: int = VOCAB) -> Shapes:
+    return Shapes(
+        architecture="llama", layers=1, hidden=heads * 8, heads=heads, kv_heads=kv_heads, head_dim=8,
+        intermediate=intermediate, vocab=vocab, norm_eps=1e-6, rope_theta=1e4,
+    )  # fmt: skip
+
+
+@given(
+    kv_heads=st.integers(1, 8),
+    group=st.integers(1, 6),
+    size=st.integers(2, 16),
+    width=st.integers(16, 300),
+    vocab=st.integers(1, 500),
+)
+def test_parts_cover_the_model_once_and_heads_stay_whole(
+    kv_heads: int, group: int, size: int, width: int, vocab: int
+) -> None:
+    whole = shapes(kv_heads * group, kv_heads, width, vocab)
+    if size > min(whole.heads, width // 16 if width % 16 == 0 else width):
+        with pytest.raises(SetupError, match="ranks are too many"):
+            shard(whole, 0, size)
+        return
+    parts = [shard(whole, rank, size) for rank in range(size)]
+    for name, dim, total in (
+        ("q", 0, whole.heads * 8),
+        ("out", 1, whole.heads * 8),
+        ("up", 0, width),
+        ("down", 1, width),
+        ("head", 0, vocab),
+    ):
+        cuts = [part.cuts[name] for part in parts]
+        assert {cut.dim for cut in cuts} == {dim}
+        assert [n for cut in cuts for n in range(cut.begin, cut.end)] == list(range(total))
+    for part in parts:
+        local, q, k = part.shapes, part.cuts["q"], part.cuts["k"]
+        assert (q.end - q.begin, k.end - k.begin) == (local.heads * 8, local.kv_heads * 8)
+        reads = {head // group for head in range(q.begin // 8, q.end // 8)}
+        assert reads == set(range(k.begin // 8, k.end // 8))  # the KV heads that its queries read, no other
+        assert local.heads % local.kv_heads == 0
+        assert part.head_rows * size >= vocab
+        assert part.cuts["head"].end - part.cuts["head"].begin <= part.head_rows
+
+
+def test_three_kv_heads_on_two_ranks_and_on_four() -> None:
+    nine = shapes(9, 3, 144)
+
+    def held(size: int) -> list[tuple[int, int]]:
+        return [(s.heads, s.kv_heads) for s in (shard(nine, rank, size).shapes for rank in range(size))]
+
+    assert held(1) == [(9, 3)]
+    assert held(2) == [(6, 2), (3, 1)]
+    assert held(3) == [(3, 1)] * 3
+    assert held(4) == [(2, 1), (1, 1), (3, 1), (3, 1)]  # the first KV head lies on two ranks
+    assert held(9) == [(1, 1)] * 9
+
+
+def test_a_cut_keeps_nothing_of_the_rest() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    part = Cut(1, 1, 3).of(whole)
+    assert part.tolist() == [[1, 2], [5, 6], [9, 10]]
+    assert part.untyped_storage().nbytes() == 6 * 4
+
+
+@pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2"])
+@pytest.mark.parametrize("source", ["hf", "gguf", "dummy"])
+def test_what_ranks_load_is_what_one_rank_loads(kind: str, source: str, tmp_path: Path) -> None:
+    folder = save_tiny(kind, tmp_path)
+    load_from = {"hf": load_hf, "gguf": load_gguf, "dummy": load_dummy}[source]
+    path = write_gguf(kind, tmp_path / "m.gguf") if source == "gguf" else folder
+    whole, weights = load_from(path, torch.float32, CPU)
+    parts = [load_from(path, torch.float32, CPU, Seat(rank, 2)) for rank in range(2)]
+    group, dim = whole.heads // whole.kv_heads, whole.head_dim
+    for i, layer in enumerate(weights.layers):
+        held = [part.layers[i] for _, part in parts]
+        assert torch.equal(torch.cat([each.out for each in held], 1), layer.out)
+        assert torch.equal(torch.cat([each.down for each in held], 1), layer.down)
+        gates, ups = zip(*(each.gate_up.chunk(2) for each in held), strict=True)
+        assert torch.equal(torch.cat([*gates, *ups]), layer.gate_up)
+        sizes = [[s.kv_heads * group * dim, s.kv_heads * dim, s.kv_heads * dim] for s, _ in parts]
+        triples = [torch.split(each.qkv, size) for each, size in zip(held, sizes, strict=True)]
+        assert torch.equal(
+            torch.cat([part for parts in zip(*triples, strict=True) for part in parts]), layer.qkv
+        )
+        assert all(torch.equal(each.attention_norm, layer.attention_norm) for each in held)
+    heads = [part.head for _, part in parts]
+    assert heads[0].shape == heads[1].shape
+    assert torch.equal(torch.cat(heads)[: whole.vocab], weights.head)
+    assert not torch.cat(heads)[whole.vocab :].any()
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def all_logits(ranks: Ranks, folder: Path) -> dict[str, list[torch.Tensor]]:
+    """Of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind of model."""
+    return {
+        kind + extra: list(logits_of(ranks, folder / kind, extra)) for kind in KINDS for extra in ("", "/fp8")
+    }
+
+
+def logits_of(ranks: Ranks, folder: Path, extra: str) -> Iterator[torch.Tensor]:
+    options = TorchOptions(
+        model_path=folder, model_name="m", device="cpu", dtype="f32", kv_dtype=extra[1:] or "auto", blocks=16,
+        slots=4, threads=1,
+    )  # fmt: skip
+    backend = TorchBackend(options, load(options, ranks))
+    maker = PlanMaker(backend)
+    maker.open(0, tokens(1, 40), GREEDY)
+    maker.open(1, tokens(2, 40), GREEDY)
+    for rows in (
+        [Row(0, 0, 30, feeds=(0,)), Row(1, 0, 1, feeds=(1,))],
+        [Row(0, 30, 1, feeds=(0,)), Row(1, 1, 25, feeds=(1,))],
+        [Row(0, 31, 1, feeds=(0,)), Row(1, 26, 1, feeds=(1,))],
+    ):
+        pending = backend.forward(maker.plan(rows))
+        assert pending.logits is not None
+        yield pending.logits
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_of_ranks_equal_those_of_one(size: int, tmp_path: Path) -> None:
+    for kind in KINDS:
+        save_tiny(kind, tmp_path / kind)
+    wanted = all_logits(SOLO, tmp_path)
+    answers = on_ranks(size, all_logits, tmp_path)
+    for found in answers:
+        for kind, steps in wanted.items():
+            for logits, expected in zip(found[kind], steps, strict=True):
+                assert logits.shape == expected.shape
+                limit = LIMIT if "/" not in kind else 0.05  # a rounding of KV may fall to the other side
+                torch.testing.assert_close(logits, expected, atol=limit, rtol=limit, msg=kind)
+        assert all(
+            torch.equal(mine, theirs)
+            for kind in wanted
+            for mine, theirs in zip(found[kind], answers[0][kind], strict=True)
+        )  # bit for bit: every rank may choose tokens from them
