@@ -60,7 +60,11 @@ class Settings(BaseSettings):
     backend: Literal["auto", "torch", "dummy", "sim"] = Field(
         "auto", description="engine; auto: torch; dummy: torch with random weights in the model's shapes"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda)(/tp[1-9]\d?)?$",
+        description="cpu, cuda; auto: cuda where there is one; with /tp4 four, tensor-parallel",
+    )
     dtype: Literal["auto", "bf16", "f32", "auto/fp8", "bf16/fp8", "f32/fp8"] = Field(
         "auto", description="of the model; auto: f32 on a cpu, bf16 on cuda; with /fp8 it keeps KV in fp8"
     )
@@ -120,6 +124,12 @@ class Settings(BaseSettings):
             return None
         host, _, port = self.http.rpartition(":")
         return host.strip("[]"), int(port)
+
+    @property
+    def device_and_ranks(self) -> tuple[str, int]:
+        """The kind of device, and of how many an executor is made."""
+        device, _, ranks = self.device.partition("/tp")
+        return device, int(ranks or 1)
 
     @property
     def models_dir(self) -> Path:

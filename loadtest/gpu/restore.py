@@ -25,7 +25,7 @@ def restore(built: Built) -> list[dict[str, Any]]:
     found = []
     with segment(ARENA_BYTES, reserved=True) as path:
         arena = Arena(path.name, int(path.name.rpartition("_g")[2]))
-        copier.attach(arena.view)
+        copier.attach(arena)
         blocks = list(range(backend.info.blocks - BLOCKS, backend.info.blocks))
         offsets = [i * size for i in range(BLOCKS)]
         for way in ("none", "load", "store"):

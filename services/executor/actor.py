@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 
 from services.executor.arena_side import ArenaSide
-from services.executor.backend import Backend
+from services.executor.backend import Alarm, Backend
 from services.executor.guard import open_flaw, plan_flaw
 from services.executor.hello import hello_of
 from services.executor.readings import Counts, readings
@@ -45,9 +45,13 @@ class ExecutorActor(Actor):
 
     kind = "executor"
 
-    def __init__(self, build_backend: Callable[[], Backend], host_id: str) -> None:
+    def __init__(
+        self, build_backend: Callable[[], Backend], host_id: str, alarm: Alarm | None = None
+    ) -> None:
+        """`alarm` is what the engine rings."""
         self._build_backend = build_backend
         self._host_id = host_id
+        self._alarm = alarm or Alarm()
         self._backend: Backend | None = None
         self._arenas: ArenaSide | None = None  # since the engine is built
         self._scheduler = ""  # kind.id
@@ -122,6 +126,8 @@ class ExecutorActor(Actor):
             self._begin_incarnation()
 
     def upkeep(self) -> None:
+        if self._alarm.why:
+            raise EngineError(self._alarm.why)
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineError(f"{self._failed_in_a_row} steps in a row failed: the engine is broken")
         copying_us = self._arenas.since_us if self._arenas is not None else 0
@@ -170,10 +176,11 @@ class ExecutorActor(Actor):
         await self._empty.wait()
 
     async def stop(self) -> None:
+        within_s = 0.0 if self._alarm.why else STOP_WITHIN_S  # what an engine that is gone was at never ends
         if self._arenas is not None:
-            await asyncio.to_thread(self._arenas.close, STOP_WITHIN_S)
+            await asyncio.to_thread(self._arenas.close, within_s)
         if self._backend is not None:
-            await asyncio.to_thread(self._device.join, STOP_WITHIN_S)
+            await asyncio.to_thread(self._device.join, within_s)
 
     def _begin_incarnation(self) -> None:
         """Empty slots and a new number for them; the scheduler must welcome it first. What still copies
@@ -250,4 +257,5 @@ def build(settings: Settings) -> ExecutorActor:
     """The executor that the configuration asks for. Its engine is built on the device thread."""
     from services.executor.engines import engine_builder
 
-    return ExecutorActor(engine_builder(settings), settings.host_id)
+    alarm = Alarm()
+    return ExecutorActor(engine_builder(settings, alarm), settings.host_id, alarm)

@@ -31,7 +31,7 @@ class Arena:
         """Map `/dev/shm/<name>`. Raises ArenaError."""
         if not re.fullmatch(rf"[\w.-]*?(?<!\d){generation}", name, re.ASCII):
             raise ArenaError(f"the arena {name!r:.200} is not of generation {generation}: restart kv_offload")
-        self.generation = generation
+        self.name, self.generation = name, generation
         try:
             self._file = os.open(SHM / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from mmap import mmap
 from typing import TYPE_CHECKING, Protocol
 
+from services.executor.arena import Arena
 from shared.messages import Floats, Ints, SlotOpen, StepPlan, floats, ints
 
 if TYPE_CHECKING:
@@ -68,14 +68,25 @@ class StepOutput:
     row_errors: tuple[tuple[int, str], ...] = ()
 
 
+@dataclass(slots=True)
+class Alarm:
+    """Why an engine is gone, empty while it is there: set once, on any thread. Its steps then never end."""
+
+    why: str = ""
+
+    def ring(self, why: str) -> None:
+        """The engine is gone."""
+        self.why = self.why or why
+
+
 class Copier(Protocol):
     """Moves whole KV blocks between an engine and the host's arena, while steps run. Nobody else writes or
     reads the blocks of a load, or writes those of a store, until `finish` returns."""
 
     piece_bytes: int  # to copy in one call: about a millisecond's work, so that a stop need not wait longer
 
-    def attach(self, arena: mmap) -> None:
-        """Copy from and to this mapping from now on. May take seconds. Errors leave nothing attached."""
+    def attach(self, arena: Arena) -> None:
+        """Copy from and to this arena from now on. May take seconds. Errors leave nothing attached."""
 
     def detach(self) -> None:
         """Let go of the mapping; without one it does nothing."""

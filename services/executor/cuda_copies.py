@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from mmap import mmap
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.cuda import Event
 
+from services.executor.arena import Arena
 from services.executor.copy_engine import CopyEngine
 from services.executor.kv_cache import KvCache
 
@@ -43,8 +43,8 @@ class CudaCopier:
         self._arena: Tensor | None = None
         self._pinned = False
 
-    def attach(self, arena: mmap) -> None:
-        view = torch.frombuffer(arena, dtype=torch.uint8)
+    def attach(self, arena: Arena) -> None:
+        view = torch.frombuffer(arena.view, dtype=torch.uint8)
         self._warm_up()
         with torch.cuda.device(self._device):
             self._pinned = _pin(view, self._engine)

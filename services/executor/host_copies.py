@@ -7,12 +7,12 @@ the step that runs beside it. Both let go of the GIL meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from mmap import mmap
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.executor.arena import Arena
 from services.executor.kv_cache import KvCache
 
 
@@ -26,8 +26,8 @@ class HostCopier:
         self._blocks: NDArray[np.uint8] = flat.numpy()  # [blocks + 1, bytes_per_block], the cache itself
         self._arena: NDArray[np.uint8] | None = None
 
-    def attach(self, arena: mmap) -> None:
-        self._arena = np.frombuffer(arena, dtype=np.uint8)
+    def attach(self, arena: Arena) -> None:
+        self._arena = np.frombuffer(arena.view, dtype=np.uint8)
 
     def detach(self) -> None:
         self._arena = None

@@ -33,7 +33,7 @@ class Mapping:
         arena = None
         try:
             arena = Arena(name, generation)
-            self._copier.attach(arena.view)
+            self._copier.attach(arena)
         except Exception as error:  # noqa: BLE001 - of a device's driver, too
             log.error("no arena: %s", error)
         else:

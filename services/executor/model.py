@@ -26,6 +26,7 @@ from services.executor.batch import Batch
 from services.executor.linear import ROW_TILE, Linear, Products
 from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
+from services.executor.shards import gathered_logits
 from services.executor.weights import LayerWeights, Weights
 
 
@@ -117,14 +118,6 @@ class Model:
         query, key = torch.split(rotated, [shapes.heads, shapes.kv_heads], 1)
         write_kv(kv, batch.rows[index], key, value)
         return layer.out(_attend(index, query, batch, kv).view(len(x), -1))
-
-
-def gathered_logits(own: Tensor, vocab: int, ranks: Ranks) -> Tensor:
-    """Logits `[samples, vocab]` from every rank's `[samples, head rows]`, which end with those of padding."""
-    if ranks.size == 1:
-        return own
-    found = ranks.all_gather(own).transpose(0, 1).reshape(len(own), -1)
-    return found[:, :vocab].contiguous()
 
 
 def _attend(index: int, query: Tensor, batch: Batch, kv: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from services.executor.ranks import Ranks
 from services.executor.shapes import Shapes
 from shared.errors import SetupError
 
@@ -73,6 +74,14 @@ def shard(whole: Shapes, rank: int, size: int) -> Shard:
         whole, heads=queries[1] - queries[0], kv_heads=keys[1] - keys[0], intermediate=end - begin
     )
     return Shard(shapes=local, head_rows=rows, cuts=cuts)
+
+
+def gathered_logits(own: Tensor, vocab: int, ranks: Ranks) -> Tensor:
+    """Logits `[samples, vocab]` from every rank's `[samples, head rows]`, which end with those of padding."""
+    if ranks.size == 1 or not len(own):
+        return own[:, :vocab]
+    found = ranks.all_gather(own).transpose(0, 1).reshape(len(own), -1)
+    return found[:, :vocab].contiguous()
 
 
 def _heads(whole: Shapes, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from mmap import mmap
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.executor.arena import Arena
 from services.executor.sim_timing import SimCopies
 from shared.blocks import blocks_for
 from shared.messages import StepPlan
@@ -67,8 +67,8 @@ class SimCopier:
         self.piece_bytes = slower_mb_s * 1_000 or _FREE_PIECE_BYTES  # a millisecond's
         self._arena: NDArray[np.uint8] | None = None
 
-    def attach(self, arena: mmap) -> None:
-        self._arena = np.frombuffer(arena, dtype=np.uint8)
+    def attach(self, arena: Arena) -> None:
+        self._arena = np.frombuffer(arena.view, dtype=np.uint8)
 
     def detach(self) -> None:
         self._arena = None

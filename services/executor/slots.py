@@ -11,6 +11,8 @@ writes entries of its own slots only, in place: the tensors by index, the dict b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -90,11 +92,21 @@ class Slots:
         self.done[at] = before | stopped
         column = torch.where(before, _NO_TOKEN, ids)
         chosen, ended = torch.stack((column, torch.where(before, 2, stopped.long()))).tolist()
-        for slot, token, position in zip(slots, chosen, positions, strict=True):
+        self._note(slots, chosen, positions)
+        return ints(chosen), ints(ended)
+
+    def take(self, slots: list[int], ids: Ints, done: Ints, positions: list[int]) -> None:
+        """As `advance`, with the columns that it has given on another rank."""
+        at, ended = torch.tensor(slots), torch.tensor(done)
+        chosen = torch.where(ended == 2, self.last_token[at], torch.tensor(ids, dtype=torch.int64))
+        self.last_token[at], self.done[at] = chosen, ended != 0
+        self._note(slots, ids, positions)
+
+    def _note(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> None:
+        for slot, token, position in zip(slots, ids, positions, strict=True):
             known = self.tokens(slot)
             if token != _NO_TOKEN and position == len(known):
                 known.append(token)
-        return ints(chosen), ints(ended)
 
     def _set_stop_ids(self, slot: int, stop_ids: Ints) -> None:
         have = self._stop_ids.shape[1]

@@ -12,19 +12,20 @@ from services.executor.host_rows import HostRows
 from services.executor.loading import Loaded, TorchOptions, device_of, grammars_of, info_of, load
 from services.executor.logprobs import logprobs
 from services.executor.model import Model
+from services.executor.ranks import SOLO, Ranks
 from services.executor.sampler import Sampler
 from services.executor.slots import Slots
 from services.executor.warm_up import WARM_ROWS, warm_up_steps
 from shared.blocks import blocks_for
 from shared.errors import EngineError
-from shared.messages import SlotOpen, StepPlan, ints
+from shared.messages import Ints, SlotOpen, StepPlan, ints
 
 
-def build(options: TorchOptions) -> TorchBackend:
+def build(options: TorchOptions, ranks: Ranks = SOLO) -> TorchBackend:
     """Load the model and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
     if device_of(options.device).type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each context length: 82 ms a step, not 4
-    return TorchBackend(options, load(options))
+    return TorchBackend(options, load(options, ranks))
 
 
 class TorchBackend:
@@ -106,6 +107,13 @@ class TorchBackend:
             host_us=chosen.host_us,
             row_errors=tuple(chosen.failures.items()),
         )
+
+    def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
+        """See services.executor.group.RankBackend."""
+        plan = pending.plan
+        self._computed = pending.forwarded
+        if slots := list(plan.sample_slots):
+            self._slots.take(slots, ids, done, [plan.starts[i] + plan.counts[i] for i in plan.sample_rows])
 
     def copier(self) -> Copier:
         return self._copier

@@ -50,7 +50,7 @@ class Attached:
         self.size = backend.info.bytes_per_block
         self.moved = SIGNATURE_BYTES if backend.info.backend == "sim" else self.size  # of a block
         self.arena = Arena(file.name, file.generation)
-        self.copier.attach(self.arena.view)
+        self.copier.attach(self.arena)
 
     def block(self, block: int) -> bytes:
         """What lies in a block, read from the engine itself."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.executor.backend import Pending, StepOutput
+from services.executor.group import GroupBackend
 from services.executor.torch_backend import TorchBackend
 from shared.messages import SlotOpen
 
@@ -19,9 +20,9 @@ GARBAGE = 448.0  # the largest number of fp8
 
 
 class Recording:
-    """See services.executor.backend.Backend: a TorchBackend on a CPU, watched."""
+    """See services.executor.backend.Backend: a TorchBackend on a CPU, or a group of them, watched."""
 
-    def __init__(self, engine: TorchBackend) -> None:
+    def __init__(self, engine: TorchBackend | GroupBackend) -> None:
         self._engine = engine
         self._opened: dict[int, SlotOpen] = {}
         self.logits: dict[int, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
@@ -52,4 +53,7 @@ class Recording:
             self._block(block).fill_(GARBAGE)
 
     def _block(self, block: int) -> Tensor:
-        return self._engine._cache.tensor[block].view(-1)  # white box
+        """Of the leader's part, where there are several ranks."""
+        engine: Any = getattr(self._engine, "_own", self._engine)
+        part: Tensor = engine._cache.tensor[block].view(-1)  # white box
+        return part

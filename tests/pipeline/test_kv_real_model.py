@@ -58,3 +58,16 @@ async def test_hits_of_every_tier_are_equal() -> None:
         assert pipeline.forced.restored == 2 * in_hbm.cached_tokens // 16
         assert differ(in_hbm, in_l1) == differ(in_hbm, in_l2) == 0
         assert differ(cold, in_hbm) <= 1e-4
+
+
+async def test_a_group_of_two_is_paused_and_brought_back() -> None:
+    """Every rank's part of a block goes down and comes up; the leader's is spoiled in between."""
+    async with Tiered.up(MODEL, overlap="single", device="cpu/tp2", **SIZES) as pipeline:
+        for name, indices in (("cold", ()), ("paused", INDICES[0])):
+            loads, restored = pipeline.meter.loads, pipeline.forced.restored
+            if indices:
+                pipeline.forced.pause_at(*indices)
+            answer = await pipeline.ask(CASE["prompt"], TOKENS, tenant=name)
+            assert answer.ids == CASE["output_ids"][:TOKENS]
+            assert pipeline.meter.loads == loads + len(indices)
+            assert pipeline.forced.restored >= restored + 2 * len(indices)

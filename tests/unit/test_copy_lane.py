@@ -44,9 +44,9 @@ class HandCopier:
         if error := self.fail.pop(what, None):
             raise error
 
-    def attach(self, arena: mmap) -> None:
+    def attach(self, arena: Arena) -> None:
         self._do("attach")
-        self.attached = arena
+        self.attached = arena.view
 
     def detach(self) -> None:
         self._do("detach")

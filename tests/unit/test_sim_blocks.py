@@ -80,7 +80,7 @@ def test_copies_take_the_time_of_their_bytes(monkeypatch: pytest.MonkeyPatch) ->
     assert copier.piece_bytes == 512_000  # a millisecond's
     with segment(4 * 4_096) as file:
         arena = Arena(file.name, file.generation)
-        copier.attach(arena.view)
+        copier.attach(arena)
         copier.store([1, 2], [0, 4_096])
         copier.load([1], [0])
         assert slept == pytest.approx([2 * 4_096 / 512e6, 4_096 / 1024e6])

@@ -21,24 +21,26 @@ from services.executor.cuda.inputs import arrange
 from services.executor.cuda.model import CudaModel
 from services.executor.cuda.passes import Passes
 from services.executor.cuda.plain_rows import PlainRows
-from services.executor.cuda.slots import CudaSlots, advance, end_slots
+from services.executor.cuda.slots import CudaSlots, advance, end_slots, take
 from services.executor.cuda.tuning import WIDE, device_tuning, row_by_row
 from services.executor.cuda_copies import CudaCopier
 from services.executor.host_rows import HostRows
 from services.executor.loading import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.logprobs import logprobs
+from services.executor.ranks import SOLO, Ranks
 from services.executor.sampler import Sampler
+from services.executor.shapes import Shapes
 from services.executor.warm_up import warm_up_steps
 from shared.blocks import blocks_for
-from shared.errors import EngineError
-from shared.messages import SlotOpen, StepPlan, ints
+from shared.errors import EngineError, SetupError
+from shared.messages import Ints, SlotOpen, StepPlan, ints
 
 log = logging.getLogger("headrace.executor")
 
 
-def build(options: TorchOptions) -> CudaBackend:
+def build(options: TorchOptions, ranks: Ranks = SOLO) -> CudaBackend:
     """Load the model and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
-    return CudaBackend(options, load(options))
+    return CudaBackend(options, load(options, ranks))
 
 
 class CudaBackend:
@@ -46,7 +48,8 @@ class CudaBackend:
 
     def __init__(self, options: TorchOptions, loaded: Loaded) -> None:
         shapes, cache = loaded.shapes, loaded.cache
-        device = cache.tensor.device
+        device, ranks = cache.tensor.device, loaded.ranks
+        _check_alike(shapes, ranks)
         self._info = info_of(options, loaded)
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
@@ -60,11 +63,11 @@ class CudaBackend:
             )
             for layouts in (tuning.few, tuning.many)
         }
-        self._cache = cache
+        self._cache, self._alone = cache, ranks.size == 1
         self._slots = CudaSlots(
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
         )
-        model = CudaModel(shapes, loaded.weights, cache.tensor, works, tuning, loaded.context)
+        model = CudaModel(loaded, works, tuning)
         self._passes = Passes(shapes, model, self._slots, cache, tuning, most)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=tuning.by_row)
         self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.activations)
@@ -87,7 +90,7 @@ class CudaBackend:
             if done % 16 == 0 or done == of:
                 log.info("captured %d of %d graphs in %.1f s", done, of, time.monotonic() - began_s)
 
-        self._passes.capture(told)
+        self._passes.capture(told, alone=self._alone)
         for opened, plans in warm_up_steps(self._info):
             self.open_slot(opened)
             for plan in plans:
@@ -190,6 +193,20 @@ class CudaBackend:
             answer[:, rows] = found[[0, 0, 1]].long()
         return answer
 
+    @torch.inference_mode()
+    def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
+        """See services.executor.group.RankBackend."""
+        self._computed, answer, slots = pending.forwarded, pending.answer, list(pending.plan.sample_slots)
+        if answer is None:
+            take(self._slots.choices, slots, ids, done)
+        elif slots:
+            _check_same(pending, ids)
+        plan = pending.plan
+        known = pending.tokens or [self._slots.tokens(slot) for slot in slots]
+        for tokens, token, row in zip(known, ids, plan.sample_rows, strict=True):
+            if token >= 0 and plan.starts[row] + plan.counts[row] == len(tokens):
+                tokens.append(token)
+
     def copier(self) -> Copier:
         return self._copier
 
@@ -202,3 +219,23 @@ class CudaBackend:
     def close(self) -> None:
         for name in ("_cache", "_slots", "_passes", "_sampler", "_host_rows", "_plain_rows", "_copier"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference
+
+
+def _check_alike(shapes: Shapes, ranks: Ranks) -> None:
+    """Raises SetupError for ranks with different numbers of heads: they would cut steps up differently, and
+    wait for each other in different graphs."""
+    heads = ranks.exchange((shapes.heads, shapes.kv_heads))
+    if len({*heads}) > 1:
+        raise SetupError(
+            f"{ranks.size} GPUs would have {heads} query and KV heads each: use a number that divides them"
+        )
+
+
+def _check_same(pending: Pending, ids: Ints) -> None:
+    """Raises EngineError where this rank has chosen by now, too, and not what the leader has: it must not
+    go on with other tokens."""
+    answer, event = pending.answer, pending.forwarded
+    if answer is None or event is None or not event.query():  # type: ignore[no-untyped-call]  # torch's
+        return
+    if (here := answer[0, : len(ids)].tolist()) != list(ids):
+        raise EngineError(f"step {pending.plan.step}: the leader chose {list(ids)}, this rank {here}")

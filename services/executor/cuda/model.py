@@ -28,8 +28,10 @@ from kernels.swiglu.gpu import swiglu
 from services.executor.cuda.inputs import Chunk
 from services.executor.cuda.products import products_of
 from services.executor.cuda.tuning import DeviceTuning
+from services.executor.loading import Loaded
 from services.executor.shapes import Shapes
-from services.executor.weights import LayerWeights, Weights
+from services.executor.shards import gathered_logits
+from services.executor.weights import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +49,16 @@ class CudaModel:
     """A model on its device. Runs in `torch.inference_mode` and on one thread."""
 
     def __init__(
-        self, shapes: Shapes, weights: Weights, kv: Tensor, works: Mapping[DecodeTuning, DecodeWork],
-        tuning: DeviceTuning, context: int,
-    ) -> None:  # fmt: skip
+        self, loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning
+    ) -> None:
+        shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
+        self._ranks, self._spread = loaded.ranks, loaded.ranks.size > 1
         self._embedding, self._norm, self._head = weights.embedding, weights.norm, weights.head
         self._layers = weights.layers
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-        self._rotations = rope_table(frequencies, context + 1).to(kv.device)
+        self._rotations = rope_table(frequencies, loaded.context + 1).to(kv.device)
 
     def hidden(self, step: ForwardStep, out: Tensor | None = None) -> Tensor:
         """What the head reads, of every token: `[tokens, hidden]`, in `out` where it is given. Writes KV."""
@@ -69,20 +72,24 @@ class CudaModel:
         residual = self._embedding.index_select(0, step.resolved.ids)
         normed = rms_norm(residual, layers[0].attention_norm, eps, chained=chained)
         for i, layer in enumerate(layers):
-            attended = self._attention(i, layer, normed, placed, step)
-            normed = add_rms_norm_(
-                self._product(attended, layer.out), residual, layer.mlp_norm, eps, chained=chained
-            )
+            attended = self._summed(self._attention(i, layer, normed, placed, step), layer.out)
+            normed = add_rms_norm_(attended, residual, layer.mlp_norm, eps, chained=chained)
             gated = swiglu(self._product(normed, layer.gate_up, whole=True), chained=chained)
             last = i + 1 == len(layers)
             norm = self._norm if last else layers[i + 1].attention_norm
-            down = self._product(gated, layer.down)
+            down = self._summed(gated, layer.down)
             normed = add_rms_norm_(down, residual, norm, eps, out if last else None, chained=chained)
         return normed
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits `[samples, vocab]` of the token rows `rows`."""
-        return self._product(hidden.index_select(0, rows), self._head, whole=True)
+        own = self._product(hidden.index_select(0, rows), self._head, whole=True)
+        return gathered_logits(own, self._shapes.vocab, self._ranks)
+
+    def _summed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """A product of which each rank has a part, for `add_rms_norm_`."""
+        product = self._product(x, weight, whole=self._spread)
+        return self._ranks.all_reduce(product) if self._spread else product
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, placed: Placed, step: ForwardStep

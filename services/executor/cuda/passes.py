@@ -97,8 +97,11 @@ class Passes:
         self._graphs: dict[tuple[str, int], CUDAGraph] = {}
         self._pool: Any = None  # of torch's allocator: the graphs share their memory
 
-    def capture(self, told: Callable[[int, int], None]) -> None:
-        """Capture all graphs, the largest first: they share their memory. `told` hears how many are done."""
+    def capture(self, told: Callable[[int, int], None], *, alone: bool = True) -> None:
+        """Capture all graphs, the largest first: they share their memory. `told` hears how many are done. A
+        GPU that is not `alone` sums with others: the library for that looks at its events meanwhile, on a
+        thread of its own, which a capture forbids to all threads unless it is told not to."""
+        forbids = "global" if alone else "thread_local"
         wanted = [("mixed", size) for size in reversed(self.token_buckets)]
         wanted += [("split", size) for kind, size in wanted if size // self._tile < self._splits.entries]
         wanted += [("decode", size) for size in reversed(self.row_buckets) if self.apart]
@@ -111,7 +114,7 @@ class Passes:
             run(layout, size)
             torch.cuda.synchronize()
             graph = CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=forbids):
                 run(layout, size)
             self._pool = self._pool or graph.pool()
             self._graphs[kind, size] = graph

@@ -123,6 +123,14 @@ def end_slots(choices: Choices, slots: list[int]) -> None:
         choices.done[torch.tensor(slots, device=choices.done.device)] = 1
 
 
+def take(choices: Choices, slots: list[int], ids: Ints, done: Ints) -> None:
+    """As `advance`, with the columns that it has given on another rank."""
+    at, ended = (torch.tensor(each, device=choices.done.device) for each in (slots, list(done)))
+    chosen = torch.tensor(list(ids), dtype=torch.int32, device=choices.done.device)
+    choices.last_tokens[at] = torch.where(ended == 2, choices.last_tokens[at], chosen)
+    choices.done[at] = (ended != 0).int()
+
+
 def advance(choices: Choices, slots: list[int], ids: Tensor, positions: list[int]) -> tuple[Tensor, Tensor]:
     """What the sampler's kernel does once a token is chosen, in torch: for rows that are sampled outside it.
 

@@ -1,0 +1,219 @@
+"""An engine of two ranks, each a process: what it answers is what one rank answers, until a rank dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from default_model import greedy_cases, model_path
+from engine_pair import KIND, PROMPT
+from plan_maker import GREEDY, PlanMaker, Row
+from shm import segment
+from tiny_models import save_tiny
+
+from services.executor.arena import Arena
+from services.executor.group import GroupBackend, build_group
+from services.executor.loading import TorchOptions
+from services.executor.torch_backend import build
+from shared.errors import EngineError, SetupError
+from shared.messages import Sampling, ints
+
+WITHIN_S = 60.0
+HOT = Sampling(temperature=1.5)
+PENALISED = Sampling(temperature=1.2, top_k=40, presence_penalty=0.5, repetition_penalty=1.1)
+
+
+class Shift:
+    """A logits processor: every token is another one's."""
+
+    def __init__(self, args: dict[str, Any], prompt_tokens: Sequence[int]) -> None:
+        self._by = args["by"]
+
+    def process(self, generated: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.roll(self._by)
+
+
+def options(folder: Path, **more: Any) -> TorchOptions:
+    usual = {"dtype": "f32", "device": "cpu", "blocks": 80, "slots": 8, "threads": 1, "deterministic": True}
+    return TorchOptions(model_path=folder, model_name=KIND, **{**usual, **more})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(KIND, tmp_path_factory.mktemp("tiny"))
+
+
+class Watched:
+    """A group, and what it said when it was lost."""
+
+    def __init__(self, made: TorchOptions) -> None:
+        self.lost: SimpleQueue[str] = SimpleQueue()
+        self.group: GroupBackend = build_group(made, 2, self.lost.put)
+
+
+@pytest.fixture(scope="module")
+def watched(folder: Path) -> Iterator[Watched]:
+    made = Watched(options(folder, processors={"shift": Shift}))
+    made.group.warm_up()
+    yield made
+    made.group.close()
+    made.group.close()  # a second call does nothing
+    assert made.lost.empty()
+
+
+@pytest.fixture
+def group(watched: Watched) -> GroupBackend:
+    watched.group.reset()
+    return watched.group
+
+
+def life(maker: PlanMaker) -> list[list[int]]:
+    """Ids and done columns of five sequences: sampled in every way, with stops, host-fed and device-fed."""
+    end = len(PROMPT) + 7
+    maker.open(0, PROMPT, HOT, seed=1)
+    maker.open(1, PROMPT[3:], PENALISED, seed=2)
+    maker.open(2, PROMPT[5:], GREEDY, logprobs=3)
+    maker.open(3, PROMPT, HOT, seed=4, max_length=end)
+    maker.open(4, PROMPT[1:], HOT, seed=5, processors=('{"name": "shift", "args": {"by": 7}}',))
+    lengths = {slot: len(PROMPT) - skip for slot, skip in enumerate((0, 3, 5, 0, 1))}
+    maker.run([Row(slot, 0, 9) for slot in lengths])
+    found = [maker.run([Row(slot, 9, count - 9, feeds=(slot,)) for slot, count in lengths.items()])]
+    for turn in range(10):
+        fed = {s: s == 3 or turn % 3 > 0 for s in lengths}  # the record of one that is done has ended
+        rows = [Row(s, count + turn, 1, fed[s], (s,)) for s, count in lengths.items()]
+        found.append(maker.run(rows))
+    return [list(column) for output in found for column in (output.ids, output.done)]
+
+
+def test_what_two_ranks_choose_is_what_one_chooses(group: GroupBackend, folder: Path) -> None:
+    alone = build(options(folder, processors={"shift": Shift}))
+    assert life(PlanMaker(group)) == life(PlanMaker(alone))
+    group.reset()
+    assert life(PlanMaker(group, seed=5)) == life(PlanMaker(alone, seed=6))
+
+
+def test_the_facts_are_those_of_both(group: GroupBackend, folder: Path) -> None:
+    alone = build(options(folder)).info
+    assert group.info.bytes_per_block == alone.bytes_per_block  # 2 KV heads here, 1 there: 3
+    assert (group.info.blocks, group.info.vocab, group.info.slots) == (80, alone.vocab, 8)
+    assert group.info.fingerprint != alone.fingerprint  # its blocks hold the same in another order
+
+
+def test_a_plan_that_every_rank_refuses_costs_a_step(group: GroupBackend, watched: Watched) -> None:
+    maker = PlanMaker(group)
+    maker.open(0, PROMPT, GREEDY)
+    first = maker.prefill({0: len(PROMPT)}).ids[0]
+    maker.tables[5] = []
+    with pytest.raises(EngineError, match="slot 5, which is not open"):
+        maker.run([Row(0, len(PROMPT), 1, True, (0,)), Row(5, 0, 1)])
+    with pytest.raises(EngineError, match="slot 99 is not one of 8"):
+        maker.open(99, PROMPT)
+    again = PlanMaker(group, seed=1)
+    again.open(1, PROMPT, GREEDY)
+    assert again.prefill({1: len(PROMPT)}).ids[0] == first
+    assert watched.lost.empty()
+
+
+def test_blocks_of_both_ranks_go_down_and_come_back(group: GroupBackend) -> None:
+    size, copier = group.info.bytes_per_block, group.copier()
+    maker = PlanMaker(group)
+    maker.open(0, PROMPT, HOT, seed=3)
+    first = maker.prefill({0: len(PROMPT)}).ids[0]
+    table = maker.tables[0]
+    rest = maker.decode({0: len(PROMPT) + 1}, 4)[0]
+    with segment(4 * size) as file:
+        arena = Arena(file.name, file.generation)
+        copier.attach(arena)
+        copier.store(table, [2 * size, 0])
+        assert copier.finish() >= 0
+        assert {*file.read()[: size - 8 : 8]} != {0}
+        group.reset()
+        maker = PlanMaker(group, seed=8)  # other blocks, but for chance
+        blocks = [block for block in maker.free if block not in table][:2]
+        copier.load(blocks, [2 * size, 0])
+        copier.finish()
+        maker.open(1, [*PROMPT, first], HOT, seed=3, prompt_tokens=len(PROMPT))
+        maker.set_table(1, blocks)
+        second = maker.run([Row(1, len(PROMPT), 1, feeds=(1,))]).ids[0]
+        assert [second, *maker.decode({1: len(PROMPT) + 2}, 3)[1]] == rest
+        copier.detach()
+        arena.close()  # raises where the copier keeps a view of it
+
+
+def test_an_arena_that_one_rank_cannot_have_no_rank_has(group: GroupBackend) -> None:
+    copier = group.copier()
+    with segment(group.info.bytes_per_block) as file:
+        arena = Arena(file.name, file.generation)
+    with pytest.raises(EngineError, match="cannot open the arena"):
+        copier.attach(arena)  # its file is gone: mapped here already, not there
+    arena.close()  # raises where the copier keeps a view of it
+
+
+def test_a_copy_that_fails_on_one_rank_fails(group: GroupBackend) -> None:
+    size, copier = group.info.bytes_per_block, group.copier()
+    with segment(size) as file:
+        arena = Arena(file.name, file.generation)
+        copier.attach(arena)
+        copier.store([0], [size // 4])  # the first rank's part lies in the arena, the second's beyond its end
+        with pytest.raises(EngineError, match="ValueError"):
+            copier.finish()
+        copier.store([0], [0])
+        copier.finish()
+        copier.detach()
+        arena.close()
+
+
+def in_thread(call: Callable[[], object]) -> SimpleQueue[object]:
+    """Its answer, should there be one."""
+    answered: SimpleQueue[object] = SimpleQueue()
+    threading.Thread(target=lambda: answered.put(call()), daemon=True).start()
+    return answered
+
+
+def test_a_group_dies_as_one(watched: Watched, folder: Path) -> None:
+    """The last test of the module that needs the first group: only one can be in a process."""
+    watched.group.close()
+    made = Watched(options(folder))
+    group, maker = made.group, PlanMaker(made.group)
+    maker.open(0, PROMPT, GREEDY)
+    maker.prefill({0: len(PROMPT)})
+    (pid,) = group._members.pids
+    os.kill(pid, signal.SIGKILL)
+    assert "rank 1 is gone" in made.lost.get(timeout=WITHIN_S)
+    step = in_thread(lambda: maker.run([Row(0, len(PROMPT), 1, True, (0,))]))
+    with pytest.raises(EngineError, match="rank 1 is gone"):
+        group.copier().finish()
+    with pytest.raises(EngineError, match="rank 1 is gone"):  # and again
+        group.copier().detach()
+    assert step.empty()  # a step that nobody can finish has no result, not even an error
+    assert made.lost.empty()
+    group.close()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_group(tmp_path: Path) -> None:
+    lost: SimpleQueue[str] = SimpleQueue()
+    with pytest.raises(SetupError, match=r"has no config.json"):
+        build_group(options(tmp_path), 2, lost.put)
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_default_model_on_two_ranks_gives_the_reference_ids() -> None:
+    """9 heads and 3 KV heads, which do not divide: 6 and 2 on the one, 3 and 1 on the other."""
+    made = Watched(options(model_path(), blocks=200, slots=20, max_context=512, deterministic=False))
+    maker, cases = PlanMaker(made.group), dict(enumerate(greedy_cases()))
+    for slot, case in cases.items():
+        maker.open(slot, case.prompt, GREEDY, stop_ids=ints([2]), max_length=len(case.prompt) + 64)
+    maker.run([Row(slot, 0, 20) for slot in cases])
+    last = [Row(slot, 20, len(case.prompt) - 20, feeds=(slot,)) for slot, case in cases.items()]
+    firsts = maker.run(last).ids
+    more = maker.decode({slot: len(case.prompt) + 1 for slot, case in cases.items()}, 63)
+    for slot, case in cases.items():
+        assert [firsts[slot], *more[slot]] == case.output + [-1] * (64 - len(case.output))
+    made.group.close()
