@@ -28,8 +28,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         yield up
 
 
-async def ids_with_a_death_after(up: Up, tokens: int) -> dict[tuple[str, int], list[int]]:
-    """The ids of the reference prompts, all at once; the executor is killed when `tokens` have come."""
+async def ids_with_a_death_after(up: Up, tokens: int, victim: int) -> dict[tuple[str, int], list[int]]:
+    """The ids of the reference prompts, all at once; process `victim` is killed when `tokens` have come."""
     bus = await NatsBus.connect(up.nats_url, timeout_s=5)
     client, tap = await Client.open(bus), Tap()
     enough = asyncio.Event()
@@ -54,13 +54,27 @@ async def ids_with_a_death_after(up: Up, tokens: int) -> dict[tuple[str, int], l
         answers = [group.create_task(client.complete(body, timeout_s=120)) for body in bodies]
         await enough.wait()
         assert not any(answer.done() for answer in answers)
-        faults.kill(up.child("executor"))
+        faults.kill(victim)
     await settle(bus, EXPECTED, 60)
     await bus.drain()
     return tap.ids
 
 
 def test_a_dead_executor_costs_no_token(real: Up) -> None:
-    ids = asyncio.run(ids_with_a_death_after(real, 25))
+    ids = asyncio.run(ids_with_a_death_after(real, 25, real.child("executor")))
     for i, case in enumerate(CASES):
         assert ids[f"case-{i}", 0] == case["output_ids"], case["prompt"]
+
+
+def test_a_dead_rank_costs_no_token_either(tmp_path: Path) -> None:
+    """Its group ends and is started anew, and the sequences go on there."""
+    with running_up(tmp_path, "--backend", "torch", "--dtype", "f32", "--device", "cpu/tp2") as up:
+        leader = up.child("executor")
+        (rank,) = faults.children(leader)
+        ids = asyncio.run(ids_with_a_death_after(up, 25, rank))
+        assert up.child("executor") != leader
+        (anew,) = faults.children(up.child("executor"))
+        assert anew != rank
+    for i, case in enumerate(CASES):
+        assert ids[f"case-{i}", 0] == case["output_ids"], case["prompt"]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (leader, rank, anew))
