@@ -76,6 +76,8 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     hello, ledger, head = executor.hello, executor.ledger, unit.sequences[0]
     if hello.model != unit.request.asked.model or executor.draining or head.max_length > hello.max_context:
         return None
+    if executor.holds:
+        return None  # the places that come are for who runs
     if ledger.free_slots < len(unit.sequences) or not _joins(state, executor):
         return None
     hits = prefix.lookup(executor, head)

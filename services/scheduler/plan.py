@@ -9,6 +9,7 @@ from services.scheduler.halves import balance
 from services.scheduler.policies.fills import Share, View
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, InFlight, State
+from services.scheduler.tiers import places
 from shared.messages import ints
 from shared.step_model import StepShape
 
@@ -20,7 +21,10 @@ def plan_next(state: State, executor: Executor) -> bool:
     mode, depth = overlap.mode_of(state, executor)
     if len(executor.in_flight) >= depth:
         return False
-    preempt.make_room(state, executor)
+    needy = preempt.make_room(state, executor)
+    executor.holds = needy > 0 and places.worth_waiting(state, executor, needy)
+    if executor.holds:
+        return False
     if mode != "two_batch":
         return _plan_step(state, executor, mode, None)
     other = 1 - executor.pace.half

@@ -20,20 +20,22 @@ from services.scheduler.waiting import Unit
 NAMED = 8  # candidates that a decision names
 
 
-def make_room(state: State, executor: Executor) -> None:
-    """Pause until every row of the next step gets its block, now or when the steps in flight are back."""
+def make_room(state: State, executor: Executor) -> int:
+    """Pause until every row of the next step gets its block, now or when steps in flight and copies are back.
+    How many rows need one, unless there is one for each row anyhow."""
     ledger = executor.ledger
     if ledger.free_blocks - ledger.reserved >= len(executor.running):
-        return
+        return 0
     while needy := _needy(executor):
         if len(needy) <= ledger.free_blocks - ledger.reserved + ledger.coming_blocks:
-            return
+            break
         first = min(needy, key=lambda s: (s.request.level, s.request.arrival_us, s.seq))
         candidates = _candidates(state, executor, first.request.level)
         victim = state.limits.policy.the("victim")(candidates)[0]
         growth.paused(executor)
         why = f"{len(needy)} rows need a block, the oldest is of seq {first.seq}"
         pause(state, executor, victim, why, candidates)
+    return len(needy)
 
 
 def give_way(state: State, unit: Unit) -> bool:

@@ -79,6 +79,7 @@ class Executor:
     decoded_us: int = 0  # when a step with decodes was last planned
     up: Link = field(default_factory=Link)  # from the tier below
     down: Link = field(default_factory=Link)
+    holds: bool = False  # its next step waits for places that are being copied: see tiers.places
     looked_us: int = 0  # when its dirty blocks were last judged
     eager_us: int = 0  # no copy that nobody waits for is made before
     ahead_us: int = 0  # nothing of those that run is copied before: the tier took none of it

@@ -85,13 +85,15 @@ def overlap(world: World) -> None:
 
 def no_idle_window(world: World) -> None:
     """Nothing that could be computed waits while the window is open: with `mixed` steps, and if there are
-    blocks for it."""
+    blocks for it, or are about to be."""
     fixed = world.limits.overlap in ("single", "run_ahead", "two_batch") and world.limits.window > 1
     if not fixed or world.limits.policy.fill != "mixed":
         return
     depth = {"single": 1, "run_ahead": world.limits.window, "two_batch": 2}[world.limits.overlap]
     for executor in world.scheduler.state.executors.values():
-        if len(executor.in_flight) < depth:
+        if executor.holds:
+            assert executor.ledger.copying_blocks and not executor.in_flight, "it waits for nothing"
+        elif len(executor.in_flight) < depth:
             decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
             assert not prompts
             assert all(_wants_block(executor, s) for s in decodes)

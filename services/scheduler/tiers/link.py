@@ -28,6 +28,7 @@ class Link:
     seen: int = 0
     moved_bytes: int = 0
     trip_us: int = 0  # KvCopy and KvCopied on their way, a moving average
+    store_us: int = 0  # from the question for a place until the tier has it, a moving average
     seen_us: int = 0  # when a copy was measured last
     told: bool = False  # one was long enough to tell the rate
     _n: float = 0.0
@@ -102,7 +103,11 @@ class Link:
 
     def observe_trip(self, trip_us: int) -> None:
         """The messages of a copy were so long on their way, there and back."""
-        self.trip_us += (max(trip_us, 0) - self.trip_us) // (8 if self.trip_us else 1)
+        self.trip_us = _averaged(self.trip_us, trip_us)
+
+    def observe_store(self, took_us: int) -> None:
+        """A store has taken so long, all in all."""
+        self.store_us = _averaged(self.store_us, took_us)
 
     def _fit(self) -> tuple[float, float]:
         """us per copy, us per MiB: neither below zero."""
@@ -120,3 +125,7 @@ class Link:
         if slope <= 0.0 or each < 0.0:
             return 0.0, self._y / self._x
         return each, slope
+
+
+def _averaged(mean_us: int, us: int) -> int:
+    return mean_us + (max(us, 0) - mean_us) // (8 if mean_us else 1)

@@ -314,6 +314,8 @@ def stored(state: State, source: str, message: KvStored) -> None:
         places = [-2 if tier > 0 else -1 for tier in tiers] if len(tiers) == len(job.blocks) else []
         if (sender := state.tiers.named(source)) is not None:
             sender.stores += 1
+        if (executor := executor_of(state, job)) is not None:
+            executor.down.observe_store(state.now_us - job.began_us)
         _end(state, job, places, release=False)
 
 
