@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 
+# Parts of several GPUs: tp2, tp4, tp8, each in a process of its own
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
 
@@ -52,6 +53,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         profile,
         restore,
         rig,
+        tp,
     )
 
     if name == "limits":
@@ -66,6 +68,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return draw.draw()
     if name == "products":
         return products.products()
+    if name.startswith("tp"):
+        return tp.tp(int(name.removeprefix("tp")), found["limits"], step_tokens)
     if name in ("deterministic", "fp8"):  # two engines: no room for a third
         deterministic.end(found.pop("_built", None))
         part = deterministic.deterministic if name == "deterministic" else fp8.fp8

@@ -22,7 +22,7 @@ MIXED_ROWS, MIXED_CHUNK = 64, 192
 
 
 def decode(built: Built, limits: dict[str, float], batches: Sequence[int] = BATCHES) -> list[dict[str, Any]]:
-    """Time of a decode step at 1k context, two steps in flight; the floor is all bytes once."""
+    """Time of a decode step at 1k context, two steps in flight; the floor is all bytes of a GPU once."""
     rows = []
     info = built.backend.info
     for batch in batches:
@@ -37,7 +37,7 @@ def decode(built: Built, limits: dict[str, float], batches: Sequence[int] = BATC
         step_ms = (ends_s[-2] - ends_s[WARM_STEPS]) / (len(ends_s) - 2 - WARM_STEPS) * 1e3
         gaps = [1e3 * (b - a) for a, b in itertools.pairwise(ends_s[WARM_STEPS:-1])]
         context = CONTEXT + WARM_STEPS + STEPS / 2
-        kv = batch * context * info.bytes_per_block / info.block_tokens
+        kv = batch * context * info.bytes_per_block / info.block_tokens / built.ranks
         floor_ms = (built.weight_bytes + kv) / limits["read_gb_s"] / 1e6
         rows.append({
             "batch": batch, "step_ms": step_ms, "p99_ms": statistics.quantiles(gaps, n=100)[98],
@@ -102,7 +102,7 @@ def mixed(built: Built) -> dict[str, float]:
 @torch.inference_mode()
 def _floor_s(built: Built, tokens: int, length: int) -> float:
     """Matrix products and cuDNN's attention of one step of whole prompts, nothing else."""
-    model: Any = built.backend._passes._model
+    model: Any = built.own._passes._model
     shapes, layers = model._shapes, model._layers
     hidden = torch.randn(tokens, shapes.hidden, dtype=torch.bfloat16, device="cuda")
     wide = torch.randn(tokens, shapes.intermediate, dtype=torch.bfloat16, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -13,21 +14,30 @@ import torch
 
 from loadtest.gpu.shape import LLAMA_8B
 from services.executor.cuda.backend import CudaBackend, build
+from services.executor.group import GroupBackend, build_group
 from services.executor.loading import TorchOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An engine, and how long it took."""
+    """An engine, or a group of one on each GPU, and how long it took."""
 
-    backend: CudaBackend
+    backend: CudaBackend | GroupBackend
     load_s: float
     warm_up_s: float
+    ranks: int = 1
+
+    @property
+    def own(self) -> CudaBackend:
+        """The part of it in this process."""
+        own: Any = self.backend._own if isinstance(self.backend, GroupBackend) else self.backend
+        assert isinstance(own, CudaBackend)
+        return own
 
     @property
     def weight_bytes(self) -> int:
-        """Read in a decode step: all but the embedding."""
-        weights: Any = self.backend._passes._model
+        """Read on this GPU in a decode step: all but the embedding."""
+        weights: Any = self.own._passes._model
         layers = sum(
             tensor.numel() * tensor.element_size()
             for layer in weights._layers
@@ -37,24 +47,30 @@ class Built:
         return int(layers + head.numel() * head.element_size())
 
 
-def llama_8b(step_tokens: int, config: dict[str, Any] | None = None, **options: Any) -> Built:
-    """The engine; its blocks hold random numbers: zeros draw less power, and run faster. `options` go to
-    TorchOptions."""
+def llama_8b(step_tokens: int, config: dict[str, Any] | None = None, ranks: int = 1, **options: Any) -> Built:
+    """The engine; its blocks hold random numbers (those of other ranks zeros): zeros draw less power, and run
+    faster. `options` go to TorchOptions."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config or LLAMA_8B))
         began_s = time.monotonic()
-        backend = build(
-            TorchOptions(
-                model_path=Path(folder), model_name="dummy-8b", dummy=True, device="cuda", dtype="bf16",
-                slots=256, max_step_tokens=step_tokens, max_context=16_384,
-                **options,
-            )
+        wanted = TorchOptions(
+            model_path=Path(folder), model_name="dummy-8b", dummy=True, device="cuda", max_context=16_384,
+            **{"dtype": "bf16", "slots": 256, "max_step_tokens": step_tokens, **options},
         )  # fmt: skip
+        backend: CudaBackend | GroupBackend = (
+            build(wanted) if ranks == 1 else build_group(wanted, ranks, _give_up)
+        )
     loaded_s = time.monotonic()
     backend.warm_up()
     torch.cuda.synchronize()
     warm_s = time.monotonic()
-    cache = backend._cache
+    built = Built(backend, loaded_s - began_s, warm_s - loaded_s, ranks)
+    cache = built.own._cache
     for block in cache.tensor.split(256):
         block.copy_(torch.randn(block.shape, dtype=cache.activations, device=block.device))
-    return Built(backend, loaded_s - began_s, warm_s - loaded_s)
+    return built
+
+
+def _give_up(why: str) -> None:
+    print(why, flush=True)
+    os._exit(1)

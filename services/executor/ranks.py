@@ -21,11 +21,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+    from services.executor.cuda.short_sums import ShortSums
+
 T = TypeVar("T")
 
 LEADER = 0  # the rank that is the actor
 MEET_WITHIN_S = 600.0  # the others may still be loading
 _ONE_HOST = "127.0.0.1"
+# Over NVLink it needs rights that not every host gives, and more than one process that uses it may hang.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class Ranks(Protocol):
@@ -78,6 +82,8 @@ SOLO = Solo()
 class Spread:
     """A rank of several, over torch.distributed. See Ranks; made by `join`."""
 
+    short: ShortSums | None = None  # on GPUs
+
     def __init__(self, rank: int, size: int, store: TCPStore, *, ordered: bool) -> None:
         """With `ordered` a sum adds up by rank, so that a number's bits do not depend on where in `x` it
         stands; it costs the bytes of all ranks."""
@@ -89,6 +95,8 @@ class Spread:
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._ordered:
             return x.copy_(self.all_gather(x).sum(0))
+        if self.short is not None and self.short.take(x):
+            return self.short.all_reduce(x)
         torch.distributed.all_reduce(x)
         return x
 
@@ -112,7 +120,12 @@ class Spread:
         return [pickle.loads(self._store.get(key)) for key in keys]
 
     def close(self) -> None:
-        if torch.distributed.is_initialized():
+        if not torch.distributed.is_initialized():
+            return
+        self.short = None
+        if torch.distributed.get_backend() == "nccl":  # an orderly end would wait for ranks that have ended
+            torch.distributed.distributed_c10d._abort_process_group()
+        else:
             torch.distributed.destroy_process_group()
 
 
@@ -133,7 +146,8 @@ def join(
 
     on_gpu = device.type == "cuda"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not what the host's name resolves to
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast over NVLink needs rights that not every host gives
+    for name, value in _NO_MULTICAST.items():
+        os.environ[name] = value
     if isinstance(store, int):
         store = TCPStore(_ONE_HOST, store, size, timeout=_patience())
     distributed.init_process_group(
@@ -143,7 +157,13 @@ def join(
         world_size=size,
         device_id=device if on_gpu else None,
     )
-    return Spread(rank, size, store, ordered=ordered)
+    ranks = Spread(rank, size, store, ordered=ordered)
+    if on_gpu and size > 1:
+        from services.executor.cuda.short_sums import short_sums
+
+        found = short_sums(size, device)
+        ranks.short = found if all(ranks.exchange(found is not None)) else None
+    return ranks
 
 
 def _patience() -> timedelta:
