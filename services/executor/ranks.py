@@ -145,6 +145,8 @@ def join(
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        device = torch.device("cuda", rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not what the host's name resolves to
     for name, value in _NO_MULTICAST.items():
         os.environ[name] = value

@@ -8,7 +8,7 @@ import torch
 from plan_maker import PlanMaker, Row
 
 from services.executor.cuda.inputs import Chunk, Layout, arrange, fill, split_dense, tiles_of
-from services.executor.cuda.slots import STOP_IDS, CudaSlots, advance, end_slots
+from services.executor.cuda.slots import STOP_IDS, CudaSlots, advance, end_slots, take
 from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning
 from services.executor.sim import SimBackend, SimOptions
 from shared.errors import EngineError
@@ -142,3 +142,19 @@ def test_layouts_by_device_and_tokens() -> None:
     assert device_tuning("another").of(1).product(4096, 4096, 1) is None
     assert device_tuning("another") == DeviceTuning()
     assert WIDE.few.decode.tile_tokens == 32
+
+
+def test_what_another_rank_has_chosen_leaves_the_same_state(slots: CudaSlots) -> None:
+    other = CudaSlots(4, 6, SPARE, CONTEXT, torch.device("cpu"))
+    for each in (slots, other):
+        made = maker()
+        for slot, more in enumerate(({}, {"stop_ids": ints([7])}, {"max_length": 4}, {})):
+            each.open(opened(slot, [1, 2, 3], **more))
+            made.tables[slot] = []
+        settle(each, made, [Row(slot, 0, 3) for slot in range(4)])
+        end_slots(each.choices, [3])
+    ids, done = advance(slots.choices, [2, 0, 1, 3], torch.tensor([5, 6, 7, 8]), [3, 3, 3, 3])
+    assert done.tolist() == [1, 0, 1, 2]
+    take(other.choices, [2, 0, 1, 3], ints(ids.tolist()), ints(done.tolist()))
+    assert torch.equal(other.words, slots.words)
+    assert other.choices.last_tokens.tolist()[:3] == [6, 7, 5]
