@@ -78,6 +78,8 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
         shapes, weights = load_gguf(options.model_path, dtype, device, ranks)
     else:
         shapes, weights = load_hf(options.model_path, dtype, device, ranks)
+    if ranks.size > 1 and device.type == "cuda":
+        torch.cuda.empty_cache()  # what was cut off is free, and counts for the blocks
     wanted = _context_tokens(shapes, options.max_context)
     kept = kv_format(options.kv_dtype, shapes, weights, ranks)
     size = block_bytes(shapes, options.block_tokens, kept.dtype)

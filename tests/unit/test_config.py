@@ -90,3 +90,16 @@ def test_a_child_gets_the_same_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_the_home_folder_is_expanded() -> None:
     assert load().settings.models_dir == Path.home() / ".cache/headrace/models"
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted"), [("auto", ("auto", 1)), ("cuda/tp4", ("cuda", 4)), ("cpu/tp16", ("cpu", 16))]
+)
+def test_a_device_may_be_several(device: str, wanted: tuple[str, int]) -> None:
+    assert load(flags={"device": device}).settings.device_and_ranks == wanted
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda/tp0", "cuda/2", "/tp2", "cpu/tp100"])
+def test_a_device_that_there_is_not_is_refused(device: str) -> None:
+    with pytest.raises(SetupError, match="device: String should match pattern"):
+        load(flags={"device": device})

@@ -12,7 +12,7 @@ import pytest
 from actor_fleet import Fleet, Hand, watched_fleet
 
 from services.executor.actor import STUCK_US, ExecutorActor
-from services.executor.backend import Backend, Pending
+from services.executor.backend import Alarm, Backend, Pending
 from services.executor.sim import SimBackend, SimOptions
 from shared import codec
 from shared.actor import Facts, Runtime
@@ -288,6 +288,24 @@ async def test_a_device_call_that_never_returns_fails_the_executor(fleet: Fleet)
     actor.upkeep()
 
 
+async def test_an_engine_that_is_gone_fails_the_executor_without_an_answer(fleet: Fleet) -> None:
+    hand, engine, alarm = HandScheduler(), Stuck(), Alarm()
+    await fleet.started(hand, "s")
+    actor = ExecutorActor(lambda: engine, "h", alarm)
+    await fleet.runtime(actor, "e").start()
+    hello = await hand.until(ExecHello)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    await fleet.broker.settle()
+    await asyncio.to_thread(engine.entered.wait)
+    actor.upkeep()
+    alarm.ring("rank 1 is gone")
+    alarm.ring("rank 2 is gone")
+    with pytest.raises(EngineError, match="rank 1 is gone"):
+        actor.upkeep()
+    await actor.stop()  # waits for no step
+    engine.released.set()
+
+
 async def test_a_result_too_large_to_send_is_an_error_not_a_silence(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,12 +342,16 @@ async def test_build_makes_the_simulated_engine_from_the_settings(monkeypatch: p
     from services.executor import engines
 
     made: dict[str, Any] = {}
-    monkeypatch.setattr(engines, "engine_builder", lambda settings: made.setdefault("settings", settings))
+    monkeypatch.setattr(
+        engines, "engine_builder", lambda *given: made.update(zip(("s", "a"), given, strict=True))
+    )
     from shared.config import Settings
 
     settings = Settings(host_id="h9")
-    assert module.build(settings)._host_id == "h9"
-    assert made["settings"] is settings
+    actor = module.build(settings)
+    assert actor._host_id == "h9"
+    assert made["s"] is settings
+    assert made["a"] is actor._alarm
 
 
 async def test_the_next_result_tells_how_long_publishing_the_last_one_took(fleet: Fleet) -> None:

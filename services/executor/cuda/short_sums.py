@@ -42,7 +42,8 @@ class ShortSums:
         return 0 < size <= self._limit_bytes and size % _ALIGNED_BYTES == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place of `x`; `x` itself."""
+        """The sum over all ranks, in place of `x`; `x` itself. Two at once, on two streams, would write over
+        each other's numbers: all come from one stream, or wait for each other."""
         buffer = self._buffer.view(x.dtype)[: x.numel()]
         self._sum(buffer, x.view(-1), "sum", self._group, x.view(-1))
         return x
