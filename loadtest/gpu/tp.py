@@ -17,7 +17,6 @@ from loadtest.gpu import engine, profile
 from loadtest.gpu.rig import llama_8b
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.gpu.sums import sums
-from shared.messages import SlotOpen, ints
 
 DECODES = (1, 64, 256)
 PREFILLS = ((1, 8192), (8, 8192), (64, 1024))
@@ -71,9 +70,7 @@ def _answer(ranks: int, dtype: str) -> tuple[Tensor, list[int]]:
     ids = list(backend.sample(backend.forward(driver.plan([(slot, 0, PROMPT, False)], {slot: blocks}))).ids)
     for step in range(GENERATED):
         ids += backend.sample(backend.forward(driver.plan([(slot, PROMPT + step, 1, True)], {}))).ids
-    slot, blocks = driver.open_with(1, tokens, PROMPT)
-    asks = SlotOpen(slot=slot, generation=0, seq=1, prompt_tokens=PROMPT, tokens=ints(tokens), logprobs=1)
-    backend.open_slot(asks)  # again, so that its logits are left to be looked at
+    slot, blocks = driver.open_with(1, tokens, PROMPT, logprobs=1)
     pending = backend.forward(driver.plan([(slot, 0, PROMPT, False)], {slot: blocks}))
     assert pending.logits is not None, "a row that asks for log probabilities is sampled outside the kernel"
     logits = pending.logits[0].float().cpu()
