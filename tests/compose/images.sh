@@ -19,7 +19,10 @@ packages() { # Debian packages that are missing
 
 engine() { # the first proof: an engine that answers
     command -v docker >/dev/null && docker info >/dev/null 2>&1 && return
-    if ! command -v dockerd >/dev/null; then packages docker.io iptables; fi
+    if ! command -v dockerd >/dev/null && ! packages docker.io iptables; then
+        echo "no Docker engine runs here, and none can be installed: that takes root, apt and Debian's docker.io" >&2
+        exit 1
+    fi
     # its own session: it outlives this script; whoever wants it gone finds its number in the cache
     setsid nohup dockerd --storage-driver="${STORAGE_DRIVER:-overlay2}" >"$cache/dockerd.log" 2>&1 </dev/null &
     echo $! >"$cache/dockerd.pid"
