@@ -205,7 +205,7 @@ async def test_a_stop_drains(stack: Stack) -> None:
     body = {"prompt": "The sea is", "max_tokens": 128, "ignore_eos": True, "stream": True}
     await nc.publish(f"headrace.v1.generate.public.{MODEL}", json.dumps(body).encode(), reply=inbox)
     sent = [await frames.next_msg(timeout=WAIT_S)]
-    stop = ("stop", "--timeout", "60", *KINDS)  # longer than they give themselves
+    stop = ("stop", "--timeout", str(WAIT_S), *KINDS)  # longer than they give themselves
     stopping = asyncio.create_task(asyncio.to_thread(stack.compose, *stop))
     while "Headrace-End" not in (sent[-1].headers or {}):
         sent.append(await frames.next_msg(timeout=WAIT_S))

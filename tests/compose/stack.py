@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct"
 KINDS = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway")
 READY_S = 600  # far above what it takes: a guard against hanging
+DRAIN_S = 240  # likewise, and below what those who wait for a drain have
 
 
 def free_ports(count: int) -> list[int]:
@@ -43,8 +44,9 @@ class Stack:
     def __post_init__(self) -> None:
         names = ("NATS_PORT", "NATS_MONITOR_PORT", "HTTP_PORT", "PROMETHEUS_PORT")
         ports = {name: str(port) for name, port in zip(names, free_ports(len(names)), strict=True)}
-        # no Jaeger can be had on every machine that runs this, and threads that spin starve a busy one
+        # no Jaeger can be had everywhere, threads that spin starve a busy machine, which then drains late
         quiet = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "", "HEADRACE_THREADS": "1"}
+        quiet["HEADRACE_DRAIN_TIMEOUT_S"] = str(DRAIN_S)
         files = {"COMPOSE_FILE": "compose.yaml:tests/compose/often.yaml"}
         self.env = {**os.environ, **quiet, **files, **ports}
 

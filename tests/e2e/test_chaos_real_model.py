@@ -24,7 +24,8 @@ EXPECTED = dict.fromkeys(("tokenizer", "scheduler", "executor", "kv_offload", "d
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    with running_up(tmp_path_factory.mktemp("real"), "--backend", "torch", "--dtype", "f32") as up:
+    engine = ("--backend", "torch", "--dtype", "f32", "--threads", "1")  # beside other tests
+    with running_up(tmp_path_factory.mktemp("real"), *engine) as up:
         yield up
 
 
