@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,15 +68,17 @@ def _evaluate(given: argparse.Namespace) -> None:
 
     from loadtest.eval import logits, report
 
-    engines = [arm.build(given.model, given.context) for arm in arms]
-    path = logits.path_for(given.path, engines)
-    seen = compare(engines, windows, path, with_reference=bool(given.reference))
+    with ExitStack() as stack:
+        engines = [stack.enter_context(closing(arm.build(given.model, given.context))) for arm in arms]
+        path = logits.path_for(given.path, engines)
+        seen = compare(engines, windows, path, with_reference=bool(given.reference))
+        about = [report.about_engine(engine.info) for engine in engines]
     digest = hashlib.sha256(repr(windows).encode()).hexdigest()[:16]
     question = {"text": given.text.name, "tokens_digest": digest, "windows": len(windows)}
     question |= {"context": given.context, "path": path, "reference": given.reference or None}
     found = [
-        report.Evaluated(arm.name, report.about_engine(engine.info), each.figures())
-        for arm, engine, each in zip(arms, engines, seen, strict=True)
+        report.Evaluated(arm.name, facts, each.figures())
+        for arm, facts, each in zip(arms, about, seen, strict=True)
     ]
     print(report.table(question, found))
     if given.json:

@@ -34,10 +34,11 @@ def about_engine(info: Any) -> dict[str, Any]:
 def table(question: dict[str, Any], found: list[Evaluated]) -> str:
     """The figures, a line for each engine."""
     heads = HEADS if any("kl_mean" in each.figures for each in found) else HEADS[:1]
-    lines = [" ".join([f"{'':<20}", *(f"{head:>{width}}" for head, width in heads)])]
+    wide = max(len(each.name) for each in found)
+    lines = [" ".join([" " * wide, *(f"{head:>{width}}" for head, width in heads)])]
     for each in found:
         cells = zip(_cells(each.figures), heads, strict=False)
-        lines.append(" ".join([f"{each.name:<20}", *(f"{cell:>{width}}" for cell, (_, width) in cells)]))
+        lines.append(" ".join([f"{each.name:<{wide}}", *(f"{cell:>{width}}" for cell, (_, width) in cells)]))
     said = (
         f"{question['text']}: {question['windows']} windows of {question['context']} tokens, "
         f"{found[0].figures['tokens']} scored, by {question['path']}"

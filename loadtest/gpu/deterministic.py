@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from loadtest.driver import Driver
 from loadtest.gpu import engine, exact, rig
 from services.executor.cuda.backend import CudaBackend, build
 from services.executor.loading import TorchOptions
@@ -96,7 +97,7 @@ def _greedy(*, deterministic: bool) -> dict[str, Any]:
 
 def _answers(backend: CudaBackend, prompts: Mapping[int, list[int]], chunk: int) -> dict[int, list[int]]:
     """Greedy answers of all prompts in one batch, their prompts in chunks, beside which others decode."""
-    driver = rig.Driver(backend)
+    driver = Driver(backend)
     tables = dict(
         driver.open_with(slot, prompt, len(prompt) + ANSWER + 1) for slot, prompt in prompts.items()
     )
