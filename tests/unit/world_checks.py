@@ -92,7 +92,8 @@ def no_idle_window(world: World) -> None:
     depth = {"single": 1, "run_ahead": world.limits.window, "two_batch": 2}[world.limits.overlap]
     for executor in world.scheduler.state.executors.values():
         if executor.holds:
-            assert executor.ledger.copying_blocks and not executor.in_flight, "it waits for nothing"
+            assert executor.ledger.copying_blocks, "it waits for nothing"
+            assert not executor.in_flight
         elif len(executor.in_flight) < depth:
             decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
             assert not prompts

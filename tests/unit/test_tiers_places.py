@@ -1,0 +1,80 @@
+"""Whether a step waits for places that are being copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fake_tier import FakeTier
+from scheduler_world import World
+
+from services.scheduler.state import Executor, Limits
+from services.scheduler.tiers.places import OVERDUE
+
+STEP_US, STORE_US = 60_000, 1_000
+ASKED = {"first": [5] * 7, "second": [6] * 7}  # two blocks each, and both grow by one at a time
+
+
+def only(world: World) -> Executor:
+    (executor,) = world.scheduler.state.executors.values()
+    return executor
+
+
+@pytest.fixture
+def short() -> World:
+    """Two rows on four blocks want a fifth and a sixth: one has just been paused, and its blocks, which no
+    tier holds, are being copied down."""
+    limits = Limits(overlap="single")
+    world = World(replace(limits, policy=replace(limits.policy, kv="greedy")), now_us=1_000)
+    world.add_engine(blocks=4, max_context=16)
+    world.add_tier(FakeTier(capacity=64))
+    executor = only(world)
+    for request, prompt in ASKED.items():
+        world.ask(request, prompt, 8)
+    while not world.scheduler.state.meter.preemptions:
+        executor.pace.step_us, executor.down.store_us = STEP_US, STORE_US
+        assert world.deliver_tier() or world.deliver(), "nobody was paused"
+    return world
+
+
+def test_a_row_is_in_the_step_for_which_its_place_comes_in_time(short: World) -> None:
+    executor, planned = only(short), len(short.plans)
+    assert executor.holds
+    assert not executor.in_flight
+    while len(short.plans) == planned:
+        assert short.deliver_tier() or short.deliver_copy()
+    (left,) = executor.running
+    assert short.plans[-1].slots.tolist() == [left.slot]
+    short.run()
+    for request in ASKED:
+        short.assert_answers(request)
+    short.assert_idle()
+    assert short.scheduler.state.meter.recomputed_tokens == 0
+
+
+def test_nobody_starts_on_places_that_a_step_waits_for(short: World) -> None:
+    executor = only(short)
+    while executor.holds:
+        assert len(executor.running) == 1
+        assert short.deliver_tier() or short.deliver_copy()
+    assert executor.in_flight
+
+
+def test_no_step_waits_for_long(short: World) -> None:
+    short.tick(OVERDUE * STORE_US + STEP_US)
+    assert not only(short).holds
+
+
+def test_no_step_waits_for_a_copy_that_costs_more_than_the_step(short: World) -> None:
+    only(short).down.store_us = 2 * STEP_US
+    short.tick(10)
+    assert not only(short).holds
+
+
+def test_how_long_stores_take_is_learned(short: World) -> None:
+    executor = only(short)
+    executor.down.store_us = 0
+    began_us = min(job.began_us for job in short.scheduler.state.tiers.jobs.values())
+    while not executor.down.store_us:
+        assert short.deliver_tier() or short.deliver_copy() or short.deliver()
+    assert executor.down.store_us == short.now_us - began_us
