@@ -30,7 +30,8 @@ def fingerprint(
     Several ranks have one, of all their digests in order: their blocks go together, and to as many ranks."""
     digest = hashlib.sha256()
     parts = (_FORMAT, model, repr(shapes), str(weights.embedding.dtype), str(block_tokens), LAYOUT)
-    for part in (*parts, *kept.marks()):
+    experts = () if shapes.experts is None else (repr(shapes.experts),)
+    for part in (*parts, *experts, *kept.marks()):
         digest.update(part.encode() + b"\0")
     for tensor in _tensors(weights):
         flat = tensor.flatten()

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.kv_blocks import FP8, FP8_MAX
+from kernels.moe import combine, experts_mlp, place, route, spread
 from kernels.rms_norm.ref import rms_norm
 from kernels.rope import apply_rope, rope_table
 from kernels.swiglu.ref import swiglu
@@ -107,9 +108,20 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> Tensor:
         found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
         attended = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
         residual = residual + ranks.all_reduce(F.linear(attended, layer.out.float()))
-        gate_up = F.linear(rms_norm(residual, layer.mlp_norm.float(), eps), layer.gate_up.float())
-        residual = residual + ranks.all_reduce(F.linear(swiglu(gate_up), layer.down.float()))
+        mixed = _mlp(rms_norm(residual, layer.mlp_norm.float(), eps), layer, shapes)
+        residual = residual + ranks.all_reduce(mixed)
     return torch.stack(found)
+
+
+def _mlp(x: Tensor, layer: LayerWeights, shapes: Shapes) -> Tensor:
+    if layer.router is None:
+        return F.linear(swiglu(F.linear(x, layer.gate_up.float())), layer.down.float())
+    assert shapes.experts is not None, "a router comes with experts"
+    logits = F.linear(x, layer.router.float())
+    weights, chosen = route(logits, shapes.experts.per_token, renormalise=shapes.experts.renormalise)
+    places = place(chosen, 0, shapes.experts.count)
+    found = experts_mlp(spread(x, places), layer.gate_up, layer.down, places.ends)
+    return combine(found, places, weights)
 
 
 def put_scales(scales: Tensor, shapes: Shapes, weights: Weights) -> None:

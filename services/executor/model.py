@@ -2,7 +2,7 @@
 
 x = embedding[ids]
 for each layer:  x += out(attention(rope(qkv(norm(x)))))   K and V go through the paged cache
-                 x += down(swiglu(gate_up(norm(x))))
+                 x += mlp(norm(x))                       down(swiglu(gate_up)), or experts
 logits = head(norm(x))                                      of the sampled rows only
 
 Of one of several ranks, `out` and `down` give parts of a sum over the ranks, and `head` some of the logits.
@@ -10,7 +10,6 @@ Of one of several ranks, `out` and `down` give parts of a sum over the ranks, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +20,9 @@ from kernels.kv_blocks import write_kv
 from kernels.paged_attention import attend_decode, attend_prefill
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope, rope_table
-from kernels.swiglu import swiglu, swiglu_by_row
 from services.executor.batch import Batch
 from services.executor.linear import ROW_TILE, Linear, Products
+from services.executor.mlp import Mlp, mlp
 from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
 from services.executor.shards import gathered_logits
@@ -40,8 +39,7 @@ class _Layer:
     mlp_norm: Tensor
     qkv: Linear
     out: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
 
 
 class Model:
@@ -64,23 +62,27 @@ class Model:
         device = weights.embedding.device
         products = Products(weights.embedding.dtype, device, deterministic=deterministic)
         self._head = products.linear(weights.head)
-        self._layers = [_layer(weights.layers.pop(0), products) for _ in range(shapes.layers)]
+        self._layers = [
+            _layer(weights.layers.pop(0), shapes, products, deterministic=deterministic)
+            for _ in range(shapes.layers)
+        ]
         self._deterministic = deterministic
         self._products = products
-        self._gate: Callable[[Tensor], Tensor] = swiglu_by_row if deterministic else swiglu
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, context_tokens).to(device)
 
     @torch.inference_mode()
     def compile_products(self, most_rows: int) -> None:
         """Run the products for every number of rows up to `most_rows` that has kernels of its own, so that no
-        step waits for their compilation. One layer stands for all: they have the same shapes."""
-        layer, hidden = self._layers[0], self._embedding.shape[1]
+        step waits for their compilation. One layer of each kind stands for all: they have the same shapes."""
+        kinds = {type(layer.mlp): layer for layer in self._layers}
+        hidden = self._embedding.shape[1]
         for rows in self._products.kernel_sizes(most_rows):
             x = self._embedding.new_zeros(rows, hidden)
-            layer.qkv(x)
-            layer.out(x.new_zeros(rows, self._shapes.heads * self._shapes.head_dim))
-            layer.down(self._gate(layer.gate_up(x)))
+            for layer in kinds.values():
+                layer.qkv(x)
+                layer.out(x.new_zeros(rows, self._shapes.heads * self._shapes.head_dim))
+                layer.mlp.compile(x)
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
         """Logits `[samples, vocab]` in float32 of the batch's sampled rows; writes the KV of all rows."""
@@ -91,10 +93,9 @@ class Model:
         for i, layer in enumerate(self._layers):
             attended = reduce(self._attention(i, layer, normed, rotation, batch, kv))
             normed, residual = add_rms_norm(attended, residual, layer.mlp_norm, eps)
-            gated = self._gate(layer.gate_up(normed))
             last = i + 1 == len(self._layers)
             norm = self._norm if last else self._layers[i + 1].attention_norm
-            normed, residual = add_rms_norm(reduce(layer.down(gated)), residual, norm, eps)
+            normed, residual = add_rms_norm(reduce(layer.mlp(normed)), residual, norm, eps)
         return self._logits(normed[batch.sampled])
 
     def _logits(self, chosen: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ def _attend(index: int, query: Tensor, batch: Batch, kv: Tensor) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _layer(weights: LayerWeights, products: Products) -> _Layer:
+def _layer(weights: LayerWeights, shapes: Shapes, products: Products, *, deterministic: bool) -> _Layer:
     return _Layer(
         attention_norm=weights.attention_norm,
         q_norm=weights.q_norm,
@@ -142,6 +143,5 @@ def _layer(weights: LayerWeights, products: Products) -> _Layer:
         mlp_norm=weights.mlp_norm,
         qkv=products.linear(weights.qkv, weights.qkv_bias),
         out=products.linear(weights.out),
-        gate_up=products.linear(weights.gate_up),
-        down=products.linear(weights.down),
+        mlp=mlp(weights, shapes, products, deterministic=deterministic),
     )

@@ -1,20 +1,31 @@
 """The shape of a model: one dataclass, read from GGUF metadata or from a Hugging Face config.json.
 
 Supported: the Llama family as Llama 2 and 3, SmolLM2, Mistral, Qwen2 (bias on q, k, v) and Qwen3 (norm on
-each q and k head). What these loaders do not know they refuse, naming it: a model that loads is computed
-as its authors meant.
+each q and k head); with a mixture of experts, Mixtral and Qwen3-MoE. What these loaders do not know they
+refuse, naming it: a model that loads is computed as its authors meant.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared.errors import SetupError
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShapes:
+    """A mixture of experts in place of the MLP, in all layers but `dense_layers`."""
+
+    count: int
+    per_token: int
+    width: int  # of an expert's MLP
+    renormalise: bool  # the weights of a token's experts add up to one
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +48,11 @@ class Shapes:
     tied: bool = False  # the head is the embedding
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertShapes | None = field(default=None, repr=False)  # fingerprints hold the repr, see there
+
+    def sparse(self, layer: int) -> bool:
+        """Whether a layer has a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def inverse_frequencies(self) -> list[float]:
         """Radians per position of each rotated pair: `theta^(-2i/head_dim) / factor_i`."""
@@ -63,7 +79,7 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     rope: Mapping[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    windowed = kind == "mistral" or bool(config.get("use_sliding_window"))
+    windowed = kind in ("mistral", "mixtral") or bool(config.get("use_sliding_window"))
     return Shapes(
         architecture=kind,
         layers=int(config["num_hidden_layers"]),
@@ -80,7 +96,28 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
         sliding_window=int(config.get("sliding_window") or 0) if windowed else 0,
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        experts=_hf_experts(kind, config),
+    )
+
+
+def _hf_experts(kind: str, config: Mapping[str, Any]) -> ExpertShapes | None:
+    if kind not in ("mixtral", "qwen3_moe"):
+        return None
+    count = int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
+    per_token = int(config["num_experts_per_tok"])
+    if kind == "mixtral":
+        width = int(config["intermediate_size"])
+        return ExpertShapes(count=count, per_token=per_token, width=width, renormalise=True)
+    step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    return ExpertShapes(
+        count=count,
+        per_token=per_token,
+        width=int(config["moe_intermediate_size"]),
+        renormalise=bool(config.get("norm_topk_prob", False)),
+        dense_layers=tuple(
+            layer for layer in range(int(config["num_hidden_layers"])) if layer in dense or (layer + 1) % step
+        ),
     )
 
 

@@ -48,9 +48,12 @@ class Shard:
 
 
 def shard(whole: Shapes, rank: int, size: int) -> Shard:
-    """The part of rank `rank` of `size`. Raises SetupError where there are not enough heads."""
+    """The part of rank `rank` of `size`. Raises SetupError where there are not enough heads, and for
+    a mixture of experts."""
     if size == 1:
         return Shard(shapes=whole, head_rows=whole.vocab, cuts={})
+    if whole.experts is not None:
+        raise SetupError(f"experts on {size} ranks are not served yet: use one")
     width = _UNIT if whole.intermediate % _UNIT == 0 else 1
     units = whole.intermediate // width
     if size > min(whole.heads, units):

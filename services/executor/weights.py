@@ -3,6 +3,8 @@
 Projections that read the same input are joined, so that a layer is four matrix products:
 
     qkv [(heads + 2 * kv_heads) * head_dim, hidden] · out · gate_up [2 * intermediate, hidden] · down
+
+Those of experts are stacked: gate_up [experts, 2 * width, hidden], down [experts, hidden, width].
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from torch import Tensor
 from services.executor.shards import Cut, Shard
 
 # A part of a layer (or of the model, with layer -1) as [out, in], in halves-rotating order for q and k;
-# with a cut, what that leaves of it.
+# with a cut, what that leaves of it. The parts of experts come as they are kept: "experts_gate_up" and
+# "experts_down".
 ReadTensor = Callable[[str, int, Cut | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Matrices are `[out, in]`, norms `[width]`."""
+    """One layer. Matrices are `[out, in]`, norms `[width]`. With a `router` `[experts, hidden]` it is sparse,
+    and `gate_up` and `down` are those of all experts."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -34,6 +38,7 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    router: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +71,9 @@ def assemble(shard: Shard, read: ReadTensor, dtype: torch.dtype, device: torch.d
             k_norm=take("k_norm", i) if shapes.qk_norm else None,
             out=take("out", i),
             mlp_norm=take("mlp_norm", i),
-            gate_up=joined(("gate", "up"), i),
-            down=take("down", i),
+            gate_up=take("experts_gate_up", i) if shapes.sparse(i) else joined(("gate", "up"), i),
+            down=take("experts_down" if shapes.sparse(i) else "down", i),
+            router=take("router", i) if shapes.sparse(i) else None,
         )
 
     embedding = take("embedding")

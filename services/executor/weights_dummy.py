@@ -46,7 +46,15 @@ def _sizes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """The shape of every part that `assemble` asks for."""
     hidden, wide = shapes.hidden, shapes.intermediate
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
-    return {
+    experts: dict[str, tuple[int, ...]] = {}
+    if shapes.experts is not None:
+        count, narrow = shapes.experts.count, shapes.experts.width
+        experts = {
+            "router": (count, hidden),
+            "experts_gate_up": (count, 2 * narrow, hidden),
+            "experts_down": (count, hidden, narrow),
+        }
+    return experts | {
         "embedding": (shapes.vocab, hidden),
         "norm": (hidden,),
         "head": (shapes.vocab, hidden),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ _LAYER = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+# The router and, of each expert, gate, up and down.
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+}
 
 
 def load_hf(
@@ -50,22 +56,46 @@ def load_hf(
         raise SetupError(f"{folder} has no config.json: it is not a Hugging Face model folder") from error
     except KeyError as error:
         raise SetupError(f"{folder / 'config.json'} lacks {error}; fetch the model again") from error
-    files = _files_by_tensor(folder)
+    tensors = _Tensors(folder)
 
     def read(part: str, layer: int, cut: Cut | None) -> Tensor:
-        name = _MODEL[part] if layer < 0 else f"model.layers.{layer}.{_LAYER[part]}"
-        if name not in files:
-            raise SetupError(f"{folder} has no tensor {name!r}; fetch the model again")
-        with safe_open(files[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name) if cut is None else _part(opened, name, cut)
+        if layer < 0:
+            return tensors.read(_MODEL[part], cut)
+        if part in _LAYER:
+            return tensors.read(f"model.layers.{layer}.{_LAYER[part]}", cut)
+        router, experts, (gate, up, down) = _EXPERTS[shapes.architecture]
+        if part == "router":
+            return tensors.read(f"model.layers.{layer}.{router}.weight", cut)
+        assert shapes.experts is not None, "the parts of experts are of a model that has them"
+        names = (down,) if part == "experts_down" else (gate, up)
+        each = (f"model.layers.{layer}.{experts}.{expert}" for expert in range(shapes.experts.count))
+        return torch.stack([
+            torch.cat([tensors.read(f"{expert}.{name}.weight", cut) for name in names]) for expert in each
+        ])  # fmt: skip
+
+    part = shard(shapes, ranks.rank, ranks.size)
+    return part.shapes, assemble(part, read, dtype, device)
+
+
+class _Tensors:
+    """The tensors of a folder; its files stay open, for experts are many small tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = _files_by_tensor(folder)
+        self._open = functools.cache(functools.partial(safe_open, framework="pt"))
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        """Of a tensor what `cut` leaves. Raises SetupError for one that is not there or is quantised."""
+        if name not in self._files:
+            raise SetupError(f"{self._folder} has no tensor {name!r}; fetch the model again")
+        opened: Any = self._open(self._files[name])
+        tensor: Tensor = opened.get_tensor(name) if cut is None else _part(opened, name, cut)
         if not tensor.is_floating_point():
             raise SetupError(
                 f"tensor {name!r} is {tensor.dtype}; quantised safetensors are not supported, use GGUF"
             )
         return tensor
-
-    part = shard(shapes, ranks.rank, ranks.size)
-    return part.shapes, assemble(part, read, dtype, device)
 
 
 def _part(opened: Any, name: str, cut: Cut) -> Tensor:

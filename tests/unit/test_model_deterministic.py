@@ -33,7 +33,7 @@ def test_how_a_prompt_is_cut(tmp_path: Path) -> None:
     assert_chunks_do_not_show(tiny_engine(tmp_path, "llama-9-3-tied", "f32", 1), 29)
 
 
-@pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3", "qwen3-moe"])
 @pytest.mark.parametrize(("dtype", "threads"), [("f32", 1), ("f32", 2), ("bf16", 2)])
 def test_tiny_models(kind: str, dtype: str, threads: int, tmp_path: Path) -> None:
     maker = tiny_engine(tmp_path, kind, dtype, threads)

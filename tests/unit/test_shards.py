@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 from plan_maker import GREEDY, PlanMaker, Row
 from rank_side import on_ranks
 from test_weights_gguf import write_gguf
-from tiny_models import KINDS, VOCAB, save_tiny
+from tiny_models import DENSE, VOCAB, save_tiny
 
 from services.executor.loading import TorchOptions, load
 from services.executor.ranks import SOLO, Ranks
-from services.executor.shapes import Shapes
+from services.executor.shapes import ExpertShapes, Shapes
 from services.executor.shards import Cut, shard
 from services.executor.torch_backend import TorchBackend
 from services.executor.weights_dummy import load_dummy
@@ -39,6 +40,13 @@ def shapes(heads: int, kv_heads: int, intermediate: int = 96, vocab: int = VOCAB
         architecture="llama", layers=1, hidden=heads * 8, heads=heads, kv_heads=kv_heads, head_dim=8,
         intermediate=intermediate, vocab=vocab, norm_eps=1e-6, rope_theta=1e4,
     )  # fmt: skip
+
+
+def test_experts_are_not_spread() -> None:
+    mixture = replace(shapes(8, 4), experts=ExpertShapes(count=8, per_token=2, width=32, renormalise=True))
+    assert shard(mixture, 0, 1).shapes is mixture
+    with pytest.raises(SetupError, match="experts on 2 ranks"):
+        shard(mixture, 0, 2)
 
 
 @given(
@@ -131,7 +139,7 @@ def tokens(seed: int, count: int) -> list[int]:
 def all_logits(ranks: Ranks, folder: Path) -> dict[str, list[torch.Tensor]]:
     """Of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind of model."""
     return {
-        kind + extra: list(logits_of(ranks, folder / kind, extra)) for kind in KINDS for extra in ("", "/fp8")
+        kind + extra: list(logits_of(ranks, folder / kind, extra)) for kind in DENSE for extra in ("", "/fp8")
     }
 
 
@@ -156,7 +164,7 @@ def logits_of(ranks: Ranks, folder: Path, extra: str) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_logits_of_ranks_equal_those_of_one(size: int, tmp_path: Path) -> None:
-    for kind in KINDS:
+    for kind in DENSE:
         save_tiny(kind, tmp_path / kind)
     wanted = all_logits(SOLO, tmp_path)
     answers = on_ranks(size, all_logits, tmp_path)

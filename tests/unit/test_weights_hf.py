@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import KINDS, save_tiny, tiny_model
 
-from services.executor.shapes import from_hf
+from services.executor.shapes import ExpertShapes, from_hf
 from services.executor.torch_backend import TorchOptions, build
+from services.executor.weights_dummy import load_dummy
 from services.executor.weights_hf import load_hf
 from shared.errors import SetupError
 
@@ -128,3 +129,42 @@ def test_the_fingerprint_tells_one_changed_weight_matrix(tmp_path: Path) -> None
     state["model.layers.1.mlp.down_proj.weight"] = state["model.layers.1.mlp.down_proj.weight"] * 1.01
     save_file(state, folder / "model.safetensors")
     assert build(options(folder)).info.fingerprint != before
+
+
+MOE = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 40,
+}
+
+
+def test_which_layers_have_experts() -> None:
+    shapes = from_hf({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert [shapes.sparse(layer) for layer in range(6)] == [False, True, False, False, False, True]
+    assert shapes.experts == ExpertShapes(
+        count=128, per_token=8, width=40, renormalise=False, dense_layers=(0, 2, 3, 4)
+    )
+    mixtral = from_hf({**CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert mixtral.experts == ExpertShapes(count=8, per_token=2, width=96, renormalise=True)
+    assert not from_hf(CONFIG).sparse(0)
+
+
+def test_the_fingerprint_tells_how_tokens_are_routed(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3-moe", tmp_path)
+    before = build(options(folder)).info.fingerprint
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 2}))
+    assert build(options(folder)).info.fingerprint != before
+
+
+def test_dummy_weights_have_the_shapes_of_the_model(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3-moe-mixed", tmp_path)
+    (_, found), (_, wanted) = (load(folder, torch.float32, CPU) for load in (load_dummy, load_hf))
+    for ours, theirs in zip(found.layers, wanted.layers, strict=True):
+        assert ours.gate_up.shape == theirs.gate_up.shape
+        assert ours.down.shape == theirs.down.shape
+        assert (ours.router is None) == (theirs.router is None)
+    assert found.layers[0].gate_up.std() == pytest.approx(0.02, rel=0.05)

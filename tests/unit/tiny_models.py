@@ -11,11 +11,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB = 131
@@ -37,6 +41,13 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+
+def _qwen3_moe(**options: object) -> Qwen3MoeConfig:
+    experts = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    return Qwen3MoeConfig(**_BASE, head_dim=24, **experts, **options)
+
+
 _MAKE = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**{**_BASE, "num_key_value_heads": 4})),
     "llama-9-3-tied": lambda: LlamaForCausalLM(
@@ -56,8 +67,14 @@ _MAKE = {
     "mistral": lambda: MistralForCausalLM(
         MistralConfig(**{**_BASE, "num_key_value_heads": 1}, sliding_window=256)
     ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_BASE, num_local_experts=5, num_experts_per_tok=2)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(_qwen3_moe(norm_topk_prob=True)),
+    "qwen3-moe-mixed": lambda: Qwen3MoeForCausalLM(  # a dense layer, and weights that do not add up to one
+        _qwen3_moe(norm_topk_prob=False, mlp_only_layers=[1])
+    ),
 }
 KINDS = tuple(_MAKE)
+DENSE = tuple(kind for kind in KINDS if kind not in ("mixtral", "qwen3-moe", "qwen3-moe-mixed"))
 
 
 @functools.cache

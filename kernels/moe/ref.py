@@ -1,0 +1,81 @@
+"""A mixture of experts in torch (Shazeer et al. 2017, arXiv:1701.06538): the meaning of the ops, and the CPU
+path of ranks that share the experts.
+
+    logits ─ route ─▶ experts, weights [tokens, k]
+    experts ─ place ─▶ where each (token, expert) pair lies among rows sorted by expert
+    x [tokens] ─ spread ─▶ [pairs] ─ products, one group of rows an expert ─▶ [pairs] ─ combine ─▶ [tokens]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.swiglu.ref import swiglu
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where pairs lie among rows sorted by expert, those of one expert in the order of their tokens.
+
+    `ends` `[experts here]` int32: the row behind each expert's last. `rows` `[tokens, k]` int32: the row of
+    each pair, -1 for a pair of an expert that is not here.
+    """
+
+    ends: Tensor
+    rows: Tensor
+
+
+def route(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """The `count` most probable experts of each row of `logits` `[tokens, experts]`, the most probable first:
+    their weights `[tokens, count]` in float32, which add up to one where they are renormalised, and their
+    numbers in int32."""
+    weights, experts = logits.float().softmax(-1).topk(count, -1)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts.int()
+
+
+def place(experts: Tensor, first: int, count: int) -> Places:
+    """Sort the pairs of `experts` `[tokens, k]` that go to `first` up to `first + count`."""
+    flat = experts.flatten().long() - first
+    flat = torch.where((flat >= 0) & (flat < count), flat, count)
+    order = flat.argsort(stable=True)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    ends = F.one_hot(flat, count + 1).sum(0)[:count].cumsum(0)
+    rows = torch.where(flat < count, rows, -1)
+    return Places(ends.int(), rows.view(experts.shape).int())
+
+
+def spread(x: Tensor, places: Places) -> Tensor:
+    """The rows of `x` `[tokens, width]` where their pairs lie: `[tokens * k, width]`; those behind the last
+    end are undefined."""
+    tokens, k = places.rows.shape
+    out = x.new_empty(tokens * k, x.shape[1])
+    token, slot = (places.rows >= 0).nonzero(as_tuple=True)
+    out[places.rows[token, slot].long()] = x[token]
+    return out
+
+
+def combine(y: Tensor, places: Places, weights: Tensor) -> Tensor:
+    """The weighted sum, in float32, of each token's rows of `y` `[pairs, width]`: `[tokens, width]`. Pairs
+    that are not here add nothing."""
+    here = places.rows >= 0
+    rows = y[places.rows.clamp(min=0).flatten().long()].view(*places.rows.shape, -1).float()
+    rows = torch.where(here[..., None], rows, 0.0)  # not weights of 0: what is undefined may be a NaN
+    return (rows * weights[..., None]).sum(1).to(y.dtype)
+
+
+def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
+    """Each expert's MLP of its rows of `x` `[pairs, hidden]`, in their dtype; those behind the last end are
+    undefined. `gate_up` is `[experts, 2 * width, hidden]`, `down` `[experts, hidden, width]`."""
+    out, begin = torch.empty_like(x), 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            gated = swiglu(F.linear(x[begin:end], gate_up[expert].to(x.dtype)))
+            out[begin:end] = F.linear(gated, down[expert].to(x.dtype))
+        begin = end
+    return out

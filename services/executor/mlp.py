@@ -1,0 +1,74 @@
+"""The MLP of a layer: one for all tokens, or a mixture of experts, of which a token sees a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.moe import route
+from kernels.swiglu import swiglu, swiglu_by_row
+from services.executor.linear import ROW_TILE, Linear, Products
+from services.executor.shapes import ExpertShapes, Shapes
+from services.executor.weights import LayerWeights
+
+
+class Mlp(Protocol):
+    """`[rows, hidden]` to the same."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def compile(self, x: Tensor) -> None:
+        """Have the kernels of every product of as many rows as `x` has."""
+        ...
+
+
+def mlp(layer: LayerWeights, shapes: Shapes, products: Products, *, deterministic: bool) -> Mlp:
+    """The MLP of a layer. With `deterministic` a row's result does not depend on the other rows."""
+    gate = swiglu_by_row if deterministic else swiglu
+    if layer.router is None:
+        return _Dense(products.linear(layer.gate_up), gate, products.linear(layer.down))
+    assert shapes.experts is not None, "a router comes with experts"
+    experts = [
+        _Dense(products.linear(gate_up), gate, products.linear(down))
+        for gate_up, down in zip(layer.gate_up, layer.down, strict=True)
+    ]
+    tile = ROW_TILE if deterministic else 1
+    return _Experts(products.linear(layer.router), experts, shapes.experts, tile)
+
+
+class _Dense:
+    def __init__(self, gate_up: Linear, gate: Callable[[Tensor], Tensor], down: Linear) -> None:
+        self._gate_up, self._gate, self._down = gate_up, gate, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._gate(self._gate_up(x)))
+
+    def compile(self, x: Tensor) -> None:
+        self(x)
+
+
+class _Experts:
+    """Goes through the experts that have tokens, in order: so a token's sum is in one order in any batch."""
+
+    def __init__(self, router: Linear, experts: list[_Dense], shapes: ExpertShapes, tile: int) -> None:
+        """Products come in multiples of `tile` rows."""
+        self._router, self._experts, self._shapes, self._tile = router, experts, shapes, tile
+
+    def __call__(self, x: Tensor) -> Tensor:
+        count, renormalise = self._shapes.per_token, self._shapes.renormalise
+        weights, chosen = route(self._router(x), count, renormalise=renormalise)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in sorted({*chosen.flatten().tolist()}):
+            rows, slots = (chosen == expert).nonzero(as_tuple=True)
+            padded = F.pad(x[rows], (0, 0, 0, -len(rows) % self._tile))
+            found = self._experts[expert](padded)[: len(rows)].float()
+            out[rows] += found * weights[rows, slots, None]
+        return out.to(x.dtype)
+
+    def compile(self, x: Tensor) -> None:
+        self._router(x)
+        self._experts[0].compile(x)

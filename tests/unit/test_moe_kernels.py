@@ -1,0 +1,77 @@
+"""The ops of a mixture of experts against plain loops in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_side import normal
+
+from kernels.moe import combine, experts_mlp, place, route, spread
+
+TOKENS, EXPERTS, PER_TOKEN, HIDDEN, WIDTH = 29, 10, 3, 16, 24
+
+
+def by_loops(
+    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """Token by token and expert by expert, in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, row in enumerate(x.double()):
+        for slot, expert in enumerate(chosen[token].tolist()):
+            gate, up = (gate_up[expert].double() @ row).chunk(2)
+            found = down[expert].double() @ (gate / (1 + torch.exp(-gate)) * up)
+            out[token] += weights[token, slot].double() * found
+    return out
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_the_most_probable_experts_and_their_share(renormalise: bool) -> None:
+    logits = normal(TOKENS, EXPERTS).cpu()
+    weights, chosen = route(logits, PER_TOKEN, renormalise=renormalise)
+    probable = torch.exp(logits.double()) / torch.exp(logits.double()).sum(1, keepdim=True)
+    for token in range(TOKENS):
+        order = sorted(range(EXPERTS), key=lambda expert: -probable[token, expert].item())[:PER_TOKEN]
+        assert chosen[token].tolist() == order
+        wanted = probable[token, order]
+        if renormalise:
+            wanted = wanted / wanted.sum()
+        torch.testing.assert_close(weights[token].double(), wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, EXPERTS), (0, 4), (4, 6), (9, 1)])
+def test_pairs_lie_by_expert_and_token(first: int, count: int) -> None:
+    chosen = route(normal(TOKENS, EXPERTS).cpu(), PER_TOKEN, renormalise=True)[1]
+    places = place(chosen, first, count)
+    pairs = [
+        (expert, token, slot)
+        for token in range(TOKENS)
+        for slot, expert in enumerate(chosen[token].tolist())
+        if first <= expert < first + count
+    ]
+    wanted = torch.full((TOKENS, PER_TOKEN), -1, dtype=torch.int32)
+    for row, (_, token, slot) in enumerate(sorted(pairs)):
+        wanted[token, slot] = row
+    assert torch.equal(places.rows, wanted)
+    until = [sum(expert <= first + i for expert, _, _ in pairs) for i in range(count)]
+    assert places.ends.tolist() == until
+
+
+def test_shares_of_the_experts_add_up_to_the_mlp_of_each() -> None:
+    x, gate_up, down = (
+        normal(*shape, seed=seed).cpu()
+        for seed, shape in enumerate(
+            [(TOKENS, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)]
+        )
+    )
+    weights, chosen = route(normal(TOKENS, EXPERTS, seed=9).cpu(), PER_TOKEN, renormalise=False)
+    found = torch.zeros_like(x)
+    for first, count in ((0, 3), (3, 7)):
+        places = place(chosen, first, count)
+        rows = experts_mlp(
+            spread(x, places), gate_up[first : first + count], down[first : first + count], places.ends
+        )
+        rows[places.ends[-1] :] = torch.nan  # undefined: it must not be read
+        found += combine(rows, places, weights)
+    torch.testing.assert_close(
+        found.double(), by_loops(x, chosen, weights, gate_up, down), atol=1e-4, rtol=1e-5
+    )
