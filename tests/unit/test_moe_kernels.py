@@ -6,7 +6,8 @@ import pytest
 import torch
 from gpu_side import normal
 
-from kernels.moe import combine, experts_mlp, place, route, spread
+from kernels.moe import combine, experts_mlp, gpu, place, route, spread
+from kernels.swiglu.ref import swiglu
 
 TOKENS, EXPERTS, PER_TOKEN, HIDDEN, WIDTH = 29, 10, 3, 16, 24
 
@@ -75,3 +76,45 @@ def test_shares_of_the_experts_add_up_to_the_mlp_of_each() -> None:
     torch.testing.assert_close(
         found.double(), by_loops(x, chosen, weights, gate_up, down), atol=1e-4, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_the_gpu_routes_alike(renormalise: bool) -> None:
+    logits = normal(TOKENS, EXPERTS)
+    for found, wanted in zip(
+        gpu.route(logits, PER_TOKEN, renormalise=renormalise),
+        route(logits, PER_TOKEN, renormalise=renormalise),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, EXPERTS), (0, 4), (4, 6), (9, 1)])
+@pytest.mark.parametrize("tokens", [1, TOKENS, 1000])
+def test_the_gpu_places_alike(first: int, count: int, tokens: int) -> None:
+    chosen = normal(tokens, EXPERTS).topk(PER_TOKEN).indices.int()
+    found, wanted = gpu.place(chosen, first, count), place(chosen, first, count)
+    assert torch.equal(found.rows, wanted.rows)
+    assert torch.equal(found.ends, wanted.ends)
+
+
+def test_the_gpu_spreads_gates_and_combines_alike() -> None:
+    x, logits = normal(TOKENS, HIDDEN), normal(TOKENS, EXPERTS, seed=9)
+    weights, chosen = route(logits, PER_TOKEN, renormalise=False)
+    places = place(chosen, 2, 5)
+    count = int(places.ends[-1])
+    rows = gpu.spread(x, places)
+    assert torch.equal(rows[:count], spread(x, places)[:count])
+    gate_up = normal(len(rows), 2 * WIDTH)
+    torch.testing.assert_close(gpu._gate(gate_up, places.ends)[:count], swiglu(gate_up)[:count])
+    y = normal(len(rows), HIDDEN, seed=3)
+    y[count:] = torch.nan
+    torch.testing.assert_close(gpu.combine(y, places, weights), combine(y, places, weights))
+
+
+def test_grouped_products_are_those_of_each_expert() -> None:
+    shapes = [(TOKENS, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)]
+    x, gate_up, down = (normal(*shape, seed=seed).bfloat16() for seed, shape in enumerate(shapes))
+    ends = torch.tensor([0, 3, 3, 4, 9, 16, 16, 20, 21, 25], dtype=torch.int32, device=x.device)
+    found, wanted = gpu.experts_mlp(x, gate_up, down, ends), experts_mlp(x, gate_up, down, ends)
+    torch.testing.assert_close(found[:25], wanted[:25], atol=0.5, rtol=0.02)
