@@ -64,7 +64,7 @@ def combine(y: Tensor, places: Places, weights: Tensor) -> Tensor:
     """The weighted sum, in float32, of each token's rows of `y` `[pairs, width]`: `[tokens, width]`. Pairs
     that are not here add nothing."""
     here = places.rows >= 0
-    rows = y[places.rows.clamp(min=0).flatten().long()].view(*places.rows.shape, -1).float()
+    rows = y[places.rows.clamp(min=0).flatten().long()].view(*places.rows.shape, y.shape[1]).float()
     rows = torch.where(here[..., None], rows, 0.0)  # not weights of 0: what is undefined may be a NaN
     return (rows * weights[..., None]).sum(1).to(y.dtype)
 
