@@ -16,7 +16,7 @@ from kernels.moe.ref import Places
 _ROUTED = 8  # rows of logits in a program
 _SUB = 64  # pairs that are counted at once: a tile of them by the experts
 _PARTS = 128  # programs that count; one program adds up what they found
-_LOOPS = 8 * 132  # programs that go through rows of unknown number
+_LOOPS = 16 * 132  # programs that go through rows of unknown number
 
 
 @triton.jit

@@ -5,10 +5,18 @@ A stream of its own may then carry it, and the tensors stay those of the stream 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as distributed
 from torch import Tensor
+
+# Their older names warn where there are the newer.
+_all_gather: Callable[..., object] = getattr(
+    distributed, "all_gather_single", distributed.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., object] = getattr(
+    distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
+)
 
 
 class Collectives:
@@ -24,11 +32,11 @@ class Collectives:
 
     def all_gather_into(self, out: Tensor, x: Tensor) -> None:
         """`out` `[size, *x.shape]`: everybody's `x`."""
-        distributed.all_gather_into_tensor(out.flatten(), x.flatten(), group=self._group)
+        _all_gather(out.flatten(), x.flatten(), group=self._group)
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
         """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
-        distributed.reduce_scatter_tensor(out.flatten(), x.flatten(), group=self._group)
+        _reduce_scatter(out.flatten(), x.flatten(), group=self._group)
 
     def all_to_all_into(self, out: Tensor, x: Tensor, came: Sequence[int], sent: Sequence[int]) -> None:
         """Rows of `x`, `sent[r]` to rank r in order; rows of `out`, `came[r]` from rank r."""

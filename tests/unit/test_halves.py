@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.halves import Chunk, halves
+from services.executor.cuda.halves import halves
+from services.executor.cuda.inputs import Chunk
 
 
 def laid_out(counts: list[int], starts: list[int]) -> list[Chunk]:

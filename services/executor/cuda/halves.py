@@ -6,19 +6,11 @@ The second half of a cut prompt attends to the KV of the first, which must be th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from services.executor.cuda.inputs import Chunk
 
 CUT_TOKENS = 64  # the first half has a multiple of this: a product's tile of rows
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens of one prompt: token rows `first` to `first + count`, from position `start` on."""
-
-    slot: int
-    first: int
-    start: int
-    count: int
 
 
 def halves(chunks: Sequence[Chunk], cut: int = CUT_TOKENS) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
