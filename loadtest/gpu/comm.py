@@ -103,6 +103,7 @@ def main() -> None:
 
 def _join(tiny: bool) -> torch.device:
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast stays off
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # talks read a graph's buffers through NCCL's own
     if tiny:
         torch.set_num_threads(1)
         distributed.init_process_group("gloo")

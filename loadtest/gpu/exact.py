@@ -1,7 +1,7 @@
 """Are the figures those of the right computation: logits of the engine in bf16 against transformers.
 
-Random small models of two kinds; every position of a sequence, through the decode path (one token at a time)
-and the prefill path (chunks). Held against transformers in float32, and beside transformers' own bf16.
+Random small models of three kinds; every position of a sequence, through the decode path (one token at a
+time) and the prefill path (chunks). Held against transformers in float32, and beside transformers' own bf16.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from loadtest.eval.divergence import kl_divergence, log_probs, same_top
 from loadtest.eval.logits import by_steps
@@ -24,22 +32,24 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }  # fmt: skip
+_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
+_MAKE = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_EXPERTS)),
+}
 TOKENS, CHUNK = 300, 64
 
 
 def exact() -> list[dict[str, Any]]:
     """KL divergence and agreement of the likeliest token, by model and path."""
-    return [found for kind in ("llama", "qwen3") for found in compare(kind)]
+    return [found for kind in ("llama", "qwen3", "qwen3_moe") for found in compare(kind)]
 
 
 def small_model(kind: str) -> PreTrainedModel:
-    """A random model of 8 layers in float32: kind `llama` or `qwen3`."""
+    """A random model of 8 layers in float32: kind `llama`, `qwen3` or `qwen3_moe`."""
     torch.manual_seed(3)
-    model = (
-        LlamaForCausalLM(LlamaConfig(**_SIZES))
-        if kind == "llama"
-        else Qwen3ForCausalLM(Qwen3Config(**_SIZES))
-    ).eval()
+    model = _MAKE[kind]().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)

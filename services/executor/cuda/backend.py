@@ -40,7 +40,13 @@ log = logging.getLogger("headrace.executor")
 
 def build(options: TorchOptions, ranks: Ranks = SOLO) -> CudaBackend:
     """Load the model and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
-    return CudaBackend(options, load(options, ranks))
+    loaded = load(options, ranks)
+    plain = loaded.cache.activations == torch.bfloat16 and not options.deterministic
+    if loaded.shapes.experts is not None and not plain:
+        raise SetupError(
+            "on a GPU experts are computed in bf16, and not in deterministic mode; use device cpu for either"
+        )
+    return CudaBackend(options, loaded)
 
 
 class CudaBackend:

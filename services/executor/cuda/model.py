@@ -2,6 +2,7 @@
 
     residual = embedding[ids]
     for each layer:  qkv │ rotate, write KV │ attention │ out │ add, norm │ gate, up │ swiglu │ down │ add …
+    of experts:      router │ route │ place │ spread │ gate, up │ swiglu │ down │ combine │ add …
 
 A product of few rows may come in parts that the kernel behind it adds up (kernels.matmul.gpu). Nothing here
 reads the device or depends on lengths: a pass of given sizes can be captured in a graph.
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernels.moe.gpu import combine, experts_mlp, place, route, spread
 from kernels.paged_attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
 from kernels.paged_attention.decode import Tuning as DecodeTuning
 from kernels.paged_attention.prefill import PrefillTiles, attend_prefill
@@ -74,10 +76,9 @@ class CudaModel:
         for i, layer in enumerate(layers):
             attended = self._summed(self._attention(i, layer, normed, placed, step), layer.out)
             normed = add_rms_norm_(attended, residual, layer.mlp_norm, eps, chained=chained)
-            gated = swiglu(self._product(normed, layer.gate_up, whole=True), chained=chained)
             last = i + 1 == len(layers)
             norm = self._norm if last else layers[i + 1].attention_norm
-            down = self._summed(gated, layer.down)
+            down = self._mlp(layer, normed, chained=chained)
             normed = add_rms_norm_(down, residual, norm, eps, out if last else None, chained=chained)
         return normed
 
@@ -107,6 +108,18 @@ class CudaModel:
         for chunk in step.dense:
             _attend_dense(query, qkv, chunk, self._shapes, out)
         return out.view(len(x), -1)
+
+    def _mlp(self, layer: LayerWeights, x: Tensor, *, chained: bool) -> Tensor:
+        if layer.router is None:
+            gated = swiglu(self._product(x, layer.gate_up, whole=True), chained=chained)
+            return self._summed(gated, layer.down)
+        shapes = self._shapes.experts
+        assert shapes is not None, "a router comes with experts"
+        logits = self._product(x, layer.router, whole=True)
+        weights, chosen = route(logits, shapes.per_token, renormalise=shapes.renormalise)
+        places = place(chosen, 0, shapes.count)
+        found = experts_mlp(spread(x, places), layer.gate_up, layer.down, places.ends)
+        return combine(found, places, weights)
 
 
 def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out: Tensor) -> None:
