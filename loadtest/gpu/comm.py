@@ -8,11 +8,14 @@ process; each way is a CUDA graph, its time that of the slowest rank, and what i
     off         one stream: compute, talk, compute, talk
     silent      the same, but nothing is said: compute alone
     on          two halves, the talks of one on a high-priority stream under the compute of the other
-    on 16, ...  the same, the talks with at most so many of the device's processors
-    on silent   the same, but nothing is said: what halving alone costs
-    auto        off or on, by crossovers measured before
+    on 16       the same, the talks with at most so many of the device's processors
+    ... spared  the same, and the products of the compute leave as many free
+    ... copy    the ranks talk by copies, which take no processors, in place of collectives
+    on silent   as on, but nothing is said: what halving alone costs
+    auto        the quickest off or the quickest on, by crossovers measured before
 
-Of the time that talking adds to compute alone, `exposed` is the part that is left with `on`.
+Of the time that talking adds to compute alone, `exposed` is the part that is left with `on`. The base is
+`off`; `to the best off` compares with the quicker of `off` and `off copy`.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,45 +35,23 @@ import torch.distributed as distributed
 from torch import Tensor
 
 from loadtest.gpu import comm_report
-from loadtest.gpu.comm_model import Stack, Talks, shapes_of
+from loadtest.gpu.comm_model import Stack, shapes_of
+from loadtest.gpu.comm_times import all_say, talk_us, times
+from loadtest.gpu.comm_ways import LIMIT, How, Together, Way, offered
 from services.executor.collectives import Collectives
 from services.executor.crossover import crossover
 from services.executor.cuda.halves import CUT_TOKENS, halves
 from services.executor.cuda.inputs import Chunk
-from services.executor.programs import Program, in_turn
+from services.executor.programs import in_turn
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-LIMITED = (8, 16)  # thread blocks of a talk, for sizes from here on:
-LARGE = 2048
+LARGE = 2048  # tokens from which on more than off, silent, on and their copies are measured
+SECONDARY = ("on silent", f"on {LIMIT}")
+LONGEST = 8192  # rows of a talk with nothing beside it
 PROFILED = 4096  # tokens of the pass whose kernels are timed one by one
 REPEATS = 5
+PATIENCE = timedelta(seconds=120)  # with a rank that says nothing: then the program ends
 STARTED = 2  # repeats of the measurement at start, by which `auto` goes
-
-Together = Callable[[Sequence[Program]], list[Tensor]]
-
-
-class Silent:
-    """Ranks that say nothing: a rank gets its own part of what it would get, so that numbers stay numbers."""
-
-    def __init__(self, group: Collectives) -> None:
-        self.rank, self.size = group.rank, group.size
-
-    def all_reduce(self, x: Tensor) -> None:
-        return
-
-    def all_gather_into(self, out: Tensor, x: Tensor) -> None:
-        if (
-            x.dtype == torch.int32
-        ):  # routes: as if all ranks had these, so that the experts have as much to do
-            out.copy_(x.expand_as(out))
-        else:
-            out[self.rank].copy_(x)
-
-    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
-        out.copy_(x[self.rank])
-
-    def all_to_all_into(self, out: Tensor, x: Tensor, came: list[int], sent: list[int]) -> None:
-        raise NotImplementedError("the host reads what comes")
 
 
 def main() -> None:
@@ -81,6 +62,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt, at most")
     parser.add_argument("--layers", type=int, default=0, help="0: all the model has")
     parser.add_argument("--tiny", action="store_true", help="a toy model on CPUs")
+    parser.add_argument("--no-copies", action="store_true", help="collectives alone")
     parser.add_argument("--seconds", type=float, default=270, help="no new size is begun after this")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -103,6 +85,7 @@ def main() -> None:
 
 def _join(tiny: bool) -> torch.device:
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast stays off
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # talks read a graph's buffers through NCCL's own
     if tiny:
         torch.set_num_threads(1)
@@ -110,47 +93,13 @@ def _join(tiny: bool) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    distributed.init_process_group("nccl", device_id=device)
+    distributed.init_process_group("nccl", device_id=device, timeout=PATIENCE)
     return device
-
-
-def _limited(most: int) -> Talks:
-    """Ranks whose talks take at most so many thread blocks, on every rank at once."""
-    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = most
-    return Collectives(distributed.new_group(pg_options=options))
 
 
 def _say(text: str) -> None:
     if distributed.get_rank() == 0:
         print(text, flush=True)
-
-
-class Way:
-    """A pass, as a graph on a GPU. Keeps what the graph reads."""
-
-    graph: Any = None
-
-    def __init__(self, run: Callable[[Together, Tensor], None], together: Together, out: Tensor) -> None:
-        """`run` writes to the tensor it gets."""
-        self.run, self._together, self.out = run, together, out
-        self()
-
-    def capture(self, pool: Any) -> None:
-        """From now on replay a graph."""
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self()
-        self.graph = graph
-        self()
-        torch.cuda.synchronize()
-
-    def __call__(self) -> None:
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.run(self._together, self.out)
 
 
 class Bench:
@@ -162,15 +111,14 @@ class Bench:
         self._sizes = [int(size) for size in asked.sizes.split(",")]
         self._group = Collectives()
         self._together: Together = in_turn
-        self._talks: dict[str, Talks] = {"off": self._group, "silent": Silent(self._group)}
-        self._talks |= {"on": self._group}
         if self._on_gpu:
             from services.executor.cuda.lanes import Lanes
 
             self._together = Lanes(device).together
-            self._talks |= {f"on {most}": _limited(most) for most in LIMITED}
-        self._talks["on silent"] = Silent(self._group)
         self._stack = Stack(kind, shapes_of(kind, asked.layers, tiny=asked.tiny), self._group, device, 0)
+        rows = max(self._sizes + [LONGEST] * self._on_gpu) * self._group.size
+        row_bytes = self._stack.shapes.hidden * self._stack.dtype.itemsize
+        self._hows = offered(self._group, device, 0 if asked.no_copies else rows * row_bytes)
         self._pool: Any = None
 
     @torch.inference_mode()
@@ -178,29 +126,11 @@ class Bench:
         """Times in ms by size and way, and what follows from them."""
         rows, started = [], {}
         for tokens in sorted(self._sizes, reverse=True):  # the largest first: graphs share their memory
-            late = torch.tensor([float(time.monotonic() > until_s)], device=self._device)
-            distributed.all_reduce(late)
-            if late.item():
+            if not all_say(time.monotonic() < until_s, self._device):
                 _say(f"{self._kind}: no time left for {tokens} tokens")
                 continue
             began_s = time.monotonic()
-            ways = self._ways(tokens)
-            checked = self._check(tokens, ways)
-            runs: dict[str, Callable[[], None]] = {**ways}
-            first = {way: statistics.median(times) for way, times in _times(runs, STARTED, self._device)}
-            started[tokens] = first["off"], min(first[way] for way in runs if _said_on(way))
-            best = min((way for way in runs if _said_on(way)), key=first.__getitem__)
-            chosen = "off" if crossover(started) > tokens else best
-            profiles = {}
-            if tokens == PROFILED and self._on_gpu:
-                profiles = {way: comm_report.profile(runs[way]) for way in ("off", best)}
-            runs["auto"] = runs[chosen]
-            found = dict(_times(runs, REPEATS, self._device))
-            rows.append(
-                comm_report.row(
-                    tokens, found, {"auto is": chosen, "best": best, "same": checked, "kernels": profiles}
-                )
-            )
+            rows.append(self._row(tokens, started))
             took_s = time.monotonic() - began_s
             _say(f"{self._kind}{self._group.size} {comm_report.line(rows[-1])} | {took_s:.1f} s")
         report = {
@@ -209,6 +139,22 @@ class Bench:
         }  # fmt: skip
         _say(f"{self._kind}{self._group.size} on from {report['crossover']} tokens")
         return report
+
+    def _row(self, tokens: int, started: dict[int, tuple[float, float]]) -> dict[str, Any]:
+        """One size's; `started` gets what was measured first."""
+        ways = self._ways(tokens)
+        same = self._check(tokens, ways)
+        first = comm_report.medians(times(ways, STARTED, self._device))
+        one, two = comm_report.quickest(first, "off"), comm_report.quickest(first, "on")
+        started[tokens] = first[one], first[two]
+        chosen = one if crossover(started) > tokens else two
+        kernels = {}
+        if tokens == PROFILED and self._on_gpu:
+            profiled = {"off", two, "on copy"} & set(ways)
+            kernels = {way: comm_report.profile(ways[way]) for way in sorted(profiled)}
+        found = times({**ways, "auto": ways[chosen]}, REPEATS, self._device)
+        more = {"auto is": chosen, "best": two, "same": same, "kernels": kernels}
+        return comm_report.row(tokens, found, more)
 
     def _ways(self, tokens: int) -> dict[str, Way]:
         """How to run a pass in every way."""
@@ -222,24 +168,35 @@ class Bench:
         prepared = [attention.prepare(part) for part in (chunks, *parts)]
         inputs = [x, x[:cut], x[cut:]]
         ways = {}
-        for way, talks in self._talks.items():
-            if way in ("on silent", *(f"on {most}" for most in LIMITED)) and tokens < LARGE:
+        for name, how in self._hows.items():
+            if tokens < LARGE and (name in SECONDARY or "spared" in name):
                 continue
-            which = slice(1, 3) if way.startswith("on") else slice(0, 1)
+            which = slice(1, 3) if name.startswith("on") else slice(0, 1)
 
-            def run(together: Together, out: Tensor, which: slice = which, talks: Talks = talks) -> None:
+            def run(together: Together, out: Tensor, which: slice = which, how: How = how) -> None:
                 programs = [
-                    self._stack.program(some, attention, made, talks)
+                    self._stack.program(some, attention, made, how.talks)
                     for some, made in zip(inputs[which], prepared[which], strict=True)
                 ]
                 torch.cat(together(programs), out=out)
 
-            ways[way] = Way(run, self._together if len(inputs[which]) > 1 else in_turn, torch.empty_like(x))
-        if self._on_gpu:
-            for each_way in ways.values():
-                each_way.capture(self._pool)
-                self._pool = self._pool or each_way.graph.pool()
+            way = self._way(name, run, torch.empty_like(x), how.spare)
+            if way is not None:
+                ways[name] = way
         return ways
+
+    def _way(self, name: str, run: Callable[[Together, Tensor], None], out: Tensor, spare: int) -> Way | None:
+        """None, on all ranks, if it fails on any."""
+        way = None
+        try:
+            way = Way(run, self._together if name.startswith("on") else in_turn, out, spare)
+            if self._on_gpu:
+                way.capture(self._pool)
+                self._pool = self._pool or way.graph.pool()
+        except (RuntimeError, OSError) as error:
+            print(f"rank {self._group.rank}: {name}: {error}", flush=True)
+            way = None
+        return way if all_say(way is not None, self._device) else None
 
     def _check(self, tokens: int, ways: dict[str, Way]) -> dict[str, Any]:
         """Whether halves in flight together give, bit by bit, what they give in turn, and how far they are
@@ -248,9 +205,9 @@ class Bench:
         ways["off"]()
         wanted = ways["off"].out.float()
         for name, way in ways.items():
-            if not _said_on(name):
+            if name in ("off", "silent", "on silent"):
                 continue
-            way.run(in_turn, way.out)
+            way.directly(in_turn)
             turns = way.out.clone()
             way.out.fill_(torch.nan)
             way()
@@ -264,67 +221,26 @@ class Bench:
         if not self._on_gpu:
             return []
         found = []
-        for rows in (64, 512, 2048, 4096, 8192):
+        for rows in (64, 512, 2048, 4096, LONGEST):
             x = torch.randn(rows, self._stack.shapes.hidden, dtype=self._stack.dtype, device=self._device)
             wide = x.new_empty(self._group.size, *x.shape)
             us = {}
-            for way in ("off", *(f"on {most}" for most in LIMITED)):
-                group = self._talks[way]
-                for name, talk in {
-                    "all_gather": functools.partial(group.all_gather_into, wide, x),
-                    "reduce_scatter": functools.partial(group.reduce_scatter_into, x, wide),
-                    "all_reduce": functools.partial(group.all_reduce, x),
-                }.items():
-                    x.zero_()
-                    wide.zero_()
-                    us[f"{name} {way.removeprefix('off').removeprefix('on ')}".strip()] = _talk_us(talk)
+            for way in ("off", f"on {LIMIT}", "off copy"):
+                if way in self._hows:
+                    group = self._hows[way].talks
+                    for name, talk in {
+                        "all_gather": functools.partial(group.all_gather_into, wide, x),
+                        "reduce_scatter": functools.partial(group.reduce_scatter_into, x, wide),
+                        "all_reduce": functools.partial(group.all_reduce, x),
+                    }.items():
+                        x.zero_()
+                        wide.zero_()
+                        us[f"{name} {way.removeprefix('off').removeprefix('on').strip()}".strip()] = talk_us(
+                            talk
+                        )
             found.append({"bytes": x.numel() * x.element_size(), "us": us})
             _say(f"talks {found[-1]['bytes']} bytes { {key: round(value) for key, value in us.items()} }")
         return found
-
-
-def _said_on(way: str) -> bool:
-    return way.startswith("on") and way != "on silent"
-
-
-def _talk_us(talk: Callable[[], None], times: int = 10) -> float:
-    for _ in range(3):
-        talk()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(times):
-        talk()
-    end.record()
-    end.synchronize()
-    return 1e3 * begin.elapsed_time(end) / times
-
-
-def _times(
-    runs: dict[str, Callable[[], object]], repeats: int, device: torch.device
-) -> Iterator[tuple[str, list[float]]]:
-    """Of every way the times in ms, the slowest rank's of each repeat; ways take turns."""
-    found: dict[str, list[float]] = {way: [] for way in runs}
-    for _ in range(repeats):
-        for way, run in runs.items():
-            found[way].append(_once_ms(run, device))
-    table = torch.tensor(list(found.values()), device=device)
-    distributed.all_reduce(table, op=distributed.ReduceOp.MAX)
-    yield from zip(found, table.tolist(), strict=True)
-
-
-def _once_ms(run: Callable[[], object], device: torch.device) -> float:
-    together = torch.zeros(1, device=device)
-    distributed.all_reduce(together)  # ranks begin together
-    if device.type != "cuda":
-        began_s = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - began_s)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
 
 
 if __name__ == "__main__":

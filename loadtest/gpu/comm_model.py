@@ -35,6 +35,8 @@ class Talks(Group, Protocol):
 
     def all_reduce(self, x: Tensor) -> None: ...
 
+    def all_gather_into(self, out: Tensor, x: Tensor) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:

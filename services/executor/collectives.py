@@ -34,6 +34,11 @@ class Collectives:
         """`out` `[size, *x.shape]`: everybody's `x`."""
         _all_gather(out.flatten(), x.flatten(), group=self._group)
 
+    def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        """all_gather_into for several."""
+        for out, x in zip(outs, xs, strict=True):
+            self.all_gather_into(out, x)
+
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
         """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
         _reduce_scatter(out.flatten(), x.flatten(), group=self._group)

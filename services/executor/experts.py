@@ -11,6 +11,7 @@ about 8 ranks and 8 experts gathered is less: a row goes to a rank once, whateve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,8 +44,8 @@ class Group(Protocol):
     rank: int
     size: int
 
-    def all_gather_into(self, out: Tensor, x: Tensor) -> None:
-        """`out` `[size, *x.shape]`: everybody's `x`."""
+    def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        """Each of `outs` `[size, *x.shape]`: everybody's `x`."""
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
         """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
@@ -79,11 +80,7 @@ class Gathered:
         routes = torch.stack((weights.view(torch.int32), chosen))
         tokens, all_routes = x.new_empty(group.size, *x.shape), routes.new_empty(group.size, *routes.shape)
 
-        def gather() -> None:
-            group.all_gather_into(all_routes, routes)
-            group.all_gather_into(tokens, x)
-
-        yield gather
+        yield lambda: group.all_gather_each((all_routes, tokens), (routes, x))
         all_weights = all_routes[:, 0].contiguous().view(torch.float32).flatten(0, 1)
         places = kernels.place(all_routes[:, 1].flatten(0, 1).contiguous(), group.rank * here, here)
         rows = kernels.spread(tokens.flatten(0, 1), places)

@@ -1,0 +1,39 @@
+"""Memory that ranks on CPUs share, in files: what GPUs map of each other, for services.executor.exchange."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+
+class HostMemory:
+    """See services.executor.exchange.Memory. Made by all ranks of the default group together."""
+
+    def __init__(self, bytes_each: int) -> None:
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        where: list[str | None] = [tempfile.mkdtemp() if self.rank == 0 else None]
+        distributed.broadcast_object_list(where)
+        paths = [Path(str(where[0])) / str(rank) for rank in range(self.size)]
+        with paths[self.rank].open("wb") as file:
+            file.truncate(bytes_each)
+        self.meet()
+        self._all = [
+            torch.from_file(str(path), shared=True, size=bytes_each, dtype=torch.uint8) for path in paths
+        ]
+        self.meet()  # all have mapped all
+        paths[self.rank].unlink()
+        self.meet()
+        if self.rank == 0:
+            os.rmdir(str(where[0]))
+
+    def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
+        return self._all[rank].narrow(0, at, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def meet(self) -> None:
+        distributed.barrier()

@@ -1,0 +1,163 @@
+"""The ways in which loadtest.gpu.comm passes through a model: who talks how, on how much of the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+from loadtest.gpu.comm_memory import HostMemory
+from loadtest.gpu.comm_model import Talks
+from loadtest.gpu.comm_times import all_say
+from services.executor.collectives import Collectives
+from services.executor.exchange import Copies, Memory
+from services.executor.programs import Program
+
+Together = Callable[[Sequence[Program]], list[Tensor]]
+
+LIMIT = 16  # thread blocks of a collective, where it has a limit
+MEETING = 2  # processors that are left for the programs with which copies wait for each other
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """`spare`: processors that the products leave free."""
+
+    talks: Talks
+    spare: int = 0
+
+
+class Silent:
+    """Ranks that say nothing: a rank gets its own part of what it would get, so that numbers stay numbers."""
+
+    def __init__(self, group: Collectives) -> None:
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce(self, x: Tensor) -> None:
+        return
+
+    def all_gather_into(self, out: Tensor, x: Tensor) -> None:
+        if x.dtype == torch.int32:  # routes: as if all had these, so that the experts have as much to do
+            out.copy_(x.expand_as(out))
+        else:
+            out[self.rank].copy_(x)
+
+    def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        for out, x in zip(outs, xs, strict=True):
+            self.all_gather_into(out, x)
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
+        out.copy_(x[self.rank])
+
+    def all_to_all_into(self, out: Tensor, x: Tensor, came: list[int], sent: list[int]) -> None:
+        raise NotImplementedError("the host reads what comes")
+
+
+def offered(group: Collectives, device: torch.device, most_bytes: int) -> dict[str, How]:
+    """By name; `most_bytes` that ranks say at once by copies, 0: they do not. `on…` in halves, the others
+    not."""
+    silent = Silent(group)
+    ways = {"off": How(group), "silent": How(silent), "on": How(group)}
+    if device.type == "cuda":
+        limited = _limited()
+        ways |= {f"on {LIMIT}": How(limited), f"on {LIMIT} spared": How(limited, LIMIT)}
+    copies = _copies(group, device, most_bytes) if most_bytes else None
+    if copies is not None:
+        ways |= {"off copy": How(copies), "on copy": How(copies), "on copy spared": How(copies, MEETING)}
+    return ways | {"on silent": How(silent)}
+
+
+class Way:
+    """A pass, as a graph on a GPU. Keeps what the graph reads."""
+
+    graph: Any = None
+
+    def __init__(
+        self, run: Callable[[Together, Tensor], None], together: Together, out: Tensor, spare: int
+    ) -> None:
+        """`run` writes to the tensor it gets."""
+        self._run, self._together, self.out, self._spare = run, together, out, spare
+        self()
+
+    def capture(self, pool: Any) -> None:
+        """From now on replay a graph."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self()
+        self.graph = graph
+        self()
+        torch.cuda.synchronize()
+
+    def directly(self, together: Together) -> None:
+        """Without a graph."""
+        with _spare(self._spare):
+            self._run(together, self.out)
+
+    def __call__(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.directly(self._together)
+
+
+def _spare(count: int) -> contextlib.AbstractContextManager[None]:
+    if not count or not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    from services.executor.cuda.spare import spare
+
+    return spare(count)
+
+
+def _limited() -> Talks:
+    """Collectives of at most so many thread blocks, on every rank at once."""
+    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = LIMIT
+    return Collectives(distributed.new_group(pg_options=options))
+
+
+def _copies(group: Collectives, device: torch.device, most_bytes: int) -> Copies | None:
+    """None, on all ranks, where one has no such memory or hears something else than its group says."""
+    heard, copies = False, None
+    try:
+        copies = Copies(_memory(device, most_bytes))
+    except (RuntimeError, ImportError, AttributeError, OSError) as error:
+        print(f"rank {group.rank}: no copies: {error}", flush=True)
+    if not all_say(copies is not None, device) or copies is None:
+        return None
+    try:
+        heard = _same(copies, group, device)
+    except RuntimeError as error:
+        print(f"rank {group.rank}: copies failed: {error}", flush=True)
+    if all_say(heard, device):
+        return copies
+    if group.rank == 0:
+        print("copies say something else than collectives", flush=True)
+    return None
+
+
+def _memory(device: torch.device, most_bytes: int) -> Memory:
+    if device.type == "cpu":
+        return HostMemory(most_bytes)
+    from services.executor.cuda.peers import PeerMemory
+
+    assert distributed.group.WORLD is not None, "the ranks have joined"
+    return PeerMemory(most_bytes, device, distributed.group.WORLD)
+
+
+def _same(copies: Copies, group: Collectives, device: torch.device) -> bool:
+    """Whether copies say what collectives say, of whole numbers, a few times."""
+    heard = []
+    for turn in range(3):
+        x = torch.full((group.size, 64, 32), float(group.rank + turn), device=device)
+        for talks in (copies, group):
+            out, part = x.new_empty(group.size, *x.shape), torch.empty_like(x[0])
+            talks.all_gather_into(out, x)
+            talks.reduce_scatter_into(part, x)
+            heard.append(torch.cat([out.flatten(), part.flatten()]))
+    return all(torch.equal(one, other) for one, other in zip(heard[::2], heard[1::2], strict=True))
