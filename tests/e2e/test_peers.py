@@ -56,7 +56,6 @@ def test_two_servers_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert ours["value_least"] <= ours["value"] <= ours["value_most"]
         assert (ours["ratio_least"], ours["ratio_most"]) == (1.0, 1.0)
         assert 1 < theirs["ratio_least"] <= theirs["ratio"] <= theirs["ratio_most"]
-        assert found[point, "slow", "median_itl_ms"]["value"] >= 30
     assert all(row["memory_mib"] > 5 and row["ready_s"] > 0 for row in result["starts"])
     assert "| concurrency 1 | output_throughput | slow |" in printed
     first, second = (
