@@ -125,7 +125,9 @@ class Bench:
     def run(self, until_s: float) -> dict[str, Any]:
         """Times in ms by size and way, and what follows from them."""
         rows, started = [], {}
-        for tokens in sorted(self._sizes, reverse=True):  # the largest first: graphs share their memory
+        for tokens in sorted(
+            self._sizes, reverse=True
+        ):  # the largest first: what it needs is there for the others
             if not all_say(time.monotonic() < until_s, self._device):
                 _say(f"{self._kind}: no time left for {tokens} tokens")
                 continue
@@ -157,7 +159,9 @@ class Bench:
         return comm_report.row(tokens, found, more)
 
     def _ways(self, tokens: int) -> dict[str, Way]:
-        """How to run a pass in every way."""
+        """How to run a pass in every way. The graphs of a size share their memory; those of the last are gone,
+        and what they shared with them."""
+        self._pool = None
         each = min(tokens, self._prompt)
         firsts = range(0, tokens, each)
         chunks = tuple(Chunk(i, at, 0, min(each, tokens - at)) for i, at in enumerate(firsts))
