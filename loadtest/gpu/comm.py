@@ -159,8 +159,8 @@ class Bench:
         return comm_report.row(tokens, found, more)
 
     def _ways(self, tokens: int) -> dict[str, Way]:
-        """How to run a pass in every way. The graphs of a size share their memory; those of the last are gone,
-        and what they shared with them."""
+        """How to run a pass in every way. The graphs of a size share memory; that of the last is gone with
+        its graphs."""
         self._pool = None
         each = min(tokens, self._prompt)
         firsts = range(0, tokens, each)

@@ -8,13 +8,14 @@ refuse, naming it: a model that loads is computed as its authors meant.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shared.errors import SetupError
 
 SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+IN_GGUF = ("llama", "mistral", "qwen2", "qwen3")  # experts come from safetensors only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +62,9 @@ class Shapes:
         return [each / factor for each, factor in zip(plain, factors, strict=True)]
 
 
-def refuse(what: str) -> SetupError:
+def refuse(what: str, kinds: Sequence[str] = SUPPORTED) -> SetupError:
     """The error for a model that this executor does not compute."""
-    return SetupError(f"{what} is not supported; supported are models of the kinds {', '.join(SUPPORTED)}")
+    return SetupError(f"{what} is not supported; supported are models of the kinds {', '.join(kinds)}")
 
 
 def from_hf(config: Mapping[str, Any]) -> Shapes:
@@ -153,12 +154,12 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
     weights loader reads into `rope_factors`.
     """
     kind = str(metadata.get("general.architecture", "(none)"))
-    if kind not in SUPPORTED:
-        raise refuse(f"GGUF architecture {kind!r}")
+    if kind not in IN_GGUF:
+        raise refuse(f"GGUF architecture {kind!r}", IN_GGUF)
     if metadata.get(f"{kind}.rope.scaling.type", "none") not in ("none", "linear"):
         raise refuse(f"rope scaling {metadata[f'{kind}.rope.scaling.type']!r}")
     if f"{kind}.expert_count" in metadata:
-        raise refuse("a mixture of experts")
+        raise refuse("a mixture of experts in a GGUF file", IN_GGUF)
     heads = int(metadata[f"{kind}.attention.head_count"])
     hidden = int(metadata[f"{kind}.embedding_length"])
     head_dim = int(metadata.get(f"{kind}.attention.key_length", hidden // heads))
