@@ -74,9 +74,7 @@ class Gathered:
     def mlp(self, x: Tensor, layer: ExpertWeights) -> Program:
         """The experts' MLP of this rank's tokens `x` `[tokens, hidden]`: the same shape."""
         group, kernels, here = self.group, self.kernels, len(layer.gate_up)
-        weights, chosen = kernels.route(
-            F.linear(x, layer.router), self.shapes.per_token, renormalise=self.shapes.renormalise
-        )
+        weights, chosen = _routed(kernels, self.shapes, x, layer)
         routes = torch.stack((weights.view(torch.int32), chosen))
         tokens, all_routes = x.new_empty(group.size, *x.shape), routes.new_empty(group.size, *routes.shape)
 
@@ -101,9 +99,7 @@ class Sent:
     def mlp(self, x: Tensor, layer: ExpertWeights) -> Program:
         """The experts' MLP of this rank's tokens `x` `[tokens, hidden]`: the same shape."""
         group, kernels, here = self.group, self.kernels, len(layer.gate_up)
-        weights, chosen = kernels.route(
-            F.linear(x, layer.router), self.shapes.per_token, renormalise=self.shapes.renormalise
-        )
+        weights, chosen = _routed(kernels, self.shapes, x, layer)
         mine = kernels.place(chosen, 0, self.shapes.count)
         rows = kernels.spread(x, mine)
         counts = mine.ends.diff(prepend=mine.ends.new_zeros(1)).view(group.size, here)
@@ -125,3 +121,8 @@ class Sent:
         returned = torch.empty_like(rows)
         yield lambda: group.all_to_all_into(returned[: sum(sent)], back, sent, came)
         return kernels.combine(returned, mine, weights)
+
+
+def _routed(kernels: Kernels, shapes: ExpertShapes, x: Tensor, layer: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """Weights and experts of each token, `[tokens, per_token]`."""
+    return kernels.route(F.linear(x, layer.router), shapes.per_token, renormalise=shapes.renormalise)
