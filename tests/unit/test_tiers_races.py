@@ -13,6 +13,7 @@ from services.scheduler.policy import Policy
 from services.scheduler.records import NO_TAIL, Tail
 from services.scheduler.state import Executor, Limits
 from services.scheduler.tiers import asking, loading, storing
+from services.scheduler.tiers.worth import Recompute
 from shared.messages import KvFound, KvLookup, StepResult, ints
 from shared.request_spans import Choice, RequestFacts, request_spans
 
@@ -316,3 +317,17 @@ def test_the_place_of_a_victim_is_seen_to_at_once(tier: str) -> None:
     assert world.scheduler.state.meter.preemptions > 0
     for number in range(6):
         world.assert_answers(f"r{number}")
+
+
+def test_no_try_of_a_link_is_made_at_the_cost_of_who_is_paused() -> None:
+    world = fresh()
+    executor, state = only(world), world.scheduler.state
+    world.ask("first", PROMPT, 2)
+    while not executor.running:
+        assert world.deliver_tier()
+    (sequence,) = executor.running
+    costs = Recompute.of(executor)
+    look = storing._Look(pressed=1, copy_us=0, paused_us=700, chance_pm=1_000, recompute=costs)
+    assert storing._view(state, executor, look, (sequence.seq, 0)).copy_us == 0
+    paused(world)
+    assert storing._view(state, executor, look, (sequence.seq, 0)).copy_us == 700

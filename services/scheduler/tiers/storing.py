@@ -54,7 +54,8 @@ class _Look:
     """How things are while blocks are judged."""
 
     pressed: int  # places wanted beyond those that are free
-    copy_us: int  # of a block, and its share of half the wait
+    copy_us: int  # of a block, and its share of half the wait; 0 where it is worth a try
+    paused_us: int  # the same of who is paused, and waits for it: no try is made at his cost
     chance_pm: int
     recompute: Recompute
 
@@ -138,6 +139,7 @@ def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[i
     look = _Look(
         pressed=pressed,
         copy_us=_copy_us(state, executor),
+        paused_us=_expected_us(executor),
         chance_pm=state.reuse_pm,
         recompute=Recompute.of(executor),
     )
@@ -172,6 +174,12 @@ def _copy_us(state: State, executor: Executor) -> int:
         here = [job.began_us for job in mine if executor_of(state, job) is executor]
         if state.now_us - min(here, default=state.now_us) < TOLD_US:
             return 0
+    return _expected_us(executor)
+
+
+def _expected_us(executor: Executor) -> int:
+    """Of a block, with its share of half the wait, as the link has been."""
+    link = executor.down
     return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * _most_blocks(executor))
 
 
@@ -182,7 +190,7 @@ def _view(state: State, executor: Executor, look: _Look, group: tuple[int, int])
         pressed=look.pressed > 0,
         idle=not executor.down.pending_jobs,
         chance_pm=1000 if paused else look.chance_pm,
-        copy_us=look.copy_us,
+        copy_us=look.paused_us if paused else look.copy_us,
         recompute_us=look.recompute.block_us(group[1] * GROUP),
     )
 
