@@ -8,6 +8,7 @@ service works it out at start.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,7 +63,6 @@ class Settings(BaseSettings):
     )
     device: str = Field(
         "auto",
-        pattern=r"^(auto|cpu|cuda)(/tp[1-9]\d?)?$",
         description="cpu, cuda; auto: cuda where there is one; with /tp4 four, tensor-parallel",
     )
     dtype: Literal["auto", "bf16", "f32", "auto/fp8", "bf16/fp8", "f32/fp8"] = Field(
@@ -108,6 +108,13 @@ class Settings(BaseSettings):
     @classmethod
     def _host(cls, host_id: str) -> str:
         return host_id or socket.gethostname()
+
+    @field_validator("device")
+    @classmethod
+    def _kind_and_ranks(cls, device: str) -> str:
+        if re.fullmatch(r"(auto|cpu|cuda)(/tp[1-9]\d?)?", device):
+            return device
+        raise ValueError("auto, cpu or cuda is expected, with /tp2 to /tp99 for several, like cuda/tp4")
 
     @field_validator("http")
     @classmethod
@@ -219,7 +226,9 @@ def _explain(error: ValidationError, origins: Mapping[str, str], path: Path | No
         if problem["type"] == "extra_forbidden":
             lines.append(f"{name}: no such setting ({source}); `headrace config show` lists them")
         else:
-            lines.append(f"{name}: {problem['msg']}, not {problem['input']!r} ({source})")
+            lines.append(
+                f"{name}: {problem['msg'].removeprefix('Value error, ')}, not {problem['input']!r} ({source})"
+            )
     return "; ".join(lines)
 
 
