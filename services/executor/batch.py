@@ -30,11 +30,12 @@ _Column = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode rows of like context: token rows `first` to `first + len(tables)`. See attend_decode."""
+    """Decode rows of like context, or all: token rows `first` to `first + len(tables)`. See attend_decode."""
 
     first: int
     tables: Tensor  # [rows, blocks]
-    mask: Tensor  # [rows, 1, 1, tokens]
+    lengths: Tensor  # [rows], tokens
+    mask: Tensor | None  # [rows, 1, 1, tokens]; none where all rows are in one group
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,14 @@ class Batch:
 class BatchBuilder:
     """Builds batches over one set of slots and one cache."""
 
-    def __init__(self, slots: Slots, cache: KvCache, *, deterministic: bool) -> None:
+    def __init__(
+        self, slots: Slots, cache: KvCache, *, deterministic: bool = False, ragged: bool = False
+    ) -> None:
+        """`ragged`: decode rows of any lengths go into one group, without a mask."""
         self._slots = slots
         self._cache = cache
         self._deterministic = deterministic
+        self._ragged = ragged
 
     def build(self, plan: StepPlan) -> Batch:
         """The batch of a plan whose table deltas are applied. Raises EngineError for a slot not open."""
@@ -99,6 +104,8 @@ class BatchBuilder:
         Groups double in length, so that padding costs less than a factor of two.
         """
         decode = np.flatnonzero(counts == 1)
+        if self._ragged:
+            return np.concatenate((decode, np.flatnonzero(counts != 1))), np.zeros_like(decode)
         blocks = -(-(starts[decode] + 1) // self._cache.block_tokens)
         ranks = np.ceil(np.log2(blocks)).astype(np.int64)
         by_rank = np.argsort(ranks, kind="stable")
@@ -143,12 +150,15 @@ class BatchBuilder:
             members = order[first:end]
             lengths = starts[members] + 1
             tokens = int(lengths.max())
-            past_end = self._on_device(np.arange(tokens) >= lengths[:, None])
-            mask = torch.zeros(past_end.shape, dtype=self._cache.activations, device=past_end.device)
             tables = self._slots.tables[slots[members], : -(-tokens // self._cache.block_tokens)]
-            mask = mask.masked_fill_(past_end, -torch.inf)[:, None, None]
-            groups.append(DecodeGroup(first, self._on_device(tables), mask))
+            mask = None if self._ragged else self._past_end(lengths, tokens)
+            groups.append(DecodeGroup(first, self._on_device(tables), self._on_device(lengths), mask))
         return tuple(groups)
+
+    def _past_end(self, lengths: _Column, tokens: int) -> Tensor:
+        past_end = self._on_device(np.arange(tokens) >= lengths[:, None])
+        mask = torch.zeros(past_end.shape, dtype=self._cache.activations, device=past_end.device)
+        return mask.masked_fill_(past_end, -torch.inf)[:, None, None]
 
     def _chunk(self, slot: int, start: int, count: int, first: int) -> PrefillChunk:
         end = start + count

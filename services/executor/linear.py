@@ -34,6 +34,7 @@ ROW_TILE = 16  # rows of every product in deterministic mode
 _SLICE_ELEMENTS = 1 << 20  # 4 MiB of float32: stays in the cache between widening and use
 _EXACT_ROWS = 32  # up to here each number of rows has its kernel: padding 23 rows by one takes 8 % more time
 _SIZES = 8  # of kernels from each power of two to the next, above
+_FEW_ROWS = 2  # up to here our own kernel, which reads the plain matrix, beats every other product on bf16
 _NARROW_ROWS = 2  # up to here F.linear on bf16 beats widening
 
 
@@ -46,7 +47,10 @@ class Products:
         self._widen = (
             self._on_cpu and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
-        self._packs = self._on_cpu and dtype == torch.float32 and torch._C._has_mkldnn
+        self._packs = self._on_cpu and torch._C._has_mkldnn and not self._widen
+        self._few_rows = (
+            _few_rows() if self._on_cpu and dtype == torch.bfloat16 and not deterministic else None
+        )
         self._scratch = torch.empty(_SLICE_ELEMENTS if self._widen else 0)
 
     def kernel_sizes(self, most_rows: int) -> list[int]:
@@ -69,6 +73,8 @@ class Products:
             product = _plain(weight)
         if self._deterministic:
             product = _tiled(product)
+        elif self._few_rows is not None:
+            product = _by_rows(self._few_rows, weight.contiguous(), product)
         return product if bias is None else lambda x: product(x) + bias
 
     def _widened(self, weight: Tensor) -> Linear:
@@ -89,6 +95,18 @@ class Products:
             return out.t().to(x.dtype, memory_format=torch.contiguous_format)
 
         return product
+
+
+def _few_rows() -> Callable[[Tensor, Tensor], Tensor] | None:
+    try:
+        from kernels.matmul.cpu import few_rows
+    except ImportError:  # no Numba: `operators` says so
+        return None
+    return few_rows
+
+
+def _by_rows(few_rows: Callable[[Tensor, Tensor], Tensor], weight: Tensor, many_rows: Linear) -> Linear:
+    return lambda x: few_rows(x, weight) if len(x) <= _FEW_ROWS else many_rows(x)
 
 
 def _plain(weight: Tensor) -> Linear:

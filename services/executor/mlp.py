@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.moe import route
-from kernels.swiglu import swiglu, swiglu_by_row
 from services.executor.linear import ROW_TILE, Linear, Products
 from services.executor.shapes import ExpertShapes, Shapes
 from services.executor.weights import LayerWeights
@@ -26,9 +25,15 @@ class Mlp(Protocol):
         ...
 
 
-def mlp(layer: LayerWeights, shapes: Shapes, products: Products, *, deterministic: bool) -> Mlp:
+def mlp(
+    layer: LayerWeights,
+    shapes: Shapes,
+    products: Products,
+    gate: Callable[[Tensor], Tensor],
+    *,
+    deterministic: bool = False,
+) -> Mlp:
     """The MLP of a layer. With `deterministic` a row's result does not depend on the other rows."""
-    gate = swiglu_by_row if deterministic else swiglu
     if layer.router is None:
         return _Dense(products.linear(layer.gate_up), gate, products.linear(layer.down))
     assert shapes.experts is not None, "a router comes with experts"

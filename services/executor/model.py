@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.kv_blocks import write_kv
-from kernels.paged_attention import attend_decode, attend_prefill
-from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rope import apply_rope, rope_table
+from kernels.paged_attention import attend_prefill
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope_table
 from services.executor.batch import Batch
 from services.executor.linear import ROW_TILE, Linear, Products
 from services.executor.mlp import Mlp, mlp
+from services.executor.operators import Operators
 from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
 from services.executor.shards import gathered_logits
@@ -50,20 +50,21 @@ class Model:
         shapes: Shapes,
         weights: Weights,
         context_tokens: int,
+        operators: Operators,
         *,
-        deterministic: bool,
+        deterministic: bool = False,
         ranks: Ranks = SOLO,
     ) -> None:
         """Rotations are tabled for `context_tokens` positions. With `deterministic` a row's logits do not
         depend on the other rows of its batch, bit for bit (on a CPU). Takes the layers out of `weights`."""
-        self._shapes, self._ranks = shapes, ranks
+        self._shapes, self._operators, self._ranks = shapes, operators, ranks
         self._embedding = weights.embedding
         self._norm = weights.norm
         device = weights.embedding.device
         products = Products(weights.embedding.dtype, device, deterministic=deterministic)
         self._head = products.linear(weights.head)
         self._layers = [
-            _layer(weights.layers.pop(0), shapes, products, deterministic=deterministic)
+            _layer(weights.layers.pop(0), shapes, products, operators, deterministic=deterministic)
             for _ in range(shapes.layers)
         ]
         self._deterministic = deterministic
@@ -87,6 +88,7 @@ class Model:
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
         """Logits `[samples, vocab]` in float32 of the batch's sampled rows; writes the KV of all rows."""
         eps, reduce = self._shapes.norm_eps, self._ranks.all_reduce
+        add_rms_norm = self._operators.add_rms_norm
         rotation = self._rotations[batch.positions]
         residual = self._embedding[batch.ids]
         normed = rms_norm(residual, self._layers[0].attention_norm, eps)
@@ -108,34 +110,32 @@ class Model:
         self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
         shapes = self._shapes
-        heads = layer.qkv(x).view(len(x), -1, shapes.head_dim)
-        query, key, value = torch.split(heads, [shapes.heads, shapes.kv_heads, shapes.kv_heads], 1)
+        shapes, heads = self._shapes, self._shapes.heads
+        each = layer.qkv(x).view(len(x), -1, shapes.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
+            query, key, value = torch.split(each, [heads, shapes.kv_heads, shapes.kv_heads], 1)
             query = rms_norm(query, layer.q_norm, shapes.norm_eps)
-            key = rms_norm(key, layer.k_norm, shapes.norm_eps)
-            rotated = apply_rope(torch.cat((query, key), 1), rotation)
-        else:
-            rotated = apply_rope(heads[:, : shapes.heads + shapes.kv_heads], rotation)
-        query, key = torch.split(rotated, [shapes.heads, shapes.kv_heads], 1)
-        write_kv(kv, batch.rows[index], key, value)
-        return layer.out(_attend(index, query, batch, kv).view(len(x), -1))
+            each = torch.cat((query, rms_norm(key, layer.k_norm, shapes.norm_eps), value), 1)
+        query = self._operators.rotate_and_write(each, rotation, kv, batch.rows[index], heads)
+        return layer.out(self._attend(index, query, batch, kv).view(len(x), -1))
+
+    def _attend(self, index: int, query: Tensor, batch: Batch, kv: Tensor) -> Tensor:
+        """Attention of every token row, in order: decode groups, chunks, zeros for padding."""
+        pieces = []
+        for group in batch.decode:
+            rows = query[group.first : group.first + len(group.tables)]
+            pieces.append(self._operators.attend_decode(rows, kv, index, group))
+        for chunk in batch.prefill:
+            rows = query[chunk.first : chunk.first + chunk.count]
+            pieces.append(attend_prefill(rows, kv, index, chunk.table, chunk.mask))
+        if batch.padding:
+            pieces.append(query.new_zeros(batch.padding, *query.shape[1:]))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _attend(index: int, query: Tensor, batch: Batch, kv: Tensor) -> Tensor:
-    """Attention of every token row, in order: decode groups, chunks, zeros for padding."""
-    pieces = []
-    for group in batch.decode:
-        rows = query[group.first : group.first + len(group.tables)]
-        pieces.append(attend_decode(rows, kv, index, group.tables, group.mask))
-    for chunk in batch.prefill:
-        rows = query[chunk.first : chunk.first + chunk.count]
-        pieces.append(attend_prefill(rows, kv, index, chunk.table, chunk.mask))
-    if batch.padding:
-        pieces.append(query.new_zeros(batch.padding, *query.shape[1:]))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _layer(weights: LayerWeights, shapes: Shapes, products: Products, *, deterministic: bool) -> _Layer:
+def _layer(
+    weights: LayerWeights, shapes: Shapes, products: Products, operators: Operators, *, deterministic: bool
+) -> _Layer:
     return _Layer(
         attention_norm=weights.attention_norm,
         q_norm=weights.q_norm,
@@ -143,5 +143,5 @@ def _layer(weights: LayerWeights, shapes: Shapes, products: Products, *, determi
         mlp_norm=weights.mlp_norm,
         qkv=products.linear(weights.qkv, weights.qkv_bias),
         out=products.linear(weights.out),
-        mlp=mlp(weights, shapes, products, deterministic=deterministic),
+        mlp=mlp(weights, shapes, products, operators.swiglu, deterministic=deterministic),
     )

@@ -12,6 +12,7 @@ from services.executor.host_rows import HostRows
 from services.executor.loading import Loaded, TorchOptions, device_of, grammars_of, info_of, load
 from services.executor.logprobs import logprobs
 from services.executor.model import Model
+from services.executor.operators import operators
 from services.executor.ranks import SOLO, Ranks
 from services.executor.sampler import Sampler
 from services.executor.slots import Slots
@@ -36,12 +37,13 @@ class TorchBackend:
         device, exact = weights.embedding.device, options.deterministic
         self._info = info_of(options, loaded)
         self._cache = cache
-        self._model = Model(shapes, weights, context, deterministic=exact, ranks=loaded.ranks)
+        kinds = operators(cache, deterministic=exact)
+        self._model = Model(shapes, weights, context, kinds, deterministic=exact, ranks=loaded.ranks)
         self._slots = Slots(
             options.slots, blocks_for(context, cache.block_tokens), cache.spare, context, device
         )
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
-        self._batches = BatchBuilder(self._slots, cache, deterministic=exact)
+        self._batches = BatchBuilder(self._slots, cache, deterministic=exact, ragged=kinds.ragged)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
         self._asked: dict[int, int] = {}  # logprobs by slot
         self._computed: torch.cuda.Event | None = None  # the newest forward's end, on a GPU

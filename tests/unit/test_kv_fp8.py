@@ -18,7 +18,7 @@ from tiny_models import VOCAB, reference_logprobs, save_tiny, tiny_model
 
 from kernels.kv_blocks import FP8, as_stored, copy_blocks, gather_kv, write_kv, write_rows
 from kernels.paged_attention import attend_decode, attend_prefill
-from services.executor import model
+from services.executor import operators, torch_backend
 from services.executor.fingerprint import fingerprint
 from services.executor.kv_format import KvFormat, fp8_scales, kv_format, largest_kv, put_scales
 from services.executor.loading import TorchOptions, load
@@ -151,6 +151,7 @@ def test_an_engine_in_fp8_is_one_that_rounds_kv_by_its_scales(
     found, kept = logits_and_cache(build(replace(chosen, kv_dtype="fp8")))
     loaded = load(chosen)
     scales = fp8_scales(loaded.shapes, loaded.weights)
+    monkeypatch.setattr(torch_backend, "operators", lambda *_, **__: operators.TorchOperators())
     engine, layers = TorchBackend(chosen, loaded), itertools.cycle(scales)
 
     def rounding(kv: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -160,7 +161,7 @@ def test_an_engine_in_fp8_is_one_that_rounds_kv_by_its_scales(
         ]
         write_kv(kv, rows, *pair)
 
-    monkeypatch.setattr(model, "write_kv", rounding)
+    monkeypatch.setattr(operators, "write_kv", rounding)
     wanted, kv = logits_and_cache(engine)
     assert found.equal(wanted)
     assert (kept * scales[:, :, None, :, None]).equal(kv)

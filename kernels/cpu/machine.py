@@ -1,0 +1,115 @@
+"""What a kernel needs that Numba has no word for: addresses, bfloat16, work shared out between threads.
+
+bfloat16 is the upper half of a float32: it is widened by a shift, which costs next to nothing beside reading
+it from memory. The functions below are a few instructions each and are compiled into the kernel around them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+# Sums may be reordered, which vectors need; a division by zero raises nothing, which vectors need, too.
+fast = njit(fastmath=True, error_model="numpy")
+
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+def _pointer(element: types.Type, code: ir.Type) -> Any:
+    def typed(typing: Any, address: types.Type) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], code.as_pointer())
+
+        return types.CPointer(element)(types.int64), generate
+
+    return intrinsic(typed)
+
+
+bf16_at = _pointer(types.uint16, _I16)  # address -> pointer
+f32_at = _pointer(types.float32, _F32)
+i64_at = _pointer(types.int64, _I64)
+
+
+@intrinsic
+def take(typing: Any, pointer: types.Type) -> Any:
+    """The number at `pointer`, which is one more afterwards: every thread gets another one."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", args[0], ir.Constant(_I64, 1), "monotonic")
+
+    return types.int64(types.CPointer(types.int64)), generate
+
+
+@intrinsic
+def power_of_two(typing: Any, shifted: types.Type) -> Any:
+    """2^n of the float32 1.5 * 2^23 + n, whose last bits are n; n from -126 to 127."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _I32)
+        exponent = builder.shl(builder.add(bits, ir.Constant(_I32, 127)), ir.Constant(_I32, 23))
+        return builder.bitcast(exponent, _F32)
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def float_of(typing: Any, bits: types.Type) -> Any:
+    """The float32 of these bits."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _F32)
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def widen(typing: Any, value: types.Type) -> Any:
+    """A stored number as float32: of bfloat16 (its bits as uint16), or of float32."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return args[0]
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
+
+    return types.float32(value), generate
+
+
+@intrinsic
+def narrow(typing: Any, value: types.Type, like: types.Type) -> Any:
+    """A float32 as it is stored, in the type of `like`: rounded to nearest, ties to even; NaN stays NaN."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        if signature.args[1] == types.float32:
+            return args[0]
+        number = [ir.Constant(_I32, n) for n in (16, 1, 0x7FFF, 0x7FFFFFFF, 0x7F800000, 0x7FC00000)]
+        sixteen, one, half, positive, infinite, nan = number
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, sixteen), one)
+        rounded = builder.add(bits, builder.add(odd, half))
+        is_nan = builder.icmp_unsigned(">", builder.and_(bits, positive), infinite)
+        return builder.trunc(builder.lshr(builder.select(is_nan, nan, rounded), sixteen), _I16)
+
+    return like(types.float32, like), generate
+
+
+_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_LEAST, _MOST, _ONE = np.float32(-87.0), np.float32(88.0), np.float32(1.0)
+_TO_INTEGER = np.float32(1.5 * 2**23)  # a float32 of this size has no room for a fraction
+
+
+@njit(fastmath={"contract", "nsz"})
+def exp(x: Any) -> Any:
+    """e^x of a float32, to 2 units in the last place between -87 and 88, and as there outside. A polynomial,
+    of which a loop makes vector instructions, as it does not of the library's (Moshier, Cephes)."""
+    x = min(max(x, _LEAST), _MOST)
+    shifted = x * _LOG2E + _TO_INTEGER
+    power = shifted - _TO_INTEGER
+    rest = x - power * _LN2_HIGH - power * _LN2_LOW
+    tail = (((((_P0 * rest + _P1) * rest) + _P2) * rest + _P3) * rest + _P4) * rest + _P5
+    return (tail * rest * rest + rest + _ONE) * power_of_two(shifted)

@@ -1,0 +1,79 @@
+"""Kernels on the threads that torch computes with.
+
+Torch shares its operators out to a team of OpenMP threads, which wait spinning for the next one. A second
+pool would fight with it for the cores; so a kernel is handed to the same team, by the entry point that
+compilers call for `#pragma omp parallel`. Within a kernel each thread takes the next piece of work until none
+is left: where something else has one of the cores for a while, the other threads do more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from numba import cfunc, types
+
+_Parallel = Callable[[int, Any, int, int], None]
+
+
+@cache
+def parallel() -> _Parallel | None:
+    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP library that torch has loaded; None where
+    it has none."""
+    for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):  # LLVM's and Intel's have the same entry point
+        for path in (Path(torch.__file__).parent / "lib" / name, Path(name)):
+            try:
+                found = ctypes.CDLL(str(path), mode=_ONLY_IF_LOADED).GOMP_parallel
+            except (OSError, AttributeError):
+                continue
+            found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            found.restype = None
+            return found
+    return None
+
+
+_ONLY_IF_LOADED = 4 | 1  # RTLD_NOLOAD | RTLD_LAZY
+
+
+def bits_of(value: float) -> int:
+    """A float as a number of a call: `float_of` gives it back."""
+    return int.from_bytes(struct.pack("<f", value), "little", signed=True)
+
+
+class Kernel:
+    """A function of numbers, compiled at its first use and kept on disk. Any thread may call it.
+
+    `body(p)` gets a pointer to int64: `p[0]` is where threads `take` the next piece of work, behind it are
+    the numbers of the call, addresses among them.
+    """
+
+    def __init__(self, body: Callable[[Any], None]) -> None:
+        self._body = body
+        self._compiling = threading.Lock()
+        self._compiled: Any = None  # keeps the machine code
+        self._alone: Any = None
+
+    def __call__(self, pieces: int, *numbers: int) -> None:
+        """Run on as many threads as torch uses, at most `pieces`. What the numbers point to stays until the
+        call returns. The first call takes seconds where nothing is on disk."""
+        if self._alone is None:
+            self._compile()
+        data = (ctypes.c_int64 * (len(numbers) + 1))(0, *numbers)
+        threads, team = min(pieces, torch.get_num_threads()), parallel()
+        if threads > 1 and team is not None:
+            team(self._compiled.address, data, threads, 0)
+        else:
+            self._alone(data)
+
+    def _compile(self) -> None:
+        with self._compiling:
+            if self._alone is None:
+                signature = types.void(types.CPointer(types.int64))
+                self._compiled = cfunc(signature, cache=True, nogil=True)(self._body)
+                self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
