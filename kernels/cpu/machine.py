@@ -35,6 +35,16 @@ i64_at = _pointer(types.int64, _I64)
 
 
 @intrinsic
+def after(typing: Any, pointer: types.Type, count: types.Type) -> Any:
+    """The pointer to the element that is `count` after the one at `pointer`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.int64), generate
+
+
+@intrinsic
 def take(typing: Any, pointer: types.Type) -> Any:
     """The number at `pointer`, which is one more afterwards: every thread gets another one."""
 

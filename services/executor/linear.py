@@ -16,8 +16,8 @@ oneDNN compiles a kernel for each shape, at first use, and keeps it: 4 to 5 ms a
 rows of this model. Larger numbers are therefore padded, by 3 % on average, to 56 numbers up to 256. Those
 that decode steps and the last tokens of a cached prompt come to are compiled at start.
 
-F.linear on bf16 has no matrix kernel here, one row at a time; on machines with bf16 instructions and on GPUs
-it is best and is used.
+F.linear on bf16 has no matrix kernel here, one row at a time; oneDNN has where there are bf16 instructions.
+With Numba bf16 has kernels of its own: see compiled_products. On GPUs F.linear is best and is used.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels.cpu
+
 Linear = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
 ROW_TILE = 16  # rows of every product in deterministic mode
 _SLICE_ELEMENTS = 1 << 20  # 4 MiB of float32: stays in the cache between widening and use
 _EXACT_ROWS = 32  # up to here each number of rows has its kernel: padding 23 rows by one takes 8 % more time
 _SIZES = 8  # of kernels from each power of two to the next, above
-_FEW_ROWS = 2  # up to here our own kernel, which reads the plain matrix, beats every other product on bf16
 _NARROW_ROWS = 2  # up to here F.linear on bf16 beats widening
 
 
@@ -48,9 +49,7 @@ class Products:
             self._on_cpu and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
         self._packs = self._on_cpu and torch._C._has_mkldnn and not self._widen
-        self._few_rows = (
-            _few_rows() if self._on_cpu and dtype == torch.bfloat16 and not deterministic else None
-        )
+        self._compiled = self._on_cpu and dtype == torch.bfloat16 and kernels.cpu.available()
         self._scratch = torch.empty(_SLICE_ELEMENTS if self._widen else 0)
 
     def kernel_sizes(self, most_rows: int) -> list[int]:
@@ -65,17 +64,23 @@ class Products:
         """The product with `weight` `[out, in]`, plus `bias`. With `deterministic` a row's result does not
         depend on the other rows: products run in tiles of ROW_TILE rows, so that every one has the same
         shape and adds up in the same order; rows must then be a multiple of ROW_TILE."""
-        if self._widen:
-            product = self._widened(weight)
-        elif self._packs:
-            product = _packed(weight)
-        else:
-            product = _plain(weight)
+        product = self._compiled_product(weight) if self._compiled else self._of_torch(weight)
         if self._deterministic:
             product = _tiled(product)
-        elif self._few_rows is not None:
-            product = _by_rows(self._few_rows, weight.contiguous(), product)
         return product if bias is None else lambda x: product(x) + bias
+
+    def _compiled_product(self, weight: Tensor) -> Linear:
+        from services.executor.compiled_products import by_rows, in_panels
+
+        if product := in_panels(weight):
+            return product
+        of_torch = self._of_torch(weight)
+        return of_torch if self._deterministic else by_rows(weight, of_torch)
+
+    def _of_torch(self, weight: Tensor) -> Linear:
+        if self._widen:
+            return self._widened(weight)
+        return _packed(weight) if self._packs else _plain(weight)
 
     def _widened(self, weight: Tensor) -> Linear:
         height = max(1, min(weight.shape[0], _SLICE_ELEMENTS // weight.shape[1]))
@@ -95,18 +100,6 @@ class Products:
             return out.t().to(x.dtype, memory_format=torch.contiguous_format)
 
         return product
-
-
-def _few_rows() -> Callable[[Tensor, Tensor], Tensor] | None:
-    try:
-        from kernels.matmul.cpu import few_rows
-    except ImportError:  # no Numba: `operators` says so
-        return None
-    return few_rows
-
-
-def _by_rows(few_rows: Callable[[Tensor, Tensor], Tensor], weight: Tensor, many_rows: Linear) -> Linear:
-    return lambda x: few_rows(x, weight) if len(x) <= _FEW_ROWS else many_rows(x)
 
 
 def _plain(weight: Tensor) -> Linear:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+import kernels.cpu
 from kernels.kv_blocks import write_kv
 from kernels.paged_attention import attend_decode
 from kernels.rms_norm import add_rms_norm
@@ -71,12 +72,9 @@ def operators(cache: KvCache, *, deterministic: bool) -> Operators:
     """The fastest there are over this cache."""
     on_cpu = cache.tensor.device.type == "cpu"
     if on_cpu and cache.activations == cache.tensor.dtype and not deterministic:
-        try:
+        if kernels.cpu.available():
             from services.executor.compiled import CompiledOperators
-        except ImportError:
-            log.warning(
-                "Numba is not installed: attention and norms run in torch's operators, several times slower"
-            )
-        else:
+
             return CompiledOperators()
+        log.warning("no Numba: torch's operators compute attention and norms, several times slower")
     return TorchOperators(deterministic=deterministic)
