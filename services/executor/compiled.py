@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.paged_attention.cpu import attend_decode
+from kernels.paged_attention.cpu import attend_decode, can_attend
 from kernels.rms_norm.cpu import add_rms_norm
 from kernels.rope.cpu import rotate_and_write
 from kernels.swiglu.cpu import swiglu
 from services.executor.batch import DecodeGroup
+
+__all__ = ["CompiledOperators", "can_attend"]
 
 
 class CompiledOperators:

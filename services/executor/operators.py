@@ -2,7 +2,7 @@
 
 The kernels do in one pass what torch does in several, and attention reads the blocks where they lie: 2 to 8
 times faster. Torch's operators are what they mean (kernels/*/ref.py), and stay for what the kernels cannot
-do: KV in fp8, deterministic mode (whose bits are those of the operators), a machine without Numba.
+do: KV in fp8, odd head sizes, deterministic mode (whose bits are those of the operators), no Numba.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def operators(cache: KvCache, *, deterministic: bool) -> Operators:
     """The fastest there are over this cache."""
     on_cpu = cache.tensor.device.type == "cpu"
     if on_cpu and cache.activations == cache.tensor.dtype and not deterministic:
-        if kernels.cpu.available():
-            from services.executor.compiled import CompiledOperators
+        if not kernels.cpu.available():
+            log.warning("no Numba: torch's operators compute attention and norms, several times slower")
+            return TorchOperators()
+        from services.executor.compiled import CompiledOperators, can_attend
 
+        if can_attend(cache.tensor):
             return CompiledOperators()
-        log.warning("no Numba: torch's operators compute attention and norms, several times slower")
     return TorchOperators(deterministic=deterministic)

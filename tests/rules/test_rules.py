@@ -148,7 +148,9 @@ def test_at_most_40_settings() -> None:
 
 def _is_kernel(function: FunctionNode) -> bool:
     decorators = [d.func if isinstance(d, ast.Call) else d for d in function.decorator_list]
-    return any(_name(decorator) in ("jit", "fast") for decorator in decorators)  # of Triton, of kernels.cpu
+    return any(
+        _name(decorator) in ("jit", "fast", "intrinsic") for decorator in decorators
+    )  # Triton, kernels.cpu
 
 
 def _name(node: ast.expr) -> str:

@@ -81,7 +81,7 @@ def test_rotation_and_the_way_into_the_cache(rows: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 20)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 128), (5, 1, 96)])
 def test_decode_attention_over_rows_of_any_length(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
@@ -97,6 +97,15 @@ def test_decode_attention_over_rows_of_any_length(
     )
     found = attention.attend_decode(query, kv, 1, tables, lengths)
     assert far(found, wanted) <= (1 if dtype == torch.bfloat16 else 16)
+
+
+def test_what_decode_attention_has_kernels_for() -> None:
+    def kv(dim: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(1, 1, 2, 4, 1, dim, dtype=dtype)
+
+    assert attention.can_attend(kv(64, torch.float32))
+    assert not attention.can_attend(kv(20, torch.float32))
+    assert not attention.can_attend(kv(64, torch.float8_e4m3fn))
 
 
 def test_a_kernel_is_the_same_on_one_thread_and_without_torchs_team(monkeypatch: pytest.MonkeyPatch) -> None:
