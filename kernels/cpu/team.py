@@ -9,6 +9,7 @@ is left: where something else has one of the cores for a while, the other thread
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import struct
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numba import cfunc, types
+from numba import cfunc, config, types
 
 _Parallel = Callable[[int, Any, int, int], None]
 
@@ -44,6 +45,24 @@ _ONLY_IF_LOADED = 4 | 1  # RTLD_NOLOAD | RTLD_LAZY
 def bits_of(value: float) -> int:
     """A float as a number of a call: `float_of` gives it back."""
     return int.from_bytes(struct.pack("<f", value), "little", signed=True)
+
+
+def _machine_code(body: Callable[[Any], None]) -> Any:
+    signature = types.void(types.CPointer(types.int64))
+    if not config.CACHE_DIR:
+        config.CACHE_DIR = str(_code_folder())
+    try:
+        return cfunc(signature, cache=True, nogil=True)(body)
+    except RuntimeError:  # no place to write to: compiled anew at every start
+        return cfunc(signature, nogil=True)(body)
+
+
+def _code_folder() -> Path:
+    """Where machine code is kept. Numba sees when the file of a kernel changes, not when these helpers do."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return Path.home() / ".cache" / "headrace" / "kernels" / digest.hexdigest()[:16]
 
 
 class Kernel:
@@ -74,6 +93,5 @@ class Kernel:
     def _compile(self) -> None:
         with self._compiling:
             if self._alone is None:
-                signature = types.void(types.CPointer(types.int64))
-                self._compiled = cfunc(signature, cache=True, nogil=True)(self._body)
+                self._compiled = _machine_code(self._body)
                 self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)

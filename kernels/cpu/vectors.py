@@ -2,8 +2,8 @@
 not what it reads, nor that a few rows of 64 sums fit.
 
 Written for 16 lanes of float32; a machine with shorter vectors takes two or four of its own for each. `heads`
-and `dim` are known when a kernel is compiled, as numbers that its function closes over; `dim` is a multiple of
-LANES.
+and `dim` are known when a kernel is compiled, as numbers that its function closes over. `dim` is a multiple
+of LANES.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _FAST = ("fast",)
 def dots(
     typing: Any, query: Any, keys: Any, stride: Any, tokens: Any, out: Any, apart: Any, heads: Any, dim: Any
 ) -> Any:
-    """`out[head * apart + token]` is the product of `query[head * dim:]` and `keys[token * stride:]`, for each
-    of `heads` and `tokens`, over `dim` numbers."""
+    """`out[head * apart + token]` is the product of `query[head * dim:]` and `keys[token * stride:]`, for
+    each of `heads` and `tokens`, over `dim` numbers."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         query, keys, stride, tokens, out, apart = args[:6]
