@@ -1,13 +1,13 @@
-"""Products with a bfloat16 matrix on a CPU that multiplies pairs of bfloat16 (AVX-512 BF16).
+"""Products with a matrix on a CPU with AVX-512, of which bfloat16 needs the part that multiplies its pairs.
 
-The matrix is kept in panels of 48 of its rows, as the instruction wants it: of two neighbouring columns, 16
-rows in one register.
+The matrix is kept in panels of 48 of its rows, as instructions want it: 16 rows in one register, of bfloat16
+two neighbouring columns of each.
 
-    panel [out / 48][in / 2][3][16][2]
+    panel [out / 48][in / 2][48][2]    float32: [out / 48][in][48]
 
-A tile is 8 rows of `x` by a panel: 24 registers of sums, three of the matrix, and pairs of `x` that come from
-memory as they are multiplied. A panel is a piece of work: it comes from memory once and stays in the second
-cache for all tiles. With few rows that reading is all the time, with many the arithmetic.
+A tile is 8 rows of `x` by a panel: 24 registers of sums, three of the matrix, and numbers of `x` that come
+from memory as they are multiplied. A panel is a piece of work: it comes from memory once and stays in the
+second cache for all tiles. With few rows that reading is all the time, with many the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kernels.cpu.machine import after, bf16_at, fast, take
+from kernels.cpu.machine import after, bf16_at, f32_at, fast, take
 from kernels.cpu.team import Kernel
 
 PANEL = 48  # rows of the matrix
@@ -37,11 +37,51 @@ class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
         return "bfloat"
 
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(ir.FloatType(), _LANES)
-_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
 _WORDS = ir.VectorType(_I32, _LANES)
+_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
 _NARROW = ir.VectorType(_BFloat(), _LANES)
+
+
+class _Pairs:
+    """bfloat16: two columns at once."""
+
+    columns = 2
+    matrix, kept = _PAIRS, _NARROW
+    word = _I32
+
+    @staticmethod
+    def multiply(builder: ir.IRBuilder, sums: Any, matrix: Any, words: Any) -> Any:
+        pairs = builder.bitcast(words, _PAIRS)
+        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, sums, matrix, pairs)
+
+    @staticmethod
+    def narrow(builder: ir.IRBuilder, sums: Any) -> Any:
+        return builder.fptrunc(sums, _NARROW)
+
+
+class _Floats:
+    """float32."""
+
+    columns = 1
+    matrix = kept = _SUMS
+    word = ir.FloatType()
+
+    @staticmethod
+    def multiply(builder: ir.IRBuilder, sums: Any, matrix: Any, words: Any) -> Any:
+        return _call(builder, "llvm.fma.v16f32", _SUMS, matrix, words, sums)
+
+    @staticmethod
+    def narrow(builder: ir.IRBuilder, sums: Any) -> Any:
+        return sums
+
+
+def _call(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
+    """A function that LLVM knows by its name."""
+    kind = ir.FunctionType(result, [each.type for each in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments)
 
 
 def _number(value: int) -> Any:
@@ -53,61 +93,56 @@ def _tile(rows: int) -> Any:
     rows are `height` apart."""
 
     def typed(typing: Any, x: Any, width: Any, panel: Any, out: Any, height: Any) -> Any:
-        return types.void(x, width, panel, out, height), _generator(rows)
+        kind = _Floats if x.dtype == types.float32 else _Pairs
+        return types.void(x, width, panel, out, height), _generator(rows, kind)
 
     return intrinsic(typed)
 
 
-def _generator(rows: int) -> Callable[..., Any]:
+def _generator(rows: int, kind: type[_Pairs] | type[_Floats]) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, width, panel, out, height = args
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        kind = ir.FunctionType(_SUMS, (_SUMS, _PAIRS, _PAIRS))
-        multiply = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
         lines = [builder.gep(x, [builder.mul(width, _number(row))]) for row in range(rows)]
-        before, loop, behind = (
-            builder.block,
-            builder.append_basic_block("columns"),
-            builder.append_basic_block("sums"),
-        )
+        entry, loop = builder.block, builder.append_basic_block("columns")
+        behind = builder.append_basic_block("sums")
         builder.branch(loop)
         builder.position_at_end(loop)
         column = builder.phi(_I64)
         sums = [[builder.phi(_SUMS) for _ in range(_WIDE)] for _ in range(rows)]
         read = builder.gep(panel, [builder.mul(column, _number(PANEL))])
-        matrix = []
-        for part in range(_WIDE):
-            words = builder.bitcast(builder.gep(read, [_number(part * 2 * _LANES)]), _PAIRS.as_pointer())
-            matrix.append(builder.load(words, align=2))
-        zeros = ir.Constant(_WORDS, [0] * _LANES)
-        undefined = ir.Constant(_WORDS, ir.Undefined)
+        matrix = [_load(builder, read, part * _LANES * kind.columns, kind.matrix) for part in range(_WIDE)]
         found = []
-        for row in range(rows):
-            pair = builder.load(
-                builder.bitcast(builder.gep(lines[row], [column]), _I32.as_pointer()), align=2
-            )
-            one = builder.insert_element(undefined, pair, ir.Constant(_I32, 0))
-            pairs = builder.bitcast(builder.shuffle_vector(one, undefined, zeros), _PAIRS)
-            found.append(
-                [builder.call(multiply, (sums[row][part], matrix[part], pairs)) for part in range(_WIDE)]
-            )
-        following = builder.add(column, _number(2))
+        for line, own in zip(lines, sums, strict=True):
+            words = _spread(builder, _load(builder, line, column, kind.word))
+            found.append([kind.multiply(builder, *each, words) for each in zip(own, matrix, strict=True)])
+        following = builder.add(column, _number(kind.columns))
         builder.cbranch(builder.icmp_signed("<", following, width), loop, behind)
-        column.add_incoming(_number(0), before)
+        column.add_incoming(_number(0), entry)
         column.add_incoming(following, loop)
-        for row in range(rows):
-            for part in range(_WIDE):
-                sums[row][part].add_incoming(ir.Constant(_SUMS, [0.0] * _LANES), before)
-                sums[row][part].add_incoming(found[row][part], loop)
+        for own, ends in zip(sums, found, strict=True):
+            for each, end in zip(own, ends, strict=True):
+                each.add_incoming(ir.Constant(_SUMS, [0.0] * _LANES), entry)
+                each.add_incoming(end, loop)
         builder.position_at_end(behind)
-        for row in range(rows):
-            for part in range(_WIDE):
-                offset = builder.add(builder.mul(height, _number(row)), _number(part * _LANES))
-                target = builder.bitcast(builder.gep(out, [offset]), _NARROW.as_pointer())
-                builder.store(builder.fptrunc(found[row][part], _NARROW), target, align=2)
+        for row, ends in enumerate(found):
+            for part, end in enumerate(ends):
+                at = builder.add(builder.mul(height, _number(row)), _number(part * _LANES))
+                target = builder.bitcast(builder.gep(out, [at]), kind.kept.as_pointer())
+                builder.store(kind.narrow(builder, end), target, align=2)
         return context.get_dummy_value()
 
     return generate
+
+
+def _load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
+    at = builder.gep(pointer, [_number(offset) if isinstance(offset, int) else offset])
+    return builder.load(builder.bitcast(at, kind.as_pointer()), align=2)
+
+
+def _spread(builder: ir.IRBuilder, word: Any) -> Any:
+    undefined = ir.Constant(ir.VectorType(word.type, _LANES), ir.Undefined)
+    one = builder.insert_element(undefined, word, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * _LANES))
 
 
 _eight, _four, _two, _one = (_tile(rows) for rows in (8, 4, 2, 1))
@@ -139,24 +174,30 @@ def _bf16(p: Any) -> None:
     _panels(bf16_at(p[1]), bf16_at(p[2]), bf16_at(p[3]), p[4], p[5], p[6], p)
 
 
-_KERNEL = Kernel(_bf16)
+def _f32(p: Any) -> None:
+    _panels(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
+
+
+_KERNELS = {torch.bfloat16: Kernel(_bf16), torch.float32: Kernel(_f32)}
+_NEEDS = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}
 
 
 def can_multiply(weight: Tensor) -> bool:
-    """True where this CPU has the instruction and `weight` `[out, in]` a shape for panels."""
+    """True where this CPU has the instructions and `weight` `[out, in]` a shape for panels."""
     height, width = weight.shape
-    fits = weight.dtype == torch.bfloat16 and height >= PANEL and width % 2 == 0
-    return fits and bool(llvm.get_host_cpu_features().get("avx512bf16"))
+    has = llvm.get_host_cpu_features().get(_NEEDS.get(weight.dtype, ""), False)
+    return bool(has) and height >= PANEL and width % 2 == 0
 
 
 def pack(weight: Tensor) -> Tensor:
-    """`weight` `[out, in]` in panels: `[panels, in / 2, 3, 16, 2]`. The last one ends with the matrix."""
+    """`weight` `[out, in]` in panels, as above. The last one ends with the matrix."""
     height, width = weight.shape
     whole, rest = divmod(height, PANEL)
     panels = weight[: whole * PANEL].view(whole, PANEL, width)
     if rest:
         panels = torch.cat((panels, weight[-PANEL:][None]))
-    return panels.view(-1, _WIDE, _LANES, width // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
+    columns = 2 if weight.dtype == torch.bfloat16 else 1
+    return panels.view(-1, PANEL, width // columns, columns).transpose(1, 2).contiguous()
 
 
 def multiply(x: Tensor, panels: Tensor, height: int) -> Tensor:
@@ -164,5 +205,6 @@ def multiply(x: Tensor, panels: Tensor, height: int) -> Tensor:
     in float32 and rounded once: `[rows, height]`."""
     rows, width = x.shape
     out = x.new_empty(rows, height)
-    _KERNEL(len(panels), x.data_ptr(), panels.data_ptr(), out.data_ptr(), rows, width, height)
+    kernel = _KERNELS[x.dtype]
+    kernel(len(panels), x.data_ptr(), panels.data_ptr(), out.data_ptr(), rows, width, height)
     return out

@@ -1,13 +1,16 @@
-"""Products with a bfloat16 matrix in kernels compiled for this CPU. Needs Numba.
+"""Products in kernels compiled for this CPU. Needs Numba.
 
 Measured on 2 Zen 4 cores, all products of a 135M model with its head, ms by rows, other work beside:
 
-    rows                        1     2     4     8    16    32    64   128   256
-    oneDNN, packed           16.0  18.1  14.0  16.9  20.5  35.8  52.1  93.1   180
-    panels                   10.8  11.5  11.3  12.8  15.7  26.1  46.5  93.5   170
-    few rows, plain matrix   13.4  14.8  17.8
+    rows                             1     2     4     8    16    32    64   128   256
+    f32    oneDNN, packed         32.9  28.0  26.3  29.1  40.1  67.5   118   225   438
+           panels                 19.4  19.2  17.0  22.4  37.7  48.9   101   198   424
+    bf16   oneDNN, packed         16.4  14.0  15.6  20.4  24.8  40.6  67.2   115   207
+           panels                  9.8   8.8  11.3  11.6  15.5  28.9  53.8  94.0   199
+           few rows, plain matrix 12.2  16.6  18.6
 
-Panels need AVX-512 BF16. They are bit-equal by row: a row's sums are added up in one order in every tile.
+Panels need AVX-512, those of bf16 its BF16 part. They are bit-equal by row: a row's sums are added up in one
+order in every tile.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ rows of this model. Larger numbers are therefore padded, by 3 % on average, to 5
 that decode steps and the last tokens of a cached prompt come to are compiled at start.
 
 F.linear on bf16 has no matrix kernel here, one row at a time; oneDNN has where there are bf16 instructions.
-With Numba bf16 has kernels of its own: see compiled_products. On GPUs F.linear is best and is used.
+On GPUs it is best and is used. With Numba there are kernels of our own, see compiled_products: on machines
+with AVX-512 none of the above is used.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Products:
             self._on_cpu and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
         self._packs = self._on_cpu and torch._C._has_mkldnn and not self._widen
-        self._compiled = self._on_cpu and dtype == torch.bfloat16 and kernels.cpu.available()
+        self._compiled = self._on_cpu and kernels.cpu.available()
         self._scratch = torch.empty(_SLICE_ELEMENTS if self._widen else 0)
 
     def kernel_sizes(self, most_rows: int) -> list[int]:
@@ -64,18 +65,19 @@ class Products:
         """The product with `weight` `[out, in]`, plus `bias`. With `deterministic` a row's result does not
         depend on the other rows: products run in tiles of ROW_TILE rows, so that every one has the same
         shape and adds up in the same order; rows must then be a multiple of ROW_TILE."""
-        product = self._compiled_product(weight) if self._compiled else self._of_torch(weight)
-        if self._deterministic:
-            product = _tiled(product)
+        product = self._compiled_product(weight) if self._compiled else None
+        if product is None:
+            product = self._of_torch(weight)
+            product = _tiled(product) if self._deterministic else product
         return product if bias is None else lambda x: product(x) + bias
 
-    def _compiled_product(self, weight: Tensor) -> Linear:
+    def _compiled_product(self, weight: Tensor) -> Linear | None:
         from services.executor.compiled_products import by_rows, in_panels
 
         if product := in_panels(weight):
             return product
-        of_torch = self._of_torch(weight)
-        return of_torch if self._deterministic else by_rows(weight, of_torch)
+        wide = weight.dtype != torch.bfloat16  # a plain copy of it would be large
+        return None if wide or self._deterministic else by_rows(weight, self._of_torch(weight))
 
     def _of_torch(self, weight: Tensor) -> Linear:
         if self._widen:

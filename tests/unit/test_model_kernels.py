@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+import kernels.cpu
 from kernels.kv_blocks import copy_blocks, gather_kv, write_kv, write_rows
 from kernels.paged_attention import attend_decode, attend_prefill
 from kernels.rms_norm import add_rms_norm
@@ -112,7 +113,11 @@ def test_norm_and_gate_are_their_formulas() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 21, 80])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_products_are_products(dtype: torch.dtype, rows: int, deterministic: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_are_products(
+    dtype: torch.dtype, rows: int, deterministic: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.cpu, "available", lambda: compiled)
     weight, bias = normal(1500, 800).to(dtype), normal(1500, seed=1).to(dtype)  # more than one slice to widen
     padded = -(-rows // ROW_TILE) * ROW_TILE if deterministic else rows
     x = normal(padded, 800, seed=2).to(dtype)

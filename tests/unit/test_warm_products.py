@@ -11,6 +11,7 @@ from plan_maker import PlanMaker, Row
 from tiny_models import save_tiny
 from torch.backends.mkldnn import VERBOSE_ON_CREATION, verbose
 
+import kernels.cpu
 from services.executor.linear import ROW_TILE, Products, kernel_rows
 from services.executor.torch_backend import TorchOptions, build
 from services.executor.warm_up import WARM_ROWS
@@ -23,6 +24,11 @@ Shapes = set[tuple[int, int, int]]  # rows, in, out
 def made(capfd: pytest.CaptureFixture[str]) -> Shapes:
     """The products that were made since the last call."""
     return {(int(m[1]), int(m[2]), int(m[3])) for m in PRODUCT.finditer(capfd.readouterr().out)}
+
+
+@pytest.fixture(autouse=True)
+def _only_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.cpu, "available", lambda: False)
 
 
 def test_no_product_of_a_short_step_is_new_after_the_start(
