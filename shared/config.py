@@ -63,7 +63,7 @@ class Settings(BaseSettings):
     )
     device: str = Field(
         "auto",
-        description="cpu, cuda; auto: cuda where there is one; with /tp4 four, tensor-parallel",
+        description="cpu, cuda; auto: cuda where there is one; with /tp4 four, tensor-parallel, /pp4 stages",
     )
     dtype: Literal["auto", "bf16", "f32", "auto/fp8", "bf16/fp8", "f32/fp8"] = Field(
         "auto", description="of the model; auto: f32 on a cpu, bf16 on cuda; with /fp8 it keeps KV in fp8"
@@ -112,9 +112,13 @@ class Settings(BaseSettings):
     @field_validator("device")
     @classmethod
     def _kind_and_ranks(cls, device: str) -> str:
-        if re.fullmatch(r"(auto|cpu|cuda)(/tp[1-9]\d?)?", device):
+        if re.fullmatch(r"(auto|cpu|cuda)(/tp[1-9]\d?|/pp([1-9]|[1-5]\d|6[0-4]))?", device):
             return device
-        raise ValueError("auto, cpu or cuda is expected, with /tp2 to /tp99 for several, like cuda/tp4")
+        if "/tp" in device and "/pp" in device:
+            raise ValueError("stages (/pp) whose layers are shared (/tp) are not served yet: use one of them")
+        raise ValueError(
+            "auto, cpu or cuda is expected, with /tp2 to /tp99 or /pp2 to /pp64 for several, like cuda/tp4"
+        )
 
     @field_validator("http")
     @classmethod
@@ -135,8 +139,13 @@ class Settings(BaseSettings):
     @property
     def device_and_ranks(self) -> tuple[str, int]:
         """The kind of device, and of how many an executor is made."""
-        device, _, ranks = self.device.partition("/tp")
-        return device, int(ranks or 1)
+        device, _, ranks = self.device.partition("/")
+        return device, int(ranks[2:] or 1)
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether those of which an executor is made are stages."""
+        return "/pp" in self.device
 
     @property
     def models_dir(self) -> Path:

@@ -73,6 +73,7 @@ def _torch(settings: Settings, alarm: Alarm) -> Backend:
         max_step_tokens=max(settings.step_tokens, slots),
         max_context=settings.max_context,
         threads=settings.threads,
+        pipeline=settings.pipeline,
         deterministic=settings.deterministic,
         processors=processors,
     )

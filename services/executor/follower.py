@@ -16,11 +16,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from services.executor.backend import Pending
 from services.executor.group import RankBackend, rank_builder
 from services.executor.group_copies import PartCopier
+from services.executor.host_lane import MOST_PENDING, HostLane
 from services.executor.loading import device_of
 from services.executor.orders import (
     Answer,
@@ -34,8 +36,10 @@ from services.executor.orders import (
     Join,
     Move,
     Order,
+    Sampled,
     Took,
 )
+from services.executor.processors import load_processors
 from services.executor.ranks import Ranks, join
 from shared import config, logs
 from shared.errors import EngineError
@@ -61,8 +65,8 @@ class Follower:
         match order:
             case StepPlan():
                 self._forward(order)
-            case Took(step=step):
-                self._backend.take(self._pending.pop(step), order.ids, order.done)
+            case Took():
+                self._take(order)
             case Failed(step=step):
                 self._pending.pop(step, None)
                 self.refused = 0 if step == self.refused else self.refused
@@ -80,16 +84,55 @@ class Follower:
 
     def _forward(self, plan: StepPlan) -> None:
         try:
-            self._pending[plan.step] = self._backend.forward(plan)
+            self._forwarded(self._backend.forward(plan))
         except EngineError as error:
             log.warning("step %d is refused: %s", plan.step, error)
             self.refused = plan.step
+
+    def _forwarded(self, pending: Pending) -> None:
+        self._pending[pending.plan.step] = pending
+
+    def _take(self, order: Took) -> None:
+        self._backend.take(self._pending.pop(order.step), order.ids, order.done)
 
     def _open(self, opened: SlotOpen) -> None:
         try:
             self._backend.open_slot(opened)
         except EngineError as error:  # of the leader, too: the next step says so
             log.warning("slot %d is refused: %s", opened.slot, error)
+
+
+class LastStage(Follower):
+    """The one of a pipeline's stages that samples, on a lane of its own, and says what it has chosen. The
+    leader waits for that before it does anything else with the slots of a step."""
+
+    def __init__(
+        self,
+        backend: RankBackend,
+        copy: Copy,
+        tell: Callable[[Sampled], None],
+        enter: Callable[[], None],
+        stages: int,
+    ) -> None:
+        """`enter` is called on the lane first."""
+        super().__init__(backend, copy)
+        self._tell, self._enter = tell, enter
+        self._lane = HostLane(max(MOST_PENDING, stages))
+
+    def _forwarded(self, pending: Pending) -> None:
+        self._lane.put((), 0, lambda: self._sample(pending))
+
+    def _take(self, order: Took) -> None:
+        """It has said so itself."""
+
+    def _sample(self, pending: Pending) -> None:
+        step = pending.plan.step
+        try:
+            self._enter()
+            said = Sampled(step, self._backend.sample(pending))
+        except Exception as error:  # noqa: BLE001 - the leader must not wait for ever
+            said = Sampled(step, None, f"{type(error).__name__}: {error}")
+        self._tell(said)
 
 
 class CopyThread:
@@ -127,21 +170,31 @@ class CopyThread:
         return 0
 
 
-def follow(pipe: Connection, orphaned: Callable[[], None]) -> None:
+def follow(pipe: Connection, orphaned: Callable[[], None], processors: str = "") -> None:
     """Be a rank until the leader says that it is over. `orphaned` is called when the leader is no more, on
-    another thread: this one may be waiting for it. Raises whatever this rank cannot go on after."""
+    another thread: this one may be waiting for it. `processors`: the setting, for a rank that samples. Raises
+    whatever this rank cannot go on after."""
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, orders, orphaned), name="orders", daemon=True).start()
     first = orders.get()
     assert isinstance(first, Join), "the first order says which rank to be"
-    device = device_of(first.options.device, first.rank)
-    enter = _enter(device.type, first.rank)
+    options, rank, size = first.options, first.rank, first.size
+    device = device_of(options.device, rank)
+    enter = _enter(device.type, rank)
     enter()
-    ranks: Ranks = join(first.rank, first.size, first.port, device, ordered=first.options.deterministic)
-    backend = rank_builder(device.type)(first.options, ranks)
+    ranks: Ranks = join(
+        rank, size, first.port, device, ordered=options.deterministic, sums=not options.pipeline
+    )
+    samples = options.pipeline and rank == size - 1
+    if samples:
+        options = replace(options, processors=load_processors(processors))
+    backend = rank_builder(device.type)(options, ranks)
     sizes = ranks.exchange(backend.info.bytes_per_block)
-    copier = PartCopier(backend.copier(), sum(sizes[: first.rank]))
-    serve(Follower(backend, CopyThread(copier, pipe.send, enter).put), orders, REFUSED_WITHIN_S)
+    copier = PartCopier(backend.copier(), sum(sizes[:rank]))
+    say = _one_at_a_time(pipe.send)
+    copy = CopyThread(copier, say, enter).put
+    follower = LastStage(backend, copy, say, enter, size) if samples else Follower(backend, copy)
+    serve(follower, orders, REFUSED_WITHIN_S)
     backend.close()
     ranks.close()
 
@@ -166,6 +219,17 @@ def _read(pipe: Connection, orders: queue.SimpleQueue[Order], orphaned: Callable
         orphaned()
 
 
+def _one_at_a_time(send: Callable[[object], None]) -> Callable[[object], None]:
+    """For a pipe into which several threads speak."""
+    sending = threading.Lock()
+
+    def say(what: object) -> None:
+        with sending:
+            send(what)
+
+    return say
+
+
 def _enter(device: str, rank: int) -> Callable[[], None]:
     """What a thread that uses the device does first."""
     if device != "cuda":
@@ -185,7 +249,7 @@ def main() -> None:
     pipe = Connection(fd)
     status = 0
     try:
-        follow(pipe, lambda: os._exit(1))
+        follow(pipe, lambda: os._exit(1), settings.logits_processors)
     except Exception as error:
         log.exception("this rank is at its end")
         pipe.send(Gone(f"{type(error).__name__}: {error}"))

@@ -3,9 +3,16 @@
     device thread:  SlotOpen, StepPlan, ... ──▶ orders ──▶ followers        then the same here
     who samples:    ids chosen here         ──▶ Took   ──▶ followers        before the result is delivered
 
-Only the leader chooses tokens that need the host (processors, grammars, penalties); on a GPU the others are
-chosen on every rank at once, from the same bits. What was chosen always reaches the followers' records
-before anything that builds on it, for the leader sends in the order in which it does things itself.
+Where ranks share the layers only the leader chooses tokens that need the host (processors, grammars,
+penalties); on a GPU the others are chosen on every rank at once, from the same bits. What was chosen always
+reaches the followers' records before anything that builds on it, for the leader sends in the order in which
+it does things itself.
+
+Where they are stages the last one chooses all tokens (LastStage), and the leader hears of them:
+
+    device thread:  StepPlan ──▶ orders ──▶ stages; the first layers here, and on to the next plan
+    who samples:    waits    ◀── Sampled ── last stage
+                    Took     ──▶ orders ──▶ stages between
 """
 
 from __future__ import annotations
@@ -51,9 +58,10 @@ def build_group(
     members.tell_each([Join(bare, rank, size, store.port) for rank in range(1, size)])
     with ExitStack() as undo:
         undo.callback(members.end)
-        ranks = join(LEADER, size, store, device, ordered=options.deterministic)
+        ranks = join(LEADER, size, store, device, ordered=options.deterministic, sums=not options.pipeline)
         undo.callback(ranks.close)
-        group = GroupBackend(rank_builder(device.type)(options, ranks), members, ranks)
+        kind = PipelineBackend if options.pipeline else GroupBackend
+        group = kind(rank_builder(device.type)(options, ranks), members, ranks)
         undo.pop_all()
         return group
 
@@ -72,7 +80,7 @@ def rank_builder(device: str) -> BuildRank:
 class GroupBackend:
     """See services.executor.backend.Backend. Made by `build_group`."""
 
-    def __init__(self, own: Backend, members: Members, ranks: Ranks) -> None:
+    def __init__(self, own: RankBackend, members: Members, ranks: Ranks) -> None:
         self._own, self._members, self._ranks = own, members, ranks
         sizes = ranks.exchange(own.info.bytes_per_block)
         self._info = replace(own.info, bytes_per_block=sum(sizes))
@@ -107,11 +115,14 @@ class GroupBackend:
     def sample(self, pending: Pending) -> StepOutput:
         told: Order = Failed(pending.plan.step)
         try:
-            output = self._own.sample(pending)
+            output = self._chosen(pending)
             told = Took(pending.plan.step, output.ids, output.done)
         finally:
             self._members.tell(told)
         return output
+
+    def _chosen(self, pending: Pending) -> StepOutput:
+        return self._own.sample(pending)
 
     def copier(self) -> Copier:
         return self._copier
@@ -124,6 +135,27 @@ class GroupBackend:
         self._members.end()
         self._own.close()
         self._ranks.close()
+
+
+class PipelineBackend(GroupBackend):
+    """Of ranks that are stages, the leader the first. As many steps as stages may be between `forward` and
+    `sample`, each in another stage."""
+
+    def __init__(self, own: RankBackend, members: Members, ranks: Ranks) -> None:
+        super().__init__(own, members, ranks)
+        self._info = replace(self._info, stages=ranks.size)
+
+    def open_slot(self, opened: SlotOpen) -> None:
+        self._members.tell(opened)
+        self._own.open_slot(opened)
+
+    def _chosen(self, pending: Pending) -> StepOutput:
+        found = self._members.sampled()
+        assert found.step == pending.plan.step, "steps leave the last stage in order, and each one leaves"
+        if found.output is None:
+            raise EngineError(found.error)
+        self._own.take(pending, found.output.ids, found.output.done)
+        return found.output
 
 
 def for_followers(opened: SlotOpen) -> SlotOpen:

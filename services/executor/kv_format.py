@@ -26,6 +26,7 @@ from kernels.rope import apply_rope, rope_table
 from kernels.swiglu.ref import swiglu
 from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
+from services.executor.stages import WHOLE, Stage
 from services.executor.weights import LayerWeights, Weights
 from shared.errors import SetupError
 
@@ -54,7 +55,9 @@ class KvFormat:
         return self.name, hashlib.sha256(self.scales.cpu().numpy().tobytes()).hexdigest()
 
 
-def kv_format(wanted: str, shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> KvFormat:
+def kv_format(
+    wanted: str, shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE
+) -> KvFormat:
     """The format named `auto` (the model's dtype) or `fp8`, whose scales are put into `weights`. Raises
     SetupError for another one and for a GPU without fp8."""
     device = weights.embedding.device
@@ -67,16 +70,16 @@ def kv_format(wanted: str, shapes: Shapes, weights: Weights, ranks: Ranks = SOLO
             f"{torch.cuda.get_device_name(device)} has no fp8, which begins with compute capability 8.9; "
             "leave /fp8 out of dtype"
         )
-    scales = fp8_scales(shapes, weights, ranks)
+    scales = fp8_scales(shapes, weights, ranks, stage)
     put_scales(scales, shapes, weights)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the blocks are counted by what is free
     return KvFormat(FP8, scales)
 
 
-def fp8_scales(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> Tensor:
+def fp8_scales(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE) -> Tensor:
     """Powers of two `[layers, K|V, kv_heads]`, float32: those above `largest * HEADROOM / FP8_MAX`."""
-    _, exponents = torch.frexp(largest_kv(shapes, weights, ranks) * (HEADROOM / FP8_MAX))
+    _, exponents = torch.frexp(largest_kv(shapes, weights, ranks, stage) * (HEADROOM / FP8_MAX))
     scales = ((exponents + 127) << 23).view(torch.float32)  # 2^exponent, bit by bit: a power may round
     if shapes.qk_norm:
         scales[:, 0] = scales[:, 0].amax(-1, keepdim=True)
@@ -84,7 +87,7 @@ def fp8_scales(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> Tensor:
 
 
 @torch.no_grad()
-def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> Tensor:
+def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE) -> Tensor:
     """The largest magnitudes of K and V over the fixed tokens: `[layers, K|V, kv_heads]`, float32. Those of K
     hold for every position: a rotation moves a pair of numbers on a circle, and its radius is taken.
 
@@ -93,7 +96,10 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> Tensor:
     ids = torch.arange(count, device=weights.embedding.device) * _STRIDE % shapes.vocab
     frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
     rotations = rope_table(frequencies, count).to(ids.device)
-    residual = weights.embedding[ids].float()
+    if stage.first:
+        residual = weights.embedding[ids].float()
+    else:
+        residual = stage.receive(torch.empty(count, shapes.hidden, device=ids.device))
     found = []
     for layer in weights.layers:
         normed = rms_norm(residual, layer.attention_norm.float(), eps)
@@ -110,6 +116,8 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO) -> Tensor:
         residual = residual + ranks.all_reduce(F.linear(attended, layer.out.float()))
         mixed = _mlp(rms_norm(residual, layer.mlp_norm.float(), eps), layer, shapes)
         residual = residual + ranks.all_reduce(mixed)
+    if not stage.last:
+        stage.send(residual)
     return torch.stack(found)
 
 

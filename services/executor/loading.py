@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from services.executor.kv_format import kv_format
 from services.executor.processors import MakeProcessor
 from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
+from services.executor.shards import shard
+from services.executor.stages import WHOLE, Stage, stage_shard
 from services.executor.weights import Weights
 from services.executor.weights_dummy import load_dummy
 from services.executor.weights_gguf import load_gguf
@@ -50,13 +53,15 @@ class TorchOptions:
     max_step_tokens: int = 256
     max_context: int = 0  # 0: the model's
     threads: int = 0  # 0: the cores
+    pipeline: bool = False  # of several ranks each is a stage; else they share every layer
     deterministic: bool = False  # a row's bits depend on neither its batch nor the cuts of its prompt
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model, or a rank's part of it, on its device, and its cache. `context`: the longest sequence."""
+    """A model, or a rank's part of it, on its device, and its cache. `context`: the longest sequence;
+    `ranks`: those which share its layers."""
 
     shapes: Shapes
     weights: Weights
@@ -64,6 +69,7 @@ class Loaded:
     context: int
     fingerprint: str
     ranks: Ranks = SOLO
+    stage: Stage = WHOLE
 
 
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
@@ -72,16 +78,21 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // ranks.size))
     device = device_of(options.device, ranks.rank)
     dtype = _dtype(options.dtype, device)
+    stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
+    sharing = SOLO if options.pipeline else ranks
+    shard_of = functools.partial(shard, rank=ranks.rank, size=ranks.size)
+    if options.pipeline:
+        shard_of = functools.partial(stage_shard, stage=stage)
     if options.dummy:
-        shapes, weights = load_dummy(options.model_path, dtype, device, ranks)
+        shapes, weights = load_dummy(options.model_path, dtype, device, shard_of)
     elif options.model_path.suffix == ".gguf":
-        shapes, weights = load_gguf(options.model_path, dtype, device, ranks)
+        shapes, weights = load_gguf(options.model_path, dtype, device, shard_of)
     else:
-        shapes, weights = load_hf(options.model_path, dtype, device, ranks)
+        shapes, weights = load_hf(options.model_path, dtype, device, shard_of)
     if ranks.size > 1 and device.type == "cuda":
         torch.cuda.empty_cache()  # what was cut off is free, and counts for the blocks
     wanted = _context_tokens(shapes, options.max_context)
-    kept = kv_format(options.kv_dtype, shapes, weights, ranks)
+    kept = kv_format(options.kv_dtype, shapes, weights, sharing, stage)
     size = block_bytes(shapes, options.block_tokens, kept.dtype)
     blocks = options.blocks or fitting_blocks(
         size, device, options.slots * blocks_for(wanted, options.block_tokens)
@@ -101,8 +112,9 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     )  # fmt: skip
     digest = fingerprint(options.model_name, shapes, weights, cache.block_tokens, kept, ranks)
     return Loaded(
-        shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=ranks
-    )
+        shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
+        stage=stage,
+    )  # fmt: skip
 
 
 def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:

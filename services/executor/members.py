@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import NoReturn
 
-from services.executor.orders import Answer, Do, Gone, Order
+from services.executor.orders import Answer, Do, Gone, Order, Sampled
 from shared.errors import EngineError
 
 log = logging.getLogger("headrace.executor")
@@ -39,6 +39,7 @@ class Members:
         self._over = False  # lost or ended
         self._telling = threading.Lock()
         self._answers: queue.SimpleQueue[Answer | EngineError] = queue.SimpleQueue()
+        self._sampled: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         for rank in range(1, count + 1):
@@ -80,6 +81,10 @@ class Members:
         if errors := [answer.error for answer in found if answer.error]:
             raise EngineError(errors[0])
         return max(answer.took_us for answer in found)
+
+    def sampled(self) -> Sampled:
+        """Wait for the last stage's next step. Never returns once one is gone, as `give_up`."""
+        return self._sampled.get()
 
     def give_up(self, why: str) -> NoReturn:
         """The group cannot go on: say so, and never return. What the ranks were at has no answer, and a
@@ -123,6 +128,8 @@ class Members:
                     said = Gone("its process has ended")
                 if isinstance(said, Answer):
                     self._answers.put(said)
+                elif isinstance(said, Sampled):
+                    self._sampled.put(said)
                 else:
                     self._gone(f"rank {ranks[pipe]} is gone: {said.why}")
                     return

@@ -6,6 +6,7 @@ for each layer:  x += out(attention(rope(qkv(norm(x)))))   K and V go through th
 logits = head(norm(x))                                      of the sampled rows only
 
 Of one of several ranks, `out` and `down` give parts of a sum over the ranks, and `head` some of the logits.
+A stage of a pipeline has some of the layers, and x from the stage before.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from kernels.rms_norm import rms_norm
 from kernels.rope import rope_table
 from services.executor.batch import Batch
 from services.executor.linear import ROW_TILE, Linear, Products
+from services.executor.loading import Loaded
 from services.executor.mlp import Mlp, mlp
 from services.executor.operators import Operators
-from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes
 from services.executor.shards import gathered_logits
-from services.executor.weights import LayerWeights, Weights
+from services.executor.weights import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +46,16 @@ class _Layer:
 class Model:
     """A model on its device. Runs in `torch.inference_mode` and on one thread."""
 
-    def __init__(
-        self,
-        shapes: Shapes,
-        weights: Weights,
-        context_tokens: int,
-        operators: Operators,
-        *,
-        deterministic: bool = False,
-        ranks: Ranks = SOLO,
-    ) -> None:
-        """Rotations are tabled for `context_tokens` positions. With `deterministic` a row's logits do not
-        depend on the other rows of its batch, bit for bit (on a CPU). Takes the layers out of `weights`."""
-        self._shapes, self._operators, self._ranks = shapes, operators, ranks
+    def __init__(self, loaded: Loaded, operators: Operators, *, deterministic: bool = False) -> None:
+        """With `deterministic` a row's logits do not depend on the other rows of its batch, bit for bit (on a
+        CPU). Takes the layers out of `loaded.weights`."""
+        shapes, weights, stage = loaded.shapes, loaded.weights, loaded.stage
+        self._shapes, self._operators, self._ranks, self._stage = shapes, operators, loaded.ranks, stage
         self._embedding = weights.embedding
         self._norm = weights.norm
         device = weights.embedding.device
         products = Products(weights.embedding.dtype, device, deterministic=deterministic)
-        self._head = products.linear(weights.head)
+        self._head = products.linear(weights.head) if stage.last else None
         self._layers = [
             _layer(weights.layers.pop(0), shapes, products, operators, deterministic=deterministic)
             for _ in range(shapes.layers)
@@ -70,7 +63,7 @@ class Model:
         self._deterministic = deterministic
         self._products = products
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-        self._rotations = rope_table(frequencies, context_tokens).to(device)
+        self._rotations = rope_table(frequencies, loaded.context).to(device)
 
     @torch.inference_mode()
     def compile_products(self, most_rows: int) -> None:
@@ -85,12 +78,16 @@ class Model:
                 layer.out(x.new_zeros(rows, self._shapes.heads * self._shapes.head_dim))
                 layer.mlp.compile(x)
 
-    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Logits `[samples, vocab]` in float32 of the batch's sampled rows; writes the KV of all rows."""
-        eps, reduce = self._shapes.norm_eps, self._ranks.all_reduce
+    def forward(self, batch: Batch, kv: Tensor) -> Tensor | None:
+        """Logits `[samples, vocab]` in float32 of the batch's sampled rows, of the last stage; writes the KV
+        of all rows."""
+        eps, reduce, stage = self._shapes.norm_eps, self._ranks.all_reduce, self._stage
         add_rms_norm = self._operators.add_rms_norm
         rotation = self._rotations[batch.positions]
-        residual = self._embedding[batch.ids]
+        if stage.first:
+            residual = self._embedding[batch.ids]
+        else:
+            residual = stage.receive(self._embedding.new_empty(len(batch.ids), self._shapes.hidden))
         normed = rms_norm(residual, self._layers[0].attention_norm, eps)
         for i, layer in enumerate(self._layers):
             attended = reduce(self._attention(i, layer, normed, rotation, batch, kv))
@@ -98,9 +95,13 @@ class Model:
             last = i + 1 == len(self._layers)
             norm = self._norm if last else self._layers[i + 1].attention_norm
             normed, residual = add_rms_norm(reduce(layer.mlp(normed)), residual, norm, eps)
-        return self._logits(normed[batch.sampled])
+        if stage.last:
+            return self._logits(normed[batch.sampled])
+        stage.send(residual)
+        return None
 
     def _logits(self, chosen: Tensor) -> Tensor:
+        assert self._head is not None, "the last stage has it"
         samples = len(chosen)
         if self._deterministic:
             chosen = F.pad(chosen, (0, 0, 0, -samples % ROW_TILE))

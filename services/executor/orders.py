@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from services.executor.backend import StepOutput
 from services.executor.loading import TorchOptions
 from shared.messages import Ints, SlotOpen, StepPlan
 
@@ -89,6 +90,15 @@ class Answer:
     """Of one follower to Attach or Copies: the time as Copier.finish gives it, or what went wrong."""
 
     took_us: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Of the last stage of a pipeline, unasked: what it chose in a step, or what went wrong."""
+
+    step: int
+    output: StepOutput | None
     error: str = ""
 
 

@@ -137,10 +137,16 @@ def meeting(size: int) -> TCPStore:
 
 
 def join(
-    rank: int, size: int, store: TCPStore | int, device: torch.device, *, ordered: bool = False
+    rank: int,
+    size: int,
+    store: TCPStore | int,
+    device: torch.device,
+    *,
+    ordered: bool = False,
+    sums: bool = True,
 ) -> Spread:
     """Become rank `rank` of `size` on this host, with `device`. `store`: the leader's, or its port for the
-    others. Returns when all are there. One group a process."""
+    others; `sums`: there will be many short ones. Returns when all are there. One group a process."""
     from torch import distributed
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -160,7 +166,7 @@ def join(
         device_id=device if on_gpu else None,
     )
     ranks = Spread(rank, size, store, ordered=ordered)
-    if on_gpu and size > 1:
+    if on_gpu and size > 1 and sums:
         from services.executor.cuda.short_sums import short_sums
 
         found = short_sums(size, device)

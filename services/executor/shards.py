@@ -13,6 +13,7 @@ ranks, and its query heads are divided between them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -45,6 +46,15 @@ class Shard:
     shapes: Shapes
     head_rows: int  # of the head on every rank; zeros behind the vocabulary's end
     cuts: dict[str, Cut]  # of the parts that it does not hold all of
+    first_layer: int = 0  # of `shapes.layers` that it holds
+
+
+ShardOf = Callable[[Shapes], Shard]  # which part of a model to load
+
+
+def all_of_it(whole: Shapes) -> Shard:
+    """The part of a rank that is alone."""
+    return shard(whole, 0, 1)
 
 
 def shard(whole: Shapes, rank: int, size: int) -> Shard:

@@ -35,10 +35,10 @@ class TorchBackend:
     def __init__(self, options: TorchOptions, loaded: Loaded) -> None:
         shapes, weights, cache, context = loaded.shapes, loaded.weights, loaded.cache, loaded.context
         device, exact = weights.embedding.device, options.deterministic
-        self._info = info_of(options, loaded)
+        self._info, self._samples = info_of(options, loaded), loaded.stage.last
         self._cache = cache
         kinds = operators(cache, deterministic=exact)
-        self._model = Model(shapes, weights, context, kinds, deterministic=exact, ranks=loaded.ranks)
+        self._model = Model(loaded, kinds, deterministic=exact)
         self._slots = Slots(
             options.slots, blocks_for(context, cache.block_tokens), cache.spare, context, device
         )
@@ -59,7 +59,9 @@ class TorchBackend:
         for opened, plans in warm_up_steps(self._info):
             self.open_slot(opened)
             for plan in plans:
-                self.sample(self.forward(plan))
+                pending = self.forward(plan)
+                if self._samples:
+                    self.sample(pending)
         self.reset()
 
     def open_slot(self, opened: SlotOpen) -> None:

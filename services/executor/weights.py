@@ -87,5 +87,5 @@ def assemble(shard: Shard, read: ReadTensor, dtype: torch.dtype, device: torch.d
         embedding=embedding,
         norm=take("norm"),
         head=F.pad(head, (0, 0, 0, missing)) if missing else head,
-        layers=[layer(i) for i in range(shapes.layers)],
+        layers=[layer(shard.first_layer + i) for i in range(shapes.layers)],
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes, from_hf
-from services.executor.shards import Cut, shard
+from services.executor.shards import Cut, ShardOf, all_of_it
 from services.executor.weights import Weights, assemble
 from shared.errors import SetupError
 
@@ -19,27 +19,28 @@ _SEED = 7
 
 
 def load_dummy(
-    folder: Path, dtype: torch.dtype, device: torch.device, ranks: Ranks = SOLO
+    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
 ) -> tuple[Shapes, Weights]:
-    """Shapes of this rank's part of `folder`/config.json, and weights drawn with one seed on `device`, the
-    same for any number of ranks, which take their parts of each; norms are ones. Raises
+    """Shapes of a part of `folder`/config.json, and weights drawn on `device`, each tensor with a
+    seed of its own: any part of the model is a part of the same; norms are ones. Raises
     SetupError for a model that is not supported or a folder without a config."""
     try:
         shapes = from_hf(json.loads((folder / "config.json").read_text()))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise SetupError(f"{folder} has no config.json, where dummy weights find their shapes") from error
-    generator = torch.Generator(device).manual_seed(_SEED)
+    generator = torch.Generator(device)
     sizes = _sizes(shapes)
 
     def read(part: str, layer: int, cut: Cut | None) -> Tensor:
         if part.endswith("norm"):
             return torch.ones(sizes[part], dtype=dtype, device=device)
+        generator.manual_seed(zlib.crc32(f"{_SEED} {layer} {part}".encode()))
         values = torch.empty(sizes[part], device=device)  # float32: the same numbers in every dtype
         values = values.normal_(0.0, _SPREAD, generator=generator).to(dtype)
         return values if cut is None else cut.of(values)
 
-    part = shard(shapes, ranks.rank, ranks.size)
-    return part.shapes, assemble(part, read, dtype, device)
+    shard = shard_of(shapes)
+    return shard.shapes, assemble(shard, read, dtype, device)
 
 
 def _sizes(shapes: Shapes) -> dict[str, tuple[int, ...]]:

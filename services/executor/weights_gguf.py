@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from services.executor.gguf_tensors import GgufTensors
-from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes, from_gguf
-from services.executor.shards import Cut, shard
+from services.executor.shards import Cut, ShardOf, all_of_it
 from services.executor.weights import Weights, assemble
 from shared.errors import SetupError
 
@@ -42,9 +41,9 @@ _INTERLEAVED = ("llama", "mistral")
 
 
 def load_gguf(
-    path: Path, dtype: torch.dtype, device: torch.device, ranks: Ranks = SOLO
+    path: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
 ) -> tuple[Shapes, Weights]:
-    """Shapes and weights of this rank's part of the model in `path`. One whole tensor is in memory
+    """Shapes and weights of a part of the model in `path`. One whole tensor is in memory
     at a time, dequantised. Raises SetupError for an architecture or tensor that is not supported."""
     tensors = GgufTensors(path)
     shapes = _shapes(path, tensors)
@@ -64,8 +63,8 @@ def load_gguf(
             return _halves(values, shapes.heads if part == "q" else shapes.kv_heads)
         return values
 
-    part = shard(shapes, ranks.rank, ranks.size)
-    return part.shapes, assemble(part, read, dtype, device)
+    shard = shard_of(shapes)
+    return shard.shapes, assemble(shard, read, dtype, device)
 
 
 def _shapes(path: Path, tensors: GgufTensors) -> Shapes:

@@ -11,9 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import Shapes, from_hf
-from services.executor.shards import Cut, shard
+from services.executor.shards import Cut, ShardOf, all_of_it
 from services.executor.weights import Weights, assemble
 from shared.errors import SetupError
 
@@ -46,9 +45,9 @@ _EXPERTS = {
 
 
 def load_hf(
-    folder: Path, dtype: torch.dtype, device: torch.device, ranks: Ranks = SOLO
+    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
 ) -> tuple[Shapes, Weights]:
-    """Shapes and weights of this rank's part of the model in `folder`: nothing else of it is read. Raises
+    """Shapes and weights of a part of the model in `folder`: nothing else of it is read. Raises
     SetupError for a model or folder that is not supported or not complete."""
     try:
         shapes = from_hf(json.loads((folder / "config.json").read_text()))
@@ -73,8 +72,8 @@ def load_hf(
             torch.cat([tensors.read(f"{expert}.{name}.weight", cut) for name in names]) for expert in each
         ])  # fmt: skip
 
-    part = shard(shapes, ranks.rank, ranks.size)
-    return part.shapes, assemble(part, read, dtype, device)
+    shard = shard_of(shapes)
+    return shard.shapes, assemble(shard, read, dtype, device)
 
 
 class _Tensors:

@@ -67,9 +67,10 @@ def test_a_dead_executor_costs_no_token(real: Up) -> None:
         assert ids[f"case-{i}", 0] == case["output_ids"], case["prompt"]
 
 
-def test_a_dead_rank_costs_no_token_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu/tp2", "cpu/pp2"])
+def test_a_dead_rank_costs_no_token_either(tmp_path: Path, device: str) -> None:
     """Its group ends and is started anew, and the sequences go on there."""
-    with running_up(tmp_path, "--backend", "torch", "--dtype", "f32", "--device", "cpu/tp2") as up:
+    with running_up(tmp_path, "--backend", "torch", "--dtype", "f32", "--device", device) as up:
         leader = up.child("executor")
         (rank,) = faults.children(leader)
         ids = asyncio.run(ids_with_a_death_after(up, 25, rank))

@@ -60,9 +60,10 @@ async def test_hits_of_every_tier_are_equal() -> None:
         assert differ(cold, in_hbm) <= 1e-4
 
 
-async def test_a_group_of_two_is_paused_and_brought_back() -> None:
+@pytest.mark.parametrize("device", ["cpu/tp2", "cpu/pp2"])
+async def test_a_group_of_two_is_paused_and_brought_back(device: str) -> None:
     """Every rank's part of a block goes down and comes up; the leader's is spoiled in between."""
-    async with Tiered.up(MODEL, overlap="single", device="cpu/tp2", **SIZES) as pipeline:
+    async with Tiered.up(MODEL, overlap="single", device=device, **SIZES) as pipeline:
         for name, indices in (("cold", ()), ("paused", INDICES[0])):
             loads, restored = pipeline.meter.loads, pipeline.forced.restored
             if indices:

@@ -68,7 +68,7 @@ class Answer:
     """Ids and logits of a request, and how many of its tokens came from a cache when it began."""
 
     ids: list[int]
-    logits: dict[int, list[Tensor]]  # by position
+    logits: dict[int, list[Tensor]]  # by position; those of a pipeline are in another process
     cached_tokens: int
 
 
@@ -159,7 +159,7 @@ class Tiered(Pipeline):
         assert self.forced.wrong == 0, "other bytes came up than went down"
         seq = next(seq for seq, name in self.tap.names.items() if name == (request, 0))
         cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return Answer(self.tap.ids[request, 0], dict(self.engine.logits.pop(seq)), cached)
+        return Answer(self.tap.ids[request, 0], dict(self.engine.logits.pop(seq, {})), cached)
 
     async def stored_all(self) -> None:
         """Whatever the device holds for nobody is in L1, too."""

@@ -93,13 +93,29 @@ def test_the_home_folder_is_expanded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "wanted"), [("auto", ("auto", 1)), ("cuda/tp4", ("cuda", 4)), ("cpu/tp16", ("cpu", 16))]
+    ("device", "wanted"),
+    [
+        ("auto", ("auto", 1)),
+        ("cuda/tp4", ("cuda", 4)),
+        ("cpu/tp16", ("cpu", 16)),
+        ("cpu/pp2", ("cpu", 2)),
+        ("cuda/pp64", ("cuda", 64)),
+    ],
 )
 def test_a_device_may_be_several(device: str, wanted: tuple[str, int]) -> None:
-    assert load(flags={"device": device}).settings.device_and_ranks == wanted
+    settings = load(flags={"device": device}).settings
+    assert settings.device_and_ranks == wanted
+    assert settings.pipeline == ("pp" in device)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda/tp0", "cuda/2", "/tp2", "cpu/tp100"])
+def test_stages_are_whole_ranks() -> None:
+    with pytest.raises(SetupError, match=r"stages \(/pp\) whose layers are shared \(/tp\)"):
+        load(flags={"device": "cuda/tp2/pp2"})
+
+
+@pytest.mark.parametrize(
+    "device", ["gpu", "cuda/tp0", "cuda/2", "/tp2", "cpu/tp100", "cuda/pp0", "cuda/pp65"]
+)
 def test_a_device_that_there_is_not_is_refused(device: str) -> None:
     with pytest.raises(SetupError, match="device: auto, cpu or cuda is expected"):
         load(flags={"device": device})

@@ -14,12 +14,24 @@ from shm import segment
 from tiny_models import save_tiny
 
 from services.executor import orders
-from services.executor.backend import Pending
-from services.executor.follower import CopyThread, Follower, follow, serve
+from services.executor.backend import Pending, StepOutput
+from services.executor.follower import CopyThread, Follower, LastStage, follow, serve
 from services.executor.group import for_followers
 from services.executor.group_copies import PartCopier
 from services.executor.loading import TorchOptions
-from services.executor.orders import Answer, Attach, Close, Copies, Do, Failed, Join, Move, Order, Took
+from services.executor.orders import (
+    Answer,
+    Attach,
+    Close,
+    Copies,
+    Do,
+    Failed,
+    Join,
+    Move,
+    Order,
+    Sampled,
+    Took,
+)
 from services.executor.ranks import meeting
 from services.executor.torch_backend import build
 from shared.errors import EngineError
@@ -95,6 +107,29 @@ def test_a_step_that_only_this_rank_refuses_is_its_end() -> None:
 def test_a_step_that_was_not_sampled_is_forgotten() -> None:
     with pytest.raises(KeyError):
         served(plan(3), Failed(3), Took(3, ints(), ints()), engine=Engine())
+
+
+def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
+    said: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
+    entered: list[str] = []
+
+    class Samples(Engine):
+        def sample(self, pending: Pending) -> StepOutput:
+            if pending.plan.step == 4:
+                raise ValueError("no more words")
+            return StepOutput(ids=ints([pending.plan.step]), done=ints([0]))
+
+    engine: Any = Samples()
+    engine.refuses = {5}
+    last = LastStage(engine, lambda order: None, said.put, lambda: entered.append("here"), stages=2)
+    for order in (plan(3), plan(4), plan(5), Failed(5), Took(3, ints([3]), ints([0])), plan(6)):
+        last.obey(order)
+    found = [said.get(timeout=WITHIN_S) for _ in range(3)]
+    assert [(each.step, each.error) for each in found] == [(3, ""), (4, "ValueError: no more words"), (6, "")]
+    assert found[0].output is not None
+    assert list(found[0].output.ids) == [3]
+    assert found[1].output is None
+    assert (entered, engine.calls) == (["here"] * 3, [])
 
 
 def test_followers_hear_nothing_of_what_only_the_leader_runs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -16,6 +16,7 @@ from default_model import greedy_cases, model_path
 from engine_pair import KIND, PROMPT
 from plan_maker import GREEDY, PlanMaker, Row
 from shm import segment
+from stage_plugins import Shift
 from tiny_models import save_tiny
 
 from services.executor.arena import Arena
@@ -26,18 +27,9 @@ from shared.errors import EngineError, SetupError
 from shared.messages import Sampling, ints
 
 WITHIN_S = 60.0
+DEFAULT: dict[str, Any] = {"blocks": 200, "slots": 20, "max_context": 512, "deterministic": False}
 HOT = Sampling(temperature=1.5)
 PENALISED = Sampling(temperature=1.2, top_k=40, presence_penalty=0.5, repetition_penalty=1.1)
-
-
-class Shift:
-    """A logits processor: every token is another one's."""
-
-    def __init__(self, args: dict[str, Any], prompt_tokens: Sequence[int]) -> None:
-        self._by = args["by"]
-
-    def process(self, generated: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        return logits.roll(self._by)
 
 
 def options(folder: Path, **more: Any) -> TorchOptions:
@@ -53,9 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Watched:
     """A group, and what it said when it was lost."""
 
-    def __init__(self, made: TorchOptions) -> None:
+    def __init__(self, made: TorchOptions, size: int = 2, **environment: str) -> None:
         self.lost: SimpleQueue[str] = SimpleQueue()
-        self.group: GroupBackend = build_group(made, 2, self.lost.put)
+        self.group: GroupBackend = build_group(made, size, self.lost.put, environment)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +114,11 @@ def test_a_plan_that_every_rank_refuses_costs_a_step(group: GroupBackend, watche
 
 
 def test_blocks_of_both_ranks_go_down_and_come_back(group: GroupBackend) -> None:
+    go_down_and_come_back(group)
+
+
+def go_down_and_come_back(group: GroupBackend) -> None:
+    """The blocks of a sequence; it goes on from others with what was brought back as it would have."""
     size, copier = group.info.bytes_per_block, group.copier()
     maker = PlanMaker(group)
     maker.open(0, PROMPT, HOT, seed=3)
@@ -180,12 +177,15 @@ def in_thread(call: Callable[[], object]) -> SimpleQueue[object]:
 def test_a_group_dies_as_one(watched: Watched, folder: Path) -> None:
     """The last test of the module that needs the first group: only one can be in a process."""
     watched.group.close()
-    made = Watched(options(folder))
+    dies_as_one(Watched(options(folder)))
+
+
+def dies_as_one(made: Watched) -> None:
+    """One rank is killed, and nothing of the group gives an answer any more."""
     group, maker = made.group, PlanMaker(made.group)
     maker.open(0, PROMPT, GREEDY)
     maker.prefill({0: len(PROMPT)})
-    (pid,) = group._members.pids
-    os.kill(pid, signal.SIGKILL)
+    os.kill(group._members.pids[0], signal.SIGKILL)
     assert "rank 1 is gone" in made.lost.get(timeout=WITHIN_S)
     step = in_thread(lambda: maker.run([Row(0, len(PROMPT), 1, True, (0,))]))
     with pytest.raises(EngineError, match="rank 1 is gone"):
@@ -206,7 +206,11 @@ def test_a_model_that_cannot_be_loaded_leaves_no_group(tmp_path: Path) -> None:
 
 def test_the_default_model_on_two_ranks_gives_the_reference_ids() -> None:
     """9 heads and 3 KV heads, which do not divide: 6 and 2 on the one, 3 and 1 on the other."""
-    made = Watched(options(model_path(), blocks=200, slots=20, max_context=512, deterministic=False))
+    gives_the_reference_ids(Watched(options(model_path(), **DEFAULT)))
+
+
+def gives_the_reference_ids(made: Watched) -> None:
+    """The greedy ids of the default model, all prompts at once."""
     maker, cases = PlanMaker(made.group), dict(enumerate(greedy_cases()))
     for slot, case in cases.items():
         maker.open(slot, case.prompt, GREEDY, stop_ids=ints([2]), max_length=len(case.prompt) + 64)

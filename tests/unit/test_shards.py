@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,11 +29,6 @@ from shared.errors import SetupError
 
 CPU = torch.device("cpu")
 LIMIT = 1e-4
-
-
-class Seat(type(SOLO)):  # type: ignore[misc]  # loads a rank's part without the others
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 def shapes(heads: int, kv_heads: int, intermediate: int = 96, vocab: int = VOCAB) -> Shapes:
@@ -112,7 +108,8 @@ def test_what_ranks_load_is_what_one_rank_loads(kind: str, source: str, tmp_path
     load_from = {"hf": load_hf, "gguf": load_gguf, "dummy": load_dummy}[source]
     path = write_gguf(kind, tmp_path / "m.gguf") if source == "gguf" else folder
     whole, weights = load_from(path, torch.float32, CPU)
-    parts = [load_from(path, torch.float32, CPU, Seat(rank, 2)) for rank in range(2)]
+    shards = [functools.partial(shard, rank=rank, size=2) for rank in range(2)]
+    parts = [load_from(path, torch.float32, CPU, each) for each in shards]
     group, dim = whole.heads // whole.kv_heads, whole.head_dim
     for i, layer in enumerate(weights.layers):
         held = [part.layers[i] for _, part in parts]
