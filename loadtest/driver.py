@@ -14,7 +14,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Driver:
-    """Opens sequences with blocks in shuffled order, and runs plans with two steps in flight."""
+    """Opens sequences with blocks in shuffled order, and runs plans, two steps in flight unless told."""
 
     def __init__(self, backend: Backend, seed: int = 0) -> None:
         self._backend = backend
@@ -59,13 +59,13 @@ class Driver:
             table_blocks=ints(block for blocks in tables.values() for block in blocks),
         )  # fmt: skip
 
-    def run(self, plans: list[StepPlan]) -> list[float]:
-        """Run the plans, two in flight; when each one's ids were there, in seconds from the start."""
+    def run(self, plans: list[StepPlan], in_flight: int = IN_FLIGHT) -> list[float]:
+        """Run the plans, some in flight; when each one's ids were there, in seconds from the start."""
         pending: deque[Pending] = deque()
         ends_s, began_s = [], time.monotonic()
         for plan in plans:
             pending.append(self._backend.forward(plan))
-            if len(pending) == IN_FLIGHT:
+            if len(pending) == in_flight:
                 self._backend.sample(pending.popleft())
                 ends_s.append(time.monotonic() - began_s)
         while pending:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-# Parts of several GPUs: tp2, tp4, tp8, each in a process of its own
+# Parts of several GPUs: tp2, tp4, tp8, pp2, pp4, each in a process of its own
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
 
@@ -49,6 +49,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         fp8,
         kernels,
         limits,
+        pp,
         products,
         profile,
         restore,
@@ -70,6 +71,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return products.products()
     if name.startswith("tp"):
         return tp.tp(int(name.removeprefix("tp")), found["limits"], step_tokens)
+    if name.startswith("pp"):
+        return pp.pp(int(name.removeprefix("pp")), step_tokens)
     if name in ("deterministic", "fp8"):  # two engines: no room for a third
         deterministic.end(found.pop("_built", None))
         part = deterministic.deterministic if name == "deterministic" else fp8.fp8

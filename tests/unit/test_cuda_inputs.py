@@ -55,6 +55,24 @@ def test_words_of_a_slot_land_where_the_kernels_read(slots: CudaSlots) -> None:
     assert slots.take_words(made.plan([]))[0].size == 0  # told once
 
 
+def test_what_another_stage_has_chosen_is_set_with_the_next_step(slots: CudaSlots) -> None:
+    made = maker()
+    for slot in range(4):
+        slots.open(opened(slot, [slot]))
+    made.tables = {slot: [] for slot in range(4)}
+    settle(slots, made, [Row(slot, 0, 1) for slot in range(4)])
+    slots.tell([0, 1, 3], ints([7, 8, -1]), ints([0, 1, 2]))
+    slots.tell([2], ints([9]), ints([0]))
+    slots.open(opened(1, [5]))  # what was told before is of another sequence
+    settle(slots, made, [Row(0, 1, 1, True)])
+    assert slots.choices.last_tokens[:3].tolist() == [7, 5, 9]
+    assert slots.choices.done[:4].tolist() == [0, 0, 0, 1]
+    assert slots.take_words(made.plan([]))[0].size == 0  # told once
+    slots.tell([0], ints([7]), ints([0]))
+    slots.reset()
+    assert slots.take_words(made.plan([]))[0].size == 0
+
+
 def test_what_a_slot_must_not_ask(slots: CudaSlots) -> None:
     with pytest.raises(EngineError, match="slot 4 is not one of 4 slots"):
         slots.open(opened(4, [1]))

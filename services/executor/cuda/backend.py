@@ -69,12 +69,13 @@ class CudaBackend:
             )
             for layouts in (tuning.few, tuning.many)
         }
-        self._cache, self._alone = cache, ranks.size == 1
+        self._cache, self._stage = cache, loaded.stage
+        self._alone = ranks.size == loaded.stage.count == 1
         self._slots = CudaSlots(
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
         )
         model = CudaModel(loaded, works, tuning)
-        self._passes = Passes(shapes, model, self._slots, cache, tuning, most)
+        self._passes = Passes(loaded, model, self._slots, tuning, most)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=tuning.by_row)
         self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.activations)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
@@ -100,7 +101,9 @@ class CudaBackend:
         for opened, plans in warm_up_steps(self._info):
             self.open_slot(opened)
             for plan in plans:
-                self.sample(self.forward(plan))
+                pending = self.forward(plan)
+                if self._stage.last:
+                    self.sample(pending)
         self.reset()
 
     def open_slot(self, opened: SlotOpen) -> None:
@@ -131,6 +134,8 @@ class CudaBackend:
         samples = len(plan.sample_slots)
         if not samples:  # nobody waits for ids, but the step lasts until its end
             return Pending(plan=plan, forwarded=self._host_rows.forwarded(), answer=self._no_ids)
+        if not self._stage.last:
+            return Pending(plan=plan, forwarded=self._host_rows.forwarded())
         if not self._by_torch.isdisjoint(plan.sample_slots):
             logits = self._passes.logits(samples)
             return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded())
@@ -203,7 +208,9 @@ class CudaBackend:
     def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
         """See services.executor.group.RankBackend."""
         self._computed, answer, slots = pending.forwarded, pending.answer, list(pending.plan.sample_slots)
-        if answer is None:
+        if not self._stage.last:
+            self._slots.tell(slots, ids, done)
+        elif answer is None:
             take(self._slots.choices, slots, ids, done)
         elif slots:
             _check_same(pending, ids)

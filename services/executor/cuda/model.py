@@ -56,14 +56,17 @@ class CudaModel:
         shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
         self._ranks, self._spread = loaded.ranks, loaded.ranks.size > 1
+        self._last = loaded.stage.last
         self._embedding, self._norm, self._head = weights.embedding, weights.norm, weights.head
         self._layers = weights.layers
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1).to(kv.device)
 
-    def hidden(self, step: ForwardStep, out: Tensor | None = None) -> Tensor:
-        """What the head reads, of every token: `[tokens, hidden]`, in `out` where it is given. Writes KV."""
+    def hidden(self, step: ForwardStep, out: Tensor | None = None, came: Tensor | None = None) -> Tensor:
+        """What the head reads, of every token: `[tokens, hidden]`, in `out` where it is given. Writes KV. Of
+        a stage but the last one, what the stage behind reads; of one but the first, `came` is what the stage
+        before gave, and is changed."""
         eps, layers = self._shapes.norm_eps, self._layers
         layouts = self._tuning.of(len(step.positions))
         if step.decode is not None:
@@ -71,16 +74,20 @@ class CudaModel:
         chained = layouts.chained
         places, dtype = step.resolved.places, self._embedding.dtype
         placed = Placed(self._rotations, step.positions, places, chained, dtype)
-        residual = self._embedding.index_select(0, step.resolved.ids)
+        residual = self._embedding.index_select(0, step.resolved.ids) if came is None else came
         normed = rms_norm(residual, layers[0].attention_norm, eps, chained=chained)
         for i, layer in enumerate(layers):
             attended = self._summed(self._attention(i, layer, normed, placed, step), layer.out)
             normed = add_rms_norm_(attended, residual, layer.mlp_norm, eps, chained=chained)
-            last = i + 1 == len(layers)
-            norm = self._norm if last else layers[i + 1].attention_norm
+            end = i + 1 == len(layers)
+            norm = self._norm if end else layers[i + 1].attention_norm
             down = self._mlp(layer, normed, chained=chained)
-            normed = add_rms_norm_(down, residual, norm, eps, out if last else None, chained=chained)
-        return normed
+            normed = add_rms_norm_(
+                down, residual, norm, eps, out if end and self._last else None, chained=chained
+            )
+        if self._last:
+            return normed
+        return residual if out is None else out.copy_(residual)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits `[samples, vocab]` of the token rows `rows`."""

@@ -1,10 +1,13 @@
 """A step on the device: its inputs copied, its forward and its sampling queued, as graphs where there is one.
 
     copy inputs ─▶ set slot words ─▶ forward (graph by tokens) ─▶ head, sample (graph by samples) ─▶ copy ids
+                                       stages before ─▶│   │─▶ stages behind
+
 
 Decodes have a graph for each bucket of rows, mixed steps for each bucket of tokens; longer steps are launched
 one kernel after the other, which a long step hides. Both halves meet in one buffer of hidden states. Where a
-row's bits must not depend on its company (tuning.by_row) all steps are mixed ones.
+row's bits must not depend on its company (tuning.by_row) all steps are mixed ones. Of a pipeline only
+the last stage samples.
 """
 
 from __future__ import annotations
@@ -36,8 +39,7 @@ from services.executor.cuda.model import CudaModel, ForwardStep
 from services.executor.cuda.slots import CudaSlots
 from services.executor.cuda.splits import split_room, split_tiles
 from services.executor.cuda.tuning import DeviceTuning
-from services.executor.kv_cache import KvCache
-from services.executor.shapes import Shapes
+from services.executor.loading import Loaded
 
 # Not 224, 448, 576 or 896: the library is slower there than at the next (448 rows: 13.0 ms, 512: 9.5).
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
@@ -52,15 +54,15 @@ class Passes:
 
     def __init__(
         self,
-        shapes: Shapes,
+        loaded: Loaded,
         model: CudaModel,
         slots: CudaSlots,
-        cache: KvCache,
         tuning: DeviceTuning,
         most: int,
     ) -> None:
         """`most`: tokens in a step."""
-        self._shapes, self._model, self._slots, self._cache = shapes, model, slots, cache
+        shapes, cache, stage = loaded.shapes, loaded.cache, loaded.stage
+        self._model, self._slots, self._cache, self._stage = model, slots, cache, stage
         rows, device = slots.nobody, cache.tensor.device
         self._device = device
         self.apart = not tuning.by_row  # decodes have a kernel and graphs of their own
@@ -87,6 +89,7 @@ class Passes:
         self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
         largest = max([*self.token_buckets, rows])
         self._hidden = torch.zeros(largest, shapes.hidden, dtype=cache.activations, device=device)
+        self._came = None if stage.first else torch.zeros_like(self._hidden)  # from the stage before
         self._found = torch.zeros(2, -(-(most + rows) // 16) * 16, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max(rows, 1), dtype=torch.int32, device=device)
         self._scratch = scratch(rows, shapes.vocab, device)
@@ -105,7 +108,7 @@ class Passes:
         wanted = [("mixed", size) for size in reversed(self.token_buckets)]
         wanted += [("split", size) for kind, size in wanted if size // self._tile < self._splits.entries]
         wanted += [("decode", size) for size in reversed(self.row_buckets) if self.apart]
-        wanted += [("sample", size) for size in reversed(self.row_buckets)]
+        wanted += [("sample", size) for size in reversed(self.row_buckets) if self._stage.last]
         for done, (kind, size) in enumerate(wanted):
             told(done, len(wanted))
             layout = self._layout(kind, size)
@@ -132,14 +135,20 @@ class Passes:
         graph = self._graphs.get((kind, size)) if tiles.shape[1] <= layout.tiles or kind == "decode" else None
         if graph is not None:
             self._copy(layout, step, tiles, words)
+            self._receive(step.tokens, size)
             graph.replay()
+            self._send(self._hidden, step.tokens)
             return
         dense, rest = split_dense(step.chunks) if self._has_dense else ((), step.chunks)
         tiles = self._tiles(rest)
         tokens, room = -(-step.tokens // 16) * 16, -(-tiles.shape[1] // 4) * 4
         layout = Layout(self._samples, tokens, room, split=len(tiles) == SPLIT_COLUMNS)
         self._copy(layout, step, tiles, words)
-        hidden = self._model.hidden(self._step(layout, step.decode_rows, dense))
+        came = self._receive(step.tokens, tokens)
+        hidden = self._model.hidden(self._step(layout, step.decode_rows, dense), came=came)
+        if not self._stage.last:
+            self._send(hidden, step.tokens)
+            return
         self._hidden[: step.samples.shape[1]] = hidden.index_select(0, self._inputs[: step.samples.shape[1]])
         self._inputs[: self._samples].copy_(self._range)
 
@@ -161,6 +170,22 @@ class Passes:
     def logits(self, count: int) -> Tensor:
         """Logits `[count, vocab]` in float32 of the first sample rows of the step queued last."""
         return self._model.logits(self._hidden, self._inputs[:count]).float()
+
+    def _receive(self, tokens: int, rows: int) -> Tensor | None:
+        """What the stage before gives for this step, followed by zeros: `[rows, hidden]`."""
+        if self._came is None:
+            return None
+        came = (
+            self._came[:rows] if rows <= len(self._came) else self._came.new_empty(rows, self._came.shape[1])
+        )
+        if tokens:
+            self._stage.receive(came[:tokens])
+        came[tokens:] = 0  # what padding adds up there must not grow from step to step
+        return came
+
+    def _send(self, hidden: Tensor, tokens: int) -> None:
+        if tokens and not self._stage.last:
+            self._stage.send(hidden[:tokens])
 
     @property
     def _range(self) -> Tensor:
@@ -216,7 +241,8 @@ class Passes:
 
     def _forward(self, layout: Layout, size: int) -> None:
         rows = min(size, self._slots.nobody) if self.apart else 0
-        self._model.hidden(self._step(layout, rows), self._hidden[:size])
+        came = None if self._came is None else self._came[:size]
+        self._model.hidden(self._step(layout, rows), self._hidden[:size], came)
 
     def _sample(self, layout: Layout, size: int) -> None:
         columns = self._inputs[: layout.token_at].view(3, -1)

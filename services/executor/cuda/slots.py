@@ -6,10 +6,13 @@ Opening a slot and a step's block-table deltas are therefore one thing: words to
 and go with the next step's inputs, in one copy and one launch. The last slot is nobody's: padding is on it.
 
 Tokens are kept on the host, too, for rows that are fed from there. The device thread opens and closes slots
-while the host lane takes what others have sampled: each touches its own slots' entries.
+while the host lane takes what others have sampled: each touches its own slots' entries. What another stage of
+a pipeline has sampled becomes words to set.
 """
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 import torch
@@ -40,6 +43,8 @@ class CudaSlots:
         self._table_blocks = table_blocks
         self._tokens: dict[int, Ints] = {}
         self._unset: list[tuple[Words, Words]] = []  # places and values
+        self._told: dict[int, tuple[int, int]] = {}  # by slot, last token and done: not set either
+        self._telling = threading.Lock()
         sizes = (rows * table_blocks, rows, rows, rows, 4 * rows, 2 * rows, STOP_IDS * rows)
         begins = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
         self._at = dict(
@@ -69,6 +74,7 @@ class CudaSlots:
         if len(opened.stop_ids) > STOP_IDS:
             raise EngineError(f"slot {slot} has {len(opened.stop_ids)} stop ids; at most {STOP_IDS}")
         self._tokens[slot] = opened.tokens[:]
+        self._told.pop(slot, None)
         limit = min(opened.max_length or self._max_context, self._max_context)
         self._set("last", slot, [opened.tokens[-1] if opened.tokens else 0])
         self._set("done", slot, [0])
@@ -87,6 +93,7 @@ class CudaSlots:
         """Forget every slot."""
         self._tokens.clear()
         self._unset.clear()
+        self._told.clear()
 
     def tokens(self, slot: int) -> Ints:
         """The host record: the tokens of SlotOpen and those sampled since. Raises EngineError if closed."""
@@ -103,10 +110,25 @@ class CudaSlots:
             places = np.arange(begin, begin + count, dtype=np.int32)
             self._unset.append((places, np.array(plan.table_blocks[at : at + count], dtype=np.int32)))
             at += count
+        if self._told:
+            with self._telling:
+                told, self._told = self._told, {}
+            at_slots, values = np.array([*told], dtype=np.int32), np.array([*told.values()], dtype=np.int32)
+            self._unset += [
+                (self._at["last"] + at_slots, values[:, 0]),
+                (self._at["done"] + at_slots, values[:, 1]),
+            ]
         taken, self._unset = self._unset, []
         if not taken:
             return _NOTHING, _NOTHING
         return np.concatenate([places for places, _ in taken]), np.concatenate([words for _, words in taken])
+
+    def tell(self, slots: list[int], ids: Ints, done: Ints) -> None:
+        """What another stage has chosen, columns as in StepResult: it is set with the next step's words. On
+        the host lane; nobody opens or forwards these slots meanwhile."""
+        with self._telling:
+            for slot, token, ended in zip(slots, ids, done, strict=True):
+                self._told[slot] = max(token, 0), int(ended > 0)
 
     def _set(self, what: str, slot: int, values: Words | list[int]) -> None:
         words = np.asarray(values, dtype=np.int32)

@@ -1,0 +1,130 @@
+"""An 8B model in stages over GPUs: what it computes against one GPU, and decodes with a step in each stage.
+
+    single      all rows in each step, the next one when its ids are there: one stage works at a time
+    two_batch   half of the rows in each step, two steps in flight: so do two
+
+Run as `--parts pp2`: one number of GPUs in a process. Modes take turns, and the medians of their runs count.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from loadtest.driver import Driver
+from loadtest.gpu.rig import llama_8b
+from loadtest.gpu.shape import LLAMA_8B
+from services.executor.backend import Backend
+
+ROWS, CONTEXT, STEPS, WARM_STEPS, REPEATS = (64, 256), 1024, 48, 8, 5
+PROMPT, GENERATED, LAYERS, TOP = 700, 24, 4, 20
+WITHIN_S = 200.0
+
+
+def pp(size: int, step_tokens: int) -> dict[str, Any]:
+    """Everything about `size` stages."""
+    found: dict[str, Any] = {"stages": size, "exact": exact(size)}
+    built = llama_8b(step_tokens, ranks=size, pipeline=True)
+    backend = built.backend
+    found["start"] = {
+        "load_s": built.load_s, "warm_up_s": built.warm_up_s, "blocks": backend.info.blocks,
+        "layers_here": built.own._cache.tensor.shape[1],
+    }  # fmt: skip
+    print("start", found["start"], flush=True)
+    found["prefill"] = _prefill(backend, max(ROWS), step_tokens)
+    found["decode"] = [decode(backend, rows) for rows in ROWS]
+    backend.close()
+    return found
+
+
+def decode(backend: Backend, rows: int) -> dict[str, Any]:
+    """The time in which every row gets a token, by mode."""
+    times: dict[str, list[float]] = {"single": [], "two_batch": []}
+    for _ in range(REPEATS):
+        times["single"].append(_decode_ms(backend, rows, 1))
+        times["two_batch"].append(_decode_ms(backend, rows, 2))
+    medians = {mode: statistics.median(each) for mode, each in times.items()}
+    row = {"rows": rows, "ms": medians, "gain": medians["single"] / medians["two_batch"], "runs_ms": times}
+    print("decode", {k: v for k, v in row.items() if k != "runs_ms"}, flush=True)
+    return row
+
+
+def _decode_ms(backend: Backend, rows: int, batches: int) -> float:
+    """Of one token for each row, with as many steps in flight as there are batches of rows."""
+    driver = Driver(backend)
+    tables = _tables(driver, rows)
+    plans = []
+    for step in range(STEPS + WARM_STEPS):
+        for batch in range(batches):
+            slots = range(batch * rows // batches, (batch + 1) * rows // batches)
+            wanted = [(slot, CONTEXT - 1 + step, 1, step > 0) for slot in slots]
+            plans.append(driver.plan(wanted, {} if step else {slot: tables[slot] for slot in slots}))
+    ends_s = driver.run(plans, in_flight=batches)
+    driver.close()
+    return (ends_s[-1] - ends_s[WARM_STEPS * batches - 1]) / STEPS * 1e3
+
+
+def _tables(driver: Driver, rows: int) -> dict[int, list[int]]:
+    """The same blocks for the same slots, whatever is done with them."""
+    room = CONTEXT + STEPS + WARM_STEPS + 1
+    return dict(driver.open(slot, CONTEXT, room) for slot in range(rows))
+
+
+def _prefill(backend: Backend, prompts: int, step_tokens: int) -> dict[str, float]:
+    """The prompts of all rows, which leave their KV in every stage; a step in each stage."""
+    driver = Driver(backend)
+    tables = _tables(driver, prompts)
+    each, plans = max(1, step_tokens // CONTEXT), []
+    for first in range(0, prompts, each):
+        slots = range(first, min(first + each, prompts))
+        wanted = [(slot, 0, CONTEXT - 1, False) for slot in slots]
+        plans.append(driver.plan(wanted, {slot: tables[slot] for slot in slots}, samples=False))
+    ends_s = driver.run(plans)
+    driver.close()
+    later_s = ends_s[-1] - ends_s[len(ends_s) // 4]  # the first ones meet lengths that they plan for
+    steps = len(ends_s) - 1 - len(ends_s) // 4
+    row = {"prompts": prompts, "length": CONTEXT - 1, "tok_s": steps * each * (CONTEXT - 1) / later_s}
+    print("prefill", row, flush=True)
+    return row
+
+
+def exact(size: int) -> list[dict[str, Any]]:
+    """Greedy ids and their log probabilities of a few layers on one GPU and in stages."""
+    rows = []
+    for dtype in ("f32", "bf16"):
+        (one, one_ids), (several, ids) = (_apart(ranks, dtype) for ranks in (1, size))
+        rows.append(
+            {
+                "dtype": dtype,
+                "ids": len(ids),
+                "same_ids": sum(a == b for a, b in zip(one_ids, ids, strict=True)),
+                "largest_difference": max(abs(a - b) for a, b in zip(one, several, strict=True)),
+            }
+        )
+        print("exact", rows[-1], flush=True)
+    return rows
+
+
+def _apart(ranks: int, dtype: str) -> tuple[list[float], list[int]]:
+    """In a process of its own: there is one group in a process, ever."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_answer, ranks, dtype).result(WITHIN_S)
+
+
+def _answer(ranks: int, dtype: str) -> tuple[list[float], list[int]]:
+    """The log probabilities behind a prompt, and the greedy ids after it, decoded in graphs."""
+    config = {**LLAMA_8B, "num_hidden_layers": LAYERS}
+    built = llama_8b(1024, config, ranks, pipeline=ranks > 1, dtype=dtype, blocks=1100, slots=8)
+    backend, driver = built.backend, Driver(built.backend)
+    tokens = random.Random(3).choices(range(1000, 100_000), k=PROMPT)
+    slot, blocks = driver.open_with(0, tokens, PROMPT + GENERATED + 1)
+    ids = list(backend.sample(backend.forward(driver.plan([(slot, 0, PROMPT, False)], {slot: blocks}))).ids)
+    for step in range(GENERATED):
+        ids += backend.sample(backend.forward(driver.plan([(slot, PROMPT + step, 1, True)], {}))).ids
+    slot, blocks = driver.open_with(1, tokens, PROMPT, logprobs=TOP)
+    found = backend.sample(backend.forward(driver.plan([(slot, 0, PROMPT, False)], {slot: blocks})))
+    backend.close()
+    return [*found.logprobs, *found.top_logprobs], ids
