@@ -65,8 +65,9 @@ class Settings(BaseSettings):
         "auto",
         description="cpu, cuda; auto: cuda where there is one; with /tp4 four, tensor-parallel, /pp4 stages",
     )
-    dtype: Literal["auto", "bf16", "f32", "auto/fp8", "bf16/fp8", "f32/fp8"] = Field(
-        "auto", description="of the model; auto: f32 on a cpu, bf16 on cuda; with /fp8 it keeps KV in fp8"
+    dtype: Literal["auto", "bf16", "f32", "int8", "auto/fp8", "bf16/fp8", "f32/fp8", "int8/fp8"] = Field(
+        "auto",
+        description="auto: f32 on a cpu, bf16 on cuda; int8: weights, on a cpu; with /fp8 it keeps KV in fp8",
     )
     kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")

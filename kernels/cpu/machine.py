@@ -30,6 +30,7 @@ def _pointer(element: types.Type, code: ir.Type) -> Any:
 
 
 bf16_at = _pointer(types.uint16, _I16)  # address -> pointer
+i8_at = _pointer(types.int8, ir.IntType(8))
 f32_at = _pointer(types.float32, _F32)
 i64_at = _pointer(types.int64, _I64)
 
@@ -86,6 +87,16 @@ def widen(typing: Any, value: types.Type) -> Any:
         return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
 
     return types.float32(value), generate
+
+
+@intrinsic
+def upper(typing: Any, value: types.Type) -> Any:
+    """The upper half of a float32: it, as bfloat16, if the rest is zeros, as of integers up to 256."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.trunc(builder.lshr(builder.bitcast(args[0], _I32), ir.Constant(_I32, 16)), _I16)
+
+    return types.uint16(types.float32), generate
 
 
 @intrinsic

@@ -5,147 +5,52 @@ two neighbouring columns of each.
 
     panel [out / 48][in / 2][48][2]    float32: [out / 48][in][48]
 
-A tile is 8 rows of `x` by a panel: 24 registers of sums, three of the matrix, and numbers of `x` that come
-from memory as they are multiplied. A panel is a piece of work: it comes from memory once and stays in the
-second cache for all tiles. With few rows that reading is all the time, with many the arithmetic.
+A panel is a piece of work: it comes from memory once and stays in the second cache for all tiles of 8 rows of
+`x` by the panel. With few rows that reading is all the time, with many the arithmetic.
+
+int8 halves what is read, for few rows; for more a panel is widened to bfloat16 first, in the second cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
-import llvmlite.ir as ir
+import numpy as np
 import torch
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
-from kernels.cpu.machine import after, bf16_at, f32_at, fast, take
+import kernels.cpu
+from kernels.cpu.machine import after, bf16_at, f32_at, fast, i8_at, take, upper
 from kernels.cpu.team import Kernel
+from kernels.matmul.tiles import PANEL, tile_of
 
-PANEL = 48  # rows of the matrix
-_LANES, _WIDE = 16, PANEL // 16
 _TILE = 8  # rows of x
+_FEW = 4  # rows up to which int8 is multiplied as float32: as quick as memory. More pay for widening a panel
+
+_eight, _four, _two, _one = (tile_of(rows) for rows in (8, 4, 2, 1))
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_SUMS = ir.VectorType(ir.FloatType(), _LANES)
-_WORDS = ir.VectorType(_I32, _LANES)
-_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
-_NARROW = ir.VectorType(_BFloat(), _LANES)
-
-
-class _Pairs:
-    """bfloat16: two columns at once."""
-
-    columns = 2
-    matrix, kept = _PAIRS, _NARROW
-    word = _I32
-
-    @staticmethod
-    def multiply(builder: ir.IRBuilder, sums: Any, matrix: Any, words: Any) -> Any:
-        pairs = builder.bitcast(words, _PAIRS)
-        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, sums, matrix, pairs)
-
-    @staticmethod
-    def narrow(builder: ir.IRBuilder, sums: Any) -> Any:
-        return builder.fptrunc(sums, _NARROW)
+@fast
+def _few(x: Any, panel: Any, scales: Any, out: Any, row: int, rows: int, width: int, height: int) -> None:
+    """The rows from `row` on, fewer than eight."""
+    if row + 4 <= rows:
+        _four(after(x, row * width), width, panel, scales, after(out, row * height), height)
+        row += 4
+    if row + 2 <= rows:
+        _two(after(x, row * width), width, panel, scales, after(out, row * height), height)
+        row += 2
+    if row < rows:
+        _one(after(x, row * width), width, panel, scales, after(out, row * height), height)
 
 
-class _Floats:
-    """float32."""
-
-    columns = 1
-    matrix = kept = _SUMS
-    word = ir.FloatType()
-
-    @staticmethod
-    def multiply(builder: ir.IRBuilder, sums: Any, matrix: Any, words: Any) -> Any:
-        return _call(builder, "llvm.fma.v16f32", _SUMS, matrix, words, sums)
-
-    @staticmethod
-    def narrow(builder: ir.IRBuilder, sums: Any) -> Any:
-        return sums
-
-
-def _call(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
-    """A function that LLVM knows by its name."""
-    kind = ir.FunctionType(result, [each.type for each in arguments])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    return builder.call(function, arguments)
-
-
-def _number(value: int) -> Any:
-    return ir.Constant(_I64, value)
-
-
-def _tile(rows: int) -> Any:
-    """`tile(x, width, panel, out, height)`: the product of `rows` rows at `x` with a panel, into `out`, where
-    rows are `height` apart."""
-
-    def typed(typing: Any, x: Any, width: Any, panel: Any, out: Any, height: Any) -> Any:
-        kind = _Floats if x.dtype == types.float32 else _Pairs
-        return types.void(x, width, panel, out, height), _generator(rows, kind)
-
-    return intrinsic(typed)
-
-
-def _generator(rows: int, kind: type[_Pairs] | type[_Floats]) -> Callable[..., Any]:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, width, panel, out, height = args
-        lines = [builder.gep(x, [builder.mul(width, _number(row))]) for row in range(rows)]
-        entry, loop = builder.block, builder.append_basic_block("columns")
-        behind = builder.append_basic_block("sums")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        column = builder.phi(_I64)
-        sums = [[builder.phi(_SUMS) for _ in range(_WIDE)] for _ in range(rows)]
-        read = builder.gep(panel, [builder.mul(column, _number(PANEL))])
-        matrix = [_load(builder, read, part * _LANES * kind.columns, kind.matrix) for part in range(_WIDE)]
-        found = []
-        for line, own in zip(lines, sums, strict=True):
-            words = _spread(builder, _load(builder, line, column, kind.word))
-            found.append([kind.multiply(builder, *each, words) for each in zip(own, matrix, strict=True)])
-        following = builder.add(column, _number(kind.columns))
-        builder.cbranch(builder.icmp_signed("<", following, width), loop, behind)
-        column.add_incoming(_number(0), entry)
-        column.add_incoming(following, loop)
-        for own, ends in zip(sums, found, strict=True):
-            for each, end in zip(own, ends, strict=True):
-                each.add_incoming(ir.Constant(_SUMS, [0.0] * _LANES), entry)
-                each.add_incoming(end, loop)
-        builder.position_at_end(behind)
-        for row, ends in enumerate(found):
-            for part, end in enumerate(ends):
-                at = builder.add(builder.mul(height, _number(row)), _number(part * _LANES))
-                target = builder.bitcast(builder.gep(out, [at]), kind.kept.as_pointer())
-                builder.store(kind.narrow(builder, end), target, align=2)
-        return context.get_dummy_value()
-
-    return generate
-
-
-def _load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
-    at = builder.gep(pointer, [_number(offset) if isinstance(offset, int) else offset])
-    return builder.load(builder.bitcast(at, kind.as_pointer()), align=2)
-
-
-def _spread(builder: ir.IRBuilder, word: Any) -> Any:
-    undefined = ir.Constant(ir.VectorType(word.type, _LANES), ir.Undefined)
-    one = builder.insert_element(undefined, word, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * _LANES))
-
-
-_eight, _four, _two, _one = (_tile(rows) for rows in (8, 4, 2, 1))
+@fast
+def _all(x: Any, panel: Any, scales: Any, out: Any, rows: int, width: int, height: int) -> None:
+    row = 0
+    while row + _TILE <= rows:
+        _eight(after(x, row * width), width, panel, scales, after(out, row * height), height)
+        row += _TILE
+    _few(x, panel, scales, out, row, rows, width, height)
 
 
 @fast
@@ -154,20 +59,26 @@ def _panels(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p
         to = take(p) * PANEL
         if to >= height:
             return
-        panel = after(panels, to * width)
         target = after(out, min(to, height - PANEL))  # the last panel may begin within the one before
-        row = 0
-        while row + _TILE <= rows:
-            _eight(after(x, row * width), width, panel, after(target, row * height), height)
-            row += _TILE
-        if row + 4 <= rows:
-            _four(after(x, row * width), width, panel, after(target, row * height), height)
-            row += 4
-        if row + 2 <= rows:
-            _two(after(x, row * width), width, panel, after(target, row * height), height)
-            row += 2
-        if row < rows:
-            _one(after(x, row * width), width, panel, after(target, row * height), height)
+        _all(x, after(panels, to * width), None, target, rows, width, height)
+
+
+@fast
+def _quantised(
+    x: Any, panels: Any, scales: Any, out: Any, scratch: Any, rows: int, width: int, height: int, p: Any
+) -> None:
+    wide = after(scratch, take(after(p, 1)) * PANEL * width)  # this thread's own
+    while True:
+        to = take(p) * PANEL
+        if to >= height:
+            return
+        panel, own, target = after(panels, to * width), after(scales, to), after(out, min(to, height - PANEL))
+        if rows <= _FEW:
+            _few(x, panel, own, target, 0, rows, width, height)
+            continue
+        for i in range(PANEL * width):
+            wide[i] = upper(np.float32(panel[i]))
+        _all(x, wide, own, target, rows, width, height)
 
 
 def _bf16(p: Any) -> None:
@@ -178,15 +89,21 @@ def _f32(p: Any) -> None:
     _panels(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
 
 
+def _int8(p: Any) -> None:
+    x, panels, scales, out, scratch = bf16_at(p[2]), i8_at(p[3]), f32_at(p[4]), bf16_at(p[5]), bf16_at(p[6])
+    _quantised(x, panels, scales, out, scratch, p[7], p[8], p[9], p)
+
+
 _KERNELS = {torch.bfloat16: Kernel(_bf16), torch.float32: Kernel(_f32)}
+_QUANTISED = Kernel(_int8)
 _NEEDS = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}
 
 
 def can_multiply(weight: Tensor) -> bool:
     """True where this CPU has the instructions and `weight` `[out, in]` a shape for panels."""
     height, width = weight.shape
-    has = llvm.get_host_cpu_features().get(_NEEDS.get(weight.dtype, ""), False)
-    return bool(has) and height >= PANEL and width % 2 == 0
+    fits = weight.dtype in _NEEDS and height >= PANEL and width % 2 == 0
+    return fits and kernels.cpu.has(_NEEDS[weight.dtype])
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -207,4 +124,36 @@ def multiply(x: Tensor, panels: Tensor, height: int) -> Tensor:
     out = x.new_empty(rows, height)
     kernel = _KERNELS[x.dtype]
     kernel(len(panels), x.data_ptr(), panels.data_ptr(), out.data_ptr(), rows, width, height)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix in int8: `panels` `[panels, in / 2, 48, 2]`, and what 1 stands for in each row: `scales`
+    `[panels, 48]`."""
+
+    panels: Tensor
+    scales: Tensor
+    height: int
+
+
+def quantise(weight: Tensor) -> Quantised:
+    """`weight` `[out, in]` in bfloat16 to int8, each row by its largest number."""
+    scales = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+    rounded = (weight.float() / scales).round()
+    panels = pack(rounded.bfloat16()).to(torch.int8)
+    whole = scales[:, 0]
+    if len(whole) % PANEL:
+        whole = torch.cat((whole[: -(len(whole) % PANEL)], whole[-PANEL:]))
+    return Quantised(panels, whole.view(-1, PANEL).contiguous(), weight.shape[0])
+
+
+def multiply_quantised(x: Tensor, matrix: Quantised) -> Tensor:
+    """As `multiply`, of `x` in bfloat16 with what int8 stands for."""
+    rows, width = x.shape
+    out = x.new_empty(rows, matrix.height)
+    threads = torch.get_num_threads() if rows > _FEW else 0
+    scratch = x.new_empty(threads, PANEL * width)
+    addresses = (each.data_ptr() for each in (x, matrix.panels, matrix.scales, out, scratch))
+    _QUANTISED(len(matrix.panels), 0, *addresses, rows, width, matrix.height)
     return out

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kernels.matmul.cpu import few_rows
-from kernels.matmul.panels import can_multiply, multiply, pack
+from kernels.matmul.panels import can_multiply, multiply, multiply_quantised, pack, quantise
 
 if TYPE_CHECKING:
     from services.executor.linear import Linear
@@ -35,6 +35,14 @@ def in_panels(weight: Tensor) -> Linear | None:
         return None
     panels, height = pack(weight), weight.shape[0]
     return lambda x: multiply(x, panels, height)
+
+
+def in_int8(weight: Tensor) -> Linear | None:
+    """The product with what `weight` `[out, in]` is in int8; None as with `in_panels`."""
+    if not can_multiply(weight):
+        return None
+    matrix = quantise(weight)
+    return lambda x: multiply_quantised(x, matrix)
 
 
 def by_rows(weight: Tensor, many_rows: Linear) -> Linear:

@@ -43,7 +43,11 @@ _NARROW_ROWS = 2  # up to here F.linear on bf16 beats widening
 class Products:
     """Makes the products of one model. They share a scratch buffer, so they run on one thread."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, *, deterministic: bool, int8: bool = False
+    ) -> None:
+        """`int8`: weights are kept so, each row by its largest number; on a CPU that can."""
+        self._int8 = int8
         self._deterministic = deterministic
         self._on_cpu = device.type == "cpu"
         self._widen = (
@@ -72,8 +76,10 @@ class Products:
         return product if bias is None else lambda x: product(x) + bias
 
     def _compiled_product(self, weight: Tensor) -> Linear | None:
-        from services.executor.compiled_products import by_rows, in_panels
+        from services.executor.compiled_products import by_rows, in_int8, in_panels
 
+        if self._int8 and (product := in_int8(weight)):
+            return _tiled(product) if self._deterministic else product
         if product := in_panels(weight):
             return product
         wide = weight.dtype != torch.bfloat16  # a plain copy of it would be large

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import kernels.cpu
 from kernels.kv_blocks import FP8
 from services.executor.backend import BackendInfo
 from services.executor.fingerprint import fingerprint
@@ -44,7 +45,7 @@ class TorchOptions:
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
-    dtype: str = "auto"  # bf16, f32; auto: f32 on a CPU, bf16 on a GPU
+    dtype: str = "auto"  # bf16, f32; int8: bf16 with weights in int8; auto: f32 on a CPU, bf16 on a GPU
     kv_dtype: str = "auto"  # fp8; auto: as the model computes
     device: str = "auto"  # cpu, cuda; auto: cuda where there is one
     blocks: int = 0  # 0: from the free memory, 1 GiB on a CPU
@@ -70,6 +71,7 @@ class Loaded:
     fingerprint: str
     ranks: Ranks = SOLO
     stage: Stage = WHOLE
+    int8: bool = False  # how its products keep weights
 
 
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
@@ -77,7 +79,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     work."""
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // ranks.size))
     device = device_of(options.device, ranks.rank)
-    dtype = _dtype(options.dtype, device)
+    dtype, int8 = _dtype(options.dtype, device), options.dtype == "int8"
     stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
     sharing = SOLO if options.pipeline else ranks
     shard_of = functools.partial(shard, rank=ranks.rank, size=ranks.size)
@@ -110,20 +112,22 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
         blocks, options.block_tokens, size, kept.name, blocks * size / 2**30, blocks * options.block_tokens,
         context,
     )  # fmt: skip
-    digest = fingerprint(options.model_name, shapes, weights, cache.block_tokens, kept, ranks)
+    weighed = f"{options.model_name} in int8" if int8 else options.model_name
+    digest = fingerprint(weighed, shapes, weights, cache.block_tokens, kept, ranks)
     return Loaded(
         shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
-        stage=stage,
+        stage=stage, int8=int8,
     )  # fmt: skip
 
 
 def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
     """The facts of an engine over what was loaded."""
     cache = loaded.cache
+    kept = _NAMES[cache.tensor.dtype]
     return BackendInfo(
         backend="torch",
         model=options.model_name,
-        dtype="/".join(_NAMES[each] for each in dict.fromkeys((cache.activations, cache.tensor.dtype))),
+        dtype="/".join(dict.fromkeys(("int8" if loaded.int8 else _NAMES[cache.activations], kept))),
         fingerprint=loaded.fingerprint,
         vocab_digest=_vocab_digest(options),
         vocab=loaded.shapes.vocab,
@@ -161,8 +165,12 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name == "int8":
+        if device.type != "cpu" or not kernels.cpu.has("avx512bf16"):
+            raise SetupError("dtype int8 is for CPUs with AVX-512 BF16; use bf16")
+        return torch.bfloat16
     if name not in _DTYPES:
-        raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join(_DTYPES)}")
+        raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join(_DTYPES)}, int8")
     return _DTYPES[name]
 
 

@@ -54,7 +54,7 @@ class Model:
         self._embedding = weights.embedding
         self._norm = weights.norm
         device = weights.embedding.device
-        products = Products(weights.embedding.dtype, device, deterministic=deterministic)
+        products = Products(weights.embedding.dtype, device, deterministic=deterministic, int8=loaded.int8)
         self._head = products.linear(weights.head) if stage.last else None
         self._layers = [
             _layer(weights.layers.pop(0), shapes, products, operators, deterministic=deterministic)

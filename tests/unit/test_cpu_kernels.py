@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels.cpu
 from kernels.cpu import team
 from kernels.kv_blocks import write_kv, write_rows
 from kernels.matmul import cpu as matmul
+from kernels.matmul import panels
 from kernels.paged_attention import cpu as attention
 from kernels.paged_attention import ref as attention_ref
 from kernels.rms_norm import cpu as norm
@@ -123,6 +125,30 @@ def test_a_kernel_is_the_same_on_one_thread_and_without_torchs_team(monkeypatch:
         torch.set_num_threads(threads)
     assert together.equal(alone)
     assert together.equal(without)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 21])
+@pytest.mark.parametrize("height", [48, 96, 131])
+def test_products_in_panels(rows: int, height: int) -> None:
+    x, weight = torch.randn(rows, 100), torch.randn(height, 100)
+    if kernels.cpu.has("avx512f"):
+        found = panels.multiply(x, panels.pack(weight), height)
+        assert far(found, x.double() @ weight.double().t()) <= 64
+    x, weight = x.bfloat16(), weight.bfloat16()
+    if kernels.cpu.has("avx512bf16"):
+        found = panels.multiply(x, panels.pack(weight), height)
+        assert far(found, x.double() @ weight.double().t()) <= 1
+        scales = weight.float().abs().amax(1, keepdim=True) / 127
+        kept = (weight.float() / scales).round().double() * scales
+        found = panels.multiply_quantised(x, panels.quantise(weight))
+        assert far(found, x.double() @ kept.t()) <= 1
+
+
+def test_panels_are_for_shapes_and_dtypes_that_they_fit() -> None:
+    assert not panels.can_multiply(torch.empty(47, 100))
+    assert not panels.can_multiply(torch.empty(48, 101))
+    assert not panels.can_multiply(torch.empty(48, 100, dtype=torch.float16))
+    assert panels.can_multiply(torch.empty(48, 100)) == kernels.cpu.has("avx512f")
 
 
 def test_torchs_own_team_is_found() -> None:

@@ -1,0 +1,172 @@
+"""A tile of a matrix product in vector registers: up to 8 rows of `x` by a panel of 48 rows of the matrix. 24
+registers hold sums, three the matrix, and numbers of `x` come from memory as they are multiplied.
+
+Compilers do not find this from loops: pairs of bfloat16 have an instruction of their own, and 24 sums must
+not leave their registers between two columns. So it is written down, instruction by instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.extending import intrinsic
+
+PANEL = 48  # rows of the matrix
+_LANES, _WIDE = 16, PANEL // 16
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_SUMS, _WORDS, _HALVES = (ir.VectorType(each, _LANES) for each in (_F32, _I32, _I16))
+_PAIRS, _NARROW = ir.VectorType(_BFloat(), 2 * _LANES), ir.VectorType(_BFloat(), _LANES)
+
+
+class _Pairs:
+    """`x` and panel in bfloat16."""
+
+    columns = 2
+
+    def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
+        return _load(builder, panel, part * 2 * _LANES, _PAIRS)
+
+    def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
+        return builder.bitcast(_spread(builder, _load(builder, x, column, _I32)), _PAIRS)
+
+    def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
+        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, sums, matrix, x)
+
+    def store(self, builder: ir.IRBuilder, sums: Any, out: Any) -> None:
+        builder.store(builder.fptrunc(sums, _NARROW), builder.bitcast(out, _NARROW.as_pointer()), align=2)
+
+
+class _Bytes(_Pairs):
+    """`x` in bfloat16, a panel of int8: both are widened to float32."""
+
+    def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
+        words = builder.zext(_load(builder, panel, part * 2 * _LANES, _HALVES), _WORDS)
+        found = []
+        for left in (24, 16):  # the first column is the lower byte
+            byte = builder.ashr(builder.shl(words, _words(left)), _words(24))
+            found.append(builder.sitofp(byte, _SUMS))
+        return found
+
+    def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
+        found = []
+        for offset in range(2):
+            half = _load(builder, x, builder.add(column, _number(offset)), _I16)
+            word = builder.shl(builder.zext(half, _I32), ir.Constant(_I32, 16))
+            found.append(_spread(builder, builder.bitcast(word, _F32)))
+        return found
+
+    def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
+        for column, number in zip(matrix, x, strict=True):
+            sums = _call(builder, "llvm.fma.v16f32", _SUMS, column, number, sums)
+        return sums
+
+
+class _Floats:
+    """`x` and panel in float32."""
+
+    columns = 1
+
+    def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
+        return _load(builder, panel, part * _LANES, _SUMS)
+
+    def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
+        return _spread(builder, _load(builder, x, column, _F32))
+
+    def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
+        return _call(builder, "llvm.fma.v16f32", _SUMS, matrix, x, sums)
+
+    def store(self, builder: ir.IRBuilder, sums: Any, out: Any) -> None:
+        builder.store(sums, builder.bitcast(out, _SUMS.as_pointer()), align=4)
+
+
+_KINDS: dict[Any, _Pairs | _Floats] = {
+    types.float32: _Floats(),
+    types.uint16: _Pairs(),
+    types.int8: _Bytes(),
+}  # by a panel's elements
+
+
+def tile_of(rows: int) -> Any:
+    """See the function in it."""
+
+    @intrinsic
+    def tile(typing: Any, x: Any, width: Any, panel: Any, scales: Any, out: Any, height: Any) -> Any:
+        """The product of `rows` rows at `x` with a panel, times `scales` of its rows unless None, into `out`,
+        where rows are `height` apart."""
+        return types.void(x, width, panel, scales, out, height), _generator(rows, _KINDS[panel.dtype])
+
+    return tile
+
+
+def _generator(rows: int, kind: _Pairs | _Floats) -> Callable[..., Any]:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        x, width, panel, scales, out, height = args
+        lines = [builder.gep(x, [builder.mul(width, _number(row))]) for row in range(rows)]
+        entry, loop = builder.block, builder.append_basic_block("columns")
+        behind = builder.append_basic_block("sums")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        column = builder.phi(_I64)
+        sums = [[builder.phi(_SUMS) for _ in range(_WIDE)] for _ in range(rows)]
+        at = builder.gep(panel, [builder.mul(column, _number(PANEL))])
+        matrix = [kind.read(builder, at, part) for part in range(_WIDE)]
+        found = []
+        for line, own in zip(lines, sums, strict=True):
+            number = kind.spread(builder, line, column)
+            found.append([kind.multiply(builder, *each, number) for each in zip(own, matrix, strict=True)])
+        following = builder.add(column, _number(kind.columns))
+        builder.cbranch(builder.icmp_signed("<", following, width), loop, behind)
+        column.add_incoming(_number(0), entry)
+        column.add_incoming(following, loop)
+        for own, ends in zip(sums, found, strict=True):
+            for each, end in zip(own, ends, strict=True):
+                each.add_incoming(ir.Constant(_SUMS, [0.0] * _LANES), entry)
+                each.add_incoming(end, loop)
+        builder.position_at_end(behind)
+        for row, ends in enumerate(found):
+            for part, end in enumerate(ends):
+                target = builder.add(builder.mul(height, _number(row)), _number(part * _LANES))
+                if signature.args[3] != types.none:
+                    end = builder.fmul(end, _load(builder, scales, part * _LANES, _SUMS))
+                kind.store(builder, end, builder.gep(out, [target]))
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _call(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
+    """A function that LLVM knows by its name."""
+    kind = ir.FunctionType(result, [each.type for each in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments)
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _words(value: int) -> Any:
+    return ir.Constant(_WORDS, [value] * _LANES)
+
+
+def _load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
+    at = builder.gep(pointer, [_number(offset) if isinstance(offset, int) else offset])
+    return builder.load(builder.bitcast(at, kind.as_pointer()), align=1)
+
+
+def _spread(builder: ir.IRBuilder, word: Any) -> Any:
+    undefined = ir.Constant(ir.VectorType(word.type, _LANES), ir.Undefined)
+    one = builder.insert_element(undefined, word, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, undefined, _words(0))
