@@ -97,11 +97,12 @@ def _attend(
     token_stride: tl.constexpr = KV_HEADS * DIM
     keys = kv + layer * (2 * BLOCK_TOKENS * token_stride) + head * DIM + d[None, :]
     values = keys + BLOCK_TOKENS * token_stride
+    some = tl.minimum(row, rows - 1)
+    length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some)
     if CHAINED:  # noqa: SIM102 - one is known when this is compiled, the other not
         if own < stop:  # the first tile is fetched while the kernels before compute the newest token
-            length = tl.load(lengths + row)
-            at = (own - tl.load(ends + row) + (length + TILE - 1) // TILE) * TILE + n
-            table = tables + tl.load(slots + row).to(tl.int64) * table_blocks
+            at = (own - row_end + (length + TILE - 1) // TILE) * TILE + n
+            table = tables + slot.to(tl.int64) * table_blocks
             block = tl.load(table + at // BLOCK_TOKENS, mask=at < length, other=0).to(tl.int64)
             line = tl.arange(0, (DIM_PAD + 63) // 64) * 64
             token = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None] + line[None, :]
@@ -111,11 +112,9 @@ def _attend(
     ready(CHAINED)
     tile = own
     while tile < stop:
-        length = tl.load(lengths + row)
-        row_end = tl.load(ends + row)
         row_begin = row_end - (length + TILE - 1) // TILE
         last = tl.minimum(stop, row_end)
-        table = tables + tl.load(slots + row).to(tl.int64) * table_blocks
+        table = tables + slot.to(tl.int64) * table_blocks
         at_query = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
         q = tl.load(query + at_query, mask=in_query, other=0.0)
         top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
@@ -150,6 +149,8 @@ def _attend(
                 tl.store(sums + part * 2 * GROUP_PAD + GROUP_PAD + g, mass)
         tile = last
         row += 1
+        some = tl.minimum(row, rows - 1)
+        length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -173,16 +174,16 @@ def _merge(
     CHAINED: tl.constexpr,
 ) -> None:
     begin(CHAINED)
-    ready(CHAINED)
     worker, head = tl.program_id(0), tl.program_id(1) // GROUP
     g = tl.program_id(1) % GROUP
     total = tl.load(ends + rows - 1)
     each = tl.maximum((total + WORKERS - 1) // WORKERS, LEAST)
     border = (worker + 1) * each
-    if border < total:
-        row = tl.load(first_rows + worker + 1)
-        row_end = tl.load(ends + row)
-        row_begin = row_end - (tl.load(lengths + row) + TILE - 1) // TILE
+    row = tl.minimum(tl.load(first_rows + worker + 1), rows - 1)
+    row_end = tl.load(ends + row)
+    row_begin = row_end - (tl.load(lengths + row) + TILE - 1) // TILE
+    ready(CHAINED)
+    if border < total:  # noqa: SIM102 - Triton has no conditions that end early
         if (row_begin < border) & (row_begin >= worker * each):  # the first border that this row crosses
             d = tl.arange(0, DIM_PAD)
             top = tl.full([], -float("inf"), tl.float32)

@@ -93,6 +93,7 @@ def _rope_write(
     position = tl.load(positions + token).to(tl.int64)
     cos = tl.load(rotations + position * 2 * DIM + d, mask=within, other=0.0)[None, :]
     sin = tl.load(rotations + position * 2 * DIM + DIM + DIM // 2 + d, mask=within, other=0.0)[None, :]
+    place = tl.load(places + token).to(tl.int64)
     ready(CHAINED)
 
     g = tl.arange(0, GROUP_PAD)
@@ -105,7 +106,6 @@ def _rope_write(
     tl.store(target, (low * cos - high * sin).to(dtype), mask=inside)
     tl.store(target + DIM // 2, (high * cos + low * sin).to(dtype), mask=inside)
 
-    place = tl.load(places + token).to(tl.int64)
     row = ((place // BLOCK_TOKENS) * layers + layer) * 2 * BLOCK_TOKENS + place % BLOCK_TOKENS
     one = tl.arange(0, 1)
     low, high = _halves(
