@@ -4,6 +4,8 @@ A library's kernels for such shapes leave bandwidth where the weight is small: t
 and a piece. Here the weight takes the place of the wide operand of the matrix instruction (`weight @ x.T`),
 and `splits` programs share a column tile, each with a part of the inner dimension, so that one wave fills
 every multiprocessor. Their sums are left apart, in float32: what reads them (norm, rotation) adds them up.
+
+Of a joined gate and up a program may compute some columns of both, and leave `silu(gate) * up` of them.
 """
 
 from __future__ import annotations
@@ -34,11 +36,16 @@ def _matmul(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
+    GATED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     begin(CHAINED)
     first, split = tl.program_id(0) * TILE, tl.program_id(1)
     n, m, k = first + tl.arange(0, TILE), tl.arange(0, ROWS), tl.arange(0, STEP)
+    HALF: tl.constexpr = TILE // 2
+    if GATED:  # half a tile of the gate, and the same of up
+        i = tl.arange(0, TILE)
+        n = first // 2 + i % HALF + tl.where(i < HALF, 0, WIDTH // 2)
     begin_at = split * SPLIT_INNER
     weights = weight + n.to(tl.int64)[:, None] * INNER + k[None, :]
     if AHEAD > 0:  # while the kernel before still runs
@@ -51,8 +58,17 @@ def _matmul(
         w = tl.load(weights + at, eviction_policy="evict_first")
         value = tl.load(inputs + at, mask=(m < rows)[:, None], other=0.0)
         acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
-    at_out = out + split * split_stride + m[:, None] * WIDTH + n[None, :]
-    tl.store(at_out, tl.trans(acc).to(out.dtype.element_ty), mask=(m < rows)[:, None])
+    if GATED:
+        dtype: tl.constexpr = out.dtype.element_ty
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, ROWS]), [2, 1, 0]))
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # all rounded as kernels.swiglu has it
+        columns = first // 2 + tl.arange(0, HALF)
+        at_out = out + m[:, None] * (WIDTH // 2) + columns[None, :]
+        tl.store(at_out, (silu * up).to(dtype), mask=(m < rows)[:, None])
+    else:
+        at_out = out + split * split_stride + m[:, None] * WIDTH + n[None, :]
+        tl.store(at_out, tl.trans(acc).to(out.dtype.element_ty), mask=(m < rows)[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +82,25 @@ class MatmulTuning:
     stages: int = 4
     warps: int = 4
     ahead: int = 0
+    gated: bool = False  # of a joined gate and up, which then needs no kernel behind it; for one split
     chained: bool = False  # see kernels.launch
 
 
 def matmul(x: Tensor, weight: Tensor, tuning: MatmulTuning) -> Tensor:
     """`x @ weight.T` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]` in the dtype of
-    `x`, or with more than one split `[splits, rows, width]` in float32, to be added up."""
+    `x`, or with more than one split `[splits, rows, width]` in float32, to be added up; of a layout that is
+    gated `silu(gate) * up`, `[rows, width / 2]`."""
     rows, inner = x.shape
     width = weight.shape[0]
     splits = tuning.splits
-    if width % tuning.tile or inner % (splits * tuning.step):
+    if width % tuning.tile or inner % (splits * tuning.step) or (tuning.gated and splits > 1):
         raise ValueError(f"a weight of {width} x {inner} does not divide into {tuning}")
-    shape = (rows, width) if splits == 1 else (splits, rows, width)
+    shape = (rows, width // (1 + tuning.gated)) if splits == 1 else (splits, rows, width)
     out = torch.empty(shape, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
     _matmul[(width // tuning.tile, splits)](
         x, weight, out, rows, rows * width, WIDTH=width, INNER=inner, SPLIT_INNER=inner // splits,
         ROWS=max(16, triton.next_power_of_2(rows)), TILE=tuning.tile, STEP=tuning.step, STAGES=tuning.stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=tuning.ahead, CHAINED=tuning.chained,
-        launch_pdl=tuning.chained, num_warps=tuning.warps,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=tuning.ahead, GATED=tuning.gated,
+        CHAINED=tuning.chained, launch_pdl=tuning.chained, num_warps=tuning.warps,
     )  # fmt: skip
     return out
