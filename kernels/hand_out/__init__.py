@@ -1,0 +1,1 @@
+"""Columns of which each rank has some, handed out to all ranks."""
