@@ -9,8 +9,11 @@ Small host objects go through the store over which the ranks have met, so that n
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -21,12 +24,16 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+    from services.executor.cuda.letter_boxes import LetterBoxes
     from services.executor.cuda.short_sums import ShortSums
 
 T = TypeVar("T")
 
+log = logging.getLogger("headrace.executor")
+
 LEADER = 0  # the rank that is the actor
 MEET_WITHIN_S = 600.0  # the others may still be loading
+LEAVE_WITHIN_S = 5.0
 _ONE_HOST = "127.0.0.1"
 # Over NVLink it needs rights that not every host gives, and more than one process that uses it may hang.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -83,6 +90,7 @@ class Spread:
     """A rank of several, over torch.distributed. See Ranks; made by `join`."""
 
     short: ShortSums | None = None  # on GPUs
+    boxes: LetterBoxes | None = None  # on GPUs, for sums with a norm behind them
 
     def __init__(self, rank: int, size: int, store: TCPStore, *, ordered: bool) -> None:
         """With `ordered` a sum adds up by rank, so that a number's bits do not depend on where in `x` it
@@ -122,11 +130,19 @@ class Spread:
     def close(self) -> None:
         if not torch.distributed.is_initialized():
             return
-        self.short = None
-        if torch.distributed.get_backend() == "nccl":  # an orderly end would wait for ranks that have ended
-            torch.distributed.distributed_c10d._abort_process_group()
-        else:
+        self.short = self.boxes = None
+        if torch.distributed.get_backend() != "nccl":
             torch.distributed.destroy_process_group()
+            return
+        gc.collect()  # NCCL ends after the last graph that sums, which may lie in some cycle
+        abort = (
+            torch.distributed.distributed_c10d._abort_process_group
+        )  # orderly it would wait for the others
+        leaving = threading.Thread(target=abort, name="leave", daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_WITHIN_S)
+        if leaving.is_alive():
+            log.warning("NCCL has not ended in %.0f s: it is left as it is", LEAVE_WITHIN_S)
 
 
 def meeting(size: int) -> TCPStore:
@@ -167,10 +183,13 @@ def join(
     )
     ranks = Spread(rank, size, store, ordered=ordered)
     if on_gpu and size > 1 and sums:
+        from services.executor.cuda.letter_boxes import letter_boxes
         from services.executor.cuda.short_sums import short_sums
 
         found = short_sums(size, device)
         ranks.short = found if all(ranks.exchange(found is not None)) else None
+        boxes = None if ordered else letter_boxes(rank, size, device)
+        ranks.boxes = boxes if all(ranks.exchange(boxes is not None)) else None
     return ranks
 
 

@@ -160,6 +160,15 @@ def test_layouts_by_device_and_tokens() -> None:
     assert device_tuning("another").of(1).product(4096, 4096, 1) is None
     assert device_tuning("another") == DeviceTuning()
     assert WIDE.few.decode.tile_tokens == 32
+    shared = device_tuning("NVIDIA H200", 4)
+    assert shared.of(256).chained
+    assert not shared.of(257).chained
+    assert shared.many == h200.many
+    assert device_tuning("NVIDIA H200", 1) == h200
+    gate_up = shared.of(64).product(7168, 4096, 64)
+    assert gate_up is not None
+    assert gate_up.gated
+    assert shared.of(256).product(7168, 4096, 65) is None
 
 
 def test_what_another_rank_has_chosen_leaves_the_same_state(slots: CudaSlots) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from rank_side import on_ranks
 from torch import Tensor
 
-from services.executor.ranks import Ranks, Solo
+from services.executor import ranks as ranks_module
+from services.executor.ranks import Ranks, Solo, Spread, meeting
 
 
 def _numbers(rank: int, *shape: int) -> Tensor:
@@ -70,3 +73,23 @@ def test_one_rank_starts_no_process_group() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_rank_leaves_even_if_its_library_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    over = threading.Event()
+    group = torch.distributed.distributed_c10d
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(ranks_module, "LEAVE_WITHIN_S", 0.01)
+    rank = Spread(0, 1, meeting(1), ordered=False)
+    with caplog.at_level(logging.WARNING, "headrace.executor"):
+        monkeypatch.setattr(group, "_abort_process_group", over.wait)
+        rank.close()
+        over.set()
+        assert caplog.messages == ["NCCL has not ended in 0 s: it is left as it is"]
+        monkeypatch.setattr(ranks_module, "LEAVE_WITHIN_S", 60.0)
+        monkeypatch.setattr(group, "_abort_process_group", lambda: None)
+        rank.close()
+    assert len(caplog.messages) == 1

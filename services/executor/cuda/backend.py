@@ -59,7 +59,7 @@ class CudaBackend:
         self._info = info_of(options, loaded)
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
-        tuning = WIDE if wide else device_tuning(properties.name)
+        tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
         if options.deterministic:
             tuning = row_by_row(tuning)
         most = max(options.max_step_tokens, options.slots)
@@ -74,7 +74,7 @@ class CudaBackend:
         self._slots = CudaSlots(
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
         )
-        model = CudaModel(loaded, works, tuning)
+        model = CudaModel(loaded, works, tuning, options.slots)
         self._passes = Passes(loaded, model, self._slots, tuning, most)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=tuning.by_row)
         self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.activations)

@@ -23,14 +23,16 @@ from kernels.paged_attention.decode import DecodeRows, DecodeWork, attend_decode
 from kernels.paged_attention.decode import Tuning as DecodeTuning
 from kernels.paged_attention.prefill import PrefillTiles, attend_prefill
 from kernels.rms_norm.gpu import add_rms_norm_, rms_norm
+from kernels.rms_norm.spread import Boxes, Norm, spread_add_rms_norm_
 from kernels.rope import rope_table
 from kernels.rope.gpu import HeadNorms, Placed, rope_write
 from kernels.step_inputs.gpu import Resolved
-from kernels.swiglu.gpu import swiglu
 from services.executor.cuda.inputs import Chunk
-from services.executor.cuda.products import products_of
+from services.executor.cuda.products import gated, products_of
+from services.executor.cuda.shared_logits import SharedLogits, shared_logits
 from services.executor.cuda.tuning import DeviceTuning
 from services.executor.loading import Loaded
+from services.executor.ranks import Ranks, Spread
 from services.executor.shapes import Shapes
 from services.executor.shards import gathered_logits
 from services.executor.weights import LayerWeights
@@ -51,12 +53,16 @@ class CudaModel:
     """A model on its device. Runs in `torch.inference_mode` and on one thread."""
 
     def __init__(
-        self, loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning
+        self, loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning, most: int
     ) -> None:
+        """`most`: rows that are sampled in a step."""
         shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
-        self._ranks, self._spread = loaded.ranks, loaded.ranks.size > 1
+        self._ranks, self._most = loaded.ranks, most
         self._last = loaded.stage.last
+        self._shared: SharedLogits | None = None
+        if isinstance(loaded.ranks, Spread) and loaded.ranks.boxes is not None:
+            self._shared = shared_logits(loaded.ranks, weights.head, most, shapes.vocab)
         self._embedding, self._norm, self._head = weights.embedding, weights.norm, weights.head
         self._layers = weights.layers
         self._product = products_of(tuning, kv.device)
@@ -75,16 +81,16 @@ class CudaModel:
         places, dtype = step.resolved.places, self._embedding.dtype
         placed = Placed(self._rotations, step.positions, places, chained, dtype)
         residual = self._embedding.index_select(0, step.resolved.ids) if came is None else came
+        adding = _Adding(self._ranks, residual, eps, chained=chained)
         normed = rms_norm(residual, layers[0].attention_norm, eps, chained=chained)
         for i, layer in enumerate(layers):
-            attended = self._summed(self._attention(i, layer, normed, placed, step), layer.out)
-            normed = add_rms_norm_(attended, residual, layer.mlp_norm, eps, chained=chained)
+            attended = self._attention(i, layer, normed, placed, step)
+            part = self._product(attended, layer.out, whole=adding.whole)
+            normed = adding.add(part, layer.mlp_norm, turn=0)
             end = i + 1 == len(layers)
             norm = self._norm if end else layers[i + 1].attention_norm
-            down = self._mlp(layer, normed, chained=chained)
-            normed = add_rms_norm_(
-                down, residual, norm, eps, out if end and self._last else None, chained=chained
-            )
+            part = self._mlp(layer, normed, adding, chained=chained)
+            normed = adding.add(part, norm, turn=1, out=out if end and self._last else None)
         if self._last:
             return normed
         return residual if out is None else out.copy_(residual)
@@ -92,12 +98,9 @@ class CudaModel:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits `[samples, vocab]` of the token rows `rows`."""
         own = self._product(hidden.index_select(0, rows), self._head, whole=True)
+        if self._shared is not None and 0 < len(own) <= self._most:
+            return self._shared.gather(own)
         return gathered_logits(own, self._shapes.vocab, self._ranks)
-
-    def _summed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """A product of which each rank has a part, for `add_rms_norm_`."""
-        product = self._product(x, weight, whole=self._spread)
-        return self._ranks.all_reduce(product) if self._spread else product
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, placed: Placed, step: ForwardStep
@@ -116,10 +119,10 @@ class CudaModel:
             _attend_dense(query, qkv, chunk, self._shapes, out)
         return out.view(len(x), -1)
 
-    def _mlp(self, layer: LayerWeights, x: Tensor, *, chained: bool) -> Tensor:
+    def _mlp(self, layer: LayerWeights, x: Tensor, adding: _Adding, *, chained: bool) -> Tensor:
         if layer.router is None:
-            gated = swiglu(self._product(x, layer.gate_up, whole=True), chained=chained)
-            return self._summed(gated, layer.down)
+            wide = gated(self._product, self._tuning.of(len(x)), x, layer.gate_up, chained=chained)
+            return self._product(wide, layer.down, whole=adding.whole)
         shapes = self._shapes.experts
         assert shapes is not None, "a router comes with experts"
         logits = self._product(x, layer.router, whole=True)
@@ -127,6 +130,26 @@ class CudaModel:
         places = place(chosen, 0, shapes.count)
         found = experts_mlp(spread(x, places), layer.gate_up, layer.down, places.ends)
         return combine(found, places, weights)
+
+
+class _Adding:
+    """How the parts of a pass's sums, one of each rank, are added to its residual, with the norm behind."""
+
+    def __init__(self, ranks: Ranks, residual: Tensor, eps: float, *, chained: bool) -> None:
+        rows, row_bytes = len(residual), residual.shape[1] * residual.element_size()
+        boxes = ranks.boxes if isinstance(ranks, Spread) else None
+        self._boxes: Boxes | None = boxes.of(rows, row_bytes) if boxes is not None else None
+        self._ranks, self._residual, self._eps, self._chained = ranks, residual, eps, chained
+        self.whole = ranks.size > 1 and self._boxes is None  # parts must not come in splits
+
+    def add(self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None) -> Tensor:
+        """See kernels.rms_norm. `turn` alternates, and ends at 1."""
+        boxes, residual, eps, chained = self._boxes, self._residual, self._eps, self._chained
+        if boxes is not None:
+            return spread_add_rms_norm_(part, residual, Norm(weight, eps, chained), boxes, turn, out)
+        if self.whole:
+            part = self._ranks.all_reduce(part)
+        return add_rms_norm_(part, residual, weight, eps, out, chained=chained)
 
 
 def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out: Tensor) -> None:

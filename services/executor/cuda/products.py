@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kernels.matmul.fixed import layout_of, matmul_fixed
 from kernels.matmul.gpu import matmul
-from services.executor.cuda.tuning import DeviceTuning
+from kernels.swiglu.gpu import swiglu
+from services.executor.cuda.tuning import DeviceTuning, Layouts
 
 
 class Products(Protocol):
@@ -27,6 +28,14 @@ def products_of(tuning: DeviceTuning, device: torch.device) -> Products:
     if tuning.by_row:
         return _by_row(tuning, torch.cuda.get_device_properties(device).multi_processor_count)
     return _quick(tuning)
+
+
+def gated(product: Products, layouts: Layouts, x: Tensor, gate_up: Tensor, *, chained: bool) -> Tensor:
+    """`silu(gate) * up` of the joined product, in one kernel where its layout says so."""
+    chosen = layouts.product(gate_up.shape[0], gate_up.shape[1], len(x))
+    if chosen is not None and chosen.gated and x.dtype == torch.bfloat16:
+        return matmul(x, gate_up, chosen)
+    return swiglu(product(x, gate_up), x.dtype, chained=chained)
 
 
 def _quick(tuning: DeviceTuning) -> Products:

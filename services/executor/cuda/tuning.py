@@ -21,7 +21,8 @@ from kernels.paged_attention.prefill import PrefillTuning
 _FIXED = (FixedTuning(128, 128, 32, 4, 8), FixedTuning(64, 64, 64, 4, 4), FixedTuning(64, 32, 64, 4, 4))
 
 # Of a weight [width, inner]: up to so many rows this layout beats the library.
-_Products = Mapping[tuple[int, int], tuple[tuple[int, MatmulTuning], ...]]
+_ByRows = tuple[tuple[int, MatmulTuning], ...]
+_Products = Mapping[tuple[int, int], _ByRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,47 @@ _H200 = DeviceTuning(
         FixedTuning(64, 32, 128, 4, 4),
     ),
 )
-_BY_NAME = {"NVIDIA H200": _H200}
 
 
-def device_tuning(name: str) -> DeviceTuning:
-    """The layouts for the device that calls itself `name`."""
-    return _BY_NAME.get(name, DeviceTuning())
+def _one_each(tile: int, splits: int = 1, ahead: int = 0, *, gated: bool = False) -> _ByRows:
+    """Layouts of a part of a weight, of so many stages that a processor has memory for one program. Of a
+    kernel that starts under the one before, the processors free first would get two, and others none."""
+
+    def of(stages: int) -> MatmulTuning:
+        return MatmulTuning(tile, 64, splits, stages, ahead=ahead, gated=gated, chained=True)
+
+    return (16, of(12)), (32, of(10)), (64, of(8))
+
+
+_SHARED_H200 = (
+    replace(  # by ranks of one host: in short steps everything waits for launches and for the others
+        _H200,
+        few=Layouts(
+            decode=DecodeTuning(128, 1, 5, 4, chained=True),
+            products={
+                (1536, 4096): _one_each(64, 4, 512),  # a quarter of qkv, out, gate and up, down
+                (4096, 1024): _one_each(64, 2, 512),
+                (7168, 4096): _one_each(64, 1, 512, gated=True),
+                (4096, 3584): _one_each(64, 2, 128),
+                (3072, 4096): _one_each(64, 2, 512),  # a half of them
+                (4096, 2048): _one_each(64, 2, 512),
+                (14336, 4096): _one_each(128, 1, 512, gated=True),
+                (4096, 7168): _one_each(64, 2, 128),
+            },
+            chained=True,
+        ),
+        few_rows=256,
+    )
+)
+_BY_NAME = {"NVIDIA H200": (_H200, _SHARED_H200)}
+
+
+def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
+    """The layouts for the device that calls itself `name`, one of so many that compute a model together."""
+    if name not in _BY_NAME:
+        return DeviceTuning()
+    alone, shared = _BY_NAME[name]
+    return alone if ranks == 1 else shared
 
 
 def row_by_row(tuning: DeviceTuning) -> DeviceTuning:
