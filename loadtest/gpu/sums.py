@@ -1,7 +1,9 @@
-"""Sums over GPUs by size: NCCL, and every GPU reading the others' numbers, each in a graph of many."""
+"""Sums over GPUs by size: NCCL, and every GPU reading the others' numbers, each in a graph of many; short
+ones with the norm behind them, too, apart and in one kernel."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +12,15 @@ import torch
 from torch import Tensor
 from torch.cuda import CUDAGraph
 
+from kernels.rms_norm.gpu import add_rms_norm_
+from kernels.rms_norm.spread import Norm, spread_add_rms_norm_
 from loadtest.gpu.timing import eager_ms
 from services.executor.cuda.short_sums import ShortSums
 from services.executor.ranks import Spread, join, meeting
 
 SIZES = tuple(1 << power for power in range(13, 25))  # bytes
 LAUNCHES, WITHIN_S = 64, 300.0
+WIDTH = 4096  # of the rows that are normalised
 
 
 def sums(size: int) -> list[dict[str, Any]]:
@@ -48,9 +53,33 @@ def _rank(rank: int, size: int, port: int, answers: Any) -> None:
         row: dict[str, Any] = {"bytes": size_bytes, "nccl_us": _graph_us(torch.distributed.all_reduce, x)}
         row["short_us"] = None if ranks.short is None else _graph_us(ranks.short.all_reduce, x)
         _check(ranks, x)
+        row |= _with_norm(ranks, x)
         found.append(row)
     if rank == 0:
         answers.put(found)
+
+
+def _with_norm(ranks: Spread, x: Tensor) -> dict[str, float]:
+    """µs of a sum with the residual add and the norm behind it, apart, and in one kernel."""
+    rows = x.view(-1, WIDTH)
+    boxes = ranks.boxes.of(len(rows), WIDTH * x.element_size()) if ranks.boxes is not None else None
+    if boxes is None or ranks.short is None:
+        return {}
+    short, turns = ranks.short, itertools.cycle((0, 1))
+    residual, weight = torch.zeros_like(rows), torch.ones_like(rows[0])
+    residual.normal_()
+
+    def apart(_: Tensor) -> None:
+        add_rms_norm_(short.all_reduce(rows), residual, weight, 1e-5)
+
+    def together(_: Tensor) -> None:
+        spread_add_rms_norm_(rows, residual, Norm(weight, 1e-5, chained=True), boxes, next(turns))
+
+    def once(x: Tensor) -> None:  # a graph begins and ends as the one before
+        together(x)
+        together(x)
+
+    return {"apart_us": _graph_us(apart, x), "norm_us": _graph_us(once, x) / 2}
 
 
 def _check(ranks: Spread, x: Tensor) -> None:
