@@ -66,6 +66,8 @@ def test_long_rows_and_ranks_without_boxes_are_not_for_them(alone: Spread) -> No
     assert boxes is not None
     assert boxes.of(1, LIMIT_BYTES) is not None
     assert boxes.of(2, LIMIT_BYTES) is None
+    assert boxes.of(1024, 64) is not None
+    assert boxes.of(1025, 64) is None
     residual, part, weight = _normal(ROWS, WIDTH), _normal(ROWS, WIDTH, seed=1), _normal(WIDTH, seed=2)
     wanted, _ = ref.add_rms_norm(part, residual, weight, 1e-5)
     adding = _Adding(SOLO, residual, 1e-5, chained=False)

@@ -13,6 +13,7 @@ log = logging.getLogger("headrace.executor")
 
 LIMIT_BYTES = 2 << 20  # of a sum: up to here it is quicker than a sum and a norm apart, as measured on H200
 ONE_HOP_BYTES = 128 << 10  # of a sum: over them two hops are quicker
+_ROWS = 1024  # each a program that waits for those of the other ranks: a GPU runs as many at once
 _HALF_BYTES = 2 * LIMIT_BYTES + (1 << 18)  # norms, parts, and the rows by which these are rounded up
 
 
@@ -34,7 +35,7 @@ class LetterBoxes:
 
     def of(self, rows: int, row_bytes: int) -> Boxes | None:
         """The boxes, for a sum of so many rows; None where it is not for them."""
-        fits = rows * row_bytes <= LIMIT_BYTES and self._boxes.hold(rows, row_bytes)
+        fits = rows <= _ROWS and rows * row_bytes <= LIMIT_BYTES and self._boxes.hold(rows, row_bytes)
         return self._boxes if fits else None
 
 
