@@ -50,6 +50,9 @@ def _run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--counts", default="", metavar="NATS", help="over HTTP: where to ask the schedulers")
     run.add_argument("--workload", default="random", choices=[*WORKLOADS, *TRACES])
     run.add_argument("--num-prompts", type=int, default=100, help="requests; of a chat: conversations")
+    run.add_argument(
+        "--per-client", type=int, default=0, metavar="N", help="of these, N times the concurrency"
+    )
     run.add_argument("--num-warmups", type=int, default=0, help="requests before, counted nowhere")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:500 tpot:50 e2el:…")
@@ -111,7 +114,10 @@ def points(given: argparse.Namespace) -> list[Point]:
     most = [int(each) for each in _numbers(given.max_concurrency or "0", "--max-concurrency")]
     if min(rates) <= 0 or min(most) < 0 or given.burstiness <= 0 or given.surge <= 0:
         raise BadRequest("--request-rate, --max-concurrency, --burstiness and --surge are above 0")
-    return [Point(rate, clients, given.burstiness, given.surge) for rate, clients in product(rates, most)]
+    return [
+        Point(rate, clients, given.burstiness, given.surge, given.per_client * clients)
+        for rate, clients in product(rates, most)
+    ]
 
 
 def asked(given: argparse.Namespace) -> Asked:
@@ -119,6 +125,8 @@ def asked(given: argparse.Namespace) -> Asked:
     first, _, last = given.token_ids.partition(":")
     if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise BadRequest(f"--token-ids takes FIRST:LAST, like 300:40000, not {given.token_ids!r}")
+    if given.per_client < 0:
+        raise BadRequest("--per-client is 1 or more; 0: all prompts at every concurrency")
     if given.num_prompts < 1 or given.block_tokens < 1:
         raise BadRequest("--num-prompts and --block-tokens are 1 or more")
     if given.counts and not given.counts.startswith(NATS):

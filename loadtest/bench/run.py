@@ -41,6 +41,7 @@ class Point:
     max_concurrency: int = 0  # 0: no limit
     burstiness: float = 1.0
     surge: float = 1.0
+    prompts: int = 0  # at most so many of what is asked; 0: all
 
     @property
     def name(self) -> str:
@@ -92,7 +93,7 @@ class Bench:
 
     async def point(self, number: int, point: Point) -> Run:
         """One run and all that is known of it."""
-        conversations = self.asked.conversations(number)
+        conversations = self.asked.conversations(number)[: point.prompts or None]
         turns = sum(len(each.turns) for each in conversations)
         before = await self.counts() if self.counts else None
         began_s, busy_s = time.monotonic(), time.process_time()

@@ -162,6 +162,7 @@ def test_a_sweep_over_all_pairs() -> None:
         (("--burstiness", "0"), "are above 0"),
         (("--max-concurrency", "-1"), "are above 0"),
         (("--token-ids", "9:3"), "--token-ids takes FIRST:LAST"),
+        (("--per-client", "-1"), "--per-client is 1 or more"),
         (("--num-prompts", "0"), "--num-prompts and --block-tokens are 1 or more"),
         (("--block-tokens", "0"), "--num-prompts and --block-tokens are 1 or more"),
         (("--counts", "http://a"), "--counts takes the nats-server"),
