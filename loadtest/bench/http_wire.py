@@ -38,9 +38,9 @@ class Connection(asyncio.Protocol):
         """Send a request and return the status of the answer once it is whole. Raises Broken."""
         self._on_body, self.began, self.reusable = on_body, False, False
         self._parser = httptools.HttpResponseParser(self)
-        self._done = asyncio.get_running_loop().create_future()
         if self._transport is None or self._transport.is_closing():
             raise Broken("the server closed the connection")
+        self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._done
 
