@@ -228,7 +228,7 @@ async def under_load(house: House, fault: str) -> None:
 async def breaker_openings(traffic: Traffic) -> int:
     """How often L2 was given up since kv_offload started."""
     store = (await traffic.services()).get("kv_offload", {})
-    return int(store["tiers"]["l2"]["opened"]) if "tiers" in store else 0
+    return int(store["tiers"]["l2"].get("opened", 0)) if "tiers" in store else 0  # it may not have L2 yet
 
 
 def whole(found: dict[str, dict[str, object]]) -> bool:
