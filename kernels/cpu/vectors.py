@@ -36,9 +36,6 @@ def dots(
             [_read(builder, query, head * dim.literal_value + part * LANES) for part in parts]
             for head in range(heads.literal_value)
         ]
-        total = _function(
-            builder, "llvm.vector.reduce.fadd.v16f32", ir.FloatType(), (ir.FloatType(), _FLOATS)
-        )
 
         def body(token: Any, sums: list[Any]) -> list[Any]:
             key = builder.gep(keys, [builder.mul(token, stride)])
@@ -49,7 +46,7 @@ def dots(
                 for product in products[1:]:
                     lanes = builder.fadd(lanes, product, flags=_FAST)
                 zero = ir.Constant(ir.FloatType(), 0.0)
-                found = builder.call(total, (zero, lanes), fastmath=_FAST)
+                found = call(builder, "llvm.vector.reduce.fadd.v16f32", zero.type, zero, lanes)
                 at = builder.add(builder.mul(apart, ir.Constant(_I64, head)), token)
                 builder.store(found, builder.gep(out, [at]))
             return sums
@@ -89,7 +86,7 @@ def add_weighted(
             found: list[Any] = []
             for head in range(heads.literal_value):
                 at = builder.add(builder.mul(apart, ir.Constant(_I64, head)), token)
-                weight = _spread(builder, builder.load(builder.gep(weights, [at])))
+                weight = spread(builder, builder.load(builder.gep(weights, [at])))
                 for part in parts:
                     product = builder.fmul(weight, read[part], flags=_FAST)
                     found.append(builder.fadd(sums[len(found)], product, flags=_FAST))
@@ -113,15 +110,18 @@ def _read(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
     return builder.bitcast(words, _FLOATS)
 
 
-def _spread(builder: ir.IRBuilder, number: Any) -> Any:
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
+def spread(builder: ir.IRBuilder, number: Any) -> Any:
+    """A number in all LANES."""
+    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     one = builder.insert_element(undefined, number, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * LANES))
 
 
-def _function(builder: ir.IRBuilder, name: str, result: Any, arguments: Any) -> Any:
-    kind = ir.FunctionType(result, arguments)
-    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+def call(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
+    """A function that LLVM knows by its name. Its arithmetic may be reordered, where it is several steps."""
+    kind = ir.FunctionType(result, [each.type for each in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments, fastmath=_FAST if "reduce" in name else ())
 
 
 def _loop(builder: ir.IRBuilder, count: Any, before: list[Any], body: Any) -> list[Any]:

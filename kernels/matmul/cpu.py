@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from kernels.cpu.machine import bf16_at, f32_at, fast, narrow, take, widen
+from kernels.cpu.machine import bf16_at, fast, narrow, take, widen
 from kernels.cpu.team import Kernel
 
 _BYTES = 1 << 15  # of the matrix, about, in a piece
@@ -64,21 +63,17 @@ def _bf16(p: Any) -> None:
     _tall(bf16_at(p[1]), bf16_at(p[2]), bf16_at(p[3]), p[4], p[5], p[6], p[7], p)
 
 
-def _f32(p: Any) -> None:
-    _tall(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p[7], p)
-
-
-_KERNELS = {torch.bfloat16: Kernel(_bf16), torch.float32: Kernel(_f32)}
+_KERNEL = Kernel(_bf16)
 
 
 def few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` of `x` `[rows, in]` and `weight` `[out, in]`, both contiguous and of one dtype, added up
-    in float32 and rounded once: `[rows, out]`."""
+    """`x @ weight.T` of `x` `[rows, in]` and `weight` `[out, in]`, both contiguous and in bfloat16, added
+    up in float32 and rounded once: `[rows, out]`."""
     rows, width = x.shape
     height = weight.shape[0]
     out = x.new_empty(rows, height)
     piece_rows = max(4, _BYTES // (width * weight.element_size()))
-    _KERNELS[x.dtype](
+    _KERNEL(
         -(-height // piece_rows),
         x.data_ptr(),
         weight.data_ptr(),

@@ -14,8 +14,10 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
+from kernels.cpu.vectors import LANES, call, spread
+
 PANEL = 48  # rows of the matrix
-_LANES, _WIDE = 16, PANEL // 16
+_WIDE = PANEL // LANES
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
@@ -26,8 +28,8 @@ class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
 
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_SUMS, _WORDS, _HALVES = (ir.VectorType(each, _LANES) for each in (_F32, _I32, _I16))
-_PAIRS, _NARROW = ir.VectorType(_BFloat(), 2 * _LANES), ir.VectorType(_BFloat(), _LANES)
+_SUMS, _WORDS, _HALVES = (ir.VectorType(each, LANES) for each in (_F32, _I32, _I16))
+_PAIRS, _NARROW = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
 
 
 class _Pairs:
@@ -36,13 +38,13 @@ class _Pairs:
     columns = 2
 
     def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
-        return _load(builder, panel, part * 2 * _LANES, _PAIRS)
+        return _load(builder, panel, part * 2 * LANES, _PAIRS)
 
     def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
-        return builder.bitcast(_spread(builder, _load(builder, x, column, _I32)), _PAIRS)
+        return builder.bitcast(spread(builder, _load(builder, x, column, _I32)), _PAIRS)
 
     def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
-        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, sums, matrix, x)
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, sums, matrix, x)
 
     def store(self, builder: ir.IRBuilder, sums: Any, out: Any) -> None:
         builder.store(builder.fptrunc(sums, _NARROW), builder.bitcast(out, _NARROW.as_pointer()), align=2)
@@ -52,7 +54,7 @@ class _Bytes(_Pairs):
     """`x` in bfloat16, a panel of int8: both are widened to float32."""
 
     def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
-        words = builder.zext(_load(builder, panel, part * 2 * _LANES, _HALVES), _WORDS)
+        words = builder.zext(_load(builder, panel, part * 2 * LANES, _HALVES), _WORDS)
         found = []
         for left in (24, 16):  # the first column is the lower byte
             byte = builder.ashr(builder.shl(words, _words(left)), _words(24))
@@ -64,12 +66,12 @@ class _Bytes(_Pairs):
         for offset in range(2):
             half = _load(builder, x, builder.add(column, _number(offset)), _I16)
             word = builder.shl(builder.zext(half, _I32), ir.Constant(_I32, 16))
-            found.append(_spread(builder, builder.bitcast(word, _F32)))
+            found.append(spread(builder, builder.bitcast(word, _F32)))
         return found
 
     def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
         for column, number in zip(matrix, x, strict=True):
-            sums = _call(builder, "llvm.fma.v16f32", _SUMS, column, number, sums)
+            sums = call(builder, "llvm.fma.v16f32", _SUMS, column, number, sums)
         return sums
 
 
@@ -79,13 +81,13 @@ class _Floats:
     columns = 1
 
     def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
-        return _load(builder, panel, part * _LANES, _SUMS)
+        return _load(builder, panel, part * LANES, _SUMS)
 
     def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
-        return _spread(builder, _load(builder, x, column, _F32))
+        return spread(builder, _load(builder, x, column, _F32))
 
     def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
-        return _call(builder, "llvm.fma.v16f32", _SUMS, matrix, x, sums)
+        return call(builder, "llvm.fma.v16f32", _SUMS, matrix, x, sums)
 
     def store(self, builder: ir.IRBuilder, sums: Any, out: Any) -> None:
         builder.store(sums, builder.bitcast(out, _SUMS.as_pointer()), align=4)
@@ -132,25 +134,18 @@ def _generator(rows: int, kind: _Pairs | _Floats) -> Callable[..., Any]:
         column.add_incoming(following, loop)
         for own, ends in zip(sums, found, strict=True):
             for each, end in zip(own, ends, strict=True):
-                each.add_incoming(ir.Constant(_SUMS, [0.0] * _LANES), entry)
+                each.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), entry)
                 each.add_incoming(end, loop)
         builder.position_at_end(behind)
         for row, ends in enumerate(found):
             for part, end in enumerate(ends):
-                target = builder.add(builder.mul(height, _number(row)), _number(part * _LANES))
+                target = builder.add(builder.mul(height, _number(row)), _number(part * LANES))
                 if signature.args[3] != types.none:
-                    end = builder.fmul(end, _load(builder, scales, part * _LANES, _SUMS))
+                    end = builder.fmul(end, _load(builder, scales, part * LANES, _SUMS))
                 kind.store(builder, end, builder.gep(out, [target]))
         return context.get_dummy_value()
 
     return generate
-
-
-def _call(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
-    """A function that LLVM knows by its name."""
-    kind = ir.FunctionType(result, [each.type for each in arguments])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    return builder.call(function, arguments)
 
 
 def _number(value: int) -> Any:
@@ -158,15 +153,9 @@ def _number(value: int) -> Any:
 
 
 def _words(value: int) -> Any:
-    return ir.Constant(_WORDS, [value] * _LANES)
+    return ir.Constant(_WORDS, [value] * LANES)
 
 
 def _load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
     at = builder.gep(pointer, [_number(offset) if isinstance(offset, int) else offset])
     return builder.load(builder.bitcast(at, kind.as_pointer()), align=1)
-
-
-def _spread(builder: ir.IRBuilder, word: Any) -> Any:
-    undefined = ir.Constant(ir.VectorType(word.type, _LANES), ir.Undefined)
-    one = builder.insert_element(undefined, word, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, undefined, _words(0))

@@ -58,12 +58,11 @@ def test_the_gate_of_extreme_numbers() -> None:
     assert found.allclose(torch.nn.functional.silu(gates), rtol=1e-6, atol=1e-35)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
-def test_products_of_few_rows(rows: int, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(rows, 100).to(dtype), torch.randn(131, 100).to(dtype)
+def test_products_of_few_rows(rows: int) -> None:
+    x, weight = torch.randn(rows, 100).bfloat16(), torch.randn(131, 100).bfloat16()
     wanted = x.double() @ weight.double().t()
-    assert far(matmul.few_rows(x, weight), wanted) <= (1 if dtype == torch.bfloat16 else 32)
+    assert far(matmul.few_rows(x, weight), wanted) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +110,7 @@ def test_what_decode_attention_has_kernels_for() -> None:
 
 
 def test_a_kernel_is_the_same_on_one_thread_and_without_torchs_team(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(2, 64), torch.randn(5_000, 64)
+    x, weight = torch.randn(2, 64).bfloat16(), torch.randn(5_000, 64).bfloat16()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
