@@ -46,6 +46,18 @@ def after(typing: Any, pointer: types.Type, count: types.Type) -> Any:
 
 
 @intrinsic
+def call_at(typing: Any, address: types.Type, pointer: types.Type) -> Any:
+    """Call the function at `address` with `pointer`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [args[1].type])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, pointer), generate
+
+
+@intrinsic
 def take(typing: Any, pointer: types.Type) -> Any:
     """The number at `pointer`, which is one more afterwards: every thread gets another one."""
 

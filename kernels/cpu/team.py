@@ -13,33 +13,47 @@ import hashlib
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numba import cfunc, config, types
+from numpy.typing import NDArray
 
-_Parallel = Callable[[int, Any, int, int], None]
+
+@dataclass(frozen=True, slots=True)
+class OpenMP:
+    """The library that torch has loaded, by the entry points that compilers call."""
+
+    parallel: Callable[[int, Any, int, int], None]  # function, data, threads, flags
+    barrier: int  # the address of a function without arguments
 
 
 @cache
-def parallel() -> _Parallel | None:
-    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP library that torch has loaded; None where
-    it has none."""
+def openmp() -> OpenMP | None:
+    """None where torch has none."""
     for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):  # LLVM's and Intel's have the same entry point
         for path in (Path(torch.__file__).parent / "lib" / name, Path(name)):
             try:
-                found = ctypes.CDLL(str(path), mode=_ONLY_IF_LOADED).GOMP_parallel
+                library = ctypes.CDLL(str(path), mode=_ONLY_IF_LOADED)
+                parallel, barrier = library.GOMP_parallel, library.GOMP_barrier
             except (OSError, AttributeError):
                 continue
-            found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-            found.restype = None
-            return found
+            parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            parallel.restype = None
+            return OpenMP(parallel, ctypes.cast(barrier, ctypes.c_void_p).value or 0)
     return None
 
 
 _ONLY_IF_LOADED = 4 | 1  # RTLD_NOLOAD | RTLD_LAZY
+
+
+def team_size() -> int:
+    """How many threads a kernel gets."""
+    return torch.get_num_threads() if openmp() else 1
 
 
 def bits_of(value: float) -> int:
@@ -84,14 +98,39 @@ class Kernel:
         if self._alone is None:
             self._compile()
         data = (ctypes.c_int64 * (len(numbers) + 1))(0, *numbers)
-        threads, team = min(pieces, torch.get_num_threads()), parallel()
-        if threads > 1 and team is not None:
-            team(self._compiled.address, data, threads, 0)
+        threads = min(pieces, team_size())
+        if threads > 1 and (team := openmp()):
+            team.parallel(self._compiled.address, data, threads, 0)
         else:
             self._alone(data)
+
+    @property
+    def address(self) -> int:
+        """Of the machine code, a function of one pointer."""
+        if self._alone is None:
+            self._compile()
+        return int(self._compiled.address)
 
     def _compile(self) -> None:
         with self._compiling:
             if self._alone is None:
                 self._compiled = _machine_code(self._body)
                 self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
+
+
+Number = int | NDArray[np.int64]  # or one for each of several calls that are alike
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel with its numbers, for now or for later: see kernels.cpu.program. `scratch`: what it has in
+    between."""
+
+    kernel: Kernel
+    pieces: int
+    numbers: tuple[Any, ...]  # each a Number
+    scratch: torch.Tensor | None = None
+
+    def run(self) -> None:
+        """Make the call, whose numbers are all plain."""
+        self.kernel(self.pieces, *self.numbers)

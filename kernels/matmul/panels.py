@@ -22,7 +22,7 @@ from torch import Tensor
 
 import kernels.cpu
 from kernels.cpu.machine import after, bf16_at, f32_at, fast, i8_at, take, upper
-from kernels.cpu.team import Kernel
+from kernels.cpu.team import Call, Kernel, Number, team_size
 from kernels.matmul.tiles import PANEL, tile_of
 
 _TILE = 8  # rows of x
@@ -106,7 +106,17 @@ def can_multiply(weight: Tensor) -> bool:
     return fits and kernels.cpu.has(_NEEDS[weight.dtype])
 
 
-def pack(weight: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """`panels` of a matrix of `height` rows, and for int8 what 1 stands for in each row: `scales`
+    `[panels, 48]`."""
+
+    panels: Tensor
+    height: int
+    scales: Tensor | None = None
+
+
+def pack(weight: Tensor) -> Panels:
     """`weight` `[out, in]` in panels, as above. The last one ends with the matrix."""
     height, width = weight.shape
     whole, rest = divmod(height, PANEL)
@@ -114,46 +124,35 @@ def pack(weight: Tensor) -> Tensor:
     if rest:
         panels = torch.cat((panels, weight[-PANEL:][None]))
     columns = 2 if weight.dtype == torch.bfloat16 else 1
-    return panels.view(-1, PANEL, width // columns, columns).transpose(1, 2).contiguous()
+    packed = panels.view(-1, PANEL, width // columns, columns).transpose(1, 2).contiguous()
+    return Panels(packed, height)
 
 
-def multiply(x: Tensor, panels: Tensor, height: int) -> Tensor:
-    """`x @ weight.T` of `x` `[rows, in]`, contiguous, and `panels` of a `weight` of `height` rows, added up
-    in float32 and rounded once: `[rows, height]`."""
-    rows, width = x.shape
-    out = x.new_empty(rows, height)
-    kernel = _KERNELS[x.dtype]
-    kernel(len(panels), x.data_ptr(), panels.data_ptr(), out.data_ptr(), rows, width, height)
+def multiply(x: Tensor, matrix: Panels) -> Tensor:
+    """`x @ weight.T` of `x` `[rows, in]`, contiguous, and the panels of `weight`, added up in float32 and
+    rounded once: `[rows, out]`."""
+    out = x.new_empty(len(x), matrix.height)
+    scales = 0 if matrix.scales is None else matrix.scales.data_ptr()
+    product_call(x, matrix, matrix.panels.data_ptr(), scales, out).run()
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    """A matrix in int8: `panels` `[panels, in / 2, 48, 2]`, and what 1 stands for in each row: `scales`
-    `[panels, 48]`."""
+def product_call(x: Tensor, like: Panels, panels: Number, scales: Number, out: Tensor) -> Call:
+    """See multiply. `panels` and `scales` are addresses, of matrices `like` this one."""
+    (rows, width), pieces = x.shape, len(like.panels)
+    of_x, to, sizes = x.data_ptr(), out.data_ptr(), (rows, width, like.height)
+    if like.scales is None:
+        return Call(_KERNELS[x.dtype], pieces, (of_x, panels, to, *sizes))
+    wide = x.new_empty(team_size() if rows > _FEW else 0, PANEL * width)
+    return Call(_QUANTISED, pieces, (0, of_x, panels, scales, to, wide.data_ptr(), *sizes), wide)
 
-    panels: Tensor
-    scales: Tensor
-    height: int
 
-
-def quantise(weight: Tensor) -> Quantised:
+def quantise(weight: Tensor) -> Panels:
     """`weight` `[out, in]` in bfloat16 to int8, each row by its largest number."""
     scales = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
     rounded = (weight.float() / scales).round()
-    panels = pack(rounded.bfloat16()).to(torch.int8)
+    packed = pack(rounded.bfloat16()).panels.to(torch.int8)
     whole = scales[:, 0]
     if len(whole) % PANEL:
         whole = torch.cat((whole[: -(len(whole) % PANEL)], whole[-PANEL:]))
-    return Quantised(panels, whole.view(-1, PANEL).contiguous(), weight.shape[0])
-
-
-def multiply_quantised(x: Tensor, matrix: Quantised) -> Tensor:
-    """As `multiply`, of `x` in bfloat16 with what int8 stands for."""
-    rows, width = x.shape
-    out = x.new_empty(rows, matrix.height)
-    threads = torch.get_num_threads() if rows > _FEW else 0
-    scratch = x.new_empty(threads, PANEL * width)
-    addresses = (each.data_ptr() for each in (x, matrix.panels, matrix.scales, out, scratch))
-    _QUANTISED(len(matrix.panels), 0, *addresses, rows, width, matrix.height)
-    return out
+    return Panels(packed, weight.shape[0], whole.view(-1, PANEL).contiguous())

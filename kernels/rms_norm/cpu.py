@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.machine import bf16_at, f32_at, fast, float_of, narrow, take, widen
-from kernels.cpu.team import Kernel, bits_of
+from kernels.cpu.team import Call, Kernel, Number, bits_of
 
 _ROWS = 4  # of a piece
 _ONE = np.float32(1.0)
@@ -49,16 +49,13 @@ _KERNELS = {torch.bfloat16: Kernel(_bf16), torch.float32: Kernel(_f32)}
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of `x + residual`, and that sum, which takes the place of `residual`: `[tokens, hidden]` each,
     contiguous."""
-    rows, width = x.shape
     out = torch.empty_like(x)
-    _KERNELS[x.dtype](
-        -(-rows // _ROWS),
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        rows,
-        width,
-        bits_of(eps),
-    )
+    norm_call(x, residual, weight.data_ptr(), eps, out).run()
     return out, residual
+
+
+def norm_call(x: Tensor, residual: Tensor, weight: Number, eps: float, out: Tensor) -> Call:
+    """See add_rms_norm; `weight` is an address."""
+    rows, width = x.shape
+    addresses = (x.data_ptr(), residual.data_ptr(), weight, out.data_ptr())
+    return Call(_KERNELS[x.dtype], -(-rows // _ROWS), (*addresses, rows, width, bits_of(eps)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.machine import bf16_at, f32_at, fast, i64_at, narrow, take, widen
-from kernels.cpu.team import Kernel
+from kernels.cpu.team import Call, Kernel, Number
 
 _ROWS = 4  # of a piece
 
@@ -61,16 +61,14 @@ def rotate_and_write(x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, head
     `[tokens, 2, head_dim]` float32; keys and values go to `rows` `[K|V, tokens]` int64 of `write_rows` in
     `kv`, of the dtype of `x`. The queries, `[tokens, heads, head_dim]`: a view of `x`, which they
     overwrite."""
-    tokens, every, dim = x.shape
-    _KERNELS[x.dtype](
-        -(-tokens // _ROWS),
-        x.data_ptr(),
-        rotation.data_ptr(),
-        kv.data_ptr(),
-        rows.data_ptr(),
-        tokens,
-        heads,
-        (every - heads) // 2,
-        dim,
-    )
+    rotation_call(x, rotation, kv, rows.data_ptr(), heads).run()
     return x[:, :heads]
+
+
+def rotation_call(x: Tensor, rotation: Tensor, kv: Tensor, rows: Number, heads: int) -> Call:
+    """See rotate_and_write; `rows` is an address."""
+    tokens, every, dim = x.shape
+    addresses = (x.data_ptr(), rotation.data_ptr(), kv.data_ptr(), rows)
+    return Call(
+        _KERNELS[x.dtype], -(-tokens // _ROWS), (*addresses, tokens, heads, (every - heads) // 2, dim)
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.machine import bf16_at, exp, f32_at, fast, narrow, take, widen
-from kernels.cpu.team import Kernel
+from kernels.cpu.team import Call, Kernel
 
 _ROWS = 4  # of a piece
 _ONE = np.float32(1.0)
@@ -43,7 +43,12 @@ _KERNELS = {torch.bfloat16: Kernel(_bf16), torch.float32: Kernel(_f32)}
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of `[tokens, 2 * width]`, gate first, contiguous: `[tokens, width]`."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
-    _KERNELS[gate_up.dtype](-(-rows // _ROWS), gate_up.data_ptr(), out.data_ptr(), rows, width)
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    swiglu_call(gate_up, out).run()
     return out
+
+
+def swiglu_call(gate_up: Tensor, out: Tensor) -> Call:
+    """See swiglu."""
+    rows, width = out.shape
+    return Call(_KERNELS[out.dtype], -(-rows // _ROWS), (gate_up.data_ptr(), out.data_ptr(), rows, width))

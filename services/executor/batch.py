@@ -5,7 +5,8 @@ Tokens are laid out decode rows first, grouped by context length, then prompt ch
     | decode, ≤ 16 tokens | decode, 17-32 | ... | chunk of slot 3 | chunk of slot 5 | padding |
 
 A group of decode rows is one attention call, padded to its longest row; a chunk is one call of its own.
-In deterministic mode each token is: neither its company nor the chunk that it came in changes a bit.
+Kernels that take rows of any length take every token as one, all in one group.
+In deterministic mode each token is a call: neither its company nor the chunk that it came in changes a bit.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ _Column = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode rows of like context, or all: token rows `first` to `first + len(tables)`. See attend_decode."""
+    """Decode rows of like context, or tokens of any: token rows `first` to `first + len(tables)`. See
+    attend_decode."""
 
     first: int
     tables: Tensor  # [rows, blocks]
     lengths: Tensor  # [rows], tokens
-    mask: Tensor | None  # [rows, 1, 1, tokens]; none where all rows are in one group
+    mask: Tensor | None  # [rows, 1, 1, tokens]; none where all tokens are in one group
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class BatchBuilder:
     def __init__(
         self, slots: Slots, cache: KvCache, *, deterministic: bool = False, ragged: bool = False
     ) -> None:
-        """`ragged`: decode rows of any lengths go into one group, without a mask."""
+        """`ragged`: all tokens, of decode rows and chunks, go into one group, without a mask."""
         self._slots = slots
         self._cache = cache
         self._deterministic = deterministic
@@ -82,10 +84,12 @@ class BatchBuilder:
         row = np.repeat(order, counts[order])
         positions = starts[row] + np.arange(len(row)) - first[row]
         padding = -len(row) % ROW_TILE if self._deterministic else 0
-        decode, prefill = self._decode(slots, starts, order, ranks), order[len(ranks) :]
-        if self._deterministic:  # how a prompt was cut would show in the last bits
-            each = np.arange(len(row))
-            decode, prefill = self._decode(slots[row], positions, each, each), order[:0]
+        if self._deterministic or self._ragged:
+            each = np.arange(len(row))  # alone: how a prompt was cut would show in the last bits
+            alike = np.zeros_like(each) if self._ragged else each
+            decode, prefill = self._decode(slots[row], positions, each, alike), order[:0]
+        else:
+            decode, prefill = self._decode(slots, starts, order, ranks), order[len(ranks) :]
         return Batch(
             ids=self._ids(plan, first, len(row) + padding),
             positions=self._on_device(np.pad(positions, (0, padding))),
@@ -104,8 +108,6 @@ class BatchBuilder:
         Groups double in length, so that padding costs less than a factor of two.
         """
         decode = np.flatnonzero(counts == 1)
-        if self._ragged:
-            return np.concatenate((decode, np.flatnonzero(counts != 1))), np.zeros_like(decode)
         blocks = -(-(starts[decode] + 1) // self._cache.block_tokens)
         ranks = np.ceil(np.log2(blocks)).astype(np.int64)
         by_rank = np.argsort(ranks, kind="stable")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kernels.matmul.cpu import few_rows
-from kernels.matmul.panels import can_multiply, multiply, multiply_quantised, pack, quantise
+from kernels.matmul.panels import Panels, can_multiply, multiply, pack, quantise
 
 if TYPE_CHECKING:
     from services.executor.linear import Linear
@@ -28,21 +28,22 @@ if TYPE_CHECKING:
 _FEW_ROWS = 2  # up to here reading the plain matrix is quicker than a library's product
 
 
-def in_panels(weight: Tensor) -> Linear | None:
-    """The product with `weight` `[out, in]`, of which a copy is kept; None where this CPU or the shape is not
-    made for it."""
-    if not can_multiply(weight):
-        return None
-    panels, height = pack(weight), weight.shape[0]
-    return lambda x: multiply(x, panels, height)
+class PanelProduct:
+    """The product with a matrix in panels."""
+
+    def __init__(self, matrix: Panels) -> None:
+        self.matrix = matrix
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return multiply(x, self.matrix)
 
 
-def in_int8(weight: Tensor) -> Linear | None:
-    """The product with what `weight` `[out, in]` is in int8; None as with `in_panels`."""
+def in_panels(weight: Tensor, *, int8: bool = False) -> PanelProduct | None:
+    """The product with `weight` `[out, in]`, of which a copy is kept, perhaps in int8; None where this CPU or
+    the shape is not made for it."""
     if not can_multiply(weight):
         return None
-    matrix = quantise(weight)
-    return lambda x: multiply_quantised(x, matrix)
+    return PanelProduct(quantise(weight) if int8 else pack(weight))
 
 
 def by_rows(weight: Tensor, many_rows: Linear) -> Linear:

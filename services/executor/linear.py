@@ -55,11 +55,13 @@ class Products:
         )
         self._packs = self._on_cpu and torch._C._has_mkldnn and not self._widen
         self._compiled = self._on_cpu and kernels.cpu.available()
+        self._any_packed = False
         self._scratch = torch.empty(_SLICE_ELEMENTS if self._widen else 0)
 
     def kernel_sizes(self, most_rows: int) -> list[int]:
-        """The numbers of rows up to `most_rows` that have kernels of their own, compiled at first use."""
-        if not self._packs:
+        """The numbers of rows up to `most_rows` for which products that were made have kernels of their own,
+        compiled at first use."""
+        if not self._any_packed:
             return []
         if self._deterministic:
             return [ROW_TILE]
@@ -76,18 +78,17 @@ class Products:
         return product if bias is None else lambda x: product(x) + bias
 
     def _compiled_product(self, weight: Tensor) -> Linear | None:
-        from services.executor.compiled_products import by_rows, in_int8, in_panels
+        from services.executor.compiled_products import by_rows, in_panels
 
-        if self._int8 and (product := in_int8(weight)):
-            return _tiled(product) if self._deterministic else product
-        if product := in_panels(weight):
-            return product
+        if product := in_panels(weight, int8=self._int8):
+            return _tiled(product) if self._int8 and self._deterministic else product
         wide = weight.dtype != torch.bfloat16  # a plain copy of it would be large
         return None if wide or self._deterministic else by_rows(weight, self._of_torch(weight))
 
     def _of_torch(self, weight: Tensor) -> Linear:
         if self._widen:
             return self._widened(weight)
+        self._any_packed |= self._packs
         return _packed(weight) if self._packs else _plain(weight)
 
     def _widened(self, weight: Tensor) -> Linear:

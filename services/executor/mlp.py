@@ -35,22 +35,24 @@ def mlp(
 ) -> Mlp:
     """The MLP of a layer. With `deterministic` a row's result does not depend on the other rows."""
     if layer.router is None:
-        return _Dense(products.linear(layer.gate_up), gate, products.linear(layer.down))
+        return Dense(products.linear(layer.gate_up), gate, products.linear(layer.down))
     assert shapes.experts is not None, "a router comes with experts"
     experts = [
-        _Dense(products.linear(gate_up), gate, products.linear(down))
+        Dense(products.linear(gate_up), gate, products.linear(down))
         for gate_up, down in zip(layer.gate_up, layer.down, strict=True)
     ]
     tile = ROW_TILE if deterministic else 1
     return _Experts(products.linear(layer.router), experts, shapes.experts, tile)
 
 
-class _Dense:
+class Dense:
+    """`down(gate(gate_up(x)))`."""
+
     def __init__(self, gate_up: Linear, gate: Callable[[Tensor], Tensor], down: Linear) -> None:
-        self._gate_up, self._gate, self._down = gate_up, gate, down
+        self.gate_up, self._gate, self.down = gate_up, gate, down
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._gate(self._gate_up(x)))
+        return self.down(self._gate(self.gate_up(x)))
 
     def compile(self, x: Tensor) -> None:
         self(x)
@@ -59,7 +61,7 @@ class _Dense:
 class _Experts:
     """Goes through the experts that have tokens, in order: so a token's sum is in one order in any batch."""
 
-    def __init__(self, router: Linear, experts: list[_Dense], shapes: ExpertShapes, tile: int) -> None:
+    def __init__(self, router: Linear, experts: list[Dense], shapes: ExpertShapes, tile: int) -> None:
         """Products come in multiples of `tile` rows."""
         self._router, self._experts, self._shapes, self._tile = router, experts, shapes, tile
 

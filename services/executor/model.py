@@ -11,8 +11,6 @@ A stage of a pipeline has some of the layers, and x from the stage before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,26 +19,11 @@ from kernels.paged_attention import attend_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_table
 from services.executor.batch import Batch
-from services.executor.linear import ROW_TILE, Linear, Products
+from services.executor.layers import Layer, layer_of
+from services.executor.linear import ROW_TILE, Products
 from services.executor.loading import Loaded
-from services.executor.mlp import Mlp, mlp
-from services.executor.operators import Operators
-from services.executor.shapes import Shapes
+from services.executor.operators import Operators, layers_in_one
 from services.executor.shards import gathered_logits
-from services.executor.weights import LayerWeights
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Products hold the matrices as they want them: the plain ones go with the `Weights`."""
-
-    attention_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    mlp_norm: Tensor
-    qkv: Linear
-    out: Linear
-    mlp: Mlp
 
 
 class Model:
@@ -57,9 +40,10 @@ class Model:
         products = Products(weights.embedding.dtype, device, deterministic=deterministic, int8=loaded.int8)
         self._head = products.linear(weights.head) if stage.last else None
         self._layers = [
-            _layer(weights.layers.pop(0), shapes, products, operators, deterministic=deterministic)
+            layer_of(weights.layers.pop(0), shapes, products, operators, deterministic=deterministic)
             for _ in range(shapes.layers)
         ]
+        self._in_one = layers_in_one(self._layers, shapes, weights.norm, operators, loaded.ranks)
         self._deterministic = deterministic
         self._products = products
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
@@ -81,24 +65,36 @@ class Model:
     def forward(self, batch: Batch, kv: Tensor) -> Tensor | None:
         """Logits `[samples, vocab]` in float32 of the batch's sampled rows, of the last stage; writes the KV
         of all rows."""
-        eps, reduce, stage = self._shapes.norm_eps, self._ranks.all_reduce, self._stage
-        add_rms_norm = self._operators.add_rms_norm
+        stage = self._stage
         rotation = self._rotations[batch.positions]
         if stage.first:
             residual = self._embedding[batch.ids]
         else:
             residual = stage.receive(self._embedding.new_empty(len(batch.ids), self._shapes.hidden))
-        normed = rms_norm(residual, self._layers[0].attention_norm, eps)
+        normed = rms_norm(residual, self._layers[0].attention_norm, self._shapes.norm_eps)
+        run = self._in_one or self._one_by_one
+        normed, residual = run(normed, residual, rotation, batch, kv)
+        if stage.last:
+            return self._logits(normed[batch.sampled])
+        stage.send(residual)
+        return None
+
+    def _one_by_one(
+        self, normed: Tensor, residual: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See LayersInOne."""
+        eps, reduce, add_rms_norm = (
+            self._shapes.norm_eps,
+            self._ranks.all_reduce,
+            self._operators.add_rms_norm,
+        )
         for i, layer in enumerate(self._layers):
             attended = reduce(self._attention(i, layer, normed, rotation, batch, kv))
             normed, residual = add_rms_norm(attended, residual, layer.mlp_norm, eps)
             last = i + 1 == len(self._layers)
             norm = self._norm if last else self._layers[i + 1].attention_norm
             normed, residual = add_rms_norm(reduce(layer.mlp(normed)), residual, norm, eps)
-        if stage.last:
-            return self._logits(normed[batch.sampled])
-        stage.send(residual)
-        return None
+        return normed, residual
 
     def _logits(self, chosen: Tensor) -> Tensor:
         assert self._head is not None, "the last stage has it"
@@ -108,7 +104,7 @@ class Model:
         return gathered_logits(self._head(chosen)[:samples], self._shapes.vocab, self._ranks).float()
 
     def _attention(
-        self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
+        self, index: int, layer: Layer, x: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
         shapes = self._shapes
         shapes, heads = self._shapes, self._shapes.heads
@@ -132,17 +128,3 @@ class Model:
         if batch.padding:
             pieces.append(query.new_zeros(batch.padding, *query.shape[1:]))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _layer(
-    weights: LayerWeights, shapes: Shapes, products: Products, operators: Operators, *, deterministic: bool
-) -> _Layer:
-    return _Layer(
-        attention_norm=weights.attention_norm,
-        q_norm=weights.q_norm,
-        k_norm=weights.k_norm,
-        mlp_norm=weights.mlp_norm,
-        qkv=products.linear(weights.qkv, weights.qkv_bias),
-        out=products.linear(weights.out),
-        mlp=mlp(weights, shapes, products, operators.swiglu, deterministic=deterministic),
-    )

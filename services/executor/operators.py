@@ -8,7 +8,8 @@ do: KV in fp8, odd head sizes, deterministic mode (whose bits are those of the o
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,13 @@ from kernels.paged_attention import attend_decode
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import apply_rope
 from kernels.swiglu import swiglu, swiglu_by_row
-from services.executor.batch import DecodeGroup
+from services.executor.batch import Batch, DecodeGroup
 from services.executor.kv_cache import KvCache
+from services.executor.ranks import Ranks
+from services.executor.shapes import Shapes
+
+if TYPE_CHECKING:
+    from services.executor.layers import Layer
 
 log = logging.getLogger("headrace.executor")
 
@@ -40,6 +46,16 @@ class Operators(Protocol):
         keys by `rotation`; store keys and values at `rows` `[K|V, tokens]` of `write_rows`. The queries."""
 
     def attend_decode(self, query: Tensor, kv: Tensor, layer: int, group: DecodeGroup) -> Tensor: ...
+
+
+class LayersInOne(Protocol):
+    """All layers of a model."""
+
+    def __call__(
+        self, normed: Tensor, residual: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """From the norm of the first layer's input, and that input, to those behind the last: `[tokens,
+        hidden]` each, which may take the place of what is given."""
 
 
 class TorchOperators:
@@ -80,3 +96,14 @@ def operators(cache: KvCache, *, deterministic: bool) -> Operators:
         if can_attend(cache.tensor):
             return CompiledOperators()
     return TorchOperators(deterministic=deterministic)
+
+
+def layers_in_one(
+    layers: Sequence[Layer], shapes: Shapes, norm: Tensor, kinds: Operators, ranks: Ranks
+) -> LayersInOne | None:
+    """A faster way through all layers, if there is one; `norm` follows the last."""
+    if not isinstance(kinds, TorchOperators) and ranks.size == 1:
+        from services.executor.compiled_layers import compiled_layers
+
+        return compiled_layers(layers, shapes, norm)
+    return None

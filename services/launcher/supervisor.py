@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.launcher.processes import die_with_parent
@@ -74,10 +74,11 @@ class Supervisor:
         self._env = dict(env)
         self._log_line = log_line
 
-    def start(self) -> None:
-        """Start every service at once."""
+    def start(self, *, without: Collection[str] = ()) -> None:
+        """Start every service at once that was not started before, `without` those kinds."""
         for service in self.services:
-            service.task = asyncio.get_running_loop().create_task(self._keep(service))
+            if service.task is None and service.spec.kind not in without:
+                service.task = asyncio.get_running_loop().create_task(self._keep(service))
 
     async def drain(self, order: Sequence[str], timeout_s: float, tell: Callable[[int, str], None]) -> bool:
         """SIGTERM each kind in turn, the next when the one before has ended; then kill what is left.

@@ -26,6 +26,10 @@ from shared.listening import bind, http_url
 from shared.model_files import resolve
 
 FORCED = 130
+# Importing LMCache keeps a core busy for seconds, which the executor wants to load the model; requests do
+# without it until it is there.
+_LATER = ("kv_offload",)
+_FEW_CORES = 4
 
 
 def up(settings: Settings, users: Path | None = None) -> int:
@@ -86,7 +90,7 @@ class _Up:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
-        self._supervisor.start()
+        self._supervisor.start(without=_LATER if (os.cpu_count() or 1) <= _FEW_CORES else ())
         note = run_file.path_for(self._settings)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._supervisor.kill)
@@ -104,6 +108,7 @@ class _Up:
                     ready.cancel()
                     raise SetupError(f"{failed.result()} before the server was ready: its last lines say why")
                 await ready
+                self._supervisor.start()
                 self._write_note()
                 await asked
             ready.cancel()

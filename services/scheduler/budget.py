@@ -15,7 +15,7 @@ from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
 
 COLD_TOKENS = 256  # while nothing is known of the machine
-LEAST_TOKENS = 64  # where decodes alone break the promise: nothing is left to keep, and prompts would starve
+STRETCH = 2  # of decodes, what they may take with a chunk where that breaks the promise: prompts would starve
 ALONE_US = 500_000  # of a step without decodes: a new request waits for its end
 TILE_ROWS = 64
 
@@ -32,12 +32,9 @@ def chunk_budget(state: State, executor: Executor, columns: Columns, first: Sequ
     room = min(room, max(state.limits.step_tokens - decodes, hello.block_tokens))
     if executor.costs.seen < MIN_SEEN:
         return min(room, COLD_TOKENS)
-    bound_us = _bound_us(state, executor, columns)
+    bound_us = max(_bound_us(state, executor, columns), STRETCH * executor.costs.predict_us(columns.shape))
     fits = chunk_tokens(executor.costs, columns.shape, first.computed, bound_us, hello.block_tokens, room)
-    if not fits:
-        alone_us = executor.costs.predict_us(columns.shape)
-        fits = hello.block_tokens if alone_us <= bound_us else LEAST_TOKENS
-    budget = min(room, fits)
+    budget = min(room, fits or hello.block_tokens)
     most = min(room, budget + hello.block_tokens - 1)  # a tile may end within the next block
     tiled = (decodes + most) // TILE_ROWS * TILE_ROWS - decodes
     if (

@@ -53,6 +53,18 @@ def spec(name: str, code: str, kind: str = "") -> ServiceSpec:
     return ServiceSpec(name, kind or name, (sys.executable, "-S", "-c", code))
 
 
+async def test_a_kind_may_start_later() -> None:
+    lines = Lines()
+    supervisor = Supervisor([spec("a", FOREVER), spec("b", FOREVER)], dict(os.environ), lines)
+    supervisor.start(without=("b",))
+    await lines.wait_for("a", "up")
+    assert supervisor.services[1].process is None
+    supervisor.start()
+    await lines.wait_for("b", "up")
+    assert lines.got.count(("a", "up")) == 1
+    await supervisor.kill()
+
+
 def supervise(lines: Lines, *specs: ServiceSpec) -> Supervisor:
     supervisor = Supervisor(specs, dict(os.environ), lines)
     supervisor.start()

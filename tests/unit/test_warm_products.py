@@ -62,10 +62,16 @@ def test_no_product_of_a_short_step_is_new_after_the_start(
     assert WARM_ROWS < 100
 
 
+def sizes(dtype: torch.dtype, *, deterministic: bool) -> list[int]:
+    products = Products(dtype, torch.device("cpu"), deterministic=deterministic)
+    assert products.kernel_sizes(40) == [], "none was made yet"
+    products.linear(torch.zeros(8, 8, dtype=dtype))
+    return products.kernel_sizes(40)
+
+
 def test_sizes_are_those_that_have_kernels_of_their_own() -> None:
-    cpu = torch.device("cpu")
-    exact = Products(torch.float32, cpu, deterministic=False).kernel_sizes(40)
+    exact = sizes(torch.float32, deterministic=False)
     assert exact == [*range(1, 33), 36, 40] == sorted({kernel_rows(rows) for rows in range(1, 41)})
-    assert Products(torch.float32, cpu, deterministic=True).kernel_sizes(40) == [ROW_TILE]
-    narrow = Products(torch.bfloat16, cpu, deterministic=False).kernel_sizes(40)
+    assert sizes(torch.float32, deterministic=True) == [ROW_TILE]
+    narrow = sizes(torch.bfloat16, deterministic=False)
     assert narrow == (exact if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])
