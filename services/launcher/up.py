@@ -26,9 +26,6 @@ from shared.listening import bind, http_url
 from shared.model_files import resolve
 
 FORCED = 130
-# Importing LMCache keeps a core busy for seconds, which the executor wants to load the model; requests do
-# without it until it is there.
-_LATER = ("kv_offload",)
 _FEW_CORES = 4
 
 
@@ -90,7 +87,7 @@ class _Up:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
-        self._supervisor.start(without=_LATER if (os.cpu_count() or 1) <= _FEW_CORES else ())
+        self._supervisor.start(without=self._later())
         note = run_file.path_for(self._settings)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._supervisor.kill)
@@ -113,6 +110,12 @@ class _Up:
                 await asked
             ready.cancel()
             return await self._wind_down(asked.result())
+
+    def _later(self) -> tuple[str, ...]:
+        """Kinds that start when requests are answered: importing LMCache keeps a core busy for seconds, which
+        the executor wants to load the model."""
+        few_cores = (os.cpu_count() or 1) <= _FEW_CORES
+        return ("kv_offload",) if few_cores and self._settings.backend != "sim" else ()
 
     def _make_supervisor(self) -> Supervisor:
         s = self._settings

@@ -1,0 +1,359 @@
+"""Does kv_offload give back what it lends, and keep what is pinned? Its real shell with LMCache's memory.
+
+    python -m loadtest.kv_churn --out docs/benchmarks/kv_churn.json
+
+Ten thousand cycles in random order: lookups, loads that are released, cancelled or left to their deadlines,
+stores that are committed, in part, not at all or too late, and schedulers that die in between. Then an
+executor that is gone for good. At the end nothing may be leased and all of L1 be free again.
+
+And a burst: three times what L1 holds, as fast as it is taken, while blocks are pinned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench.machine import circumstances
+from services.kv_offload.actor import KvOffloadActor
+from services.kv_offload.opening import MIB, Plan
+from services.kv_offload.segment import SHM
+from shared.actor import Actor, Runtime
+from shared.memory_bus import MemoryBroker
+from shared.messages import (
+    KvCommit,
+    KvFound,
+    KvLookup,
+    KvPrefetch,
+    KvReady,
+    KvRelease,
+    KvReserve,
+    KvReserved,
+    KvStored,
+    Message,
+    ints,
+)
+from shared.port import Port
+
+PRINT = "00112233445566778899aabbccddeeff"
+KV, OWNER = "kv_offload.k", "executor.e"
+BLOCK_BYTES = 256 * 1024
+LEASE_US = (2_000, 20_000, 200_000)  # some are left to end by themselves
+LONG_US = 600_000_000
+QUARANTINE_S = 75.0  # ranges that a dead executor may still write are kept for 60 s
+ANSWER_S, ANSWER_US = 30.0, 30_000_000
+_ANSWERS = {KvLookup: KvFound, KvReserve: KvReserved, KvPrefetch: KvReady, KvCommit: KvStored}
+
+
+class Scheduler(Actor):
+    """Asks; a question that it does not wait for is a cancelled one."""
+
+    kind = "scheduler"
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[type[Message], int], asyncio.Future[Any]] = {}
+
+    async def start(self, port: Port) -> None:
+        self._port = port
+
+    def receive(self, source: str, message: Message, trace: str) -> None:
+        asked = self._waiting.pop((type(message), getattr(message, "job", 0)), None)
+        if asked is not None and not asked.done():
+            asked.set_result(message)
+
+    def send(self, message: Message) -> None:
+        self._port.send(KV, message)
+
+    async def ask(self, message: Message) -> Any:
+        """The answer. Raises TimeoutError."""
+        key = (_ANSWERS[type(message)], getattr(message, "job", 0))
+        self._waiting[key] = asyncio.get_running_loop().create_future()
+        self.send(message)
+        return await asyncio.wait_for(self._waiting[key], ANSWER_S)
+
+
+class Executor(Actor):
+    """Is there."""
+
+    kind = "executor"
+
+
+class House:
+    """One kv_offload, one executor, one scheduler after the other."""
+
+    def __init__(self, l1_bytes: int) -> None:
+        self.kv = KvOffloadActor(Plan(f"churn-{os.getpid()}", l1_bytes, "lmcache"), None)
+        self.blocks = l1_bytes // BLOCK_BYTES
+        self._broker = MemoryBroker()
+        self._runtimes: dict[str, Runtime] = {}
+        self._jobs = 0
+
+    async def open(self) -> None:
+        await self._run("k", self.kv)
+        await self.open_again()
+        self.memory = (SHM / self.kv.facts().arena).open("r+b")
+
+    async def open_again(self) -> None:
+        """An executor and a scheduler."""
+        await self._run("e", Executor())
+        await self.new_scheduler()
+
+    async def new_scheduler(self) -> None:
+        """The one before is dead."""
+        await self.end("s")
+        self.scheduler = Scheduler()
+        await self._run("s", self.scheduler)
+
+    async def end(self, name: str) -> None:
+        if name in self._runtimes:
+            await self._runtimes.pop(name).finish(5)
+
+    def l1(self) -> dict[str, Any]:
+        """What it says of L1."""
+        tiers: Any = self.kv.status()["tiers"]
+        return dict(tiers["l1"])
+
+    def free_bytes(self) -> int:
+        """Bytes of L1 in no range."""
+        l1 = self.l1()
+        return int(l1["capacity_bytes"] - l1["used_bytes"])
+
+    def held(self) -> dict[str, Any]:
+        """What is open, leased or in quarantine; empty when nothing is."""
+        counts = {
+            name: self.kv.status()[name] for name in ("lookups", "loads", "reads", "writes", "quarantine")
+        }
+        l1 = self.l1()
+        counts |= {name: l1[name] for name in ("read_bytes", "written_bytes", "quarantined_bytes")}
+        return {name: count for name, count in counts.items() if count}
+
+    async def until_free(self, longest_s: float) -> None:
+        """Return when nothing is held, or after so long."""
+        ends_at = time.monotonic() + longest_s
+        for _ in iter(lambda: bool(self.held()) and time.monotonic() < ends_at, False):
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        self.memory.close()
+        for name in list(self._runtimes):
+            await self.end(name)
+
+    def job(self) -> int:
+        self._jobs += 1
+        return self._jobs
+
+    def reserve(self, numbers: list[int], lease_us: int, urgent: bool = False) -> KvReserve:
+        return KvReserve(
+            job=self.job(), owner=OWNER, keys=_keys(numbers), value_bytes=BLOCK_BYTES, lease_us=lease_us,
+            valid_tokens=ints([16] * len(numbers)), fingerprint=PRINT, priority=int(urgent),
+        )  # fmt: skip
+
+    def prefetch(self, numbers: list[int], lease_us: int) -> KvPrefetch:
+        return KvPrefetch(
+            job=self.job(), owner=OWNER, keys=_keys(numbers), deadline_us=ANSWER_US, lease_us=lease_us,
+            fingerprint=PRINT,
+        )  # fmt: skip
+
+    def write(self, numbers: list[int], offsets: list[int]) -> None:
+        """As an executor does."""
+        for number, offset in zip(numbers, offsets, strict=True):
+            if offset >= 0:
+                self.memory.seek(offset)
+                self.memory.write(_value(number))
+        self.memory.flush()
+
+    def intact(self, numbers: list[int], offsets: list[int]) -> bool:
+        """What lies there is what was written."""
+        return all(self._read(offset) == _value(n) for n, offset in zip(numbers, offsets, strict=True))
+
+    async def store(self, numbers: list[int]) -> int:
+        """How many found room."""
+        asked = self.reserve(numbers, LONG_US)
+        offsets = list((await self.scheduler.ask(asked)).offsets)
+        self.write(numbers, offsets)
+        await self.scheduler.ask(KvCommit(job=asked.job, written=ints(int(o >= 0) for o in offsets)))
+        return sum(offset >= 0 for offset in offsets)
+
+    def _read(self, offset: int) -> bytes:
+        self.memory.seek(offset)
+        return self.memory.read(BLOCK_BYTES)
+
+    async def _run(self, name: str, actor: Actor) -> None:
+        runtime = Runtime(actor, self._broker.connect(), "churn", name, beat_interval_us=100_000)
+        await runtime.start()
+        self._runtimes[name] = runtime
+
+
+Cycle = Callable[[House, list[int], random.Random], Awaitable[bool]]
+
+# ---- cycles; each says whether what it read was right ---------------------------------------------
+
+
+async def _look_up(house: House, numbers: list[int], draw: random.Random) -> bool:
+    asked = KvLookup(job=house.job(), keys=_keys(numbers), fingerprint=PRINT)
+    if draw.random() < 0.2:  # cancelled: nobody waits for the answer
+        house.scheduler.send(asked)
+        return True
+    tiers = list((await house.scheduler.ask(asked)).tiers)
+    return set(tiers) <= {0, 1}
+
+
+async def _load(house: House, numbers: list[int], draw: random.Random) -> bool:
+    asked = house.prefetch(numbers, draw.choice(LEASE_US))
+    ending = draw.random()
+    if ending < 0.1:
+        house.scheduler.send(asked)
+        house.scheduler.send(KvRelease(jobs=ints([asked.job])))
+        return True
+    ready = await house.scheduler.ask(asked)
+    there = [(n, o) for n, o in zip(numbers, ready.offsets, strict=True) if o >= 0]
+    right = house.intact([n for n, _ in there], [o for _, o in there])
+    if ending < 0.6:
+        house.scheduler.send(KvRelease(jobs=ints([asked.job])))
+    return right
+
+
+async def _store(house: House, numbers: list[int], draw: random.Random) -> bool:
+    asked = house.reserve(numbers, draw.choice(LEASE_US), urgent=draw.random() < 0.3)
+    ending = draw.random()
+    if ending < 0.1:
+        house.scheduler.send(asked)
+        return True
+    offsets = list((await house.scheduler.ask(asked)).offsets)
+    if ending < 0.2:
+        return True  # left to its deadline
+    if ending < 0.3:
+        house.scheduler.send(KvRelease(jobs=ints([asked.job])))
+        return True
+    done = [int(offset >= 0 and draw.random() < 0.9) for offset in offsets]
+    house.write(numbers, [offset if done[i] else -1 for i, offset in enumerate(offsets)])
+    if ending < 0.35:
+        await asyncio.sleep(LEASE_US[0] / 1e6)  # perhaps too late
+    await house.scheduler.ask(KvCommit(job=asked.job, written=ints(done)))
+    return True
+
+
+async def _kill(house: House, numbers: list[int], draw: random.Random) -> bool:
+    """A scheduler dies with a load and a store under way."""
+    house.scheduler.send(house.prefetch(numbers, LONG_US))
+    house.scheduler.send(house.reserve(numbers, LEASE_US[-1]))
+    await house.new_scheduler()
+    return True
+
+
+_CYCLES: dict[str, tuple[Cycle, int]] = {
+    "look up": (_look_up, 30),
+    "load": (_load, 35),
+    "store": (_store, 34),
+    "kill": (_kill, 1),
+}
+
+
+# ---- the two parts --------------------------------------------------------------------------------
+
+
+async def churn(cycles: int, l1_mib: int) -> dict[str, Any]:
+    """Cycles at random, then the end of all who asked; what is left."""
+    house, draw, kinds, wrong = House(l1_mib * MIB), random.Random(7), Counter[str](), 0
+    await house.open()
+    free_at_start = house.free_bytes()
+    for _ in range(cycles):
+        numbers = draw.sample(range(2 * house.blocks), draw.randint(1, 8))
+        (kind,) = draw.choices(list(_CYCLES), weights=[weight for _, weight in _CYCLES.values()])
+        kinds[kind] += 1
+        wrong += not await _CYCLES[kind][0](house, numbers, draw)
+    settled_s = await _all_die(house)
+    held = house.held()
+    evictions = house.l1()["evictions"]
+    given = await _take_all(house)
+    found = {
+        "cycles": dict(kinds), "wrong_blocks": wrong, "held_at_the_end": held, "settled_after_s": settled_s,
+        "evictions": evictions, "blocks": house.blocks, "blocks_that_found_room_at_once": given,
+        "free_bytes_at_start": free_at_start, "free_bytes_at_the_end": house.free_bytes(),
+    }  # fmt: skip
+    await house.close()
+    return found
+
+
+async def _all_die(house: House) -> float:
+    """Until nothing is held any more; how long that took."""
+    await house.end("e")
+    await house.end("s")
+    began = time.monotonic()
+    await house.until_free(QUARANTINE_S)
+    return round(time.monotonic() - began, 1)
+
+
+async def _take_all(house: House) -> int:
+    """A new executor reserves all of L1, and lets go: how many blocks found room."""
+    await house.open_again()
+    every, jobs, given = range(10**6, 10**6 + house.blocks), [], 0
+    for first in range(0, len(every), 256):
+        asked = house.reserve(list(every[first : first + 256]), LONG_US, urgent=True)
+        given += sum(offset >= 0 for offset in (await house.scheduler.ask(asked)).offsets)
+        jobs.append(asked.job)
+    house.scheduler.send(KvRelease(jobs=ints(jobs)))
+    await house.until_free(ANSWER_S)
+    return given
+
+
+async def burst(times: int, l1_mib: int) -> dict[str, Any]:
+    """`times` what L1 holds is stored, four reservations of eight blocks at a time; an eighth is pinned."""
+    house = House(l1_mib * MIB)
+    await house.open()
+    pinned = list(range(house.blocks // 8))
+    await house.store(pinned)
+    asked = house.prefetch(pinned, LONG_US)
+    offsets = list((await house.scheduler.ask(asked)).offsets)
+    waiting = [list(range(first, first + 8)) for first in range(1_000, 1_000 + times * house.blocks, 8)]
+    count, began = 8 * len(waiting), time.monotonic()
+
+    async def one_after_the_other() -> int:
+        return sum([await house.store(waiting.pop()) for _ in range(len(waiting)) if waiting])
+
+    accepted = sum(await asyncio.gather(*(one_after_the_other() for _ in range(4))))
+    took_s = time.monotonic() - began
+    found = {
+        "blocks_of_l1": house.blocks, "pinned": len(pinned), "offered": count, "accepted": accepted,
+        "accepted_pct": round(100 * accepted / count, 2), "pinned_intact": house.intact(pinned, offsets),
+        "gb_per_s": round(accepted * BLOCK_BYTES / took_s / 1e9, 2),
+    }  # fmt: skip
+    await house.close()
+    return found
+
+
+def _keys(numbers: list[int]) -> bytes:
+    return b"".join(number.to_bytes(32, "big") for number in numbers)
+
+
+def _value(number: int) -> bytes:
+    return number.to_bytes(8, "big") * (BLOCK_BYTES // 8)
+
+
+async def _main(args: argparse.Namespace) -> None:
+    found = {"churn": await churn(args.cycles, args.l1), "burst": await burst(args.times, args.l1)}
+    print(json.dumps(found, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(circumstances() | found, indent=1) + "\n")
+
+
+def main() -> None:
+    """Run both parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=10_000)
+    parser.add_argument("--times", type=int, default=3, help="what L1 holds, in the burst")
+    parser.add_argument("--l1", type=int, default=64, help="MiB")
+    parser.add_argument("--out", type=Path)
+    asyncio.run(_main(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
