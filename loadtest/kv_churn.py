@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import time
 from collections import Counter
@@ -23,182 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench.machine import circumstances
-from services.kv_offload.actor import KvOffloadActor
-from services.kv_offload.opening import MIB, Plan
-from services.kv_offload.segment import SHM
-from shared.actor import Actor, Runtime
-from shared.memory_bus import MemoryBroker
-from shared.messages import (
-    KvCommit,
-    KvFound,
-    KvLookup,
-    KvPrefetch,
-    KvReady,
-    KvRelease,
-    KvReserve,
-    KvReserved,
-    KvStored,
-    Message,
-    ints,
-)
-from shared.port import Port
+from loadtest.kv_house import ANSWER_S, BLOCK_BYTES, LONG_US, PRINT, House, keys
+from services.kv_offload.opening import MIB
+from shared.messages import KvCommit, KvLookup, KvRelease, ints
 
-PRINT = "00112233445566778899aabbccddeeff"
-KV, OWNER = "kv_offload.k", "executor.e"
-BLOCK_BYTES = 256 * 1024
 LEASE_US = (2_000, 20_000, 200_000)  # some are left to end by themselves
-LONG_US = 600_000_000
 QUARANTINE_S = 75.0  # ranges that a dead executor may still write are kept for 60 s
-ANSWER_S, ANSWER_US = 30.0, 30_000_000
-_ANSWERS = {KvLookup: KvFound, KvReserve: KvReserved, KvPrefetch: KvReady, KvCommit: KvStored}
-
-
-class Scheduler(Actor):
-    """Asks; a question that it does not wait for is a cancelled one."""
-
-    kind = "scheduler"
-
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[type[Message], int], asyncio.Future[Any]] = {}
-
-    async def start(self, port: Port) -> None:
-        self._port = port
-
-    def receive(self, source: str, message: Message, trace: str) -> None:
-        asked = self._waiting.pop((type(message), getattr(message, "job", 0)), None)
-        if asked is not None and not asked.done():
-            asked.set_result(message)
-
-    def send(self, message: Message) -> None:
-        self._port.send(KV, message)
-
-    async def ask(self, message: Message) -> Any:
-        """The answer. Raises TimeoutError."""
-        key = (_ANSWERS[type(message)], getattr(message, "job", 0))
-        self._waiting[key] = asyncio.get_running_loop().create_future()
-        self.send(message)
-        return await asyncio.wait_for(self._waiting[key], ANSWER_S)
-
-
-class Executor(Actor):
-    """Is there."""
-
-    kind = "executor"
-
-
-class House:
-    """One kv_offload, one executor, one scheduler after the other."""
-
-    def __init__(self, l1_bytes: int) -> None:
-        self.kv = KvOffloadActor(Plan(f"churn-{os.getpid()}", l1_bytes, "lmcache"), None)
-        self.blocks = l1_bytes // BLOCK_BYTES
-        self._broker = MemoryBroker()
-        self._runtimes: dict[str, Runtime] = {}
-        self._jobs = 0
-
-    async def open(self) -> None:
-        await self._run("k", self.kv)
-        await self.open_again()
-        self.memory = (SHM / self.kv.facts().arena).open("r+b")
-
-    async def open_again(self) -> None:
-        """An executor and a scheduler."""
-        await self._run("e", Executor())
-        await self.new_scheduler()
-
-    async def new_scheduler(self) -> None:
-        """The one before is dead."""
-        await self.end("s")
-        self.scheduler = Scheduler()
-        await self._run("s", self.scheduler)
-
-    async def end(self, name: str) -> None:
-        if name in self._runtimes:
-            await self._runtimes.pop(name).finish(5)
-
-    def l1(self) -> dict[str, Any]:
-        """What it says of L1."""
-        tiers: Any = self.kv.status()["tiers"]
-        return dict(tiers["l1"])
-
-    def free_bytes(self) -> int:
-        """Bytes of L1 in no range."""
-        l1 = self.l1()
-        return int(l1["capacity_bytes"] - l1["used_bytes"])
-
-    def held(self) -> dict[str, Any]:
-        """What is open, leased or in quarantine; empty when nothing is."""
-        counts = {
-            name: self.kv.status()[name] for name in ("lookups", "loads", "reads", "writes", "quarantine")
-        }
-        l1 = self.l1()
-        counts |= {name: l1[name] for name in ("read_bytes", "written_bytes", "quarantined_bytes")}
-        return {name: count for name, count in counts.items() if count}
-
-    async def until_free(self, longest_s: float) -> None:
-        """Return when nothing is held, or after so long."""
-        ends_at = time.monotonic() + longest_s
-        for _ in iter(lambda: bool(self.held()) and time.monotonic() < ends_at, False):
-            await asyncio.sleep(0.02)
-
-    async def close(self) -> None:
-        self.memory.close()
-        for name in list(self._runtimes):
-            await self.end(name)
-
-    def job(self) -> int:
-        self._jobs += 1
-        return self._jobs
-
-    def reserve(self, numbers: list[int], lease_us: int, urgent: bool = False) -> KvReserve:
-        return KvReserve(
-            job=self.job(), owner=OWNER, keys=_keys(numbers), value_bytes=BLOCK_BYTES, lease_us=lease_us,
-            valid_tokens=ints([16] * len(numbers)), fingerprint=PRINT, priority=int(urgent),
-        )  # fmt: skip
-
-    def prefetch(self, numbers: list[int], lease_us: int) -> KvPrefetch:
-        return KvPrefetch(
-            job=self.job(), owner=OWNER, keys=_keys(numbers), deadline_us=ANSWER_US, lease_us=lease_us,
-            fingerprint=PRINT,
-        )  # fmt: skip
-
-    def write(self, numbers: list[int], offsets: list[int]) -> None:
-        """As an executor does."""
-        for number, offset in zip(numbers, offsets, strict=True):
-            if offset >= 0:
-                self.memory.seek(offset)
-                self.memory.write(_value(number))
-        self.memory.flush()
-
-    def intact(self, numbers: list[int], offsets: list[int]) -> bool:
-        """What lies there is what was written."""
-        return all(self._read(offset) == _value(n) for n, offset in zip(numbers, offsets, strict=True))
-
-    async def store(self, numbers: list[int]) -> int:
-        """How many found room."""
-        asked = self.reserve(numbers, LONG_US)
-        offsets = list((await self.scheduler.ask(asked)).offsets)
-        self.write(numbers, offsets)
-        await self.scheduler.ask(KvCommit(job=asked.job, written=ints(int(o >= 0) for o in offsets)))
-        return sum(offset >= 0 for offset in offsets)
-
-    def _read(self, offset: int) -> bytes:
-        self.memory.seek(offset)
-        return self.memory.read(BLOCK_BYTES)
-
-    async def _run(self, name: str, actor: Actor) -> None:
-        runtime = Runtime(actor, self._broker.connect(), "churn", name, beat_interval_us=100_000)
-        await runtime.start()
-        self._runtimes[name] = runtime
-
-
 Cycle = Callable[[House, list[int], random.Random], Awaitable[bool]]
 
 # ---- cycles; each says whether what it read was right ---------------------------------------------
 
 
 async def _look_up(house: House, numbers: list[int], draw: random.Random) -> bool:
-    asked = KvLookup(job=house.job(), keys=_keys(numbers), fingerprint=PRINT)
+    asked = KvLookup(job=house.job(), keys=keys(numbers), fingerprint=PRINT)
     if draw.random() < 0.2:  # cancelled: nobody waits for the answer
         house.scheduler.send(asked)
         return True
@@ -215,7 +51,7 @@ async def _load(house: House, numbers: list[int], draw: random.Random) -> bool:
         return True
     ready = await house.scheduler.ask(asked)
     there = [(n, o) for n, o in zip(numbers, ready.offsets, strict=True) if o >= 0]
-    right = house.intact([n for n, _ in there], [o for _, o in there])
+    right = house.segment.intact([n for n, _ in there], [o for _, o in there])
     if ending < 0.6:
         house.scheduler.send(KvRelease(jobs=ints([asked.job])))
     return right
@@ -234,7 +70,7 @@ async def _store(house: House, numbers: list[int], draw: random.Random) -> bool:
         house.scheduler.send(KvRelease(jobs=ints([asked.job])))
         return True
     done = [int(offset >= 0 and draw.random() < 0.9) for offset in offsets]
-    house.write(numbers, [offset if done[i] else -1 for i, offset in enumerate(offsets)])
+    house.segment.write(numbers, [offset if done[i] else -1 for i, offset in enumerate(offsets)])
     if ending < 0.35:
         await asyncio.sleep(LEASE_US[0] / 1e6)  # perhaps too late
     await house.scheduler.ask(KvCommit(job=asked.job, written=ints(done)))
@@ -264,7 +100,7 @@ async def churn(cycles: int, l1_mib: int) -> dict[str, Any]:
     """Cycles at random, then the end of all who asked; what is left."""
     house, draw, kinds, wrong = House(l1_mib * MIB), random.Random(7), Counter[str](), 0
     await house.open()
-    free_at_start = house.free_bytes()
+    free_at_start = _free_bytes(house)
     for _ in range(cycles):
         numbers = draw.sample(range(2 * house.blocks), draw.randint(1, 8))
         (kind,) = draw.choices(list(_CYCLES), weights=[weight for _, weight in _CYCLES.values()])
@@ -277,10 +113,15 @@ async def churn(cycles: int, l1_mib: int) -> dict[str, Any]:
     found = {
         "cycles": dict(kinds), "wrong_blocks": wrong, "held_at_the_end": held, "settled_after_s": settled_s,
         "evictions": evictions, "blocks": house.blocks, "blocks_that_found_room_at_once": given,
-        "free_bytes_at_start": free_at_start, "free_bytes_at_the_end": house.free_bytes(),
+        "free_bytes_at_start": free_at_start, "free_bytes_at_the_end": _free_bytes(house),
     }  # fmt: skip
     await house.close()
     return found
+
+
+def _free_bytes(house: House) -> int:
+    l1 = house.l1()
+    return int(l1["capacity_bytes"] - l1["used_bytes"])
 
 
 async def _all_die(house: House) -> float:
@@ -323,19 +164,12 @@ async def burst(times: int, l1_mib: int) -> dict[str, Any]:
     took_s = time.monotonic() - began
     found = {
         "blocks_of_l1": house.blocks, "pinned": len(pinned), "offered": count, "accepted": accepted,
-        "accepted_pct": round(100 * accepted / count, 2), "pinned_intact": house.intact(pinned, offsets),
+        "accepted_pct": round(100 * accepted / count, 2),
+        "pinned_intact": house.segment.intact(pinned, offsets),
         "gb_per_s": round(accepted * BLOCK_BYTES / took_s / 1e9, 2),
     }  # fmt: skip
     await house.close()
     return found
-
-
-def _keys(numbers: list[int]) -> bytes:
-    return b"".join(number.to_bytes(32, "big") for number in numbers)
-
-
-def _value(number: int) -> bytes:
-    return number.to_bytes(8, "big") * (BLOCK_BYTES // 8)
 
 
 async def _main(args: argparse.Namespace) -> None:

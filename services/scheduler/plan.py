@@ -117,7 +117,7 @@ def _add_chunks(
 ) -> None:
     """Prompt chunks, those that have begun first, up to the chunk budget."""
     prompts = sorted(prompts, key=lambda s: s.prefill_chunks == 0)  # a cached prefix is no beginning
-    budget = whole = chunk_budget(state, executor, columns, prompts[0], share)
+    budget = whole = chunk_budget(state, executor, columns, prompts, share)
     state.meter.budget_tokens = budget
     for sequence in prompts:
         if budget <= 0:

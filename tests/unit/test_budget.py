@@ -23,7 +23,8 @@ def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **
     world = World(Limits(step_tokens=more.get("step_tokens", 4_096)))
     world.add_engine(slots=256, blocks=2_048, max_step_tokens=4_096, block_tokens=16, max_context=4_096)
     (executor,) = world.scheduler.state.executors.values()
-    for i in range(decodes + 1):
+    waiting = more.get("waiting", 1)
+    for i in range(decodes + waiting):
         world.ask(f"r{i}", [5] * 40, 3)
     running = list(executor.running)
     executor.costs = Known(model, 0)
@@ -34,8 +35,10 @@ def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **
         columns.starts.append(0)
         columns.counts.append(1)
         columns.sampled.append((s, s.placement))
+    for s in running[-waiting:]:
+        s.computed = 0
     columns.shape = StepShape(decodes, decodes, decodes, decodes)
-    return chunk_budget(world.scheduler.state, executor, columns, running[-1], Share(True, share))  # type: ignore[arg-type]  # a literal
+    return chunk_budget(world.scheduler.state, executor, columns, running[-waiting:], Share(True, share))  # type: ignore[arg-type]  # a literal
 
 
 def test_the_most_that_keeps_the_time_between_tokens() -> None:
@@ -58,15 +61,20 @@ def test_a_tile_that_would_break_the_promise_is_left_out() -> None:
     assert budget(68, half=0) == 448 - 68
 
 
-def test_where_decodes_alone_take_longer_prompts_go_on_in_half_of_the_step() -> None:
-    # 200 decodes take 200 ms where 100 were promised; 200 tokens take as long, in blocks 192, in tiles 384
-    assert budget(200, model=SLOW) == 384 - 200
+def test_where_decodes_alone_take_longer_prompts_go_on_beside_them() -> None:
+    # 200 decodes take 200 ms where 100 were promised, a prompt of 40 tokens waits: 200 + 100 + 200 * 0.04 ms
+    assert budget(200, model=SLOW) == 104
     assert budget(200, step_tokens=201) == 16  # one block, though the step is full of decodes
 
 
 def test_a_promise_that_decodes_nearly_break_is_no_reason_to_starve_prompts() -> None:
-    # 90 decodes leave 10 ms; they are given 90, in blocks 80, and a tile would end at 128
-    assert budget(90, model=SLOW) == 80
+    # 90 decodes leave 10 ms of 100; they are given 45, and 3.6 for the 40 tokens that wait
+    assert budget(90, model=SLOW) == 48
+
+
+def test_prompts_get_more_time_the_more_of_them_wait() -> None:
+    # 1,000 tokens take a second: 90 + 45 + 90 ms, so 135 tokens, and with 102 a tile of 64 is full
+    assert budget(90, model=SLOW, waiting=25) == 192 - 90
 
 
 def test_a_cold_start_is_careful() -> None:
