@@ -127,7 +127,7 @@ def _mlp(x: Tensor, layer: LayerWeights, shapes: Shapes) -> Tensor:
     assert shapes.experts is not None, "a router comes with experts"
     logits = F.linear(x, layer.router.float())
     weights, chosen = route(logits, shapes.experts.per_token, renormalise=shapes.experts.renormalise)
-    places = place(chosen, 0, shapes.experts.count)
+    places = place(chosen, shapes.experts.first, len(layer.gate_up))
     found = experts_mlp(spread(x, places), layer.gate_up, layer.down, places.ends)
     return combine(found, places, weights)
 

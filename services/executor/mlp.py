@@ -59,7 +59,8 @@ class Dense:
 
 
 class _Experts:
-    """Goes through the experts that have tokens, in order: so a token's sum is in one order in any batch."""
+    """Goes through the experts here that have tokens, in order: a token's sum is in one order in any batch.
+    Of several ranks each gives its experts' part of the sum."""
 
     def __init__(self, router: Linear, experts: list[Dense], shapes: ExpertShapes, tile: int) -> None:
         """Products come in multiples of `tile` rows."""
@@ -69,10 +70,12 @@ class _Experts:
         count, renormalise = self._shapes.per_token, self._shapes.renormalise
         weights, chosen = route(self._router(x), count, renormalise=renormalise)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in sorted({*chosen.flatten().tolist()}):
+        first = self._shapes.first
+        here = range(first, first + len(self._experts))
+        for expert in sorted({*chosen.flatten().tolist()}.intersection(here)):
             rows, slots = (chosen == expert).nonzero(as_tuple=True)
             padded = F.pad(x[rows], (0, 0, 0, -len(rows) % self._tile))
-            found = self._experts[expert](padded)[: len(rows)].float()
+            found = self._experts[expert - first](padded)[: len(rows)].float()
             out[rows] += found * weights[rows, slots, None]
         return out.to(x.dtype)
 

@@ -27,6 +27,7 @@ class ExpertShapes:
     width: int  # of an expert's MLP
     renormalise: bool  # the weights of a token's experts add up to one
     dense_layers: tuple[int, ...] = ()
+    first: int = field(default=0, repr=False)  # of those held here, as many as the weights have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,15 @@
 
     q, k, v, gate, up   rows of its heads and of its part of the MLP's width: no rank needs the others'
     out, down           the columns that read those: their products are parts of a sum over all ranks
+    experts             some of them, whole; every rank has all tokens and routes them, its experts' part of
+                        the result is one of a sum: nothing else is said, and no expert is read twice
     head                rows of its part of the vocabulary: the logits are gathered, so that every rank has
                         the same bits of them, and may choose the same tokens from them
     embedding, norms    all: a row of the embedding costs nothing to read, the sum that would replace it does
 
 Heads are whole: a KV head and the query heads that read it lie on one rank. Where the KV heads do not divide,
 some ranks have one more (3 on 2 ranks: 2 and 1). With more ranks than KV heads, a KV head lies on several
-ranks, and its query heads are divided between them.
+ranks, and its query heads are divided between them. Experts that do not divide are dealt likewise.
 """
 
 from __future__ import annotations
@@ -58,12 +60,9 @@ def all_of_it(whole: Shapes) -> Shard:
 
 
 def shard(whole: Shapes, rank: int, size: int) -> Shard:
-    """The part of rank `rank` of `size`. Raises SetupError where there are not enough heads, and for
-    a mixture of experts."""
+    """The part of rank `rank` of `size`. Raises SetupError where there are not enough heads or experts."""
     if size == 1:
         return Shard(shapes=whole, head_rows=whole.vocab, cuts={})
-    if whole.experts is not None:
-        raise SetupError(f"experts on {size} ranks are not served yet: use one")
     width = _UNIT if whole.intermediate % _UNIT == 0 else 1
     units = whole.intermediate // width
     if size > min(whole.heads, units):
@@ -86,6 +85,12 @@ def shard(whole: Shapes, rank: int, size: int) -> Shard:
     local = replace(
         whole, heads=queries[1] - queries[0], kv_heads=keys[1] - keys[0], intermediate=end - begin
     )
+    if whole.experts is not None:
+        if size > whole.experts.count:
+            raise SetupError(f"{size} ranks are too many for {whole.experts.count} experts: use fewer")
+        some = Cut(0, *_share(whole.experts.count, rank, size))
+        cuts |= {"experts_gate_up": some, "experts_down": some}
+        local = replace(local, experts=replace(whole.experts, first=some.begin))
     return Shard(shapes=local, head_rows=rows, cuts=cuts)
 
 

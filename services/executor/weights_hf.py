@@ -67,9 +67,10 @@ def load_hf(
             return tensors.read(f"model.layers.{layer}.{router}.weight", cut)
         assert shapes.experts is not None, "the parts of experts are of a model that has them"
         names = (down,) if part == "experts_down" else (gate, up)
-        each = (f"model.layers.{layer}.{experts}.{expert}" for expert in range(shapes.experts.count))
+        some = range(shapes.experts.count) if cut is None else range(cut.begin, cut.end)
+        each = (f"model.layers.{layer}.{experts}.{expert}" for expert in some)
         return torch.stack([
-            torch.cat([tensors.read(f"{expert}.{name}.weight", cut) for name in names]) for expert in each
+            torch.cat([tensors.read(f"{expert}.{name}.weight", None) for name in names]) for expert in each
         ])  # fmt: skip
 
     shard = shard_of(shapes)

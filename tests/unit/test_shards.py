@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from plan_maker import GREEDY, PlanMaker, Row
 from rank_side import on_ranks
 from test_weights_gguf import write_gguf
-from tiny_models import DENSE, VOCAB, save_tiny
+from tiny_models import DENSE, KINDS, VOCAB, save_tiny
 
 from services.executor.loading import TorchOptions, load
 from services.executor.ranks import SOLO, Ranks
 from services.executor.shapes import ExpertShapes, Shapes
 from services.executor.shards import Cut, shard
 from services.executor.torch_backend import TorchBackend
+from services.executor.weights import Weights
 from services.executor.weights_dummy import load_dummy
 from services.executor.weights_gguf import load_gguf
 from services.executor.weights_hf import load_hf
@@ -38,11 +39,30 @@ def shapes(heads: int, kv_heads: int, intermediate: int = 96, vocab: int = VOCAB
     )  # fmt: skip
 
 
-def test_experts_are_not_spread() -> None:
-    mixture = replace(shapes(8, 4), experts=ExpertShapes(count=8, per_token=2, width=32, renormalise=True))
-    assert shard(mixture, 0, 1).shapes is mixture
-    with pytest.raises(SetupError, match="experts on 2 ranks"):
-        shard(mixture, 0, 2)
+def mixture(count: int) -> Shapes:
+    experts = ExpertShapes(count=count, per_token=2, width=32, renormalise=True)
+    return replace(shapes(64, 64, 1024), experts=experts)
+
+
+@given(st.integers(2, 40), st.integers(1, 40))
+def test_every_expert_is_on_one_rank(count: int, size: int) -> None:
+    whole = mixture(count)
+    if size > count:
+        with pytest.raises(SetupError, match=f"{size} ranks are too many for {count} experts: use fewer"):
+            shard(whole, 0, size)
+        return
+    held = []
+    for rank in range(size):
+        part = shard(whole, rank, size)
+        experts = part.shapes.experts
+        assert experts is not None
+        some = part.cuts.get("experts_down", Cut(0, 0, count))
+        assert part.cuts.get("experts_gate_up", some) == some
+        assert (experts.first, experts.count) == (some.begin, count)  # tokens are routed to all
+        held.append(range(some.begin, some.end))
+    assert [expert for some in held for expert in some] == list(range(count))
+    assert {len(some) for some in held} <= {count // size, count // size + 1}
+    assert "router" not in part.cuts
 
 
 @given(
@@ -129,15 +149,36 @@ def test_what_ranks_load_is_what_one_rank_loads(kind: str, source: str, tmp_path
     assert not torch.cat(heads)[whole.vocab :].any()
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("load_from", [load_hf, load_dummy])
+def test_the_experts_that_ranks_load_are_those_of_one_rank(
+    kind: str, load_from: Callable[..., tuple[Shapes, Weights]], tmp_path: Path
+) -> None:
+    folder = save_tiny(kind, tmp_path)
+    whole, weights = load_from(folder, torch.float32, CPU)
+    parts = [
+        load_from(folder, torch.float32, CPU, functools.partial(shard, rank=rank, size=2))[1]
+        for rank in range(2)
+    ]
+    sparse = [i for i in range(whole.layers) if whole.sparse(i)]
+    assert len(sparse) == (2 if kind == "qwen3-moe-mixed" else 3)
+    for i in sparse:
+        held = [part.layers[i] for part in parts]
+        assert torch.equal(torch.cat([each.gate_up for each in held]), weights.layers[i].gate_up)
+        assert torch.equal(torch.cat([each.down for each in held]), weights.layers[i].down)
+        for router in (each.router for each in (*held, weights.layers[i])):
+            assert router is not None
+            assert torch.equal(router, held[0].router)
+
+
 def tokens(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=count)
 
 
 def all_logits(ranks: Ranks, folder: Path) -> dict[str, list[torch.Tensor]]:
     """Of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind of model."""
-    return {
-        kind + extra: list(logits_of(ranks, folder / kind, extra)) for kind in DENSE for extra in ("", "/fp8")
-    }
+    kinds = [*((kind, "") for kind in KINDS), *((kind, "/fp8") for kind in (*DENSE, "qwen3-moe"))]
+    return {kind + extra: list(logits_of(ranks, folder / kind, extra)) for kind, extra in kinds}
 
 
 def logits_of(ranks: Ranks, folder: Path, extra: str) -> Iterator[torch.Tensor]:
@@ -161,7 +202,7 @@ def logits_of(ranks: Ranks, folder: Path, extra: str) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_logits_of_ranks_equal_those_of_one(size: int, tmp_path: Path) -> None:
-    for kind in DENSE:
+    for kind in KINDS:
         save_tiny(kind, tmp_path / kind)
     wanted = all_logits(SOLO, tmp_path)
     answers = on_ranks(size, all_logits, tmp_path)

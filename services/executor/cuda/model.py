@@ -127,7 +127,7 @@ class CudaModel:
         assert shapes is not None, "a router comes with experts"
         logits = self._product(x, layer.router, whole=True)
         weights, chosen = route(logits, shapes.per_token, renormalise=shapes.renormalise)
-        places = place(chosen, 0, shapes.count)
+        places = place(chosen, shapes.first, len(layer.gate_up))  # those of other ranks add nothing
         found = experts_mlp(spread(x, places), layer.gate_up, layer.down, places.ends)
         return combine(found, places, weights)
 
