@@ -28,6 +28,7 @@ from shared.messages import (
     Tokenized,
     Tokens,
 )
+from shared.messages.steps import PIECE_LANES
 
 MAX_PARTS = 256  # of one token list: 3 million tokens
 MAX_CHOICES = 1_024
@@ -104,6 +105,8 @@ def _step_result(m: StepResult) -> str:
         return "a duration is negative"
     if m.row_errors and (wrong := _row_errors(m)):
         return wrong
+    if m.pieces and (len(m.pieces) % 3 or _negative(m.pieces) or max(m.pieces[::3]) >= len(PIECE_LANES)):
+        return "a piece of it has no lane, begin or length"
     return "" if _scores(m) else "its log probabilities do not add up"
 
 
@@ -181,7 +184,7 @@ def _slot_open(m: SlotOpen) -> str:
 def _exec_hello(m: ExecHello) -> str:
     sizes = (m.block_tokens, m.max_step_tokens, m.max_context, m.vocab)
     sane = 1 <= m.blocks <= MAX_BLOCKS and 1 <= m.slots <= MAX_SLOTS and min(sizes) >= 1
-    sane = sane and 1 <= m.stages <= MAX_STAGES
+    sane = sane and 1 <= m.stages <= MAX_STAGES and m.two_stream_tokens >= 0
     return "" if sane else "its blocks, slots, sizes or stages are out of range"
 
 

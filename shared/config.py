@@ -84,9 +84,15 @@ class Settings(BaseSettings):
     )
     # scheduler
     window: int = Field(2, ge=1, le=4, description="steps in flight; 2 hides the whole round trip")
-    overlap: Literal["auto", "single", "run_ahead", "two_batch"] = Field(
-        "auto", description="which rows are in flight together; auto: by cost, each step"
-    )
+    overlap: Literal[
+        "auto", "single", "run_ahead", "two_batch",
+        "auto/off", "single/off", "run_ahead/off", "two_batch/off",
+        "auto/two_stream", "single/two_stream", "run_ahead/two_stream", "two_batch/two_stream",
+    ] = Field(
+        "auto",
+        description="rows in flight together; auto: by cost, each step. With /off or /two_stream: whether "
+        "ranks talk under compute, else as measured at start",
+    )  # fmt: skip
     step_tokens: int = Field(1024, ge=1, description="most tokens in a step, prompt chunks and decodes")
     policy: str = Field("", description="scheduling policies: rank=,fill=,kv=,victim=,place=; see docs")
     slo: str = Field("", description="classes: name=ttft/tbt/age in ms; interactive, standard, batch")
@@ -147,6 +153,16 @@ class Settings(BaseSettings):
     def pipeline(self) -> bool:
         """Whether those of which an executor is made are stages."""
         return "/pp" in self.device
+
+    @property
+    def overlap_mode(self) -> str:
+        """Which rows are in flight together."""
+        return self.overlap.partition("/")[0]
+
+    @property
+    def overlap_comm(self) -> str:
+        """Whether ranks talk under compute: auto, off, two_stream."""
+        return self.overlap.partition("/")[2] or "auto"
 
     @property
     def models_dir(self) -> Path:

@@ -40,8 +40,7 @@ from loadtest.gpu.comm_times import all_say, talk_us, times
 from loadtest.gpu.comm_ways import LIMIT, How, Together, Way, offered
 from services.executor.collectives import Collectives
 from services.executor.crossover import crossover
-from services.executor.cuda.halves import CUT_TOKENS, halves
-from services.executor.cuda.inputs import Chunk
+from services.executor.halves import CUT_TOKENS, Chunk, halves
 from services.executor.programs import in_turn
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.rms_norm import rms_norm
 from kernels.rope import apply_rope, rope_table
-from services.executor.cuda.inputs import Chunk
+from services.executor.halves import Chunk
 from services.executor.shapes import Shapes
 
 BLOCK_TOKENS = 16

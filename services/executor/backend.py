@@ -9,11 +9,12 @@ copier belong to a third thread, the copy lane (services.executor.copies).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from services.executor.arena import Arena
+from services.executor.pieces import Piece
 from shared.messages import Floats, Ints, SlotOpen, StepPlan, floats, ints
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class BackendInfo:
     max_step_tokens: int
     max_context: int
     stages: int = 1  # of a pipeline: so many steps are computed at once
+    two_stream_tokens: int = 0  # see ExecHello
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Pending:
     answer: Tensor | None = None  # ids and done [2, rows]: sampling is queued already, `sample` only waits
     tokens: tuple[Ints, ...] = ()  # with an answer: the host records of its slots
     due_s: float = 0.0  # sim: when the forward ends, on the monotonic clock
+    pieces: Callable[[], tuple[Piece, ...]] = tuple  # of a step in halves, once it has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class StepOutput:
     top_logprobs: Floats = field(default_factory=floats)
     host_us: int = 0  # logits processors
     row_errors: tuple[tuple[int, str], ...] = ()
+    pieces: tuple[Piece, ...] = ()  # of a step in halves
 
 
 @dataclass(slots=True)

@@ -25,4 +25,5 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
         dtype=info.dtype,
         bytes_per_block=info.bytes_per_block,
         stages=info.stages,
+        two_stream_tokens=info.two_stream_tokens,
     )

@@ -11,6 +11,9 @@ A stage of a pipeline has some of the layers, and x from the stage before.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Generator, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +26,10 @@ from services.executor.layers import Layer, layer_of
 from services.executor.linear import ROW_TILE, Products
 from services.executor.loading import Loaded
 from services.executor.operators import Operators, layers_in_one
+from services.executor.programs import Program, Talk, alone
 from services.executor.shards import gathered_logits
+
+Together = Callable[[Sequence[Program]], list[Tensor]]
 
 
 class Model:
@@ -65,6 +71,21 @@ class Model:
     def forward(self, batch: Batch, kv: Tensor) -> Tensor | None:
         """Logits `[samples, vocab]` in float32 of the batch's sampled rows, of the last stage; writes the KV
         of all rows."""
+        found = alone(self._program(batch, kv))
+        if self._stage.last:
+            return self._logits(found)
+        self._stage.send(found)
+        return None
+
+    def forward_halves(
+        self, halves: Sequence[Batch], order: Tensor, kv: Tensor, together: Together
+    ) -> Tensor:
+        """The same of a step that comes in halves: its logits in the `order` of services.executor.halves."""
+        found = together([self._program(batch, kv) for batch in halves])
+        return self._logits(torch.cat(found)[order])
+
+    def _program(self, batch: Batch, kv: Tensor) -> Program:
+        """What the head reads of the sampled rows; of a stage but the last, what the next one reads."""
         stage = self._stage
         rotation = self._rotations[batch.positions]
         if stage.first:
@@ -72,28 +93,28 @@ class Model:
         else:
             residual = stage.receive(self._embedding.new_empty(len(batch.ids), self._shapes.hidden))
         normed = rms_norm(residual, self._layers[0].attention_norm, self._shapes.norm_eps)
-        run = self._in_one or self._one_by_one
-        normed, residual = run(normed, residual, rotation, batch, kv)
-        if stage.last:
-            return self._logits(normed[batch.sampled])
-        stage.send(residual)
-        return None
+        if self._in_one is not None:
+            normed, residual = self._in_one(normed, residual, rotation, batch, kv)
+        else:
+            normed, residual = yield from self._one_by_one(normed, residual, rotation, batch, kv)
+        return normed[batch.sampled] if stage.last else residual
 
     def _one_by_one(
         self, normed: Tensor, residual: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Generator[Talk, None, tuple[Tensor, Tensor]]:
         """See LayersInOne."""
-        eps, reduce, add_rms_norm = (
-            self._shapes.norm_eps,
-            self._ranks.all_reduce,
-            self._operators.add_rms_norm,
-        )
+        eps, ranks, add_rms_norm = self._shapes.norm_eps, self._ranks, self._operators.add_rms_norm
         for i, layer in enumerate(self._layers):
-            attended = reduce(self._attention(i, layer, normed, rotation, batch, kv))
-            normed, residual = add_rms_norm(attended, residual, layer.mlp_norm, eps)
+            part = self._attention(i, layer, normed, rotation, batch, kv)
+            if ranks.size > 1:
+                yield functools.partial(ranks.all_reduce, part)
+            normed, residual = add_rms_norm(part, residual, layer.mlp_norm, eps)
             last = i + 1 == len(self._layers)
             norm = self._norm if last else self._layers[i + 1].attention_norm
-            normed, residual = add_rms_norm(reduce(layer.mlp(normed)), residual, norm, eps)
+            part = layer.mlp(normed)
+            if ranks.size > 1:
+                yield functools.partial(ranks.all_reduce, part)
+            normed, residual = add_rms_norm(part, residual, norm, eps)
         return normed, residual
 
     def _logits(self, chosen: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ class Step:
             queued_us=self._queued_us,
             host_us=output.host_us,
             row_errors=output.row_errors,
+            pieces=ints(n for piece in output.pieces for n in (piece.lane, piece.from_us, piece.took_us)),
         )
 
     def _failed(self, error: Exception | None) -> StepResult:

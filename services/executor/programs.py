@@ -12,11 +12,14 @@ away while a talk still uses it, for a program's memory is used again in the ord
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-Talk = Callable[[], None]
+Talk = Callable[[], object]
 Program = Generator[Talk, None, Tensor]
+Say = Callable[[int, Talk], Callable[[], object]]  # have a program's talk said; wait for it
+Watch = Callable[[int], AbstractContextManager[object]]  # around what a program computes between two talks
 
 
 def alone(program: Program) -> Tensor:
@@ -30,15 +33,39 @@ def alone(program: Program) -> Tensor:
         talk()
 
 
-def in_turn(programs: Sequence[Program]) -> list[Tensor]:
-    """Run programs as `together` does, with nothing under anything: what ranks of CPUs do."""
+def together(
+    programs: Sequence[Program], say: Say, watch: Watch = lambda program: nullcontext()
+) -> list[Tensor]:
+    """Run programs to their ends, in turn, each as far as its next talk; what they return. All talk in the
+    order of the programs, so that the talks of all ranks meet. The programs of a step may be two halves of
+    one prompt: what the second reads of the first's (its KV) was computed before."""
+    waits: dict[int, Callable[[], object]] = {}
     found: dict[int, Tensor] = {}
     while len(found) < len(programs):
         for i, program in enumerate(programs):
             if i in found:
                 continue
+            if i in waits:
+                waits.pop(i)()
             try:
-                next(program)()
+                with watch(i):
+                    talk = next(program)
             except StopIteration as end:
                 found[i] = end.value
+                continue
+            waits[i] = say(i, talk)
     return [found[i] for i in range(len(programs))]
+
+
+def in_turn(programs: Sequence[Program]) -> list[Tensor]:
+    """Run programs as `together`, with nothing under anything."""
+
+    def say(program: int, talk: Talk) -> Callable[[], object]:
+        talk()
+        return _nothing
+
+    return together(programs, say)
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""

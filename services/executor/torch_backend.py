@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from services.executor.backend import BackendInfo, Copier, Pending, StepOutput
 from services.executor.batch import BatchBuilder
+from services.executor.crossover import NEVER
 from services.executor.cuda_copies import CudaCopier
+from services.executor.halves import Halves, split
 from services.executor.host_copies import HostCopier
+from services.executor.host_lanes import HostLanes
 from services.executor.host_rows import HostRows
 from services.executor.loading import Loaded, TorchOptions, device_of, grammars_of, info_of, load
 from services.executor.logprobs import logprobs
 from services.executor.model import Model
 from services.executor.operators import operators
+from services.executor.pieces import Notes
 from services.executor.ranks import SOLO, Ranks
 from services.executor.sampler import Sampler
 from services.executor.slots import Slots
@@ -36,6 +42,9 @@ class TorchBackend:
         shapes, weights, cache, context = loaded.shapes, loaded.weights, loaded.cache, loaded.context
         device, exact = weights.embedding.device, options.deterministic
         self._info, self._samples = info_of(options, loaded), loaded.stage.last
+        self._lanes = HostLanes() if options.two_stream and loaded.ranks.size > 1 else None
+        if self._lanes is not None:  # the cores that talk are those that compute: never but where it is asked
+            self._info = replace(self._info, two_stream_tokens=NEVER)
         self._cache = cache
         kinds = operators(cache, deterministic=exact)
         self._model = Model(loaded, kinds, deterministic=exact)
@@ -81,17 +90,31 @@ class TorchBackend:
         self._cache.copy(plan.copy_from, plan.copy_to)
         if not plan.slots:
             return Pending(plan=plan, forwarded=self._host_rows.forwarded())
+        if plan.two_stream and self._lanes is not None and (parts := split(plan)) is not None:
+            return self._forward_halves(plan, parts, self._lanes)
         batch = self._batches.build(plan)
         logits = self._model.forward(batch, self._cache.tensor)
         forwarded = self._host_rows.forwarded()
         return Pending(plan=plan, logits=logits, padding_rows=batch.padding, forwarded=forwarded)
+
+    def _forward_halves(self, plan: StepPlan, parts: Halves, lanes: HostLanes) -> Pending:
+        batches = [self._batches.build(half) for half in (parts.first, parts.second)]
+        order, notes = torch.tensor(parts.order, dtype=torch.int64), Notes()
+        kv = self._cache.tensor
+        logits = self._model.forward_halves(
+            batches, order, kv, lambda programs: lanes.together(programs, notes)
+        )
+        padding = sum(batch.padding for batch in batches)
+        return Pending(plan=plan, logits=logits, padding_rows=padding, pieces=notes.pieces)
 
     @torch.inference_mode()
     def sample(self, pending: Pending) -> StepOutput:
         plan, logits, slots = pending.plan, pending.logits, list(pending.plan.sample_slots)
         self._computed = pending.forwarded
         if not slots:
-            return StepOutput(ids=ints(), done=ints(), padding_rows=pending.padding_rows)
+            return StepOutput(
+                ids=ints(), done=ints(), padding_rows=pending.padding_rows, pieces=pending.pieces()
+            )
         if logits is None or len(logits) != len(slots):
             raise EngineError(f"step {plan.step} samples rows that its forward pass did not compute")
         positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
@@ -110,6 +133,7 @@ class TorchBackend:
             top_logprobs=found.top_values,
             host_us=chosen.host_us,
             row_errors=tuple(chosen.failures.items()),
+            pieces=pending.pieces(),
         )
 
     def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
@@ -128,5 +152,7 @@ class TorchBackend:
         self._computed = self._host_rows.forwarded()
 
     def close(self) -> None:
+        if self._lanes is not None:
+            self._lanes.close()
         for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "_copier"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference

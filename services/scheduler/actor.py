@@ -183,7 +183,8 @@ def build(settings: Settings) -> SchedulerActor:
     """The scheduler that the configuration asks for."""
     limits = Limits(
         window=settings.window,
-        overlap=settings.overlap,
+        overlap=settings.overlap_mode,
+        comm=settings.overlap_comm,
         step_tokens=settings.step_tokens,
         max_waiting=settings.max_waiting,
         max_waiting_tokens=settings.max_waiting_tokens,

@@ -37,6 +37,7 @@ class Columns:
     forks: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
     shape: StepShape = NO_ROWS  # what of this step costs time
+    two_stream: bool = False
 
     def grow_all(self, executor: Executor, rows: list[Sequence]) -> bool:
         """The next block for each of these decodes at once. False, and nothing done, where the executor lacks
@@ -108,6 +109,7 @@ class Columns:
             table_blocks=self.table_blocks,
             copy_from=ints([source for source, _ in copies]),
             copy_to=ints([target for _, target in copies]),
+            two_stream=self.two_stream,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler import overlap, preempt, prefix
+from services.scheduler import comm, overlap, preempt, prefix
 from services.scheduler.budget import chunk_budget
 from services.scheduler.columns import MAX_TABLE_ENTRIES, Columns, fork
 from services.scheduler.halves import balance
@@ -46,6 +46,7 @@ def _plan_step(state: State, executor: Executor, mode: str, half: int | None) ->
         _add_chunks(state, executor, columns, prompts, share)
     if not columns.slots:
         return False
+    columns.two_stream = comm.two_stream(state, executor, columns)
     _send(state, executor, columns)
     for leader in columns.forks:
         fork(executor, leader)

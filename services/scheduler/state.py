@@ -32,6 +32,7 @@ class Limits:
 
     window: int = 2  # most steps in flight per executor
     overlap: str = "auto"  # auto, single, run_ahead, two_batch: see overlap.py
+    comm: str = "auto"  # auto, off, two_stream: see comm.py
     step_tokens: int = 1024  # most tokens of one step: decode rows and prompt chunks together
     max_waiting: int = 1024  # requests
     max_waiting_tokens: int = 1_048_576

@@ -8,6 +8,7 @@ from shared.messages.columns import Floats, Ints, floats, ints
 from shared.messages.requests import Sampling
 
 ROW_REFUSED = "refused: "  # begins a row error that is a 400, not a 500
+PIECE_LANES = ("compute A", "compute B", "comm A", "comm B")  # of the halves of a step, on two streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class ExecHello:
     dtype: str = "f32"
     bytes_per_block: int = 0
     stages: int = 1  # pipeline stages: so many steps can be computed at once
+    two_stream_tokens: int = 0  # StepPlan.two_stream is quicker from so many tokens on; 0: it is not offered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,7 @@ class StepPlan:
     wait_jobs: Ints = field(default_factory=ints)  # copies that must have ended before the forward
     forward: bool = True
     sample: bool = True
+    two_stream: bool = False  # in two halves, the ranks' talk of one under the compute of the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +161,8 @@ class StepResult:
     host_us: int = 0  # logits processors, on the host
     # (index into `ids`, why): that sequence alone failed; by its request's own fault with ROW_REFUSED first
     row_errors: tuple[tuple[int, str], ...] = ()
+    # the first pieces of a two-stream step: of each its lane (PIECE_LANES), begin from the step's, length, us
+    pieces: Ints = field(default_factory=ints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

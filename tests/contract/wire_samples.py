@@ -214,6 +214,7 @@ STEPS: tuple[Message, ...] = (
         dtype="bf16",
         bytes_per_block=368_640,
         stages=2,
+        two_stream_tokens=4_096,
     ),
     ExecWelcome(exec_epoch=1_700_000_000_000_000),
     ExecReset(exec_epoch=1_700_000_000_000_000, why="plans are lost"),
@@ -258,6 +259,7 @@ STEPS: tuple[Message, ...] = (
         wait_jobs=ints([77]),
         forward=False,
         sample=False,
+        two_stream=True,
     ),
     StepResult(
         exec_epoch=1_700_000_000_000_007,
@@ -279,6 +281,7 @@ STEPS: tuple[Message, ...] = (
         queued_us=120,
         host_us=600,
         row_errors=((1, "no_digits failed"),),
+        pieces=ints([0, 0, 700, 2, 700, 650]),
     ),
     Resend(first_seq=42),
     StreamReset(next_seq=57, lost=True),

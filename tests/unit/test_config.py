@@ -119,3 +119,19 @@ def test_stages_are_whole_ranks() -> None:
 def test_a_device_that_there_is_not_is_refused(device: str) -> None:
     with pytest.raises(SetupError, match="device: auto, cpu or cuda is expected"):
         load(flags={"device": device})
+
+
+@pytest.mark.parametrize(
+    ("overlap", "mode", "comm"),
+    [("auto", "auto", "auto"), ("run_ahead", "run_ahead", "auto"), ("single/off", "single", "off"),
+     ("auto/two_stream", "auto", "two_stream")],
+)  # fmt: skip
+def test_overlap_is_of_rows_and_of_ranks(overlap: str, mode: str, comm: str) -> None:
+    settings = load(flags={"overlap": overlap}).settings
+    assert (settings.overlap_mode, settings.overlap_comm) == (mode, comm)
+
+
+@pytest.mark.parametrize("overlap", ["twice", "auto/", "auto/on", "/off", "off"])
+def test_an_overlap_that_there_is_not_is_refused(overlap: str) -> None:
+    with pytest.raises(SetupError, match="overlap: Input should be 'auto', 'single'"):
+        load(flags={"overlap": overlap})

@@ -7,9 +7,10 @@ import pytest
 import torch
 from plan_maker import PlanMaker, Row
 
-from services.executor.cuda.inputs import Chunk, Layout, arrange, fill, split_dense, tiles_of
+from services.executor.cuda.inputs import Layout, arrange, fill, split_dense, tiles_of
 from services.executor.cuda.slots import STOP_IDS, CudaSlots, advance, end_slots, take
 from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning
+from services.executor.halves import Chunk
 from services.executor.sim import SimBackend, SimOptions
 from shared.errors import EngineError
 from shared.messages import Sampling, SlotOpen, ints

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from kernels.paged_attention.prefill import PrefillTuning
-from services.executor.cuda.inputs import Arranged, Chunk, Layout, Words, fill, tiles_of
+from services.executor.cuda.inputs import Arranged, Layout, Words, fill, tiles_of
 from services.executor.cuda.splits import SplitRoom, in_parts, split_room, split_tiles
 from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning, row_by_row
+from services.executor.halves import Chunk
 
 H200 = split_room(device_tuning("NVIDIA H200").prefill, 8, 132)  # Llama-3.1-8B on it
 QUERIES = 32  # tokens in a tile of 128 rows of it

@@ -15,8 +15,9 @@ from gpu_side import BLOCK, BLOCKS, DEVICE, LAYERS, far, normal, shuffled
 from kernels.paged_attention import ref as attention
 from kernels.paged_attention.prefill import PrefillTiles, PrefillTuning, attend_prefill, tile_queries
 from kernels.paged_attention.split import PartsRoom, PrefillSplit, parts_room
-from services.executor.cuda.inputs import Chunk, tiles_of
+from services.executor.cuda.inputs import tiles_of
 from services.executor.cuda.splits import in_parts
+from services.executor.halves import Chunk
 
 TUNING = PrefillTuning(32, 16, 1, 4)
 ENTRIES, SPARE_ENTRIES = 30, 3

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kernels.step_inputs.gpu import FROM_DEVICE
 from services.executor.cuda.slots import CudaSlots
+from services.executor.halves import Chunk
 from shared.errors import EngineError
 from shared.messages import Ints, StepPlan
 
@@ -25,16 +26,6 @@ Words = NDArray[np.int32]
 TILE_COLUMNS, SPLIT_COLUMNS = 4, 7  # slots, rows, starts, counts; and part, parts, merges
 DENSE_TOKENS = 1024  # a prompt's first chunk from here on is attended by cuDNN, which reads no block table
 DENSE_STEP = 512  # but for what is over a multiple of this: cuDNN plans each length once, for 80 ms
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens of one prompt: token rows `first` to `first + count`, from position `start` on."""
-
-    slot: int
-    first: int
-    start: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)

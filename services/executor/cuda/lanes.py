@@ -1,21 +1,22 @@
 """Two streams: programs compute on one, in turn, and talk on another, of high priority, under each other.
 
-    compute   A ─── B ─── A ─── B ───     waits for A's talk before A goes on
-    talk            A     B     A         waits for the compute that it sends
-
-Every rank runs its programs in the same order, so that the talks of all ranks meet. The programs of a step
-may be two halves of one prompt: what B reads of A's (its KV) was queued before on the same stream.
+compute   A ─── B ─── A ─── B ───     waits for A's talk before A goes on
+talk            A     B     A         waits for the compute that it sends
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.cuda import Event, Stream
 
-from services.executor.programs import Program, Talk
+from services.executor.cuda.pieces import CudaNotes
+from services.executor.pieces import COMM, COMPUTE
+from services.executor.programs import Program, Talk, together
 
 _HIGH = -1  # a talk waits for no compute: its few programs get processors before the other stream's
 
@@ -26,26 +27,26 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._talking = Stream(device, priority=_HIGH)  # type: ignore[no-untyped-call]  # torch annotates it not
 
-    def together(self, programs: Sequence[Program]) -> list[Tensor]:
-        """Run programs to their ends; what they return, on the current stream. May be captured in a graph."""
+    def together(self, programs: Sequence[Program], notes: CudaNotes | None = None) -> list[Tensor]:
+        """Run programs to their ends; what they return, on the current stream. Without notes it may be
+        captured in a graph."""
         compute, talking = torch.cuda.current_stream(), self._talking
-        said: dict[int, tuple[Talk, Event]] = {}  # a talk holds its tensors until compute has waited for it
-        found: dict[int, Tensor] = {}
-        while len(found) < len(programs):
-            for i, program in enumerate(programs):
-                if i in found:
-                    continue
-                if i in said:
-                    compute.wait_event(said.pop(i)[1])
-                try:
-                    talk = next(program)
-                except StopIteration as end:
-                    found[i] = end.value
-                    continue
-                talking.wait_stream(compute)
-                with torch.cuda.stream(talking):
-                    talk()
-                    done = talking.record_event()
-                said[i] = talk, done
+
+        def say(half: int, talk: Talk) -> Callable[[], object]:
+            talking.wait_stream(compute)
+            with torch.cuda.stream(talking), notes.on(COMM[half]) if notes else nullcontext():
+                talk()
+                done = talking.record_event()
+            return functools.partial(_wait, compute, done, talk)
+
+        if notes is None:
+            found = together(programs, say)
+        else:
+            found = together(programs, say, lambda half: notes.on(COMPUTE[half]))
         compute.wait_stream(talking)
-        return [found[i] for i in range(len(programs))]
+        return found
+
+
+def _wait(compute: Stream, done: Event, talk: Talk) -> None:
+    """Until then the `talk` holds its tensors."""
+    compute.wait_event(done)

@@ -27,10 +27,10 @@ from kernels.rms_norm.spread import Boxes, Norm, spread_add_rms_norm_
 from kernels.rope import rope_table
 from kernels.rope.gpu import HeadNorms, Placed, rope_write
 from kernels.step_inputs.gpu import Resolved
-from services.executor.cuda.inputs import Chunk
 from services.executor.cuda.products import gated, products_of
 from services.executor.cuda.shared_logits import SharedLogits, shared_logits
 from services.executor.cuda.tuning import DeviceTuning
+from services.executor.halves import Chunk
 from services.executor.loading import Loaded
 from services.executor.ranks import Ranks, Spread
 from services.executor.shapes import Shapes

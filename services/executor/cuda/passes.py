@@ -28,7 +28,6 @@ from kernels.step_inputs.gpu import Resolved, move, resolve, scatter
 from services.executor.cuda.inputs import (
     SPLIT_COLUMNS,
     Arranged,
-    Chunk,
     Layout,
     Words,
     fill,
@@ -39,6 +38,7 @@ from services.executor.cuda.model import CudaModel, ForwardStep
 from services.executor.cuda.slots import CudaSlots
 from services.executor.cuda.splits import split_room, split_tiles
 from services.executor.cuda.tuning import DeviceTuning
+from services.executor.halves import Chunk
 from services.executor.loading import Loaded
 
 # Not 224, 448, 576 or 896: the library is slower there than at the next (448 rows: 13.0 ms, 512: 9.5).
