@@ -5,6 +5,13 @@
     compute B  ··    ████▓▓
     host             AAAA  BBBB     logits processors of A, of B; # both
 
+A step of several ranks may come in halves that talk under each other's compute; one such step is drawn below:
+
+    compute A  ████    ████
+    compute B      ████    ████
+    comm A         ▒▒▒     ▒▒▒
+    comm B             ▒▒▒
+
 From the stamps of each step, executor's and scheduler's, by wall clock. Pure.
 """
 
@@ -15,6 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shared.errors import UnknownRequest
+from shared.messages.steps import PIECE_LANES
 from shared.spans import covered_us
 
 STEPS = 8  # drawn
@@ -31,6 +39,7 @@ _MARKS = {
     "queued": "·",
     "host A": "A",
     "host B": "B",
+    **dict(zip(PIECE_LANES, "██▒▒", strict=True)),
 }
 _BOTH = {frozenset("▸◂"): "◆", frozenset("AB"): "#"}
 
@@ -72,6 +81,7 @@ def overlap(body: Body, most: int = STEPS) -> Body:
         "took_us": max(piece.end_us for piece in moved),
         "pieces": [asdict(piece) for piece in moved],
         **_hidden(moved),
+        "two_streams": _two_streams([step for step in steps if step["pieces"]], middle_us),
     }
 
 
@@ -98,7 +108,48 @@ def draw(found: Body, width: int) -> list[str]:
         f"the device works {_share(busy, took_us)} of the time; hidden under it: "
         f"{_share(found['hidden_host_us'], host)} of the host's {host / 1000:.2f} ms, "
         f"{_share(found['hidden_transport_us'], transport)} of the transport's {transport / 1000:.2f} ms",
+        *_draw_streams(found["two_streams"], columns),
     ]
+
+
+def _two_streams(halved: list[Body], middle_us: int) -> Body | None:
+    """Of the steps in halves the one nearest to the middle: its first pieces from its begin on, how long its
+    ranks talked, and how much of that was under compute."""
+    if not halved:
+        return None
+    step = min(halved, key=lambda step: abs(step["start_us"] - middle_us))
+    flat = step["pieces"]
+    pieces = [
+        Piece(PIECE_LANES[lane], PIECE_LANES[lane], step["step"], from_us, from_us + took_us)
+        for lane, from_us, took_us in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+    ]
+    compute, comm = _of(pieces, *PIECE_LANES[:2]), _of(pieces, *PIECE_LANES[2:])
+    return {
+        "step": step["step"],
+        "tokens": step["tokens"],
+        "took_us": max(piece.end_us for piece in pieces),
+        "pieces": [asdict(piece) for piece in pieces],
+        "comm_us": covered_us(comm),
+        "hidden_comm_us": _common_us(comm, compute),
+    }
+
+
+def _draw_streams(found: Body | None, columns: int) -> list[str]:
+    if found is None:
+        return []
+    took_us = max(found["took_us"], 1)
+    lines = [
+        "",
+        f"step {found['step']} of {found['tokens']} tokens in halves, its first {took_us / 1000:.2f} ms",
+    ]
+    for lane in PIECE_LANES:
+        row = [" "] * columns
+        for piece in found["pieces"]:
+            if piece["lane"] == lane:
+                _mark(row, piece, took_us)
+        lines.append(f"{lane:<{LABEL}}{''.join(row)}".rstrip())
+    hidden = _share(found["hidden_comm_us"], found["comm_us"])
+    return [*lines, "", f"the ranks talk {found['comm_us'] / 1000:.2f} ms of it, {hidden} under compute"]
 
 
 def _steps(body: Body) -> tuple[str, list[Body]]:

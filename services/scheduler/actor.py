@@ -22,7 +22,7 @@ from services.scheduler.events import (
 from services.scheduler.replay.attach import attach
 from services.scheduler.replay.recorder import Recorder
 from services.scheduler.state import Limits, State
-from services.scheduler.step_spans import step_span, step_trace
+from services.scheduler.step_spans import step_spans, step_trace
 from services.scheduler.steps import StepSpan
 from services.scheduler.tiers import storing
 from shared import subjects
@@ -164,7 +164,7 @@ def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:
     while unsent:
         step = unsent.popleft()
         if tracer is not None:
-            tracer.export(step_trace(step), "", [step_span(step)])
+            tracer.export(step_trace(step), "", step_spans(step))
 
 
 def answer_trace(port: Port, state: State, asked: Delivery) -> None:

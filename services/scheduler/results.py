@@ -152,6 +152,7 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
         failed=bool(result.error),
         host_us=result.host_us,
         queued_us=result.queued_us,
+        pieces=tuple(result.pieces),
     )
     chunked = [sequence.request for sequence, _ in flight.chunks]
     state.steps.add(record, executor.epoch, chunked, (s.request for s, _ in flight.rows))

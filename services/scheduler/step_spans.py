@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
-from services.scheduler.steps import StepSpan
+from services.scheduler.steps import StepRecord, StepSpan
 from shared import conventions as c
 from shared import telemetry
-from shared.spans import SpanRecord
+from shared.messages.steps import PIECE_LANES
+from shared.spans import SpanRecord, Value
 
 
 def step_trace(step: StepSpan) -> str:
@@ -17,8 +19,20 @@ def step_trace(step: StepSpan) -> str:
     return telemetry.make(digest[:32], digest[32:], sampled=True)
 
 
-def step_span(step: StepSpan) -> SpanRecord:
-    """The span of a step, linked to the requests it serves."""
+def step_spans(step: StepSpan) -> list[SpanRecord]:
+    """The span of a step, linked to the requests it serves; of one in two halves, what these did when."""
+    return [_whole(step), *_pieces(step.record)]
+
+
+def _pieces(r: StepRecord) -> Iterator[SpanRecord]:
+    """The ranks' talk of A under the compute of B, and the other way round."""
+    of_executor: dict[str, Value] = {c.COMPONENT: f"executor.{r.executor}", c.EXECUTOR: r.executor}
+    for lane, from_us, took_us in r.by_piece():
+        began_us = r.start_wall_us + from_us
+        yield SpanRecord(PIECE_LANES[lane], began_us, began_us + took_us, attributes=of_executor)
+
+
+def _whole(step: StepSpan) -> SpanRecord:
     r = step.record
     return SpanRecord(
         f"step {r.mode}",
@@ -31,6 +45,7 @@ def step_span(step: StepSpan) -> SpanRecord:
             c.STEP: r.step,
             c.BATCH_ID: c.batch_id(r.executor, r.step),
             c.OVERLAP_MODE: r.mode,
+            c.OVERLAP_COMM: "two_stream" if r.pieces else "off",
             c.MICRO_BATCH: r.micro_batch,
             c.ROWS: r.rows,
             c.TOKENS: r.tokens,

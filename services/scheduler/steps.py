@@ -40,6 +40,11 @@ class StepRecord:
     failed: bool
     host_us: int = 0  # of the logits processors
     queued_us: int = 0  # the executor had the plan, and worked on others
+    pieces: tuple[int, ...] = ()  # of two streams: see StepResult
+
+    def by_piece(self) -> Iterator[tuple[int, int, int]]:
+        """Lane, begin and length of each."""
+        return zip(self.pieces[::3], self.pieces[1::3], self.pieces[2::3], strict=True)
 
 
 @dataclass(frozen=True, slots=True)

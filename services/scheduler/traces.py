@@ -14,9 +14,10 @@ from shared.request_spans import Choice, RequestFacts, request_spans
 from shared.spans import to_body
 
 MAX_STEPS = 2_000  # in one answer, the newest: about 200 kB, below the payload limit of any server
+MAX_HALVED = 64  # of these the newest that come in halves, with what the halves did: 300 bytes each
 COLUMNS = (
     "step", "planned_us", "start_us", "end_us", "result_us", "forward_us", "sample_us", "wait_us", "rows",
-    "tokens", "prefill_tokens", "micro_batch", "host_us", "queued_us", "mode",
+    "tokens", "prefill_tokens", "micro_batch", "host_us", "queued_us", "mode", "pieces",
 )  # fmt: skip
 
 
@@ -92,6 +93,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 def _columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[Any]]:
     """Column by column; times are wall clock."""
+    shown = {r.step for r in [r for r in records if r.pieces][-MAX_HALVED:]}
     rows = [
         (
             r.step,
@@ -109,6 +111,7 @@ def _columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[A
             r.host_us,
             r.queued_us,
             r.mode,
+            [*r.pieces] if r.step in shown else [],
         )
         for r in records
     ]

@@ -20,7 +20,7 @@ def step(number: int, start: int, **more: Any) -> dict[str, Any]:
         "step": number, "planned_us": (start - 3) * MS, "start_us": start * MS, "end_us": (start + 18) * MS,
         "result_us": (start + 19) * MS, "forward_us": 9 * MS, "sample_us": MS, "wait_us": 0, "rows": 8,
         "tokens": 8, "prefill_tokens": 0, "micro_batch": number % 2, "host_us": 8 * MS, "queued_us": MS,
-        "mode": "two_batch",
+        "mode": "two_batch", "pieces": (),
     }  # fmt: skip
     assert set(values) == set(COLUMNS)
     return {**values, **more}
@@ -102,3 +102,30 @@ def test_the_executor_with_most_steps_is_shown() -> None:
 def test_without_steps_there_is_nothing_to_draw() -> None:
     with pytest.raises(UnknownRequest, match="ask sooner"):
         overlap(body())
+
+
+def test_the_halves_of_a_step_talk_under_each_other() -> None:
+    """One column 100 us: A computes 1 ms, then B, then A again from when its talk has ended; the last talk is
+    under nothing."""
+    pieces = (0, 0, 1_000, 2, 1_000, 800, 1, 1_000, 1_000, 0, 2_000, 1_000, 3, 2_000, 700, 2, 3_000, 1_000)
+    found = overlap(body(step(4, 3), step(5, 12, tokens=4_096, pieces=pieces), step(6, 60, pieces=pieces)))
+    streams = found["two_streams"]
+    assert (streams["step"], streams["took_us"]) == (5, 4 * MS)  # the one nearest to the middle
+    assert (streams["comm_us"], streams["hidden_comm_us"]) == (2_500, 1_500)
+    lines = draw(found, 51)
+    assert lines[-8:] == [
+        "",
+        "step 5 of 4096 tokens in halves, its first 4.00 ms",
+        "compute A  ██████████          ██████████",
+        "compute B            ██████████",
+        "comm A               ▒▒▒▒▒▒▒▒            ▒▒▒▒▒▒▒▒▒▒",
+        "comm B                         ▒▒▒▒▒▒▒",
+        "",
+        "the ranks talk 2.50 ms of it, 60 % under compute",
+    ]
+
+
+def test_whole_steps_have_no_halves_to_draw() -> None:
+    found = overlap(body(step(4, 3)))
+    assert found["two_streams"] is None
+    assert not any("halves" in line for line in draw(found, 51))

@@ -9,7 +9,7 @@ from scheduler_world import World
 
 from services.scheduler import traces
 from services.scheduler.records import MAX_CHUNKS
-from services.scheduler.step_spans import step_span, step_trace
+from services.scheduler.step_spans import step_spans, step_trace
 from services.scheduler.steps import KEPT, MAX_LINKS, StepRecord, Steps
 from shared import telemetry
 
@@ -66,15 +66,26 @@ def test_links_are_few_and_the_ring_is_bounded() -> None:
 def test_a_step_span() -> None:
     steps = Steps()
     steps.add(record(7, 10), 9, [], iter([Asked(1)]))
-    span = step_span(steps.unsent[0])
+    (span,) = step_spans(steps.unsent[0])
     assert (span.name, span.start_us, span.end_us, span.links) == ("step run_ahead", 100, 190, (trace(1),))
     assert span.attributes == {
         "component": "executor.e", "executor": "e", "step": 7, "batch.id": "e:7", "overlap.mode": "run_ahead",
-        "micro_batch": 0, "rows": 4, "tokens": 40, "prefill_tokens": 37, "forward_us": 70, "sample_us": 20,
-        "wait_us": 3,
+        "overlap.comm": "off", "micro_batch": 0, "rows": 4, "tokens": 40, "prefill_tokens": 37,
+        "forward_us": 70, "sample_us": 20, "wait_us": 3,
     }  # fmt: skip
     assert telemetry.is_valid(step_trace(steps.unsent[0]))
     assert step_trace(steps.unsent[0]) == step_trace(steps.unsent[0])
+
+
+def test_the_halves_of_a_step_are_spans_below_it() -> None:
+    steps, pieces = Steps(), (0, 0, 10, 2, 10, 12, 1, 10, 11)
+    steps.add(dataclasses.replace(record(7, 10), pieces=pieces), 9, [], iter([Asked(1)]))
+    whole, *halves = step_spans(steps.unsent[0])
+    assert whole.attributes["overlap.comm"] == "two_stream"
+    assert [(span.name, span.start_us, span.end_us, span.parent) for span in halves] == [
+        ("compute A", 100, 110, 0), ("comm A", 110, 122, 0), ("compute B", 110, 121, 0)
+    ]  # fmt: skip
+    assert {span.attributes["component"] for span in halves} == {"executor.e"}
 
 
 def test_the_answer_has_chunks_decisions_and_the_steps_of_the_requests_time() -> None:
@@ -107,12 +118,16 @@ def test_an_answer_fits_any_server() -> None:
     long = dataclasses.replace(
         record(0, arrival_us + 5), executor="e1", start_wall_us=wall_us, end_wall_us=wall_us + 5_000,
         forward_us=4_000, sample_us=1_000, wait_us=4_000, rows=256, tokens=8_192, prefill_tokens=8_192,
+        pieces=(3, 123_456, 54_321) * 32,
     )  # fmt: skip
     for step in range(100_000, 100_000 + KEPT):
         world.scheduler.state.steps.ring.append(dataclasses.replace(long, step=step))
     body = traces.answer(world.scheduler.state, "a", wall_us - arrival_us, steps=True)
     assert body["steps"]["e1"]["step"] == [*range(100_000 + KEPT - traces.MAX_STEPS, 100_000 + KEPT)]
     assert len(json.dumps(body)) < 512 * 1024
+    assert [bool(pieces) for pieces in body["steps"]["e1"]["pieces"]] == [
+        *[False] * (traces.MAX_STEPS - traces.MAX_HALVED), *[True] * traces.MAX_HALVED
+    ]  # fmt: skip
 
 
 def test_many_chunks_end_in_one() -> None:
