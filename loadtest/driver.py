@@ -43,7 +43,11 @@ class Driver:
         return slot, [self._free.pop() for _ in range(count)]
 
     def plan(
-        self, rows: list[tuple[int, int, int, bool]], tables: dict[int, list[int]], samples: bool = True
+        self,
+        rows: list[tuple[int, int, int, bool]],
+        tables: dict[int, list[int]],
+        samples: bool = True,
+        two_stream: bool = False,
     ) -> StepPlan:
         """A step of rows (slot, start, count, fed by the device), each sampled; `tables` are set before."""
         self._step += 1
@@ -57,6 +61,7 @@ class Driver:
             table_slots=ints(tables), table_first=ints([0] * len(tables)),
             table_counts=ints(len(blocks) for blocks in tables.values()),
             table_blocks=ints(block for blocks in tables.values() for block in blocks),
+            two_stream=two_stream,
         )  # fmt: skip
 
     def run(self, plans: list[StepPlan], in_flight: int = IN_FLIGHT) -> list[float]:

@@ -38,6 +38,7 @@ MAX_NUMBER = 2**53  # of a stream
 MAX_PROCESSORS, MAX_PROCESSOR_CHARS = 8, 4_096  # of one request; a name with its arguments
 MAX_ROW_ERROR_CHARS = 1_000
 MAX_STAGES = 64  # of a pipeline
+MAX_PIECES = 256  # of a step in halves, in its result
 
 _SEED_END = 2**64
 _USUAL = 1_024  # rows: shorter columns of these contents, the usual ones, are compared as bytes
@@ -105,9 +106,17 @@ def _step_result(m: StepResult) -> str:
         return "a duration is negative"
     if m.row_errors and (wrong := _row_errors(m)):
         return wrong
-    if m.pieces and (len(m.pieces) % 3 or _negative(m.pieces) or max(m.pieces[::3]) >= len(PIECE_LANES)):
-        return "a piece of it has no lane, begin or length"
+    if m.pieces and (wrong := _pieces(m.pieces)):
+        return wrong
     return "" if _scores(m) else "its log probabilities do not add up"
+
+
+def _pieces(pieces: Ints) -> str:
+    if len(pieces) > 3 * MAX_PIECES:
+        return f"it has over {MAX_PIECES} pieces"
+    if len(pieces) % 3 or _negative(pieces) or max(pieces[::3]) >= len(PIECE_LANES):
+        return "a piece of it has no lane, begin or length"
+    return ""
 
 
 def _row_errors(m: StepResult) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-# Parts of several GPUs: tp2, tp4, tp8, pp2, pp4, each in a process of its own
+# Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
 
@@ -56,6 +56,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         profile,
         restore,
         rig,
+        spread,
         tp,
     )
 
@@ -75,6 +76,12 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return tp.tp(int(name.removeprefix("tp")), found["limits"], step_tokens)
     if name.startswith("pp"):
         return pp.pp(int(name.removeprefix("pp")), step_tokens)
+    if name.startswith("moe"):
+        return spread.moe(int(name.removeprefix("moe")))
+    if name.startswith("halves"):
+        return spread.halves(int(name.removeprefix("halves")), step_tokens)
+    if name.startswith("experts"):
+        return spread.experts(int(name.removeprefix("experts")), step_tokens)
     if name in ("deterministic", "fp8"):  # two engines: no room for a third
         deterministic.end(found.pop("_built", None))
         part = deterministic.deterministic if name == "deterministic" else fp8.fp8

@@ -15,14 +15,12 @@ from loadtest.gpu.comm_memory import HostMemory
 from loadtest.gpu.comm_model import Talks
 from loadtest.gpu.comm_times import all_say
 from services.executor.collectives import Collectives
+from services.executor.cuda.two_streams import BLOCKS as LIMIT
+from services.executor.cuda.two_streams import MEETING, few_blocks
 from services.executor.exchange import Copies, Memory
 from services.executor.programs import Program
 
 Together = Callable[[Sequence[Program]], list[Tensor]]
-
-LIMIT = 16  # thread blocks of a collective, where it has a limit
-MEETING = 2  # processors that are left for the programs with which copies wait for each other
-
 
 @dataclass(frozen=True, slots=True)
 class How:
@@ -64,7 +62,7 @@ def offered(group: Collectives, device: torch.device, most_bytes: int) -> dict[s
     silent = Silent(group)
     ways = {"off": How(group), "silent": How(silent), "on": How(group)}
     if device.type == "cuda":
-        limited = _limited()
+        limited = few_blocks()
         ways |= {f"on {LIMIT}": How(limited), f"on {LIMIT} spared": How(limited, LIMIT)}
     copies = _copies(group, device, most_bytes) if most_bytes else None
     if copies is not None:
@@ -112,13 +110,6 @@ def _spare(count: int) -> contextlib.AbstractContextManager[None]:
     from services.executor.cuda.spare import spare
 
     return spare(count)
-
-
-def _limited() -> Talks:
-    """Collectives of at most so many thread blocks, on every rank at once."""
-    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = LIMIT
-    return Collectives(distributed.new_group(pg_options=options))
 
 
 def _copies(group: Collectives, device: torch.device, most_bytes: int) -> Copies | None:

@@ -93,6 +93,7 @@ class GroupBackend:
     def warm_up(self) -> None:
         self._members.tell(Do.WARM_UP)
         self._own.warm_up()
+        self._info = replace(self._info, two_stream_tokens=self._own.info.two_stream_tokens)
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._members.tell(for_followers(opened))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,6 +21,13 @@ Talk = Callable[[], object]
 Program = Generator[Talk, None, Tensor]
 Say = Callable[[int, Talk], Callable[[], object]]  # have a program's talk said; wait for it
 Watch = Callable[[int], AbstractContextManager[object]]  # around what a program computes between two talks
+
+
+class Sums(Protocol):
+    """What the ranks of a pass say to each other."""
+
+    def all_reduce(self, x: Tensor) -> object:
+        """`x` becomes the sum over all ranks of their `x`."""
 
 
 def alone(program: Program) -> Tensor:

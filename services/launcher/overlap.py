@@ -81,7 +81,7 @@ def overlap(body: Body, most: int = STEPS) -> Body:
         "took_us": max(piece.end_us for piece in moved),
         "pieces": [asdict(piece) for piece in moved],
         **_hidden(moved),
-        "two_streams": _two_streams([step for step in steps if step["pieces"]], middle_us),
+        "two_streams": _two_streams([step for step in steps if step.get("pieces")], middle_us),
     }
 
 

@@ -4,6 +4,7 @@
     executor e      in flight A:0 | queued ··· forward ████ sample █ returned ·|
                     in flight A:1 |       queued ······ forward ████ sample █ returned ·|
                     waiting for a plan        ░
+                    compute A, comm A, …      of steps in halves, their first pieces
 
 A step occupies the lane `step % window` of its executor from the sending of its plan until its result is
 applied, so the lanes are the micro-batches in flight. Format: "Trace Event Format", Google, 2016.
@@ -14,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from shared.messages.steps import PIECE_LANES
+
 Event = dict[str, Any]
 
 REQUEST_PID = 1
-WAIT_LANE = 99
+HALVES_LANE, WAIT_LANE = 90, 99
 
 
 def timeline(body: dict[str, Any]) -> dict[str, Any]:
@@ -49,12 +52,15 @@ def _request(body: dict[str, Any], origin_us: int) -> Iterator[Event]:
 
 
 def _executor(
-    pid: int, name: str, columns: dict[str, list[int]], window: int, origin_us: int
+    pid: int, name: str, columns: dict[str, list[Any]], window: int, origin_us: int
 ) -> Iterator[Event]:
     yield _name("process_name", pid, 0, f"executor {name}")
     for lane in range(window):
         yield _name("thread_name", pid, lane, f"in flight {lane}")
     yield _name("thread_name", pid, WAIT_LANE, "waiting for a plan")
+    if any(columns.get("pieces", ())):
+        for lane, name in enumerate(PIECE_LANES, HALVES_LANE):
+            yield _name("thread_name", pid, lane, name)
     for row in zip(*columns.values(), strict=True):
         step = dict(zip(columns, row, strict=True))
         place = (pid, step["step"] % window)
@@ -68,6 +74,10 @@ def _executor(
         yield _slice(f"forward {step['step']}", place, start, forwarded, args)
         yield _slice(f"sample {step['step']}", place, forwarded, forwarded + step["sample_us"], args)
         yield _slice("returned", place, end, max(result, end), args)
+        flat = step.get("pieces", ())
+        for lane, from_us, took_us in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+            began = start + from_us
+            yield _slice(PIECE_LANES[lane], (pid, HALVES_LANE + lane), began, began + took_us, args)
         if step["wait_us"]:
             yield _slice("wait", (pid, WAIT_LANE), start - step["wait_us"], start, args)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from plan_maker import PlanMaker, Row
 
-from services.executor.cuda.inputs import Layout, arrange, fill, split_dense, tiles_of
+from services.executor.cuda.inputs import Layout, arrange, fill, samples_of, split_dense, tiles_of
 from services.executor.cuda.slots import STOP_IDS, CudaSlots, advance, end_slots, take
 from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning
-from services.executor.halves import Chunk
+from services.executor.halves import Chunk, split
 from services.executor.sim import SimBackend, SimOptions
 from shared.errors import EngineError
 from shared.messages import Sampling, SlotOpen, ints
@@ -186,3 +186,24 @@ def test_what_another_rank_has_chosen_leaves_the_same_state(slots: CudaSlots) ->
     take(other.choices, [2, 0, 1, 3], ints(ids.tolist()), ints(done.tolist()))
     assert torch.equal(other.words, slots.words)
     assert other.choices.last_tokens.tolist()[:3] == [6, 7, 5]
+
+
+def test_halves_sample_what_the_whole_step_samples(slots: CudaSlots) -> None:
+    made = maker()
+    for slot in range(4):
+        slots.open(opened(slot, list(range(100 * slot, 100 * slot + 60))))
+    made.tables = {slot: [] for slot in range(4)}
+    rows = [Row(0, 60, 1, True, (0,)), Row(1, 0, 50, feeds=(1,)), Row(3, 10, 40, feeds=(3,)), Row(2, 7, 1, feeds=(2,))]
+    plan = made.plan(rows)
+    parts = split(plan, cut=16)
+    assert parts is not None
+    assert list(parts.first.counts) == [1, 47]  # the second row is cut
+    whole = arrange(plan, slots)
+    first, second = arrange(parts.first, slots), arrange(parts.second, slots, apart=False)
+    assert (first.decode_rows, second.decode_rows) == (1, 0)
+    behind = 64
+    tokens = np.full((3, behind + second.tokens), -1)
+    tokens[:, : first.tokens], tokens[:, behind:] = first.columns, second.columns
+    samples = samples_of(first, second, behind, parts.order)
+    assert samples[1:].tolist() == whole.samples[1:].tolist()
+    assert tokens[:, samples[0]].tolist() == whole.columns[:, whole.samples[0]].tolist()

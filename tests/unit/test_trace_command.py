@@ -103,6 +103,18 @@ def test_the_timeline_has_a_lane_for_each_step_in_flight() -> None:
     json.dumps(events)
 
 
+def test_the_timeline_has_the_halves_of_a_step() -> None:
+    steps = {**BODY["steps"]["e"], "pieces": [[0, 0, 500, 2, 500, 400, 1, 500, 600], []]}
+    events = timeline({**BODY, "steps": {"e": steps}})["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2}
+    halves = [e for e in events if 90 <= e["tid"] < 94 and e["ph"] == "X"]
+    slices = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in halves]
+    assert slices == [
+        (90, "compute A", 1_200, 500), (92, "comm A", 1_700, 400), (91, "compute B", 1_700, 600)
+    ]  # fmt: skip
+    assert [names[tid] for tid in range(90, 94)] == ["compute A", "compute B", "comm A", "comm B"]
+
+
 async def scheduler(broker: MemoryBroker, body: dict[str, Any]) -> list[bytes]:
     """Answers every question about a trace with `body`; what it was asked."""
     bus, asked = broker.connect(), list[bytes]()

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +27,12 @@ from services.executor.cuda.plain_rows import PlainRows
 from services.executor.cuda.slots import CudaSlots, advance, end_slots, take
 from services.executor.cuda.tuning import WIDE, device_tuning, row_by_row
 from services.executor.cuda_copies import CudaCopier
+from services.executor.halves import CUT_TOKENS, split
+from services.executor.halving import two_stream_tokens
 from services.executor.host_rows import HostRows
 from services.executor.loading import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.logprobs import logprobs
+from services.executor.pieces import Piece
 from services.executor.ranks import SOLO, Ranks
 from services.executor.sampler import Sampler
 from services.executor.shapes import Shapes
@@ -34,6 +40,9 @@ from services.executor.warm_up import warm_up_steps
 from shared.blocks import blocks_for
 from shared.errors import EngineError, SetupError
 from shared.messages import Ints, SlotOpen, StepPlan, ints
+
+if TYPE_CHECKING:
+    from services.executor.cuda.two_streams import TwoStreams
 
 log = logging.getLogger("headrace.executor")
 
@@ -71,6 +80,13 @@ class CudaBackend:
         }
         self._cache, self._stage = cache, loaded.stage
         self._alone = ranks.size == loaded.stage.count == 1
+        self._ranks = ranks
+        self._streams: TwoStreams | None = None
+        if options.two_stream and ranks.size > 1:
+            from services.executor.cuda.two_streams import two_streams
+
+            self._streams = two_streams(loaded, most, deterministic=options.deterministic)
+        self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: halves are no steps of few rows
         self._slots = CudaSlots(
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
         )
@@ -104,6 +120,8 @@ class CudaBackend:
                 pending = self.forward(plan)
                 if self._stage.last:
                     self.sample(pending)
+        if self._streams is not None:
+            self._info = replace(self._info, two_stream_tokens=two_stream_tokens(self, self._ranks))
         self.reset()
 
     def open_slot(self, opened: SlotOpen) -> None:
@@ -127,21 +145,33 @@ class CudaBackend:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Pending:
-        words = self._slots.take_words(plan)
-        self._cache.copy(plan.copy_from, plan.copy_to)
-        step = arrange(plan, self._slots, apart=self._passes.apart)
-        self._passes.queue(step, words)
+        pieces = self._queue(plan)
         samples = len(plan.sample_slots)
         if not samples:  # nobody waits for ids, but the step lasts until its end
-            return Pending(plan=plan, forwarded=self._host_rows.forwarded(), answer=self._no_ids)
+            forwarded = self._host_rows.forwarded()
+            return Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, pieces=pieces)
         if not self._stage.last:
             return Pending(plan=plan, forwarded=self._host_rows.forwarded())
         if not self._by_torch.isdisjoint(plan.sample_slots):
             logits = self._passes.logits(samples)
-            return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded())
+            return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded(), pieces=pieces)
         answer, ready = self._passes.sample(samples)
         tokens = tuple(self._slots.tokens(slot) for slot in plan.sample_slots)
-        return Pending(plan=plan, forwarded=ready, answer=answer, tokens=tokens)
+        return Pending(plan=plan, forwarded=ready, answer=answer, tokens=tokens, pieces=pieces)
+
+    def _queue(self, plan: StepPlan) -> Callable[[], tuple[Piece, ...]]:
+        """A plan's forward, whole or in halves; what these do when."""
+        words = self._slots.take_words(plan)
+        self._cache.copy(plan.copy_from, plan.copy_to)
+        apart, passes, slots = self._passes.apart, self._passes, self._slots
+        parts = None
+        if plan.two_stream and self._streams is not None and sum(plan.counts) >= self._least:
+            parts = split(plan)
+        if parts is None or self._streams is None:
+            passes.queue(arrange(plan, slots, apart=apart), words)
+            return tuple
+        first, second = arrange(parts.first, slots, apart=apart), arrange(parts.second, slots, apart=False)
+        return passes.queue_halves((first, second), parts.order, words, self._streams).pieces
 
     @torch.inference_mode()
     def sample(self, pending: Pending) -> StepOutput:
@@ -158,7 +188,7 @@ class CudaBackend:
         for known, token, position in zip(pending.tokens, ids, positions, strict=True):
             if token >= 0 and position == len(known):
                 known.append(token)
-        return StepOutput(ids=ints(ids), done=ints(done))
+        return StepOutput(ids=ints(ids), done=ints(done), pieces=pending.pieces())
 
     def _sample_by_torch(self, pending: Pending, positions: list[int]) -> StepOutput:
         slots, logits = list(pending.plan.sample_slots), pending.logits
@@ -183,6 +213,7 @@ class CudaBackend:
             top_logprobs=found.top_values,
             host_us=processed.host_us,
             row_errors=tuple(processed.failures.items()),
+            pieces=pending.pieces(),
         )
 
     def _choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
@@ -230,7 +261,8 @@ class CudaBackend:
         self._computed = self._host_rows.forwarded()
 
     def close(self) -> None:
-        for name in ("_cache", "_slots", "_passes", "_sampler", "_host_rows", "_plain_rows", "_copier"):
+        rows = ("_sampler", "_host_rows", "_plain_rows")
+        for name in ("_cache", "_slots", "_passes", "_streams", *rows, "_copier"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference
 
 

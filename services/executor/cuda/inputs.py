@@ -10,6 +10,7 @@ nobody's slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,6 +99,13 @@ def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> Arranged
         (first[sampled] + counts[sampled] - 1, _numbers(plan.sample_slots), starts[sampled] + counts[sampled])
     )
     return Arranged(tokens, len(decode), columns, chunks, samples)
+
+
+def samples_of(first: Arranged, second: Arranged, behind: int, order: Sequence[int]) -> Words:
+    """The samples of both halves of a step in the `order` of services.executor.halves; the tokens of the second
+    begin `behind` those of the first."""
+    moved = second.samples + np.array([[behind], [0], [0]], dtype=np.int32)
+    return np.concatenate((first.samples, moved), 1)[:, list(order)]
 
 
 def split_dense(chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:

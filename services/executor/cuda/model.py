@@ -10,6 +10,7 @@ reads the device or depends on lengths: a pass of given sizes can be captured in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from services.executor.cuda.shared_logits import SharedLogits, shared_logits
 from services.executor.cuda.tuning import DeviceTuning
 from services.executor.halves import Chunk
 from services.executor.loading import Loaded
+from services.executor.programs import Program, Sums, alone
 from services.executor.ranks import Ranks, Spread
 from services.executor.shapes import Shapes
 from services.executor.shards import gathered_logits
@@ -73,6 +75,17 @@ class CudaModel:
         """What the head reads, of every token: `[tokens, hidden]`, in `out` where it is given. Writes KV. Of
         a stage but the last one, what the stage behind reads; of one but the first, `came` is what the stage
         before gave, and is changed."""
+        return alone(self.program(step, out=out, came=came))
+
+    def program(
+        self,
+        step: ForwardStep,
+        sums: Sums | None = None,
+        out: Tensor | None = None,
+        came: Tensor | None = None,
+    ) -> Program:
+        """The same as a program. With `sums` it is a half of a step: these are all that it says, and other
+        halves may compute meanwhile."""
         eps, layers = self._shapes.norm_eps, self._layers
         layouts = self._tuning.of(len(step.positions))
         if step.decode is not None:
@@ -81,16 +94,16 @@ class CudaModel:
         places, dtype = step.resolved.places, self._embedding.dtype
         placed = Placed(self._rotations, step.positions, places, chained, dtype)
         residual = self._embedding.index_select(0, step.resolved.ids) if came is None else came
-        adding = _Adding(self._ranks, residual, eps, chained=chained)
+        adding = _Adding(self._ranks, sums, residual, eps, chained=chained)
         normed = rms_norm(residual, layers[0].attention_norm, eps, chained=chained)
         for i, layer in enumerate(layers):
             attended = self._attention(i, layer, normed, placed, step)
             part = self._product(attended, layer.out, whole=adding.whole)
-            normed = adding.add(part, layer.mlp_norm, turn=0)
+            normed = yield from adding.add(part, layer.mlp_norm, turn=0)
             end = i + 1 == len(layers)
             norm = self._norm if end else layers[i + 1].attention_norm
             part = self._mlp(layer, normed, adding, chained=chained)
-            normed = adding.add(part, norm, turn=1, out=out if end and self._last else None)
+            normed = yield from adding.add(part, norm, turn=1, out=out if end and self._last else None)
         if self._last:
             return normed
         return residual if out is None else out.copy_(residual)
@@ -135,20 +148,23 @@ class CudaModel:
 class _Adding:
     """How the parts of a pass's sums, one of each rank, are added to its residual, with the norm behind."""
 
-    def __init__(self, ranks: Ranks, residual: Tensor, eps: float, *, chained: bool) -> None:
+    def __init__(
+        self, ranks: Ranks, sums: Sums | None, residual: Tensor, eps: float, *, chained: bool
+    ) -> None:
         rows, row_bytes = len(residual), residual.shape[1] * residual.element_size()
-        boxes = ranks.boxes if isinstance(ranks, Spread) else None
+        boxes = ranks.boxes if isinstance(ranks, Spread) and sums is None else None  # no two use them at once
         self._boxes: Boxes | None = boxes.of(rows, row_bytes) if boxes is not None else None
-        self._ranks, self._residual, self._eps, self._chained = ranks, residual, eps, chained
+        self._sums: Sums = ranks if sums is None else sums
+        self._residual, self._eps, self._chained = residual, eps, chained
         self.whole = ranks.size > 1 and self._boxes is None  # parts must not come in splits
 
-    def add(self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None) -> Tensor:
+    def add(self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None) -> Program:
         """See kernels.rms_norm. `turn` alternates, and ends at 1."""
         boxes, residual, eps, chained = self._boxes, self._residual, self._eps, self._chained
         if boxes is not None:
             return spread_add_rms_norm_(part, residual, Norm(weight, eps, chained), boxes, turn, out)
         if self.whole:
-            part = self._ranks.all_reduce(part)
+            yield functools.partial(self._sums.all_reduce, part)
         return add_rms_norm_(part, residual, weight, eps, out, chained=chained)
 
 

@@ -12,8 +12,10 @@ the last stage samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,21 +33,35 @@ from services.executor.cuda.inputs import (
     Layout,
     Words,
     fill,
+    samples_of,
     split_dense,
     tiles_of,
 )
 from services.executor.cuda.model import CudaModel, ForwardStep
+from services.executor.cuda.pieces import CudaNotes
 from services.executor.cuda.slots import CudaSlots
 from services.executor.cuda.splits import split_room, split_tiles
 from services.executor.cuda.tuning import DeviceTuning
 from services.executor.halves import Chunk
 from services.executor.loading import Loaded
 
+if TYPE_CHECKING:
+    from services.executor.cuda.two_streams import TwoStreams
+
 # Not 224, 448, 576 or 896: the library is slower there than at the next (448 rows: 13.0 ms, 512: 9.5).
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 _TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 _RING = 8  # steps whose inputs or answers may lie in pinned memory at once: more than are ever in flight
 _CHUNKS = 32  # of a mixed graph beside decodes: each may end in a tile that is not full
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a forward reads on the device: the words of its step, and what they resolve to."""
+
+    words: Tensor
+    found: Tensor  # [2, tokens]
+    lengths: Tensor
 
 
 class Passes:
@@ -86,12 +102,12 @@ class Passes:
         self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._ring_free: list[Event | None] = [None] * _RING
         self._turn = 0
-        self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
+        alone = loaded.ranks.size == 1
+        self._inputs = _inputs(words, most + rows, rows, device)
+        self._behind = self._inputs if alone else _inputs(words, most + rows, rows, device)  # of a half
         largest = max([*self.token_buckets, rows])
         self._hidden = torch.zeros(largest, shapes.hidden, dtype=cache.activations, device=device)
         self._came = None if stage.first else torch.zeros_like(self._hidden)  # from the stage before
-        self._found = torch.zeros(2, -(-(most + rows) // 16) * 16, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(max(rows, 1), dtype=torch.int32, device=device)
         self._scratch = scratch(rows, shapes.vocab, device)
         self._chosen = torch.zeros(2, self._samples, dtype=torch.int32, device=device)
         self._answers = [
@@ -112,7 +128,7 @@ class Passes:
         for done, (kind, size) in enumerate(wanted):
             told(done, len(wanted))
             layout = self._layout(kind, size)
-            self._copy(layout, _IDLE, _NO_TILES, (_NO_WORDS, _NO_WORDS))
+            self._copy(layout, _IDLE, _NO_TILES, _UNSET, self._inputs)
             run = self._sample if kind == "sample" else self._forward
             run(layout, size)
             torch.cuda.synchronize()
@@ -134,23 +150,47 @@ class Passes:
         layout = self._layout(kind, size)
         graph = self._graphs.get((kind, size)) if tiles.shape[1] <= layout.tiles or kind == "decode" else None
         if graph is not None:
-            self._copy(layout, step, tiles, words)
+            self._copy(layout, step, tiles, words, self._inputs)
             self._receive(step.tokens, size)
             graph.replay()
             self._send(self._hidden, step.tokens)
             return
-        dense, rest = split_dense(step.chunks) if self._has_dense else ((), step.chunks)
-        tiles = self._tiles(rest)
-        tokens, room = -(-step.tokens // 16) * 16, -(-tiles.shape[1] // 4) * 4
-        layout = Layout(self._samples, tokens, room, split=len(tiles) == SPLIT_COLUMNS)
-        self._copy(layout, step, tiles, words)
-        came = self._receive(step.tokens, tokens)
-        hidden = self._model.hidden(self._step(layout, step.decode_rows, dense), came=came)
+        made = self._prepare(step, words, self._inputs)
+        came = self._receive(step.tokens, len(made.positions))
+        hidden = self._model.hidden(made, came=came)
         if not self._stage.last:
             self._send(hidden, step.tokens)
             return
-        self._hidden[: step.samples.shape[1]] = hidden.index_select(0, self._inputs[: step.samples.shape[1]])
-        self._inputs[: self._samples].copy_(self._range)
+        self._sampled_of(hidden, step.samples.shape[1])
+
+    def queue_halves(
+        self,
+        halves: tuple[Arranged, Arranged],
+        order: Sequence[int],
+        words: tuple[Words, Words],
+        streams: TwoStreams,
+    ) -> CudaNotes:
+        """The same of a step in halves, of which the second has no decode rows; the `order` of their sample
+        rows: see services.executor.halves. What they do when."""
+        first, second = halves
+        samples = samples_of(first, second, _padded(first.tokens), order)
+        made = (
+            self._prepare(replace(first, samples=samples), words, self._inputs),
+            self._prepare(replace(second, samples=_IDLE.samples), _UNSET, self._behind),
+        )
+        notes = CudaNotes()
+        hidden = streams.together([self._model.program(half, streams.sums) for half in made], notes)
+        self._sampled_of(torch.cat(hidden), len(order))
+        return notes
+
+    def _prepare(self, step: Arranged, words: tuple[Words, Words], inputs: _Inputs) -> ForwardStep:
+        """Queue the inputs of a forward that has no graph."""
+        dense, rest = split_dense(step.chunks) if self._has_dense else ((), step.chunks)
+        tiles = self._tiles(rest)
+        room = -(-tiles.shape[1] // 4) * 4
+        layout = Layout(self._samples, _padded(step.tokens), room, split=len(tiles) == SPLIT_COLUMNS)
+        self._copy(layout, step, tiles, words, inputs)
+        return self._step(layout, step.decode_rows, inputs, dense)
 
     def sample(self, count: int) -> tuple[Tensor, Event]:
         """Queue the head and the sampler for the first `count` sample rows of the step queued last. Ids and
@@ -169,7 +209,7 @@ class Passes:
 
     def logits(self, count: int) -> Tensor:
         """Logits `[count, vocab]` in float32 of the first sample rows of the step queued last."""
-        return self._model.logits(self._hidden, self._inputs[:count]).float()
+        return self._model.logits(self._hidden, self._inputs.words[:count]).float()
 
     def _receive(self, tokens: int, rows: int) -> Tensor | None:
         """What the stage before gives for this step, followed by zeros: `[rows, hidden]`."""
@@ -187,9 +227,11 @@ class Passes:
         if tokens and not self._stage.last:
             self._stage.send(hidden[:tokens])
 
-    @property
-    def _range(self) -> Tensor:
-        return torch.arange(self._samples, dtype=torch.int32, device=self._device)
+    def _sampled_of(self, hidden: Tensor, samples: int) -> None:
+        """Have a step's sampled rows where a graph that samples finds them."""
+        words = self._inputs.words
+        self._hidden[:samples] = hidden.index_select(0, words[:samples])
+        torch.arange(self._samples, out=words[: self._samples])
 
     def _tiles(self, chunks: tuple[Chunk, ...]) -> Words:
         return split_tiles(tiles_of(chunks, self._tile), self._splits) if chunks else _NO_TILES
@@ -201,7 +243,9 @@ class Passes:
         tiles = self._splits.entries if split else size // self._tile + min(size, self._ragged)
         return Layout(self._samples, size, -(-tiles // 4) * 4, split)
 
-    def _copy(self, layout: Layout, step: Arranged, tiles: Words, words: tuple[Words, Words]) -> None:
+    def _copy(
+        self, layout: Layout, step: Arranged, tiles: Words, words: tuple[Words, Words], inputs: _Inputs
+    ) -> None:
         """Bring a step's words to the device and set those of the slots."""
         turn, self._turn = self._turn, (self._turn + 1) % _RING
         free = self._ring_free[turn]
@@ -215,42 +259,53 @@ class Passes:
         buffer[begin : begin + count] = words[0]
         buffer[begin + room : begin + room + count] = words[1]
         end = begin + 2 * room
-        move(pinned[:end], self._inputs)
+        move(pinned[:end], inputs.words)
         if count:
             scatter(
-                self._inputs[begin : begin + count], self._inputs[begin + room : begin + room + count],
+                inputs.words[begin : begin + count], inputs.words[begin + room : begin + room + count],
                 self._slots.words,
             )  # fmt: skip
         free = self._ring_free[turn] = Event()  # type: ignore[no-untyped-call]  # torch annotates it not
         free.record()
 
-    def _step(self, layout: Layout, rows: int, dense: tuple[Chunk, ...] = ()) -> ForwardStep:
+    def _step(
+        self, layout: Layout, rows: int, inputs: _Inputs, dense: tuple[Chunk, ...] = ()
+    ) -> ForwardStep:
         """The tensors of a forward over the words of the device, and the launch that resolves them."""
         tokens, at = layout.tokens, layout.token_at
-        found = Resolved(self._found[0, :tokens], self._found[1, :tokens], self._lengths[: max(rows, 1)])
-        state = self._slots.state
-        resolve(self._inputs[at:], state, self._cache.spare, self._cache.block_tokens, found)
-        slots = self._inputs[at : at + tokens]
+        found = Resolved(inputs.found[0, :tokens], inputs.found[1, :tokens], inputs.lengths[: max(rows, 1)])
+        state, words = self._slots.state, inputs.words
+        resolve(words[at:], state, self._cache.spare, self._cache.block_tokens, found)
+        slots = words[at : at + tokens]
         tiles = None
         if layout.tiles:
-            named = self._inputs[layout.tile_at : layout.words].view(layout.tile_columns, -1)
+            named = words[layout.tile_at : layout.words].view(layout.tile_columns, -1)
             split = PrefillSplit(named[4], named[5], named[6], self._parts) if layout.split else None
             tiles = PrefillTiles(named[0], named[1], named[2], named[3], state.tables, split)
         decode = DecodeRows(slots[:rows], found.lengths, state.tables) if rows else None
-        return ForwardStep(found, self._inputs[at + tokens : at + 2 * tokens], decode, tiles, dense)
+        return ForwardStep(found, words[at + tokens : at + 2 * tokens], decode, tiles, dense)
 
     def _forward(self, layout: Layout, size: int) -> None:
         rows = min(size, self._slots.nobody) if self.apart else 0
         came = None if self._came is None else self._came[:size]
-        self._model.hidden(self._step(layout, rows), self._hidden[:size], came)
+        self._model.hidden(self._step(layout, rows, self._inputs), self._hidden[:size], came)
 
     def _sample(self, layout: Layout, size: int) -> None:
-        columns = self._inputs[: layout.token_at].view(3, -1)
+        columns = self._inputs.words[: layout.token_at].view(3, -1)
         logits = self._model.logits(self._hidden, columns[0, :size])
         chosen = Chosen(self._chosen[0], self._chosen[1])
         choose(logits, columns[1], columns[2], self._slots.choices, self._scratch, chosen)
 
 
+def _inputs(words: int, tokens: int, rows: int, device: torch.device) -> _Inputs:
+    zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+    return _Inputs(zeros(words), zeros(2, _padded(tokens)), zeros(max(rows, 1)))
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // 16) * 16
+
+
 _NO_TILES: Words = np.zeros((4, 0), dtype=np.int32)
-_NO_WORDS: Words = np.zeros(0, dtype=np.int32)
+_UNSET: tuple[Words, Words] = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
 _IDLE = Arranged(0, 0, np.zeros((3, 0), dtype=np.int32), (), np.zeros((3, 0), dtype=np.int32))

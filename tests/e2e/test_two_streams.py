@@ -1,0 +1,66 @@
+"""A prompt on two ranks whose step comes in halves: real processes, and what is seen of it from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import nats
+import pytest
+
+from loadtest.otlp_receiver import Received, Receiver
+from tests.e2e.conftest import SMALL_L1, running_up
+
+SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"
+PROMPT = [300 + i * 7919 % 40_000 for i in range(400)]
+RANKS = ("--backend", "torch", "--dtype", "f32", "--device", "cpu/tp2", "--threads", "1")
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.stop()
+
+
+async def ask(url: str, request: str) -> str:
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "request_id": request}
+    nc = await nats.connect(url)
+    answer = json.loads((await nc.request(SUBJECT, json.dumps(body).encode(), timeout=120)).data)
+    await nc.close()
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def common_ns(one: Received, other: Received) -> int:
+    return max(0, min(one.end_ns, other.end_ns) - max(one.start_ns, other.start_ns))
+
+
+def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver: Receiver) -> None:
+    traced = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "100", **SMALL_L1}
+    with running_up(tmp_path, *RANKS, "--overlap", "auto/two_stream", **traced) as up:
+        text = asyncio.run(ask(up.nats_url, "halved"))
+        receiver.wait_for(["halved"], 30)
+        shown = up.run("trace", "halved", "--overlap")
+        assert shown.returncode == 0, shown.stderr
+        found = json.loads(up.run("trace", "halved", "--overlap", "--json").stdout)["two_streams"]
+    assert 0 < found["hidden_comm_us"] <= found["comm_us"]
+    lanes = {piece["lane"] for piece in found["pieces"]}
+    assert lanes == {"compute A", "compute B", "comm A", "comm B"}
+    below = shown.stdout.split(f"step {found['step']} of {found['tokens']} tokens in halves")[1].splitlines()
+    assert [line[:9] for line in below[1:5]] == ["compute A", "compute B", "comm A   ", "comm B   "]
+    assert all(mark in line for mark, line in zip("██▒▒", below[1:5], strict=True))
+
+    steps = [s for s in receiver.spans if s.name.startswith("step ") and s.attributes["tokens"] >= 128]
+    assert {step.attributes["overlap.comm"] for step in steps} == {"two_stream"}
+    pieces = [s for s in receiver.spans if s.parent_id == steps[0].span_id]
+    talks = [s for s in pieces if s.name == "comm A"]
+    computed = [s for s in pieces if s.name == "compute B"]
+    assert any(common_ns(talk, compute) > 0 for talk in talks for compute in computed)
+
+    with running_up(tmp_path / "whole", *RANKS, "--overlap", "auto/off", **SMALL_L1) as up:
+        assert asyncio.run(ask(up.nats_url, "whole")) == text
+        found = json.loads(up.run("trace", "whole", "--overlap", "--json").stdout)
+    assert found["two_streams"] is None
