@@ -22,6 +22,7 @@ from services.executor.programs import Program
 
 Together = Callable[[Sequence[Program]], list[Tensor]]
 
+
 @dataclass(frozen=True, slots=True)
 class How:
     """`spare`: processors that the products leave free."""

@@ -193,7 +193,12 @@ def test_halves_sample_what_the_whole_step_samples(slots: CudaSlots) -> None:
     for slot in range(4):
         slots.open(opened(slot, list(range(100 * slot, 100 * slot + 60))))
     made.tables = {slot: [] for slot in range(4)}
-    rows = [Row(0, 60, 1, True, (0,)), Row(1, 0, 50, feeds=(1,)), Row(3, 10, 40, feeds=(3,)), Row(2, 7, 1, feeds=(2,))]
+    rows = [
+        Row(0, 60, 1, True, (0,)),
+        Row(1, 0, 50, feeds=(1,)),
+        Row(3, 10, 40, feeds=(3,)),
+        Row(2, 7, 1, feeds=(2,)),
+    ]
     plan = made.plan(rows)
     parts = split(plan, cut=16)
     assert parts is not None

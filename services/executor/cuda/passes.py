@@ -268,9 +268,7 @@ class Passes:
         free = self._ring_free[turn] = Event()  # type: ignore[no-untyped-call]  # torch annotates it not
         free.record()
 
-    def _step(
-        self, layout: Layout, rows: int, inputs: _Inputs, dense: tuple[Chunk, ...] = ()
-    ) -> ForwardStep:
+    def _step(self, layout: Layout, rows: int, inputs: _Inputs, dense: tuple[Chunk, ...] = ()) -> ForwardStep:
         """The tensors of a forward over the words of the device, and the launch that resolves them."""
         tokens, at = layout.tokens, layout.token_at
         found = Resolved(inputs.found[0, :tokens], inputs.found[1, :tokens], inputs.lengths[: max(rows, 1)])
