@@ -40,7 +40,7 @@ Answer = tuple[Tensor, list[int]]
 
 def moe(size: int) -> list[dict[str, Any]]:
     """Logits behind prompts, and greedy ids, on one GPU and on several. A token that a rounding routes
-    otherwise is far off, so the median counts, and what differs between one GPU and itself in other company."""
+    otherwise is far off, so the median counts, and how far one GPU is from itself in other company."""
     rows = []
     for name, config in (("tiny", TINY), ("30B-A3B, 6 layers", FEW_LAYERS)):
         one, other = _apart(1, config, (len(PROMPTS), 1))

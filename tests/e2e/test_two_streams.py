@@ -60,6 +60,7 @@ def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver
     computed = [s for s in pieces if s.name == "compute B"]
     assert any(common_ns(talk, compute) > 0 for talk in talks for compute in computed)
 
+    (tmp_path / "whole").mkdir()
     with running_up(tmp_path / "whole", *RANKS, "--overlap", "auto/off", **SMALL_L1) as up:
         assert asyncio.run(ask(up.nats_url, "whole")) == text
         found = json.loads(up.run("trace", "whole", "--overlap", "--json").stdout)

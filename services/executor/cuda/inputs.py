@@ -102,8 +102,8 @@ def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> Arranged
 
 
 def samples_of(first: Arranged, second: Arranged, behind: int, order: Sequence[int]) -> Words:
-    """The samples of both halves of a step in the `order` of services.executor.halves; the tokens of the second
-    begin `behind` those of the first."""
+    """The samples of both halves of a step in the `order` of services.executor.halves; the tokens of the
+    second begin `behind` those of the first."""
     moved = second.samples + np.array([[behind], [0], [0]], dtype=np.int32)
     return np.concatenate((first.samples, moved), 1)[:, list(order)]
 

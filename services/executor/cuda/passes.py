@@ -161,7 +161,7 @@ class Passes:
         if not self._stage.last:
             self._send(hidden, step.tokens)
             return
-        self._sampled_of(hidden, step.samples.shape[1])
+        _keep(hidden, self._hidden[: step.samples.shape[1]], self._inputs.words[: self._samples])
 
     def queue_halves(
         self,
@@ -180,7 +180,7 @@ class Passes:
         )
         notes = CudaNotes()
         hidden = streams.together([self._model.program(half, streams.sums) for half in made], notes)
-        self._sampled_of(torch.cat(hidden), len(order))
+        _keep(torch.cat(hidden), self._hidden[: len(order)], self._inputs.words[: self._samples])
         return notes
 
     def _prepare(self, step: Arranged, words: tuple[Words, Words], inputs: _Inputs) -> ForwardStep:
@@ -226,12 +226,6 @@ class Passes:
     def _send(self, hidden: Tensor, tokens: int) -> None:
         if tokens and not self._stage.last:
             self._stage.send(hidden[:tokens])
-
-    def _sampled_of(self, hidden: Tensor, samples: int) -> None:
-        """Have a step's sampled rows where a graph that samples finds them."""
-        words = self._inputs.words
-        self._hidden[:samples] = hidden.index_select(0, words[:samples])
-        torch.arange(self._samples, out=words[: self._samples])
 
     def _tiles(self, chunks: tuple[Chunk, ...]) -> Words:
         return split_tiles(tiles_of(chunks, self._tile), self._splits) if chunks else _NO_TILES
@@ -298,6 +292,12 @@ class Passes:
 def _inputs(words: int, tokens: int, rows: int, device: torch.device) -> _Inputs:
     zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
     return _Inputs(zeros(words), zeros(2, _padded(tokens)), zeros(max(rows, 1)))
+
+
+def _keep(hidden: Tensor, sampled: Tensor, rows: Tensor) -> None:
+    """Have a step's sampled rows, which `rows` begin with, where a graph that samples finds them."""
+    sampled.copy_(hidden.index_select(0, rows[: len(sampled)]))
+    torch.arange(len(rows), out=rows)
 
 
 def _padded(tokens: int) -> int:
