@@ -40,6 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_llama(tmp_path_factory.mktemp("model") / "tiny", hidden=64, layers=2)
 
 
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that takes longer to compute than its blocks to be copied, on a busy machine, too."""
+    return write_small_llama(tmp_path_factory.mktemp("model") / "tiny", hidden=192, layers=12)
+
+
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     patient(monkeypatch)
@@ -116,10 +122,10 @@ async def test_random_pauses_in_a_batch_of_16(seed: int, mode: str, model: Path)
         assert enough()
 
 
-async def test_a_batch_that_does_not_fit(model: Path) -> None:
+async def test_a_batch_that_does_not_fit(slow_model: Path) -> None:
     """Nobody forces anything: too few blocks, and the usual policies."""
-    async with Tiered.up(model, **{**SIZES, "kv_blocks": 30, "policy": ""}) as pipeline:
-        async with Tiered.up(model, **SIZES, l1="off") as roomy:
+    async with Tiered.up(slow_model, **{**SIZES, "kv_blocks": 30, "policy": ""}) as pipeline:
+        async with Tiered.up(slow_model, **SIZES, l1="off") as roomy:
             calm = await batch(roomy, "calm")
 
         def enough() -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.rms_norm import ref
 from kernels.rms_norm.spread import EMPTY
 from kernels.swiglu import ref as swiglu_ref
+from services.executor import programs
 from services.executor.cuda import shared_logits as logits
 from services.executor.cuda.letter_boxes import LIMIT_BYTES, letter_boxes
 from services.executor.cuda.model import _Adding
@@ -54,9 +55,9 @@ def test_a_short_sum_goes_with_its_norm_and_leaves_the_boxes_empty(alone: Spread
         _normal(WIDTH, seed=2),
     )
     wanted, total = ref.add_rms_norm(part.sum(0), residual, weight, 1e-5)
-    adding = _Adding(alone, residual, 1e-5, chained=False)
+    adding = _Adding(alone, None, residual, 1e-5, chained=False)
     assert not adding.whole
-    torch.testing.assert_close(adding.add(part, weight, turn=0), wanted)
+    torch.testing.assert_close(programs.alone(adding.add(part, weight, turn=0)), wanted)
     torch.testing.assert_close(residual, total)
     assert bool((alone.boxes._memory == EMPTY).all())
 
@@ -70,9 +71,9 @@ def test_long_rows_and_ranks_without_boxes_are_not_for_them(alone: Spread) -> No
     assert boxes.of(1025, 64) is None
     residual, part, weight = _normal(ROWS, WIDTH), _normal(ROWS, WIDTH, seed=1), _normal(WIDTH, seed=2)
     wanted, _ = ref.add_rms_norm(part, residual, weight, 1e-5)
-    adding = _Adding(SOLO, residual, 1e-5, chained=False)
+    adding = _Adding(SOLO, None, residual, 1e-5, chained=False)
     assert not adding.whole, "one rank takes a product in splits"
-    torch.testing.assert_close(adding.add(part, weight, turn=0), wanted)
+    torch.testing.assert_close(programs.alone(adding.add(part, weight, turn=0)), wanted)
 
 
 def test_gpus_that_cannot_map_memory_do_without(

@@ -15,7 +15,7 @@ from services.scheduler.meter import Meter
 pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
 SMALL = Lengths(60, prompt=(32, 256), answer=(64, 768))
-MANY = Lengths(420, prompt=(32, 256), answer=(64, 768))
+MANY = Lengths(480, prompt=(32, 256), answer=(64, 768))
 LATEST, LEAST, SWAP, TIERED = ARMS
 KNOWN = 200  # events, until predictions count
 

@@ -60,6 +60,7 @@ def _on_rank(ranks: Spread, dtype: torch.dtype, splits: int, one_hop_bytes: int)
     from kernels.rms_norm.spread import EMPTY
     from services.executor.cuda import letter_boxes
     from services.executor.cuda.model import _Adding
+    from services.executor.programs import alone
 
     _host_side(ranks)
     letter_boxes.ONE_HOP_BYTES = one_hop_bytes
@@ -69,16 +70,18 @@ def _on_rank(ranks: Spread, dtype: torch.dtype, splits: int, one_hop_bytes: int)
     found, weight = [], torch.linspace(0.5, 1.5, WIDTH).to(dtype)
     for rows in ROWS:
         residual = _start(rows, dtype)
-        adding = _Adding(ranks, residual, 1e-5, chained=False)
+        adding = _Adding(ranks, None, residual, 1e-5, chained=False)
         assert not adding.whole
         for call in range(CALLS):
             x = _parts(ranks.rank, rows, call, splits, dtype)
-            found.append(adding.add(x, weight, turn=call % 2))
+            found.append(alone(adding.add(x, weight, turn=call % 2)))
         short = rows * WIDTH * dtype.itemsize <= one_hop_bytes
         found.append(residual if short else residual[ranks.rank :: ranks.size])
     ranks.exchange(None)  # all are through
     assert bool((ranks.boxes._memory == EMPTY).all()), "a letter is left"
-    too_long = _Adding(ranks, torch.zeros(letter_boxes.LIMIT_BYTES // WIDTH, WIDTH), 1e-5, chained=False)
+    too_long = _Adding(
+        ranks, None, torch.zeros(letter_boxes.LIMIT_BYTES // WIDTH, WIDTH), 1e-5, chained=False
+    )
     assert too_long.whole, "a sum and a norm apart"
     return found
 
