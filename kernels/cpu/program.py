@@ -18,7 +18,7 @@ import numpy as np
 from kernels.cpu.machine import after, call_at, i64_at
 from kernels.cpu.team import Call, Kernel, openmp, team_size
 
-_WIDTH = 24  # numbers of a call: three lines of the cache, of which only one thread's first is written
+_WIDTH = 24  # numbers of a call: whole lines of the cache, so that who takes work of one disturbs no other
 
 
 def _run(p: Any) -> None:

@@ -78,13 +78,14 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> Batch:
         """The batch of a plan whose table deltas are applied. Raises EngineError for a slot not open."""
         slots, starts, counts = (np.array(c, dtype=np.int64) for c in (plan.slots, plan.starts, plan.counts))
-        order, ranks = self._order(starts, counts)
+        by_token = self._deterministic or self._ragged
+        order, ranks = (np.arange(len(counts)), counts[:0]) if by_token else self._order(starts, counts)
         first = np.empty_like(counts)
         first[order] = np.cumsum(counts[order]) - counts[order]
         row = np.repeat(order, counts[order])
         positions = starts[row] + np.arange(len(row)) - first[row]
         padding = -len(row) % ROW_TILE if self._deterministic else 0
-        if self._deterministic or self._ragged:
+        if by_token:
             each = np.arange(len(row))  # alone: how a prompt was cut would show in the last bits
             alike = np.zeros_like(each) if self._ragged else each
             decode, prefill = self._decode(slots[row], positions, each, alike), order[:0]

@@ -127,7 +127,6 @@ class Model:
     def _attention(
         self, index: int, layer: Layer, x: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
-        shapes = self._shapes
         shapes, heads = self._shapes, self._shapes.heads
         each = layer.qkv(x).view(len(x), -1, shapes.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:

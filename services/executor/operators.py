@@ -34,7 +34,7 @@ log = logging.getLogger("headrace.executor")
 class Operators(Protocol):
     """See the torch functions of the same names for what they do."""
 
-    ragged: bool  # decode rows of any lengths go into one group
+    ragged: bool  # tokens of decode rows and of chunks go into one group, whatever their lengths
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """May put the sum into `residual`."""

@@ -17,7 +17,7 @@ From the stamps of each step, executor's and scheduler's, by wall clock. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -94,12 +94,7 @@ def draw(found: Body, width: int) -> list[str]:
         f"{', '.join(found['modes'])}, {took_us / 1000:.2f} ms",
         "",
     ]
-    for lane in LANES:
-        row = [" "] * columns
-        for piece in found["pieces"]:
-            if piece["lane"] == lane:
-                _mark(row, piece, took_us)
-        lines.append(f"{lane:<{LABEL}}{''.join(row)}".rstrip())
+    lines += _rows(LANES, found["pieces"], columns, took_us)
     busy, host, transport = found["device_busy_us"], found["host_us"], found["transport_us"]
     return [
         *lines,
@@ -110,6 +105,16 @@ def draw(found: Body, width: int) -> list[str]:
         f"{_share(found['hidden_transport_us'], transport)} of the transport's {transport / 1000:.2f} ms",
         *_draw_streams(found["two_streams"], columns),
     ]
+
+
+def _rows(lanes: Sequence[str], pieces: Sequence[Body], columns: int, took_us: int) -> Iterator[str]:
+    """A line for each lane."""
+    for lane in lanes:
+        row = [" "] * columns
+        for piece in pieces:
+            if piece["lane"] == lane:
+                _mark(row, piece, took_us)
+        yield f"{lane:<{LABEL}}{''.join(row)}".rstrip()
 
 
 def _two_streams(halved: list[Body], middle_us: int) -> Body | None:
@@ -142,12 +147,7 @@ def _draw_streams(found: Body | None, columns: int) -> list[str]:
         "",
         f"step {found['step']} of {found['tokens']} tokens in halves, its first {took_us / 1000:.2f} ms",
     ]
-    for lane in PIECE_LANES:
-        row = [" "] * columns
-        for piece in found["pieces"]:
-            if piece["lane"] == lane:
-                _mark(row, piece, took_us)
-        lines.append(f"{lane:<{LABEL}}{''.join(row)}".rstrip())
+    lines += _rows(PIECE_LANES, found["pieces"], columns, took_us)
     hidden = _share(found["hidden_comm_us"], found["comm_us"])
     return [*lines, "", f"the ranks talk {found['comm_us'] / 1000:.2f} ms of it, {hidden} under compute"]
 
