@@ -6,11 +6,13 @@ it from memory. The functions below are a few instructions each and are compiled
 
 from __future__ import annotations
 
+from time import CLOCK_MONOTONIC
 from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Sums may be reordered, which vectors need; a division by zero raises nothing, which vectors need, too.
@@ -55,6 +57,20 @@ def call_at(typing: Any, address: types.Type, pointer: types.Type) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, pointer), generate
+
+
+@intrinsic
+def clock_ns(typing: Any, address: types.Type) -> Any:
+    """The monotonic clock, by the `clock_gettime` at `address`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))  # seconds, nanoseconds
+        kind = ir.FunctionType(_I32, [_I32, spec.type])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [ir.Constant(_I32, CLOCK_MONOTONIC), spec])
+        seconds, rest = (builder.extract_value(builder.load(spec), place) for place in (0, 1))
+        return builder.add(builder.mul(seconds, ir.Constant(_I64, 10**9)), rest)
+
+    return types.int64(types.int64), generate
 
 
 @intrinsic
