@@ -8,8 +8,8 @@ into a table first,
 and each thread of torch's team goes through it, waiting for the others behind every call.
 
 The team has all cores, so what sends the last tokens would wait until Linux takes one back, at its next tick
-(4 ms). Therefore a thread offers its core every EVERY_NS. Where it comes back late, as something else computes,
-too, nothing is offered for BACK_OFF_NS: who yields gives up a time slice (Linux 6.18), and would get few.
+(4 ms). Therefore a thread offers its core every EVERY_NS. Where it comes back late, as others compute, too,
+nothing is offered for BACK_OFF_NS: who yields gives up a time slice (Linux 6.18), and would get few.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls in machine code, one after the other: a computing thread offers its core to others, by a clock of ours."""
+"""Calls in machine code, one after the other: when a computing thread offers its core to others."""
 
 from __future__ import annotations
 
