@@ -33,6 +33,7 @@ def _pointer(element: types.Type, code: ir.Type) -> Any:
 
 bf16_at = _pointer(types.uint16, _I16)  # address -> pointer
 i8_at = _pointer(types.int8, ir.IntType(8))
+i32_at = _pointer(types.int32, _I32)
 f32_at = _pointer(types.float32, _F32)
 i64_at = _pointer(types.int64, _I64)
 
@@ -118,13 +119,14 @@ def widen(typing: Any, value: types.Type) -> Any:
 
 
 @intrinsic
-def upper(typing: Any, value: types.Type) -> Any:
-    """The upper half of a float32: it, as bfloat16, if the rest is zeros, as of integers up to 256."""
+def nearest(typing: Any, value: types.Type) -> Any:
+    """The integer nearest to a float32, ties to even."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.trunc(builder.lshr(builder.bitcast(args[0], _I32), ir.Constant(_I32, 16)), _I16)
+        whole = builder.call(builder.module.declare_intrinsic("llvm.rint", [_F32]), args)
+        return builder.fptosi(whole, _I32)
 
-    return types.uint16(types.float32), generate
+    return types.int32(types.float32), generate
 
 
 @intrinsic

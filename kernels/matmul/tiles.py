@@ -27,8 +27,8 @@ class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
         return "bfloat"
 
 
-_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_SUMS, _WORDS, _HALVES = (ir.VectorType(each, LANES) for each in (_F32, _I32, _I16))
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_SUMS = ir.VectorType(_F32, LANES)
 _PAIRS, _NARROW = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
 
 
@@ -38,41 +38,16 @@ class _Pairs:
     columns = 2
 
     def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
-        return _load(builder, panel, part * 2 * LANES, _PAIRS)
+        return load(builder, panel, part * 2 * LANES, _PAIRS)
 
     def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
-        return builder.bitcast(spread(builder, _load(builder, x, column, _I32)), _PAIRS)
+        return builder.bitcast(spread(builder, load(builder, x, column, _I32)), _PAIRS)
 
     def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, sums, matrix, x)
 
     def store(self, builder: ir.IRBuilder, sums: Any, out: Any) -> None:
-        builder.store(builder.fptrunc(sums, _NARROW), builder.bitcast(out, _NARROW.as_pointer()), align=2)
-
-
-class _Bytes(_Pairs):
-    """`x` in bfloat16, a panel of int8: both are widened to float32."""
-
-    def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
-        words = builder.zext(_load(builder, panel, part * 2 * LANES, _HALVES), _WORDS)
-        found = []
-        for left in (24, 16):  # the first column is the lower byte
-            byte = builder.ashr(builder.shl(words, _words(left)), _words(24))
-            found.append(builder.sitofp(byte, _SUMS))
-        return found
-
-    def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
-        found = []
-        for offset in range(2):
-            half = _load(builder, x, builder.add(column, _number(offset)), _I16)
-            word = builder.shl(builder.zext(half, _I32), ir.Constant(_I32, 16))
-            found.append(spread(builder, builder.bitcast(word, _F32)))
-        return found
-
-    def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
-        for column, number in zip(matrix, x, strict=True):
-            sums = call(builder, "llvm.fma.v16f32", _SUMS, column, number, sums)
-        return sums
+        store_bf16(builder, sums, out)
 
 
 class _Floats:
@@ -81,10 +56,10 @@ class _Floats:
     columns = 1
 
     def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
-        return _load(builder, panel, part * LANES, _SUMS)
+        return load(builder, panel, part * LANES, _SUMS)
 
     def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
-        return spread(builder, _load(builder, x, column, _F32))
+        return spread(builder, load(builder, x, column, _F32))
 
     def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
         return call(builder, "llvm.fma.v16f32", _SUMS, matrix, x, sums)
@@ -93,44 +68,39 @@ class _Floats:
         builder.store(sums, builder.bitcast(out, _SUMS.as_pointer()), align=4)
 
 
-_KINDS: dict[Any, _Pairs | _Floats] = {
-    types.float32: _Floats(),
-    types.uint16: _Pairs(),
-    types.int8: _Bytes(),
-}  # by a panel's elements
+_KINDS: dict[Any, _Pairs | _Floats] = {types.float32: _Floats(), types.uint16: _Pairs()}  # by elements
 
 
 def tile_of(rows: int) -> Any:
     """See the function in it."""
 
     @intrinsic
-    def tile(typing: Any, x: Any, width: Any, panel: Any, scales: Any, out: Any, height: Any) -> Any:
-        """The product of `rows` rows at `x` with a panel, times `scales` of its rows unless None, into `out`,
-        where rows are `height` apart."""
-        return types.void(x, width, panel, scales, out, height), _generator(rows, _KINDS[panel.dtype])
+    def tile(typing: Any, x: Any, width: Any, panel: Any, out: Any, height: Any) -> Any:
+        """The product of `rows` rows at `x` with a panel, into `out`, where rows are `height` apart."""
+        return types.void(x, width, panel, out, height), _generator(rows, _KINDS[panel.dtype])
 
     return tile
 
 
 def _generator(rows: int, kind: _Pairs | _Floats) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, width, panel, scales, out, height = args
-        lines = [builder.gep(x, [builder.mul(width, _number(row))]) for row in range(rows)]
+        x, width, panel, out, height = args
+        lines = [builder.gep(x, [builder.mul(width, number(row))]) for row in range(rows)]
         entry, loop = builder.block, builder.append_basic_block("columns")
         behind = builder.append_basic_block("sums")
         builder.branch(loop)
         builder.position_at_end(loop)
         column = builder.phi(_I64)
         sums = [[builder.phi(_SUMS) for _ in range(_WIDE)] for _ in range(rows)]
-        at = builder.gep(panel, [builder.mul(column, _number(PANEL))])
+        at = builder.gep(panel, [builder.mul(column, number(PANEL))])
         matrix = [kind.read(builder, at, part) for part in range(_WIDE)]
         found = []
         for line, own in zip(lines, sums, strict=True):
-            number = kind.spread(builder, line, column)
-            found.append([kind.multiply(builder, *each, number) for each in zip(own, matrix, strict=True)])
-        following = builder.add(column, _number(kind.columns))
+            own_x = kind.spread(builder, line, column)
+            found.append([kind.multiply(builder, *each, own_x) for each in zip(own, matrix, strict=True)])
+        following = builder.add(column, number(kind.columns))
         builder.cbranch(builder.icmp_signed("<", following, width), loop, behind)
-        column.add_incoming(_number(0), entry)
+        column.add_incoming(number(0), entry)
         column.add_incoming(following, loop)
         for own, ends in zip(sums, found, strict=True):
             for each, end in zip(own, ends, strict=True):
@@ -139,23 +109,24 @@ def _generator(rows: int, kind: _Pairs | _Floats) -> Callable[..., Any]:
         builder.position_at_end(behind)
         for row, ends in enumerate(found):
             for part, end in enumerate(ends):
-                target = builder.add(builder.mul(height, _number(row)), _number(part * LANES))
-                if signature.args[3] != types.none:
-                    end = builder.fmul(end, _load(builder, scales, part * LANES, _SUMS))
+                target = builder.add(builder.mul(height, number(row)), number(part * LANES))
                 kind.store(builder, end, builder.gep(out, [target]))
         return context.get_dummy_value()
 
     return generate
 
 
-def _number(value: int) -> Any:
+def store_bf16(builder: ir.IRBuilder, sums: Any, out: Any) -> None:
+    """Store LANES sums, rounded."""
+    builder.store(builder.fptrunc(sums, _NARROW), builder.bitcast(out, _NARROW.as_pointer()), align=2)
+
+
+def number(value: int) -> Any:
+    """An index."""
     return ir.Constant(_I64, value)
 
 
-def _words(value: int) -> Any:
-    return ir.Constant(_WORDS, [value] * LANES)
-
-
-def _load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
-    at = builder.gep(pointer, [_number(offset) if isinstance(offset, int) else offset])
+def load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
+    """A `kind` that begins `offset` elements behind `pointer`."""
+    at = builder.gep(pointer, [number(offset) if isinstance(offset, int) else offset])
     return builder.load(builder.bitcast(at, kind.as_pointer()), align=1)

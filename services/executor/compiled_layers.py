@@ -5,14 +5,14 @@ Started one by one from Python, the 270 kernels of a decode step of a 135M model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from kernels.cpu import program
 from kernels.cpu.team import Call, Number
-from kernels.matmul.panels import product_call
+from kernels.matmul.panels import Matrix
 from kernels.paged_attention.cpu import decode_call
 from kernels.rms_norm.cpu import norm_call
 from kernels.rope.cpu import rotation_call
@@ -63,14 +63,14 @@ class CompiledLayers:
         (group,) = batch.decode
         starts = self._order * kv.stride(1)
         calls = (
-            by_qkv.call(normed, qkv),
+            *by_qkv.calls(normed, qkv),
             rotation_call(heads, rotation, kv, rows, shapes.heads),
             decode_call(query, kv, starts, group.tables, group.lengths, attended),
-            by_out.call(attended.view(tokens, -1), added),
+            *by_out.calls(attended.view(tokens, -1), added),
             norm_call(added, residual, self._mlp_norms, shapes.norm_eps, normed),
-            by_gate_up.call(normed, gate_up),
+            *by_gate_up.calls(normed, gate_up),
             swiglu_call(gate_up, gated),
-            by_down.call(gated, added),
+            *by_down.calls(gated, added),
             norm_call(added, residual, self._next_norms, shapes.norm_eps, normed),
         )
         program.run(calls, len(self._order))
@@ -80,25 +80,23 @@ class CompiledLayers:
 class _Product:
     """The same product in every layer."""
 
-    def __init__(self, products: Sequence[PanelProduct]) -> None:
-        self._like = products[0].matrix
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self._like = matrices[0]
         self.height = self._like.height
-        self._panels = _addresses([product.matrix.panels for product in products])
-        scales = [product.matrix.scales for product in products]
-        self._scales: Number = _addresses([each for each in scales if each is not None])
-        if self._like.scales is None:
-            self._scales = 0
+        by_layer = [matrix.parts for matrix in matrices]
+        self._parts = [_addresses(of_all) for of_all in zip(*by_layer, strict=True)]
 
-    def call(self, x: Tensor, out: Tensor) -> Call:
-        return product_call(x, self._like, self._panels, self._scales, out)
+    def calls(self, x: Tensor, out: Tensor) -> tuple[Call, ...]:
+        return self._like.calls(x, out, self._parts)
 
 
 def _together(products: Sequence[Linear]) -> _Product | None:
-    compiled = [product for product in products if isinstance(product, PanelProduct)]
-    return _Product(compiled) if len(compiled) == len(products) else None
+    matrices = [product.matrix for product in products if isinstance(product, PanelProduct)]
+    alike = len({type(matrix) for matrix in matrices}) == 1
+    return _Product(matrices) if alike and len(matrices) == len(products) else None
 
 
-def _addresses(tensors: Sequence[Tensor]) -> Number:
+def _addresses(tensors: Iterable[Tensor]) -> Number:
     return np.array([each.data_ptr() for each in tensors], np.int64)
 
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kernels.matmul.cpu import few_rows
-from kernels.matmul.panels import Panels, can_multiply, multiply, pack, quantise
+from kernels.matmul.int8 import can_quantise, quantise
+from kernels.matmul.panels import Matrix, can_multiply, multiply, pack
 
 if TYPE_CHECKING:
     from services.executor.linear import Linear
@@ -31,7 +32,7 @@ _FEW_ROWS = 2  # up to here reading the plain matrix is quicker than a library's
 class PanelProduct:
     """The product with a matrix in panels."""
 
-    def __init__(self, matrix: Panels) -> None:
+    def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -39,11 +40,11 @@ class PanelProduct:
 
 
 def in_panels(weight: Tensor, *, int8: bool = False) -> PanelProduct | None:
-    """The product with `weight` `[out, in]`, of which a copy is kept, perhaps in int8; None where this CPU or
-    the shape is not made for it."""
-    if not can_multiply(weight):
-        return None
-    return PanelProduct(quantise(weight) if int8 else pack(weight))
+    """The product with `weight` `[out, in]`, of which a copy is kept, in int8 where that is wanted and the
+    shape is made for it; None where this CPU or the shape is not made for panels."""
+    if int8 and can_quantise(weight):
+        return PanelProduct(quantise(weight))
+    return PanelProduct(pack(weight)) if can_multiply(weight) else None
 
 
 def by_rows(weight: Tensor, many_rows: Linear) -> Linear:

@@ -167,8 +167,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name == "int8":
-        if device.type != "cpu" or not kernels.cpu.has("avx512bf16"):
-            raise SetupError("dtype int8 is for CPUs with AVX-512 BF16; use bf16")
+        if device.type != "cpu" or not kernels.cpu.has(*kernels.cpu.INT8):
+            raise SetupError("dtype int8 is for CPUs with AVX-512 BF16 and VNNI; use bf16")
         return torch.bfloat16
     if name not in _DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join(_DTYPES)}, int8")

@@ -13,7 +13,7 @@ import kernels.cpu
 from kernels.cpu import team
 from services.executor.torch_backend import TorchBackend, TorchOptions, build
 
-NEEDS = {"f32": "avx512f", "bf16": "avx512bf16", "int8": "avx512bf16"}
+NEEDS = {"f32": ("avx512f",), "bf16": ("avx512bf16",), "int8": kernels.cpu.INT8}
 WIDE = 70  # tokens: several tiles of rows, several pieces of every kernel
 
 
@@ -47,11 +47,11 @@ def logits(backend: TorchBackend) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 def test_they_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
-    if dtype == "int8" and not kernels.cpu.has(NEEDS[dtype]):
+    if dtype == "int8" and not kernels.cpu.has(*NEEDS[dtype]):
         return  # refused at the start: see test_weights_hf
     backend = engine("llama", tmp_path, dtype)
     at_once = logits(backend)
-    assert (backend._model._in_one is not None) == kernels.cpu.has(NEEDS[dtype])
+    assert (backend._model._in_one is not None) == kernels.cpu.has(*NEEDS[dtype])
     backend.reset()
     backend._model._in_one = None
     assert at_once.equal(logits(backend))

@@ -10,7 +10,7 @@ import kernels.cpu
 from kernels.cpu import team
 from kernels.kv_blocks import write_kv, write_rows
 from kernels.matmul import cpu as matmul
-from kernels.matmul import panels
+from kernels.matmul import int8, panels
 from kernels.paged_attention import cpu as attention
 from kernels.paged_attention import ref as attention_ref
 from kernels.rms_norm import cpu as norm
@@ -137,10 +137,32 @@ def test_products_in_panels(rows: int, height: int) -> None:
     if kernels.cpu.has("avx512bf16"):
         found = panels.multiply(x, panels.pack(weight))
         assert far(found, x.double() @ weight.double().t()) <= 1
-        scales = weight.float().abs().amax(1, keepdim=True) / 127
-        kept = (weight.float() / scales).round().double() * scales
-        found = panels.multiply(x, panels.quantise(weight))
-        assert far(found, x.double() @ kept.t()) <= 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 21])
+@pytest.mark.parametrize("height", [48, 131])
+def test_products_of_bytes(rows: int, height: int) -> None:
+    if not kernels.cpu.has(*kernels.cpu.INT8):
+        return  # nothing calls them then: see test_int8_is_for_shapes_of_whole_blocks
+    x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(height, 96).bfloat16()
+    x[0, :32] = 0  # a block without a largest number
+    x[-1, 40] = 1_000  # alone in its block
+    scales = weight.float().abs().amax(1, keepdim=True) / 127
+    matrix = (weight.float() / scales).round().double() * scales
+    blocks = x.float().view(rows, 3, 32)
+    of_x = blocks.abs().amax(2, keepdim=True) / 127
+    rounded = (blocks / of_x.clamp(min=1e-30)).round().double() * of_x
+    found = panels.multiply(x, int8.quantise(weight))
+    assert far(found, rounded.view(rows, 96) @ matrix.t()) <= 1
+    assert found.equal(torch.cat([panels.multiply(row[None], int8.quantise(weight)) for row in x]))
+
+
+def test_int8_is_for_shapes_of_whole_blocks() -> None:
+    whole = torch.empty(48, 64, dtype=torch.bfloat16)
+    assert int8.can_quantise(whole) == kernels.cpu.has(*kernels.cpu.INT8)
+    assert not int8.can_quantise(whole[:47])
+    assert not int8.can_quantise(whole[:, :48])
+    assert not int8.can_quantise(whole.float())
 
 
 def test_panels_are_for_shapes_and_dtypes_that_they_fit() -> None:
