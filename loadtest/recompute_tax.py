@@ -90,7 +90,7 @@ def _simulated(args: argparse.Namespace) -> Report:
         "recompute_tax", "Recompute tax, simulated", text + SIMULATED, _command(args), HEAD, kind="sim"
     )
     at = [p for p in points(lengths, simulated.SLOTS, BLOCK_TOKENS) if p.pool_pm in args.pools]
-    wanted = [(point, arm) for point in at for arm in _arms(args.greedy)]
+    wanted = [(point, arm) for point in at for arm in arms_of(greedy=args.greedy)]
     table(report, wanted, lambda point, arm: simulated.outcome(lengths, point, arm), args.out)
     return report
 
@@ -106,7 +106,7 @@ def _real(args: argparse.Namespace) -> Report:
     wanted = [
         (point, arm)
         for point in at
-        for arm in _arms(args.greedy)
+        for arm in arms_of(greedy=args.greedy)
         if point.l1 == QUARTER or arm.policy.startswith("tier=tiered")
     ]
     table(
@@ -123,7 +123,7 @@ def _in_turn(args: argparse.Namespace) -> Report:
     name = "recompute_tax_in_turn"
     report = Report(name, "Recompute tax, arms in turn", text + GREEDY * args.greedy, _command(args), HEAD)
     at = [p for p in points(lengths, size.slots, measured.BLOCK_TOKENS) if p.pool_pm in args.pools]
-    arms = [_arms(args.greedy)[ONLY.index(short)] for short in args.only]
+    arms = [arms_of(greedy=args.greedy)[ONLY.index(short)] for short in args.only]
     report.data["runs"] = runs = list[dict[str, object]]()
     for turn in range(args.rounds):
         for point, arm in ((p, a) for p in at if p.l1 == QUARTER for a in arms):
@@ -135,7 +135,8 @@ def _in_turn(args: argparse.Namespace) -> Report:
     return report
 
 
-def _arms(greedy: bool) -> list[Arm]:
+def arms_of(*, greedy: bool) -> list[Arm]:
+    """The arms; `greedy`: with admission that leaves nothing for growth."""
     return [replace(arm, policy=arm.policy + ",kv=greedy" * greedy) for arm in ARMS]
 
 

@@ -92,11 +92,11 @@ async def overload(fleet: Served) -> dict[str, Any]:
     }
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, config: dict[str, Any]) -> None:
     """Shapes, and a vocabulary in which every id has a text."""
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (folder / "config.json").write_text(json.dumps(config))
     tokens = [*ByteLevel.alphabet()]
-    tokens += [f"t{i}" for i in range(len(tokens), LLAMA_8B["vocab_size"])]
+    tokens += [f"t{i}" for i in range(len(tokens), config["vocab_size"])]
     tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -164,7 +164,7 @@ async def measure(asked: argparse.Namespace) -> None:
     out: Path | None = asked.out
     sizes = [int(size) for size in asked.step_tokens.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder))
+        write_model(Path(folder), LLAMA_8B)
         bench = Bench(folder, asked.chat_modes.split(","))
         for part in asked.parts.split(","):
             found |= await bench.part(part, sizes)

@@ -57,12 +57,12 @@ def moe(size: int) -> list[dict[str, Any]]:
 
 def halves(size: int, step_tokens: int) -> dict[str, Any]:
     """A dense 8B."""
-    return _halves(llama_8b(step_tokens, LLAMA_8B, size))
+    return _halves(llama_8b(step_tokens, LLAMA_8B, size, overlap_comm="two_stream"))
 
 
 def experts(size: int, step_tokens: int) -> dict[str, Any]:
     """Qwen3-30B-A3B."""
-    return _halves(llama_8b(step_tokens, QWEN3_30B_A3B, size))
+    return _halves(llama_8b(step_tokens, QWEN3_30B_A3B, size, overlap_comm="two_stream"))
 
 
 def _far(one: Tensor, other: Tensor) -> dict[str, float]:
@@ -115,8 +115,9 @@ def _halves(built: Built) -> dict[str, Any]:
     since = backend.info.two_stream_tokens
     found: dict[str, Any] = {
         "ranks": built.ranks, "load_s": built.load_s, "warm_up_s": built.warm_up_s,
-        "crossover": None if since == NEVER else since, "sizes": [],
+        "crossover": None if since == NEVER else since, "alike": _alike(built), "sizes": [],
     }  # fmt: skip
+    print("alike", found["alike"], flush=True)
     for tokens in (size for size in SIZES if size <= backend.info.max_step_tokens):
         taken: dict[bool, list[float]] = {False: [], True: []}
         _once(built, tokens, False)
@@ -135,6 +136,29 @@ def _halves(built: Built) -> dict[str, Any]:
         print("halves", {key: value for key, value in row.items() if key != "all_ms"}, flush=True)
     backend.close()
     return found
+
+
+def _alike(built: Built) -> dict[str, float]:
+    """How far a step of prompts in halves is from the same one whole, and the step of their first decodes
+    beside other prompts."""
+    backend, lengths, later = built.backend, PROMPTS[:20], PROMPTS[20:40]
+    found = []
+    for halved in (False, True):
+        driver, draw, logits = Driver(backend), random.Random(5), []
+        opened = [
+            driver.open_with(slot, draw.choices(range(1000), k=length), length + 2, logprobs=1)
+            for slot, length in enumerate((*lengths, *later))
+        ]
+        prompts = [(slot, 0, length, False) for slot, length in enumerate((*lengths, *later))]
+        decodes = [(slot, length, 1, True) for slot, length in enumerate(lengths)]
+        for rows, tables in ((prompts[:20], opened[:20]), ([*decodes, *prompts[20:]], opened[20:])):
+            pending = backend.forward(driver.plan(rows, dict(tables), two_stream=halved))
+            assert pending.logits is not None, "a row that asks for log probabilities is sampled in torch"
+            logits.append(pending.logits.float().cpu())
+            backend.sample(pending)
+        driver.close()
+        found.append(torch.cat(logits))
+    return _far(found[0], found[1])
 
 
 def _once(built: Built, tokens: int, halved: bool) -> tuple[float, StepOutput]:

@@ -38,20 +38,29 @@ def size_of(requests: int, threads: int) -> Size:
     return Size(Lengths(requests, prompt=(24, 72), answer=(12, 52)), slots=64, threads=threads)
 
 
-async def outcome(size: Size, lengths: list[tuple[int, int]], point: Point, arm: Arm) -> Outcome:
-    """One run on a fleet of its own."""
+def settings_of(size: Size, point: Point, arm: Arm) -> dict[str, str]:
+    """Those of the fleet of a run, as its environment."""
     l1_bytes = point.l1_blocks * BLOCK_TOKENS * KV_TOKEN_BYTES
-    settings = env_of(
+    return real_env(size.threads) | env_of(
         kv_blocks=point.pool_blocks, block_tokens=BLOCK_TOKENS, slots=size.slots, policy=arm.policy,
         max_context=point.pool_blocks * BLOCK_TOKENS, slo=PATIENT, request_timeout_s=PATIENCE_S,
         l1=max(1, round(l1_bytes / PAGE_BYTES)) if arm.tiers else "off",
     )  # fmt: skip
-    async with served(real_env(size.threads) | settings) as fleet:
+
+
+async def latencies_of(fleet: Served, lengths: list[tuple[int, int]]) -> list[float]:
+    """All requests at once; how long each took, in seconds, the least first."""
+    return sorted(await asyncio.gather(*(_one(fleet, body) for body in bodies(lengths))))
+
+
+async def outcome(size: Size, lengths: list[tuple[int, int]], point: Point, arm: Arm) -> Outcome:
+    """One run on a fleet of its own."""
+    async with served(settings_of(size, point, arm)) as fleet:
         await fleet.all(warming())
         before = await _counted(fleet)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        latencies = sorted(await asyncio.gather(*(_one(fleet, body) for body in bodies(lengths))))
+        latencies = await latencies_of(fleet, lengths)
         took_s = loop.time() - began_s
         after = await _counted(fleet)
         tiers = (await fleet.measured())["tiers"]
@@ -62,7 +71,7 @@ async def outcome(size: Size, lengths: list[tuple[int, int]], point: Point, arm:
         preemptions=int(moved["preemptions"]),
         moved_bytes=int(moved["moved_bytes"]),
         tok_s=sum(answer for _, answer in lengths) / took_s,
-        latency_s=(_rank(latencies, 50), _rank(latencies, 99)),
+        latency_s=(rank(latencies, 50), rank(latencies, 99)),
         makespan_s=took_s,
         device_s=moved["device_us"] / 1e6,
         counted=tiers,
@@ -112,5 +121,6 @@ async def _counted(fleet: Served) -> dict[str, float]:
     }
 
 
-def _rank(ordered: list[float], percent: int) -> float:
+def rank(ordered: list[float], percent: int) -> float:
+    """The percentile of sorted numbers."""
     return ordered[max(-(-len(ordered) * percent // 100), 1) - 1]

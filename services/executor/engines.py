@@ -74,7 +74,7 @@ def _torch(settings: Settings, alarm: Alarm) -> Backend:
         max_context=settings.max_context,
         threads=settings.threads,
         pipeline=settings.pipeline,
-        two_stream=settings.overlap_comm != "off",
+        overlap_comm=settings.overlap_comm,
         deterministic=settings.deterministic,
         processors=processors,
     )

@@ -30,15 +30,20 @@ Times = dict[int, tuple[float, float]]  # by tokens: a step's time whole and in 
 
 
 def two_stream_tokens(
-    backend: Backend, ranks: Ranks, now_ns: Callable[[], int] = time.perf_counter_ns
+    backend: Backend,
+    ranks: Ranks,
+    prepare: Callable[[int], None] = lambda tokens: None,
+    now_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
-    """What the ranks say in their hello. Leaves slots open."""
-    mine = {tokens: _times(backend, tokens, now_ns) for tokens in sizes(backend.info)}
-    found = ranks.exchange(mine)
-    slowest = {
-        tokens: (max(each[tokens][0] for each in found), max(each[tokens][1] for each in found))
-        for tokens in mine
-    }
+    """What the ranks say in their hello. `prepare` is told the tokens of the steps that come next: from the
+    longest on, until halves gain nothing. Leaves slots open."""
+    slowest: Times = {}
+    for tokens in reversed(sizes(backend.info)):
+        prepare(tokens)
+        found = ranks.exchange(_times(backend, tokens, now_ns))
+        slowest[tokens] = max(whole for whole, _ in found), max(halved for _, halved in found)
+        if crossover(slowest) != tokens:
+            break
     since = crossover(slowest)
     log.info(
         "steps in two halves, the talk of one under the other's compute: %s (ms whole and halved: %s)",

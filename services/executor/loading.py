@@ -55,7 +55,7 @@ class TorchOptions:
     max_context: int = 0  # 0: the model's
     threads: int = 0  # 0: the cores
     pipeline: bool = False  # of several ranks each is a stage; else they share every layer
-    two_stream: bool = True  # ranks find out at start from how many tokens on halves are quicker
+    overlap_comm: str = "auto"  # ranks: off, two_stream, or found out at start from how many tokens on
     deterministic: bool = False  # a row's bits depend on neither its batch nor the cuts of its prompt
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
 

@@ -42,7 +42,7 @@ class TorchBackend:
         shapes, weights, cache, context = loaded.shapes, loaded.weights, loaded.cache, loaded.context
         device, exact = weights.embedding.device, options.deterministic
         self._info, self._samples = info_of(options, loaded), loaded.stage.last
-        self._lanes = HostLanes() if options.two_stream and loaded.ranks.size > 1 else None
+        self._lanes = HostLanes() if options.overlap_comm != "off" and loaded.ranks.size > 1 else None
         if self._lanes is not None:  # the cores that talk are those that compute: never but where it is asked
             self._info = replace(self._info, two_stream_tokens=NEVER)
         self._cache = cache

@@ -139,7 +139,7 @@ def test_a_group_chooses_the_same_in_halves(watched: Watched, folder: Path) -> N
 def test_a_group_may_be_told_not_to(watched: Watched, folder: Path) -> None:
     """The last test of the module that needs the first group: only one can be in a process."""
     watched.group.close()
-    made = Watched(options(folder, two_stream=False))
+    made = Watched(options(folder, overlap_comm="off"))
     assert made.group.info.two_stream_tokens == 0
     maker = PlanMaker(made.group)
     maker.open(0, tokens(0, 230), GREEDY)

@@ -29,6 +29,7 @@ class Engine:
     plans: list[StepPlan] = field(default_factory=list)
     opened: dict[int, SlotOpen] = field(default_factory=dict)
     seen: set[tuple[int, bool]] = field(default_factory=set)
+    prepared: list[int] = field(default_factory=list)
 
     def open_slot(self, opened: SlotOpen) -> None:
         self.opened[opened.slot] = opened
@@ -56,19 +57,20 @@ class Slower(Solo):
         self.until = until
 
     def exchange(self, mine: Any) -> list[Any]:
-        theirs = {n: (one, two * (1 + (n <= self.until))) for n, (one, two) in mine.items()}
-        return [mine, theirs]
+        one, two = mine
+        return [mine, (one, two * (1 + (one <= 1_000 * self.until)))]  # 1 us a token
 
 
 def measured(engine: Engine, ranks: Solo | None = None) -> int:
     backend: Any = engine
-    return two_stream_tokens(backend, ranks or Solo(), engine.now_ns)
+    return two_stream_tokens(backend, ranks or Solo(), engine.prepared.append, engine.now_ns)
 
 
 def test_the_crossover_is_where_halves_took_less_by_two_per_cent() -> None:
     engine = Engine()
     assert measured(engine) == 4_096  # 2,048: 2,016 of 2,048 us, 1.6 % less
-    assert {sum(plan.counts) for plan in engine.plans} == {1_024, 2_048, 4_096, 8_192}
+    assert engine.prepared == [8_192, 4_096, 2_048]  # and no further
+    assert {sum(plan.counts) for plan in engine.plans} == {2_048, 4_096, 8_192}
     for plain, halved in zip(engine.plans[::2], engine.plans[1::2], strict=True):
         assert (plain.two_stream, halved) == (False, replace(plain, two_stream=True))  # in turn
 
@@ -81,7 +83,7 @@ def test_the_slowest_rank_counts() -> None:
 def test_the_steps_are_prompts_with_blocks_of_their_own() -> None:
     engine = Engine()
     measured(engine)
-    largest = engine.plans[-1]
+    largest = engine.plans[0]
     assert list(largest.counts) == [PROMPT] * 4
     assert sorted(largest.table_blocks) == list(range(4 * PROMPT // 16))
     for slot, count in zip(largest.slots, largest.counts, strict=True):

@@ -28,7 +28,7 @@ from services.executor.cuda.slots import CudaSlots, advance, end_slots, take
 from services.executor.cuda.tuning import WIDE, device_tuning, row_by_row
 from services.executor.cuda_copies import CudaCopier
 from services.executor.halves import CUT_TOKENS, split
-from services.executor.halving import two_stream_tokens
+from services.executor.halving import LEAST, two_stream_tokens
 from services.executor.host_rows import HostRows
 from services.executor.loading import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.logprobs import logprobs
@@ -79,19 +79,20 @@ class CudaBackend:
             for layouts in (tuning.few, tuning.many)
         }
         self._cache, self._stage = cache, loaded.stage
+        self._halves_wanted = options.overlap_comm == "two_stream"
         self._alone = ranks.size == loaded.stage.count == 1
         self._ranks = ranks
-        self._streams: TwoStreams | None = None
-        if options.two_stream and ranks.size > 1:
+        streams: TwoStreams | None = None
+        if options.overlap_comm != "off" and ranks.size > 1:
             from services.executor.cuda.two_streams import two_streams
 
-            self._streams = two_streams(loaded, most, deterministic=options.deterministic)
+            streams = two_streams(loaded, most, deterministic=options.deterministic)
         self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: halves are no steps of few rows
         self._slots = CudaSlots(
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
         )
         model = CudaModel(loaded, works, tuning, options.slots)
-        self._passes = Passes(loaded, model, self._slots, tuning, most)
+        self._passes = Passes(loaded, model, self._slots, tuning, most, streams)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=tuning.by_row)
         self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.activations)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
@@ -120,8 +121,11 @@ class CudaBackend:
                 pending = self.forward(plan)
                 if self._stage.last:
                     self.sample(pending)
-        if self._streams is not None:
-            self._info = replace(self._info, two_stream_tokens=two_stream_tokens(self, self._ranks))
+        if (halves := self._passes.halves) is not None:
+            since = two_stream_tokens(self, self._ranks, halves.capture)
+            halves.capture_from(LEAST if self._halves_wanted else since)
+            self._info = replace(self._info, two_stream_tokens=since)
+            log.info("captured steps in halves in %.1f s", time.monotonic() - began_s)
         self.reset()
 
     def open_slot(self, opened: SlotOpen) -> None:
@@ -163,15 +167,15 @@ class CudaBackend:
         """A plan's forward, whole or in halves; what these do when."""
         words = self._slots.take_words(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
-        apart, passes, slots = self._passes.apart, self._passes, self._slots
+        passes, slots = self._passes, self._slots
         parts = None
-        if plan.two_stream and self._streams is not None and sum(plan.counts) >= self._least:
+        if plan.two_stream and passes.halves is not None and sum(plan.counts) >= self._least:
             parts = split(plan)
-        if parts is None or self._streams is None:
-            passes.queue(arrange(plan, slots, apart=apart), words)
+        if parts is None or passes.halves is None:
+            passes.queue(arrange(plan, slots, apart=passes.apart), words)
             return tuple
-        first, second = arrange(parts.first, slots, apart=apart), arrange(parts.second, slots, apart=False)
-        return passes.queue_halves((first, second), parts.order, words, self._streams).pieces
+        first = arrange(parts.first, slots, apart=passes.apart)
+        return passes.halves.queue((first, arrange(parts.second, slots, apart=False)), parts.order, words)
 
     @torch.inference_mode()
     def sample(self, pending: Pending) -> StepOutput:
@@ -262,7 +266,7 @@ class CudaBackend:
 
     def close(self) -> None:
         rows = ("_sampler", "_host_rows", "_plain_rows")
-        for name in ("_cache", "_slots", "_passes", "_streams", *rows, "_copier"):
+        for name in ("_cache", "_slots", "_passes", *rows, "_copier"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference
 
 

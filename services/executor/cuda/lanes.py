@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import Event, Stream
 
-from services.executor.cuda.pieces import CudaNotes
+from services.executor.cuda.pieces import Noting
 from services.executor.pieces import COMM, COMPUTE
 from services.executor.programs import Program, Talk, together
 
@@ -27,7 +27,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._talking = Stream(device, priority=_HIGH)  # type: ignore[no-untyped-call]  # torch annotates it not
 
-    def together(self, programs: Sequence[Program], notes: CudaNotes | None = None) -> list[Tensor]:
+    def together(self, programs: Sequence[Program], notes: Noting | None = None) -> list[Tensor]:
         """Run programs to their ends; what they return, on the current stream. Without notes it may be
         captured in a graph."""
         compute, talking = torch.cuda.current_stream(), self._talking

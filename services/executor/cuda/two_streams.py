@@ -20,7 +20,7 @@ from torch import Tensor
 from services.executor.collectives import Collectives
 from services.executor.cuda.lanes import Lanes
 from services.executor.cuda.peers import PeerMemory
-from services.executor.cuda.pieces import CudaNotes
+from services.executor.cuda.pieces import Noting
 from services.executor.cuda.spare import spare
 from services.executor.exchange import Copies
 from services.executor.halves import CUT_TOKENS
@@ -42,7 +42,7 @@ class TwoStreams:
         self.sums, self._spared = sums, spared
         self._lanes = Lanes(device)
 
-    def together(self, programs: Sequence[Program], notes: CudaNotes) -> list[Tensor]:
+    def together(self, programs: Sequence[Program], notes: Noting) -> list[Tensor]:
         """Queue both programs to their ends; what they return."""
         with spare(self._spared):
             return self._lanes.together(programs, notes)
