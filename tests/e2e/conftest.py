@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 from nats.aio.client import Client as Nats
 
@@ -117,6 +118,17 @@ async def assert_all_free(nc: Nats) -> None:
     async with asyncio.timeout(30):
         while _held(await statuses(nc)):
             pass
+
+
+def assert_idle(up: Up) -> None:
+    """The same of a fleet that nobody is connected to."""
+
+    async def ask() -> None:
+        nc = await nats.connect(up.nats_url)
+        await assert_all_free(nc)
+        await nc.close()
+
+    asyncio.run(ask())
 
 
 def _held(services: dict[str, dict[str, Any]]) -> dict[str, Any]:

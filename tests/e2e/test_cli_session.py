@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.conftest import HEADRACE, Up
+from tests.e2e.conftest import HEADRACE, Up, assert_idle
 
 MODEL = "smollm2-135m-instruct"
 
@@ -80,21 +80,6 @@ def test_an_interrupted_request_is_cancelled(up: Up) -> None:
     asking.communicate(timeout=30)
     assert asking.returncode == 130
     assert_idle(up)
-
-
-def assert_idle(up: Up) -> None:
-    """Every request, block and slot is free, at the latest after the time limit of a closing request."""
-    import time
-
-    deadline = time.monotonic() + 10
-    while (scheduler := status_of(up)["scheduler"])["requests"] and time.monotonic() < deadline:
-        pass
-    assert scheduler["requests"] == 0
-    executors = scheduler["executors"]
-    assert isinstance(executors, dict)
-    for executor in executors.values():
-        assert executor["free_blocks"] + executor["dirty_blocks"] == executor["blocks"]
-        assert executor["free_slots"] == executor["slots"]
 
 
 def test_status_names_every_service(up: Up) -> None:

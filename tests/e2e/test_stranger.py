@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.conftest import StartUp, Up
+from tests.e2e.conftest import StartUp, Up, assert_idle
 
 SCRIPT = Path(__file__).with_name("stranger.py")
 
@@ -23,18 +23,6 @@ def stranger(up: Up, *args: str) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def assert_idle(up: Up) -> None:
-    """Every block and slot is free, as `status` says."""
-    services = json.loads(up.run("status", "--json").stdout)["services"]
-    scheduler = next(s for s in services if s["kind"] == "scheduler")
-    assert scheduler["requests"] == 0
-    for engine in scheduler["executors"].values():
-        assert engine["free_blocks"] + engine["dirty_blocks"] == engine["blocks"]
-        assert engine["free_slots"] == engine["slots"]
-        assert engine["reserved_blocks"] == engine["fenced_blocks"] == 0
-    assert all(s["open_slots"] == 0 for s in services if s["kind"] == "executor")
 
 
 def test_a_stranger_chats_streams_and_cancels(up: Up) -> None:
