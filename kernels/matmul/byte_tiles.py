@@ -16,12 +16,12 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.vectors import LANES, call, spread
-from kernels.matmul.tiles import PANEL, load, number, store_bf16
+from kernels.matmul.tiles import PANEL, Sums, load, number, store_bf16, sum_up
 
 BLOCK = 32  # columns
 _AT_ONCE = 4  # columns of an instruction
 _WIDE = PANEL // LANES
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I32, _F32 = ir.IntType(32), ir.FloatType()
 _WORDS, _SUMS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 # Words stand for four bytes each, as before LLVM 22, which takes that for the same.
 _MULTIPLY, _FMA = "llvm.x86.avx512.vpdpbusd.512", "llvm.fma.v16f32"
@@ -53,31 +53,19 @@ def byte_tile_of(rows: int) -> Any:
 def _generator(rows: int) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, of_x, starts, blocks, panel, scales, out, height = args
-        entry, loop = builder.block, builder.append_basic_block("blocks")
-        behind = builder.append_basic_block("sums")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        block = builder.phi(_I64)
-        sums = [[builder.phi(_SUMS) for _ in range(_WIDE)] for _ in range(rows)]
-        at = builder.gep(panel, [builder.mul(block, number(BLOCK * PANEL))])
-        places = [builder.add(builder.mul(blocks, number(row)), block) for row in range(rows)]
-        found = []
-        for own, place, whole in zip(sums, places, _block(builder, x, starts, places, at), strict=True):
-            scale = spread(builder, load(builder, of_x, place, _F32))
-            floats = [builder.sitofp(each, _SUMS) for each in whole]
-            found.append(
-                [call(builder, _FMA, _SUMS, each, scale, old) for each, old in zip(floats, own, strict=True)]
-            )
-        following = builder.add(block, number(1))
-        builder.cbranch(builder.icmp_signed("<", following, blocks), loop, behind)
-        block.add_incoming(number(0), entry)
-        block.add_incoming(following, loop)
-        for own, ends in zip(sums, found, strict=True):
-            for each, end in zip(own, ends, strict=True):
-                each.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), entry)
-                each.add_incoming(end, loop)
-        builder.position_at_end(behind)
-        for row, ends in enumerate(found):
+
+        def add(block: Any, sums: Sums) -> Sums:
+            at = builder.gep(panel, [builder.mul(block, number(BLOCK * PANEL))])
+            places = [builder.add(builder.mul(blocks, number(row)), block) for row in range(rows)]
+            found = []
+            for own, place, whole in zip(sums, places, _block(builder, x, starts, places, at), strict=True):
+                scale = spread(builder, load(builder, of_x, place, _F32))
+                floats = [builder.sitofp(each, _SUMS) for each in whole]
+                pairs = zip(floats, own, strict=True)
+                found.append([call(builder, _FMA, _SUMS, each, scale, old) for each, old in pairs])
+            return found
+
+        for row, ends in enumerate(sum_up(builder, rows, blocks, 1, add)):
             for part, end in enumerate(ends):
                 target = builder.add(builder.mul(height, number(row)), number(part * LANES))
                 scaled = builder.fmul(end, load(builder, scales, part * LANES, _SUMS))

@@ -19,6 +19,8 @@ from kernels.cpu.vectors import LANES, call, spread
 PANEL = 48  # rows of the matrix
 _WIDE = PANEL // LANES
 
+Sums = list[list[Any]]  # by row and part of the panel, registers
+
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
     """LLVM's bfloat, which llvmlite has no name for."""
@@ -86,34 +88,44 @@ def _generator(rows: int, kind: _Pairs | _Floats) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, width, panel, out, height = args
         lines = [builder.gep(x, [builder.mul(width, number(row))]) for row in range(rows)]
-        entry, loop = builder.block, builder.append_basic_block("columns")
-        behind = builder.append_basic_block("sums")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        column = builder.phi(_I64)
-        sums = [[builder.phi(_SUMS) for _ in range(_WIDE)] for _ in range(rows)]
-        at = builder.gep(panel, [builder.mul(column, number(PANEL))])
-        matrix = [kind.read(builder, at, part) for part in range(_WIDE)]
-        found = []
-        for line, own in zip(lines, sums, strict=True):
-            own_x = kind.spread(builder, line, column)
-            found.append([kind.multiply(builder, *each, own_x) for each in zip(own, matrix, strict=True)])
-        following = builder.add(column, number(kind.columns))
-        builder.cbranch(builder.icmp_signed("<", following, width), loop, behind)
-        column.add_incoming(number(0), entry)
-        column.add_incoming(following, loop)
-        for own, ends in zip(sums, found, strict=True):
-            for each, end in zip(own, ends, strict=True):
-                each.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), entry)
-                each.add_incoming(end, loop)
-        builder.position_at_end(behind)
-        for row, ends in enumerate(found):
+
+        def add(column: Any, sums: Sums) -> Sums:
+            at = builder.gep(panel, [builder.mul(column, number(PANEL))])
+            matrix = [kind.read(builder, at, part) for part in range(_WIDE)]
+            found = []
+            for line, own in zip(lines, sums, strict=True):
+                own_x = kind.spread(builder, line, column)
+                found.append([kind.multiply(builder, *each, own_x) for each in zip(own, matrix, strict=True)])
+            return found
+
+        for row, ends in enumerate(sum_up(builder, rows, width, kind.columns, add)):
             for part, end in enumerate(ends):
                 target = builder.add(builder.mul(height, number(row)), number(part * LANES))
                 kind.store(builder, end, builder.gep(out, [target]))
         return context.get_dummy_value()
 
     return generate
+
+
+def sum_up(builder: ir.IRBuilder, rows: int, count: Any, step: int, add: Callable[[Any, Sums], Sums]) -> Sums:
+    """The sums of a tile, from zero on, after a loop from 0 to `count`: `add` gives those behind an index."""
+    entry, loop = builder.block, builder.append_basic_block("loop")
+    behind = builder.append_basic_block("sums")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    at = builder.phi(_I64)
+    sums = [[builder.phi(_SUMS) for _ in range(_WIDE)] for _ in range(rows)]
+    found = add(at, sums)
+    following = builder.add(at, number(step))
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, behind)
+    at.add_incoming(number(0), entry)
+    at.add_incoming(following, loop)
+    for own, ends in zip(sums, found, strict=True):
+        for each, end in zip(own, ends, strict=True):
+            each.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), entry)
+            each.add_incoming(end, loop)
+    builder.position_at_end(behind)
+    return found
 
 
 def store_bf16(builder: ir.IRBuilder, sums: Any, out: Any) -> None:

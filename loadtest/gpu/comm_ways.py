@@ -54,7 +54,8 @@ class Silent:
         out.copy_(x[self.rank])
 
     def all_to_all_into(self, out: Tensor, x: Tensor, came: list[int], sent: list[int]) -> None:
-        raise NotImplementedError("the host reads what comes")
+        """Not offered: how many rows come is among what they say, and the host reads it."""
+        raise NotImplementedError("silent ranks cannot say how many rows come")
 
 
 def offered(group: Collectives, device: torch.device, most_bytes: int) -> dict[str, How]:

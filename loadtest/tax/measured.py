@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.fleet import MODEL
-from loadtest.real.served import Body, Served, env_of, real_env, served
+from loadtest.real.served import ANSWER_S, Body, Served, env_of, real_env, served
 from loadtest.tax.protocol import SEED, Arm, Lengths, Outcome, Point
 from shared import subjects
 from shared.client import ask_all
@@ -21,7 +21,6 @@ PATIENT = "standard=0/10000/0"  # all come at once: nobody is refused for that, 
 PATIENCE_S = 3_600  # of a request: the last one waits for all others
 WARM, WARM_TOKENS = 64, 9  # before: then the scheduler knows that no prompt comes back, and what steps take
 NOISE = 1.02  # all come at once, so the last latency is the makespan: two runs of one arm differ by so much
-ANSWER_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)

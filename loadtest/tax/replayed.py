@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loadtest.fleet import MODEL
-from loadtest.real.served import served
+from loadtest.real.served import ANSWER_S, served
 from loadtest.tax.measured import BLOCK_TOKENS, Size, latencies_of, rank, settings_of, warming
 from loadtest.tax.protocol import Arm, Point
 from services.executor.backend import Backend
@@ -26,7 +26,6 @@ from shared.messages import SlotClose, SlotOpen, StepPlan
 from shared.model_files import resolve
 
 FEW = 5  # steps of an arm, then the next one's turn
-ANSWER_S = 0.3
 
 Asked = SlotOpen | SlotClose | StepPlan
 

@@ -125,7 +125,7 @@ class CudaBackend:
             since = two_stream_tokens(self, self._ranks, halves.capture)
             halves.capture_from(LEAST if self._halves_wanted else since)
             self._info = replace(self._info, two_stream_tokens=since)
-            log.info("captured steps in halves in %.1f s", time.monotonic() - began_s)
+            log.info("captured steps in halves, too, after %.1f s in all", time.monotonic() - began_s)
         self.reset()
 
     def open_slot(self, opened: SlotOpen) -> None:
