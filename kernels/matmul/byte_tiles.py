@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.vectors import LANES, call, spread
-from kernels.matmul.tiles import PANEL, Sums, load, number, store_bf16, sum_up
+from kernels.matmul.tiles import PANEL, Sums, load, number, store, sum_up
 
 BLOCK = 32  # columns
 _AT_ONCE = 4  # columns of an instruction
@@ -43,14 +43,14 @@ def byte_tile_of(rows: int) -> Any:
         height: Any,
     ) -> Any:
         """The product of `rows` rows of int8 at `x`, each of so many `blocks`, with a panel, into `out`,
-        bfloat16, where rows are `height` apart. Of each block `of_x` has the scale and `starts` what its
-        sums begin with; `scales` are those of the panel's rows."""
-        return types.void(x, of_x, starts, blocks, panel, scales, out, height), _generator(rows)
+        float32 or bfloat16, where rows are `height` apart. Of each block `of_x` has the scale and `starts`
+        what its sums begin with; `scales` are those of the panel's rows."""
+        return types.void(x, of_x, starts, blocks, panel, scales, out, height), _generator(rows, out.dtype)
 
     return tile
 
 
-def _generator(rows: int) -> Callable[..., Any]:
+def _generator(rows: int, stored: Any) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, of_x, starts, blocks, panel, scales, out, height = args
 
@@ -69,7 +69,7 @@ def _generator(rows: int) -> Callable[..., Any]:
             for part, end in enumerate(ends):
                 target = builder.add(builder.mul(height, number(row)), number(part * LANES))
                 scaled = builder.fmul(end, load(builder, scales, part * LANES, _SUMS))
-                store_bf16(builder, scaled, builder.gep(out, [target]))
+                store(builder, scaled, builder.gep(out, [target]), stored)
         return context.get_dummy_value()
 
     return generate

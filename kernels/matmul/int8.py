@@ -89,12 +89,17 @@ def _of_x(p: Any) -> None:
     _quantise(bf16_at(p[1]), i8_at(p[2]), f32_at(p[3]), i32_at(p[4]), p[5], p[6], p)
 
 
-def _product(p: Any) -> None:
+def _to_bf16(p: Any) -> None:
     x, of_x, starts, panels, scales = i8_at(p[1]), f32_at(p[2]), i32_at(p[3]), i8_at(p[4]), f32_at(p[5])
     _panels(x, of_x, starts, panels, scales, bf16_at(p[6]), p[7], p[8], p[9], p)
 
 
-_QUANTISE, _PRODUCT = Kernel(_of_x), Kernel(_product)
+def _to_f32(p: Any) -> None:
+    x, of_x, starts, panels, scales = i8_at(p[1]), f32_at(p[2]), i32_at(p[3]), i8_at(p[4]), f32_at(p[5])
+    _panels(x, of_x, starts, panels, scales, f32_at(p[6]), p[7], p[8], p[9], p)
+
+
+_QUANTISE, _PRODUCTS = Kernel(_of_x), {torch.bfloat16: Kernel(_to_bf16), torch.float32: Kernel(_to_f32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ class Int8Panels:
         to = (panels, scales, out.data_ptr(), rows, width, self.height)
         return (
             Call(_QUANTISE, -(-rows // _ROWS), (x.data_ptr(), *quantised, rows, width), scratch),
-            Call(_PRODUCT, len(self.panels), (*quantised, *to), scratch),
+            Call(_PRODUCTS[out.dtype], len(self.panels), (*quantised, *to), scratch),
         )
 
 

@@ -58,11 +58,19 @@ def _bf16(p: Any) -> None:
     _panels(bf16_at(p[1]), bf16_at(p[2]), bf16_at(p[3]), p[4], p[5], p[6], p)
 
 
+def _bf16_to_f32(p: Any) -> None:
+    _panels(bf16_at(p[1]), bf16_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
+
+
 def _f32(p: Any) -> None:
     _panels(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
 
 
-_KERNELS = {torch.bfloat16: Kernel(_bf16), torch.float32: Kernel(_f32)}
+_KERNELS = {  # by what is multiplied and what comes of it
+    (torch.bfloat16, torch.bfloat16): Kernel(_bf16),
+    (torch.bfloat16, torch.float32): Kernel(_bf16_to_f32),
+    (torch.float32, torch.float32): Kernel(_f32),
+}
 _NEEDS = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}
 
 
@@ -83,7 +91,8 @@ class Matrix(Protocol):
     def parts(self) -> tuple[Tensor, ...]: ...
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
-        """What puts `x @ matrix.T` into `out`, one after the other. `parts` are addresses."""
+        """What puts `x @ matrix.T` into `out`, in float32 or the dtype of `x`, one after the other. `parts`
+        are addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,7 @@ class Panels:
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
         numbers = (x.data_ptr(), *parts, out.data_ptr(), *x.shape, self.height)
-        return (Call(_KERNELS[x.dtype], len(self.panels), numbers),)
+        return (Call(_KERNELS[x.dtype, out.dtype], len(self.panels), numbers),)
 
 
 def pack(weight: Tensor) -> Panels:
@@ -117,9 +126,10 @@ def in_panels(weight: Tensor, columns: int) -> Tensor:
     return panels.view(-1, PANEL, width // columns, columns).transpose(1, 2).contiguous()
 
 
-def multiply(x: Tensor, matrix: Matrix) -> Tensor:
-    """`x @ matrix.T` of `x` `[rows, in]`, contiguous, added up in float32 and rounded once: `[rows, out]`."""
-    out = x.new_empty(len(x), matrix.height)
+def multiply(x: Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
+    """`x @ matrix.T` of `x` `[rows, in]`, contiguous, added up in float32 and rounded once, to `dtype`
+    (float32 or that of `x`): `[rows, out]`."""
+    out = x.new_empty(len(x), matrix.height, dtype=dtype)
     for each in matrix.calls(x, out, [part.data_ptr() for part in matrix.parts]):
         each.run()
     return out

@@ -48,9 +48,6 @@ class _Pairs:
     def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, sums, matrix, x)
 
-    def store(self, builder: ir.IRBuilder, sums: Any, out: Any) -> None:
-        store_bf16(builder, sums, out)
-
 
 class _Floats:
     """`x` and panel in float32."""
@@ -66,9 +63,6 @@ class _Floats:
     def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
         return call(builder, "llvm.fma.v16f32", _SUMS, matrix, x, sums)
 
-    def store(self, builder: ir.IRBuilder, sums: Any, out: Any) -> None:
-        builder.store(sums, builder.bitcast(out, _SUMS.as_pointer()), align=4)
-
 
 _KINDS: dict[Any, _Pairs | _Floats] = {types.float32: _Floats(), types.uint16: _Pairs()}  # by elements
 
@@ -78,13 +72,14 @@ def tile_of(rows: int) -> Any:
 
     @intrinsic
     def tile(typing: Any, x: Any, width: Any, panel: Any, out: Any, height: Any) -> Any:
-        """The product of `rows` rows at `x` with a panel, into `out`, where rows are `height` apart."""
-        return types.void(x, width, panel, out, height), _generator(rows, _KINDS[panel.dtype])
+        """The product of `rows` rows at `x` with a panel, into `out`, float32 or bfloat16, where rows are
+        `height` apart."""
+        return types.void(x, width, panel, out, height), _generator(rows, _KINDS[panel.dtype], out.dtype)
 
     return tile
 
 
-def _generator(rows: int, kind: _Pairs | _Floats) -> Callable[..., Any]:
+def _generator(rows: int, kind: _Pairs | _Floats, stored: Any) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, width, panel, out, height = args
         lines = [builder.gep(x, [builder.mul(width, number(row))]) for row in range(rows)]
@@ -101,7 +96,7 @@ def _generator(rows: int, kind: _Pairs | _Floats) -> Callable[..., Any]:
         for row, ends in enumerate(sum_up(builder, rows, width, kind.columns, add)):
             for part, end in enumerate(ends):
                 target = builder.add(builder.mul(height, number(row)), number(part * LANES))
-                kind.store(builder, end, builder.gep(out, [target]))
+                store(builder, end, builder.gep(out, [target]), stored)
         return context.get_dummy_value()
 
     return generate
@@ -128,9 +123,12 @@ def sum_up(builder: ir.IRBuilder, rows: int, count: Any, step: int, add: Callabl
     return found
 
 
-def store_bf16(builder: ir.IRBuilder, sums: Any, out: Any) -> None:
-    """Store LANES sums, rounded."""
-    builder.store(builder.fptrunc(sums, _NARROW), builder.bitcast(out, _NARROW.as_pointer()), align=2)
+def store(builder: ir.IRBuilder, sums: Any, out: Any, dtype: Any) -> None:
+    """Store LANES sums: as they are, or rounded to bfloat16."""
+    if dtype == types.float32:
+        builder.store(sums, builder.bitcast(out, _SUMS.as_pointer()), align=4)
+    else:
+        builder.store(builder.fptrunc(sums, _NARROW), builder.bitcast(out, _NARROW.as_pointer()), align=2)
 
 
 def number(value: int) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kernels.matmul.cpu import few_rows
@@ -30,21 +31,21 @@ _FEW_ROWS = 2  # up to here reading the plain matrix is quicker than a library's
 
 
 class PanelProduct:
-    """The product with a matrix in panels."""
+    """The product with a matrix in panels, in `dtype`; None: in that of what is multiplied."""
 
-    def __init__(self, matrix: Matrix) -> None:
-        self.matrix = matrix
+    def __init__(self, matrix: Matrix, dtype: torch.dtype | None) -> None:
+        self.matrix, self._dtype = matrix, dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        return multiply(x, self.matrix)
+        return multiply(x, self.matrix, self._dtype)
 
 
-def in_panels(weight: Tensor, *, int8: bool = False) -> PanelProduct | None:
+def in_panels(weight: Tensor, *, int8: bool = False, dtype: torch.dtype | None = None) -> PanelProduct | None:
     """The product with `weight` `[out, in]`, of which a copy is kept, in int8 where that is wanted and the
-    shape is made for it; None where this CPU or the shape is not made for panels."""
+    shape is made for it; None where this CPU or the shape is not made for panels. It comes in `dtype`."""
     if int8 and can_quantise(weight):
-        return PanelProduct(quantise(weight))
-    return PanelProduct(pack(weight)) if can_multiply(weight) else None
+        return PanelProduct(quantise(weight), dtype)
+    return PanelProduct(pack(weight), dtype) if can_multiply(weight) else None
 
 
 def by_rows(weight: Tensor, many_rows: Linear) -> Linear:

@@ -67,20 +67,21 @@ class Products:
             return [ROW_TILE]
         return sorted({kernel_rows(rows) for rows in range(1, most_rows + 1)})
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """The product with `weight` `[out, in]`, plus `bias`. With `deterministic` a row's result does not
-        depend on the other rows: products run in tiles of ROW_TILE rows, so that every one has the same
-        shape and adds up in the same order; rows must then be a multiple of ROW_TILE."""
-        product = self._compiled_product(weight) if self._compiled else None
+    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
+        """The product with `weight` `[out, in]`, plus `bias`. Kernels of our own round it to `dtype`, all
+        others, and all where that is None, to the dtype of what they multiply. With `deterministic` a row's
+        result does not depend on the other rows: products run in tiles of ROW_TILE rows, so that every one
+        has the same shape and adds up in the same order; rows must then be a multiple of ROW_TILE."""
+        product = self._compiled_product(weight, dtype) if self._compiled else None
         if product is None:
             product = self._of_torch(weight)
             product = _tiled(product) if self._deterministic else product
         return product if bias is None else lambda x: product(x) + bias
 
-    def _compiled_product(self, weight: Tensor) -> Linear | None:
+    def _compiled_product(self, weight: Tensor, dtype: torch.dtype | None) -> Linear | None:
         from services.executor.compiled_products import by_rows, in_panels
 
-        if product := in_panels(weight, int8=self._int8):
+        if product := in_panels(weight, int8=self._int8, dtype=dtype):
             return _tiled(product) if self._int8 and self._deterministic else product
         wide = weight.dtype != torch.bfloat16  # a plain copy of it would be large
         return None if wide or self._deterministic else by_rows(weight, self._of_torch(weight))

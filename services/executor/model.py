@@ -44,7 +44,7 @@ class Model:
         self._norm = weights.norm
         device = weights.embedding.device
         products = Products(weights.embedding.dtype, device, deterministic=deterministic, int8=loaded.int8)
-        self._head = products.linear(weights.head) if stage.last else None
+        self._head = products.linear(weights.head, dtype=torch.float32) if stage.last else None
         self._layers = [
             layer_of(weights.layers.pop(0), shapes, products, operators, deterministic=deterministic)
             for _ in range(shapes.layers)

@@ -137,6 +137,9 @@ def test_products_in_panels(rows: int, height: int) -> None:
     if kernels.cpu.has("avx512bf16"):
         found = panels.multiply(x, panels.pack(weight))
         assert far(found, x.double() @ weight.double().t()) <= 1
+        wide = panels.multiply(x, panels.pack(weight), torch.float32)
+        assert far(wide, x.double() @ weight.double().t()) <= 64
+        assert wide.bfloat16().equal(found)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 21])
@@ -155,6 +158,9 @@ def test_products_of_bytes(rows: int, height: int) -> None:
     found = panels.multiply(x, int8.quantise(weight))
     assert far(found, rounded.view(rows, 96) @ matrix.t()) <= 1
     assert found.equal(torch.cat([panels.multiply(row[None], int8.quantise(weight)) for row in x]))
+    wide = panels.multiply(x, int8.quantise(weight), torch.float32)
+    assert wide.dtype == torch.float32
+    assert wide.bfloat16().equal(found)
 
 
 def test_int8_is_for_shapes_of_whole_blocks() -> None:
