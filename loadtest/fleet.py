@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -52,6 +53,10 @@ class Fleet:
         for process in self.processes:
             process.wait(20)
         self.server.stop()
+
+    def signal(self, kind: str, number: signal.Signals) -> None:
+        """Send a signal to the process of a service."""
+        self.processes[KINDS.index(kind)].send_signal(number)
 
     def cpu_us(self) -> dict[str, int]:
         """CPU time of each process so far, user and system."""

@@ -24,6 +24,7 @@ class Served:
 
     bus: NatsBus
     client: Client
+    fleet: Fleet
 
     async def all(self, bodies: Iterable[Body]) -> None:
         """Send all at once, wait for every answer."""
@@ -60,7 +61,7 @@ async def served(
         bus = await NatsBus.connect(fleet.server.url, name="bench")
         client = await Client.open(bus)
         await until_ready(client)
-        yield Served(bus, client)
+        yield Served(bus, client, fleet)
         await bus.drain()
     finally:
         await asyncio.to_thread(fleet.stop)
