@@ -15,7 +15,7 @@ from loadtest.real.report import Report
 from loadtest.recompute_tax import ONLY, REQUESTS, arms_of
 from loadtest.tax.measured import BLOCK_TOKENS, rank, size_of
 from loadtest.tax.protocol import POOLS_PM, QUARTER, points
-from loadtest.tax.sliced import in_slices
+from loadtest.tax.sliced import MOST_PAUSE_S, in_slices
 
 HEAD = ["pool", "arm", "latency p50, s", "latency p99, s", "p99, of tiered", "mean ± standard error"]
 TEXT = (
@@ -85,12 +85,14 @@ def main() -> None:
     parser.add_argument("--pools", type=int, nargs="+", default=[POOLS_PM[0]], choices=POOLS_PM)
     parser.add_argument("--only", nargs="+", choices=ONLY, default=list(ONLY), help="tiered among them")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--slice", type=float, default=8.0, help="seconds of an arm before the next")
+    parser.add_argument("--slice", type=float, default=3.0, help="seconds of an arm before the next")
     parser.add_argument("--threads", type=int, default=2, help="of the engine")
     parser.add_argument("--out", type=Path, help="folder for the page")
     args = parser.parse_args()
     if "tiered" not in args.only:
         parser.error("--only: the others are compared with tiered, which must be among them")
+    if (len(args.only) - 1) * args.slice > MOST_PAUSE_S:
+        parser.error(f"--slice: all others' turns may take {MOST_PAUSE_S:g} s together")
     print(measure(args).markdown())
 
 

@@ -19,7 +19,8 @@ from loadtest.real.served import Served, env_of, side_by_side
 from loadtest.tax.measured import Size, latencies_of, settings_of, warming
 from loadtest.tax.protocol import Arm, Point
 
-BEAT_MS = 10_000  # a service is dead after three beats missed: more than the slices of the others
+BEAT_MS = 20_000  # a service is dead after three beats missed: more than the slices of the others
+MOST_PAUSE_S = 10.0  # behind that a server takes a stopped scheduler's connection for dead
 POLL_S = 0.02
 STILL = 3  # polls in which a fleet used no CPU time that counts
 ASLEEP_US = 10_000  # of all its processes, from one poll to the next: the clock's least step
