@@ -145,17 +145,18 @@ class Runtime:
         self.state = "ready"
         self.beat()
 
-    async def finish(self, drain_timeout_s: float) -> None:
-        """Drain within the limit, stop, leave the bus. A second call does nothing."""
+    async def finish(self, drain_timeout_s: float, hurried: asyncio.Event | None = None) -> None:
+        """Drain within the limit or until `hurried`, stop, leave the bus. A second call does nothing."""
         if self.state in ("stopped", "draining", "failed"):
             return
         self.state = "draining"
         self.beat()
         try:
             if self.failure is None:
-                await asyncio.wait_for(self.actor.drain(), drain_timeout_s)
-        except TimeoutError:
-            log.warning("%s did not drain within %g s", self.port.source, drain_timeout_s)
+                hurry = hurried or asyncio.Event()
+                if not await _drained(self.actor, drain_timeout_s, hurry):
+                    why = "at once" if hurry.is_set() else f"within {drain_timeout_s:g} s"
+                    log.warning("%s did not drain %s", self.port.source, why)
         except Exception as error:  # noqa: BLE001 - reported, and what follows must run
             self.fail(error)
         try:
@@ -296,3 +297,15 @@ class Runtime:
         early, self._early = self._early or [], None
         for deliver in early:
             deliver()
+
+
+async def _drained(actor: Actor, limit_s: float, hurried: asyncio.Event) -> bool:
+    draining, hurry = asyncio.create_task(actor.drain()), asyncio.create_task(hurried.wait())
+    done, _ = await asyncio.wait({draining, hurry}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    if draining in done:
+        draining.result()
+        return True
+    draining.cancel()
+    await asyncio.wait({draining})
+    return False

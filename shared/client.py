@@ -90,6 +90,11 @@ class Client:
         """Requests whose end has not come yet."""
         return len(self._waiting)
 
+    def fail(self, error: HeadraceError) -> None:
+        """End all requests that wait, each with this error behind what has come of its answer."""
+        for replies in self._waiting.values():
+            replies.fail(error)
+
     def cancel(self, request_id: str) -> None:
         """Ask every service to stop working on a request of this tenant."""
         self.bus.publish(subjects.cancel(self.tenant, request_id), b"")

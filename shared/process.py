@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from shared.bus import Bus
 log = logging.getLogger("headrace.process")
 
 GC_THRESHOLDS = (50_000, 20, 10)  # objects made beyond those freed, then rounds of each generation
+FORCED = 130  # exit status behind a second signal
+HURRY_S = 1.5  # from it to the end, whatever still runs
 FLUSH_S = 2.0  # for the last spans and the last metrics, once nothing else is left to do
 
 Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
@@ -37,8 +40,9 @@ class ProcessOptions:
 
 
 def run(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
-    """Run until SIGTERM or SIGINT drains it; a second signal ends it at once. `connect` takes the
-    actor's name and returns its bus. Returns the exit status: 0 drained, 1 failed, 130 forced."""
+    """Run until SIGTERM or SIGINT drains it; a second signal cuts that short, and a third one, or HURRY_S,
+    ends it at once. `connect` takes the actor's name and returns its bus. Returns the exit status: 0 drained,
+    1 failed, 130 forced."""
     with _runner() as runner:
         return runner.run(_live(actor, connect, options))
 
@@ -80,7 +84,7 @@ async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
 
 async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
     page = await metering.scrape_point(runtime.readings)
-    signalled = _catch_signals()
+    signalled, hurried = _catch_signals()
     started = asyncio.create_task(runtime.start())
     stopping = asyncio.create_task(signalled.wait())
     failing = asyncio.create_task(runtime.failed())
@@ -96,11 +100,13 @@ async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-    await runtime.finish(options.drain_timeout_s)
+    await runtime.finish(options.drain_timeout_s, hurried)
     if runtime.metrics is not None:
         runtime.metrics.put(runtime.readings())
     if page is not None:
         await page.stop()
+    if hurried.is_set():
+        return FORCED
     return 1 if runtime.failure is not None else 0
 
 
@@ -113,16 +119,26 @@ def settle_garbage_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def _catch_signals() -> asyncio.Event:
-    signalled = asyncio.Event()
+def _catch_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by the second signal."""
+    signalled, hurried = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
+        if hurried.is_set():
+            _end()
         if signalled.is_set():
-            logging.shutdown()
-            os._exit(130)  # at once: an orderly exit would wait for threads
+            hurried.set()
+            limit = threading.Timer(HURRY_S, _end)
+            limit.daemon = True
+            limit.start()
         signalled.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    return signalled
+    return signalled, hurried
+
+
+def _end() -> None:
+    logging.shutdown()
+    os._exit(FORCED)  # at once: an orderly exit would wait for threads

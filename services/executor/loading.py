@@ -113,8 +113,8 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
         blocks, options.block_tokens, size, kept.name, blocks * size / 2**30, blocks * options.block_tokens,
         context,
     )  # fmt: skip
-    weighed = f"{options.model_name} in int8" if int8 else options.model_name
-    digest = fingerprint(weighed, shapes, weights, cache.block_tokens, kept, ranks)
+    how = " in int8" * int8 + " deterministic" * options.deterministic
+    digest = fingerprint(options.model_name + how, shapes, weights, cache.block_tokens, kept, ranks)
     return Loaded(
         shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
         stage=stage, int8=int8,

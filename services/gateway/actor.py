@@ -10,11 +10,16 @@ from services.gateway.server import HttpServer, listen
 from shared.actor import Actor, Facts
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import SetupError
+from shared.errors import SetupError, Unavailable
 from shared.listening import http_url
 from shared.peers import Peer
 from shared.port import Port
 from shared.readings import Readings
+
+LEAVING = (
+    "the gateway was stopped and its time to drain is over (drain_timeout_s): send the request again, or "
+    "raise the limit"
+)
 
 
 class GatewayActor(Actor):
@@ -93,6 +98,7 @@ class GatewayActor(Actor):
     async def stop(self) -> None:
         if self._desk is not None:
             self._desk.health.stop()
+            self._desk.client.fail(Unavailable(LEAVING))
             await self._http.stop()
 
     def _look(self) -> None:

@@ -22,6 +22,7 @@ from shared.listening import bind
 BACKLOG = 2_048
 STALL_MS = 30_000
 UNSENT_BYTES = 262_144  # of a connection, in the kernel, which would take 4 MB by itself
+LEAVE_S = 0.5  # for last words to clients that read
 KEEP_ALIVE_S = 75  # of an idle connection: longer than a proxy in front keeps its own
 _PROBES = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (3, "TCP_KEEPCNT"))
 
@@ -102,9 +103,11 @@ class HttpServer:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """End at once what still runs."""
-        self._server.should_exit = self._server.force_exit = True
+        """Accept nothing new; end what has not ended by itself within LEAVE_S."""
+        self._server.should_exit = True
         if self._task is not None:
+            await asyncio.wait({self._task}, timeout=LEAVE_S)
+            self._server.force_exit = True
             for task in list(self._server.server_state.tasks):
                 task.cancel()
             await self._task

@@ -20,7 +20,7 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_LAST_S = 30.0
 HEALTHY_S = 60.0  # a service that ran this long starts its back-off anew
 LINE_LIMIT_BYTES = 1024 * 1024
-KILL_GRACE_S = 2.0  # after the drain's time limit, for the service's own way out
+KILL_GRACE_S = 3.0  # after the drain's time limit, for the services' own way out
 
 LogLine = Callable[[str, str], None]  # service name, line
 
@@ -81,22 +81,27 @@ class Supervisor:
                 service.task = asyncio.get_running_loop().create_task(self._keep(service))
 
     async def drain(self, order: Sequence[str], timeout_s: float, tell: Callable[[int, str], None]) -> bool:
-        """SIGTERM each kind in turn, the next when the one before has ended; then kill what is left.
+        """SIGTERM each kind in turn, the next when the one before has ended; once more when the time is over,
+        so that they tell their clients; then kill what is left.
 
         `tell` is called with the seconds left and who is waited for, about once a second. True when
-        every service ended by itself.
+        every service ended by itself and in time.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s + KILL_GRACE_S
+        hurry_at = loop.time() + timeout_s
         clean = True
         for kind in order:
             waiting = [s for s in self.services if s.spec.kind == kind]
             for service in waiting:
                 service.dismiss(signal.SIGTERM)
-            while (left := deadline - loop.time()) > 0 and any(not s.ended.is_set() for s in waiting):
-                tell(max(0, round(left - KILL_GRACE_S)), kind)
+            while (left := hurry_at - loop.time()) > 0 and any(not s.ended.is_set() for s in waiting):
+                tell(max(0, round(left)), kind)
                 await _all_ended(waiting, min(1.0, left))
-            clean &= all(s.ended.is_set() for s in waiting)
+            if any(not s.ended.is_set() for s in waiting):
+                clean = False
+                for service in waiting:
+                    service.dismiss(signal.SIGINT)  # two of one kind may arrive as one
+                await _all_ended(waiting, max(0.0, left + KILL_GRACE_S))
         await self.kill()
         return clean
 

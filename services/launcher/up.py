@@ -24,8 +24,8 @@ from shared.config import Settings
 from shared.errors import SetupError
 from shared.listening import bind, http_url
 from shared.model_files import resolve
+from shared.process import FORCED
 
-FORCED = 130
 _FEW_CORES = 4
 
 
@@ -191,7 +191,7 @@ class _Up:
             await self._supervisor.kill()
         again.cancel()
         clean = await drained
-        say("killed" if forced else "stopped" if clean else "stopped: what did not end in time was killed")
+        say("killed" if forced else "stopped" if clean else "stopped: what did not end in time was told so")
         return FORCED if forced or first == signal.SIGINT else 0
 
 

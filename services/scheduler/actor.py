@@ -10,6 +10,7 @@ from services.scheduler.core import Scheduler
 from services.scheduler.events import (
     Arrived,
     DrainAsked,
+    DrainOver,
     Event,
     PeerDraining,
     PeerLost,
@@ -114,6 +115,8 @@ class SchedulerActor(Actor):
         await self._idle.wait()
 
     async def stop(self) -> None:
+        if self._core.state.requests:
+            self._handle(DrainOver())
         if self._ticking is not None:
             self._ticking.cancel()
         if self._recorder is not None:

@@ -48,6 +48,8 @@ def _read(text: str) -> dict[str, SloClass]:
             raise SetupError(_wrong(part, "is not name=ttft/tbt/age in whole milliseconds")) from None
         if name not in NAMES:
             raise SetupError(_wrong(part, f"names no class: {', '.join(NAMES)}"))
+        if name in found:
+            raise SetupError(_wrong(part, "names a class for the second time"))
         if min(ttft_ms, age_ms) < 0 or tbt_ms < 1:
             raise SetupError(_wrong(part, "has a time below zero, or no time between tokens"))
         found[name] = SloClass(name, ttft_ms * 1000, tbt_ms * 1000, age_ms * 1000)

@@ -15,6 +15,11 @@ from shared.request_spans import Reply
 
 ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
 # have to tell the client. After that the record closes without its word; memory is long free.
+RETRY_AFTER_MS = 1_000
+_LEAVING = (
+    "the scheduler was stopped and its time to drain is over (drain_timeout_s): send the request again, or "
+    "raise the limit"
+)
 
 
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
@@ -35,6 +40,12 @@ def fail(state: State, request: Request, code: int, message: str, retry_after_ms
                 close, code=code, message=message, retry_after_ms=retry_after_ms
             )
             send_close(state, sequence)
+
+
+def give_up(state: State) -> None:
+    """End all requests: this scheduler leaves, and cannot wait for them."""
+    for request in list(state.requests.values()):
+        fail(state, request, 503, _LEAVING, RETRY_AFTER_MS)
 
 
 def stop_found(state: State, found: StopFound) -> None:

@@ -9,6 +9,7 @@ from services.scheduler import admission, closing, fleet, intake, plan
 from services.scheduler.events import (
     Arrived,
     DrainAsked,
+    DrainOver,
     Event,
     PeerDraining,
     PeerLost,
@@ -134,6 +135,8 @@ class Scheduler:
                 tiers.expire(state)
             case DrainAsked():
                 state.draining = True
+            case DrainOver():
+                closing.give_up(state)
 
     def _apply_message(self, source: str, message: Message) -> None:
         state = self.state

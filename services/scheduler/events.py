@@ -78,8 +78,22 @@ class DrainAsked:
     """Take nothing new."""
 
 
+@dataclass(frozen=True, slots=True)
+class DrainOver:
+    """There is no more time to drain: what is left ends here."""
+
+
 Event = (
-    Arrived | PeerReady | PeerDraining | PeerLost | StreamLost | TierReady | TierLost | Ticked | DrainAsked
+    Arrived
+    | PeerReady
+    | PeerDraining
+    | PeerLost
+    | StreamLost
+    | TierReady
+    | TierLost
+    | Ticked
+    | DrainAsked
+    | DrainOver
 )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import signal
 import socket
 import subprocess
 from pathlib import Path
+
+import httpx
 
 from services.launcher.nats_server import NatsServer
 from tests.e2e.conftest import HEADRACE, StartUp, wait_until_gone
@@ -51,6 +54,41 @@ def test_a_death_during_the_drain_loses_no_answer(start_up: StartUp) -> None:
     assert frames[-1]["type"] == "done"
     assert frames[-1]["usage"]["completion_tokens"] == 100
     assert up.printed[-1] == "stopped"
+    wait_until_gone(children)
+
+
+def test_whoever_still_waits_when_the_time_to_drain_is_over_is_told(start_up: StartUp) -> None:
+    up = start_up(HEADRACE_SIM="step=100000", HEADRACE_HTTP="127.0.0.1:0", HEADRACE_DRAIN_TIMEOUT_S="1")
+    children = up.children()
+    long = {"prompt": "Hello", "max_tokens": 2000, "ignore_eos": True}
+    asking = [
+        subprocess.Popen(
+            [*HEADRACE, "request", *flags, json.dumps(long)],
+            env=up.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for flags in (["--stream"], [])
+    ]  # fmt: skip
+    assert asking[0].stdout is not None
+    assert json.loads(asking[0].stdout.readline())["type"] == "accepted"
+    body = {"model": "smollm2-135m-instruct", **long}
+    with (
+        httpx.Client(base_url=up.http_url, timeout=60) as http,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        plain = pool.submit(http.post, "/completions", json=body)
+        with http.stream("POST", "/completions", json={**body, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert up.stop(signal.SIGTERM) == 0
+            events = [line.removeprefix("data: ") for line in lines if line]
+    assert "its time to drain is over" in json.loads(events[-1])["error"]["message"]
+    assert plain.result().status_code == 503
+    assert "its time to drain is over" in plain.result().json()["error"]["message"]
+    for each in asking:
+        _, said = each.communicate(timeout=30)
+        assert each.returncode == 1
+        assert "its time to drain is over" in said
+    assert up.printed[-1] == "stopped: what did not end in time was told so"
     wait_until_gone(children)
 
 

@@ -27,6 +27,7 @@ def test_what_is_not_named_keeps_its_default() -> None:
         ("gold=1/2/3", "names no class: interactive, standard, batch"),
         ("batch=1/0/3", "no time between tokens"),
         ("batch=-1/2/3", "below zero"),
+        ("batch=1/2/3,batch=4/5/6", "second time"),
     ],
 )
 def test_a_wrong_setting_says_what_is_wrong(text: str, why: str) -> None:

@@ -88,6 +88,12 @@ def test_bf16_stays_near_transformers_in_float32(tmp_path: Path) -> None:
     assert divergence(reference[40:41], full_logprobs(maker.run([Row(0, 40, 1, feeds=(0,))]))) < 0.02
 
 
+def test_a_deterministic_engine_has_kv_of_its_own(tmp_path: Path) -> None:
+    modes = True, False, True
+    first, other, again = (engine("llama", tmp_path / "m", deterministic=each).backend.info for each in modes)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+
+
 def test_a_sharded_folder_gives_the_same_fingerprint_and_ids(tmp_path: Path) -> None:
     prompt = random_tokens(21, 3)
     outputs = []

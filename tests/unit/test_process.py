@@ -144,7 +144,7 @@ def test_what_start_built_is_never_scanned_again() -> None:
 
 
 SECOND_SIGNAL = """
-import asyncio, os, signal
+import asyncio, os, signal, time
 from shared import process
 from shared.actor import Actor
 from shared.memory_bus import MemoryBroker
@@ -159,13 +159,26 @@ class Slow(Actor):
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.Event().wait()
 
+    async def stop(self):
+        print("told", flush=True)
+        STOP
+
 async def connect(name):
     return MemoryBroker().connect()
 
-process.run(Slow(), connect, process.ProcessOptions(fleet="f", host_id="h"))
+raise SystemExit(process.run(Slow(), connect, process.ProcessOptions(fleet="f", host_id="h")))
 """
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL], timeout=20, check=False)
-    assert done.returncode == 130
+@pytest.mark.parametrize(
+    "stop",
+    ["pass", "await asyncio.Event().wait()", "time.sleep(60)", "os.kill(os.getpid(), signal.SIGINT)"],
+    ids=["in order", "hangs", "blocks", "third signal"],
+)
+def test_a_second_signal_ends_the_drain(stop: str) -> None:
+    """And it ends whatever comes after."""
+    code = SECOND_SIGNAL.replace("STOP", stop)
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=20, check=False, capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("told\n", 130)

@@ -13,7 +13,7 @@ from fake_tier import FakeTier
 from scheduler_world import World
 
 from services.scheduler.core import Scheduler
-from services.scheduler.events import Arrived, DrainAsked, Event, PeerReady, Send, Ticked
+from services.scheduler.events import Arrived, DrainAsked, DrainOver, Event, PeerReady, Send, Ticked
 from services.scheduler.replay import log, recorder
 from services.scheduler.replay.errors import LogError
 from services.scheduler.replay.freeze import state_hash
@@ -109,6 +109,7 @@ EVENTS: list[Event] = [
     PeerReady("executor", "e1", 7),
     Ticked(),
     DrainAsked(),
+    DrainOver(),
     Arrived("client", Cancel(tenant="t", request="r"), "00-1", 5),
     Arrived(
         "tokenizer.t",

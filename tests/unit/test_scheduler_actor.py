@@ -146,6 +146,21 @@ async def test_drain_waits_for_what_runs_and_refuses_the_rest(house: House) -> N
     assert house.runtime.state == "stopped"
 
 
+async def test_who_is_left_when_the_time_to_drain_is_over_is_told(house: House) -> None:
+    await house.ask("runs", max_tokens=9)
+    await house.step()
+    await house.ask("waits")
+    hurried = asyncio.Event()
+    finishing = asyncio.create_task(house.runtime.finish(60, hurried))
+    await house.fleet.broker.settle()
+    assert not finishing.done()
+    hurried.set()
+    await finishing
+    closed = house.detokenizer.of(Close)
+    assert [(close.code, close.retry_after_ms) for close in closed] == [(503, 1_000)] * 2
+    assert house.runtime.state == "stopped"
+
+
 async def test_drain_sees_a_request_that_came_between_two_ticks(house: House) -> None:
     await house.ask("first")
     await house.step()

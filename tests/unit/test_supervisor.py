@@ -21,7 +21,9 @@ POLITE = (
     "print('up', flush=True); signal.pause()"
 )
 STUBBORN = (
-    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\n"
+    "import signal\n"
+    "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
+    "print('up', flush=True)\n"
     "while 1: signal.pause()"
 )
 NEEDY = (
