@@ -77,6 +77,12 @@ class Unavailable(HeadraceError):
     code, type, retryable = 503, "unavailable", True
 
 
+def drain_over(kind: str) -> Unavailable:
+    """What clients are told for whom a service that was stopped cannot wait any longer."""
+    why = f"the {kind} was stopped and its time to drain is over (drain_timeout_s)"
+    return Unavailable(f"{why}: send the request again, or raise the limit", retry_after_ms=1_000)
+
+
 class WireError(HeadraceError):
     """Bytes that are not a message of this protocol version."""
 

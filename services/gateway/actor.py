@@ -10,16 +10,11 @@ from services.gateway.server import HttpServer, listen
 from shared.actor import Actor, Facts
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import SetupError, Unavailable
+from shared.errors import SetupError, drain_over
 from shared.listening import http_url
 from shared.peers import Peer
 from shared.port import Port
 from shared.readings import Readings
-
-LEAVING = (
-    "the gateway was stopped and its time to drain is over (drain_timeout_s): send the request again, or "
-    "raise the limit"
-)
 
 
 class GatewayActor(Actor):
@@ -98,7 +93,7 @@ class GatewayActor(Actor):
     async def stop(self) -> None:
         if self._desk is not None:
             self._desk.health.stop()
-            self._desk.client.fail(Unavailable(LEAVING))
+            self._desk.client.fail(drain_over("gateway"))
             await self._http.stop()
 
     def _look(self) -> None:

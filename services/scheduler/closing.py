@@ -10,16 +10,12 @@ from services.scheduler.recent import Trace
 from services.scheduler.records import Phase, Request, Sequence, close_of
 from services.scheduler.state import State
 from services.scheduler.traces import facts_of
+from shared.errors import drain_over
 from shared.messages import Close, Ended, StopFound
 from shared.request_spans import Reply
 
 ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
 # have to tell the client. After that the record closes without its word; memory is long free.
-RETRY_AFTER_MS = 1_000
-_LEAVING = (
-    "the scheduler was stopped and its time to drain is over (drain_timeout_s): send the request again, or "
-    "raise the limit"
-)
 
 
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
@@ -44,8 +40,9 @@ def fail(state: State, request: Request, code: int, message: str, retry_after_ms
 
 def give_up(state: State) -> None:
     """End all requests: this scheduler leaves, and cannot wait for them."""
+    error = drain_over("scheduler")
     for request in list(state.requests.values()):
-        fail(state, request, 503, _LEAVING, RETRY_AFTER_MS)
+        fail(state, request, error.code, error.message, error.retry_after_ms)
 
 
 def stop_found(state: State, found: StopFound) -> None:
