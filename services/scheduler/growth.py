@@ -1,6 +1,8 @@
 """Room for growth: how many blocks admission leaves free for what the running sequences will need.
 
-Admission that looks at present needs alone pauses sequence after sequence later on.
+Who runs goes first: what the rows of the next step lack is never given to one that joins, or each that joins
+would push out another at once. And admission that looks at present needs alone pauses sequence after sequence
+later on.
 
 Of a sequence that an end-of-sequence token may end, a share of the expected growth is kept free. That removed
 more stalls than any victim rule in simulation; the share adapts: each pause for want of a block adds to it,
@@ -28,18 +30,19 @@ STEP_DIVIDES = 512
 def most_spare_blocks(state: State, executor: Executor, joining: Sequence) -> int:
     """At least as many as `spare_blocks`, without a look at every row."""
     if state.limits.policy.greedy:
-        return 0
+        return len(executor.running)
     if state.limits.policy.foresees and (executor.sure_lengths or joining.sure_length):
         return executor.ledger.blocks
     each = max(state.mean_output, executor.hello.block_tokens) // executor.hello.block_tokens + 2
-    return len(executor.running) * each * executor.growth_pm // 1000
+    return max(len(executor.running) * each * executor.growth_pm // 1000, len(executor.running))
 
 
 def spare_blocks(state: State, executor: Executor, joining: Iterable[Sequence] = ()) -> int:
     """Blocks that admission of `joining` must leave free. None on an empty executor for what may end at any
     token, or nothing large could ever start."""
+    least = len(needy(executor))
     if state.limits.policy.greedy:
-        return 0
+        return least
     alone = not executor.running  # then it may have all: see needs.holds
     foresees = state.limits.policy.foresees and not alone
     expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output
@@ -62,7 +65,20 @@ def spare_blocks(state: State, executor: Executor, joining: Iterable[Sequence] =
             if s.sure_length
         ]
         spare += _peak_blocks(ends, block_tokens, state.limits.window)
-    return spare
+    return max(spare, least)
+
+
+def needy(executor: Executor) -> list[Sequence]:
+    """Sequences whose next token needs a block that nobody promised them."""
+    block_tokens = executor.hello.block_tokens
+    return [
+        s
+        for s in executor.running
+        if not s.reserved
+        and s.leader is None
+        and s.planned_length < s.max_length
+        and s.computed >= len(s.table) * block_tokens
+    ]
 
 
 class _End(NamedTuple):

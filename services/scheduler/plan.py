@@ -23,7 +23,7 @@ def plan_next(state: State, executor: Executor) -> bool:
         return False
     needy = preempt.make_room(state, executor)
     executor.holds = needy > 0 and places.worth_waiting(state, executor, needy)
-    if executor.holds:
+    if executor.holds or places.in_time(state, executor, needy):
         return False
     if mode != "two_batch":
         return _plan_step(state, executor, mode, None)

@@ -26,7 +26,7 @@ def make_room(state: State, executor: Executor) -> int:
     ledger = executor.ledger
     if ledger.free_blocks - ledger.reserved >= len(executor.running):
         return 0
-    while needy := _needy(executor):
+    while needy := growth.needy(executor):
         if len(needy) <= ledger.free_blocks - ledger.reserved + ledger.coming_blocks:
             break
         first = min(needy, key=lambda s: (s.request.level, s.request.arrival_us, s.seq))
@@ -86,24 +86,25 @@ def pause(state: State, executor: Executor, victim: Sequence, why: str, candidat
         table = sequence.table
         if state.limits.policy.tier != "forget":
             prefix.register_tail(executor, sequence)
+        settled = _settled(executor, sequence)
         withdraw(state, sequence, 0)
+        executor.ledger.settle(table[:settled])
         if state.limits.policy.tier == "forget":
             for block in table:
                 executor.ledger.forget(block)
         wait_again(state, sequence)
 
 
-def _needy(executor: Executor) -> list[Sequence]:
-    """Sequences whose next token needs a block that nobody promised them."""
-    block_tokens = executor.hello.block_tokens
-    return [
-        s
-        for s in executor.running
-        if not s.reserved
-        and s.leader is None
-        and s.planned_length < s.max_length
-        and s.computed >= len(s.table) * block_tokens
-    ]
+def _settled(executor: Executor, sequence: Sequence) -> int:
+    """How many blocks of its table hold what steps have computed that are back: all before its last known
+    token, once one was sampled from it, and its tail, behind which steps in flight write. None while a block
+    is copied for a fork."""
+    forking = executor.forked_step > executor.ledger.acked_step
+    if forking or len(sequence.tokens) <= sequence.opened_length:
+        return 0
+    at, valid = divmod(len(sequence.tokens) - 1, executor.hello.block_tokens)
+    table = sequence.table
+    return at + (valid > 0 and at < len(table) and executor.ledger.valid_of(table[at]) == valid)
 
 
 def _candidates(state: State, executor: Executor, level: int) -> list[Sequence]:

@@ -333,8 +333,10 @@ class World:
 
     def _take_copy(self, name: str, copy: KvCopy) -> None:
         waiting = {result.step for result in self.results[name]}
+        ledger, size = self.scheduler.state.executors[name].ledger, self.engines[name].hello.block_tokens
+        valid = {x: ledger.valid_of(x) or size for x in copy.blocks}  # what is written behind that is no harm
         steps = {
-            step: (named[1], named[3], named[4])
+            step: (named[1], {x for x, at in named[3].items() if at < valid.get(x, 1)}, named[4])
             for step, named in self.unanswered.get(name, {}).items()
             if step in waiting
         }
@@ -376,19 +378,20 @@ class World:
         deltas = iter(plan.table_blocks)
         for slot, count in zip(plan.table_slots, plan.table_counts, strict=True):
             tables[slot] += [next(deltas) for _ in range(count)]
-        written: set[int] = set()
+        written: dict[int, int] = {}  # block -> the first of its places that is
         before = [(slot, set(state.table)) for slot, state in engine.slots.items()]
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
-            row = set(tables[slot][start // size : (start + count - 1) // size + 1])
+            row = dict.fromkeys(tables[slot][start // size : (start + count - 1) // size + 1], 0)
+            row[tables[slot][start // size]] = start % size
             others = [table for other, table in before if other != slot]
-            assert row.isdisjoint(written.union(*others)), "a shared block is written"
+            assert row.keys().isdisjoint(set(written).union(*others)), "a shared block is written"
             written |= row
-        written.update(plan.copy_to)
-        assert not (written - owned) & self._named(name, 1), "a block is reused before its fence"
-        blocks = {block for slot in plan.slots for block in tables[slot]} | written
+        written |= dict.fromkeys(plan.copy_to, 0)
+        assert not (set(written) - owned) & self._named(name, 1), "a block is reused before its fence"
+        blocks = {block for slot in plan.slots for block in tables[slot]} | set(written)
         slots = set(plan.slots) | set(plan.sample_slots)
         sources = set(plan.copy_from)
-        self.side.planned(name, blocks | sources, written)
+        self.side.planned(name, blocks | sources, set(written))
         self.unanswered[name][plan.step] = (slots, blocks, set(plan.copy_to), written, sources)
 
     def _read(self, tokens: Tokens) -> None:

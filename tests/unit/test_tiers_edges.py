@@ -10,7 +10,7 @@ from scheduler_world import World
 
 from services.scheduler.events import Arrived, TierLost, TierReady
 from services.scheduler.state import Executor
-from services.scheduler.tiers import asking, jobs, loading, storing
+from services.scheduler.tiers import asking, choosing, jobs, loading, storing
 from services.scheduler.tiers.link import TOLD_BYTES, TOLD_US
 from services.scheduler.tiers.state import ANSWER_US, MISSES, REST_US
 from shared.messages import (
@@ -199,13 +199,13 @@ def test_no_block_is_given_up_for_a_slow_link_while_its_first_copy_tells_how_slo
     (block,) = executor.ledger.dirty(1)
     job = jobs.fresh(state, executor, tier, [block], [bytes(32)])
     jobs.count(executor, job, 1 << 20)
-    assert storing._copy_us(state, executor) == 0
+    assert choosing._copy_us(state, executor) == 0
     state.now_us += TOLD_US - 1
-    assert storing._copy_us(state, executor) == 0
+    assert choosing._copy_us(state, executor) == 0
     state.now_us += 1
-    assert storing._copy_us(state, executor) > 0, "it is slow itself"
+    assert choosing._copy_us(state, executor) > 0, "it is slow itself"
     executor.down.observe(TOLD_BYTES, 1_000_000, state.now_us)
-    assert storing._copy_us(state, executor) > 0, "the rate is known"
+    assert choosing._copy_us(state, executor) > 0, "the rate is known"
 
 
 def test_silence_costs_an_admission_its_wait_and_then_nothing() -> None:

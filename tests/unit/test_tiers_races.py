@@ -12,7 +12,7 @@ from services.scheduler.events import Arrived, DrainAsked, Ticked, TierLost, Tie
 from services.scheduler.policy import Policy
 from services.scheduler.records import NO_TAIL, Tail
 from services.scheduler.state import Executor, Limits
-from services.scheduler.tiers import asking, loading, storing
+from services.scheduler.tiers import asking, choosing, loading, storing
 from services.scheduler.tiers.worth import Recompute
 from shared.messages import KvFound, KvLookup, StepResult, ints
 from shared.request_spans import Choice, RequestFacts, request_spans
@@ -327,7 +327,7 @@ def test_no_try_of_a_link_is_made_at_the_cost_of_who_is_paused() -> None:
         assert world.deliver_tier()
     (sequence,) = executor.running
     costs = Recompute.of(executor)
-    look = storing._Look(pressed=1, copy_us=0, paused_us=700, chance_pm=1_000, recompute=costs)
-    assert storing._view(state, executor, look, (sequence.seq, 0)).copy_us == 0
+    look = choosing._Look(pressed=1, copy_us=0, paused_us=700, chance_pm=1_000, recompute=costs)
+    assert choosing._view(state, executor, look, (sequence.seq, 0)).copy_us == 0
     paused(world)
-    assert storing._view(state, executor, look, (sequence.seq, 0)).copy_us == 700
+    assert choosing._view(state, executor, look, (sequence.seq, 0)).copy_us == 700

@@ -10,10 +10,12 @@ from itertools import pairwise
 
 from scheduler_world import World
 
+from services.scheduler.growth import needy
 from services.scheduler.needs import holds
 from services.scheduler.plan import ready_rows
 from services.scheduler.records import Phase, Sequence
 from services.scheduler.state import Executor, InFlight
+from services.scheduler.tiers import places
 
 
 def memory(world: World) -> None:
@@ -94,6 +96,8 @@ def no_idle_window(world: World) -> None:
         if executor.holds:
             assert executor.ledger.copying_blocks, "it waits for nothing"
             assert not executor.in_flight
+        elif executor.in_flight and places.in_time(world.scheduler.state, executor, len(needy(executor))):
+            assert world.scheduler.state.tiers.jobs, "it waits for nothing"
         elif len(executor.in_flight) < depth:
             decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
             assert not prompts

@@ -26,11 +26,12 @@ def arrived(state: State, unit: Unit) -> None:
 
 
 def refresh(state: State, unit: Unit) -> None:
-    """A unit is the next to start, and lacks room: so that its turn does not wait for an answer, ask again
-    before that where the last one will be old."""
+    """A unit is the next to start, and lacks room: so that its turn does not wait for an answer, ask before
+    that where there is none, or the last one will be old."""
     for executor, tier in _places(state, unit):
         answer = unit.answers.get(_place(executor, tier))
-        if answer is not None and answer.at_us >= 0 and state.now_us - answer.at_us > STALE_US // 2:
+        old = answer is None or _is_old(state, executor, tier, unit, STALE_US // 2)
+        if old and not _covered(executor, unit):
             _ask(state, executor, tier, unit)
 
 
@@ -47,7 +48,7 @@ def pending(state: State, unit: Unit) -> bool:
     waits = False
     for executor, tier in places:
         answer = unit.answers.get(_place(executor, tier))
-        ask = answer is None or _is_old(state, tier, unit, answer)
+        ask = answer is None or _is_old(state, executor, tier, unit, STALE_US)
         silent = (
             answer is not None and answer.at_us < 0 and not _waited(state, executor, head, answer.asked_us)
         )
@@ -67,11 +68,16 @@ def _waited(state: State, executor: Executor, sequence: Sequence, since_us: int)
     return waited_us >= Recompute.of(executor).tokens_us(held, len(sequence.tokens) - held)
 
 
-def _is_old(state: State, tier: Tier, unit: Unit, answer: Answer) -> bool:
-    """Something may have come since: of a paused sequence, what was stored after its pause."""
+def _is_old(state: State, executor: Executor, tier: Tier, unit: Unit, stale_us: int) -> bool:
+    """Something may have come since the answer: of a paused sequence that lacks some, what was stored after
+    its pause."""
+    answer = unit.answers[_place(executor, tier)]
     if answer.at_us < 0:
         return False
-    return state.now_us - answer.at_us > STALE_US or (unit.resumes and tier.stores != answer.stores)
+    if state.now_us - answer.at_us > stale_us:
+        return True
+    held = len(prefix.lookup(executor, unit.sequences[0]))
+    return unit.resumes and tier.stores != answer.stores and not all(answer.found[held:])
 
 
 def found(state: State, source: str, message: KvFound) -> None:

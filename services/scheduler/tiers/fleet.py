@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.state import Executor, State
-from services.scheduler.tiers import asking, loading, storing
+from services.scheduler.tiers import asking, choosing, loading, storing
 from services.scheduler.tiers.jobs import executor_of, finish
 from services.scheduler.tiers.state import MISSES, Job, Phase, Tier
 from shared.messages import ArenaReleased, KvCopied, KvGone
@@ -113,7 +113,7 @@ def _is_paused(state: State, executor: Executor, key: bytes) -> bool:
     """Whether the block with this key waits for a paused sequence. What others left, and was too cold for the
     tier, is not copied there a second time: it would push out what is warmer, for ever."""
     block = executor.ledger.find(key)
-    return block is not None and storing.is_paused(state, executor.ledger.owner_of(block)[0])
+    return block is not None and choosing.is_paused(state, executor.ledger.owner_of(block)[0])
 
 
 def expire(state: State) -> None:

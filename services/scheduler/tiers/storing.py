@@ -1,26 +1,20 @@
 """Copy blocks down before their place is given out, or give them up: like a kernel that writes back its
 dirty pages, so that whoever needs a page finds a clean one.
 
-An unheld block without a copy below waits until its place is wanted. Then the policy of kind `tier` decides
-by cost: a copy (measured rate, with half the queue), or computing it again (by the length before it),
-times the chance that somebody will want it. Blocks of paused sequences will be wanted; of ended ones as
-often as prompts have found their beginnings cached.
+An unheld block without a copy below waits until its place is wanted; then choosing.py decides. What a paused
+sequence leaves is copied while the steps that still name it run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from services.scheduler import needs, prefix
 from services.scheduler.growth import spare_blocks
-from services.scheduler.policies.tiers import EAGER_PM, View
-from services.scheduler.records import Phase as Life
+from services.scheduler.policies.tiers import EAGER_PM
 from services.scheduler.records import Sequence
 from services.scheduler.state import Executor, State
+from services.scheduler.tiers.choosing import JOB_BYTES, choose, is_paused, most_blocks
 from services.scheduler.tiers.jobs import count, executor_of, finish, fresh, tier_of, uncount
-from services.scheduler.tiers.link import TOLD_US
 from services.scheduler.tiers.state import ANSWER_US, Job, Phase, Tier
-from services.scheduler.tiers.worth import Recompute
 from shared.messages import (
     KvCommit,
     KvCopied,
@@ -34,30 +28,15 @@ from shared.messages import (
 )
 
 LEASE_US = 10_000_000
-JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: what comes next does not wait long
 EAGER_BYTES = 8 << 20  # of a copy that nobody waits for: on a CPU it takes a core from the steps, for 2 ms
-JOB_BLOCKS = 128
 TRY_BLOCKS = 4  # of a copy that is to show how fast the link is now
 MAX_JOBS = 2  # at once: one is copied while the next is asked for
-LOOKED_AT = 256  # dirty blocks, at one time; or twice as many as are wanted
 EAGER_US = 20_000  # between two looks where no place is wanted
 EAGER_SHARE = 20  # of the time, one part for copies that nobody waits for
 QUIET_US = 200_000  # without a request: the next turn of a chat may come at once
 BUSY_US = 1_000  # ... where no copy can be asked for
-GROUP = 16  # blocks of a sequence that are judged alike
 CUSHION_ROWS, CUSHION_BLOCKS, CUSHION_SHARE = 2, 16, 8
 PAUSING_PM = 600  # growth.py keeps so much free only where sequences have been paused lately
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """How things are while blocks are judged."""
-
-    pressed: int  # places wanted beyond those that are free
-    copy_us: int  # of a block, and its share of half the wait; 0 where it is worth a try
-    paused_us: int  # the same of who is paused, and waits for it: no try is made at his cost
-    chance_pm: int
-    recompute: Recompute
 
 
 def clean(state: State, executor: Executor) -> bool:
@@ -65,7 +44,8 @@ def clean(state: State, executor: Executor) -> bool:
     ledger = executor.ledger
     if not ledger.write_back:
         return False
-    pressed = _pressed(state, executor) if ledger.dirty_blocks or executor.growth_pm >= PAUSING_PM else 0
+    dirty = ledger.dirty_blocks or ledger.settled_blocks
+    pressed = _pressed(state, executor) if dirty or executor.growth_pm >= PAUSING_PM else 0
     if state.draining and pressed <= 0:
         return False  # whoever drains would wait for a copy that nobody will ask for
     busy = executor.down.pending_jobs >= MAX_JOBS
@@ -78,12 +58,12 @@ def clean(state: State, executor: Executor) -> bool:
     if tier is None:
         return _give_up(executor, pressed)
     swaps = state.limits.policy.tier == "swap"
-    room = 0 if busy else _most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
+    room = 0 if busy else most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
     if executor.down.seen and not executor.down.fresh(state.now_us):
         room = min(room, TRY_BLOCKS)
     free_before = ledger.free_blocks
     tries = pressed > 0 and not executor.down.known(state.now_us) and not executor.down.pending_jobs
-    chosen = _choose(state, executor, max(pressed, room) if tries else pressed, room)
+    chosen = choose(state, executor, max(pressed, room) if tries else pressed, room)
     if chosen and pressed <= 0 and not swaps:
         copy_us = executor.down.copy_us(len(chosen) * executor.hello.bytes_per_block)
         executor.eager_us = state.now_us + EAGER_SHARE * copy_us
@@ -118,11 +98,7 @@ def _pressed(state: State, executor: Executor) -> int:
         if unit.resumes:  # it needs no second place for what it has here
             hits = prefix.lookup(executor, unit.sequences[0])
             wanted -= len(hits) - ledger.free_taken_by(hits)
-    return wanted - (ledger.free_blocks - ledger.reserved) - ledger.copying_blocks
-
-
-def _most_blocks(executor: Executor, most_bytes: int = JOB_BYTES) -> int:
-    return max(1, min(JOB_BLOCKS, most_bytes // max(executor.hello.bytes_per_block, 1)))
+    return wanted - (ledger.free_blocks - ledger.reserved) - ledger.copied_blocks
 
 
 def _give_up(executor: Executor, pressed: int) -> bool:
@@ -131,68 +107,6 @@ def _give_up(executor: Executor, pressed: int) -> bool:
     for block in blocks:
         executor.ledger.give_up(block)
     return bool(blocks)
-
-
-def _choose(state: State, executor: Executor, pressed: int, room: int) -> list[int]:
-    """The dirty blocks to copy now. Those that are not worth it become free."""
-    ledger = executor.ledger
-    look = _Look(
-        pressed=pressed,
-        copy_us=_copy_us(state, executor),
-        paused_us=_expected_us(executor),
-        chance_pm=state.reuse_pm,
-        recompute=Recompute.of(executor),
-    )
-    judge, chosen, dealt = state.limits.policy.the("tier"), list[int](), 0
-    verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # of the blocks of a sequence, in groups
-    for block in ledger.dirty(max(LOOKED_AT, 2 * pressed)):
-        if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
-            break  # enough
-        seq, at = ledger.owner_of(block)
-        group = seq, at // GROUP
-        if group not in verdicts:
-            view = _view(state, executor, look, group)
-            verdicts[group] = judge(view), view.paused
-        what, paused = verdicts[group]
-        if what == "drop":
-            ledger.give_up(block)
-            state.meter.dropped_blocks += 1
-            state.meter.dropped_paused_blocks += paused
-            dealt += 1
-        elif what == "copy" and len(chosen) < room:
-            chosen.append(block)
-            dealt += 1
-    return chosen
-
-
-def _copy_us(state: State, executor: Executor) -> int:
-    """Of a block, with its share of half the wait. A link of which too little is known is worth a try; while
-    that is on its way nothing is given up for being slow, unless it takes long itself."""
-    link = executor.down
-    if not link.known(state.now_us):
-        mine = (job for job in state.tiers.jobs.values() if job.queued_bytes and not job.up)
-        here = [job.began_us for job in mine if executor_of(state, job) is executor]
-        if state.now_us - min(here, default=state.now_us) < TOLD_US:
-            return 0
-    return _expected_us(executor)
-
-
-def _expected_us(executor: Executor) -> int:
-    """Of a block, with its share of half the wait, as the link has been."""
-    link = executor.down
-    return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * _most_blocks(executor))
-
-
-def _view(state: State, executor: Executor, look: _Look, group: tuple[int, int]) -> View:
-    paused = is_paused(state, group[0])
-    return View(
-        paused=paused,
-        pressed=look.pressed > 0,
-        idle=not executor.down.pending_jobs,
-        chance_pm=1000 if paused else look.chance_pm,
-        copy_us=look.paused_us if paused else look.copy_us,
-        recompute_us=look.recompute.block_us(group[1] * GROUP),
-    )
 
 
 def _store(
@@ -223,12 +137,6 @@ def _store(
         fingerprint=hello.fingerprint,
     )
     state.send(tier.source, message)
-
-
-def is_paused(state: State, seq: int) -> bool:
-    """Whether the sequence waits, and will want what it has computed."""
-    sequence = state.sequences.get(seq)
-    return sequence is not None and sequence.phase is Life.WAITING
 
 
 def _may_pause(state: State, executor: Executor) -> bool:
