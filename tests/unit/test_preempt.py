@@ -159,3 +159,24 @@ def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: 
     ]
     assert hits
     assert all(tokens == 0 for tokens in hits) is again
+
+
+@pytest.mark.parametrize("kv", ["greedy", "on_demand"])
+def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(kv: str) -> None:
+    world = World(Limits(classes=NEVER, policy=Policy(kv=kv, tier="recompute")))
+    world.add_engine(blocks=13, slots=6)
+    (executor,) = world.scheduler.state.executors.values()
+    executor.growth_pm, started = 0, 0
+    for number in range(6):
+        world.ask(f"r{number}", [number + 5] * 7, 12)
+    running: set[int] = set()
+    while world.deliver():
+        joined = {s.seq for s in executor.running} - running
+        running = {s.seq for s in executor.running}
+        left_out = [s for s in growth.needy(executor) if s.seq not in joined]
+        assert not joined or len(left_out) <= executor.ledger.free_blocks - executor.ledger.reserved
+        started += len(joined)
+    for number in range(6):
+        world.assert_answers(f"r{number}")
+    assert world.scheduler.state.meter.preemptions > 0
+    assert started > 6, "nobody came back"
