@@ -29,13 +29,15 @@ from loadtest.gpu.readers import ANSWER, Read, bodies, executor_status, figures,
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.real.served import Served, env_of, served
 from loadtest.real.steady import steady
+from loadtest.recompute_tax import arms_of
 
 NO_BOUNDS = "standard=60000/10000/60000"  # ms: prompts come in at once, whatever the steps take
 BATCHES = (1, 32, 64, 128, 256)
 CLOSED, REQUESTS = 64, 192
 KV_BLOCKS, L1_MIB = 8192, 32_768  # of the runs that lack memory: 131,072 tokens
 CHATS_L1_MIB = 49_152  # 96 conversations are 46 GB at the end
-PARTS = "decode,loops,overload,multi_turn,modes"
+PARTS = "decode,loops,overload,multi_turn,modes"  # and `tax`, by name only
+TAX_ROUNDS = 2
 
 
 async def decode(fleet: Served) -> list[dict[str, Any]]:
@@ -127,6 +129,8 @@ class Bench:
             return {f"step_tokens_{size}": await self._loops(size) for size in sizes}
         if name == "overload":
             return {name: {kv: await self._overload(kv, sizes[0]) for kv in ("on_demand", "foreseen")}}
+        if name == "tax":
+            return {name: [await self._tax(sizes[0]) for _ in range(TAX_ROUNDS)]}
         if name == "multi_turn":
             return {name: {mode: await self._chats(mode, sizes[-1]) for mode in self._chat_modes}}
         if name == "modes":
@@ -139,6 +143,18 @@ class Bench:
             await pinned(fleet)
             await fleet.all(bodies("warm-tiers", 8, 16))
             return _told(await overload(fleet))
+
+    async def _tax(self, step_tokens: int) -> dict[str, Any]:
+        """The overload with each arm of the recompute tax, where admission leaves nothing free for growth."""
+        found = {}
+        for arm in arms_of(greedy=True):
+            tiers = {"l1": L1_MIB if arm.tiers else "off", "policy": arm.policy}
+            async with self.start(kv_blocks=KV_BLOCKS, **tiers, step_tokens=step_tokens) as fleet:
+                if arm.tiers:
+                    await pinned(fleet)
+                await fleet.all(bodies("warm-tiers", 8, 16))
+                found[arm.name] = _told(await overload(fleet))
+        return found
 
     async def _loops(self, step_tokens: int) -> dict[str, Any]:
         async with self.start(step_tokens=step_tokens) as fleet:

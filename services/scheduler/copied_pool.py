@@ -2,15 +2,12 @@
 
 Clean blocks can be dropped for nothing, dirty ones cost a copy or a recompute. `dirty` lists them in the
 order in which they should be dealt with: the oldest release first, in it the tail of a table first.
-
-A fenced block is *settled* where what its key names was there before the steps that fence it: they read it,
-or write behind it. A copy of it is made while they run, so that it is free as soon as they are back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from services.scheduler.block_pool import BlockPool
@@ -19,8 +16,6 @@ from services.scheduler.block_pool import BlockPool
 @dataclass(kw_only=True)
 class CopiedPool(BlockPool):
     """Adds to the pool what a copy begins, ends and leaves behind."""
-
-    _settled: dict[int, None] = field(init=False, default_factory=dict)  # fenced ones, the tail first
 
     @property
     def dirty_blocks(self) -> int:
@@ -32,42 +27,9 @@ class CopiedPool(BlockPool):
         """Unheld blocks that are being copied."""
         return len(self._copying)
 
-    @property
-    def copied_blocks(self) -> int:
-        """Unheld blocks that are being copied, fenced ones among them."""
-        return sum([not self._refs[block] for block in self.copies])
-
-    @property
-    def settled_blocks(self) -> int:
-        """Fenced blocks that may be copied now."""
-        return len(self._settled)
-
     def dirty(self, most: int) -> list[int]:
-        """The first of the dirty ones."""
+        """The first of them."""
         return list(islice(self._dirty, most))
-
-    def settled(self, most: int) -> list[int]:
-        """The first of the settled ones."""
-        return [block for block in islice(self._settled, most) if self._key_of[block] is not None]
-
-    def is_fenced(self, block: int) -> bool:
-        """Whether a step in flight may still name an unheld block."""
-        return self._last_step[block] > self.acked_step
-
-    def settle(self, table: Sequence[int]) -> None:
-        """All that the keys of this table name was computed by steps that are acknowledged, and a holder has
-        just released it."""
-        if self.write_back:
-            for block in reversed(table):
-                fenced = not self._refs[block] and self._last_step[block] > self.acked_step
-                if fenced and self._key_of[block] and block not in self.clean and block not in self.copies:
-                    self._settled[block] = None
-
-    def adopt(self, blocks: Sequence[int]) -> None:
-        """One more hold on each block, see BlockPool; a held one is not settled."""
-        super().adopt(blocks)
-        if self._settled:
-            self._unsettle(blocks)
 
     def key_of(self, block: int) -> bytes | None:
         """The key of a block, if it has one."""
@@ -106,7 +68,6 @@ class CopiedPool(BlockPool):
 
     def begin_copy(self, blocks: Sequence[int]) -> None:
         """A copy reads or writes these blocks from now on. Nobody gets them before its end."""
-        self._unsettle(blocks)
         for block in blocks:
             self.copies[block] = self.copies.get(block, 0) + 1
             if block in self._dirty:
@@ -161,14 +122,5 @@ class CopiedPool(BlockPool):
         """There is none: every copy is gone, and nothing can be stored."""
         self.write_back = False
         self.clean.clear()
-        self._settled.clear()
         self._cached.update(self._dirty)
         self._dirty.clear()
-
-    def _give_back(self, block: int) -> None:
-        self._settled.pop(block, None)
-        super()._give_back(block)
-
-    def _unsettle(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._settled.pop(block, None)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.scheduler.copied_pool import CopiedPool
+from services.scheduler.settled_pool import SettledPool
 
 
 @dataclass(kw_only=True)
-class Ledger(CopiedPool):
+class Ledger(SettledPool):
     """Block ids 0..blocks-1, slot ids 0..slots-1."""
 
     slots: int
