@@ -10,9 +10,14 @@ HTTP = "set `http` to another host:port, or to off"  # of the gateway
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # where whoever listens everywhere is found
 
 
-def bind(host: str, port: int, who: str = "the gateway", mend: str = HTTP) -> socket.socket:
+def bind(
+    host: str, port: int, who: str = "the gateway", mend: str = HTTP, *, listen: bool = True
+) -> socket.socket:
     """A bound socket; port 0 is any free one. Raises SetupError when it is taken or not of this machine;
-    `who` wants it, `mend` says what to set then."""
+    `who` wants it, `mend` says what to set then.
+
+    Without `listen` it only holds the port: whoever binds it here may listen on it, on Linux, and nobody is
+    given it as any free one."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -23,7 +28,8 @@ def bind(host: str, port: int, who: str = "the gateway", mend: str = HTTP) -> so
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen(1)  # two may be bound with SO_REUSEADDR; only one can listen
+        if listen:
+            bound.listen(1)  # two may be bound with SO_REUSEADDR; only one can listen
     except OSError as error:
         bound.close()
         raise _refused(host, port, error, who, mend) from None

@@ -73,9 +73,9 @@ class ScrapePoint:
             writer.transport.abort()
 
 
-def reserve(host: str, port: int) -> socket.socket:
+def reserve(host: str, port: int, *, listen: bool = True) -> socket.socket:
     """The bound socket of a page. Raises SetupError."""
-    return bind(host, port, "metrics", f"set {PROMETHEUS_PORT} to another")
+    return bind(host, port, "metrics", f"set {PROMETHEUS_PORT} to another", listen=listen)
 
 
 def answer(head: bytes, readings: Callable[[], Readings]) -> bytes:

@@ -1,10 +1,12 @@
 """Where Prometheus reads each process of `headrace up`: a port each, from the standard one upwards.
 
-A service that is started again keeps its port.
+A service that is started again keeps its port, which is held for it until the run ends: some start seconds
+later, and the ports of outgoing connections come out of the same range as free ones.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 
 from shared.listening import http_url
@@ -12,26 +14,32 @@ from shared.otel_env import PROMETHEUS_HOST, PROMETHEUS_PORT, prometheus_address
 from shared.scrape import PATH, reserve
 
 
-def pages(env: Mapping[str, str], names: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """The address of each service, none when `env` asks for no pages. From port 0 on each gets a free one.
-    Raises SetupError when one is taken."""
-    address = prometheus_address(env)
-    if address is None:
-        return {}
-    host, first = address
-    wanted = [first + i if first else 0 for i in range(len(names))]
-    bound = [reserve(host, port) for port in wanted]
-    found = {name: (host, taken.getsockname()[1]) for name, taken in zip(names, bound, strict=True)}
-    for taken in bound:
-        taken.close()
-    return found
+class Pages:
+    """The address of each service, none when `env` asks for no pages. From port 0 on each gets a free one."""
 
+    def __init__(self, env: Mapping[str, str], names: Sequence[str]) -> None:
+        """Raises SetupError when a port is taken."""
+        self.addresses: dict[str, tuple[str, int]] = {}
+        self._held: list[socket.socket] = []
+        if (address := prometheus_address(env)) is None:
+            return
+        host, first = address
+        for i, name in enumerate(names):
+            held = reserve(host, first + i if first else 0, listen=False)
+            self._held.append(held)
+            self.addresses[name] = (host, held.getsockname()[1])
 
-def variables(page: tuple[str, int] | None) -> dict[str, str]:
-    """What the process at this address is told."""
-    return {} if page is None else {PROMETHEUS_HOST: page[0], PROMETHEUS_PORT: str(page[1])}
+    def variables(self, name: str) -> dict[str, str]:
+        """What the service of this name is told."""
+        if (address := self.addresses.get(name)) is None:
+            return {}
+        return {PROMETHEUS_HOST: address[0], PROMETHEUS_PORT: str(address[1])}
 
+    def shown(self) -> str:
+        """All of them in a line, for a person."""
+        return ", ".join(f"{name} {http_url(*page)}{PATH}" for name, page in self.addresses.items())
 
-def shown(found: Mapping[str, tuple[str, int]]) -> str:
-    """All of them in a line, for a person."""
-    return ", ".join(f"{name} {http_url(*page)}{PATH}" for name, page in found.items())
+    def close(self) -> None:
+        """Hold no port any more."""
+        for held in self._held:
+            held.close()

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.launcher import auth, broker, console, nats_server, run_file, scrapes
+from services.launcher import auth, broker, console, nats_server, run_file
 from services.launcher.console import ServiceLines, say
 from services.launcher.nats_server import NatsServer
 from services.launcher.run_file import RunFile
+from services.launcher.scrapes import Pages
 from services.launcher.serve import KINDS
 from services.launcher.supervisor import ServiceSpec, Supervisor, service_specs
 from shared import login, permissions, subjects
@@ -90,6 +91,7 @@ class _Up:
         self._supervisor.start(without=self._later())
         note = run_file.path_for(self._settings)
         async with AsyncExitStack() as stack:
+            stack.callback(self._pages.close)
             stack.push_async_callback(self._supervisor.kill)
             stack.callback(run_file.remove, note, os.getpid())
             if self._server is not None:
@@ -127,14 +129,14 @@ class _Up:
             "detokenizer": s.detokenizers,
         }
         specs = service_specs({kind: counts.get(kind, 1) for kind in KINDS})
-        self._pages = scrapes.pages(os.environ, [spec.name for spec in specs])
+        self._pages = Pages(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, env=self._env_of(spec)) for spec in specs]
         env = {**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"}
         lines = ServiceLines([spec.name for spec in specs], bare=s.log_json)
         return Supervisor(specs, env, lines)
 
     def _env_of(self, spec: ServiceSpec) -> dict[str, str]:
-        page = scrapes.variables(self._pages.get(spec.name))
+        page = self._pages.variables(spec.name)
         return {"HEADRACE_NATS_URL": self._logins.of(spec.kind), **page}
 
     async def _become_ready(self) -> None:
@@ -168,7 +170,7 @@ class _Up:
             "monitoring": monitoring,
             "publish to": subject,
             "OpenAI API": f"{self._http}/v1" if self._http else "",
-            "metrics": scrapes.shown(self._pages),
+            "metrics": self._pages.shown(),
         }
         for name, value in rows.items():
             if value:

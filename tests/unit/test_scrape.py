@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from services.launcher import scrapes
+from services.launcher.scrapes import Pages
 from shared import metering
 from shared.errors import SetupError
 from shared.exposition import to_prometheus
@@ -49,19 +49,34 @@ def test_a_port_that_is_none(port: str) -> None:
 
 
 def test_each_service_has_its_port_from_the_first_upwards() -> None:
-    assert scrapes.pages({}, ["gateway"]) == {}
-    assert scrapes.variables(None) == {}
+    assert Pages({}, ["gateway"]).addresses == {}
+    assert Pages({}, ["gateway"]).variables("gateway") == {}
     first = 20_000 + os.getpid() % 10_000
-    found = scrapes.pages({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(first)}, ["gateway", "executor-0"])
-    assert found == {"gateway": ("127.0.0.1", first), "executor-0": ("127.0.0.1", first + 1)}
-    told = scrapes.variables(found["executor-0"])
+    found = Pages({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(first)}, ["gateway", "executor-0"])
+    assert found.addresses == {"gateway": ("127.0.0.1", first), "executor-0": ("127.0.0.1", first + 1)}
+    told = found.variables("executor-0")
     assert prometheus_address({**ON, **told}) == ("127.0.0.1", first + 1)
-    shown = scrapes.shown(found)
-    assert shown == (
+    assert found.shown() == (
         f"gateway http://127.0.0.1:{first}/metrics, executor-0 http://127.0.0.1:{first + 1}/metrics"
     )
-    free = scrapes.pages({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": "0"}, ["a", "b", "c"])
-    assert len({port for _, port in free.values()} - {0}) == 3
+    found.close()
+
+
+async def test_a_free_port_is_held_for_the_service_that_comes_later() -> None:
+    pages = Pages({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": "0"}, ["a", "b", "c"])
+    assert len({port for _, port in pages.addresses.values()} - {0}) == 3
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(pages.addresses["a"])
+    for _ in range(2):  # started, and started again
+        point = ScrapePoint(*pages.addresses["a"], lambda: COUNTED)
+        await point.start()
+        assert (await read(point, b"GET /metrics HTTP/1.1\r\n\r\n")).endswith(PAGE.encode())
+        with pytest.raises(SetupError, match="metrics cannot listen on"):
+            Pages({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(point.address[1])}, ["another fleet's"])
+        await point.stop()
+    pages.close()
+    with socket.socket() as stranger:
+        stranger.bind(pages.addresses["b"])
 
 
 def test_what_vllm_counts_has_its_names() -> None:
