@@ -34,7 +34,7 @@ _READS = {
         "hr.*.beat.tokenizer.*",
     ),
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
-    "detokenizer": (f"{PUBLIC}.detokenize.*.*", "_R.*.*"),
+    "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", "_R.*.*"),
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer comes seconds later.
 _WRITES = {

@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from services.detokenizer import orphans
 from services.detokenizer.asking import answer
 from services.detokenizer.commands import Command, Fault, Finished, Publish, Tell
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.endings import Endings
-from services.detokenizer.presence import PROBE_HEADERS, Presence
-from services.detokenizer.replay import TURN_S
+from services.detokenizer.readers import Readers
 from shared import subjects
 from shared.actor import Actor, Facts
-from shared.bus import Delivery
 from shared.config import Settings
 from shared.errors import PayloadTooLarge
-from shared.messages import Ended, Message
+from shared.messages import Ended, Message, Rejected, Tokenized
 from shared.model_files import resolve, served_name
 from shared.peers import Peer
 from shared.port import Port
@@ -45,16 +44,16 @@ class DetokenizerActor(Actor):
         self._model = model
         self._backlog_limit_bytes = backlog_limit_bytes
         self._core = DetokenizerCore(vocabulary)
-        self._presence = Presence()
         self._flush_due = False
-        self._replaying = False
+        self._seeking = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def start(self, port: Port) -> None:
         self._port = port
         self._endings = Endings(port, lambda: self._run([]))
-        await port.bus.subscribe(subjects.gone_all(port.actor), self._on_gone)
+        self._readers = Readers(port, self._core, self._run)
+        await self._readers.listen()
         pattern = subjects.detokenize_any_tenant(self._model)
         await port.bus.subscribe(
             pattern, lambda asked: answer(port.bus, self._model, self._vocabulary, asked), queue="detokenize"
@@ -67,32 +66,20 @@ class DetokenizerActor(Actor):
             asyncio.get_running_loop().call_soon(self._flush)
 
     def on_restart(self, source: str) -> None:
-        self._run(self._core.scheduler_lost(source, "the scheduler was restarted"))
+        self._orphaned(self._core.orphans.lost(source, "the scheduler was restarted", void=True))
 
     def on_peer_gone(self, peer: Peer) -> None:
         if peer.beat.kind == "scheduler":
-            self._run(self._core.scheduler_lost(peer.source, "the scheduler has gone"))
+            self._orphaned(self._core.orphans.lost(peer.source, "the scheduler has gone"))
 
     def on_stream_lost(self, source: str) -> None:
         self._run(self._core.stream_lost(source))
 
     def on_broker(self, online: bool) -> None:
-        if online:
-            self._core.replay.broker_back(self._core.streams)
-        else:
-            self._core.replay.broker_lost()
-        self._run([])  # idle or not
-        if online and not self._replaying:
-            self._replaying = True
-            asyncio.get_running_loop().call_later(TURN_S, self._replay)
+        self._readers.on_broker(online)
 
     def upkeep(self) -> None:
-        self._core.replay.age()
-        if self._core.replay.active:
-            return  # readers are on their way back
-        for probe in self._presence.turn(self._core.plain):
-            reply = subjects.gone(self._port.actor, probe.name)
-            self._port.bus.publish(probe.subject, b"", reply=reply, headers=PROBE_HEADERS)
+        self._readers.upkeep()
 
     def facts(self) -> Facts:
         return Facts(model=self._model, load=tuple(self._core.load().items()))
@@ -114,11 +101,18 @@ class DetokenizerActor(Actor):
 
     # ---- internals ------------------------------------------------------------------------------
 
-    def _replay(self) -> None:
-        self._run(self._core.replay_turn())
-        self._replaying = self._core.replay.active
-        if self._replaying:
-            asyncio.get_running_loop().call_later(TURN_S, self._replay)
+    def _orphaned(self, commands: list[Command]) -> None:
+        self._run(commands)
+        if not self._seeking:
+            self._seek()
+
+    def _seek(self) -> None:
+        """Find a scheduler for the requests that have none."""
+        ready = self._port.peers.ready("scheduler", self._model)
+        self._run(self._core.orphans.turn(ready, self._port.clock.wall_us()))
+        self._seeking = len(self._core.orphans) > 0
+        if self._seeking:
+            asyncio.get_running_loop().call_later(orphans.TURN_S, self._seek)
 
     def _flush(self) -> None:
         if self._port.bus.backlog_bytes > self._backlog_limit_bytes:
@@ -136,8 +130,8 @@ class DetokenizerActor(Actor):
                 if finished is not None and isinstance(command.message, Ended):
                     self._endings.add(finished, command)
                     finished = None
-                else:
-                    self._port.send(command.scheduler, command.message)
+                elif (refusal := tell(self._port, command)) is not None:
+                    self._run(self._core.orphans.answered(command.scheduler, refusal))
             elif type(command) is Fault:
                 log.error("%s", command.detail)
             elif type(command) is Finished:
@@ -151,15 +145,6 @@ class DetokenizerActor(Actor):
         else:
             self._idle.clear()
 
-    def _on_gone(self, delivery: Delivery) -> None:
-        name = delivery.subject.rpartition(".")[2]
-        if not delivery.no_responders:
-            return
-        if name.isdecimal():
-            self._run(self._core.client_gone(int(name)))
-        elif (number := self._presence.unheard(name)) is not None and not self._core.replay.active:
-            self._run(self._core.client_gone(number))
-
 
 def publish(port: Port, frame: Publish) -> None:
     """Send a frame; the server tells `gone` when nobody listens."""
@@ -169,6 +154,25 @@ def publish(port: Port, frame: Publish) -> None:
     except PayloadTooLarge as error:
         log.error("an answer is too large: %s", error)
         port.bus.publish(frame.inbox, error_reply(error, "", ""), headers=end_headers(error))
+
+
+def tell(port: Port, command: Tell) -> Rejected | None:
+    """Send to a scheduler; a refusal where no message can carry a request with what it has generated, since
+    its options are at the limit."""
+    try:
+        port.send(command.scheduler, command.message, command.trace)
+    except PayloadTooLarge as error:
+        asked = command.message
+        if not isinstance(asked, Tokenized):
+            raise
+        return Rejected(
+            tenant=asked.tenant,
+            request=asked.request,
+            attempt=asked.attempt,
+            code=error.code,
+            message=error.message,
+        )
+    return None
 
 
 def build(settings: Settings) -> DetokenizerActor:

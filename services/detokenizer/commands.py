@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.detokenizer.request import RequestText
-from shared.messages import Detached, Ended, StopFound
+from shared.messages import Cancel, Detached, Ended, StopFound, Tokenized
 
 
 @dataclass(slots=True)
@@ -25,7 +25,8 @@ class Tell:
     """Send a message to a scheduler (`kind.id`)."""
 
     scheduler: str
-    message: StopFound | Ended | Detached
+    message: StopFound | Ended | Detached | Tokenized | Cancel
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

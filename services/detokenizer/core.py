@@ -11,12 +11,25 @@ from collections.abc import Callable
 
 from services.detokenizer.commands import Command, Fault, Finished, Publish, Tell
 from services.detokenizer.logprobs import ScoreReader
+from services.detokenizer.orphans import Orphans
 from services.detokenizer.replay import Replay
 from services.detokenizer.request import RequestText
 from services.detokenizer.stream import TokenGap
 from services.detokenizer.table import OpenTable, RequestKey
-from shared.errors import HeadraceError, Unavailable, from_code
-from shared.messages import Close, Detached, Ended, Message, Open, StopFound, Tokens, ints
+from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
+from shared.messages import (
+    Accepted,
+    Close,
+    Detached,
+    Ended,
+    Message,
+    Open,
+    Rejected,
+    StopFound,
+    Tokenized,
+    Tokens,
+    ints,
+)
 from shared.replies import end_headers
 from shared.vocabulary import Vocabulary
 
@@ -27,6 +40,7 @@ class DetokenizerCore:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._table = OpenTable(vocabulary)
         self.replay = Replay()
+        self.orphans = Orphans(self._table, self._fail, self._forget)
         self.frames = 0
         self.tokens = 0
         self._wall_us = 0  # of the present event: for spans only
@@ -41,6 +55,11 @@ class DetokenizerCore:
                 return self._open(scheduler, message, trace)
             case Close():
                 return self._close(scheduler, message)
+            case Tokenized():
+                self.orphans.keep(scheduler, message)
+                return []
+            case Accepted() | Rejected():
+                return self.orphans.answered(scheduler, message)
         return [Fault(f"{type(message).__name__} of {scheduler} is not for a detokenizer")]
 
     def flush(self, wall_us: int = 0) -> list[Command]:
@@ -56,9 +75,12 @@ class DetokenizerCore:
         """Nobody reads the stream of request `number` any more. Its text is still worked out: the
         scheduler decides whether it goes on."""
         key = self._table.key_of(number)
-        if self.replay.absent(number, None if key is None else self._table.requests[key]):
+        request = None if key is None else self._table.requests[key]
+        if self.replay.absent(number, request) or key is None or request is None:
             return []
-        return [] if key is None else [Tell(key[0], Detached(seqs=self._table.requests[key].seqs))]
+        if request.kept is None or not request.kept.finish_detached:
+            request.unwanted = request.unwanted or Cancelled("the client has gone")
+        return [Tell(key[0], Detached(seqs=request.seqs))]
 
     @property
     def streams(self) -> list[RequestText]:
@@ -76,27 +98,23 @@ class DetokenizerCore:
         self.frames += len(frames)
         return [*frames, *(command for number in gone for command in self.client_gone(number))]
 
-    def scheduler_lost(self, scheduler: str, why: str) -> list[Command]:
-        """The scheduler is gone or has lost its state, or messages of it are lost: its requests
-        cannot be finished, and their clients are told. So is the scheduler, which may only have been
-        stopped."""
+    def stream_lost(self, scheduler: str) -> list[Command]:
+        """Messages of the scheduler never came. What is open here has a hole, and its client is told; what
+        was opened by one of them is known to the scheduler alone, which opens it again when it hears of a
+        loss without names."""
         commands: list[Command] = []
         for key in self._table.of_scheduler(scheduler):
             commands.append(Tell(scheduler, Detached(seqs=self._table.requests[key].seqs)))
-            commands += self._fail(key, Unavailable(f"{why}; send the request again"))
-        return commands
-
-    def stream_lost(self, scheduler: str) -> list[Command]:
-        """Messages of the scheduler never came. What is open here has a hole; what was opened by one of them
-        is known to the scheduler alone, which opens it again when it hears of a loss without names."""
-        failed = self.scheduler_lost(scheduler, "a part of the answer was lost between two services")
-        return [*failed, Tell(scheduler, Detached(seqs=ints()))]
+            why = "a part of the answer was lost between two services; send the request again"
+            commands += self._fail(key, Unavailable(why))
+        return [*commands, Tell(scheduler, Detached(seqs=ints()))]
 
     def load(self) -> dict[str, int]:
         """What is here; `sequences` and `requests` are 0 when idle."""
         return {
             "sequences": len(self._table.sequences),
             "requests": len(self._table.requests),
+            "orphans": len(self.orphans),
             "unsure": len(self.replay),
             "frames": self.frames,
             "tokens": self.tokens,
@@ -110,10 +128,10 @@ class DetokenizerCore:
     # ---- messages -------------------------------------------------------------------------------
 
     def _open(self, scheduler: str, opened: Open, trace: str) -> list[Command]:
-        request, fresh = self._table.add(scheduler, opened, trace)
+        commands, read = self.orphans.opened(scheduler, opened)
+        request, fresh = self._table.add(scheduler, opened, trace) if read else (None, False)
         if request is None:
-            return []
-        commands: list[Command] = []
+            return commands
         request.opened_us = request.opened_us or self._wall_us
         if fresh and opened.stream:
             commands.append(self._publish(request, request.accepted()))
@@ -157,8 +175,7 @@ class DetokenizerCore:
         found = self._table.sequences.get((scheduler, close.seq))
         if close.reason == "moved":  # another shard has the whole request, and its reader
             if found is not None:
-                self._table.forget(_key(scheduler, found[1]))
-                self.replay.forget(found[1].number)
+                self._forget(_key(scheduler, found[1]))
             return []
         if found is None:  # failed before, or a duplicate: the scheduler still waits for an answer
             return [_ended(scheduler, close, close.final, close.reason)]
@@ -192,6 +209,10 @@ class DetokenizerCore:
         fault = Fault(f"request {request.opened.request} of {scheduler}: {gap.message}")
         detached = Tell(scheduler, Detached(seqs=request.seqs))
         return [fault, detached, *self._fail(_key(scheduler, request), gap)]
+
+    def _forget(self, key: RequestKey) -> None:
+        """Somebody else answers this request."""
+        self.replay.forget(self._table.forget(key).number)
 
     def _fail(self, key: RequestKey, error: HeadraceError) -> list[Command]:
         request = self._table.requests[key]

@@ -11,7 +11,7 @@ from services.detokenizer import frames
 from services.detokenizer.frames import FrameMaker
 from services.detokenizer.stream import Delta, SequenceStream, merged
 from shared.errors import HeadraceError
-from shared.messages import Close, Open, Timings
+from shared.messages import Close, Open, Timings, Tokenized
 from shared.replies import error_reply
 from shared.vocabulary import Vocabulary
 
@@ -31,14 +31,16 @@ class RequestText:
     """The reply of one request. `number` names it on this shard (see subjects.gone)."""
 
     __slots__ = (
-        "_frames", "_reply", "_sent", "choices", "closed", "ended", "error", "first_us", "number", "opened",
-        "opened_us", "trace",
+        "_frames", "_reply", "_sent", "choices", "closed", "ended", "error", "first_us", "kept", "number",
+        "opened", "opened_us", "trace", "unwanted",
     )  # fmt: skip
 
     def __init__(self, opened: Open, number: int, trace: str) -> None:
         self.opened = opened
         self.number = number
         self.trace = trace
+        self.kept: Tokenized | None = None  # as it was asked: for another scheduler
+        self.unwanted: HeadraceError | None = None  # why nobody should go on with it
         self.choices: dict[int, SequenceStream] = {}  # by index
         self.closed: dict[int, Closed] = {}
         self._frames = FrameMaker(opened)
@@ -56,8 +58,8 @@ class RequestText:
 
     @property
     def seqs(self) -> array[int]:
-        """The sequences of this request, in the order of its choices."""
-        return array("i", (self.choices[i].seq for i in sorted(self.choices)))
+        """The sequences of this request at its scheduler, in the order of its choices."""
+        return array("i", (s.seq for _, s in sorted(self.choices.items()) if s.seq >= 0))
 
     def accepted(self) -> bytes:
         """The first frame."""

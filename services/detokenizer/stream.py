@@ -46,13 +46,14 @@ class SequenceStream:
 
     __slots__ = (
         "_decoder", "_finder", "_pieces", "_scores", "_sent", "_shape",
-        "choice", "ended", "reason", "seq", "stop_index", "taken",
+        "choice", "ended", "ids", "reason", "seq", "stop_index", "taken",
     )  # fmt: skip
 
     def __init__(self, opened: Open, vocabulary: Vocabulary) -> None:
-        self.seq = opened.seq
+        self.seq = opened.seq  # at its scheduler; -1: a new one has not opened it yet
         self.choice = opened.choice
         self.taken = 0  # tokens read; stays at the stop string's last token once that is found
+        self.ids = array("i")  # these tokens: should the scheduler die, nobody else has them
         self.stop_index: int | None = None
         self.ended = False
         self.reason = ""
@@ -81,6 +82,7 @@ class SequenceStream:
             self.taken += len(ids)
             if text := self._decoder.feed(ids):
                 self._pieces.append(text)
+        self.ids += ids[: self.taken - before]
         if self._shape is not None:
             self._scores.extend(scores[: self.taken - before])
         return self.stop_index is not None

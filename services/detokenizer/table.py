@@ -34,14 +34,36 @@ class OpenTable:
             self._last_number += 1
             request = self.requests[key] = RequestText(opened, self._last_number, trace)
             self._numbers[request.number] = key
-        elif opened.attempt < request.opened.attempt or opened.choice in request.choices:
+        elif opened.attempt < request.opened.attempt:
             return None, False
+        elif (known := request.choices.get(opened.choice)) is not None:
+            if known.seq >= 0:
+                return None, False
+            known.seq = opened.seq  # of the scheduler that goes on with it
+            if opened.choice not in request.closed:
+                self.sequences[scheduler, opened.seq] = (known, request)
+            return request, False
         self.sequences[scheduler, opened.seq] = (request.add(opened, self._vocabulary), request)
         return request, fresh
 
     def key_of(self, number: int) -> RequestKey | None:
         """The request with this number, if it is still open."""
         return self._numbers.get(number)
+
+    def named(self, tenant: str, request: str) -> list[RequestText]:
+        """The open requests of this name: one, but for a moment when it goes to another scheduler."""
+        return [found for key, found in self.requests.items() if key[1:] == (tenant, request)]
+
+    def hand_over(self, key: RequestKey, scheduler: str) -> None:
+        """Another scheduler goes on with a request, under its own numbers: its Opens bring them."""
+        waits = self.requests[key].number in self.waiting
+        request = self.forget(key)
+        for stream in request.choices.values():
+            stream.seq = -1
+        new = (scheduler, *key[1:])
+        self.requests[new], self._numbers[request.number] = request, new
+        if waits:
+            self.waiting[request.number] = request
 
     def of_scheduler(self, scheduler: str) -> list[RequestKey]:
         """All requests of one scheduler."""

@@ -69,7 +69,7 @@ class SchedulerActor(Actor):
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         transit_us = 0
-        if isinstance(message, Tokenized) and message.sent_wall_us:
+        if isinstance(message, Tokenized) and message.sent_wall_us and not message.generated:
             transit_us = max(self._port.clock.wall_us() - message.sent_wall_us, 0)
         self._handle(Arrived(source, message, trace, transit_us))
 
@@ -115,7 +115,7 @@ class SchedulerActor(Actor):
         await self._idle.wait()
 
     async def stop(self) -> None:
-        if self._core.state.requests:
+        if self._core.state.draining and self._core.state.requests:  # after a failure others go on with them
             self._handle(DrainOver())
         if self._ticking is not None:
             self._ticking.cancel()

@@ -23,6 +23,11 @@ def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
     growth.learn(state, final)
     first_us, last_us = sequence.first_token_us, sequence.last_token_us
     state.meter.add_ended(state.now_us - sequence.request.arrival_us, last_us - first_us, sequence.generated)
+    end(state, sequence, final, reason)
+
+
+def end(state: State, sequence: Sequence, final: int, reason: str) -> None:
+    """End a live sequence after `final` generated tokens, of which nothing is to be learned."""
     sequence.close = _close(state, sequence, final, reason)
     send_close(state, sequence)
 

@@ -5,7 +5,7 @@ handle(event): apply it -> admit what fits -> plan while a window is open -> com
 
 from __future__ import annotations
 
-from services.scheduler import admission, closing, fleet, intake, plan
+from services.scheduler import admission, closing, fleet, intake, plan, resuming
 from services.scheduler.events import (
     Arrived,
     DrainAsked,
@@ -106,6 +106,8 @@ class Scheduler:
     def _apply(self, event: Event) -> None:
         state = self.state
         match event:
+            case Arrived(source, Tokenized() as asked, trace) if asked.generated:
+                resuming.take(state, source, asked, trace)
             case Arrived(source, Tokenized() as asked, trace, transit_us):
                 intake.take(state, source, asked, trace, transit_us)
             case Arrived(source, message):

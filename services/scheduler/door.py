@@ -11,18 +11,50 @@ REFUSED_US = 10_000_000  # longer than a tokenizer asks
 MAX_REFUSED = 10_000
 RETRY_AFTER_MS = 1_000
 
+Refusal = tuple[int, str, int]  # code, message, retry after ms
+
 
 def refused(state: State, asked: Tokenized) -> Rejected | None:
     """The refusal, or None to accept. A resend of what was refused is refused again, whatever has become
     free since: its client has been told."""
-    submission = (asked.tenant, asked.request, asked.received_wall_us)
+    submission = (asked.tenant, asked.request, asked.received_wall_us, asked.attempt)
     if submission in state.refused:
         return state.refused[submission][1]
-    refusal = _refusal(state, asked)
+    refusal = _refusal(state, asked, len(asked.tokens)) or _no_room(state, asked)
     if refusal is None:
         return None
+    if len(state.refused) >= MAX_REFUSED:
+        del state.refused[next(iter(state.refused))]
+    state.meter.count_rejected(refusal[0])
+    rejected = _rejected(asked, refusal)
+    state.refused[submission] = (state.now_us + REFUSED_US, rejected)
+    return rejected
+
+
+def refused_again(state: State, source: str, asked: Tokenized) -> Rejected | None:
+    """The refusal of a request that another scheduler had accepted, and that the detokenizer `source` asks to
+    go on with: it has stood in a queue once. A 503 is not remembered, since it asks again."""
+    refusal: Refusal | None = None
+    if source.removeprefix("detokenizer.") not in state.detokenizers:
+        refusal = 503, f"{source} is not ready", RETRY_AFTER_MS
+    elif len(asked.reasons) != asked.n or prompt_length(asked) < 1:
+        refusal = 400, "what it has generated is not told of each choice", 0
+    refusal = refusal or _refusal(state, asked, prompt_length(asked))
+    if refusal is None:
+        return None
+    if refusal[0] != 503:
+        state.meter.count_rejected(refusal[0])
+    return _rejected(asked, refusal)
+
+
+def prompt_length(asked: Tokenized) -> int:
+    """Tokens of the prompt; behind it may be what was generated."""
+    return len(asked.tokens) - sum(asked.generated)
+
+
+def _rejected(asked: Tokenized, refusal: Refusal) -> Rejected:
     code, message, retry_after_ms = refusal
-    rejected = Rejected(
+    return Rejected(
         tenant=asked.tenant,
         request=asked.request,
         attempt=asked.attempt,
@@ -30,15 +62,10 @@ def refused(state: State, asked: Tokenized) -> Rejected | None:
         message=message,
         retry_after_ms=retry_after_ms,
     )
-    if len(state.refused) >= MAX_REFUSED:
-        del state.refused[next(iter(state.refused))]
-    state.meter.count_rejected(code)
-    state.refused[submission] = (state.now_us + REFUSED_US, rejected)
-    return rejected
 
 
-def _refusal(state: State, asked: Tokenized) -> tuple[int, str, int] | None:
-    """(code, message, retry after ms), or None to accept."""
+def _refusal(state: State, asked: Tokenized, prompt: int) -> Refusal | None:
+    """Why a request with so many prompt tokens can never be served, or not now; None: it can."""
     key = (asked.tenant, asked.request)
     if state.tombstones.pop(key, 0) > state.now_us:
         return 499, "cancelled by the client before it arrived", 0
@@ -46,15 +73,20 @@ def _refusal(state: State, asked: Tokenized) -> tuple[int, str, int] | None:
         return 409, f"a request with the id {asked.request!r} is running: choose another id", 0
     if state.draining:
         return 503, "the scheduler is draining: send the request again", RETRY_AFTER_MS
-    if not asked.tokens:
+    if not prompt:
         return 400, "the prompt is empty: send at least one token", 0
     executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
     if not executors:
         return 503, f"no executor of {asked.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
     if not state.detokenizers:
         return 503, "no detokenizer is ready: see `headrace status`", RETRY_AFTER_MS
-    if not any(_fits_ever(executor, asked) for executor in executors):
-        return 400, _too_large(executors, asked), 0
+    if not any(_fits_ever(executor, asked, prompt) for executor in executors):
+        return 400, _too_large(executors, asked, prompt), 0
+    return None
+
+
+def _no_room(state: State, asked: Tokenized) -> Refusal | None:
+    """Why a request may not wait here now; None: it may."""
     if _full(state, asked):
         return 429, f"{len(state.waiting)} requests are waiting: try again later", RETRY_AFTER_MS
     return _too_late(state, asked)
@@ -68,7 +100,7 @@ def _full(state: State, asked: Tokenized) -> bool:
     return waiting.held_tokens + asked.n * len(asked.tokens) > limits.max_waiting_tokens
 
 
-def _too_late(state: State, asked: Tokenized) -> tuple[int, str, int] | None:
+def _too_late(state: State, asked: Tokenized) -> Refusal | None:
     """Refuse now what would get its first token after its class's limit: waiting would only cost it time,
     and everybody else."""
     level = classes.level_of(asked.slo_class)
@@ -82,16 +114,16 @@ def _too_late(state: State, asked: Tokenized) -> tuple[int, str, int] | None:
     return 429, message, max(RETRY_AFTER_MS, (wait_us - limit_us) // 1000)
 
 
-def _fits_ever(executor: Executor, asked: Tokenized) -> bool:
-    hello, length = executor.hello, len(asked.tokens) + asked.max_tokens
+def _fits_ever(executor: Executor, asked: Tokenized, prompt: int) -> bool:
+    hello, length = executor.hello, prompt + asked.max_tokens
     blocks = asked.n * blocks_for(length, hello.block_tokens)
     return length <= hello.max_context and blocks <= hello.blocks and asked.n <= hello.slots
 
 
-def _too_large(executors: list[Executor], asked: Tokenized) -> str:
+def _too_large(executors: list[Executor], asked: Tokenized, prompt: int) -> str:
     context = max(e.hello.max_context for e in executors)
     tokens = max(e.hello.blocks * e.hello.block_tokens for e in executors)
     return (
-        f"{len(asked.tokens)} prompt tokens + {asked.max_tokens} to generate, times {asked.n}, never fit: "
+        f"{prompt} prompt tokens + {asked.max_tokens} to generate, times {asked.n}, never fit: "
         f"the context is {context} tokens and the KV cache holds {tokens}; ask for fewer max_tokens"
     )

@@ -98,7 +98,7 @@ def detokenizer_missed(state: State, source: str) -> None:
         if source == f"detokenizer.{request.shard}" and not request.detached:
             request.attempt += 1
             intake.open_at_shard(state, request)
-            _close_again(state, request.sequences)
+            close_again(state, request.sequences)
 
 
 def _reopen(state: State, sequences: list[Sequence]) -> None:
@@ -107,10 +107,11 @@ def _reopen(state: State, sequences: list[Sequence]) -> None:
     if state.detokenizers:
         request.attempt += 1
     intake.assign_shard(state, request)
-    _close_again(state, sequences)
+    close_again(state, sequences)
 
 
-def _close_again(state: State, sequences: list[Sequence]) -> None:
+def close_again(state: State, sequences: list[Sequence]) -> None:
+    """Sequences that have been opened again, and are over: send their Close again, too."""
     for sequence in sequences:
         if not sequence.live:
             closing.send_close(state, sequence)

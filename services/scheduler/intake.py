@@ -18,7 +18,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
     """Accept a request and open its text at a detokenizer, or refuse it."""
     key = (asked.tenant, asked.request)
     if _known(state, asked):
-        _accept(state, source, asked)
+        accept(state, source, asked)
         return
     rejected = door.refused(state, asked)
     if rejected is not None:
@@ -35,8 +35,9 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
         level=level,
         start_by_us=state.now_us + limit_us if limit_us else 0,
         transit_us=transit_us,
+        attempt=asked.attempt,
     )
-    request.sequences = [_new_sequence(state, request, choice) for choice in range(asked.n)]
+    request.sequences = [new_sequence(state, request, choice) for choice in range(asked.n)]
     state.requests[key] = request
     for executor in state.executors.values():  # now, and not when a step waits for the decision
         if executor.hello.model == asked.model:
@@ -48,7 +49,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
         state.due.watch(closing.due_at_us(sequence), sequence.seq)
     state.waiting.add(unit, state.now_us)
     asking.arrived(state, unit)
-    _accept(state, source, asked)
+    accept(state, source, asked)
     assign_shard(state, request)
 
 
@@ -60,7 +61,14 @@ def assign_shard(state: State, request: Request) -> None:
 
 
 def open_at_shard(state: State, request: Request) -> None:
-    """Open the sequences of a request at its detokenizer."""
+    """Open the sequences of a request at its detokenizer, and leave there what was asked: should this
+    scheduler die, that one asks another to go on."""
+    open_sequences(state, request)
+    state.send(f"detokenizer.{request.shard}", request.asked, request.trace)
+
+
+def open_sequences(state: State, request: Request) -> None:
+    """Open the sequences of a request at a detokenizer that has what was asked."""
     for sequence in request.sequences:
         state.send(f"detokenizer.{request.shard}", open_message(sequence), request.trace)
 
@@ -127,12 +135,14 @@ def _known(state: State, asked: Tokenized) -> bool:
     return ended is not None and ended.inbox == asked.inbox
 
 
-def _accept(state: State, source: str, asked: Tokenized) -> None:
+def accept(state: State, source: str, asked: Tokenized) -> None:
+    """Tell who asked that the request is in good hands."""
     accepted = Accepted(tenant=asked.tenant, request=asked.request, attempt=asked.attempt)
     state.send(source, accepted)
 
 
-def _new_sequence(state: State, request: Request, choice: int) -> Sequence:
+def new_sequence(state: State, request: Request, choice: int) -> Sequence:
+    """A choice of a request, with its prompt."""
     asked = request.asked
     sequence = Sequence(
         seq=state.next_seq,

@@ -130,7 +130,7 @@ class State:
     moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
     tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: until
     due: Due = field(default_factory=Due)
-    refused: dict[tuple[str, str, int], tuple[int, Rejected]] = field(default_factory=dict)  # until
+    refused: dict[tuple[str, str, int, int], tuple[int, Rejected]] = field(default_factory=dict)  # until
     recent: Recent = field(default_factory=Recent)
     steps: Steps = field(default_factory=Steps)
     meter: Meter = field(default_factory=Meter)

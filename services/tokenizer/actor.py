@@ -71,8 +71,11 @@ class TokenizerActor(Actor):
             log.error("%s of %s is not for a tokenizer", type(message).__name__, source)
 
     def on_peer(self, peer: Peer) -> None:
-        if peer.beat.kind == "scheduler" and self._started:
-            self._handle(Schedulers(tuple(self._port.peers.ready("scheduler", self._name))))
+        if peer.beat.kind != "scheduler" or not self._started:
+            return
+        peers, state = self._port.peers, peer.beat.state
+        died = state == "failed" or (peers.get(peer.source) is None and state != "stopped")
+        self._handle(Schedulers(tuple(peers.ready("scheduler", self._name)), died))
 
     on_peer_gone = on_peer  # either way: who is ready now?
 

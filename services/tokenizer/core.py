@@ -2,7 +2,8 @@
 
 A request is kept from its arrival until a scheduler has accepted or rejected it. A scheduler that
 stays silent is asked once more (it knows the request by its id), one that dies is replaced by
-another, and in the end the client gets a 503: never silence.
+another, and in the end the client gets a 503: never silence. For a while after a death requests wait
+for whoever comes instead, and for its executors.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from shared.messages import Accepted, Cancel, Rejected, Tokenized
 
 RESEND_US = 1_000_000  # far above an answer under load, well below a client's patience
 GIVE_UP_US = 5_000_000  # longer than it takes to notice a dead scheduler by its beats
+WAIT_US = 15_000_000  # after a scheduler's death: a new one and its executors take some seconds
+ASK_AGAIN_US = 250_000  # a scheduler that cannot serve yet
 RETRY_AFTER_MS = 1_000
 _REFUSED_FIELD = {400: "max_tokens", 409: "request_id"}  # what a scheduler's refusal is about
 
 
 @dataclass(frozen=True, slots=True)
 class Schedulers:
-    """Event: the ready schedulers of this model are now these (actor ids)."""
+    """Event: the ready schedulers of this model are now these (actor ids). `died`: one that is missing has
+    not left of its own accord."""
 
     ids: tuple[str, ...]
+    died: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +75,11 @@ class _Pending:
     """A request no scheduler has answered for yet."""
 
     tokenized: Tokenized
-    scheduler: str
     trace: str
     arrived_us: int
-    resend_us: int  # when to ask again; 0 = asked twice
+    scheduler: str = ""  # asked last
+    waits: bool = True  # for a scheduler: nobody has been asked, or that one cannot serve
+    resend_us: int = 0  # when to ask again; 0 = asked twice
 
 
 class TokenizerCore:
@@ -83,6 +89,7 @@ class TokenizerCore:
         self._model = model
         self._pending: dict[Key, _Pending] = {}
         self._schedulers: tuple[str, ...] = ()
+        self._patient_until_us = 0
         self.prompt_tokens = 0
         self.requests = 0
         self.failed = 0
@@ -103,12 +110,11 @@ class TokenizerCore:
                 self._answered(event)
                 return []
             case Rejected():
-                return self._rejected(event)
+                return self._rejected(event, now_us)
             case Cancel():
                 return self._cancel(event)
             case Schedulers():
-                self._schedulers = event.ids
-                return self._move_orphans(now_us)
+                return self._scheduled(event, now_us)
             case Tick():
                 return self._tick(now_us)
 
@@ -121,12 +127,11 @@ class TokenizerCore:
         if key in self._pending:
             running = f"request {tokenized.request!r} is running; wait for it or use another request_id"
             return [self._refuse(submitted, DuplicateRequest(running, param="request_id"))]
-        if not self._schedulers:
+        if not self._schedulers and now_us >= self._patient_until_us:
             return [self._refuse(submitted, self._nobody())]
         self.prompt_tokens += len(tokenized.tokens)
-        scheduler = rendezvous(tokenized.request, self._schedulers)
-        self._pending[key] = _Pending(tokenized, scheduler, submitted.trace, now_us, now_us + RESEND_US)
-        return [Send(scheduler, tokenized, submitted.trace)]
+        pending = self._pending[key] = _Pending(tokenized, submitted.trace, now_us)
+        return [self._ask(pending, now_us)] if self._schedulers else []
 
     def _refuse(self, submitted: Prepared, error: HeadraceError) -> Fail:
         self.failed += 1
@@ -139,9 +144,13 @@ class TokenizerCore:
             return None
         return self._pending.pop(key)
 
-    def _rejected(self, answer: Rejected) -> list[Command]:
+    def _rejected(self, answer: Rejected, now_us: int) -> list[Command]:
         pending = self._answered(answer)
         if pending is None:
+            return []
+        if answer.code == Unavailable.code and now_us < self._patient_until_us:
+            self._pending[answer.tenant, answer.request] = pending
+            pending.waits, pending.resend_us = True, now_us + ASK_AGAIN_US
             return []
         error = from_code(answer.code, answer.message, answer.retry_after_ms)
         error.param = _REFUSED_FIELD.get(answer.code)
@@ -158,27 +167,36 @@ class TokenizerCore:
             age_us = now_us - pending.arrived_us
             if age_us >= pending.tokenized.timeout_us:
                 commands += self._give_up(key, DeadlineExceeded("the request's time limit passed in intake"))
-            elif age_us >= GIVE_UP_US:
+            elif age_us >= GIVE_UP_US and now_us >= self._patient_until_us:
                 commands += self._give_up(key, self._nobody())
             elif pending.resend_us and now_us >= pending.resend_us:
-                pending.resend_us = 0
-                commands.append(Send(pending.scheduler, self._left(pending, now_us), pending.trace))
+                if not pending.waits:
+                    pending.resend_us = 0
+                    commands.append(Send(pending.scheduler, self._left(pending, now_us), pending.trace))
+                elif self._schedulers:
+                    commands.append(self._ask(pending, now_us))
         return commands
 
-    def _move_orphans(self, now_us: int) -> list[Command]:
-        """Requests of a vanished scheduler go to another one, as a new attempt."""
-        if not self._schedulers:
-            return []
+    def _scheduled(self, event: Schedulers, now_us: int) -> list[Command]:
+        """Requests of a vanished scheduler go to another one, as a new attempt, or wait for one."""
+        self._schedulers = event.ids
+        if event.died:
+            self._patient_until_us = now_us + WAIT_US
         commands: list[Command] = []
         for pending in self._pending.values():
-            if pending.scheduler in self._schedulers:
-                continue
+            pending.waits |= pending.scheduler not in event.ids
+            if pending.waits and event.ids:
+                commands.append(self._ask(pending, now_us))
+        return commands
+
+    def _ask(self, pending: _Pending, now_us: int) -> Send:
+        """Send a request to the scheduler that its id hashes to: another than before is a new attempt."""
+        if pending.scheduler:
             attempt = pending.tokenized.attempt + 1
             pending.tokenized = dataclasses.replace(pending.tokenized, attempt=attempt)
-            pending.scheduler = rendezvous(pending.tokenized.request, self._schedulers)
-            pending.resend_us = now_us + RESEND_US
-            commands.append(Send(pending.scheduler, self._left(pending, now_us), pending.trace))
-        return commands
+        pending.scheduler = rendezvous(pending.tokenized.request, self._schedulers)
+        pending.waits, pending.resend_us = False, now_us + RESEND_US
+        return Send(pending.scheduler, self._left(pending, now_us), pending.trace)
 
     def _left(self, pending: _Pending, now_us: int) -> Tokenized:
         """The request with the time it has left now."""
@@ -188,8 +206,11 @@ class TokenizerCore:
     def _give_up(self, key: Key, error: HeadraceError) -> list[Command]:
         """Answer the client, and tell the scheduler in case it got the request after all."""
         pending = self._pending.pop(key)
-        cancel = Send(pending.scheduler, Cancel(tenant=key[0], request=key[1]), pending.trace)
-        return [self._fail(pending, error), cancel]
+        commands: list[Command] = [self._fail(pending, error)]
+        if pending.scheduler:
+            cancel = Cancel(tenant=key[0], request=key[1])
+            commands.append(Send(pending.scheduler, cancel, pending.trace))
+        return commands
 
     def _fail(self, pending: _Pending, error: HeadraceError) -> Fail:
         self.failed += 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 from shared.messages.columns import Floats, Ints, Longs, floats, ints, longs
 from shared.messages.liveness import Beat
 from shared.messages.requests import (
+    MOVED,
     Accepted,
     Cancel,
     Chunk,
@@ -73,6 +74,7 @@ Message = (
 )  # fmt: skip
 
 __all__ = [
+    "MOVED",
     "Accepted",
     "ArenaReleased",
     "AuxMsg",

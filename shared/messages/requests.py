@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from shared.messages.columns import Floats, Ints, floats, ints
 
+MOVED = 410  # code of a Rejected: another detokenizer has this request by now, and its client is told there
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -70,7 +72,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenized:
-    """tokenizer -> scheduler: a validated request. Idempotent by (tenant, request, attempt)."""
+    """tokenizer -> scheduler: a validated request. Idempotent by (tenant, request, attempt).
+
+    scheduler -> detokenizer, behind its Opens: what was asked, should this scheduler die.
+    detokenizer -> another scheduler: go on with it. Then `generated` says how many of the last `tokens` each
+    choice has generated, choice by choice, and `timeout_us` counts from the first arrival."""
 
     request: str
     attempt: int
@@ -102,11 +108,15 @@ class Tokenized:
     handled_wall_us: int = 0  # the tokenizer took it up; before, it waited in its mailbox
     parent_span: str = ""  # of the trace's root span, zeros = none; empty: nobody traces this request
     processors: tuple[str, ...] = ()  # logits processors, each JSON: {"name": ..., "args": {...}}
+    generated: Ints = field(default_factory=ints)  # of a request that goes on: see below
+    reasons: tuple[str, ...] = ()  # why each choice has ended, empty where it has not
+    age_us: int = 0  # since the first scheduler had it
+    first_us: int = 0  # of that until its first token, 0 where there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """scheduler -> tokenizer: the scheduler owns the request now; forget the inbox."""
+    """scheduler -> who sent Tokenized: the scheduler owns the request now; a tokenizer forgets the inbox."""
 
     tenant: str
     request: str
@@ -115,7 +125,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """scheduler -> tokenizer: not accepted, and why. The tokenizer tells the client."""
+    """scheduler -> who sent Tokenized: not accepted, and why. The client is told by that one."""
 
     tenant: str
     request: str

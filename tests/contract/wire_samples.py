@@ -100,6 +100,10 @@ REQUESTS: tuple[Message, ...] = (
         handled_wall_us=1_700_000_000_000_200,
         parent_span="00f067aa0ba902b7",
         processors=('{"name":"no_digits","args":{}}', '{"name":"wait","args":{"ms":20}}'),
+        generated=ints([0, 2]),
+        reasons=("", "stop"),
+        age_us=3_100_000,
+        first_us=250_000,
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(

@@ -1,4 +1,4 @@
-"""The executor dies in the middle of real answers: every greedy id is still that of the reference."""
+"""The executor or the scheduler dies in the middle of real answers: every greedy id is that of the reference."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ async def ids_with_a_death_after(up: Up, tokens: int, victim: int) -> dict[tuple
     return tap.ids
 
 
-def test_a_dead_executor_costs_no_token(real: Up) -> None:
-    ids = asyncio.run(ids_with_a_death_after(real, 25, real.child("executor")))
+@pytest.mark.parametrize("victim", ["executor", "scheduler"])
+def test_a_dead_service_costs_no_token(real: Up, victim: str) -> None:
+    ids = asyncio.run(ids_with_a_death_after(real, 25, real.child(victim)))
     for i, case in enumerate(CASES):
         assert ids[f"case-{i}", 0] == case["output_ids"], case["prompt"]
 

@@ -48,6 +48,7 @@ class HandScheduler(Actor):
         self.tokenized: list[tuple[Tokenized, str]] = []
         self.refuse = False
         self.hold = False
+        self.keeps = False  # leaves each request with its detokenizer
         self.seq = seq
 
     async def start(self, port: Port) -> None:
@@ -67,8 +68,22 @@ class HandScheduler(Actor):
             return
         self.port.send(source, Accepted(**key))
         self.seq += 1
+        if message.generated:
+            self.go_on(source, message, trace)
+            return
         shard = self.port.peers.ready("detokenizer")[0]
         self.answer(f"detokenizer.{shard}", message, trace, self.seq)
+
+    def go_on(self, shard: str, asked: Tokenized, trace: str) -> None:
+        """Nothing is left to generate."""
+        (count,) = asked.generated
+        opened = Open(
+            seq=self.seq, request=asked.request, attempt=asked.attempt, tenant=asked.tenant,
+            model=asked.model, inbox=asked.inbox, stream=asked.stream, format=asked.format,
+            tokens=asked.tokens[-count:],
+        )  # fmt: skip
+        self.port.send(shard, opened, trace)
+        self.port.send(shard, Close(seq=self.seq, final=count, reason="length"))
 
     def answer(self, shard: str, asked: Tokenized, trace: str, seq: int) -> None:
         opened = Open(
@@ -83,6 +98,8 @@ class HandScheduler(Actor):
                 executor="e", step=at, seqs=ints([seq]), first=ints([at]), counts=ints([len(ids)]), ids=ids
             )
             self.port.send(shard, step)
+        if self.keeps:
+            self.port.send(shard, asked, trace)
         if not self.hold:
             self.port.send(shard, Close(seq=seq, final=len(asked.tokens), reason="length"))
 
@@ -242,7 +259,9 @@ async def test_a_client_that_leaves_is_reported(world: World, scheduler: HandSch
     assert Detached(seqs=ints([1])) in scheduler.got
 
 
-async def test_a_scheduler_that_dies_is_told_to_its_clients(world: World) -> None:
+async def test_a_scheduler_that_dies_before_it_has_left_the_request_is_told_to_its_clients(
+    world: World,
+) -> None:
     await world.run(tokenizer.build(world.settings), "t1")
     shard = detokenizer.build(world.settings)
     await world.run(shard, "d1")
@@ -258,6 +277,63 @@ async def test_a_scheduler_that_dies_is_told_to_its_clients(world: World) -> Non
     error = json.loads((await asking).data)["error"]
     assert (error["code"], error["message"]) == (503, "the scheduler was restarted; send the request again")
     assert shard.status()["requests"] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_scheduler_that_dies_costs_no_request_that_it_has_left_behind(
+    world: World, stream: bool
+) -> None:
+    await world.run(tokenizer.build(world.settings), "t1")
+    shard = detokenizer.build(world.settings)
+    await world.run(shard, "d1")
+    first, second = HandScheduler(), HandScheduler(seq=500)
+    first.hold = first.keeps = True
+    scheduler = await world.run(first, "s1")
+    asking = asyncio.ensure_future(
+        world.stream(CHAT) if stream else world.ask(subjects.generate("public", "tiny"), CHAT)
+    )
+    await asyncio.sleep(0)
+    await world.broker.settle()
+    assert shard.status()["requests"] == 1
+    await scheduler.finish(0)
+    gone_from(shard, "scheduler")
+    await world.run(second, "s2")
+    answer = await asking
+    if isinstance(answer, list):
+        frames = [json.loads(d.data) for d in answer]
+        assert [frame["type"] for frame in frames] == ["accepted", "delta", "done"]
+        text = frames[1]["choices"][0]["delta"]["content"]
+    else:
+        text = json.loads(answer.data)["choices"][0]["message"]["content"]
+    assert text == "user\nHi\nassistant\n"
+    ((asked, trace),) = second.tokenized
+    assert (list(asked.generated), trace) == ([len(asked.tokens) // 2], first.tokenized[0][1])
+    assert (shard.status()["requests"], shard.status()["orphans"]) == (0, 0)
+
+
+def gone_from(actor: Any, kind: str) -> None:
+    """What the runtime does a beat after a peer has stopped."""
+    (gone,) = [p for p in actor._port.peers.expire(actor._port.clock.now_us()) if p.beat.kind == kind]
+    actor.on_peer_gone(gone)
+
+
+async def test_a_cancel_is_heard_while_no_scheduler_lives(world: World) -> None:
+    await world.run(tokenizer.build(world.settings), "t1")
+    shard = detokenizer.build(world.settings)
+    await world.run(shard, "d1")
+    actor = HandScheduler()
+    actor.hold = actor.keeps = True
+    scheduler = await world.run(actor, "s1")
+    body = {**CHAT, "request_id": "r1"}
+    asking = asyncio.ensure_future(world.ask(subjects.generate("public", "tiny"), body))
+    await asyncio.sleep(0)
+    await world.broker.settle()
+    await scheduler.finish(0)
+    world.client.publish(f"{subjects.PUBLIC}.cancel.public.bad name", b"")
+    world.client.publish(subjects.cancel("public", "r1"), b"")
+    await world.broker.settle()
+    gone_from(shard, "scheduler")
+    assert json.loads((await asking).data)["error"]["code"] == 499
 
 
 async def test_a_full_backlog_merges_frames(

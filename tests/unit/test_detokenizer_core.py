@@ -114,7 +114,7 @@ def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
     assert published[3].headers == {"Headrace-End": "1", "traceparent": TRACE}
     assert told(out) == [Ended(seq=7, index=5, reason="length")]
     assert core.idle
-    assert core.load() == {"sequences": 0, "requests": 0, "unsure": 0, "frames": 4, "tokens": 5}
+    assert core.load() == {"sequences": 0, "requests": 0, "orphans": 0, "unsure": 0, "frames": 4, "tokens": 5}
 
 
 def test_a_plain_chat_is_one_reply(core: DetokenizerCore) -> None:
@@ -268,10 +268,10 @@ def test_a_client_that_has_gone_is_reported(core: DetokenizerCore) -> None:
     assert core.client_gone(99) == []
 
 
-def test_a_lost_scheduler_fails_only_its_own_requests(core: DetokenizerCore) -> None:
+def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(core: DetokenizerCore) -> None:
     run(core, opened())
     core.handle("scheduler.b", opened())
-    out = core.scheduler_lost(SCHEDULER, "the scheduler has gone")
+    out = core.orphans.lost(SCHEDULER, "the scheduler has gone")
     (frame,) = frames(out)
     assert (frame["error"]["code"], frame["error"]["message"]) == (
         503,

@@ -235,7 +235,7 @@ def test_a_failure_is_told_again_as_well(letters: Vocabulary) -> None:
     at.tokens("part")
     at.flush()
     at.loses = True
-    at.carry(at.core.scheduler_lost(SCHEDULER, "the scheduler has gone"))
+    at.carry(at.core.orphans.lost(SCHEDULER, "the scheduler has gone"))
     at.cut()
     at.mend()
     at.turn()

@@ -15,8 +15,10 @@ from text_models import write_bpe_gguf
 
 from services.tokenizer.chat import ChatTemplate
 from services.tokenizer.core import (
+    ASK_AGAIN_US,
     GIVE_UP_US,
     RESEND_US,
+    WAIT_US,
     Command,
     Fail,
     Schedulers,
@@ -140,6 +142,59 @@ def test_a_vanished_scheduler_is_replaced_as_a_new_attempt(core: TokenizerCore) 
     assert core.pending == 0
 
 
+def test_after_a_death_requests_wait_for_whoever_comes_instead(core: TokenizerCore) -> None:
+    core.handle(submission(), 0)
+    assert core.handle(Schedulers((), died=True), 10) == []
+    assert core.handle(submission("r2"), 20) == []
+    assert core.handle(Tick(), WAIT_US) == []  # far over GIVE_UP_US
+    commands = core.handle(Schedulers(("s3",)), WAIT_US + 5)
+    assert [c.scheduler for c in commands if isinstance(c, Send)] == ["s3", "s3"]
+    attempts = {c.message.request: c.message.attempt for c in commands if isinstance(c.message, Tokenized)}
+    assert attempts == {"r1": 2, "r2": 1}  # nobody had been asked for r2
+
+
+def test_but_not_for_ever(core: TokenizerCore) -> None:
+    core.handle(Schedulers((), died=True), 10)
+    core.handle(submission(), 20)
+    (fail,) = core.handle(Tick(), 10 + WAIT_US)  # and no Cancel: nobody has heard of it
+    assert failure([fail])[2] == 503
+    assert failure(core.handle(submission("r2"), 11 + WAIT_US))[2] == 503
+
+
+def test_nor_longer_than_their_own_limit(core: TokenizerCore) -> None:
+    core.handle(Schedulers((), died=True), 10)
+    core.handle(submission(timeout_s=2), 20)
+    assert core.handle(Tick(), 2_000_019) == []
+    assert failure(core.handle(Tick(), 2_000_020))[2] == 408
+
+
+def test_one_that_leaves_of_its_own_accord_is_not_waited_for(core: TokenizerCore) -> None:
+    core.handle(Schedulers(()), 10)
+    assert failure(core.handle(submission(), 20))[2] == 503
+
+
+def test_a_new_scheduler_that_cannot_serve_yet_is_asked_again(core: TokenizerCore) -> None:
+    """Its executors have not said hello."""
+    core.handle(Schedulers((), died=True), 0)
+    core.handle(Schedulers(("s3",)), 0)
+    assert sent(core.handle(submission(), 10)).attempt == 1
+    refused = Rejected(tenant="t", request="r1", attempt=1, code=503, message="no executor is ready")
+    assert core.handle(refused, 20) == []
+    assert core.handle(Tick(), 20 + ASK_AGAIN_US - 1) == []
+    assert sent(core.handle(Tick(), 20 + ASK_AGAIN_US)).attempt == 2
+    late = dataclasses.replace(refused, attempt=2)
+    (fail,) = core.handle(late, WAIT_US)
+    assert failure([fail])[3] == "no executor is ready"
+
+
+def test_other_refusals_are_final_also_then(core: TokenizerCore) -> None:
+    core.handle(Schedulers((), died=True), 0)
+    core.handle(Schedulers(("s3",)), 0)
+    core.handle(submission(), 10)
+    refused = Rejected(tenant="t", request="r1", attempt=1, code=400, message="too long")
+    assert failure(core.handle(refused, 20))[2] == 400
+
+
 def test_a_rejection_reaches_the_client(core: TokenizerCore) -> None:
     core.handle(submission(), 0)
     answer = Rejected(tenant="t", request="r1", attempt=1, code=429, message="full", retry_after_ms=250)
@@ -180,10 +235,10 @@ class Intake(RuleBasedStateMachine):
 
     live: tuple[str, ...] = ()
 
-    @rule(live=st.sets(st.sampled_from(["s1", "s2", "s3"])))
-    def schedulers(self, live: set[str]) -> None:
+    @rule(live=st.sets(st.sampled_from(["s1", "s2", "s3"])), died=st.booleans())
+    def schedulers(self, live: set[str], died: bool) -> None:
         self.live = tuple(sorted(live))
-        self.apply(self.core.handle(Schedulers(self.live), self.now_us))
+        self.apply(self.core.handle(Schedulers(self.live, died), self.now_us))
 
     @rule()
     def request(self) -> None:
@@ -191,7 +246,7 @@ class Intake(RuleBasedStateMachine):
         self.waiting[f"r{self.count}"] = 0
         self.apply(self.core.handle(submission(f"r{self.count}"), self.now_us))
 
-    @rule(by=st.sampled_from([1000, RESEND_US, GIVE_UP_US]))
+    @rule(by=st.sampled_from([1000, ASK_AGAIN_US, RESEND_US, GIVE_UP_US, WAIT_US]))
     def pass_time(self, by: int) -> None:
         self.now_us += by
         self.apply(
@@ -202,18 +257,24 @@ class Intake(RuleBasedStateMachine):
             ]
         )
 
-    @rule(pick=st.integers(0, 99), attempt=st.integers(0, 1), accept=st.booleans())
-    def answer(self, pick: int, attempt: int, accept: bool) -> None:
-        if not self.waiting:
+    @rule(
+        pick=st.integers(0, 99),
+        attempt=st.integers(0, 1),
+        accept=st.booleans(),
+        code=st.sampled_from([429, 503]),
+    )
+    def answer(self, pick: int, attempt: int, accept: bool, code: int) -> None:
+        asked = sorted(name for name, tried in self.waiting.items() if tried)
+        if not asked:
             return
-        name = sorted(self.waiting)[pick % len(self.waiting)]
+        name = asked[pick % len(asked)]
         tried = self.waiting[name] - attempt
         if accept:
             self.core.handle(Accepted(tenant="t", request=name, attempt=tried), self.now_us)
             if attempt == 0:
                 del self.waiting[name]
         else:
-            rejected = Rejected(tenant="t", request=name, attempt=tried, code=429, message="full")
+            rejected = Rejected(tenant="t", request=name, attempt=tried, code=code, message="full")
             self.apply(self.core.handle(rejected, self.now_us))
 
     @rule(pick=st.integers(0, 99))

@@ -100,8 +100,8 @@ class History:
 
     def _asked(self, message: Tokenized, now_us: int) -> None:
         key = (message.tenant, message.request)
-        if key in self.asked or key in self.core.state.requests:
-            return  # a resend
+        if message.generated or key in self.asked or key in self.core.state.requests:
+            return  # it began at another scheduler, or is a resend
         self.asked[key] = SimRequest(
             request=f"{message.tenant}/{message.request}",
             arrival_us=now_us - self.began_us,
