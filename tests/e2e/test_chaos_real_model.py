@@ -1,4 +1,4 @@
-"""The executor or the scheduler dies in the middle of real answers: every greedy id is that of the reference."""
+"""The executor or the scheduler dies in the middle of real answers: every greedy id is still the reference's."""
 
 from __future__ import annotations
 
