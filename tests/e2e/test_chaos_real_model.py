@@ -1,4 +1,4 @@
-"""The executor or the scheduler dies in the middle of real answers: every greedy id is still the reference's."""
+"""The executor or the scheduler dies amid real answers: every greedy id is still that of the reference."""
 
 from __future__ import annotations
 
