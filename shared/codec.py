@@ -50,15 +50,37 @@ class Envelope:
 
 def encode(envelope: Envelope) -> bytes:
     """The wire bytes of a message. Raises PayloadTooLarge over MAX_MESSAGE_BYTES."""
+    packed = _packed(envelope)
+    if len(packed) > MAX_MESSAGE_BYTES:
+        kind = type(envelope.message).__name__
+        raise PayloadTooLarge(
+            f"{kind} of {len(packed)} bytes is over {MAX_MESSAGE_BYTES}: send it in smaller parts"
+        )
+    return packed
+
+
+def _packed(envelope: Envelope) -> bytes:
     message = envelope.message
     layout = _LAYOUTS[type(message).__name__]
     head = [VERSION, layout.kind, envelope.source, envelope.epoch, envelope.seq, envelope.trace]
     packed: bytes = msgpack.packb(head + layout.to_row(message))
-    if len(packed) > MAX_MESSAGE_BYTES:
-        raise PayloadTooLarge(
-            f"{layout.kind} of {len(packed)} bytes is over {MAX_MESSAGE_BYTES}: send it in smaller parts"
-        )
     return packed
+
+
+def encode_all(envelope: Envelope) -> Iterator[bytes]:
+    """The wire bytes of a message of any length: its own or, where it needs parts, theirs, numbered from its
+    number on. Raises PayloadTooLarge before the first one."""
+    message = envelope.message
+    if not isinstance(message, Paged):
+        yield encode(envelope)
+        return
+    if len(message.tokens) <= PAGE_TOKENS:  # most: whether it fits shows at once
+        packed = _packed(envelope)
+        if len(packed) <= MAX_OPTIONS_BYTES:
+            yield packed
+            return
+    for number, part in enumerate(split(message), envelope.seq):
+        yield encode(dataclasses.replace(envelope, seq=number, message=part))
 
 
 def decode(data: bytes) -> Envelope:

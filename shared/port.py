@@ -69,10 +69,10 @@ class Port:
         """Send `message` (in parts if long) to the actor `kind.id`. Raises PayloadTooLarge, and sends
         nothing, when it is over the limit all the same."""
         stream = self._outbound.setdefault(to, Outbound())
-        for part in codec.split(message):
-            data = codec.encode(Envelope(self.source, self.epoch, stream.next_seq, part, trace))
+        envelope = Envelope(self.source, self.epoch, stream.next_seq, message, trace)
+        for data in codec.encode_all(envelope):
             stream.keep(data, self.clock.now_us())
-            self._publish(to, type(part).__name__, data)
+            self._publish(to, type(message).__name__, data)
 
     def upkeep(self) -> None:
         """Once every beat or more often: ask again for open holes, announce silent streams."""

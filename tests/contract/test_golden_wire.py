@@ -294,6 +294,21 @@ def test_long_options_and_long_prompts_fit_together(options: int, tokens: int) -
     assert whole == message
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 11_999, 12_000, 12_001, 15_000, 40_000])
+@pytest.mark.parametrize("options", [0, 7_000, 9_000, 54_000])
+@pytest.mark.parametrize("kind", sorted(LONG))
+def test_bytes_of_any_length_are_those_of_the_parts(kind: str, options: int, tokens: int) -> None:
+    text: dict[str, Any] = {"stop": ("g" * (options + 1),)} if kind == "Open" else {"grammar": "g" * options}
+    message = dataclasses.replace(LONG[kind], tokens=ints(range(tokens)), **text)
+    found = [decode(data) for data in codec.encode_all(Envelope("scheduler.s", 3, 70, message, "trace"))]
+    assert [envelope.seq for envelope in found] == [*range(70, 70 + len(found))]
+    assert {(e.source, e.epoch, e.trace) for e in found} == {("scheduler.s", 3, "trace")}
+    if len(found) > 1:
+        assert [envelope.message for envelope in found] == [*split(message)]
+    assembler = Assembler()
+    assert [assembler.add(envelope.message) for envelope in found][-1] == message
+
+
 def test_options_over_the_limit_are_refused_with_a_cure() -> None:
     message = dataclasses.replace(LONG["Tokenized"], grammar="g" * 60_000)
     with pytest.raises(PayloadTooLarge, match="shorten its grammar, stop strings or logit_bias"):
