@@ -108,10 +108,11 @@ class DetokenizerActor(Actor):
 
     def _seek(self) -> None:
         """Find a scheduler for the requests that have none."""
+        self._seeking = False
         ready = self._port.peers.ready("scheduler", self._model)
         self._run(self._core.orphans.turn(ready, self._port.clock.wall_us()))
-        self._seeking = len(self._core.orphans) > 0
-        if self._seeking:
+        if self._core.orphans.active:
+            self._seeking = True
             asyncio.get_running_loop().call_later(orphans.TURN_S, self._seek)
 
     def _flush(self) -> None:

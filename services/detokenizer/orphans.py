@@ -27,6 +27,7 @@ from shared.messages import MOVED, Accepted, Cancel, Detached, Open, Rejected, T
 
 TURN_S = 0.25
 WAIT_TURNS = 60  # 15 s: the death is 3 s old by now, and a new process of any kind is there within some more
+MOST_DEATHS = 3  # of one request's schedulers: it may be what they die of
 UNAVAILABLE = 503
 
 Name = tuple[str, str]  # tenant, request
@@ -35,12 +36,14 @@ Name = tuple[str, str]  # tenant, request
 @dataclass(slots=True)
 class _Orphan:
     key: RequestKey
+    inbox: str
     void: bool  # its scheduler has lost it, and not only been silent
     why: str
     asked: str = ""  # the scheduler that is to go on, `kind.id`
     refused_by: str = ""
     refusal: str = ""
     turns_left: int = WAIT_TURNS
+    over: bool = False  # answered, or given up: whoever was asked has been told, and may not have heard it
 
 
 class Orphans:
@@ -58,7 +61,12 @@ class Orphans:
         self._orphans: dict[Name, _Orphan] = {}
 
     def __len__(self) -> int:
-        return len(self._orphans)
+        return sum(not orphan.over for orphan in self._orphans.values())
+
+    @property
+    def active(self) -> bool:
+        """True while `turn` has something to look at."""
+        return bool(self._orphans)
 
     def keep(self, scheduler: str, asked: Tokenized) -> None:
         """What was asked, from the scheduler that serves it."""
@@ -73,18 +81,19 @@ class Orphans:
                 orphan.asked = ""
         commands: list[Command] = []
         for key in self._table.of_scheduler(scheduler):
-            request, name = self._table.requests[key], key[1:]
-            if request.kept is None or request.unwanted is not None:
-                error = request.unwanted or Unavailable(f"{why}; send the request again")
+            request, known = self._table.requests[key], self._orphans.get(key[1:])
+            if known is not None and known.key == key:
+                known.void |= void
+                continue
+            request.deaths += 1
+            if (error := _hopeless(request, why, known)) is not None:
                 commands += [Tell(scheduler, Detached(seqs=request.seqs)), *self._fail(key, error)]
-            elif name in self._orphans:
-                self._orphans[name].void |= void
             else:
-                self._orphans[name] = _Orphan(key, void, why)
+                self._orphans[key[1:]] = _Orphan(key, request.opened.inbox, void, why)
         return commands
 
     def turn(self, ready: Sequence[str], wall_us: int) -> list[Command]:
-        """Every TURN_S while there are any; `ready` are the ids of the schedulers that could go on."""
+        """Every TURN_S while `active`; `ready` are the ids of the schedulers that could go on."""
         return [command for name in list(self._orphans) for command in self._turn(name, ready, wall_us)]
 
     def answered(self, scheduler: str, answer: Accepted | Rejected) -> list[Command]:
@@ -94,32 +103,33 @@ class Orphans:
         if orphan is None or orphan.asked != scheduler or isinstance(answer, Accepted):
             return []
         orphan.asked, orphan.refused_by, orphan.refusal = "", scheduler, answer.message
-        if answer.code == UNAVAILABLE:
+        if answer.code == UNAVAILABLE and not orphan.over:
             return []
         del self._orphans[name]
         if orphan.key not in self._table.requests:
             return []
+        commands = self._detached(orphan)
         if answer.code == MOVED:
             self._forget(orphan.key)
-            return []
+            return commands
         error = from_code(answer.code, answer.message, answer.retry_after_ms)
-        return [*self._detached(orphan), *self._fail(orphan.key, error)]
+        return [*commands, *self._fail(orphan.key, error)]
 
     def opened(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
         """A scheduler opens a sequence: of an orphan, perhaps, that is now its own. Returns what follows from
         that, and whether somebody reads the sequence."""
         name = (opened.tenant, opened.request)
         orphan = self._orphans.get(name)
-        if orphan is None:
-            return [], True
-        request = self._table.requests.get(orphan.key)
-        if request is None:
-            return [], False  # answered in the end by the one that was thought dead: see _turn
-        if request.opened.inbox != opened.inbox or (orphan.key[0] == scheduler and not orphan.void):
+        if orphan is None or orphan.inbox != opened.inbox:
+            return self._second(scheduler, opened)
+        open_here = orphan.key in self._table.requests
+        if not open_here or orphan.over:
+            return [], scheduler != orphan.asked  # to that one a Cancel is on its way: see _turn
+        if orphan.key[0] == scheduler and not orphan.void:
             return [], True
         del self._orphans[name]
         commands = self._detached(orphan) if orphan.key[0] != scheduler else []
-        if opened.attempt > request.opened.attempt:
+        if opened.attempt > self._table.requests[orphan.key].opened.attempt:
             self._forget(orphan.key)  # its tokenizer has asked anew: it starts over
         else:
             self._table.hand_over(orphan.key, scheduler)
@@ -133,18 +143,27 @@ class Orphans:
 
     # ---- internals ------------------------------------------------------------------------------
 
+    def _second(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
+        """One that was asked to go on, and then given up for another, has only been slow."""
+        elsewhere = (
+            self._table.requests.get(key) for key in self._table.keys_of(opened) if key[0] != scheduler
+        )
+        if any(
+            r and r.opened.inbox == opened.inbox and r.opened.attempt >= opened.attempt for r in elsewhere
+        ):
+            return [Tell(scheduler, Detached(seqs=ints([opened.seq]), moved=True))], False
+        return [], True
+
     def _turn(self, name: Name, ready: Sequence[str], wall_us: int) -> Iterator[Command]:
         orphan = self._orphans[name]
-        request = self._table.requests.get(orphan.key)
+        request = None if orphan.over else self._table.requests.get(orphan.key)
         orphan.turns_left -= 1
         back = not orphan.void and orphan.key[0].removeprefix("scheduler.") in ready
-        if request is None or request.unwanted is not None or not orphan.turns_left:
-            del self._orphans[name]
-            if orphan.asked:
-                yield Tell(orphan.asked, Cancel(tenant=name[0], request=name[1]))
-            if request is not None:
-                yield from self._detached(orphan)
-                yield from self._fail(orphan.key, request.unwanted or _nobody(orphan))
+        if orphan.over:
+            if not orphan.asked or not orphan.turns_left:
+                del self._orphans[name]
+        elif request is None or request.unwanted is not None or not orphan.turns_left:
+            yield from self._give_up(orphan, request)
         elif orphan.asked:
             return
         elif back:
@@ -154,10 +173,33 @@ class Orphans:
             orphan.asked = f"scheduler.{rendezvous(name[1], others or ready)}"
             yield Tell(orphan.asked, resumption(request, wall_us), request.trace)
 
+    def _give_up(self, orphan: _Orphan, request: RequestText | None) -> Iterator[Command]:
+        """Nobody is to go on, or the one that was thought dead has answered (`request` is None)."""
+        name = orphan.key[1:]
+        if orphan.asked:
+            orphan.over, orphan.turns_left = True, WAIT_TURNS
+            yield Tell(orphan.asked, Cancel(tenant=name[0], request=name[1]))
+        else:
+            del self._orphans[name]
+        if request is not None:
+            yield from self._detached(orphan)
+            yield from self._fail(orphan.key, request.unwanted or _nobody(orphan))
+
     def _detached(self, orphan: _Orphan) -> list[Command]:
         """For a scheduler that was only stopped."""
         seqs = self._table.requests[orphan.key].seqs
-        return [] if orphan.void else [Tell(orphan.key[0], Detached(seqs=seqs))]
+        return [] if orphan.void else [Tell(orphan.key[0], Detached(seqs=seqs, moved=True))]
+
+
+def _hopeless(request: RequestText, why: str, known: _Orphan | None) -> HeadraceError | None:
+    """Why nobody should be asked to go on; None: somebody should."""
+    if request.unwanted is not None:
+        return request.unwanted
+    if request.deaths > MOST_DEATHS:
+        return Unavailable(f"{why}, the {request.deaths}th with this request; send it again")
+    if request.kept is None or (known is not None and not known.over):  # or two of one name have no scheduler
+        return Unavailable(f"{why}; send the request again")
+    return None
 
 
 def _nobody(orphan: _Orphan) -> Unavailable:
@@ -182,8 +224,8 @@ def resumption(request: RequestText, wall_us: int) -> Tokenized:
         tokens=tokens,
         generated=counts,
         reasons=tuple(reasons),
-        age_us=max(wall_us - request.opened_us, 0),
-        first_us=max(request.first_us - request.opened_us, 0) if any(counts) else 0,
+        age_us=kept.age_us + max(wall_us - request.opened_us, 0),
+        first_us=(kept.first_us or kept.age_us + max(request.first_us - request.opened_us, 0)) * any(counts),
     )
 
 

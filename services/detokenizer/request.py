@@ -31,8 +31,8 @@ class RequestText:
     """The reply of one request. `number` names it on this shard (see subjects.gone)."""
 
     __slots__ = (
-        "_frames", "_reply", "_sent", "choices", "closed", "ended", "error", "first_us", "kept", "number",
-        "opened", "opened_us", "trace", "unwanted",
+        "_frames", "_reply", "_sent", "choices", "closed", "deaths", "ended", "error", "first_us", "kept",
+        "number", "opened", "opened_us", "trace", "unwanted",
     )  # fmt: skip
 
     def __init__(self, opened: Open, number: int, trace: str) -> None:
@@ -40,6 +40,7 @@ class RequestText:
         self.number = number
         self.trace = trace
         self.kept: Tokenized | None = None  # as it was asked: for another scheduler
+        self.deaths = 0  # of schedulers that had it
         self.unwanted: HeadraceError | None = None  # why nobody should go on with it
         self.choices: dict[int, SequenceStream] = {}  # by index
         self.closed: dict[int, Closed] = {}

@@ -19,6 +19,7 @@ class OpenTable:
         self.waiting: dict[int, RequestText] = {}  # streams with text to send, by number
         self._vocabulary = vocabulary
         self._numbers: dict[int, RequestKey] = {}
+        self._named: dict[tuple[str, str], list[RequestKey]] = {}
         self._last_number = 0
 
     def add(self, scheduler: str, opened: Open, trace: str) -> tuple[RequestText | None, bool]:
@@ -33,7 +34,7 @@ class OpenTable:
         if request is None:
             self._last_number += 1
             request = self.requests[key] = RequestText(opened, self._last_number, trace)
-            self._numbers[request.number] = key
+            self._list(key, request)
         elif opened.attempt < request.opened.attempt:
             return None, False
         elif (known := request.choices.get(opened.choice)) is not None:
@@ -52,16 +53,21 @@ class OpenTable:
 
     def named(self, tenant: str, request: str) -> list[RequestText]:
         """The open requests of this name: one, but for a moment when it goes to another scheduler."""
-        return [found for key, found in self.requests.items() if key[1:] == (tenant, request)]
+        return [self.requests[key] for key in self._named.get((tenant, request), ())]
+
+    def keys_of(self, opened: Open) -> list[RequestKey]:
+        """Where requests of this name are open."""
+        return self._named.get((opened.tenant, opened.request), [])
 
     def hand_over(self, key: RequestKey, scheduler: str) -> None:
         """Another scheduler goes on with a request, under its own numbers: its Opens bring them."""
         waits = self.requests[key].number in self.waiting
         request = self.forget(key)
         for stream in request.choices.values():
-            stream.seq = -1
+            stream.hand_over()
         new = (scheduler, *key[1:])
-        self.requests[new], self._numbers[request.number] = request, new
+        self.requests[new] = request
+        self._list(new, request)
         if waits:
             self.waiting[request.number] = request
 
@@ -73,7 +79,15 @@ class OpenTable:
         """The request has ended; its sequences go with it."""
         request = self.requests.pop(key)
         del self._numbers[request.number]
+        named = self._named[key[1:]]
+        named.remove(key)
+        if not named:
+            del self._named[key[1:]]
         self.waiting.pop(request.number, None)
         for seq in request.seqs:
             self.sequences.pop((key[0], seq), None)
         return request
+
+    def _list(self, key: RequestKey, request: RequestText) -> None:
+        self._numbers[request.number] = key
+        self._named.setdefault(key[1:], []).append(key)

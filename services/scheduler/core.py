@@ -115,7 +115,7 @@ class Scheduler:
             case PeerReady("detokenizer", actor, epoch):
                 fleet.detokenizer_ready(state, actor, epoch)
             case PeerDraining("detokenizer", actor):
-                state.detokenizers.pop(actor, None)
+                fleet.detokenizer_leaves(state, actor)
             case PeerDraining("executor", actor) if actor in state.executors:
                 state.executors[actor].draining = True
             case PeerLost("detokenizer", actor):

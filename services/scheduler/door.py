@@ -35,7 +35,8 @@ def refused_again(state: State, source: str, asked: Tokenized) -> Rejected | Non
     """The refusal of a request that another scheduler had accepted, and that the detokenizer `source` asks to
     go on with: it has stood in a queue once. A 503 is not remembered, since it asks again."""
     refusal: Refusal | None = None
-    if source.removeprefix("detokenizer.") not in state.detokenizers:
+    shard = source.removeprefix("detokenizer.")
+    if shard not in state.detokenizers and shard not in state.leaving:
         refusal = 503, f"{source} is not ready", RETRY_AFTER_MS
     elif len(asked.reasons) != asked.n or prompt_length(asked) < 1:
         refusal = 400, "what it has generated is not told of each choice", 0
@@ -78,8 +79,6 @@ def _refusal(state: State, asked: Tokenized, prompt: int) -> Refusal | None:
     executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
     if not executors:
         return 503, f"no executor of {asked.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
-    if not state.detokenizers:
-        return 503, "no detokenizer is ready: see `headrace status`", RETRY_AFTER_MS
     if not any(_fits_ever(executor, asked, prompt) for executor in executors):
         return 400, _too_large(executors, asked, prompt), 0
     return None
@@ -87,6 +86,8 @@ def _refusal(state: State, asked: Tokenized, prompt: int) -> Refusal | None:
 
 def _no_room(state: State, asked: Tokenized) -> Refusal | None:
     """Why a request may not wait here now; None: it may."""
+    if not state.detokenizers:
+        return 503, "no detokenizer is ready: see `headrace status`", RETRY_AFTER_MS
     if _full(state, asked):
         return 429, f"{len(state.waiting)} requests are waiting: try again later", RETRY_AFTER_MS
     return _too_late(state, asked)

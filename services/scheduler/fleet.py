@@ -75,6 +75,7 @@ def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
     if moved_epoch == epoch:
         for seq in moved:
             state.send(f"detokenizer.{shard}", Close(seq=seq, final=0, reason="moved"))
+    state.leaving.discard(shard)
     restarted = state.detokenizers.get(shard, epoch) != epoch
     state.detokenizers[shard] = epoch
     for request in list(state.requests.values()):
@@ -82,8 +83,15 @@ def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
             _reopen(state, request.sequences)
 
 
+def detokenizer_leaves(state: State, shard: str) -> None:
+    """It gets no new request; those whose scheduler has died may go on there."""
+    state.detokenizers.pop(shard, None)
+    state.leaving.add(shard)
+
+
 def detokenizer_lost(state: State, shard: str) -> None:
     """Its sequences are opened at another one with all their tokens, or wait for one."""
+    state.leaving.discard(shard)
     epoch = state.detokenizers.pop(shard, 0)
     lost = [request for request in state.requests.values() if request.shard == shard]
     state.moved[shard] = (epoch, [s.seq for request in lost for s in request.sequences])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from services.scheduler import classes, closing, door, prefix
 from services.scheduler.records import Request, Sequence
 from services.scheduler.state import State
@@ -64,7 +66,12 @@ def open_at_shard(state: State, request: Request) -> None:
     """Open the sequences of a request at its detokenizer, and leave there what was asked: should this
     scheduler die, that one asks another to go on."""
     open_sequences(state, request)
-    state.send(f"detokenizer.{request.shard}", request.asked, request.trace)
+    asked, first_us = request.asked, min(s.first_token_us or state.now_us for s in request.sequences)
+    if state.now_us > request.arrival_us:
+        age_us = state.now_us - request.arrival_us
+        first_us = first_us - request.arrival_us if first_us < state.now_us else 0
+        asked = dataclasses.replace(asked, age_us=age_us, first_us=first_us)
+    state.send(f"detokenizer.{request.shard}", asked, request.trace)
 
 
 def open_sequences(state: State, request: Request) -> None:
@@ -114,15 +121,16 @@ def cancel(state: State, message: Cancel) -> None:
 
 
 def detach(state: State, source: str, message: Detached) -> None:
-    """Nobody reads these sequences any more: stop them unless they asked to be finished. One that has
+    """Nobody reads these sequences any more: stop them unless they asked to be finished here. One that has
     moved to another detokenizer since is read there."""
     for seq in message.seqs:
         sequence = state.sequences.get(seq)
         if sequence is None or source != f"detokenizer.{sequence.request.shard}":
             continue
         sequence.request.detached = True
-        if not sequence.request.asked.finish_detached:
-            closing.fail(state, sequence.request, 499, "the client has gone")
+        if message.moved or not sequence.request.asked.finish_detached:
+            why = "another scheduler has it" if message.moved else "the client has gone"
+            closing.fail(state, sequence.request, 499, why)
 
 
 def _known(state: State, asked: Tokenized) -> bool:

@@ -16,18 +16,28 @@ from services.scheduler.records import Request, Sequence
 from services.scheduler.state import State
 from services.scheduler.tiers import asking
 from services.scheduler.waiting import Unit
-from shared.messages import MOVED, Rejected, Tokenized, ints
+from shared.messages import MOVED, Close, Rejected, Tokenized, ints
 
 
 def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
     """Go on with a request at the detokenizer `source`, or refuse it; asked again, it is opened again."""
-    request = state.requests.get((asked.tenant, asked.request))
+    key = (asked.tenant, asked.request)
+    if state.tombstones.get(key, 0) < state.now_us - asked.age_us + intake.TOMBSTONE_US:
+        state.tombstones.pop(key, None)  # of an earlier request with this id
+    request = state.requests.get(key)
+    if request is not None and request.detached and not any(s.live for s in request.sequences):
+        for sequence in list(request.sequences):  # it had gone to another scheduler, and comes back
+            closing.forget(state, sequence)
+        request = None
     if request is not None and request.asked.inbox == asked.inbox:
         if source == f"detokenizer.{request.shard}":
-            intake.accept(state, source, asked)
-            intake.open_sequences(state, request)
-            fleet.close_again(state, request.sequences)
-        else:  # its tokenizer, too, has found this scheduler, and another detokenizer tells its client
+            _open_again(state, request, asked)
+        elif asked.attempt > request.attempt:  # what its client has seen last came from this one
+            for sequence in request.sequences:
+                state.send(f"detokenizer.{request.shard}", Close(seq=sequence.seq, final=0, reason="moved"))
+            request.attempt, request.shard = asked.attempt, source.removeprefix("detokenizer.")
+            _open_again(state, request, asked)
+        else:
             refusal = Rejected(
                 tenant=asked.tenant, request=asked.request, attempt=asked.attempt, code=MOVED, message=""
             )
@@ -42,6 +52,13 @@ def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
     intake.accept(state, source, asked)
     intake.open_sequences(state, request)
     _go_on(state, request, asked.reasons)
+
+
+def _open_again(state: State, request: Request, asked: Tokenized) -> None:
+    source = f"detokenizer.{request.shard}"
+    intake.accept(state, source, asked)
+    intake.open_sequences(state, request)
+    fleet.close_again(state, request.sequences)
 
 
 def _request(state: State, source: str, asked: Tokenized, trace: str) -> Request:

@@ -127,6 +127,7 @@ class State:
     executors: dict[str, Executor] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # executors given up: id -> their epoch
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
+    leaving: set[str] = field(default_factory=set)  # detokenizers that drain
     moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
     tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: until
     due: Due = field(default_factory=Due)

@@ -78,6 +78,8 @@ class _Pending:
     trace: str
     arrived_us: int
     scheduler: str = ""  # asked last
+    refused_by: str = ""  # it could not serve
+    refusal: str = ""
     waits: bool = True  # for a scheduler: nobody has been asked, or that one cannot serve
     resend_us: int = 0  # when to ask again; 0 = asked twice
 
@@ -151,6 +153,7 @@ class TokenizerCore:
         if answer.code == Unavailable.code and now_us < self._patient_until_us:
             self._pending[answer.tenant, answer.request] = pending
             pending.waits, pending.resend_us = True, now_us + ASK_AGAIN_US
+            pending.refused_by, pending.refusal = pending.scheduler, answer.message
             return []
         error = from_code(answer.code, answer.message, answer.retry_after_ms)
         error.param = _REFUSED_FIELD.get(answer.code)
@@ -168,7 +171,8 @@ class TokenizerCore:
             if age_us >= pending.tokenized.timeout_us:
                 commands += self._give_up(key, DeadlineExceeded("the request's time limit passed in intake"))
             elif age_us >= GIVE_UP_US and now_us >= self._patient_until_us:
-                commands += self._give_up(key, self._nobody())
+                refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
+                commands += self._give_up(key, refusal if pending.refusal else self._nobody())
             elif pending.resend_us and now_us >= pending.resend_us:
                 if not pending.waits:
                     pending.resend_us = 0
@@ -178,9 +182,11 @@ class TokenizerCore:
         return commands
 
     def _scheduled(self, event: Schedulers, now_us: int) -> list[Command]:
-        """Requests of a vanished scheduler go to another one, as a new attempt, or wait for one."""
+        """Requests of a vanished scheduler go to another one, as a new attempt, or wait for one. A new one
+        beside others may stand for one that has died and is not missed yet."""
+        beside = bool(self._schedulers) and not set(event.ids) <= set(self._schedulers)
         self._schedulers = event.ids
-        if event.died:
+        if event.died or beside:
             self._patient_until_us = now_us + WAIT_US
         commands: list[Command] = []
         for pending in self._pending.values():
@@ -190,11 +196,13 @@ class TokenizerCore:
         return commands
 
     def _ask(self, pending: _Pending, now_us: int) -> Send:
-        """Send a request to the scheduler that its id hashes to: another than before is a new attempt."""
+        """Send a request to the scheduler that its id hashes to, but for one that has just refused it.
+        Another time is a new attempt."""
         if pending.scheduler:
             attempt = pending.tokenized.attempt + 1
             pending.tokenized = dataclasses.replace(pending.tokenized, attempt=attempt)
-        pending.scheduler = rendezvous(pending.tokenized.request, self._schedulers)
+        others = [actor for actor in self._schedulers if actor != pending.refused_by]
+        pending.scheduler = rendezvous(pending.tokenized.request, others or self._schedulers)
         pending.waits, pending.resend_us = False, now_us + RESEND_US
         return Send(pending.scheduler, self._left(pending, now_us), pending.trace)
 
@@ -207,7 +215,7 @@ class TokenizerCore:
         """Answer the client, and tell the scheduler in case it got the request after all."""
         pending = self._pending.pop(key)
         commands: list[Command] = [self._fail(pending, error)]
-        if pending.scheduler:
+        if pending.scheduler != pending.refused_by:
             cancel = Cancel(tenant=key[0], request=key[1])
             commands.append(Send(pending.scheduler, cancel, pending.trace))
         return commands

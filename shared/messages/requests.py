@@ -217,6 +217,7 @@ class Detached:
     messages to this detokenizer were lost, and it knows of no sequence but those it named just before."""
 
     seqs: Ints
+    moved: bool = False  # they are read from another scheduler, which goes on with them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

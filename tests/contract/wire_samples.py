@@ -157,7 +157,7 @@ REQUESTS: tuple[Message, ...] = (
         top_logprobs=floats([-1.0, -1.5]),
     ),
     StopFound(seq=70_000, index=9),
-    Detached(seqs=ints([70_000, 70_001])),
+    Detached(seqs=ints([70_000, 70_001]), moved=True),
     Close(
         seq=70_000,
         final=9,

@@ -270,7 +270,7 @@ def test_a_client_that_has_gone_is_reported(core: DetokenizerCore) -> None:
 
 def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(core: DetokenizerCore) -> None:
     run(core, opened())
-    core.handle("scheduler.b", opened())
+    core.handle("scheduler.b", opened(request="r2", inbox="in2"))
     out = core.orphans.lost(SCHEDULER, "the scheduler has gone")
     (frame,) = frames(out)
     assert (frame["error"]["code"], frame["error"]["message"]) == (

@@ -12,7 +12,7 @@ from text_models import write_sentencepiece_gguf
 from services.detokenizer.actor import tell
 from services.detokenizer.commands import Command, Publish, Tell
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.orphans import WAIT_TURNS
+from services.detokenizer.orphans import MOST_DEATHS, WAIT_TURNS
 from shared.blocks import rendezvous
 from shared.errors import PayloadTooLarge
 from shared.messages import (
@@ -25,6 +25,7 @@ from shared.messages import (
     Message,
     Open,
     Rejected,
+    StopFound,
     Tokenized,
     Tokens,
     ints,
@@ -47,6 +48,7 @@ ASKED = Tokenized(
     stop=("end",),
     tokens=ints([11, 12, 13]),
 )
+CANCELLED = [(B, Cancel(tenant="t", request="r1")), (A, Detached(seqs=ints([5]), moved=True))]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +140,7 @@ def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: Detok
     assert core.orphans.turn(["b"], 4_251_000) == []  # it has been asked
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
     assert frames(out) == []  # a reader sees none of it
-    assert told(out) == [(A, Detached(seqs=ints([5])))]  # should it live after all
+    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]  # should it live after all
     out = give(core, B, tokens(90, 3, "de"), Close(seq=90, final=5, reason="length"))
     seen += frames(out)
     assert told(out) == [(B, Ended(seq=90, index=5, reason="length"))]
@@ -218,7 +220,7 @@ def test_who_cannot_serve_yet_is_asked_again_and_others_before(core: Detokenizer
     (frame,) = frames(out)
     assert (frame["error"]["code"], frame["error"]["retryable"]) == (503, True)
     assert frame["error"]["message"] == "the scheduler has gone, and no executor is ready; send it again"
-    assert told(out) == [(A, Detached(seqs=ints([5])))]
+    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
     assert core.idle
 
 
@@ -229,7 +231,7 @@ def test_silence_ends_with_a_cancel_and_a_503(core: DetokenizerCore) -> None:
     out: list[Command] = []
     for _ in range(WAIT_TURNS):
         out += core.orphans.turn(["b"], 0)
-    assert told(out) == [(B, Cancel(tenant="t", request="r1")), (A, Detached(seqs=ints([5])))]
+    assert told(out) == CANCELLED
     assert frames(out)[0]["error"]["code"] == 503
 
 
@@ -270,7 +272,8 @@ def test_what_another_detokenizer_has_is_forgotten_without_a_word(core: Detokeni
     begin(core)
     core.orphans.lost(A, "gone")
     core.orphans.turn(["b"], 0)
-    assert give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=MOVED, message="")) == []
+    out = give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=MOVED, message=""))
+    assert (frames(out), told(out)) == ([], [(A, Detached(seqs=ints([5]), moved=True))])
     assert core.idle
 
 
@@ -289,7 +292,7 @@ def test_a_tokenizer_that_has_asked_anew_begins_a_new_attempt(core: DetokenizerC
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "ab")))
     core.orphans.lost(A, "gone")
     out = give(core, B, *opens(ASKED, 90, attempt=2), tokens(90, 0, "abc"))
-    assert told(out) == [(A, Detached(seqs=ints([5])))]
+    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
     fresh = frames(out)
     assert [frame["type"] for frame in fresh] == ["accepted", "delta"]
     assert fresh[0]["attempt"] > seen[-1]["attempt"]
@@ -311,8 +314,8 @@ def test_a_cancel_that_nobody_else_could_hear(core: DetokenizerCore, before: boo
         core.orphans.cancelled("t", "r1")
         out = core.orphans.turn(["b"], 0)
     assert frames(out)[0]["error"]["code"] == 499
-    cancels = [] if before else [(B, Cancel(tenant="t", request="r1"))]
-    assert told(out) == [*cancels, (A, Detached(seqs=ints([5])))]
+    expected = [(A, Detached(seqs=ints([5])))] if before else CANCELLED
+    assert told(out) == expected
     assert core.idle
 
 
@@ -372,3 +375,117 @@ def test_a_plain_request_that_goes_on_has_one_reply(core: DetokenizerCore) -> No
     out = give(core, B, *opens(asked, 90), tokens(90, 2, "c"), Close(seq=90, final=3, reason="length"))
     (reply,) = frames(out)
     assert reply["choices"][0]["message"]["content"] == "abc"
+
+
+def test_one_that_was_given_up_and_has_only_been_slow_gets_no_reader(core: DetokenizerCore) -> None:
+    """B is asked and does not answer; C goes on; B comes back and reads what it was asked."""
+    begin(core)
+    give(core, A, tokens(5, 0, "ab"))
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    core.orphans.lost(B, "gone")
+    again = resumed(core.orphans.turn(["c"], 0))
+    give(core, "scheduler.c", *opens(again, 70), tokens(70, 2, "c"))
+    out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90), tokens(90, 2, "c"))
+    assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
+    out = give(core, "scheduler.c", tokens(70, 3, "d"), Close(seq=70, final=4, reason="length"))
+    assert text(frames(out)) == "d"
+    assert core.idle
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_follows_the_last_word_to_a_client(core: DetokenizerCore, late: bool) -> None:
+    """B was asked, and opens the request after its client has been told."""
+    begin(core)
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    core.orphans.cancelled("t", "r1")
+    assert frames(core.orphans.turn(["b"], 0))[0]["error"]["code"] == 499
+    assert (len(core.orphans), core.orphans.active) == (0, True)
+    if late:
+        for _ in range(WAIT_TURNS - 1):
+            assert core.orphans.turn(["b"], 0) == []
+    out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
+    out += give(core, B, Close(seq=90, final=0, reason="error", code=499))
+    assert (frames(out), told(out)) == ([], [(B, Ended(seq=90, index=0, reason="error"))])
+    again = dataclasses.replace(asked, inbox="another")  # the id is used once more
+    assert [f["type"] for f in frames(give(core, B, *opens(again, 95)))] == ["accepted"]
+    core.orphans.turn(["b"], 0)
+    assert core.orphans.active is not late
+
+
+def test_a_refusal_after_the_last_word_ends_the_wait(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn(["b"], 0)
+    core.orphans.cancelled("t", "r1")
+    core.orphans.turn(["b"], 0)
+    assert give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=503, message="not yet")) == []
+    assert not core.orphans.active
+
+
+def test_an_id_used_again_right_after_its_answer(core: DetokenizerCore) -> None:
+    """Its first request was taken for an orphan, and then answered after all."""
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn([], 0)
+    give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
+    again = dataclasses.replace(ASKED, inbox="in2")
+    out = give(core, A, *opens(again, 6), again, tokens(6, 0, "x"), Close(seq=6, final=1, reason="length"))
+    assert [f["type"] for f in frames(out)] == ["accepted", "delta", "done"]
+
+
+def test_one_that_is_moved_away_and_opened_here_again(core: DetokenizerCore) -> None:
+    """This shard had been stopped, and the scheduler after it; both are back."""
+    begin(core)
+    core.orphans.lost(A, "gone")
+    out = give(core, A, Close(seq=5, final=0, reason="moved"), *opens(ASKED, 5, attempt=2), ASKED)
+    out += give(core, A, tokens(5, 0, "x"), Close(seq=5, final=1, reason="length"))
+    assert [f["type"] for f in frames(out)] == ["accepted", "delta", "done"]
+
+
+def test_of_two_with_one_id_and_no_scheduler_one_is_told_at_once(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    again = dataclasses.replace(ASKED, inbox="in2")
+    give(core, B, *opens(again, 90), again)
+    out = core.orphans.lost(B, "gone")
+    assert [(c.inbox, json.loads(c.data)["error"]["code"]) for c in out if isinstance(c, Publish)] == [
+        ("in2", 503)
+    ]
+    assert core.load()["requests"] == 1
+
+
+def test_a_stop_string_found_on_the_way_is_told_to_the_new_scheduler(core: DetokenizerCore) -> None:
+    """Late tokens of the dead one complete it, after the request for the rest has left."""
+    begin(core)
+    give(core, A, tokens(5, 0, "ab"))
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    assert told(give(core, A, tokens(5, 2, "end"))) == [(A, StopFound(seq=5, index=5))]
+    assert told(give(core, B, *opens(asked, 90)))[1:] == []
+    assert told(give(core, B, tokens(90, 2, "en"))) == []  # it would not know that index
+    assert told(give(core, B, tokens(90, 4, "d"), tokens(90, 5, "z"))) == [(B, StopFound(seq=90, index=5))]
+    out = give(core, B, Close(seq=90, final=5, reason="stop"))
+    assert frames(out)[-1]["choices"] == [{"index": 0, "tokens": 5, "finish_reason": "stop"}]
+
+
+def test_the_age_counts_from_the_first_scheduler(core: DetokenizerCore) -> None:
+    """It was opened here 49 s after that, when its first detokenizer had died."""
+    kept = dataclasses.replace(ASKED, age_us=49_000_000, first_us=200_000)
+    give(core, A, *opens(ASKED, 5, attempt=2), kept, tokens(5, 0, "ab"), wall_us=50_000_000)
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 54_000_000))
+    assert (asked.age_us, asked.first_us) == (53_000_000, 200_000)
+
+
+def test_a_request_that_schedulers_die_of_is_not_handed_on_for_ever(core: DetokenizerCore) -> None:
+    begin(core)
+    last = A
+    for death in range(MOST_DEATHS):
+        core.orphans.lost(last, "the scheduler has gone")
+        asked, last = resumed(core.orphans.turn([f"s{death}"], 0)), f"scheduler.s{death}"
+        give(core, last, *opens(asked, 1_000 * (death + 1)))
+    (frame,) = frames(core.orphans.lost(last, "the scheduler has gone"))
+    assert frame["error"]["message"] == "the scheduler has gone, the 4th with this request; send it again"
+    assert core.idle

@@ -13,7 +13,7 @@ from scheduler_world import World, any_limits
 from services.scheduler.events import Arrived, DrainAsked, PeerDraining, PeerLost, Send
 from services.scheduler.traces import facts_of
 from shared.blocks import choice_seed
-from shared.messages import MOVED, Cancel, Tokenized, ints
+from shared.messages import MOVED, Cancel, Detached, Tokenized, ints
 
 PROMPT = [*range(5, 14)]
 
@@ -205,7 +205,7 @@ def test_what_can_never_be_served_here_is_refused_for_good() -> None:
 def test_a_cancel_that_came_first_is_kept_for_it() -> None:
     world, of = world_with_engine(), asked()
     world.handle(Arrived("client", Cancel(tenant="public", request="r")))
-    resume(world, of, so_far(of, [2]))
+    resume(world, of, so_far(of, [2], age_us=1_000_000))
     assert [r.code for r in world.rejected] == [499]
 
 
@@ -251,4 +251,82 @@ def test_the_request_as_asked_is_left_with_every_detokenizer() -> None:
     shard = world.scheduler.state.requests["public", "r"].shard
     world.handle(PeerLost("detokenizer", shard))
     other = "d2" if shard == "d1" else "d1"
-    assert kept == [(f"detokenizer.{shard}", of), (f"detokenizer.{other}", of)]
+    assert [to for to, _ in kept] == [f"detokenizer.{shard}", f"detokenizer.{other}"]
+    assert [dataclasses.replace(message, age_us=0) for _, message in kept] == [of, of]
+
+
+def test_a_reopened_request_says_how_old_it_is() -> None:
+    world, of = World(shards=("d1", "d2")), asked()
+    world.add_engine()
+    world.handle(Arrived("tokenizer.t1", of))
+    assert world.deliver()
+    shard = world.scheduler.state.requests["public", "r"].shard
+    began_us = world.scheduler.state.requests["public", "r"].arrival_us
+    world.now_us = began_us + 40_000_000
+    commands = world.scheduler.handle(PeerLost("detokenizer", shard), world.now_us)
+    (message,) = (c.message for c in commands if isinstance(c.message, Tokenized))
+    assert message.age_us == 40_000_000
+    assert 0 < message.first_us < 1_000
+    assert dataclasses.replace(message, age_us=0, first_us=0) == of
+
+
+def test_what_its_client_has_seen_last_is_what_goes_on() -> None:
+    """Two detokenizers ask: one had been stopped, and its request moved to the other."""
+    world = World(shards=("d1", "d2"))
+    world.add_engine()
+    of = asked(attempt=1)
+    resume(world, of, so_far(of, [2]), "detokenizer.d1")
+    resume(world, of, so_far(of, [4], attempt=2), "detokenizer.d2")
+    request = world.scheduler.state.requests["public", "r"]
+    assert (request.shard, request.attempt, world.rejected) == ("d2", 2, [])
+    assert world.moved == [("detokenizer.d1", request.sequences[0].seq)]
+    world.run()
+    world.assert_idle()
+    assert world.accepted == ["r", "r"]
+
+
+def test_a_detokenizer_that_drains_may_finish_what_it_has() -> None:
+    world, of = world_with_engine(), asked()
+    world.handle(PeerDraining("detokenizer", "d1"))
+    resume(world, of, so_far(of, [2]))
+    world.run()
+    world.assert_answers("r")
+    world.handle(PeerLost("detokenizer", "d1"))
+    resume(world, asked(request="q"), so_far(asked(request="q"), [2]))
+    assert [r.code for r in world.rejected] == [503]
+
+
+def test_a_cancel_of_an_earlier_request_with_this_id_is_not_meant() -> None:
+    world, of = world_with_engine(), asked()
+    world.handle(Arrived("client", Cancel(tenant="public", request="r")))
+    world.now_us += 10_000_000
+    resume(world, of, so_far(of, [2], age_us=5_000_000))
+    world.run()
+    world.assert_answers("r")
+
+
+def test_what_goes_on_elsewhere_is_not_finished_here_for_nobody() -> None:
+    world, of = world_with_engine(), asked(finish_detached=True)
+    world.handle(Arrived("tokenizer.t1", of))
+    (sequence,) = world.scheduler.state.requests["public", "r"].sequences
+    world.handle(Arrived("detokenizer.d1", Detached(seqs=ints([sequence.seq]))))
+    assert sequence.live
+    world.handle(Arrived("detokenizer.d1", Detached(seqs=ints([sequence.seq]), moved=True)))
+    assert not sequence.live
+    world.run()
+    world.assert_idle()
+
+
+def test_what_had_gone_elsewhere_may_come_back() -> None:
+    """The next scheduler died, too, before the word that closes it here."""
+    world, of = world_with_engine(), asked()
+    world.auto_end = False
+    world.handle(Arrived("tokenizer.t1", of))
+    (sequence,) = world.scheduler.state.requests["public", "r"].sequences
+    world.handle(Arrived("detokenizer.d1", Detached(seqs=ints([sequence.seq]), moved=True)))
+    world.readers.clear()
+    world.auto_end = True
+    resume(world, of, so_far(of, [2]))
+    world.run()
+    world.assert_answers("r")
+    world.assert_idle()

@@ -187,6 +187,28 @@ def test_a_new_scheduler_that_cannot_serve_yet_is_asked_again(core: TokenizerCor
     assert failure([fail])[3] == "no executor is ready"
 
 
+def test_a_new_one_beside_others_may_stand_for_a_dead_one_that_is_not_missed_yet(core: TokenizerCore) -> None:
+    """Its executors are still with that one."""
+    core.handle(Schedulers(("s1", "s2", "s3")), 0)
+    name = next(f"r{i}" for i in range(99) if rendezvous(f"r{i}", ("s1", "s2", "s3")) == "s3")
+    assert sent(core.handle(submission(name), 10)).attempt == 1
+    refused = Rejected(tenant="t", request=name, attempt=1, code=503, message="no executor is ready")
+    assert core.handle(refused, 20) == []
+    (again,) = core.handle(Tick(), 20 + ASK_AGAIN_US)
+    assert isinstance(again, Send)
+    assert again.scheduler == rendezvous(name, ("s1", "s2"))  # not the one that has just refused
+
+
+def test_one_that_has_refused_is_not_told_to_cancel(core: TokenizerCore) -> None:
+    """It holds nothing, and would refuse the client's next try."""
+    core.handle(Schedulers(("s3",), died=True), 0)
+    core.handle(submission(), 10)
+    refused = Rejected(tenant="t", request="r1", attempt=1, code=503, message="no executor is ready")
+    core.handle(refused, WAIT_US - 100)
+    (fail,) = core.handle(Tick(), WAIT_US)
+    assert failure([fail])[2:] == (503, "no executor is ready")
+
+
 def test_other_refusals_are_final_also_then(core: TokenizerCore) -> None:
     core.handle(Schedulers((), died=True), 0)
     core.handle(Schedulers(("s3",)), 0)
