@@ -82,10 +82,9 @@ class Orphans:
         commands: list[Command] = []
         for key in self._table.of_scheduler(scheduler):
             request, known = self._table.requests[key], self._orphans.get(key[1:])
-            if known is not None and known.key == key:
+            if known is not None and known.key == key and self._request_of(known) is request:
                 known.void |= void
                 continue
-            request.deaths += 1
             if (error := _hopeless(request, why, known)) is not None:
                 commands += [Tell(scheduler, Detached(seqs=request.seqs)), *self._fail(key, error)]
             else:
@@ -106,7 +105,7 @@ class Orphans:
         if answer.code == UNAVAILABLE and not orphan.over:
             return []
         del self._orphans[name]
-        if orphan.key not in self._table.requests:
+        if self._request_of(orphan) is None:
             return []
         commands = self._detached(orphan)
         if answer.code == MOVED:
@@ -122,16 +121,17 @@ class Orphans:
         orphan = self._orphans.get(name)
         if orphan is None or orphan.inbox != opened.inbox:
             return self._second(scheduler, opened)
-        open_here = orphan.key in self._table.requests
-        if not open_here or orphan.over:
+        request = self._request_of(orphan)
+        if request is None:
             return [], scheduler != orphan.asked  # to that one a Cancel is on its way: see _turn
         if orphan.key[0] == scheduler and not orphan.void:
             return [], True
         del self._orphans[name]
         commands = self._detached(orphan) if orphan.key[0] != scheduler else []
-        if opened.attempt > self._table.requests[orphan.key].opened.attempt:
+        if opened.attempt > request.opened.attempt:
             self._forget(orphan.key)  # its tokenizer has asked anew: it starts over
         else:
+            request.deaths += 1
             self._table.hand_over(orphan.key, scheduler)
         return commands, True
 
@@ -142,6 +142,11 @@ class Orphans:
             found.unwanted = found.unwanted or Cancelled("cancelled by the client")
 
     # ---- internals ------------------------------------------------------------------------------
+
+    def _request_of(self, orphan: _Orphan) -> RequestText | None:
+        """None once it is over; its id may be used again."""
+        request = None if orphan.over else self._table.requests.get(orphan.key)
+        return request if request is not None and request.opened.inbox == orphan.inbox else None
 
     def _second(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
         """One that was asked to go on, and then given up for another, has only been slow."""
@@ -156,7 +161,7 @@ class Orphans:
 
     def _turn(self, name: Name, ready: Sequence[str], wall_us: int) -> Iterator[Command]:
         orphan = self._orphans[name]
-        request = None if orphan.over else self._table.requests.get(orphan.key)
+        request = self._request_of(orphan)
         orphan.turns_left -= 1
         back = not orphan.void and orphan.key[0].removeprefix("scheduler.") in ready
         if orphan.over:
@@ -195,8 +200,8 @@ def _hopeless(request: RequestText, why: str, known: _Orphan | None) -> Headrace
     """Why nobody should be asked to go on; None: somebody should."""
     if request.unwanted is not None:
         return request.unwanted
-    if request.deaths > MOST_DEATHS:
-        return Unavailable(f"{why}, the {request.deaths}th with this request; send it again")
+    if request.deaths >= MOST_DEATHS:
+        return Unavailable(f"{why}, the {request.deaths + 1}th with this request; send it again")
     if request.kept is None or (known is not None and not known.over):  # or two of one name have no scheduler
         return Unavailable(f"{why}; send the request again")
     return None

@@ -40,7 +40,7 @@ class RequestText:
         self.number = number
         self.trace = trace
         self.kept: Tokenized | None = None  # as it was asked: for another scheduler
-        self.deaths = 0  # of schedulers that had it
+        self.deaths = 0  # of schedulers that had it, and others went on
         self.unwanted: HeadraceError | None = None  # why nobody should go on with it
         self.choices: dict[int, SequenceStream] = {}  # by index
         self.closed: dict[int, Closed] = {}

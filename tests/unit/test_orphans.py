@@ -489,3 +489,28 @@ def test_a_request_that_schedulers_die_of_is_not_handed_on_for_ever(core: Detoke
     (frame,) = frames(core.orphans.lost(last, "the scheduler has gone"))
     assert frame["error"]["message"] == "the scheduler has gone, the 4th with this request; send it again"
     assert core.idle
+
+
+def test_a_scheduler_may_be_stopped_any_number_of_times(core: DetokenizerCore) -> None:
+    begin(core)
+    for _ in range(2 * MOST_DEATHS):
+        assert core.orphans.lost(A, "gone") == []
+        assert core.orphans.turn(["a"], 0) == []
+    assert not core.orphans.active
+
+
+def test_an_id_used_again_after_its_request_was_given_up_is_an_orphan_of_its_own(
+    core: DetokenizerCore,
+) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn(["b"], 0)
+    core.orphans.cancelled("t", "r1")
+    core.orphans.turn(["b"], 0)  # B may still answer for the first one
+    again = dataclasses.replace(ASKED, inbox="in2")
+    give(core, A, *opens(again, 6), again, tokens(6, 0, "x"))
+    late = Rejected(tenant="t", request="r1", attempt=1, code=400, message="of the first one")
+    assert give(core, B, late) == []
+    assert core.orphans.lost(A, "gone") == []
+    asked = resumed(core.orphans.turn(["c"], 0))
+    assert (asked.inbox, list(asked.generated)) == ("in2", [1])
