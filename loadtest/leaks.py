@@ -18,7 +18,7 @@ MUST_BE_ZERO = {
     "tokenizer": ("pending",),
     "scheduler": ("requests", "waiting", "running", "closing"),
     "executor": ("open_slots", "queued"),
-    "detokenizer": ("sequences", "requests", "unsure"),
+    "detokenizer": ("sequences", "requests", "orphans", "unsure"),
 }
 MUST_BE_ZERO_OF_ENGINE = ("reserved_blocks", "fenced_blocks", "copying_blocks", "in_flight", "running")
 

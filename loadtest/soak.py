@@ -15,14 +15,11 @@ import json
 import os
 import random
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from typing import Any
 from loadtest import faults
 from loadtest.leaks import leaks, settle
 from loadtest.memory import MemoryWatch
+from loadtest.running_up import running_up
 from loadtest.storm import Ask, Outcome, Storm, mixed, oracle_key
 from shared.client import Client
 from shared.nats_bus import NatsBus
@@ -60,29 +58,11 @@ class Tally:
     longest_s: float = 0.0
 
 
-@contextmanager
-def house(args: argparse.Namespace) -> Iterator[tuple[int, str]]:
+def house(args: argparse.Namespace) -> AbstractContextManager[tuple[int, str]]:
     """A running `headrace up`: (process id, server URL)."""
     flags = [f"--{kind}s={COUNTS[kind]}" for kind in ("tokenizer", "executor", "detokenizer")]
-    with tempfile.TemporaryDirectory() as home, Path(args.log).open("w") as log:
-        env = {**os.environ, "XDG_RUNTIME_DIR": home, "HEADRACE_SIM": f"step={args.step_us},token=20"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.launcher.cli", "up", "--backend", "sim", "--port", "0",
-             "--http", "off", *flags],
-            env=env, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        printed = []
-        for line in process.stdout:
-            printed.append(line)
-            if line.startswith("ready"):
-                break
-        try:
-            (url,) = re.findall(r"nats://\S+", "".join(printed))
-            yield process.pid, url
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=90)
+    env = {"HEADRACE_SIM": f"step={args.step_us},token=20"}
+    return running_up(["--backend", "sim", *flags], env, args.log)
 
 
 def traffic(rng: random.Random, count: int) -> Iterator[Ask]:

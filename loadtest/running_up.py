@@ -1,0 +1,42 @@
+"""A `headrace up` of the benches: started with their flags, stopped at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+STOP_S = 90
+
+
+@contextmanager
+def running_up(
+    flags: Sequence[str], env: Mapping[str, str] | None = None, log: str = os.devnull
+) -> Iterator[tuple[int, str]]:
+    """(Process id, URL of its nats-server), once it is ready. What the services say goes to `log`."""
+    with tempfile.TemporaryDirectory() as home, Path(log).open("w") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.launcher.cli", "up", "--port", "0", "--http", "off", *flags],
+            env={**os.environ, "XDG_RUNTIME_DIR": home, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        )
+        assert process.stdout is not None
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if line.startswith("ready"):
+                break
+        try:
+            (url,) = re.findall(r"nats://\S+", "".join(printed))
+            yield process.pid, url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=STOP_S)
