@@ -12,7 +12,8 @@ from kernels.cpu.machine import bf16_at, exp, f32_at, fast, narrow, take, widen
 from kernels.cpu.team import Call, Kernel
 
 _ROWS = 4  # of a piece
-_ONE = np.float32(1.0)
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+_LEAST = np.float32(-88.0)  # below it the gate is closed: `exp` stops growing at 88, and its part would not
 
 
 @fast
@@ -26,7 +27,7 @@ def _rows(gate_up: Any, out: Any, rows: int, width: int, p: Any) -> None:
             up = gate + width
             for i in range(width):
                 value = widen(gate_up[gate + i])
-                silu = value / (_ONE + exp(-value))
+                silu = value / (_ONE + exp(-value)) if value > _LEAST else value * _ZERO
                 out[to + i] = narrow(silu * widen(gate_up[up + i]), out[0])
 
 

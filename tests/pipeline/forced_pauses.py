@@ -43,7 +43,9 @@ class Forced:
     actor: SchedulerActor
     engine: Recording
     wanted: Wanted = lambda executor: []
-    stored: dict[bytes, bytes] = field(default_factory=dict)  # by key: of the block that went down
+    stored: dict[bytes, tuple[bytes, ...]] = field(
+        default_factory=dict
+    )  # by key: of the block that went down
     restored: int = 0  # blocks that came up with the bytes that had gone down
     wrong: int = 0  # ... with others
     pauses: int = 0
@@ -142,11 +144,12 @@ class Forced:
         job = self.state.tiers.jobs.get(copied.job)
         if job is None or copied.status != "ok":
             return
-        digests = [self.engine.digest(block) for block in job.blocks]
-        if job.up:
-            same = [self.stored.get(key) == digest for key, digest in zip(job.keys, digests, strict=True)]
+        digests = [self.engine.digests(block) for block in job.blocks]
+        if job.up:  # behind the last valid token steps in flight may have written since the copy down
+            rows = zip(job.keys, digests, job.valid, strict=True)
+            same = [key in self.stored and self.stored[key][n - 1] == of[n - 1] for key, of, n in rows]
             self.wrong += same.count(False)
             self.restored += same.count(True)
         else:
-            rows = zip(job.keys, digests, job.written, strict=True)
-            self.stored |= {key: digest for key, digest, written in rows if written}
+            made = zip(job.keys, digests, job.written, strict=True)
+            self.stored |= {key: of for key, of, written in made if written}

@@ -43,9 +43,11 @@ class Recording:
                 self.logits[self._opened[slot].seq][position].append(pending.logits[at].clone())
         return self._engine.sample(pending)
 
-    def digest(self, block: int) -> bytes:
-        """Of all bytes of a block."""
-        return blake2b(self._block(block).view(torch.uint8).numpy().tobytes()).digest()
+    def digests(self, block: int) -> tuple[bytes, ...]:
+        """Of the bytes of a block's first token, of its first two, and so on."""
+        kv = self._block(block)  # [layer][K|V][token][kv_head][head_dim]
+        parts = (kv[:, :, : tokens + 1].contiguous().view(torch.uint8) for tokens in range(kv.shape[2]))
+        return tuple(blake2b(part.numpy().tobytes()).digest() for part in parts)
 
     def spoil(self, blocks: Iterable[int]) -> None:
         """Fill blocks, which nobody uses now, with a number that attention cannot overlook."""
@@ -55,5 +57,5 @@ class Recording:
     def _block(self, block: int) -> Tensor:
         """Of the leader's part, where there are several ranks."""
         engine: Any = getattr(self._engine, "_own", self._engine)
-        part: Tensor = engine._cache.tensor[block].view(-1)  # white box
+        part: Tensor = engine._cache.tensor[block]  # white box
         return part

@@ -33,7 +33,7 @@ from shared.model_files import served_name
 
 COPY_ALL = "tier=forced_pauses:copy_all"
 PATIENCE_US = 30_000_000
-Digests = dict[bytes, bytes]  # see Forced.stored
+Digests = dict[bytes, tuple[bytes, ...]]  # see Forced.stored
 _FLEETS = itertools.count()
 
 
