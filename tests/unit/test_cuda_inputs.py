@@ -9,7 +9,7 @@ from plan_maker import PlanMaker, Row
 
 from services.executor.cuda.inputs import Layout, arrange, fill, samples_of, split_dense, tiles_of
 from services.executor.cuda.slots import STOP_IDS, CudaSlots, advance, end_slots, take
-from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning
+from services.executor.cuda.tuning import WIDE, DeviceTuning, device_tuning, for_large_heads, row_by_row
 from services.executor.halves import Chunk, split
 from services.executor.sim import SimBackend, SimOptions
 from shared.errors import EngineError
@@ -170,6 +170,14 @@ def test_layouts_by_device_and_tokens() -> None:
     assert gate_up is not None
     assert gate_up.gated
     assert shared.of(256).product(7168, 4096, 65) is None
+
+
+def test_large_heads_are_attended_in_smaller_tiles() -> None:
+    h200 = device_tuning("NVIDIA H200")
+    large = for_large_heads(h200)
+    assert (large.prefill, large.of(1).decode, large.of(64).decode) == (WIDE.prefill, *[WIDE.few.decode] * 2)
+    assert large.of(1).product(4096, 4096, 16) == h200.of(1).product(4096, 4096, 16)
+    assert row_by_row(large).many.decode == WIDE.few.decode
 
 
 def test_what_another_rank_has_chosen_leaves_the_same_state(slots: CudaSlots) -> None:

@@ -25,7 +25,7 @@ from services.executor.cuda.model import CudaModel
 from services.executor.cuda.passes import Passes
 from services.executor.cuda.plain_rows import PlainRows
 from services.executor.cuda.slots import CudaSlots, advance, end_slots, take
-from services.executor.cuda.tuning import WIDE, device_tuning, row_by_row
+from services.executor.cuda.tuning import WIDE, device_tuning, for_large_heads, row_by_row
 from services.executor.cuda_copies import CudaCopier
 from services.executor.halves import CUT_TOKENS, split
 from services.executor.halving import LEAST, two_stream_tokens
@@ -69,6 +69,8 @@ class CudaBackend:
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
+        if shapes.head_dim > 128:
+            tuning = for_large_heads(tuning)
         if options.deterministic:
             tuning = row_by_row(tuning)
         most = max(options.max_step_tokens, options.slots)

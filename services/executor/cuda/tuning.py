@@ -137,6 +137,12 @@ def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
     return alone if ranks == 1 else shared
 
 
+def for_large_heads(tuning: DeviceTuning) -> DeviceTuning:
+    """Of heads over 128 wide a tile in two bytes takes the room of one in float32: attention in those tiles."""
+    few, many = (replace(layouts, decode=WIDE.few.decode) for layouts in (tuning.few, tuning.many))
+    return replace(tuning, few=few, many=many, prefill=WIDE.prefill)
+
+
 def row_by_row(tuning: DeviceTuning) -> DeviceTuning:
     """Layouts in which a row's bits do not depend on the rest of its step, for the same device: products with
     fixed tiles for the library's, every decode attended as a chunk of one token, all KV through one loop."""
