@@ -138,7 +138,7 @@ def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
 
 
 def for_large_heads(tuning: DeviceTuning) -> DeviceTuning:
-    """Of heads over 128 wide a tile in two bytes takes the room of one in float32: attention in those tiles."""
+    """Of heads over 128 wide a tile in two bytes takes the room of one in float32: those tiles, then."""
     few, many = (replace(layouts, decode=WIDE.few.decode) for layouts in (tuning.few, tuning.many))
     return replace(tuning, few=few, many=many, prefill=WIDE.prefill)
 
