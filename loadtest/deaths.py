@@ -120,7 +120,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("up", nargs="*", help="for `headrace up`")
     args = parser.parse_args()
-    found: dict[str, Any] = {"command": " ".join(sys.argv[1:])}
+    found: dict[str, Any] = {"streams": args.streams, "tokens": args.tokens, "after_s": args.after_s}
+    found["up"] = " ".join(word.rpartition("/")[2] if word.startswith("/") else word for word in args.up)
     with running_up(args.up) as (up_pid, url):
         quiet = asyncio.run(storm(url, up_pid, "", args))
         for victim in ["", *args.victims]:

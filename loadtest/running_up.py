@@ -19,7 +19,8 @@ STOP_S = 90
 def running_up(
     flags: Sequence[str], env: Mapping[str, str] | None = None, log: str = os.devnull
 ) -> Iterator[tuple[int, str]]:
-    """(Process id, URL of its nats-server), once it is ready. What the services say goes to `log`."""
+    """(Process id, URL of its nats-server), once it is ready. What the services say goes to `log`. Raises
+    SystemExit when it ends before that."""
     with tempfile.TemporaryDirectory() as home, Path(log).open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.launcher.cli", "up", "--port", "0", "--http", "off", *flags],
@@ -34,6 +35,10 @@ def running_up(
             printed.append(line)
             if line.startswith("ready"):
                 break
+        else:
+            raise SystemExit(
+                f"`headrace up {' '.join(flags)}` did not start: its log says why\n{''.join(printed[-5:])}"
+            )
         try:
             (url,) = re.findall(r"nats://\S+", "".join(printed))
             yield process.pid, url

@@ -102,6 +102,14 @@ def name_at(subject: str, index: int) -> str:
     return name
 
 
+def names_in(subject: str) -> tuple[str, str] | None:
+    """Tenant and model, or tenant and request, of a public subject; None when one is damaged or long."""
+    try:
+        return name_at(subject, 3), name_at(subject, 4)
+    except ValueError:
+        return None
+
+
 def is_inbox(subject: str) -> bool:
     """True for a reply subject that an answer may be sent to. One of our own would let a client write,
     by our hand, where it may not write itself; wildcards and blanks are no subject at all."""

@@ -20,7 +20,7 @@ from shared import subjects
 from shared.actor import Actor, Facts
 from shared.config import Settings
 from shared.errors import PayloadTooLarge
-from shared.messages import Ended, Message, Rejected, Tokenized
+from shared.messages import Ended, Message, Rejected, Tokenized, rejection
 from shared.model_files import resolve, served_name
 from shared.peers import Peer
 from shared.port import Port
@@ -166,13 +166,7 @@ def tell(port: Port, command: Tell) -> Rejected | None:
         asked = command.message
         if not isinstance(asked, Tokenized):
             raise
-        return Rejected(
-            tenant=asked.tenant,
-            request=asked.request,
-            attempt=asked.attempt,
-            code=error.code,
-            message=error.message,
-        )
+        return rejection(asked, error.code, error.message)
     return None
 
 

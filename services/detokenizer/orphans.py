@@ -28,7 +28,6 @@ from shared.messages import MOVED, Accepted, Cancel, Detached, Open, Rejected, T
 TURN_S = 0.25
 WAIT_TURNS = 60  # 15 s: the death is 3 s old by now, and a new process of any kind is there within some more
 MOST_DEATHS = 3  # of one request's schedulers: it may be what they die of
-UNAVAILABLE = 503
 
 Name = tuple[str, str]  # tenant, request
 
@@ -102,7 +101,7 @@ class Orphans:
         if orphan is None or orphan.asked != scheduler or isinstance(answer, Accepted):
             return []
         orphan.asked, orphan.refused_by, orphan.refusal = "", scheduler, answer.message
-        if answer.code == UNAVAILABLE and not orphan.over:
+        if answer.code == Unavailable.code and not orphan.over:
             return []
         del self._orphans[name]
         if self._request_of(orphan) is None:
@@ -138,7 +137,7 @@ class Orphans:
     def cancelled(self, tenant: str, request: str) -> None:
         """The client wants no more of a request. A scheduler that lives has heard the same and sees to it; no
         other is to go on."""
-        for found in self._table.named(tenant, request):
+        for _, found in self._table.named(tenant, request):
             found.unwanted = found.unwanted or Cancelled("cancelled by the client")
 
     # ---- internals ------------------------------------------------------------------------------
@@ -150,13 +149,10 @@ class Orphans:
 
     def _second(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
         """One that was asked to go on, and then given up for another, has only been slow."""
-        elsewhere = (
-            self._table.requests.get(key) for key in self._table.keys_of(opened) if key[0] != scheduler
-        )
-        if any(
-            r and r.opened.inbox == opened.inbox and r.opened.attempt >= opened.attempt for r in elsewhere
-        ):
-            return [Tell(scheduler, Detached(seqs=ints([opened.seq]), moved=True))], False
+        for key, request in self._table.named(opened.tenant, opened.request):
+            reads_it = request.opened.inbox == opened.inbox and request.opened.attempt >= opened.attempt
+            if key[0] != scheduler and reads_it:
+                return [Tell(scheduler, Detached(seqs=ints([opened.seq]), moved=True))], False
         return [], True
 
     def _turn(self, name: Name, ready: Sequence[str], wall_us: int) -> Iterator[Command]:

@@ -65,8 +65,5 @@ class Readers:
             self._run(self._core.client_gone(number))
 
     def _on_cancel(self, delivery: Delivery) -> None:
-        try:
-            tenant, request = subjects.name_at(delivery.subject, 3), subjects.name_at(delivery.subject, 4)
-        except ValueError:
-            return  # not a name that any request could have
-        self._core.orphans.cancelled(tenant, request)
+        if (names := subjects.names_in(delivery.subject)) is not None:
+            self._core.orphans.cancelled(*names)

@@ -51,13 +51,9 @@ class OpenTable:
         """The request with this number, if it is still open."""
         return self._numbers.get(number)
 
-    def named(self, tenant: str, request: str) -> list[RequestText]:
+    def named(self, tenant: str, request: str) -> list[tuple[RequestKey, RequestText]]:
         """The open requests of this name: one, but for a moment when it goes to another scheduler."""
-        return [self.requests[key] for key in self._named.get((tenant, request), ())]
-
-    def keys_of(self, opened: Open) -> list[RequestKey]:
-        """Where requests of this name are open."""
-        return self._named.get((opened.tenant, opened.request), [])
+        return [(key, self.requests[key]) for key in self._named.get((tenant, request), ())]
 
     def hand_over(self, key: RequestKey, scheduler: str) -> None:
         """Another scheduler goes on with a request, under its own numbers: its Opens bring them."""

@@ -143,11 +143,8 @@ class SchedulerActor(Actor):
         self._ticking = None
 
     def _on_cancel(self, delivery: Delivery) -> None:
-        try:
-            tenant, request = subjects.name_at(delivery.subject, 3), subjects.name_at(delivery.subject, 4)
-        except ValueError:
-            return  # not a name that any request could have
-        self._handle(Arrived("client", Cancel(tenant=tenant, request=request)))
+        if (names := subjects.names_in(delivery.subject)) is not None:
+            self._handle(Arrived("client", Cancel(tenant=names[0], request=names[1])))
 
 
 def _tier_event(peer: Peer) -> Event:

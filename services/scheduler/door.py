@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.scheduler import classes, forecast
 from services.scheduler.state import Executor, State
 from shared.blocks import blocks_for
-from shared.messages import Rejected, Tokenized
+from shared.messages import Rejected, Tokenized, rejection
 
 REFUSED_US = 10_000_000  # longer than a tokenizer asks
 MAX_REFUSED = 10_000
@@ -26,7 +26,7 @@ def refused(state: State, asked: Tokenized) -> Rejected | None:
     if len(state.refused) >= MAX_REFUSED:
         del state.refused[next(iter(state.refused))]
     state.meter.count_rejected(refusal[0])
-    rejected = _rejected(asked, refusal)
+    rejected = rejection(asked, *refusal)
     state.refused[submission] = (state.now_us + REFUSED_US, rejected)
     return rejected
 
@@ -45,24 +45,12 @@ def refused_again(state: State, source: str, asked: Tokenized) -> Rejected | Non
         return None
     if refusal[0] != 503:
         state.meter.count_rejected(refusal[0])
-    return _rejected(asked, refusal)
+    return rejection(asked, *refusal)
 
 
 def prompt_length(asked: Tokenized) -> int:
     """Tokens of the prompt; behind it may be what was generated."""
     return len(asked.tokens) - sum(asked.generated)
-
-
-def _rejected(asked: Tokenized, refusal: Refusal) -> Rejected:
-    code, message, retry_after_ms = refusal
-    return Rejected(
-        tenant=asked.tenant,
-        request=asked.request,
-        attempt=asked.attempt,
-        code=code,
-        message=message,
-        retry_after_ms=retry_after_ms,
-    )
 
 
 def _refusal(state: State, asked: Tokenized, prompt: int) -> Refusal | None:

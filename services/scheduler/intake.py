@@ -66,11 +66,10 @@ def open_at_shard(state: State, request: Request) -> None:
     """Open the sequences of a request at its detokenizer, and leave there what was asked: should this
     scheduler die, that one asks another to go on."""
     open_sequences(state, request)
-    asked, first_us = request.asked, min(s.first_token_us or state.now_us for s in request.sequences)
-    if state.now_us > request.arrival_us:
-        age_us = state.now_us - request.arrival_us
-        first_us = first_us - request.arrival_us if first_us < state.now_us else 0
-        asked = dataclasses.replace(asked, age_us=age_us, first_us=first_us)
+    asked = request.asked
+    if age_us := state.now_us - request.arrival_us:  # not the first time
+        began_us = [s.first_token_us - request.arrival_us for s in request.sequences if s.first_token_us]
+        asked = dataclasses.replace(asked, age_us=age_us, first_us=min(began_us, default=0))
     state.send(f"detokenizer.{request.shard}", asked, request.trace)
 
 

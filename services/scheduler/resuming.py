@@ -16,7 +16,7 @@ from services.scheduler.records import Request, Sequence
 from services.scheduler.state import State
 from services.scheduler.tiers import asking
 from services.scheduler.waiting import Unit
-from shared.messages import MOVED, Close, Rejected, Tokenized, ints
+from shared.messages import MOVED, Close, Tokenized, ints, rejection
 
 
 def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
@@ -38,10 +38,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
             request.attempt, request.shard = asked.attempt, source.removeprefix("detokenizer.")
             _open_again(state, request, asked)
         else:
-            refusal = Rejected(
-                tenant=asked.tenant, request=asked.request, attempt=asked.attempt, code=MOVED, message=""
-            )
-            state.send(source, refusal, trace)
+            state.send(source, rejection(asked, MOVED, ""), trace)
         return
     rejected = door.refused_again(state, source, asked)
     if rejected is not None:

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import secrets
 
-from services.tokenizer.asking import Asking, names_in
+from services.tokenizer.asking import Asking
 from services.tokenizer.beside import LONG_BYTES, Beside
 from services.tokenizer.chat import ChatTemplate
 from services.tokenizer.core import Command, Event, Fail, Schedulers, Send, Tick, TokenizerCore
@@ -23,7 +23,7 @@ from shared.actor import Actor, Facts
 from shared.bus import Delivery, Subscription
 from shared.config import Settings
 from shared.errors import Overloaded, PayloadTooLarge
-from shared.messages import Accepted, Cancel, Message, Rejected, Tokenized
+from shared.messages import Accepted, Cancel, Message, Rejected, Tokenized, rejection
 from shared.model_files import resolve, served_name
 from shared.peers import Peer
 from shared.plugins import processor_targets
@@ -147,21 +147,13 @@ class TokenizerActor(Actor):
             self._port.send(f"scheduler.{scheduler}", message, trace)
         except PayloadTooLarge as error:  # no message can carry its options: refused, as a scheduler would
             if isinstance(message, Tokenized):
-                self._handle(
-                    Rejected(
-                        tenant=message.tenant,
-                        request=message.request,
-                        attempt=message.attempt,
-                        code=error.code,
-                        message=error.message,
-                    )
-                )
+                self._handle(rejection(message, error.code, error.message))
 
     def _on_request(self, delivery: Delivery) -> None:
         if not subjects.is_inbox(delivery.reply):
             log.warning("nobody could hear the answer to a request on %.200s", delivery.subject)
             return
-        if names_in(delivery.subject) is None:
+        if subjects.names_in(delivery.subject) is None:
             return  # the group that hears every model says why
         try:
             self._mailbox.put(delivery)
@@ -194,7 +186,7 @@ class TokenizerActor(Actor):
             )
 
     def _on_cancel(self, delivery: Delivery) -> None:
-        if (names := names_in(delivery.subject)) is not None:
+        if (names := subjects.names_in(delivery.subject)) is not None:
             self._handle(Cancel(tenant=names[0], request=names[1]))
 
 

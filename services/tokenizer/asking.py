@@ -60,7 +60,7 @@ class Asking:
             self._fail(delivery, error)
 
     def _on_any_model(self, delivery: Delivery) -> None:
-        names, served = names_in(delivery.subject), self.served()
+        names, served = subjects.names_in(delivery.subject), self.served()
         if not subjects.is_inbox(delivery.reply) or (names is not None and names[1] in served):
             return
         if names is None:
@@ -97,14 +97,6 @@ class Asking:
             peers.expire(self._port.clock.now_us())
             names.update(peers.models("tokenizer"))
         return sorted(names)
-
-
-def names_in(subject: str) -> tuple[str, str] | None:
-    """Tenant and model, or tenant and request, of a public subject; None when one is damaged or long."""
-    try:
-        return subjects.name_at(subject, 3), subjects.name_at(subject, 4)
-    except ValueError:
-        return None
 
 
 def models_body(names: list[str]) -> dict[str, Any]:

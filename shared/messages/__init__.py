@@ -31,6 +31,7 @@ from shared.messages.requests import (
     Tokenized,
     Tokens,
     Usage,
+    rejection,
 )
 from shared.messages.steps import (
     AuxMsg,
@@ -127,4 +128,5 @@ __all__ = [
     "floats",
     "ints",
     "longs",
+    "rejection",
 ]

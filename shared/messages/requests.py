@@ -108,7 +108,7 @@ class Tokenized:
     handled_wall_us: int = 0  # the tokenizer took it up; before, it waited in its mailbox
     parent_span: str = ""  # of the trace's root span, zeros = none; empty: nobody traces this request
     processors: tuple[str, ...] = ()  # logits processors, each JSON: {"name": ..., "args": {...}}
-    generated: Ints = field(default_factory=ints)  # of a request that goes on: see below
+    generated: Ints = field(default_factory=ints)  # of a request that goes on: see above
     reasons: tuple[str, ...] = ()  # why each choice has ended, empty where it has not
     age_us: int = 0  # since the first scheduler had it
     first_us: int = 0  # of that until its first token, 0 where there is none
@@ -133,6 +133,18 @@ class Rejected:
     code: int
     message: str
     retry_after_ms: int = 0
+
+
+def rejection(asked: Tokenized, code: int, message: str, retry_after_ms: int = 0) -> Rejected:
+    """The Rejected of a request."""
+    return Rejected(
+        tenant=asked.tenant,
+        request=asked.request,
+        attempt=asked.attempt,
+        code=code,
+        message=message,
+        retry_after_ms=retry_after_ms,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

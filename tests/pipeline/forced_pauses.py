@@ -43,9 +43,7 @@ class Forced:
     actor: SchedulerActor
     engine: Recording
     wanted: Wanted = lambda executor: []
-    stored: dict[bytes, tuple[bytes, ...]] = field(
-        default_factory=dict
-    )  # by key: of the block that went down
+    stored: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)  # by key: what went down
     restored: int = 0  # blocks that came up with the bytes that had gone down
     wrong: int = 0  # ... with others
     pauses: int = 0
