@@ -37,7 +37,7 @@ def running_up(
                 break
         else:
             raise SystemExit(
-                f"`headrace up {' '.join(flags)}` did not start: its log says why\n{''.join(printed[-5:])}"
+                f"`headrace up {' '.join(flags)}` did not start; by hand it says why\n{''.join(printed[-5:])}"
             )
         try:
             (url,) = re.findall(r"nats://\S+", "".join(printed))
