@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 
 from loadtest.case import PROMPT_TOKENS, Case
-from services.executor.hello import hello_of
-from services.executor.sim import SimBackend, SimOptions
-from services.executor.step import DeviceThread
+from services.executor.actor import hello_of
+from services.executor.device_thread import DeviceThread
+from services.executor.sim.engine import SimBackend, SimOptions
 from services.scheduler.core import Scheduler
-from services.scheduler.events import Arrived, PeerReady, Send
-from services.scheduler.state import Limits
+from services.scheduler.state.requests import Arrived, PeerReady, Send
+from services.scheduler.state.state import Limits
 from shared.clock import SystemClock
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, Tokenized, ints
 

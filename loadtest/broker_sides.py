@@ -26,10 +26,10 @@ from loadtest.bench.pacer import Pacer
 from loadtest.bench.run import Asked, Bench, Point
 from loadtest.fleet import MODEL, until_ready
 from loadtest.one_process import one_process
+from shared.actor.runtime import settle_garbage_collector
 from shared.client import Client
 from shared.config import load
-from shared.nats_bus import NatsBus
-from shared.process import settle_garbage_collector
+from shared.nats.bus import NatsBus
 
 READY = "ready"
 

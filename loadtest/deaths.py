@@ -26,7 +26,7 @@ from loadtest.leaks import settle
 from loadtest.running_up import running_up
 from shared.client import Client
 from shared.errors import HeadraceError
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
 
 SERVICES = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
 PROMPT_TOKENS = 40

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from services.scheduler.core import Scheduler, decide
-from services.scheduler.events import Arrived, Event, PeerReady, Send
-from services.scheduler.state import Limits
+from services.scheduler.state.requests import Arrived, Event, PeerReady, Send
+from services.scheduler.state.state import Limits
+from shared.actor.runtime import settle_garbage_collector
 from shared.messages import Close, Ended, ExecHello, StepPlan, StepResult, Tokenized, ints
-from shared.process import settle_garbage_collector
 
 RUNNING, PROMPT_TOKENS, ANSWER_TOKENS, BLOCKS = 256, 512, 200, 65_536
 WARM_STEPS = 200

@@ -6,7 +6,7 @@ import random
 import time
 from collections import deque
 
-from services.executor.backend import Backend, Pending
+from services.executor.engine import Backend, Pending
 from shared.messages import Sampling, SlotOpen, StepPlan, ints
 
 IN_FLIGHT = 2

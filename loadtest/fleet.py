@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from services.launcher import nats_server
-from services.launcher.processes import die_with_parent
 from services.launcher.serve import KINDS as ALL_KINDS
+from services.launcher.supervisor import die_with_parent
 from shared.client import Client
 
 FLEET = "bench"

@@ -23,7 +23,7 @@ from typing import Any
 
 from loadtest.bench.machine import circumstances
 from loadtest.kv_house import ANSWER_S, BLOCK_BYTES, LONG_US, PRINT, House, keys
-from services.kv_offload.opening import MIB
+from services.kv_offload.backends.arena import MIB
 from shared.messages import KvCommit, KvLookup, KvRelease, ints
 
 LEASE_US = (2_000, 20_000, 200_000)  # some are left to end by themselves

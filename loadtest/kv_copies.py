@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.executor.copies import CopyLane, Told
+from services.executor.kv_transfer.worker import CopyLane, Told
 from shared.clock import SystemClock
 from shared.messages import KvCopied, KvCopy, ints, longs
 
@@ -47,9 +47,8 @@ class Rig:
     def __init__(self, device: str, block_bytes: int, blocks: int, path: Path) -> None:
         import torch
 
-        from services.executor.cuda_copies import CudaCopier
-        from services.executor.host_copies import HostCopier
-        from services.executor.kv_cache import KvCache
+        from services.executor.checkpoint.kv_cache import KvCache
+        from services.executor.kv_transfer.copiers import CudaCopier, HostCopier
 
         self.block_bytes, self.blocks = block_bytes, blocks
         values = torch.randint(-(2**31), 2**31 - 1, (blocks + 1, block_bytes // 4), dtype=torch.int32)

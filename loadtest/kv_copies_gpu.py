@@ -18,7 +18,7 @@ def pinning() -> list[dict[str, Any]]:
     """What it costs to pin an arena: of pages that are not there yet, that are reserved, and again."""
     import torch
 
-    from services.executor.cuda_copies import _pin, _unpin
+    from services.executor.kv_transfer.copiers import _pin, _unpin
 
     rows, device = [], torch.device("cuda")
     for gib in ARENA_GIB:

@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 from services.kv_offload.actor import KvOffloadActor
-from services.kv_offload.opening import Plan
-from services.kv_offload.segment import SHM
-from shared.actor import Actor, Runtime
-from shared.memory_bus import MemoryBroker
+from services.kv_offload.backends.arena import Plan
+from services.kv_offload.backends.shared_memory import SHM
+from shared.actor.mailbox import Port
+from shared.actor.runtime import Actor, Runtime
 from shared.messages import (
     KvCommit,
     KvFound,
@@ -24,7 +24,7 @@ from shared.messages import (
     Message,
     ints,
 )
-from shared.port import Port
+from shared.nats.memory import MemoryBroker
 
 PRINT = "00112233445566778899aabbccddeeff"
 KV, OWNER = "kv_offload.k", "executor.e"

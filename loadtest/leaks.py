@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared import subjects
-from shared.bus import Bus, NoResponders
 from shared.client import ask_all
+from shared.nats import subjects
+from shared.nats.interface import Bus, NoResponders
 
 Status = dict[str, Any]
 

@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from loadtest.fleet import KINDS, until_ready
 from services.launcher.serve import builder
-from shared.actor import Runtime
+from shared.actor.runtime import Runtime
 from shared.client import Client
 from shared.config import Settings
-from shared.memory_bus import MemoryBroker
+from shared.nats.memory import MemoryBroker
 
 DRAIN_S = 5.0
 

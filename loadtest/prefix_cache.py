@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loadtest.fleet import cpu_name
-from services.scheduler.ledger import Ledger
-from shared.block_keys import extend, root_key
+from services.scheduler.state.block_pool import Ledger
+from shared.kv_blocks import extend, root_key
 from shared.messages import ints
 
 POOLS = (1_000, 3_000, 10_000, 30_000, 100_000, 1_000_000)

@@ -13,12 +13,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.catalogue import CATALOGUE, DEFAULT_MODEL
 from shared.config import Settings
-from shared.model_files import models_dir
+from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, models_dir
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 TOP = 8  # more than the test asks for: neighbours that are almost equal may change places

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.sim.traces import Cut, azure
-from services.scheduler.replay.recorder import Recorder
-from services.scheduler.replay.rerun import Report, rerun_file
-from services.scheduler.replay.sinks import FileSink
-from services.scheduler.simulation.engine import Machine
-from services.scheduler.simulation.hops import Hop
-from services.scheduler.simulation.world import Setup, World
+from loadtest.simulator.engine import Machine
+from loadtest.simulator.hops import Hop
+from loadtest.simulator.replay.rerun import Report, rerun_file
+from loadtest.simulator.world import Setup, World
+from services.scheduler.reports.event_log import FileSink, Recorder
 from shared.step_model import PRESETS
 
 BLOCKS = 1_500  # 24k tokens: short in busy minutes

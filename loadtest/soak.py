@@ -30,7 +30,7 @@ from loadtest.memory import MemoryWatch
 from loadtest.running_up import running_up
 from loadtest.storm import Ask, Outcome, Storm, mixed, oracle_key
 from shared.client import Client
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
 
 MODEL = "smollm2-135m-instruct"
 COUNTS = {"tokenizer": 2, "scheduler": 1, "executor": 2, "kv_offload": 1, "detokenizer": 2}

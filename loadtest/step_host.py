@@ -21,11 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 from loadtest.step_profile import MODEL, PROMPT_TOKENS, SAMPLING, STREAMS
-from services.executor.torch_backend import TorchBackend, TorchOptions, build
-from shared.blocks import blocks_for
+from services.executor.cpu.engine import TorchBackend, TorchOptions, build
 from shared.config import load
+from shared.kv_blocks import blocks_for
 from shared.messages import Sampling, SlotOpen, StepPlan, ints
-from shared.model_files import resolve
+from shared.vocab.files import resolve
 
 BLOCK_TOKENS = 16
 MAX_STEPS = 400  # of one run; the block tables leave room for them

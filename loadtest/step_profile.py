@@ -26,10 +26,10 @@ from typing import Any
 
 from loadtest.fleet import FLEET, MODEL, Fleet, until_ready
 from shared import codec
-from shared.bus import Delivery
 from shared.client import Client
 from shared.messages import Beat, StepPlan, StepResult
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
+from shared.nats.interface import Delivery
 
 STREAMS = 32
 FULL_ROWS = 30  # decode rows of a step that counts as one of 32 rows

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared import subjects
 from shared.client import Client, NoAnswer
 from shared.errors import HeadraceError
-from shared.nats_bus import NatsBus
+from shared.nats import subjects
+from shared.nats.bus import NatsBus
 
 PAUSE_S = 0.1  # of a client that was refused without a hint when to come again
 WORDS = ["river", "turbine", "water", "channel", "gate", "wheel", "power", "mill", "stone", "spring"]

@@ -23,10 +23,10 @@ import jsonschema
 
 from loadtest.fleet import FLEET, MODEL, Fleet, cpu_name, until_ready
 from loadtest.structured_schemas import SCHEMAS
-from services.launcher.connect import Target
-from services.launcher.status import services_of
+from services.launcher.commands.status import services_of
+from services.launcher.session import Target
 from shared.client import Client
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
 
 MOST_TOKENS = 400
 ESSAY = {

@@ -20,12 +20,12 @@ from loadtest.sim.arms import limits_of
 from loadtest.sim.real_tier import RealTier
 from loadtest.sim.scenarios import CPU, ROOM
 from loadtest.sim.scenarios import Arm as SimArm
+from loadtest.simulator.report import figures, percentile
+from loadtest.simulator.tiers import TierSpec
+from loadtest.simulator.world import Setup, World
 from loadtest.tax.measured import BLOCK_TOKENS, KV_TOKEN_BYTES, Size, size_of
 from loadtest.tax.protocol import POOLS_PM, QUARTER, SEED, Arm, Point, points
 from loadtest.tax.simulated import PATIENT, workload
-from services.scheduler.simulation.report import figures, percentile
-from services.scheduler.simulation.tiers import TierSpec
-from services.scheduler.simulation.world import Setup, World
 from shared.step_model import StepModel, StepShape
 
 REQUESTS, THREADS = 300, 2

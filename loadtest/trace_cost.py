@@ -26,9 +26,9 @@ from pathlib import Path
 from loadtest.case import PROMPT_TOKENS, Case
 from loadtest.fleet import MODEL, Fleet, cpu_name, until_ready
 from loadtest.step_overhead import sim_env
-from services.launcher.processes import die_with_parent
+from services.launcher.supervisor import die_with_parent
 from shared.client import Client
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
 
 
 @dataclass(frozen=True)

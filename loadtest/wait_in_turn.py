@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.executor.processors import Wait
+from services.executor.sampling.logits_processors import Wait
 
 
 class WaitInTurn(Wait):

@@ -15,17 +15,12 @@ CORE_FILES = (
     "services/tokenizer/core.py",
     "services/tokenizer/request.py",
     "services/tokenizer/prepare.py",
-    "services/tokenizer/grammar.py",
-    "services/tokenizer/schema.py",
-    "services/tokenizer/tools.py",
-    "services/gateway/calls.py",
-    "services/gateway/chunks.py",
-    "services/gateway/shapes.py",
-    "services/gateway/tools.py",
+    "services/tokenizer/structured_output.py",
+    "services/gateway/openai_request.py",
+    "services/gateway/openai_response.py",
     "services/detokenizer/core.py",
-    "services/detokenizer/stream.py",
-    "services/detokenizer/frames.py",
     "services/detokenizer/text.py",
+    "services/detokenizer/response.py",
 )
 
 

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shared import subjects
-from shared.bus import Bus, BusFault, Delivery, NoResponders
 from shared.errors import BadRequest, DeadlineExceeded, EngineError, HeadraceError, Unavailable, from_code
-from shared.unread import Unread
+from shared.nats import subjects
+from shared.nats.interface import Bus, BusFault, Delivery, NoResponders
 
 END_HEADER = "Headrace-End"
 DEFAULT_TIMEOUT_S = 300.0
@@ -274,3 +274,63 @@ def _message(delivery: Delivery, model: str) -> Body:
     if message is None:
         raise EngineError(f"the service answered with something that is not JSON: {delivery.data[:80]!r}")
     return message
+
+
+MAX_UNREAD_BYTES = 2_097_152  # of one request: some 10,000 frames, a hundred seconds of a fast stream
+
+
+class SlowReader(HeadraceError):
+    """More frames waited for their reader than are kept for it: its request was ended."""
+
+    code, type = 408, "slow_reader"
+
+
+class Unread:
+    """A queue of at most MAX_UNREAD_BYTES and one message. What finds no room is the end: `on_full` is
+    called at once, and the reader finds SlowReader in the place of all that waited."""
+
+    __slots__ = ("_bytes", "_came", "_deliveries", "_failure", "_on_full", "count")
+
+    def __init__(self, on_full: Callable[[], None]) -> None:
+        self._on_full = on_full
+        self._deliveries: deque[Delivery] = deque()
+        self._bytes = 0
+        self._failure: HeadraceError | None = None
+        self._came = asyncio.Event()
+        self.count = 0  # messages that came
+
+    def put(self, delivery: Delivery) -> None:
+        """Keep a message for the reader."""
+        self.count += 1
+        if self._failure is not None:
+            return
+        if self._bytes > MAX_UNREAD_BYTES:
+            self._deliveries.clear()
+            self.fail(
+                SlowReader(
+                    f"{MAX_UNREAD_BYTES} bytes of the answer waited to be read, and the request was ended: "
+                    "read faster, or ask without `stream`"
+                )
+            )
+            self._on_full()
+        else:
+            self._deliveries.append(delivery)
+            self._bytes += len(delivery.data)
+        self._came.set()
+
+    def fail(self, error: HeadraceError) -> None:
+        """Nothing more comes: the reader finds this error behind what is there."""
+        self._failure = error
+        self._came.set()
+
+    async def get(self, timeout_s: float) -> Delivery:
+        """The oldest message. Raises TimeoutError, and what `fail` was given."""
+        while not self._deliveries:
+            if self._failure is not None:
+                raise self._failure
+            self._came.clear()
+            async with asyncio.timeout(timeout_s):
+                await self._came.wait()
+        delivery = self._deliveries.popleft()
+        self._bytes -= len(delivery.data)
+        return delivery

@@ -24,7 +24,7 @@ from pydantic_settings import (
 )
 
 from shared.errors import SetupError
-from shared.login import DEFAULT_NATS_URL as DEFAULT_NATS_URL
+from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"

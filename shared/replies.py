@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import HeadraceError, error_body, error_headers
-from shared.telemetry import HEADER, trace_id
+from shared.telemetry.traces import HEADER, trace_id
 
 END_HEADER = "Headrace-End"
 MAX_HEADER_CHARS = 512

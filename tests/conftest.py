@@ -15,9 +15,9 @@ from hypothesis import settings
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
-from shared.bus import Bus
-from shared.memory_bus import MemoryBroker
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
+from shared.nats.interface import Bus
+from shared.nats.memory import MemoryBroker
 
 # Kernels run in Triton's interpreter where there is no GPU; it must be known before anything imports Triton.
 if shutil.which("nvidia-smi") is None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.swiglu.ref import swiglu
+from kernels.activation.ref import swiglu
 
 
 @dataclass(frozen=True, slots=True)

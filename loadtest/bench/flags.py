@@ -16,8 +16,8 @@ from loadtest.bench.replay import TRACES
 from loadtest.bench.run import Asked, Point
 from loadtest.bench.shape import Shape
 from loadtest.bench.workloads import WORKLOADS
-from shared import login
 from shared.errors import BadRequest
+from shared.nats import access
 
 NATS = ("nats:", "tls:")
 NO_CONFIGURATION = ("action", "url", "counts", "json", "label", "key")  # where, not what
@@ -168,7 +168,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any]:
 
 def shown_url(url: str) -> str:
     """A URL without its password."""
-    return login.shown(url) if url.startswith(NATS) else url
+    return access.shown(url) if url.startswith(NATS) else url
 
 
 def _numbers(text: str, flag: str) -> list[float]:

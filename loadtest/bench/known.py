@@ -22,7 +22,7 @@ from typing import Any
 from loadtest.bench.known_http import prompt_tokens, serve_http
 from loadtest.bench.known_nats import serve_nats
 from loadtest.bench.pacer import Pacer
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
 
 MODEL = "known"
 

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from loadtest.bench.known_http import Answer, Body, usage
-from shared import subjects
-from shared.bus import Bus, Delivery
 from shared.client import END_HEADER
+from shared.nats import subjects
+from shared.nats.interface import Bus, Delivery
 
 
 async def serve_nats(answer: Answer, bus: Bus, model: str) -> None:

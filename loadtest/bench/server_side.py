@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared import subjects
-from shared.bus import Bus, NoResponders
 from shared.client import ask_all
+from shared.nats import subjects
+from shared.nats.interface import Bus, NoResponders
 
 ANSWER_S = 0.5
 TOKENS = ("generated", "prefilled", "prefix_hits", "preemptions", "recomputed")

@@ -15,7 +15,7 @@ from loadtest.bench.over_http import HttpTransport
 from loadtest.bench.over_nats import NatsTransport
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.server_side import Counts, counts
-from services.launcher.connect import connected, find_target
+from services.launcher.session import connected, find_target
 from shared.client import Client
 from shared.config import load
 

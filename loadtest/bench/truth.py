@@ -34,7 +34,7 @@ from loadtest.bench.run import Asked, Bench, Point
 from loadtest.bench.shape import Shape
 from services.launcher import nats_server
 from shared.client import Client
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
 
 SHARE, MS = 0.01, 1.0
 FIRST_MS, GAP_MS, TOKENS, SLOW = 300.0, 50.0, 8, 3.0

@@ -14,11 +14,12 @@ from loadtest.eval.engines import Arm
 from loadtest.eval.text import TEXT, read_windows
 from shared.config import load
 from shared.errors import BadRequest, HeadraceError
-from shared.model_files import resolve
+from shared.vocab.files import resolve
 
 if TYPE_CHECKING:
     from loadtest.eval.divergence import Seen
-    from services.executor.backend import Backend
+    from services.executor.engine import Backend
+
 
 CONTEXT = 512  # llama.cpp's
 

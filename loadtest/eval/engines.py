@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from services.executor.engines import engine_builder
-from shared.blocks import blocks_for
+from services.executor.actor import engine_builder
 from shared.config import load
 from shared.errors import BadRequest, SetupError
+from shared.kv_blocks import blocks_for
 
 if TYPE_CHECKING:
-    from services.executor.backend import Backend
+    from services.executor.engine import Backend
+
 
 SIDE_BY_SIDE = 8  # windows that a decoding engine takes at once
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from loadtest.driver import Driver
 from loadtest.eval.engines import SIDE_BY_SIDE
 from loadtest.eval.text import scored
-from services.executor.backend import Backend
-from services.executor.torch_backend import TorchBackend
+from services.executor.cpu.engine import TorchBackend
+from services.executor.engine import Backend
 from shared.errors import BadRequest
 
 PATHS = ("auto", "prefill", "decode")

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadtest.sim.traces import SAMPLES
-from services.executor.shapes import from_hf
+from services.executor.checkpoint.config import from_hf
 from shared.errors import BadRequest
-from shared.model_files import ModelFiles
-from shared.vocabulary import load_vocabulary
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocabulary import load_vocabulary
 
 TEXT = SAMPLES / "alice.txt"
 _FIRST_ID = 3  # random ids keep off what often is a special token

@@ -12,13 +12,26 @@ import numpy as np
 import torch
 from triton.runtime.errors import OutOfResources
 
-from kernels.paged_attention import ref
-from kernels.paged_attention.prefill import PrefillTiles, PrefillTuning, attend_prefill, tile_queries
-from kernels.paged_attention.split import PrefillSplit, parts_room
+from kernels.attention import ref
+from kernels.attention.prefill import (
+    PrefillSplit,
+    PrefillTiles,
+    PrefillTuning,
+    attend_prefill,
+    parts_room,
+    tile_queries,
+)
 from loadtest.gpu.timing import graph_us
-from services.executor.cuda.inputs import SPLIT_COLUMNS, Words, tiles_of
-from services.executor.cuda.splits import SplitRoom, in_parts, split_room, split_tiles
-from services.executor.halves import Chunk
+from services.executor.cuda.input_batch import (
+    SPLIT_COLUMNS,
+    SplitRoom,
+    Words,
+    in_parts,
+    split_room,
+    split_tiles,
+    tiles_of,
+)
+from services.executor.parallel.step_split import Chunk
 
 HEADS, KV_HEADS, DIM, BLOCK_TOKENS, LAYERS, LAUNCHES = 32, 8, 128, 16, 8, 16
 CASES = {  # (tokens, prefix) of each chunk

@@ -38,10 +38,9 @@ from loadtest.gpu import comm_report
 from loadtest.gpu.comm_model import Stack, shapes_of
 from loadtest.gpu.comm_times import all_say, talk_us, times
 from loadtest.gpu.comm_ways import LIMIT, How, Together, Way, offered
-from services.executor.collectives import Collectives
-from services.executor.crossover import crossover
-from services.executor.halves import CUT_TOKENS, Chunk, halves
-from services.executor.programs import in_turn
+from services.executor.parallel.coroutines import in_turn
+from services.executor.parallel.ranks import Collectives
+from services.executor.parallel.step_split import CUT_TOKENS, Chunk, crossover, halves
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LARGE = 2048  # tokens from which on more than off, silent, on and their copies are measured
@@ -111,7 +110,7 @@ class Bench:
         self._group = Collectives()
         self._together: Together = in_turn
         if self._on_gpu:
-            from services.executor.cuda.lanes import Lanes
+            from services.executor.cuda.comm_overlap import Lanes
 
             self._together = Lanes(device).together
         self._stack = Stack(kind, shapes_of(kind, asked.layers, tiny=asked.tiny), self._group, device, 0)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.rms_norm import rms_norm
+from kernels.norm import rms_norm
 from kernels.rope import apply_rope, rope_table
-from services.executor.halves import Chunk
-from services.executor.shapes import Shapes
+from services.executor.checkpoint.config import Shapes
+from services.executor.parallel.step_split import Chunk
 
 BLOCK_TOKENS = 16
 
@@ -70,7 +70,7 @@ class CudaAttention:
     """See Attention: the engine's kernels over a paged cache, cuDNN for long chunks that start a prompt."""
 
     def __init__(self, shapes: Shapes, prompts: int, room: int, device: torch.device) -> None:
-        from services.executor.cuda.tuning import device_tuning
+        from services.executor.cuda.kernel_configs import device_tuning
 
         self._shapes = shapes
         blocks = -(-room // BLOCK_TOKENS)
@@ -83,9 +83,9 @@ class CudaAttention:
         self._tuning = device_tuning(torch.cuda.get_device_name(device)).prefill
 
     def prepare(self, chunks: tuple[Chunk, ...]) -> Any:
-        from kernels.paged_attention.prefill import PrefillTiles, tile_queries
+        from kernels.attention.prefill import PrefillTiles, tile_queries
         from kernels.rope.gpu import Placed
-        from services.executor.cuda.inputs import split_dense, tiles_of
+        from services.executor.cuda.input_batch import split_dense, tiles_of
 
         device, shapes = self._tables.device, self._shapes
         positions = torch.cat([torch.arange(c.start, c.start + c.count) for c in chunks]).to(device)
@@ -101,7 +101,7 @@ class CudaAttention:
         return placed, dense, tiles
 
     def __call__(self, layer: int, qkv: Tensor, norms: Norms, prepared: Any) -> Tensor:
-        from kernels.paged_attention.prefill import attend_prefill
+        from kernels.attention.prefill import attend_prefill
         from kernels.rope.gpu import HeadNorms, rope_write
         from services.executor.cuda.model import _attend_dense
 

@@ -1,4 +1,5 @@
-"""Memory that ranks on CPUs share, in files: what GPUs map of each other, for services.executor.exchange."""
+"""Memory that ranks on CPUs share, in files: what GPUs map of each other, for
+services.executor.parallel.ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 class HostMemory:
-    """See services.executor.exchange.Memory. Made by all ranks of the default group together."""
+    """See services.executor.parallel.ranks.Memory. Made by all ranks of the default group together."""
 
     def __init__(self, bytes_each: int) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()

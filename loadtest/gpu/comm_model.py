@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels.activation
 import kernels.moe.ref
-import kernels.rms_norm
-import kernels.swiglu
+import kernels.norm
 from loadtest.gpu.comm_attention import Attention, CudaAttention, HostAttention, Norms
+from loadtest.gpu.experts import ExpertWeights, Gathered, Group
 from loadtest.gpu.shape import LLAMA_8B, QWEN3_30B_A3B
-from services.executor.experts import ExpertWeights, Gathered, Group
-from services.executor.programs import Program
-from services.executor.shapes import Shapes, from_hf
+from services.executor.checkpoint.config import Shapes, from_hf
+from services.executor.parallel.coroutines import Program
 
 _SPREAD = 0.02
 _TINY = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -145,15 +145,15 @@ class Stack:
 
 
 def _host_ops() -> Any:
-    return kernels.rms_norm.rms_norm, kernels.rms_norm.add_rms_norm, kernels.swiglu.swiglu, kernels.moe.ref
+    return kernels.norm.rms_norm, kernels.norm.add_rms_norm, kernels.activation.swiglu, kernels.moe.ref
 
 
 def _gpu_ops() -> Any:
+    import kernels.activation.gpu
     import kernels.moe.gpu
-    import kernels.rms_norm.gpu
-    import kernels.swiglu.gpu
+    import kernels.norm.gpu
 
     def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return kernels.rms_norm.gpu.add_rms_norm_(x, residual, weight, eps), residual
+        return kernels.norm.gpu.add_rms_norm_(x, residual, weight, eps), residual
 
-    return kernels.rms_norm.gpu.rms_norm, add_norm, kernels.swiglu.gpu.swiglu, kernels.moe.gpu
+    return kernels.norm.gpu.rms_norm, add_norm, kernels.activation.gpu.swiglu, kernels.moe.gpu

@@ -14,11 +14,10 @@ from torch import Tensor
 from loadtest.gpu.comm_memory import HostMemory
 from loadtest.gpu.comm_model import Talks
 from loadtest.gpu.comm_times import all_say
-from services.executor.collectives import Collectives
-from services.executor.cuda.two_streams import BLOCKS as LIMIT
-from services.executor.cuda.two_streams import MEETING, few_blocks
-from services.executor.exchange import Copies, Memory
-from services.executor.programs import Program
+from services.executor.cuda.comm_overlap import BLOCKS as LIMIT
+from services.executor.cuda.comm_overlap import MEETING, few_blocks
+from services.executor.parallel.coroutines import Program
+from services.executor.parallel.ranks import Collectives, Copies, Memory
 
 Together = Callable[[Sequence[Program]], list[Tensor]]
 
@@ -109,7 +108,7 @@ class Way:
 def _spare(count: int) -> contextlib.AbstractContextManager[None]:
     if not count or not torch.cuda.is_available():
         return contextlib.nullcontext()
-    from services.executor.cuda.spare import spare
+    from services.executor.cuda.comm_overlap import spare
 
     return spare(count)
 
@@ -137,7 +136,7 @@ def _copies(group: Collectives, device: torch.device, most_bytes: int) -> Copies
 def _memory(device: torch.device, most_bytes: int) -> Memory:
     if device.type == "cpu":
         return HostMemory(most_bytes)
-    from services.executor.cuda.peers import PeerMemory
+    from services.executor.parallel.peer_memory import PeerMemory
 
     assert distributed.group.WORLD is not None, "the ranks have joined"
     return PeerMemory(most_bytes, device, distributed.group.WORLD)

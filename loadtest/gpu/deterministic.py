@@ -17,8 +17,8 @@ import torch
 
 from loadtest.driver import Driver
 from loadtest.gpu import engine, exact, rig
-from services.executor.cuda.backend import CudaBackend, build
-from services.executor.loading import TorchOptions
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.cuda.engine import CudaBackend, build
 
 BATCHES, PREFILLS = (1, 32, 128, 256), ((8, 1024),)
 PROMPTS, ANSWER, CHUNK = 64, 64, 50

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.sampler.gpu import Choices, Chosen, choose, scratch
+from kernels.sampling.gpu import Choices, Chosen, choose, scratch
 
 VOCABS = (1000, 128_256)
 ROWS, ROUNDS = 1024, 128  # draws of each case: 131,072
@@ -54,7 +54,7 @@ def draw() -> list[dict[str, Any]]:
 
 def exact(logits: Tensor, wanted: Filter) -> Tensor:
     """The probability of each token, `[vocab]` in float64: top-k, then top-p on what is left, then min-p.
-    Tokens of equal logit stay or go together, as kernels.sampler.ref has it."""
+    Tokens of equal logit stay or go together, as kernels.sampling.ref has it."""
     temperature, top_k, top_p, min_p = wanted
     levels, at, counts = logits.double().unique(return_inverse=True, return_counts=True)
     each = ((levels - levels[-1]) / temperature).exp()

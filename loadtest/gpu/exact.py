@@ -23,8 +23,8 @@ from transformers import (
 
 from loadtest.eval.divergence import kl_divergence, log_probs, same_top
 from loadtest.eval.logits import by_steps
-from services.executor.cuda.backend import CudaBackend, build
-from services.executor.loading import TorchOptions
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.cuda.engine import CudaBackend, build
 
 VOCAB = 4096
 _SIZES: dict[str, Any] = {

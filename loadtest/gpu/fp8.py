@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kernels.kv_blocks import FP8
-from kernels.paged_attention.decode import Tuning
+from kernels.attention import FP8
+from kernels.attention.decode import Tuning
 from loadtest.gpu.deterministic import end
 from loadtest.gpu.engine import CONTEXT, STEPS, WARM_STEPS, decode
 from loadtest.gpu.exact import compare

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from kernels.paged_attention import ref
-from kernels.paged_attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
-from kernels.sampler.gpu import Choices, Chosen, choose, scratch
+from kernels.attention import ref
+from kernels.attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
+from kernels.sampling.gpu import Choices, Chosen, choose, scratch
 from loadtest.gpu.timing import graph_us
-from services.executor.cuda.tuning import device_tuning
+from services.executor.cuda.kernel_configs import device_tuning
 
 HEADS, KV_HEADS, DIM, BLOCK_TOKENS, LAYERS = 32, 8, 128, 16, 4
 BATCHES = ((1, 1152), (32, 1152), (128, 1152), (256, 1152), (32, 8192))

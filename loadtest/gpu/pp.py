@@ -17,7 +17,7 @@ from typing import Any
 from loadtest.driver import Driver
 from loadtest.gpu.rig import llama_8b
 from loadtest.gpu.shape import LLAMA_8B
-from services.executor.backend import Backend
+from services.executor.engine import Backend
 
 ROWS, CONTEXT, STEPS, WARM_STEPS, REPEATS = (64, 256), 1024, 48, 8, 5
 PROMPT, GENERATED, LAYERS, TOP = 700, 24, 4, 20

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels.matmul.fixed import layout_of, matmul_fixed
+from kernels.gemm.gpu import layout_of, matmul_fixed
 from loadtest.gpu.timing import graph_us
-from services.executor.cuda.tuning import device_tuning
+from services.executor.cuda.kernel_configs import device_tuning
 
 WEIGHTS = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (1, 32, 64, 128, 256, 1024, 8192)

@@ -12,8 +12,8 @@ from typing import Any
 
 from loadtest.fleet import MODEL
 from loadtest.real.served import ANSWER_S, Body, Served
-from shared import subjects
 from shared.client import ask_all
+from shared.nats import subjects
 
 PROMPT, ANSWER = 1024, 256
 FIRST_ID, LAST_ID = 300, 120_000

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from loadtest.gpu.shape import LLAMA_8B
-from services.executor.cuda.backend import CudaBackend, build
-from services.executor.group import GroupBackend, build_group
-from services.executor.loading import TorchOptions
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.cuda.engine import CudaBackend, build
+from services.executor.group.driver import GroupBackend, build_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,9 @@ from torch import Tensor
 from loadtest.driver import Driver
 from loadtest.gpu.rig import Built, llama_8b
 from loadtest.gpu.shape import LLAMA_8B, QWEN3_30B_A3B
-from services.executor.backend import StepOutput
-from services.executor.crossover import NEVER
-from services.executor.pieces import COMM, COMPUTE
-from shared.spans import covered_us
+from services.executor.engine import COMM, COMPUTE, StepOutput
+from services.executor.parallel.step_split import NEVER
+from shared.telemetry.traces import covered_us
 
 SIZES, PROMPT, REPEATS = (1024, 2048, 4096, 8192), 2048, 5
 PROMPTS = tuple(range(100, 292, 4))  # their lengths in the comparison with one GPU

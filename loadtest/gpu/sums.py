@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.cuda import CUDAGraph
 
-from kernels.rms_norm.gpu import add_rms_norm_
-from kernels.rms_norm.spread import Norm, spread_add_rms_norm_
+from kernels.collectives.gpu import Norm, spread_add_rms_norm_
+from kernels.norm.gpu import add_rms_norm_
 from loadtest.gpu.timing import eager_ms
-from services.executor.cuda.short_sums import ShortSums
-from services.executor.ranks import Spread, join, meeting
+from services.executor.parallel.peer_memory import ShortSums
+from services.executor.parallel.ranks import Spread, join, meeting
 
 SIZES = tuple(1 << power for power in range(13, 25))  # bytes
 LAUNCHES, WITHIN_S = 64, 300.0

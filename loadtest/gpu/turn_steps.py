@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.real.served import Served
-from services.launcher.trace import find
+from services.launcher.commands.trace import find
 
 SHOWN_US = 400_000  # of a turn's beginning, where most is loaded
 DECODE, MIXED, LOADED = "#4c78a8", "#f58518", "#54a24b"

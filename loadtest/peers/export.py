@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from shared.config import load
 from shared.errors import SetupError
-from shared.gguf_vocab import gguf_parts
-from shared.model_files import ModelFiles, resolve
-from shared.vocabulary import load_vocabulary
+from shared.vocab.files import ModelFiles, resolve
+from shared.vocab.vocab_files import gguf_parts
+from shared.vocab.vocabulary import load_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from services.executor.shapes import Shapes
-    from services.executor.weights import Weights
+    from services.executor.checkpoint.config import Shapes
+    from services.executor.checkpoint.weights import Weights
 
 
 def export(files: ModelFiles, folder: Path) -> None:
@@ -31,7 +31,7 @@ def export(files: ModelFiles, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from services.executor.weights_gguf import load_gguf
+    from services.executor.checkpoint.gguf import load_gguf
 
     shapes, weights = load_gguf(files.path, torch.bfloat16, torch.device("cpu"))
     vocabulary = load_vocabulary(files)

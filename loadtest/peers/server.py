@@ -19,7 +19,7 @@ from loadtest.bench.over_http import HttpTransport
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.record import Record
 from loadtest.faults import children
-from services.launcher.processes import die_with_parent
+from services.launcher.supervisor import die_with_parent
 from shared.errors import BadRequest, SetupError
 
 READY_S, POLL_S, STOP_S = 600.0, 0.1, 30.0

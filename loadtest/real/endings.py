@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 from loadtest.fleet import MODEL
-from services.executor.sim import SimBackend, SimOptions
-from shared.blocks import choice_seed
+from services.executor.sim.engine import SimBackend, SimOptions
 from shared.config import load
+from shared.kv_blocks import choice_seed
 from shared.messages import Sampling, SlotOpen, StepPlan, ints
-from shared.model_files import resolve
-from shared.vocabulary import load_vocabulary
+from shared.vocab.files import resolve
+from shared.vocab.vocabulary import load_vocabulary
 
 SPARE = 64  # tokens before the wanted length in which to find one that has not come before
 

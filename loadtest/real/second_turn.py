@@ -13,7 +13,7 @@ from loadtest.fleet import MODEL
 from loadtest.real.report import Report
 from loadtest.real.served import Body, Served, real_env, served
 from loadtest.storm import WORDS
-from services.launcher.trace import find
+from services.launcher.commands.trace import find
 from shared.client import Client
 
 HISTORY_WORDS, ANSWER_TOKENS, ALLOWED = 400, 40, 1.25

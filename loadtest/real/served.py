@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.fleet import MODEL, Fleet, until_ready
-from shared import subjects
 from shared.client import Client, ask_all
-from shared.nats_bus import NatsBus
+from shared.nats import subjects
+from shared.nats.bus import NatsBus
 
 Body = dict[str, Any]
-WAIT = "wait=services.executor.processors:Wait,in_turn=loadtest.wait_in_turn:WaitInTurn"
+WAIT = "wait=services.executor.sampling.logits_processors:Wait,in_turn=loadtest.wait_in_turn:WaitInTurn"
 ANSWER_S = 0.3  # for the status of services on this machine
 
 

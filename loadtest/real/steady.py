@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.real.served import Served
-from services.launcher.trace import find
+from services.launcher.commands.trace import find
 
 FROM, TO = 0.15, 0.85  # of the rows after the last prompt chunk: at both ends not all rows are there
 

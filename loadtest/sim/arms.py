@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from loadtest.sim.scenarios import Arm
-from services.scheduler import classes, policy
-from services.scheduler.state import Limits
+from services.scheduler.state import policies, requests
+from services.scheduler.state.state import Limits
 
 
 def limits_of(arm: Arm) -> Limits:
@@ -12,7 +12,7 @@ def limits_of(arm: Arm) -> Limits:
     or class that does not exist."""
     return Limits(
         overlap=arm.overlap,
-        policy=policy.parse(arm.policy),
-        classes=classes.parse(arm.slo),
+        policy=policies.parse(arm.policy),
+        classes=requests.parse(arm.slo),
         **dict(arm.limits),
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.scheduler.simulation.readers import Record
-from services.scheduler.simulation.report import Figures, spread
-from services.scheduler.simulation.world import FIRST_US, World
+from loadtest.simulator.readers import Record
+from loadtest.simulator.report import Figures, spread
+from loadtest.simulator.world import FIRST_US, World
 
 W_IN, W_OUT = 1, 2  # what a token of input and of output counts, as in the VTC paper
 SAMPLE_US = 100_000

@@ -17,9 +17,9 @@ from loadtest.sim.arms import limits_of
 from loadtest.sim.scenarios import H200, Arm
 from loadtest.sim.synthetic import batch
 from loadtest.sim.tables import NOTE, page, table
-from services.scheduler.simulation.hops import Hop
-from services.scheduler.simulation.report import Figures, figures, steady
-from services.scheduler.simulation.world import Setup, World
+from loadtest.simulator.hops import Hop
+from loadtest.simulator.report import Figures, figures, steady
+from loadtest.simulator.world import Setup, World
 from shared.step_model import StepShape
 
 ROWS = (1, 16, 64, 256)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
+from loadtest.simulator.tiers import Answer, Moved, TierSpec
+from services.kv_offload.backends.builtin import CountingArena
 from services.kv_offload.events import Send
-from services.kv_offload.virtual import CountingArena, VirtualKv, VirtualL2
-from services.scheduler.simulation.tiers import Answer, Moved, TierSpec
 from shared.messages import KvPrefetch, KvReserve, Message
 
 EPOCH = 1  # of the scheduler
 
 
 class RealTier:
-    """See `services.scheduler.simulation.tiers.Tier`. `block_bytes`: of each value."""
+    """See `loadtest.simulator.tiers.Tier`. `block_bytes`: of each value."""
 
     generation = 1
 

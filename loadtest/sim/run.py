@@ -9,8 +9,8 @@ from functools import partial
 from loadtest.sim.arms import limits_of
 from loadtest.sim.real_tier import RealTier
 from loadtest.sim.scenarios import Arm, Options, Scenario
-from services.scheduler.simulation.report import Figures, figures
-from services.scheduler.simulation.world import Setup, World
+from loadtest.simulator.report import Figures, figures
+from loadtest.simulator.world import Setup, World
 
 Row = tuple[Arm, Figures]
 

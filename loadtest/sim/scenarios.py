@@ -11,13 +11,13 @@ from pathlib import Path
 
 from loadtest.sim import synthetic, traces
 from loadtest.sim.extras import classes, fairness
-from services.scheduler.simulation.copies import Link
-from services.scheduler.simulation.engine import Machine
-from services.scheduler.simulation.hops import Hop
-from services.scheduler.simulation.report import Bounds, Figures, steady
-from services.scheduler.simulation.requests import Workload
-from services.scheduler.simulation.tiers import TierSpec
-from services.scheduler.simulation.world import World
+from loadtest.simulator.copies import Link
+from loadtest.simulator.engine import Machine
+from loadtest.simulator.hops import Hop
+from loadtest.simulator.report import Bounds, Figures, steady
+from loadtest.simulator.requests import Workload
+from loadtest.simulator.tiers import TierSpec
+from loadtest.simulator.world import World
 from shared.step_model import PRESETS
 
 H200 = Machine(  # 896k tokens, as vLLM has there; 128 KiB of KV a token; PCIe as measured

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from services.scheduler.simulation.requests import SimRequest, Workload, plain_prompt
+from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
 
 SECOND_US = 1_000_000
 

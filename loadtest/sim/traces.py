@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from services.scheduler.simulation.requests import SimRequest, Workload, plain_prompt
-from shared.messages import ints
-from shared.messages.columns import Ints
+from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
+from shared.messages import Ints, ints
 
 MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
 SAMPLES = Path(__file__).resolve().parents[2] / "tests" / "data"

@@ -12,8 +12,8 @@ from typing import Any
 from loadtest.fleet import MODEL
 from loadtest.real.served import ANSWER_S, Body, Served, env_of, real_env, served
 from loadtest.tax.protocol import SEED, Arm, Lengths, Outcome, Point
-from shared import subjects
 from shared.client import ask_all
+from shared.nats import subjects
 
 BLOCK_TOKENS = 8  # so that a pool of a tenth still has some
 KV_TOKEN_BYTES = 46_080  # 30 layers, keys and values, 3 heads of 64, float32

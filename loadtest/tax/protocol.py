@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shared.blocks import blocks_for
+from shared.kv_blocks import blocks_for
 
 SEED = 12_345
 POOLS_PM = (380, 190, 95)  # of the working set

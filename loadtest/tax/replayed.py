@@ -16,14 +16,15 @@ from loadtest.fleet import MODEL
 from loadtest.real.served import ANSWER_S, served
 from loadtest.tax.measured import BLOCK_TOKENS, Size, latencies_of, rank, settings_of, warming
 from loadtest.tax.protocol import Arm, Point
-from services.executor.backend import Backend
-from services.executor.torch_backend import TorchOptions, build
-from shared import codec, subjects
-from shared.bus import Delivery
+from services.executor.cpu.engine import TorchOptions, build
+from services.executor.engine import Backend
+from shared import codec
 from shared.client import ask_all
 from shared.config import load
 from shared.messages import SlotClose, SlotOpen, StepPlan
-from shared.model_files import resolve
+from shared.nats import subjects
+from shared.nats.interface import Delivery
+from shared.vocab.files import resolve
 
 FEW = 5  # steps of an arm, then the next one's turn
 

@@ -13,11 +13,11 @@ from loadtest.sim.arms import limits_of
 from loadtest.sim.real_tier import RealTier
 from loadtest.sim.scenarios import CPU, ROOM
 from loadtest.sim.scenarios import Arm as SimArm
+from loadtest.simulator.report import figures, percentile
+from loadtest.simulator.requests import HOUR_US, SimRequest, Workload, plain_prompt
+from loadtest.simulator.tiers import TierSpec
+from loadtest.simulator.world import Setup, World
 from loadtest.tax.protocol import Arm, Lengths, Outcome, Point
-from services.scheduler.simulation.report import figures, percentile
-from services.scheduler.simulation.requests import HOUR_US, SimRequest, Workload, plain_prompt
-from services.scheduler.simulation.tiers import TierSpec
-from services.scheduler.simulation.world import Setup, World
 
 SLOTS = 32
 BLOCK_TOKENS = CPU.block_tokens

@@ -17,8 +17,8 @@ from loadtest.real.served import ANSWER_S, Body, Served, side_by_side
 from loadtest.sim import plots
 from loadtest.storm import WORDS
 from loadtest.worth.arms import Answer, Sizes, ask, environments, remote
-from shared import subjects
 from shared.client import ask_all
+from shared.nats import subjects
 
 QUESTION_WORDS, ANSWER_TOKENS = 15, 16
 TOKENS_A_WORD = 1.35  # of these words, about

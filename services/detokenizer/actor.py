@@ -8,25 +8,31 @@ none are built at all, except the last one of a request.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import logging
+from collections.abc import Callable
 
-from services.detokenizer import orphans
-from services.detokenizer.asking import answer
-from services.detokenizer.commands import Command, Fault, Finished, Publish, Tell
+from services.detokenizer import failover
+from services.detokenizer.client_liveness import PROBE_HEADERS, Presence
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.endings import Endings
-from services.detokenizer.readers import Readers
-from shared import subjects
-from shared.actor import Actor, Facts
+from services.detokenizer.open_requests import Command, Fault, Finished, Publish, Tell
+from services.detokenizer.reconnect import TURN_S
+from services.detokenizer.response import RequestText
+from shared.actor.mailbox import Port
+from shared.actor.membership import Peer
+from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
-from shared.errors import PayloadTooLarge
+from shared.errors import BadRequest, HeadraceError, PayloadTooLarge
 from shared.messages import Ended, Message, Rejected, Tokenized, rejection
-from shared.model_files import resolve, served_name
-from shared.peers import Peer
-from shared.port import Port
-from shared.readings import Reading, Readings
-from shared.replies import end_headers, error_reply
-from shared.vocabulary import Vocabulary, load_vocabulary
+from shared.nats import subjects
+from shared.nats.interface import Bus, Delivery
+from shared.replies import end_headers, error_reply, to_json
+from shared.telemetry import traces
+from shared.telemetry.readings import Reading, Readings
+from shared.telemetry.traces import Choice, Reply, RequestFacts, request_spans
+from shared.vocab.files import resolve, served_name
+from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.detokenizer")
 
@@ -113,7 +119,7 @@ class DetokenizerActor(Actor):
         self._run(self._core.orphans.turn(ready, self._port.clock.wall_us()))
         if self._core.orphans.active:
             self._seeking = True
-            asyncio.get_running_loop().call_later(orphans.TURN_S, self._seek)
+            asyncio.get_running_loop().call_later(failover.TURN_S, self._seek)
 
     def _flush(self) -> None:
         if self._port.bus.backlog_bytes > self._backlog_limit_bytes:
@@ -176,3 +182,163 @@ def build(settings: Settings) -> DetokenizerActor:
     vocabulary.decode([])  # builds the table now rather than at the first request
     name = settings.model_name or served_name(settings.model)
     return DetokenizerActor(vocabulary, name, settings.backlog_limit_bytes)
+
+
+MAX_QUESTION_BYTES = 1_048_576  # answered on the event loop: some 50 ms of it
+
+
+def answer(bus: Bus, model: str, vocabulary: Vocabulary, asked: Delivery) -> None:
+    """Reply with the text of the ids in `asked`, or a typed error."""
+    if not subjects.is_inbox(asked.reply):
+        return
+    try:
+        bus.publish(asked.reply, to_json({"model": model, "text": decode_body(asked.data, vocabulary)}))
+    except HeadraceError as error:  # the text may be over the server's limit, too
+        bus.publish(asked.reply, error_reply(error, "", ""), headers=end_headers(error))
+
+
+def decode_body(data: bytes, vocabulary: Vocabulary) -> str:
+    """The text that a `detokenize` request asks for: `{"tokens": [ids]}`. Raises BadRequest,
+    PayloadTooLarge."""
+    if len(data) > MAX_QUESTION_BYTES:
+        raise PayloadTooLarge(
+            f"a question of {len(data)} bytes is over {MAX_QUESTION_BYTES}: ask in smaller parts",
+            param="tokens",
+        )
+    try:
+        tokens = json.loads(data)["tokens"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise BadRequest('send {"tokens": [1, 2, 3]}', param="tokens") from None
+    valid = isinstance(tokens, list) and all(type(t) is int and 0 <= t < vocabulary.size for t in tokens)
+    if not valid:
+        raise BadRequest(
+            f"`tokens`: a list of ids from 0 to {vocabulary.size - 1} is expected", param="tokens"
+        )
+    return vocabulary.decode(tokens)
+
+
+class Readers:
+    """What comes from clients, to the core."""
+
+    def __init__(self, port: Port, core: DetokenizerCore, run: Callable[[list[Command]], None]) -> None:
+        self._port = port
+        self._core = core
+        self._run = run
+        self._presence = Presence()
+        self._replaying = False
+
+    async def listen(self) -> None:
+        """Subscribe to the news of them."""
+        await self._port.bus.subscribe(subjects.gone_all(self._port.actor), self._on_gone)
+        await self._port.bus.subscribe(subjects.CANCEL_ALL, self._on_cancel)
+
+    def upkeep(self) -> None:
+        """Once a beat: ask who still waits for an answer that is not streamed."""
+        self._core.replay.age()
+        if self._core.replay.active:
+            return  # readers are on their way back
+        for probe in self._presence.turn(self._core.plain):
+            reply = subjects.gone(self._port.actor, probe.name)
+            self._port.bus.publish(probe.subject, b"", reply=reply, headers=PROBE_HEADERS)
+
+    def on_broker(self, online: bool) -> None:
+        """The connection was cut, or is back."""
+        if online:
+            self._core.replay.broker_back(self._core.streams)
+        else:
+            self._core.replay.broker_lost()
+        self._run([])  # idle or not
+        if online and not self._replaying:
+            self._replaying = True
+            asyncio.get_running_loop().call_later(TURN_S, self._replay)
+
+    def _replay(self) -> None:
+        self._run(self._core.replay_turn())
+        self._replaying = self._core.replay.active
+        if self._replaying:
+            asyncio.get_running_loop().call_later(TURN_S, self._replay)
+
+    def _on_gone(self, delivery: Delivery) -> None:
+        name = delivery.subject.rpartition(".")[2]
+        if not delivery.no_responders:
+            return
+        if name.isdecimal():
+            self._run(self._core.client_gone(int(name)))
+        elif (number := self._presence.unheard(name)) is not None and not self._core.replay.active:
+            self._run(self._core.client_gone(number))
+
+    def _on_cancel(self, delivery: Delivery) -> None:
+        if (names := subjects.names_in(delivery.subject)) is not None:
+            self._core.orphans.cancelled(*names)
+
+
+TURNS = 2  # of the event loop: one for the writer of the bus, one for its flusher
+SMALL_BYTES = 65_536  # leave in one write; there is always something under way on a busy bus
+
+MAX_LOOKS = 100  # then the broker takes nothing, and others have noticed
+
+
+class Endings:
+    """Requests whose last frame is on its way out of this process."""
+
+    def __init__(self, port: Port, on_empty: Callable[[], None]) -> None:
+        self._port = port
+        self._on_empty = on_empty
+        self.waiting = 0
+
+    def add(self, finished: Finished, tell: Tell | None) -> None:
+        """A request has ended; `tell` is the Ended that completes it, None when nobody waits for one."""
+        self.waiting += 1
+        built_us = self._port.clock.wall_us()
+        asyncio.get_running_loop().call_soon(self._look, finished.request, tell, built_us, 0)
+
+    def _look(self, request: RequestText, tell: Tell | None, built_us: int, looks: int) -> None:
+        loop = asyncio.get_running_loop()
+        if looks < TURNS:
+            loop.call_soon(self._look, request, tell, built_us, looks + 1)
+            return
+        if self._port.bus.backlog_bytes > SMALL_BYTES and looks < MAX_LOOKS:
+            loop.call_later(LOOK_AGAIN_S, self._look, request, tell, built_us, looks + 1)
+            return
+        reply = Reply(
+            opened_us=request.opened_us,
+            first_us=request.first_us,
+            built_us=built_us,
+            sent_us=self._port.clock.wall_us(),
+        )
+        if tell is not None and isinstance(tell.message, Ended):
+            self._port.send(tell.scheduler, stamped(tell.message, reply))
+        self.waiting -= 1
+        if not self.waiting:
+            self._on_empty()
+        tracer, parent_span = self._port.tracer, request.opened.parent_span
+        if tracer is not None and parent_span and traces.is_sampled(request.trace):
+            facts = facts_of(request, reply, self._port.source)
+            tracer.export(request.trace, parent_span, request_spans(facts))
+
+
+def stamped(ended: Ended, reply: Reply) -> Ended:
+    """The last Ended of a request, with the stamps of its reply."""
+    return dataclasses.replace(
+        ended, first_wall_us=reply.first_us, built_wall_us=reply.built_us, sent_wall_us=reply.sent_us
+    )
+
+
+def facts_of(request: RequestText, reply: Reply, detokenizer: str) -> RequestFacts:
+    """What the spans of an ended request are made of."""
+    opened = request.opened
+    return RequestFacts(
+        request=opened.request,
+        tenant=opened.tenant,
+        model=opened.model,
+        format=opened.format,
+        inbox=opened.inbox,
+        received_wall_us=opened.received_wall_us,
+        detokenizer=detokenizer,
+        choices=tuple(
+            Choice(index=i, tokens=closed.tokens, reason=closed.reason, close=closed.message)
+            for i, closed in sorted(request.closed.items())
+        ),
+        reply=reply,
+        error=request.error,
+    )

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.detokenizer.commands import Command, Fault, Finished, Publish, Tell
-from services.detokenizer.logprobs import ScoreReader
-from services.detokenizer.orphans import Orphans
-from services.detokenizer.replay import Replay
-from services.detokenizer.request import RequestText
-from services.detokenizer.stream import TokenGap
-from services.detokenizer.table import OpenTable, RequestKey
+from services.detokenizer.failover import Orphans
+from services.detokenizer.open_requests import Command, Fault, Finished, OpenTable, Publish, RequestKey, Tell
+from services.detokenizer.reconnect import Replay
+from services.detokenizer.response import RequestText
+from services.detokenizer.text import ScoreReader, TokenGap
 from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
 from shared.messages import (
     Accepted,
@@ -31,7 +29,7 @@ from shared.messages import (
     ints,
 )
 from shared.replies import end_headers
-from shared.vocabulary import Vocabulary
+from shared.vocab.vocabulary import Vocabulary
 
 
 class DetokenizerCore:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from services.executor.arena_side import ArenaSide
-from services.executor.backend import Alarm, Backend
-from services.executor.guard import open_flaw, plan_flaw
-from services.executor.hello import hello_of
-from services.executor.readings import Counts, readings
-from services.executor.step import DeviceThread, Reset
-from shared.actor import Actor, Facts
+from services.executor.device_thread import DeviceThread, Reset
+from services.executor.engine import Alarm, Backend, BackendInfo, open_flaw, plan_flaw
+from services.executor.kv_transfer.worker import ArenaSide
+from services.executor.sampling.logits_processors import load_processors
+from services.executor.sim.engine import SimBackend, SimOptions
+from shared.actor.mailbox import Port
+from shared.actor.membership import Peer
+from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
-from shared.errors import EngineError, PayloadTooLarge
+from shared.errors import EngineError, PayloadTooLarge, SetupError
 from shared.messages import (
+    ExecHello,
     ExecReset,
     ExecWelcome,
     KvCopy,
@@ -29,9 +32,8 @@ from shared.messages import (
     StepPlan,
     StepResult,
 )
-from shared.peers import Peer
-from shared.port import Port
-from shared.readings import Readings
+from shared.telemetry.readings import Attributes, Reading, Readings
+from shared.vocab.files import resolve
 
 log = logging.getLogger("headrace.executor")
 
@@ -255,7 +257,137 @@ class ExecutorActor(Actor):
 
 def build(settings: Settings) -> ExecutorActor:
     """The executor that the configuration asks for. Its engine is built on the device thread."""
-    from services.executor.engines import engine_builder
 
     alarm = Alarm()
     return ExecutorActor(engine_builder(settings, alarm), settings.host_id, alarm)
+
+
+SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
+
+
+def engine_builder(settings: Settings, alarm: Alarm | None = None) -> Callable[[], Backend]:
+    """A function that builds the engine; it runs on the device thread and may take seconds. An engine that
+    can be gone while this process lives rings the alarm."""
+    if settings.backend == "sim":
+        return lambda: _sim(settings)
+    return lambda: _torch(settings, alarm or Alarm())
+
+
+def _sim(settings: Settings) -> Backend:
+    from shared.vocab.vocabulary import load_vocabulary
+
+    processors = load_processors(settings.logits_processors)
+    files = resolve(settings.model, settings.cache_dir)
+    usual = SimOptions()
+    options = SimOptions(
+        model=settings.model_name or files.name,
+        vocab=load_vocabulary(files).size,
+        blocks=settings.kv_blocks or usual.blocks,
+        block_tokens=settings.block_tokens,
+        slots=settings.slots or SIM_SLOTS,
+        max_context=settings.max_context or usual.max_context,
+        timing=settings.sim,
+        processors=processors,
+    )
+    return SimBackend(options)
+
+
+def _torch(settings: Settings, alarm: Alarm) -> Backend:
+    device, ranks = settings.device_and_ranks
+    try:
+        from services.executor.checkpoint.loader import TorchOptions, device_of
+
+        build: Callable[[TorchOptions], Backend]
+        if on_gpu := device_of(device).type == "cuda":
+            from services.executor.cuda.engine import build
+        else:
+            from services.executor.cpu.engine import build
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"the torch engine needs {error.name}: pip install 'headrace[executor]', "
+            "or run without weights: --backend sim"
+        ) from error
+    processors = load_processors(settings.logits_processors)
+    files = resolve(settings.model, settings.cache_dir)
+    slots = settings.slots or (CUDA_SLOTS if on_gpu else TORCH_SLOTS)
+    dtype, _, kv_dtype = settings.dtype.partition("/")
+    options = TorchOptions(
+        model_path=files.path,
+        model_name=settings.model_name or files.name,
+        dummy=settings.backend == "dummy",
+        dtype=dtype,
+        kv_dtype=kv_dtype or "auto",
+        device=device,
+        blocks=settings.kv_blocks,
+        block_tokens=settings.block_tokens,
+        slots=slots,
+        max_step_tokens=max(settings.step_tokens, slots),
+        max_context=settings.max_context,
+        threads=settings.threads,
+        pipeline=settings.pipeline,
+        overlap_comm=settings.overlap_comm,
+        deterministic=settings.deterministic,
+        processors=processors,
+    )
+    if ranks == 1:
+        return build(options)
+    from services.executor.group.driver import build_group
+
+    return build_group(options, ranks, alarm.ring, settings.to_env())
+
+
+def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) -> ExecHello:
+    """The facts of an engine as the scheduler needs them."""
+    return ExecHello(
+        executor=executor,
+        exec_epoch=exec_epoch,
+        host_id=host_id,
+        model=info.model,
+        fingerprint=info.fingerprint,
+        vocab_digest=info.vocab_digest,
+        vocab=info.vocab,
+        blocks=info.blocks,
+        block_tokens=info.block_tokens,
+        slots=info.slots,
+        max_step_tokens=info.max_step_tokens,
+        max_context=info.max_context,
+        backend=info.backend,
+        dtype=info.dtype,
+        bytes_per_block=info.bytes_per_block,
+        stages=info.stages,
+        two_stream_tokens=info.two_stream_tokens,
+    )
+
+
+OURS = "headrace.executor"
+_US = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the actor itself counts."""
+
+    steps: int
+    failed_steps: int
+    open_slots: int
+
+
+def readings(counts: Counts, device: DeviceThread, arenas: ArenaSide) -> Readings:
+    """Everything, for export."""
+    return [
+        Reading(f"{OURS}.steps", counts.steps, "{step}", grows=True),
+        Reading(f"{OURS}.failed_steps", counts.failed_steps, "{step}", grows=True),
+        Reading(f"{OURS}.open_slots", counts.open_slots, "{slot}"),
+        Reading(f"{OURS}.plans_queued", device.queued, "{plan}"),
+        Reading(f"{OURS}.device.busy", device.busy_us / _US, "s", grows=True),
+        Reading(f"{OURS}.device.idle", device.idle_us / _US, "s", grows=True),
+        Reading(f"{OURS}.copies_queued", arenas.queued, "{copy}"),
+        *_copied(arenas),
+    ]
+
+
+def _copied(arenas: ArenaSide) -> Iterator[Reading]:
+    for direction, done in arenas.copied.items():
+        where: Attributes = (("direction", direction),)
+        yield Reading(f"{OURS}.copies", done.copies, "{copy}", where, grows=True)
+        yield Reading(f"{OURS}.copied", done.bytes, "By", where, grows=True)

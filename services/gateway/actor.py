@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
 from services.gateway.app import build_app
-from services.gateway.desk import Desk
 from services.gateway.health import Health
-from services.gateway.keys import Keys
-from services.gateway.server import HttpServer, listen
-from shared.actor import Actor, Facts
+from services.gateway.routes import Desk, Keys
+from shared.actor.mailbox import Port
+from shared.actor.membership import Peer
+from shared.actor.runtime import Actor, Facts
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import SetupError, drain_over
-from shared.listening import http_url
-from shared.peers import Peer
-from shared.port import Port
-from shared.readings import Readings
+from shared.processes import bind, http_url
+from shared.telemetry.readings import Readings
 
 
 class GatewayActor(Actor):
@@ -107,3 +114,97 @@ def build(settings: Settings) -> GatewayActor:
     if address is None:
         raise SetupError("the setting `http` is off: give the gateway a host:port")
     return GatewayActor(address, Keys(settings.http_keys), settings.request_timeout_s)
+
+
+BACKLOG = 2_048
+STALL_MS = 30_000
+UNSENT_BYTES = 262_144  # of a connection, in the kernel, which would take 4 MB by itself
+LEAVE_S = 0.5  # for last words to clients that read
+KEEP_ALIVE_S = 75  # of an idle connection: longer than a proxy in front keeps its own
+_PROBES = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (3, "TCP_KEEPCNT"))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free one. Raises SetupError."""
+    bound = bind(host, port)
+    bound.listen(BACKLOG)
+    _bound_peers(bound)  # what is set here holds for what is accepted
+    bound.setblocking(False)
+    return bound
+
+
+def _bound_peers(bound: socket.socket) -> None:
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = [(STALL_MS, "TCP_USER_TIMEOUT"), *_PROBES]
+    for value, name in options:
+        if hasattr(socket, name):  # Linux
+            bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says when it listens, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves an application on a socket until it is drained."""
+
+    def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        self._bound = bound
+        self.address: tuple[str, int] = bound.getsockname()[:2]
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            loop="none",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _Uvicorn(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return when connections are accepted."""
+        self._task = asyncio.create_task(self._server.serve([self._bound]))
+        up = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait({self._task, up}, return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ended the server, if anything did."""
+        if self._task is not None and self._task.done() and not self._server.should_exit:
+            self._task.result()
+            raise SetupError("the HTTP server ended by itself")
+
+    async def drain(self) -> None:
+        """Accept nothing new; return when everything running has been answered."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """Accept nothing new; end what has not ended by itself within LEAVE_S."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=LEAVE_S)
+            self._server.force_exit = True
+            for task in list(self._server.server_state.tasks):
+                task.cancel()
+            await self._task

@@ -6,6 +6,8 @@ request's spans when its last byte has been handed over.
 
 from __future__ import annotations
 
+from importlib import metadata
+
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -14,15 +16,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway import visit as visits
-from services.gateway.about import about
-from services.gateway.desk import VISIT, Desk, visit_of
+from services.gateway import exchange as visits
+from services.gateway.errors import NoRoute, WrongMethod
+from services.gateway.exchange import Visit, answer, refusal
 from services.gateway.openapi import document
-from services.gateway.refusals import NoRoute, WrongMethod
-from services.gateway.respond import refusal
-from services.gateway.visit import Visit
-from shared import telemetry
+from services.gateway.routes import VISIT, Desk, visit_of
 from shared.errors import EngineError, HeadraceError, Unavailable
+from shared.telemetry import traces
+from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
 
 OTHER = "other"  # the route of whatever has none
 
@@ -84,7 +85,7 @@ class Edge:
                 headers = MutableHeaders(raw=message["headers"])
                 headers[visits.ID_HEADER] = visit.request_id
                 if visit.trace:
-                    headers[telemetry.HEADER] = visit.trace
+                    headers[traces.HEADER] = visit.trace
             await send(message)
 
         desk.meter.begin()
@@ -95,7 +96,7 @@ class Edge:
 
     def _begin(self, scope: Scope) -> Visit:
         headers = Headers(scope=scope)
-        tracer, given = self._desk.tracer, telemetry.from_headers(headers)
+        tracer, given = self._desk.tracer, traces.from_headers(headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
         return Visit(
             method=scope["method"],
@@ -112,7 +113,7 @@ class Edge:
         desk.meter.end(visit)
         if isinstance(visit.error, Unavailable):
             desk.health.doubt(visit.error.message)
-        if desk.tracer is not None and visit.asked_us and telemetry.is_sampled(visit.trace):
+        if desk.tracer is not None and visit.asked_us and traces.is_sampled(visit.trace):
             desk.tracer.export(visit.trace, visit.parent_span, visits.spans(visit, desk.component))
 
 
@@ -123,3 +124,45 @@ def _route(path: str) -> str:
     if path.startswith("/v1/models/"):
         return "/v1/models/{model}"
     return path if path in _ROUTES else OTHER
+
+
+def about(desk: Desk) -> list[Route]:
+    """Health, readiness, metrics, version, and the description of all there is."""
+    version = _version()
+    described = document(version)
+
+    async def health(_: Request) -> Response:
+        return _state(desk.health.why)
+
+    async def ready(_: Request) -> Response:
+        return _state(desk.health.unready)
+
+    async def metrics(_: Request) -> Response:
+        return Response(to_prometheus(desk.meter.readings()), headers={"Content-Type": CONTENT_TYPE})
+
+    async def tell_version(_: Request) -> Response:
+        return answer({"version": version})
+
+    async def openapi(_: Request) -> Response:
+        return answer(described)
+
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/version", tell_version, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+    ]
+
+
+def _state(why: str) -> Response:
+    if why:
+        return answer({"status": "unavailable", "reason": why}, 503, {"Retry-After": "1"})
+    return answer({"status": "ok"})
+
+
+def _version() -> str:
+    try:
+        return metadata.version("headrace")
+    except metadata.PackageNotFoundError:
+        return "0"

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 
+from shared.actor.membership import PROBE_TIMEOUT_S, Peers, missing, probe
 from shared.client import Client
 from shared.errors import HeadraceError
-from shared.peers import Peers
-from shared.readiness import PROBE_TIMEOUT_S, missing, probe
 
 
 class Health:

@@ -1,6 +1,6 @@
 """kv_offload: events in, commands out. No await, no clock, no socket, no randomness, no thread.
 
-    core = KvCore(arena, l2=True)                  # store.Arena; virtual.CountingArena in a simulation
+    core = KvCore(arena, l2=True)                  # store.Arena; CountingArena in a simulation
     for command in core.handle(event, now_us): …   # in order, each done before the next
     core.due_us()                                  # when it wants a Ticked; None: when something happens
 
@@ -19,7 +19,7 @@ Each message has its answer at once, or by the deadline that it names, whatever 
 
 from __future__ import annotations
 
-from services.kv_offload import calls, leases, loads, lookups, stores
+from services.kv_offload.backends.interface import Arena
 from services.kv_offload.events import (
     Arrived,
     Command,
@@ -32,10 +32,11 @@ from services.kv_offload.events import (
     Restarted,
     Send,
 )
-from services.kv_offload.l1 import L1
-from services.kv_offload.l2 import L2, Call
+from services.kv_offload.jobs import leases, load, store
+from services.kv_offload.l1_cache import L1
+from services.kv_offload.l2 import dispatch
+from services.kv_offload.l2.state import L2, Call
 from services.kv_offload.state import State
-from services.kv_offload.store import Arena
 from shared.messages import (
     ArenaReleased,
     KvCommit,
@@ -63,7 +64,7 @@ class KvCore:
         state.now_us = now_us
         self._expire()
         self._apply(event)
-        calls.pump(state)
+        dispatch.pump(state)
         self._tell_gone()
         commands, state.out = state.out, []
         return commands
@@ -100,18 +101,18 @@ class KvCore:
         lease = (event.source, event.epoch, getattr(message, "job", 0))
         match message:
             case KvLookup():
-                lookups.look_up(state, lease, message, trace)
+                load.look_up(state, lease, message, trace)
             case KvReserve():
-                stores.reserve(state, lease, message, trace)
+                store.reserve(state, lease, message, trace)
             case KvCommit():
-                stores.commit(state, lease, message, trace)
+                store.commit(state, lease, message, trace)
             case KvPrefetch():
-                loads.prefetch(state, lease, message, trace)
+                load.prefetch(state, lease, message, trace)
             case KvRenew():
                 leases.renew(state, event.source, event.epoch, message)
             case KvRelease(jobs=jobs):
                 for job in jobs:
-                    loads.drop(state, (event.source, event.epoch, job))
+                    load.drop(state, (event.source, event.epoch, job))
                 leases.release(state, event.source, event.epoch, message)
 
     def _forget(self, source: str) -> None:
@@ -119,23 +120,23 @@ class KvCore:
         state = self.state
         state.schedulers.pop(source, None)
         for lease in [lease for lease in state.lookups if lease[0] == source]:
-            lookups.drop(state, lease)
+            load.drop_lookup(state, lease)
         for lease in [lease for lease in state.loads if lease[0] == source]:
-            loads.drop(state, lease)
+            load.drop(state, lease)
 
     # ---- time -----------------------------------------------------------------------------------
 
     def _expire(self) -> None:
         state = self.state
-        for call in calls.give_up_late(state):
+        for call in dispatch.give_up_late(state):
             self._failed(call)
         while (due := state.due.pop(state.now_us)) is not None:
             what, lease = due
             match what:
                 case "lookup":
-                    lookups.finish(state, lease)
+                    load.finish_lookup(state, lease)
                 case "load":
-                    loads.finish(state, lease)
+                    load.finish(state, lease)
                 case "lease":
                     leases.expire(state, lease)
                 case _:
@@ -148,7 +149,7 @@ class KvCore:
         if state.l2.breaker.probed(event.call, event.status == "ok", state.now_us):
             state.l2.known.clear()  # it may have lost everything, and be full of what others put
             state.l2.announced.clear()
-        call = calls.end(state, event)
+        call = dispatch.end(state, event)
         if call is None:
             return
         if event.status == "failed":
@@ -168,13 +169,13 @@ class KvCore:
         if state.l2.breaker.failed(state.now_us):
             state.l2.forget_wants()
             for lease in list(state.lookups):
-                lookups.finish(state, lease)
+                load.finish_lookup(state, lease)
             for lease in list(state.loads):
-                loads.finish(state, lease)
+                load.finish(state, lease)
         if call.lookup is not None:
-            lookups.finish(state, call.lookup)
+            load.finish_lookup(state, call.lookup)
         if call.kind == "get":
-            loads.arrived(state, call.names[0], None)
+            load.arrived(state, call.names[0], None)
 
     def _answered(self, call: Call, event: L2Ended) -> None:
         state = self.state
@@ -185,7 +186,7 @@ class KvCore:
                 if present:
                     state.l2.known.add(name)
         if call.lookup is not None:
-            lookups.finish(state, call.lookup)
+            load.finish_lookup(state, call.lookup)
 
     def _got(self, name: Name, event: L2Ended) -> None:
         """A value has come, or is lost or damaged."""
@@ -207,7 +208,7 @@ class KvCore:
                 state.figures.l2_absent += 1
             if entry is None:
                 state.l1.evicted.append(name)
-        loads.arrived(state, name, entry)
+        load.arrived(state, name, entry)
 
     # ---- news -----------------------------------------------------------------------------------
 

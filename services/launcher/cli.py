@@ -16,6 +16,7 @@ from shared.errors import HeadraceError
 if TYPE_CHECKING:
     from shared.config import Loaded
 
+
 INTERRUPTED = 130
 _ALL_SETTINGS = ("up", "serve", "config", "doctor")  # verbs with a flag for every setting
 _CLIENT_SETTINGS = ("nats_url", "fleet", "cache_dir", "model", "model_name")
@@ -137,8 +138,8 @@ def _up(given: argparse.Namespace) -> int:
 
 
 def _chat(given: argparse.Namespace) -> None:
-    from services.launcher.chat import ask_once, converse
-    from services.launcher.connect import find_target
+    from services.launcher.commands.chat import ask_once, converse
+    from services.launcher.session import find_target
 
     loaded = _load(given)
     target, timeout_s = find_target(loaded), loaded.settings.request_timeout_s
@@ -151,8 +152,8 @@ def _chat(given: argparse.Namespace) -> None:
 
 
 def _request(given: argparse.Namespace) -> None:
-    from services.launcher.connect import find_target
-    from services.launcher.request import read_body, request
+    from services.launcher.commands.chat import read_body, request
+    from services.launcher.session import find_target
 
     body = read_body(given.body, given.file)
     loaded = _load(given)
@@ -161,55 +162,54 @@ def _request(given: argparse.Namespace) -> None:
 
 
 def _pull(given: argparse.Namespace) -> None:
-    from services.launcher.pull import pull
+    from services.launcher.commands.pull import pull
 
     settings = _load(given).settings
     pull(given.name or settings.model, settings.cache_dir, console.say)
 
 
 def _status(given: argparse.Namespace) -> None:
-    from services.launcher.connect import find_target
-    from services.launcher.status import status
+    from services.launcher.commands.status import status
+    from services.launcher.session import find_target
 
     loaded = _load(given)
     asyncio.run(status(find_target(loaded), loaded.settings.fleet, as_json=given.json))
 
 
 def _kv(given: argparse.Namespace) -> None:
-    from services.launcher.connect import find_target
-    from services.launcher.kv import kv
+    from services.launcher.commands.status import kv
+    from services.launcher.session import find_target
 
     loaded = _load(given)
     asyncio.run(kv(find_target(loaded), loaded.settings.fleet, as_json=given.json))
 
 
 def _trace(given: argparse.Namespace) -> None:
-    from services.launcher.connect import find_target
-    from services.launcher.trace import Form, trace
+    from services.launcher.commands.trace import Form, trace
+    from services.launcher.session import find_target
 
     form = Form(as_json=given.json, overlap=given.lanes, perfetto=given.perfetto)
     asyncio.run(trace(find_target(_load(given)), given.request, form))
 
 
 def _record(given: argparse.Namespace) -> None:
-    from services.launcher.connect import find_target
-    from services.launcher.record import record
+    from services.launcher.commands.record import record
+    from services.launcher.session import find_target
 
     target = find_target(_load(given))
     asyncio.run(record(target, given.out, given.scheduler, given.seconds))
 
 
 def _replay(given: argparse.Namespace) -> int:
-    from services.launcher.replay import counterfactual, replay
-
+    command = _load_test_module("simulator")
     if given.policy is not None:
-        counterfactual(given.log, given.policy, as_json=given.json)
+        command.counterfactual(given.log, given.policy, as_json=given.json)
         return 0
-    return replay(given.log, last_only=given.last, as_json=given.json)
+    return int(command.replay(given.log, last_only=given.last, as_json=given.json))
 
 
 def _auth(given: argparse.Namespace) -> None:
-    from services.launcher import auth
+    from services.launcher.commands import auth
     from shared.config import DEFAULT_NATS_URL
 
     settings = _load(given).settings
@@ -222,23 +222,23 @@ def _auth(given: argparse.Namespace) -> None:
 
 
 def _health(given: argparse.Namespace) -> None:
-    from services.launcher.health import health
+    from services.launcher.serve import health
 
     health(given.kind)
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    from services.launcher.doctor import doctor
+    from services.launcher.commands.doctor import doctor
 
     return doctor(_load(given))
 
 
 def _config(given: argparse.Namespace) -> None:
-    from shared import login
     from shared.config import PREFIX
+    from shared.nats import access
 
     loaded = _load(given)
-    shown = {**dict(loaded.settings), "nats_url": login.shown(loaded.settings.nats_url)}
+    shown = {**dict(loaded.settings), "nats_url": access.shown(loaded.settings.nats_url)}
     rows = [(n, str(v), loaded.origins[n]) for n, v in shown.items()]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     for name, value, origin in rows:
@@ -249,17 +249,19 @@ def _config(given: argparse.Namespace) -> None:
 
 
 def _load_test(given: argparse.Namespace) -> int:
+    return int(_load_test_module(given.program).main(given.arguments))
+
+
+def _load_test_module(program: str) -> Any:
+    """The command of a folder of loadtest/, by name: services do not import the load tests."""
     from importlib import import_module
 
     from shared.errors import SetupError
 
-    try:  # by name: services do not know the load tests
-        command = import_module(f"loadtest.{given.program}.command")
+    try:
+        return import_module(f"loadtest.{program}.command")
     except ModuleNotFoundError as error:
-        raise SetupError(
-            f"`headrace {given.program}` is not installed ({error}): run it from a source tree"
-        ) from None
-    return int(command.main(given.arguments))
+        raise SetupError(f"loadtest.{program} is missing ({error}): run it from a source tree") from None
 
 
 def _serve(given: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.launcher.processes import die_with_parent
+from services.launcher.supervisor import die_with_parent
 from shared.errors import SetupError
 
 DEFAULT_PORT = 4222

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from services.launcher.processes import die_with_parent
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_LAST_S = 30.0
@@ -189,3 +190,34 @@ def ended_how(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
+
+
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
+    """A `preexec_fn`: the child gets signal `number` when the thread that started it ends (Linux).
+
+    So start children from the main thread. A parent that ended during the fork counts, too.
+    """
+    parent = os.getpid()
+
+    def arm() -> None:
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+            if os.getppid() != parent:
+                os.kill(os.getpid(), number)
+
+    return arm
+
+
+def leave(status: int) -> int:
+    """The exit status; but with another thread still at work, an engine that is loading say, end the
+    process here: native code must not see the interpreter go down around it."""
+    if threading.active_count() > 1:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

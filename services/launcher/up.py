@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
@@ -13,19 +16,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.launcher import auth, broker, console, nats_server, run_file
+from services.launcher import console, nats_server, session
+from services.launcher.commands import auth
+from services.launcher.commands.status import Pages
 from services.launcher.console import ServiceLines, say
 from services.launcher.nats_server import NatsServer
-from services.launcher.run_file import RunFile
-from services.launcher.scrapes import Pages
 from services.launcher.serve import KINDS
-from services.launcher.supervisor import ServiceSpec, Supervisor, service_specs
-from shared import login, permissions, subjects
+from services.launcher.session import RunFile
+from services.launcher.supervisor import (
+    BACKOFF_FIRST_S,
+    BACKOFF_LAST_S,
+    HEALTHY_S,
+    ServiceSpec,
+    Supervisor,
+    ended_how,
+    service_specs,
+)
+from shared import codec
+from shared.actor.membership import PROBE_TIMEOUT_S, Peers, missing, probe
+from shared.actor.runtime import FORCED
+from shared.client import Client
+from shared.clock import SystemClock
 from shared.config import Settings
-from shared.errors import SetupError
-from shared.listening import bind, http_url
-from shared.model_files import resolve
-from shared.process import FORCED
+from shared.errors import HeadraceError, SetupError, WireError
+from shared.messages import Beat
+from shared.nats import access, subjects
+from shared.nats.interface import Bus, Delivery
+from shared.processes import bind, http_url
+from shared.vocab.files import resolve
 
 _FEW_CORES = 4
 
@@ -77,7 +95,7 @@ class _Up:
         self._settings = settings
         self._server = server
         self._logins = logins
-        self._url = logins.of(permissions.OPERATOR)
+        self._url = logins.of(access.OPERATOR)
         self._model = served_model(settings)
         self._http = ""  # URL of the gateway
         self._started_at = time.monotonic()
@@ -89,13 +107,13 @@ class _Up:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         self._supervisor.start(without=self._later())
-        note = run_file.path_for(self._settings)
+        note = session.path_for(self._settings)
         async with AsyncExitStack() as stack:
             stack.callback(self._pages.close)
             stack.push_async_callback(self._supervisor.kill)
-            stack.callback(run_file.remove, note, os.getpid())
+            stack.callback(session.remove, note, os.getpid())
             if self._server is not None:
-                kept = loop.create_task(broker.keep_running(self._server, say))
+                kept = loop.create_task(keep_running(self._server, say))
                 stack.callback(kept.cancel)
             asked = loop.create_task(self._signals.get())
             ready = loop.create_task(self._become_ready())
@@ -141,8 +159,7 @@ class _Up:
 
     async def _become_ready(self) -> None:
         # These imports take longer than the server's start: the services are on their way already.
-        from services.launcher.readiness import Readiness
-        from shared.nats_bus import NatsBus
+        from shared.nats.bus import NatsBus
 
         bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
         try:
@@ -162,11 +179,11 @@ class _Up:
             monitoring_url=monitoring,
             model=self._model,
         )
-        note.write(run_file.path_for(self._settings))
+        note.write(session.path_for(self._settings))
         subject = subjects.generate(subjects.DEFAULT_TENANT, self._model)
         rows = {
             "model": self._model,
-            "NATS": login.shown(self._url),
+            "NATS": access.shown(self._url),
             "monitoring": monitoring,
             "publish to": subject,
             "OpenAI API": f"{self._http}/v1" if self._http else "",
@@ -211,8 +228,8 @@ def _countdown() -> Callable[[int, str], None]:
 
 def _check_model(settings: Settings) -> None:
     """Fetch the default model where it is missing. Raises SetupError for any other that is missing."""
-    from services.launcher.pull import pull
-    from shared.catalogue import DEFAULT_MODEL
+    from services.launcher.commands.pull import pull
+    from shared.vocab.files import DEFAULT_MODEL
 
     try:
         resolve(settings.model, settings.cache_dir)
@@ -222,3 +239,105 @@ def _check_model(settings: Settings) -> None:
         say(f"the model {settings.model} is not here yet: fetching it once")
         pull(settings.model, settings.cache_dir, say)
         sys.stdout.flush()
+
+
+async def keep_running(server: NatsServer, tell: Callable[[str], None]) -> None:
+    """Restart `server` whenever it ends, with back-off, until cancelled. Run on the main thread."""
+    loop, backoff_s = asyncio.get_running_loop(), BACKOFF_FIRST_S
+    while True:
+        started_at = loop.time()
+        what = ended_how(await ended(server.process))
+        if loop.time() - started_at > HEALTHY_S:
+            backoff_s = BACKOFF_FIRST_S
+        runs = False
+        while not runs:
+            tell(f"nats-server {what}; starts again in {backoff_s:g} s")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, BACKOFF_LAST_S)
+            try:
+                server.restart()
+                runs = True
+            except (SetupError, OSError, subprocess.SubprocessError) as error:
+                what = f"did not start ({error})"
+
+
+async def ended(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of a process; its status. Cancelled, it leaves a thread that waits on."""
+    loop = asyncio.get_running_loop()
+    status: asyncio.Future[int] = loop.create_future()
+
+    def settle(value: int) -> None:
+        if not status.done():
+            status.set_result(value)
+
+    def wait() -> None:
+        value = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody asks any more
+            loop.call_soon_threadsafe(settle, value)
+
+    threading.Thread(target=wait, name="nats-server", daemon=True).start()
+    return await status
+
+
+TELL_EVERY_S = 10.0
+
+
+class Readiness:
+    """Watches the beats of a fleet, and probes it."""
+
+    def __init__(self, bus: Bus, fleet: str) -> None:
+        self._bus = bus
+        self._fleet = fleet
+        self._peers = Peers()
+        self._clock = SystemClock()
+        self._beaten = asyncio.Event()
+
+    async def wait(self, model: str, tell: Callable[[str], None]) -> None:
+        """Return once a request to `model` has been answered. `tell` hears what is missing, at times.
+
+        Raises the request's error when it is not of the kind that passes.
+        """
+        await self._bus.subscribe(subjects.beat_all(self._fleet), self._on_beat)
+        client = await Client.open(self._bus)
+        self._bus.publish(subjects.beat_ask(self._fleet), b"")
+        while True:
+            await self._wait_for_beats(tell)
+            try:
+                await client.complete(probe(model), timeout_s=PROBE_TIMEOUT_S)
+            except HeadraceError as error:
+                if not error.retryable:
+                    raise
+                await self._next_beat(tell, error.message)
+            else:
+                return
+
+    async def gateway_port(self, tell: Callable[[str], None]) -> int:
+        """The port on which a gateway serves HTTP, once one is ready; after `wait`."""
+        while True:
+            for actor in self._peers.ready("gateway"):
+                peer = self._peers.get(f"gateway.{actor}")
+                load = dict(peer.beat.load) if peer is not None else {}
+                if "http_port" in load:
+                    return load["http_port"]
+            await self._next_beat(tell, "gateway")
+
+    async def _wait_for_beats(self, tell: Callable[[str], None]) -> None:
+        while gone := missing(self._peers):
+            await self._next_beat(tell, ", ".join(gone))
+
+    async def _next_beat(self, tell: Callable[[str], None], why: str) -> None:
+        self._beaten.clear()
+        while not self._beaten.is_set():
+            try:
+                await asyncio.wait_for(self._beaten.wait(), TELL_EVERY_S)
+            except TimeoutError:
+                tell(f"waiting for: {why}")
+
+    def _on_beat(self, delivery: Delivery) -> None:
+        try:
+            envelope = codec.decode(delivery.data)
+        except WireError:
+            return  # not of this version
+        if isinstance(envelope.message, Beat):
+            self._peers.hear(envelope.epoch, envelope.message, self._clock.now_us())
+            self._beaten.set()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from services.scheduler import classes, gauges, policy, status, traces
 from services.scheduler.core import Scheduler
-from services.scheduler.events import (
+from services.scheduler.kv_tiers import store
+from services.scheduler.reports import status, traces
+from services.scheduler.reports.event_log import Recorder, attach
+from services.scheduler.state import policies, requests
+from services.scheduler.state.requests import (
     Arrived,
     DrainAsked,
     DrainOver,
@@ -20,23 +23,19 @@ from services.scheduler.events import (
     TierLost,
     TierReady,
 )
-from services.scheduler.replay.attach import attach
-from services.scheduler.replay.recorder import Recorder
-from services.scheduler.state import Limits, State
-from services.scheduler.step_spans import step_spans, step_trace
-from services.scheduler.steps import StepSpan
-from services.scheduler.tiers import storing
-from shared import subjects
-from shared.actor import Actor, Facts
-from shared.bus import Delivery
+from services.scheduler.state.state import Limits, State
+from services.scheduler.state.step_log import StepSpan, step_spans, step_trace
+from shared.actor.mailbox import Port
+from shared.actor.membership import Peer
+from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
 from shared.messages import Cancel, Message, Tokenized
-from shared.model_files import served_name
-from shared.peers import Peer
-from shared.port import Port
-from shared.readings import Readings
+from shared.nats import subjects
+from shared.nats.interface import Delivery
 from shared.replies import to_json
-from shared.tracing import Tracer
+from shared.telemetry.otel import Tracer
+from shared.telemetry.readings import Readings
+from shared.vocab.files import served_name
 
 TICK_US = 10_000
 SLOW_TICK_US = 50_000  # while nobody waits: a tick takes some 0.3 ms of a core that an engine on CPUs wants
@@ -95,7 +94,7 @@ class SchedulerActor(Actor):
     def upkeep(self) -> None:
         if self._ticking is not None and self._ticking.done():
             self._ticking.result()  # a tick that failed fails the actor, as a message would have
-        if storing.waits(self._core.state):
+        if store.waits(self._core.state):
             self._handle(Ticked())
         if self._recorder is not None:
             self._recorder.upkeep(self._port.clock.now_us())
@@ -105,7 +104,7 @@ class SchedulerActor(Actor):
 
     @property
     def readings(self) -> Readings:
-        return gauges.readings(self._core.state)
+        return status.readings(self._core.state)
 
     def status(self) -> dict[str, object]:
         return status.status(self._core.state)
@@ -188,8 +187,8 @@ def build(settings: Settings) -> SchedulerActor:
         step_tokens=settings.step_tokens,
         max_waiting=settings.max_waiting,
         max_waiting_tokens=settings.max_waiting_tokens,
-        policy=policy.parse(settings.policy),
-        classes=classes.parse(settings.slo),
+        policy=policies.parse(settings.policy),
+        classes=requests.parse(settings.slo),
     )
     model = settings.model_name or served_name(settings.model)
     return SchedulerActor(limits, model, settings.event_log)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler import comeback, needs, preempt, prefix
-from services.scheduler.growth import most_spare_blocks, spare_blocks
-from services.scheduler.policies import fills
-from services.scheduler.policies.places import Option
-from services.scheduler.records import Phase, Sequence
-from services.scheduler.state import Executor, State
-from services.scheduler.tiers import asking, loading
-from services.scheduler.waiting import Unit
+from services.scheduler import headroom, preemption, prefix_cache, recompute_cost
+from services.scheduler.headroom import most_spare_blocks, spare_blocks
+from services.scheduler.kv_tiers import load, lookups
+from services.scheduler.state import policies
+from services.scheduler.state.policies import Option
+from services.scheduler.state.requests import Phase, Sequence
+from services.scheduler.state.state import Executor, State
+from services.scheduler.state.waiting_queue import Unit
 from shared.messages import SlotOpen
 
 
@@ -49,17 +49,17 @@ def _admit(state: State, unit: Unit) -> bool:
         return False
     offers = [offer for e in executors if (offer := _offer(state, e, unit)) is not None]
     if offers:
-        if asking.pending(state, unit):
+        if lookups.pending(state, unit):
             return False
         _start(state, _place(state, offers), unit)
         return True
     model = unit.request.asked.model
-    if not any(e.hello.model == model and not e.draining and needs.holds(e, unit) for e in executors):
+    if not any(e.hello.model == model and not e.draining and headroom.holds(e, unit) for e in executors):
         state.waiting.park(unit)  # it was accepted for a larger executor, now gone or about to go
         return True
-    if preempt.give_way(state, unit):
+    if preemption.give_way(state, unit):
         return True
-    asking.refresh(state, unit)
+    lookups.refresh(state, unit)
     state.stuck = _seen(state, unit)
     return False
 
@@ -80,10 +80,10 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
         return None  # the places that come are for who runs
     if ledger.free_slots < len(unit.sequences) or not _joins(state, executor):
         return None
-    hits = prefix.lookup(executor, head)
-    tail = prefix.tail_block(executor, head, len(hits))
+    hits = prefix_cache.lookup(executor, head)
+    tail = prefix_cache.tail_block(executor, head, len(hits))
     present = hits if tail is None else [*hits, tail]
-    promises = needs.promises(state, executor, unit)
+    promises = headroom.promises(state, executor, unit)
     promises[0] = max(promises[0] - len(present), 0)
     blocks, slots, taken = sum(promises), len(promises), ledger.free_taken_by(present)
     plenty = ledger.can_admit(blocks + most_spare_blocks(state, executor, head), slots, taken)
@@ -98,7 +98,7 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
 
 def _joins(state: State, executor: Executor) -> bool:
     fill = state.limits.policy.fill
-    return fills.joins(fill, True) or fills.joins(fill, any(s.computed for s in executor.running))
+    return policies.joins(fill, True) or policies.joins(fill, any(s.computed for s in executor.running))
 
 
 def _place(state: State, offers: list[Offer]) -> Offer:
@@ -126,22 +126,22 @@ def _start(state: State, offer: Offer, unit: Unit) -> None:
         executor.enter(sequence)
         _note(state, offer, unit, sequence)
         state.send(offer.option.source, _slot_open(sequence), sequence.request.trace)
-    loading.begin(state, executor, leader, unit)
-    comeback.returned(state, executor, leader, unit)
+    load.begin(state, executor, leader, unit)
+    recompute_cost.returned(state, executor, leader, unit)
 
 
 def _take_hits(state: State, offer: Offer, unit: Unit) -> None:
     leader = unit.sequences[0]
     fresh = leader.admitted_us == 0
-    found = prefix.adopt(offer.executor, leader, offer.hits)
+    found = prefix_cache.adopt(offer.executor, leader, offer.hits)
     if offer.tail is not None:
-        prefix.claim_tail(offer.executor, leader, offer.tail)
+        prefix_cache.claim_tail(offer.executor, leader, offer.tail)
     if fresh:
         state.meter.prefix_lookup_tokens += len(leader.tokens)
         state.meter.prefix_hit_tokens += found
         below = max((sum(t > 0 for t in answer.found) for answer in unit.answers.values()), default=0)
         known = max(len(offer.hits), below)
-        known += prefix.lost_after(offer.executor, leader, known)
+        known += prefix_cache.lost_after(offer.executor, leader, known)
         hit = min(known * offer.executor.hello.block_tokens, len(leader.tokens))
         state.reuse_pm = (15 * state.reuse_pm + 1000 * hit // len(leader.tokens)) // 16
 

@@ -5,8 +5,10 @@ handle(event): apply it -> admit what fits -> plan while a window is open -> com
 
 from __future__ import annotations
 
-from services.scheduler import admission, closing, fleet, intake, plan, resuming
-from services.scheduler.events import (
+from services.scheduler import admission, arrival, finish, recovery, step_planner
+from services.scheduler.kv_tiers import hosts as tiers
+from services.scheduler.kv_tiers import load, lookups, store
+from services.scheduler.state.requests import (
     Arrived,
     DrainAsked,
     DrainOver,
@@ -20,10 +22,8 @@ from services.scheduler.events import (
     TierLost,
     TierReady,
 )
-from services.scheduler.state import Executor, Limits, State
-from services.scheduler.tiers import asking, loading, storing
-from services.scheduler.tiers import fleet as tiers
-from services.scheduler.tiers.state import Tier
+from services.scheduler.state.state import Executor, Limits, State
+from services.scheduler.state.transfers import Tier
 from shared.messages import (
     ArenaReleased,
     Cancel,
@@ -53,19 +53,19 @@ def decide(state: State) -> None:
     for executor in state.executors.values():
         _plan(state, executor)
         if executor.ledger.settled_blocks:
-            storing.clean(state, executor)
-        while executor.running and not executor.in_flight and storing.clean(state, executor):
+            store.clean(state, executor)
+        while executor.running and not executor.in_flight and store.clean(state, executor):
             _plan(state, executor)  # who was paused for a place has left it dirty, and no step will come back
 
 
 def _plan(state: State, executor: Executor) -> None:
-    while plan.plan_next(state, executor):
+    while step_planner.plan_next(state, executor):
         pass
 
 
 def _cleaned(state: State) -> bool:
     """See to the dirty blocks of every executor; True when some have become free, and others may start."""
-    freed = [storing.clean(state, executor) for executor in state.executors.values()]
+    freed = [store.clean(state, executor) for executor in state.executors.values()]
     return any(freed)
 
 
@@ -107,25 +107,25 @@ class Scheduler:
         state = self.state
         match event:
             case Arrived(source, Tokenized() as asked, trace) if asked.generated:
-                resuming.take(state, source, asked, trace)
+                recovery.take(state, source, asked, trace)
             case Arrived(source, Tokenized() as asked, trace, transit_us):
-                intake.take(state, source, asked, trace, transit_us)
+                arrival.take(state, source, asked, trace, transit_us)
             case Arrived(source, message):
                 self._apply_message(source, message)
             case PeerReady("detokenizer", actor, epoch):
-                fleet.detokenizer_ready(state, actor, epoch)
+                recovery.detokenizer_ready(state, actor, epoch)
             case PeerDraining("detokenizer", actor):
-                fleet.detokenizer_leaves(state, actor)
+                recovery.detokenizer_leaves(state, actor)
             case PeerDraining("executor", actor) if actor in state.executors:
                 state.executors[actor].draining = True
             case PeerLost("detokenizer", actor):
-                fleet.detokenizer_lost(state, actor)
+                recovery.detokenizer_lost(state, actor)
             case PeerReady("executor", actor, _, generation):
                 if generation >= 0:
                     tiers.maps(state, actor, generation)
-                fleet.executor_back(state, actor)
+                recovery.executor_back(state, actor)
             case PeerLost("executor", actor):
-                fleet.drop_executor(state, actor, "the executor is gone")
+                recovery.drop_executor(state, actor, "the executor is gone")
                 state.tiers.mapped.pop(actor, None)
             case TierReady():
                 tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
@@ -133,42 +133,42 @@ class Scheduler:
             case TierLost(actor):
                 tiers.lost(state, actor)
             case StreamLost(source) if source.startswith("executor."):
-                fleet.reset_executor(state, source.removeprefix("executor."), "its results were lost")
+                recovery.reset_executor(state, source.removeprefix("executor."), "its results were lost")
             case Ticked():
-                closing.expire(state)
+                finish.expire(state)
                 tiers.expire(state)
             case DrainAsked():
                 state.draining = True
             case DrainOver():
-                closing.give_up(state)
+                finish.give_up(state)
 
     def _apply_message(self, source: str, message: Message) -> None:
         state = self.state
         match message:
             case StepResult():
-                fleet.step_result(state, source, message)
+                recovery.step_result(state, source, message)
             case StopFound():
-                closing.stop_found(state, message)
+                finish.stop_found(state, message)
             case Ended():
-                closing.ended(state, source, message)
+                finish.ended(state, source, message)
             case Cancel():
-                intake.cancel(state, message)
+                arrival.cancel(state, message)
             case Detached(seqs=seqs) if not seqs:
-                fleet.detokenizer_missed(state, source)
+                recovery.detokenizer_missed(state, source)
             case Detached():
-                intake.detach(state, source, message)
+                arrival.detach(state, source, message)
             case ExecHello():
-                fleet.hello(state, source, message)
+                recovery.hello(state, source, message)
             case ArenaReleased():
                 tiers.released(state, source, message)
             case KvFound():
-                asking.found(state, source, message)
+                lookups.found(state, source, message)
             case KvReserved():
-                storing.reserved(state, source, message)
+                store.reserved(state, source, message)
             case KvStored():
-                storing.stored(state, source, message)
+                store.stored(state, source, message)
             case KvReady():
-                loading.ready(state, source, message)
+                load.ready(state, source, message)
             case KvCopied():
                 tiers.copied(state, source, message)
             case KvGone():

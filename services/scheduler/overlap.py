@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.costs import Costs
-from services.scheduler.pace import Pace, Speed
-from services.scheduler.state import Executor, State
+from services.scheduler.state.cost_model import Costs, Pace, Speed
+from services.scheduler.state.requests import Sequence
+from services.scheduler.state.state import Executor, State
 from shared.step_model import StepShape
 
 MODES = ("single", "run_ahead", "two_batch")
@@ -153,3 +153,36 @@ def _step_us(costs: Costs, load: Load, rows: int) -> int:
 
 def _rate(rows: int, period_us: int) -> int:
     return rows * 1_000_000_000 // max(period_us, 1)
+
+
+ROW_TOKENS = 256  # a row costs about as much as reading so many tokens of context
+UNEVEN_PM = 150
+
+
+def balance(executor: Executor, half: int, ready: list[Sequence]) -> list[Sequence]:
+    """The rows of the half that is planned now, after the last ones have moved over if it is too heavy.
+    Those sit this step out."""
+    mine, other = weights(executor.running)[:: -1 if half else 1]
+    excess = (mine - other) // 2
+    if excess * 2000 <= (mine + other) * UNEVEN_PM:
+        return ready
+    stay = list(ready)
+    while len(stay) > 1 and excess >= (weight := _weight(stay[-1])):
+        moved = stay.pop()
+        moved.half = 1 - half
+        executor.halves[half] -= 1
+        executor.halves[1 - half] += 1
+        excess -= weight
+    return stay
+
+
+def weights(running: list[Sequence]) -> tuple[int, int]:
+    """What a step of A and a step of B would read."""
+    both = [0, 0]
+    for sequence in running:
+        both[sequence.half] += _weight(sequence)
+    return both[0], both[1]
+
+
+def _weight(sequence: Sequence) -> int:
+    return sequence.computed + ROW_TOKENS

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from itertools import accumulate
 
-from services.scheduler import closing, comeback, growth
-from services.scheduler.leaving import wait_again, withdraw
-from services.scheduler.records import Sequence
-from services.scheduler.state import Executor, InFlight, State
-from services.scheduler.steps import StepRecord
-from services.scheduler.tiers import fleet as tiers
-from shared.messages import StepResult, Tokens, ints
-from shared.messages.steps import ROW_REFUSED
+from services.scheduler import finish, headroom, recompute_cost
+from services.scheduler.kv_tiers import hosts as tiers
+from services.scheduler.preemption import wait_again, withdraw
+from services.scheduler.state.requests import Sequence
+from services.scheduler.state.state import Executor, InFlight, State
+from services.scheduler.state.step_log import StepRecord
+from shared.messages import ROW_REFUSED, StepResult, Tokens, ints
 
 MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB that a message may have
 
@@ -121,11 +120,11 @@ def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> 
         if not sequence.live:
             continue  # another choice of its request has failed, and the request with it
         if reason in ("stop", "length"):
-            closing.finish(state, sequence, sequence.generated, reason)
+            finish.finish(state, sequence, sequence.generated, reason)
         else:
             refused = reason.startswith(ROW_REFUSED)
             why = reason.removeprefix(ROW_REFUSED) if refused else f"{executor.source}: {reason}"
-            closing.fail(state, sequence.request, 400 if refused else 500, why)
+            finish.fail(state, sequence.request, 400 if refused else 500, why)
 
 
 def _note(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
@@ -161,13 +160,13 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
 def _learn(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
     """What the step says about costs. `took_us` is the device's time; beside it and the wait behind the step
     before, everything from plan to result is the loop."""
-    growth.stepped(executor)
+    headroom.stepped(executor)
     took_us, lived_us = result.forward_us + result.sample_us, result.end_wall_us - result.start_wall_us
     executor.pace.note(flight.step, len(flight.rows), took_us, state.now_us, busy=bool(executor.running))
     if result.error or lived_us <= 0:
         return  # an engine that does not say
     costs, pace = executor.costs, executor.pace
-    comeback.stepped(state, executor, flight, took_us)
+    recompute_cost.stepped(state, executor, flight, took_us)
     costs.observe(flight.shape, took_us)
     costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
     if result.host_us:
@@ -181,7 +180,7 @@ def _fail_step(state: State, executor: Executor, result: StepResult) -> None:
     the prefix cache. Those that came later, and may stand on cached blocks, start over."""
     for sequence in [s for s in executor.running if s.opened_after < result.step]:
         message = f"step {result.step} of {executor.source} failed: {result.error}"
-        closing.fail(state, sequence.request, 500, message)
+        finish.fail(state, sequence.request, 500, message)
     for sequence in list(executor.running):
         sequence.decide(state.now_us, "requeue", "a step before it failed", tokens=len(sequence.tokens))
         withdraw(state, sequence, 0)

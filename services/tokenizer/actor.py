@@ -10,26 +10,28 @@ import asyncio
 import dataclasses
 import logging
 import secrets
+from collections import deque
+from collections.abc import Callable
 
-from services.tokenizer.asking import Asking
-from services.tokenizer.beside import LONG_BYTES, Beside
-from services.tokenizer.chat import ChatTemplate
+from services.tokenizer.background import LONG_BYTES, Beside
+from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.core import Command, Event, Fail, Schedulers, Send, Tick, TokenizerCore
-from services.tokenizer.mailbox import Mailbox
 from services.tokenizer.prepare import Prepared, ServedModel, Submission, prepared
-from services.tokenizer.refusals import refuse
-from shared import subjects, telemetry
-from shared.actor import Actor, Facts
-from shared.bus import Delivery, Subscription
+from services.tokenizer.queries import Asking, refuse
+from shared.actor.mailbox import Port
+from shared.actor.membership import Peer
+from shared.actor.runtime import Actor, Facts
+from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import Overloaded, PayloadTooLarge
 from shared.messages import Accepted, Cancel, Message, Rejected, Tokenized, rejection
-from shared.model_files import resolve, served_name
-from shared.peers import Peer
-from shared.plugins import processor_targets
-from shared.port import Port
-from shared.readings import Reading, Readings
-from shared.vocabulary import load_vocabulary
+from shared.nats import subjects
+from shared.nats.interface import Delivery, Subscription
+from shared.processes import processor_targets
+from shared.telemetry import traces
+from shared.telemetry.readings import Reading, Readings
+from shared.vocab.files import resolve, served_name
+from shared.vocab.vocabulary import load_vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
 
@@ -158,11 +160,11 @@ class TokenizerActor(Actor):
         try:
             self._mailbox.put(delivery)
         except Overloaded as error:
-            trace = telemetry.from_headers(delivery.headers)
+            trace = traces.from_headers(delivery.headers)
             refuse(self._port, self._name, Fail(delivery.reply, secrets.token_urlsafe(16), error, trace))
 
     def _take(self, delivery: Delivery, received_wall_us: int) -> None:
-        tracer, given = self._port.tracer, telemetry.from_headers(delivery.headers)
+        tracer, given = self._port.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
         submission = Submission(
             tenant=subjects.name_at(delivery.subject, 3),
@@ -210,3 +212,49 @@ def load_model(settings: Settings) -> ServedModel:
 def build(settings: Settings) -> TokenizerActor:
     """The tokenizer that the configuration asks for. Raises SetupError."""
     return TokenizerActor(load_model(settings))
+
+
+RETRY_AFTER_MS = 1_000
+MAX_WAITING = 8_192  # as many as the bus keeps unread
+
+Take = Callable[[Delivery, int], None]  # with the wall stamp of its arrival
+
+
+class Mailbox:
+    """The requests that one tokenizer has received and not looked at."""
+
+    def __init__(self, clock: Clock, take: Take) -> None:
+        self._clock = clock
+        self._take = take
+        self._waiting: deque[tuple[Delivery, int]] = deque()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def put(self, delivery: Delivery) -> None:
+        """Queue a request. Raises Overloaded when MAX_WAITING do wait."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise Overloaded(
+                f"{MAX_WAITING} requests wait for this tokenizer: try again later",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        wall_us = self._clock.wall_us()
+        if not self._empty.is_set():
+            self._waiting.append((delivery, wall_us))
+            return
+        self._empty.clear()
+        asyncio.get_running_loop().call_soon(self._next)
+        self._take(delivery, wall_us)
+
+    async def drain(self) -> None:
+        """Return when all have had their turn."""
+        await self._empty.wait()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def _next(self) -> None:
+        if not self._waiting:
+            self._empty.set()
+            return
+        asyncio.get_running_loop().call_soon(self._next)
+        self._take(*self._waiting.popleft())

@@ -12,15 +12,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from services.tokenizer.prepare import NOWHERE, Origin, Prepared, ServedModel, Submission, prepared
-from shared.blocks import rendezvous
-from shared.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    DuplicateRequest,
-    HeadraceError,
-    Unavailable,
-    from_code,
-)
+from shared.errors import Cancelled, DeadlineExceeded, DuplicateRequest, HeadraceError, Unavailable, from_code
+from shared.kv_blocks import rendezvous
 from shared.messages import Accepted, Cancel, Rejected, Tokenized
 
 RESEND_US = 1_000_000  # far above an answer under load, well below a client's patience

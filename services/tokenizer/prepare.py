@@ -8,13 +8,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from services.tokenizer.chat import ChatTemplate
+from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.request import REQUEST_ID, GenerateRequest, read_body, read_request
-from services.tokenizer.tools import read_tools
-from shared.checks import MAX_PROCESSOR_CHARS
+from services.tokenizer.structured_output import read_tools
+from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, EngineError, HeadraceError
 from shared.messages import Sampling, Tokenized, floats, ints
-from shared.vocabulary import Vocabulary
+from shared.vocab.vocabulary import Vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
 

@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from services.tokenizer.grammar import grammar_of
-from shared.checks import MAX_PROCESSORS
+from services.tokenizer.structured_output import grammar_of
+from shared.codec import MAX_PROCESSORS
 from shared.errors import BadRequest
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
@@ -132,10 +132,10 @@ class GenerateRequest(BaseModel):
     slo_class: Literal["interactive", "standard", "batch"] = "standard"
     finish_detached: bool = False
     logits_processors: list[ProcessorRequest] = Field(default_factory=list, max_length=MAX_PROCESSORS)
-    response_format: Any = None  # these three become one: see grammar.py
+    response_format: Any = None  # these three become one: see structured_output.py
     structured_outputs: Any = None
     grammar: str = ""
-    tools: Any = None  # see tools.py
+    tools: Any = None  # see structured_output.py
     tool_choice: Any = None
 
     @model_validator(mode="after")

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.kv_offload.carved import CarvedArena
-from services.kv_offload.lmcache_arena import LmcacheArena
-from services.kv_offload.plain_store import PlainArena
-from services.kv_offload.segment import SHM, segment_name, sweep
-from services.kv_offload.store import Arena
+from services.kv_offload.backends.builtin import PlainArena
+from services.kv_offload.backends.interface import Arena
+from services.kv_offload.backends.lmcache import CarvedArena, LmcacheArena
+from services.kv_offload.backends.shared_memory import SHM, segment_name, sweep
 from shared.errors import SetupError
 
 PAGE = 4096
@@ -185,7 +184,7 @@ def test_a_new_generation_is_a_segment_of_its_own(kind: type[Arena], host: str) 
 
 OWNER = """
 import signal, sys
-from services.kv_offload.{module} import {name} as Arena
+from services.kv_offload.backends.{module} import {name} as Arena
 arena = Arena(sys.argv[1], 1, 64 * 4096)
 arena.allocate(b"k", 5)
 arena.view(b"k")[:] = b"bytes"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from virtual_loop import LoopClock, run
+from support.virtual_loop import LoopClock, run
 
 from loadtest.bench.asked import Options
 from loadtest.bench.drive import LEAD_US, Transport
@@ -28,7 +28,7 @@ from loadtest.bench.run import Asked, Bench, Point, Run
 from loadtest.bench.shape import Shape
 from loadtest.bench.truth import truth_of
 from shared.client import Client
-from shared.memory_bus import MemoryBroker
+from shared.nats.memory import MemoryBroker
 
 TOKENS = 6
 GOALS = {"ttft": 150.0, "tpot": 30.0}  # what every third request of SLOW misses

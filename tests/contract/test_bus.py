@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from shared.bus import Bus, Delivery, NoResponders, RequestTimeout
 from shared.errors import PayloadTooLarge
+from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
 
 Connect = Callable[[], Awaitable[Bus]]
 

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from shared import client as client_module
-from shared import subjects
-from shared.bus import Bus, BusFault, Delivery, NoResponders
 from shared.client import Client, ask_all
 from shared.errors import (
     BadRequest,
@@ -23,6 +21,8 @@ from shared.errors import (
     error_body,
     error_headers,
 )
+from shared.nats import subjects
+from shared.nats.interface import Bus, BusFault, Delivery, NoResponders
 
 Connect = Callable[[], Awaitable[Bus]]
 END = {"Headrace-End": "1"}

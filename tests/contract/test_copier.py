@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_pair import ENGINES, KIND, PROMPT, small_engine
-from plan_maker import PlanMaker, Row
-from shm import ABSENT, Segment, segment
-from tiny_models import save_tiny
+from support.executor.engine_pair import ENGINES, KIND, PROMPT, small_engine
+from support.executor.plan_maker import PlanMaker, Row
+from support.executor.tiny_models import save_tiny
+from support.shm import ABSENT, Segment, segment
 
-from services.executor import cuda_copies
 from services.executor.arena import Arena
-from services.executor.backend import Backend
-from services.executor.sim_blocks import SIGNATURE_BYTES
+from services.executor.engine import Backend
+from services.executor.kv_transfer import copiers
+from services.executor.sim.engine import SIGNATURE_BYTES
 from shared.messages import Sampling
 
 HOT = Sampling(temperature=1.5)
@@ -38,7 +38,7 @@ def make(request: pytest.FixtureRequest, folder: Path) -> Make:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the arena that a GPU pins at a time: some blocks lie across two."""
-    monkeypatch.setattr(cuda_copies, "PIN_BYTES", PIN_BYTES)
+    monkeypatch.setattr(copiers, "PIN_BYTES", PIN_BYTES)
 
 
 class Attached:
@@ -204,10 +204,10 @@ def test_a_piece_is_at_least_a_megabyte(make: Make) -> None:
 
 
 def test_what_lies_across_two_pinned_pieces_is_copied_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_copies, "PIN_BYTES", 100)
+    monkeypatch.setattr(copiers, "PIN_BYTES", 100)
     host, device = [0, 60, 90, 130], [1000, 2000, 3000, 4000]
     arena, blocks = [0, 60, 90, 130, 100], [1000, 2000, 3000, 4000, 3010]
-    store = cuda_copies.within_pieces(device, host, 40, host)
+    store = copiers.within_pieces(device, host, 40, host)
     assert [part.tolist() for part in store] == [blocks, arena, [40, 40, 10, 40, 30]]
-    load = cuda_copies.within_pieces(host, device, 40, host)
+    load = copiers.within_pieces(host, device, 40, host)
     assert [part.tolist() for part in load] == [arena, blocks, [40, 40, 10, 40, 30]]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_pair import ENGINES
-from plan_maker import PlanMaker, Row
-from row_by_row import assert_chunks_do_not_show, assert_rows_do_not_see_each_other, logits
-from tiny_models import reference_logprobs, save_tiny
+from support.executor.engine_pair import ENGINES
+from support.executor.plan_maker import PlanMaker, Row
+from support.executor.row_by_row import assert_chunks_do_not_show, assert_rows_do_not_see_each_other, logits
+from support.executor.tiny_models import reference_logprobs, save_tiny
 
-from services.executor.backend import Backend
-from services.executor.loading import TorchOptions
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.engine import Backend
 from shared.messages import Sampling
 
 DTYPES = {"torch": ("f32", "f32/fp8"), "cuda": ("f32", "bf16", "bf16/fp8")}
@@ -23,9 +23,9 @@ KINDS = ("llama-9-3-tied", "qwen2", "qwen3")
 
 def engine(name: str, dtype: str, kind: str, folder: Path) -> Backend:
     if name == "cuda":
-        from services.executor.cuda.backend import build
+        from services.executor.cuda.engine import build
     else:
-        from services.executor.torch_backend import build
+        from services.executor.cpu.engine import build
     dtype, _, kv_dtype = dtype.partition("/")
     options = TorchOptions(
         model_path=save_tiny(kind, folder), model_name=kind, device="cpu" if name == "torch" else name,

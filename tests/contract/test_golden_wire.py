@@ -13,7 +13,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_samples import SAMPLES, enveloped
+from support.wire_samples import SAMPLES, enveloped
 
 from shared import codec
 from shared.codec import MAX_MESSAGE_BYTES, Assembler, Envelope, decode, encode, split

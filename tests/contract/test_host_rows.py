@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_pair import KIND, PROMPT, WITHIN_S, Driven, Make, Watched, small_engine
-from plan_maker import PlanMaker, Row
-from tiny_models import save_tiny
+from support.executor.engine_pair import KIND, PROMPT, WITHIN_S, Driven, Make, Watched, small_engine
+from support.executor.plan_maker import PlanMaker, Row
+from support.executor.tiny_models import save_tiny
 
-from services.executor.backend import Backend
-from services.executor.processors import MakeProcessor
+from services.executor.engine import Backend
+from services.executor.sampling.logits_processors import MakeProcessor
 from shared.messages import Sampling
 
 HOT = Sampling(temperature=1.5)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_pair import ENGINES
-from plan_maker import PlanMaker, Row
-from row_by_row import logits
-from tiny_models import VOCAB, reference_logprobs, save_tiny
+from support.executor.engine_pair import ENGINES
+from support.executor.plan_maker import PlanMaker, Row
+from support.executor.row_by_row import logits
+from support.executor.tiny_models import VOCAB, reference_logprobs, save_tiny
 
-from services.executor.backend import Backend
-from services.executor.loading import TorchOptions
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.engine import Backend
 
 DTYPES = {"torch": ("f32",), "cuda": ("f32", "bf16")}
 CASES = [(engine, dtype) for engine in ENGINES for dtype in DTYPES.get(engine, ())]
@@ -27,9 +27,9 @@ NEAR = {"f32": 1e-3, "bf16": 0.5}  # of bf16 only that it is the same model: loa
 
 def engine(name: str, dtype: str, kind: str, folder: Path) -> Backend:
     if name == "cuda":
-        from services.executor.cuda.backend import build
+        from services.executor.cuda.engine import build
     else:
-        from services.executor.torch_backend import build
+        from services.executor.cpu.engine import build
     options = TorchOptions(
         model_path=save_tiny(kind, folder), model_name=kind, device="cpu" if name == "torch" else name,
         dtype=dtype, blocks=80, slots=8, threads=1, max_step_tokens=256,

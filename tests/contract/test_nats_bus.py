@@ -12,9 +12,9 @@ import pytest
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
-from shared.bus import BusFault, Delivery
 from shared.errors import SetupError, Unavailable
-from shared.nats_bus import OUTBOX_LIMIT_BYTES, NatsBus
+from shared.nats.bus import OUTBOX_LIMIT_BYTES, NatsBus
+from shared.nats.interface import BusFault, Delivery
 
 
 class Faults:
@@ -176,7 +176,7 @@ async def test_a_cancellation_that_gets_lost_does_not_hang_connect(monkeypatch: 
         """Nothing was opened."""
 
     monkeypatch.setattr(NatsBus, "_open", deaf)
-    monkeypatch.setattr("shared.nats_bus._Client.close", close)
+    monkeypatch.setattr("shared.nats.bus._Client.close", close)
     with pytest.raises(SetupError, match="no answer"):
         await NatsBus.connect("nats://127.0.0.1:1", timeout_s=0.01)
     assert len(lost) == 2
@@ -185,7 +185,7 @@ async def test_a_cancellation_that_gets_lost_does_not_hang_connect(monkeypatch: 
 async def test_no_wait_for_a_server_that_stopped_answering_is_without_end(
     own_server: list[NatsServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.nats_bus.FLUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("shared.nats.bus.FLUSH_TIMEOUT_S", 0.2)
     bus = await NatsBus.connect(own_server[0].url, timeout_s=5)
     own_server[0].process.send_signal(signal.SIGSTOP)
     try:

@@ -13,15 +13,15 @@ import nats
 import pytest
 from nats.aio.client import Client as Nats
 
-from services.launcher import auth
 from services.launcher import nats_server as servers
-from services.launcher.auth import Plan
+from services.launcher.commands import auth
+from services.launcher.commands.auth import Plan
 from services.launcher.nats_server import NatsServer
-from shared import login
-from shared.bus import BusFault
 from shared.errors import SetupError
-from shared.nats_bus import NatsBus
-from shared.permissions import SERVICES
+from shared.nats import access
+from shared.nats.access import SERVICES
+from shared.nats.bus import NatsBus
+from shared.nats.interface import BusFault
 
 FLEET = "default"
 
@@ -51,7 +51,7 @@ class Refusals(list[str]):
 async def client(server: NatsServer, users: Path, name: str) -> Any:
     """A plain nats-py client with the credentials of `name`: (client, what it was refused)."""
     url, refused = auth.url_of(users, name, server.url), Refusals()
-    prefix = login.parse(url).inbox_prefix
+    prefix = access.parse(url).inbox_prefix
     nc = await nats.connect(url, inbox_prefix=prefix, error_cb=refused.on_error, allow_reconnect=False)
     try:
         yield nc, refused
@@ -165,7 +165,7 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
     async with client(server, users, kind) as (nc, refused):
         boxes = [k for k in SERVICES if await may_read(nc, refused, f"hr.{FLEET}.{k}.a1.in.*")]
         assert boxes == [kind]
-        for subject in (">", "hr.>", "_INBOX.>", "_INBOX.acme.>", f"_INBOX.{login.SERVICE_PREFIX}x.>"):
+        for subject in (">", "hr.>", "_INBOX.>", "_INBOX.acme.>", f"_INBOX.{access.SERVICE_PREFIX}x.>"):
             assert not await may_read(nc, refused, subject)
         requests = await may_read(nc, refused, "headrace.v1.generate.*.m")
         assert requests == (kind == "tokenizer")

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_process import RedisProcess
+from support.redis_process import RedisProcess
 
-from services.kv_offload.lmcache_remote import open_remote
-from services.kv_offload.store import DamagedValue, Remote
+from services.kv_offload.backends.interface import DamagedValue, Remote
+from services.kv_offload.backends.lmcache import open_remote
 from shared.errors import SetupError
 
 # A call that waits for an answer that never comes would run into this, and the test into its time limit.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
-from redis_process import RedisProcess, free_port
+from support.redis_process import RedisProcess, free_port
 
-from services.kv_offload.lmcache_remote import open_remote
-from services.kv_offload.store import DamagedValue, RefusedWrite, RemoteError
+from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, RemoteError
+from services.kv_offload.backends.lmcache import open_remote
 
 SIZE = 300_000
 DATA = bytes(i % 251 for i in range(SIZE))

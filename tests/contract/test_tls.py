@@ -13,11 +13,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from services.launcher import auth, health
 from services.launcher import nats_server as servers
-from services.launcher.auth import Plan
+from services.launcher import serve
+from services.launcher.commands import auth
+from services.launcher.commands.auth import Plan
 from shared.errors import SetupError, Unavailable
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +83,10 @@ def test_a_health_check_over_tls(
     folder, address = secure
     url = auth.url_of(folder, "executor", address)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    health.leave_note("executor", "a1")
+    serve.leave_note("executor", "a1")
     monkeypatch.setenv("HEADRACE_NATS_URL", f"{url}?ca={folder / 'ca.pem'}")
     with pytest.raises(Unavailable, match=r"headrace-executor\.a1 does not answer: nobody listens"):
-        health.health("executor")  # it got as far as the answer that nobody is there
+        serve.health("executor")  # it got as far as the answer that nobody is there
     monkeypatch.setenv("HEADRACE_NATS_URL", url)
     with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
-        health.health("executor")
+        serve.health("executor")

@@ -13,11 +13,10 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wire_samples import SAMPLES, enveloped
+from support.wire_samples import SAMPLES, enveloped
 
 from shared import codec
-from shared.checks import MAX_NUMBER, MAX_PARTS, flaw
-from shared.codec import MAX_MESSAGE_BYTES, Assembler, Envelope
+from shared.codec import MAX_MESSAGE_BYTES, MAX_NUMBER, MAX_PARTS, Assembler, Envelope, flaw
 from shared.errors import WireError
 from shared.messages import Cancel, Message, Resend, StepPlan, floats, ints
 

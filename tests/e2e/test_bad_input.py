@@ -13,8 +13,7 @@ import nats
 import pytest
 from nats.aio.client import Client as Nats
 from nats.errors import MaxPayloadError
-
-from tests.e2e.conftest import Up, assert_all_free, statuses
+from support.running_up import Up, assert_all_free, statuses
 
 MODEL = "smollm2-135m-instruct"
 SUBJECT = f"headrace.v1.generate.public.{MODEL}"

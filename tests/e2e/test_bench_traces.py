@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import StartUp
+from support.running_up import StartUp
 
 from loadtest.fleet import MODEL
 from services.launcher.cli import main as headrace

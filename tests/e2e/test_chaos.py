@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
+from support.running_up import Up, running_up
 
 from loadtest import faults
 from loadtest.leaks import settle
 from loadtest.storm import Ask, Outcome, Storm, mixed
 from shared.client import Client
-from shared.nats_bus import NatsBus
-from tests.e2e.conftest import Up, running_up
+from shared.nats.bus import NatsBus
 
 MODEL = "smollm2-135m-instruct"
 SERVICES = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")

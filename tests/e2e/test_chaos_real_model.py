@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from token_tap import Tap
+from support.running_up import Up, running_up
+from support.token_tap import Tap
 
 from loadtest import faults
 from loadtest.leaks import settle
-from shared.bus import Delivery
 from shared.client import Client
-from shared.nats_bus import NatsBus
-from tests.e2e.conftest import Up, running_up
+from shared.nats.bus import NatsBus
+from shared.nats.interface import Delivery
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
 MODEL = "smollm2-135m-instruct"

@@ -11,8 +11,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-
-from tests.e2e.conftest import HEADRACE, Up, assert_idle
+from support.running_up import HEADRACE, Up, assert_idle
 
 MODEL = "smollm2-135m-instruct"
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import nats
 import pytest
-from conftest import HEADRACE, QUICK, Up, running_up
 from nats.aio.client import Client as Nats
+from support.running_up import HEADRACE, QUICK, Up, running_up
 
 from loadtest import faults
-from services.launcher import auth
-from services.launcher.auth import Plan
-from shared import login, permissions
+from services.launcher.commands import auth
+from services.launcher.commands.auth import Plan
+from shared.nats import access
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "The river turns the wheel, and the wheel turns the mill. " * 8
@@ -153,7 +153,7 @@ def test_the_operators_commands_work_without_a_flag(guarded: Up, tmp_path: Path)
     assert answer["usage"]["completion_tokens"] == 3
     status = json.loads(run(guarded, "status", "--json").stdout)
     kinds = {s["kind"] for s in status["services"]}
-    assert kinds == set(permissions.SERVICES)
+    assert kinds == set(access.SERVICES)
     assert "@" not in json.dumps(status)  # no passwords
     traced = run(guarded, "trace", answer["id"])
     assert "tokenize" in traced.stdout
@@ -168,7 +168,7 @@ def test_a_tenants_command_line_asks_in_its_name_and_no_further(guarded: Up, use
     denied = run(guarded, "status", HEADRACE_NATS_URL=url)
     assert denied.returncode == 1
     assert "these credentials are not for that" in denied.stderr
-    assert login.password_of(url) not in denied.stderr + denied.stdout
+    assert access.password_of(url) not in denied.stderr + denied.stdout
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from tests.e2e.conftest import HEADRACE, StartUp
+from support.running_up import HEADRACE, StartUp
 
 
 def test_a_recorded_log_replays(start_up: StartUp, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from kv_bounds import (
+from redis import Redis
+from support.kv_offload.bounds import (
     HITS_WITHIN_S,
     Run,
     TierWatch,
@@ -25,15 +26,14 @@ from kv_bounds import (
     assert_gaps,
     assert_l1_is_quick,
 )
-from kv_traffic import ANSWER_TOKENS, PROMPT_TOKENS, Traffic, assert_same, traffic_to
-from redis import Redis
-from redis_process import RedisProcess
-from slow_link import SlowLink
-from small_llama import BLOCK_BYTES, write_small_llama
+from support.kv_offload.traffic import ANSWER_TOKENS, PROMPT_TOKENS, Traffic, assert_same, traffic_to
+from support.redis_process import RedisProcess
+from support.running_up import Up, running_up
+from support.slow_link import SlowLink
+from support.small_llama import BLOCK_BYTES, write_small_llama
 
 from loadtest import faults
-from shared.bus import Delivery
-from tests.e2e.conftest import Up, running_up
+from shared.nats.interface import Delivery
 
 PROMPTS, REQUESTS, CLIENTS = 16, 30, 5
 COLD = range(100, 110)  # prompts that nobody asks for a second time

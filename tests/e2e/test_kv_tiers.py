@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kv_traffic import (
+from redis import Redis
+from support.kv_offload.traffic import (
     MOST_MESSAGE_BYTES,
     PROMPT_TOKENS,
     Answer,
@@ -23,14 +24,13 @@ from kv_traffic import (
     prompt,
     traffic_to,
 )
-from open_sockets import remote_addresses
-from redis import Redis
-from redis_process import RedisProcess
-from small_llama import BLOCK_BYTES, write_small_llama
+from support.open_sockets import remote_addresses
+from support.redis_process import RedisProcess
+from support.running_up import Up, running_up
+from support.small_llama import BLOCK_BYTES, write_small_llama
 
 from loadtest import faults
-from shared.block_keys import extend, root_key
-from tests.e2e.conftest import Up, running_up
+from shared.kv_blocks import extend, root_key
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
 SMOLLM = "smollm2-135m-instruct"

@@ -11,9 +11,9 @@ import subprocess
 from pathlib import Path
 
 import httpx
+from support.running_up import HEADRACE, StartUp, wait_until_gone
 
 from services.launcher.nats_server import NatsServer
-from tests.e2e.conftest import HEADRACE, StartUp, wait_until_gone
 
 SLOW = {"HEADRACE_SIM": "step=20000,token=20"}
 

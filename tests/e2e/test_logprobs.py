@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from default_model import model_path
 from openai import OpenAI
+from support.default_model import model_path
+from support.running_up import Up, running_up
 
-from shared.model_files import ModelFiles
-from shared.vocabulary import Vocabulary, load_vocabulary
-from tests.e2e.conftest import Up, running_up
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 MODEL = "smollm2-135m-instruct"
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_logprobs.json").read_text())

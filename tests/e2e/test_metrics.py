@@ -14,10 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from prometheus_process import DOCKER, Prometheus, program
-from redis_process import RedisProcess
-
-from tests.e2e.conftest import StartUp, Up, running_up
+from support.prometheus_process import DOCKER, Prometheus, program
+from support.redis_process import RedisProcess
+from support.running_up import StartUp, Up, running_up
 
 KINDS = {"gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"}
 MODEL = "smollm2-135m-instruct"

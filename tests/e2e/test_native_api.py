@@ -10,8 +10,7 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.client import Client as Nats
-
-from tests.e2e.conftest import Up
+from support.running_up import Up
 
 SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"
 

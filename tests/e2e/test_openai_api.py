@@ -18,10 +18,10 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from support.running_up import StartUp, Up, running_up
 
 from loadtest.otlp_receiver import Receiver
-from shared.spans import covered_us
-from tests.e2e.conftest import StartUp, Up, running_up
+from shared.telemetry.traces import covered_us
 
 MODEL = "smollm2-135m-instruct"
 ASKED: Any = {

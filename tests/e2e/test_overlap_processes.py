@@ -13,13 +13,13 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.client import Client as Nats
+from support.running_up import StartUp, Up
 
 from loadtest.otlp_receiver import Received, Receiver
-from tests.e2e.conftest import StartUp, Up
 
 SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"
 ROWS, TOKENS = 8, 32
-WAIT = "wait=services.executor.processors:Wait"
+WAIT = "wait=services.executor.sampling.logits_processors:Wait"
 # 4 rows of 3 ms on the host, under a step of 40 ms of the other half: time enough for the way there and back
 HOST_ROW_US = 3_000
 SLOW = {"HEADRACE_SIM": f"step=40000,host_row={HOST_ROW_US}", "HEADRACE_OVERLAP": "two_batch"}

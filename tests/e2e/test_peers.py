@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import wait_until_gone
-from default_model import greedy_cases, model_path
+from support.default_model import greedy_cases, model_path
+from support.running_up import wait_until_gone
 
 from loadtest.bench.known import Latency
 from loadtest.peers.__main__ import main
 from loadtest.peers.export import export
 from loadtest.peers.server import Peer, read_peers, running, tree
 from loadtest.peers.turns import order
-from services.executor.weights_gguf import load_gguf
-from services.executor.weights_hf import load_hf
+from services.executor.checkpoint.gguf import load_gguf
+from services.executor.checkpoint.weights import load_hf
 from shared.errors import BadRequest, SetupError
-from shared.model_files import ModelFiles
-from shared.vocabulary import load_vocabulary
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocabulary import load_vocabulary
 
 FAST, SLOW = (Latency(first_us=first, gap_us=gap) for first, gap in ((10_000, 5_000), (40_000, 30_000)))
 ROOT = Path(__file__).parents[2]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_models import gpt2_char, plain_bpe
+from support.text_models import gpt2_char, plain_bpe
 
 from services.tokenizer.actor import load_model
 from services.tokenizer.prepare import ServedModel, encode_prompt
 from services.tokenizer.request import read_request
-from shared.catalogue import CATALOGUE, DEFAULT_MODEL
 from shared.config import Settings
-from shared.gguf_metadata import read_metadata
-from shared.model_files import models_dir
+from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, models_dir
+from shared.vocab.gguf import read_metadata
 
 SYSTEM = "1 9690 198 2683 359 253 5356 5646 11173 3365 3511 308 34519 28 7018 411 407 19712 8182 2 198"
 PROMPTS = {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.conftest import StartUp, Up, assert_idle
+from support.running_up import StartUp, Up, assert_idle
 
 SCRIPT = Path(__file__).with_name("stranger.py")
 

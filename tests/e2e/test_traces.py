@@ -19,10 +19,10 @@ import nats
 import pytest
 from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
+from support.running_up import StartUp, Up
 
 from loadtest.otlp_receiver import Received, Receiver
-from shared.spans import covered_us
-from tests.e2e.conftest import StartUp, Up
+from shared.telemetry.traces import covered_us
 
 SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"
 REQUESTS, AT_ONCE = 50, 16

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import nats
 import pytest
+from support.running_up import SMALL_L1, running_up
 
 from loadtest.otlp_receiver import Received, Receiver
-from tests.e2e.conftest import SMALL_L1, running_up
 
 SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"
 PROMPT = [300 + i * 7919 % 40_000 for i in range(400)]

@@ -14,10 +14,10 @@ import nats
 import pytest
 from nats.aio.client import Client as Nats
 from nats.aio.subscription import Subscription
+from support.running_up import StartUp, Up, assert_all_free
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import ServerLimits
-from tests.e2e.conftest import StartUp, Up, assert_all_free
 
 SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"
 LONG = 8_000  # tokens: 8 s of steps, far longer than it takes to notice

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from pipeline import Pipeline
+from support.pipeline.five_actors import Pipeline
 
-from shared import codec, subjects
+from shared import codec
 from shared.codec import Envelope
-from shared.memory_bus import MemoryBroker
 from shared.messages import (
     Accepted,
     Close,
@@ -41,6 +40,8 @@ from shared.messages import (
     Tokens,
     ints,
 )
+from shared.nats import subjects
+from shared.nats.memory import MemoryBroker
 
 ASK = {"prompt": "Hello", "max_tokens": 12, "temperature": 0, "seed": 3, "model": "smollm2-135m-instruct"}
 BIG = 2**31 - 1

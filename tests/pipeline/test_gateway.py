@@ -14,12 +14,12 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from gateway_side import MODEL, add_gateway, gateway_status, healthy, remove_gateway
 from openai import AsyncOpenAI
-from pipeline import Pipeline
+from support.pipeline.five_actors import Pipeline
+from support.pipeline.gateway_side import MODEL, add_gateway, gateway_status, healthy, remove_gateway
 
-from shared import unread
-from shared.memory_bus import MemoryBroker
+from shared import client as client_module
+from shared.nats.memory import MemoryBroker
 
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -245,7 +245,7 @@ async def test_detached_is_not_cancelled(url: str, http: httpx.AsyncClient, pipe
 async def test_a_slow_reader_is_ended_and_holds_up_nobody(
     url: str, http: httpx.AsyncClient, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unread, "MAX_UNREAD_BYTES", 20_000)
+    monkeypatch.setattr(client_module, "MAX_UNREAD_BYTES", 20_000)
     host, port = url.removeprefix("http://").split(":")
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

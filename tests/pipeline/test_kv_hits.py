@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_llama import VOCAB, write_small_llama
-from tiered import Answer, Digests, Tiered, Values, differ, patient
+from support.pipeline.tiered import Answer, Digests, Tiered, Values, differ, patient
+from support.small_llama import VOCAB, write_small_llama
 
 from services.kv_offload.actor import KvOffloadActor
-from services.kv_offload.errands import SIZE_KEY
-from services.kv_offload.figures import Figures
+from services.kv_offload.l2.worker import SIZE_KEY
+from services.kv_offload.state import Figures
 
 BLOCK = 8
 SIZES: dict[str, Any] = {"model_name": "tiny", "block_tokens": BLOCK, "kv_blocks": 100, "slots": 4,

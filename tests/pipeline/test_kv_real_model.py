@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiered import Tiered, Values, differ, patient
+from support.pipeline.tiered import Tiered, Values, differ, patient
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
 CASE = max((c for c in CASES if len(c["output_ids"]) >= 16), key=lambda c: len(c["prompt"]))

@@ -1,7 +1,7 @@
 """Never a wrong token, part one: whoever is paused at any time, loses everything that the device holds of it
 and is brought back from L1 has the tokens and the logits of one that was never paused.
 
-Bytes that come up are compared with those that went down, block by block, in every test (forced_pauses.py).
+Every test compares bytes that come up with those that went down: support/pipeline/forced_pauses.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_llama import VOCAB, write_small_llama
-from tiered import Answer, Tiered, differ, patient
+from support.pipeline.tiered import Answer, Tiered, differ, patient
+from support.small_llama import VOCAB, write_small_llama
 
-from services.scheduler.records import Sequence
-from services.scheduler.state import Executor
+from services.scheduler.state.requests import Sequence
+from services.scheduler.state.state import Executor
 
 BLOCK = 8
 SIZES: dict[str, Any] = {"model_name": "tiny", "block_tokens": BLOCK, "kv_blocks": 200, "slots": 16,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from pipeline import Connect, Pipeline
+from support.pipeline.five_actors import Connect, Pipeline
 
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, DuplicateRequest, Unavailable, UnknownModel
 

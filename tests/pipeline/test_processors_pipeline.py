@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from pipeline import Connect, Pipeline
+from support.pipeline.five_actors import Connect, Pipeline
 
 from shared.errors import BadRequest, EngineError
 
@@ -18,7 +18,7 @@ CHAT: dict[str, Any] = {
     "seed": 7,
     "ignore_eos": True,
 }
-PLUGINS = "wait=services.executor.processors:Wait,breaks=host_plugins:Breaks"
+PLUGINS = "wait=services.executor.sampling.logits_processors:Wait,breaks=support.executor.host_plugins:Breaks"
 
 
 @pytest.fixture

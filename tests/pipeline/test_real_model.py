@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline import Connect, Pipeline
-from token_tap import Tap
+from support.pipeline.five_actors import Connect, Pipeline
+from support.token_tap import Tap
 
-from shared.memory_bus import MemoryBroker
-from shared.nats_bus import NatsBus
+from shared.nats.bus import NatsBus
+from shared.nats.memory import MemoryBroker
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
 MODEL = "smollm2-135m-instruct"
@@ -90,7 +90,7 @@ async def test_greedy_ids_equal_the_reference(mode: str) -> None:
 
 async def test_greedy_ids_of_host_fed_rows_equal_the_reference() -> None:
     """A processor that changes nothing: the rows take the way through the host, in two batches."""
-    wait = {"logits_processors": "wait=services.executor.processors:Wait"}
+    wait = {"logits_processors": "wait=services.executor.sampling.logits_processors:Wait"}
     pipeline, tap = await in_memory(overlap="two_batch", **wait)
     asks = [
         greedy(pipeline, case, f"h-{i}", 24, {"name": "wait", "args": {"ms": 1}})

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from gateway_side import MODEL, add_gateway, healthy, remove_gateway
 from openai import AsyncOpenAI
-from pipeline import Pipeline
 from pydantic import BaseModel, Field
+from support.pipeline.five_actors import Pipeline
+from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
 
-from shared.memory_bus import MemoryBroker
+from shared.nats.memory import MemoryBroker
 
 ASK: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Name a city and its weather."}]}
 WEATHER: Any = {

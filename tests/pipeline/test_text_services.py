@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_models import write_bpe_gguf
+from support.text_models import write_bpe_gguf
 
 from services.detokenizer import actor as detokenizer
 from services.tokenizer import actor as tokenizer
-from shared import subjects
-from shared.actor import Actor, Facts, Runtime
-from shared.bus import Delivery
+from shared.actor.mailbox import Port
+from shared.actor.runtime import Actor, Facts, Runtime
 from shared.config import Settings
-from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import (
     Accepted,
     Cancel,
@@ -32,7 +30,9 @@ from shared.messages import (
     Tokens,
     ints,
 )
-from shared.port import Port
+from shared.nats import subjects
+from shared.nats.interface import Delivery
+from shared.nats.memory import MemoryBroker, MemoryBus
 
 TRACE = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from wire_fake_executor import FakeExecutor
-from wire_fakes import FakeDetokenizer, expected_ids, text_of
-from wire_house import House
+from support.wire.fake_executor import FakeExecutor
+from support.wire.fakes import FakeDetokenizer, expected_ids, text_of
+from support.wire.house import House
 
 PROMPT = [11, 12, 13, 14, 15, 16]
 

@@ -1,1 +1,1 @@
-"""The engine on a CUDA GPU: Triton kernels, CUDA graphs, and slots that live on the device."""
+"""The GPU engine: graphs, kernels, overlapped communication."""

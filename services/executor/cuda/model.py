@@ -1,43 +1,46 @@
-"""The forward pass of the Llama family on a GPU: as services.executor.model, in fused kernels.
+"""The forward pass of the Llama family on a GPU: as services.executor.cpu.model, in fused kernels.
 
     residual = embedding[ids]
     for each layer:  qkv │ rotate, write KV │ attention │ out │ add, norm │ gate, up │ swiglu │ down │ add …
     of experts:      router │ route │ place │ spread │ gate, up │ swiglu │ down │ combine │ add …
 
-A product of few rows may come in parts that the kernel behind it adds up (kernels.matmul.gpu). Nothing here
+A product of few rows may come in parts that the kernel behind it adds up (kernels.gemm.gpu). Nothing here
 reads the device or depends on lengths: a pass of given sizes can be captured in a graph.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernels.activation.gpu import swiglu
+from kernels.attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
+from kernels.attention.decode import Tuning as DecodeTuning
+from kernels.attention.prefill import PrefillTiles, attend_prefill
+from kernels.collectives.gpu import Boxes, Norm, hand_out, spread_add_rms_norm_
+from kernels.gemm.gpu import layout_of, matmul, matmul_fixed
+from kernels.inputs.gpu import Resolved
 from kernels.moe.gpu import combine, experts_mlp, place, route, spread
-from kernels.paged_attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
-from kernels.paged_attention.decode import Tuning as DecodeTuning
-from kernels.paged_attention.prefill import PrefillTiles, attend_prefill
-from kernels.rms_norm.gpu import add_rms_norm_, rms_norm
-from kernels.rms_norm.spread import Boxes, Norm, spread_add_rms_norm_
+from kernels.norm.gpu import add_rms_norm_, rms_norm
 from kernels.rope import rope_table
 from kernels.rope.gpu import HeadNorms, Placed, rope_write
-from kernels.step_inputs.gpu import Resolved
-from services.executor.cuda.products import gated, products_of
-from services.executor.cuda.shared_logits import SharedLogits, shared_logits
-from services.executor.cuda.tuning import DeviceTuning
-from services.executor.halves import Chunk
-from services.executor.loading import Loaded
-from services.executor.programs import Program, Sums, alone
-from services.executor.ranks import Ranks, Spread
-from services.executor.shapes import Shapes
-from services.executor.shards import gathered_logits
-from services.executor.weights import LayerWeights
+from services.executor.checkpoint.config import Shapes
+from services.executor.checkpoint.loader import Loaded
+from services.executor.checkpoint.partition import gathered_logits
+from services.executor.checkpoint.weights import LayerWeights
+from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
+from services.executor.parallel.coroutines import Program, Sums, alone
+from services.executor.parallel.peer_memory import PeerMemory
+from services.executor.parallel.ranks import Ranks, Spread
+from services.executor.parallel.step_split import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ class _Adding:
         self.whole = ranks.size > 1 and self._boxes is None  # parts must not come in splits
 
     def add(self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None) -> Program:
-        """See kernels.rms_norm. `turn` alternates, and ends at 1."""
+        """See kernels.norm. `turn` alternates, and ends at 1."""
         boxes, residual, eps, chained = self._boxes, self._residual, self._eps, self._chained
         if boxes is not None:
             return spread_add_rms_norm_(part, residual, Norm(weight, eps, chained), boxes, turn, out)
@@ -178,3 +181,85 @@ def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out[rows] = found[0].transpose(0, 1)
+
+
+class Products(Protocol):
+    """`x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]`; or, unless
+    it is asked for `whole`, `[splits, rows, width]` in float32, to be added up by what reads it."""
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False
+    ) -> Tensor: ...
+
+
+def products_of(tuning: DeviceTuning, device: torch.device) -> Products:
+    """The products that a device's layouts ask for."""
+    if tuning.by_row:
+        return _by_row(tuning, torch.cuda.get_device_properties(device).multi_processor_count)
+    return _quick(tuning)
+
+
+def gated(product: Products, layouts: Layouts, x: Tensor, gate_up: Tensor, *, chained: bool) -> Tensor:
+    """`silu(gate) * up` of the joined product, in one kernel where its layout says so."""
+    chosen = layouts.product(gate_up.shape[0], gate_up.shape[1], len(x))
+    if chosen is not None and chosen.gated and x.dtype == torch.bfloat16:
+        return matmul(x, gate_up, chosen)
+    return swiglu(product(x, gate_up), x.dtype, chained=chained)
+
+
+def _quick(tuning: DeviceTuning) -> Products:
+    """The library's product, or a kernel of ours where that is faster."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
+        rows = len(x)
+        chosen = tuning.of(rows).product(weight.shape[0], weight.shape[1], rows)
+        split = chosen is not None and whole and chosen.splits > 1
+        if chosen is None or split or bias is not None or x.dtype != torch.bfloat16:
+            return F.linear(x, weight, bias)
+        return matmul(x, weight, chosen)
+
+    return product
+
+
+def _by_row(tuning: DeviceTuning, processors: int) -> Products:
+    """A row's bits depend on neither the number of rows nor its place in them."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
+        return matmul_fixed(x, weight, bias, layout_of(len(x), weight.shape[0], processors, tuning.fixed))
+
+    return product
+
+
+log = logging.getLogger("headrace.executor")
+
+
+class SharedLogits:
+    """Room for `[rows, vocab]` on every rank. The next `gather` of any rank writes over what it held: between
+    two of them all ranks wait for each other in some sum, which is later than what reads the first."""
+
+    def __init__(self, ranks: Ranks, like: Tensor, rows: int, vocab: int) -> None:
+        """All ranks do this at once, for logits of the dtype and device of `like`. Raises what torch says
+        where GPUs cannot map each other's memory."""
+        group = torch.distributed.group.WORLD
+        assert group is not None, "the ranks have joined"
+        self._memory = PeerMemory(rows * vocab * like.element_size(), like.device, group)
+        self._rank, self._vocab, self._dtype = ranks.rank, vocab, like.dtype
+        one = torch.Size([1])
+        addresses = [self._memory.of(rank, one, like.dtype).data_ptr() for rank in range(ranks.size)]
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=like.device)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Logits `[rows, vocab]` from every rank's `[rows, head rows]`, which end with those of padding."""
+        hand_out(own, self._addresses, self._rank, self._vocab)
+        self._memory.meet()
+        return self._memory.of(self._rank, torch.Size([len(own), self._vocab]), self._dtype)
+
+
+def shared_logits(ranks: Ranks, like: Tensor, rows: int, vocab: int) -> SharedLogits | None:
+    """None, on all ranks, where there is no such memory: NCCL then gathers."""
+    found = None
+    try:
+        found = SharedLogits(ranks, like, rows, vocab)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        log.warning("logits go through NCCL, and take longer: %s", error)
+    return found if all(ranks.exchange(found is not None)) else None

@@ -1,0 +1,25 @@
+"""Attention over the paged KV cache."""
+
+from kernels.attention.ref import (
+    FP8,
+    FP8_MAX,
+    as_stored,
+    attend_decode,
+    attend_prefill,
+    copy_blocks,
+    gather_kv,
+    write_kv,
+    write_rows,
+)
+
+__all__ = [
+    "FP8",
+    "FP8_MAX",
+    "as_stored",
+    "attend_decode",
+    "attend_prefill",
+    "copy_blocks",
+    "gather_kv",
+    "write_kv",
+    "write_rows",
+]

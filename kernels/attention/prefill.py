@@ -1,0 +1,301 @@
+"""Paged attention of prompt chunks on a GPU, in Triton: causal, over the tokens before the chunk and itself.
+
+One program takes a tile of a chunk's tokens with all query heads of one kv head: the rows of its matrix are
+(token, query head), so that K and V are read once for the group. Chunks of any length and with any prefix
+share one launch; tiles are named by columns, and a tile of no tokens ends at once, so that a graph may hold
+more tiles than a step has. A chunk of one token is a decode. Where the tiles of a step are too few to fill
+the device, several programs share a tile's KV (kernels.attention.prefill).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["table_blocks", "layer"])
+def _attend(
+    query: tl.tensor,
+    kv: tl.tensor,
+    tables: tl.tensor,
+    tile_slots: tl.tensor,
+    tile_rows: tl.tensor,
+    tile_starts: tl.tensor,
+    tile_counts: tl.tensor,
+    tile_part: tl.tensor | None,
+    tile_parts: tl.tensor | None,
+    partial: tl.tensor | None,
+    sums: tl.tensor | None,
+    out: tl.tensor,
+    table_blocks: tl.tensor,
+    layer: tl.tensor,
+    block_stride: tl.tensor,
+    scale: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    tile, head = tl.program_id(1), tl.program_id(0)
+    count = tl.load(tile_counts + tile)
+    if count > 0:
+        start = tl.load(tile_starts + tile)
+        first_row = tl.load(tile_rows + tile).to(tl.int64)
+        table = tables + tl.load(tile_slots + tile).to(tl.int64) * table_blocks
+        m, d, n = tl.arange(0, ROWS), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
+        token = m // GROUP
+        in_query = (token < count)[:, None] & (d < DIM)[None, :]
+        at_query = (first_row + token)[:, None] * (KV_HEADS * GROUP * DIM)
+        at_query += (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :]
+        q = tl.load(query + at_query, mask=in_query, other=0.0)
+        token_stride: tl.constexpr = KV_HEADS * DIM
+        keys = kv + layer * (2 * BLOCK_TOKENS * token_stride) + head * DIM + d[None, :]
+        values = keys + BLOCK_TOKENS * token_stride
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+        whole = (start + 1) // TILE * TILE  # tokens that every query of the tile sees
+        begin, end = 0, start + count
+        if SPLIT:
+            part, parts = tl.load(tile_part + tile), tl.maximum(tl.load(tile_parts + tile), 1)
+            begin, stop = part_of(part, parts, end, TILE)
+            whole, end = tl.maximum(begin, tl.minimum(whole, stop)), tl.minimum(end, stop)
+        if ONE_LOOP:
+            whole = 0
+        else:
+            for at_first in tl.range(begin, whole, TILE, num_stages=STAGES):
+                at = at_first + n
+                block = tl.load(table + at // BLOCK_TOKENS).to(tl.int64)
+                place = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
+                if DIM == DIM_PAD:
+                    k = tl.load(keys + place)
+                    v = tl.load(values + place)
+                else:
+                    k = tl.load(keys + place, mask=(d < DIM)[None, :], other=0.0)
+                    v = tl.load(values + place, mask=(d < DIM)[None, :], other=0.0)
+                scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+                new_top = tl.maximum(top, tl.max(scores, 1))
+                weights = tl.exp2(scores - new_top[:, None])
+                shrink = tl.exp2(top - new_top)
+                mass = mass * shrink + tl.sum(weights, 1)
+                acc = acc * shrink[:, None]
+                acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+                top = new_top
+        for at_first in tl.range(whole, end, TILE, num_stages=TAIL_STAGES):
+            at = at_first + n
+            inside = at < end
+            block = tl.load(table + at // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+            place = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
+            readable = inside[:, None] & (d < DIM)[None, :]
+            k = tl.load(keys + place, mask=readable, other=0.0)
+            v = tl.load(values + place, mask=readable, other=0.0)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+            seen = at[None, :] <= (start + token)[:, None]
+            scores = tl.where(seen & inside[None, :], scores, -1.0e30)  # finite: a row may see none of a tile
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            mass = mass * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+            top = new_top
+        if SPLIT:
+            if parts > 1:
+                keep_part(partial, sums, tile * KV_HEADS + head, acc, top, mass, ROWS, DIM_PAD)
+            in_query = in_query & (parts == 1)
+        done = (acc / mass[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at_query, done, mask=in_query)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """How the kernel is laid out on a device. `rows`: of a program, tokens times query heads of a kv head.
+
+    `one_loop`: all tiles of KV go through one loop, which masks. Then a query's result is the same bits
+    whatever chunk it comes in: its tiles are the same from position 0 on, each is computed by the same
+    instructions, and what it may not see has a weight of exactly zero (`exp2(-1e30 - top)`) and a `shrink` of
+    exactly one, so that it changes nothing. Of two loops each may round `dot * scale - top` its own way. Such
+    a layout takes no split tiles: how a sum is cut would depend on the rest of the step.
+
+    `per_sm`: programs that one multiprocessor holds at once, by which the host plans the splits."""
+
+    rows: int = 64
+    tile_tokens: int = 64
+    stages: int = 3
+    warps: int = 4
+    one_loop: bool = False
+    per_sm: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """Tiles of chunks, `[tiles]` int32 each; `tables` `[slots, blocks]` int32. A tile has at most
+    `tile_queries` tokens. With `split` a tile may have several entries; None: each has one."""
+
+    slots: Tensor
+    rows: Tensor  # the token row of its first token
+    starts: Tensor  # the position of its first token
+    counts: Tensor  # 0: no tile
+    tables: Tensor
+    split: PrefillSplit | None = None
+
+
+def tile_queries(heads: int, kv_heads: int, tuning: PrefillTuning) -> int:
+    """Tokens in a tile of queries."""
+    return tuning.rows // (heads // kv_heads)
+
+
+def attend_prefill(
+    query: Tensor, kv: Tensor, layer: int, tiles: PrefillTiles, tuning: PrefillTuning, out: Tensor
+) -> None:
+    """Attention of the tokens of `tiles` with their queries `[tokens, heads, head_dim]` into `out`, of the
+    same shape; other rows of `out` stay as they are. KV of the chunks is in the cache already. Raises
+    ValueError for tiles that may be split and a layout of one loop."""
+    _, heads, dim = query.shape
+    kv_heads, block_tokens = kv.shape[4], kv.shape[3]
+    split = tiles.split
+    if split is not None and tuning.one_loop:
+        raise ValueError("a layout of one loop, whose bits depend on the query alone, takes no split tiles")
+    parts = (None,) * 4 if split is None else (split.part, split.parts, split.room.partial, split.room.sums)
+    _attend[(kv_heads, len(tiles.counts))](
+        query, kv, tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts, *parts, out,
+        tiles.tables.shape[1], layer, kv.stride(0), dim**-0.5 * 1.4426950408889634,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
+        TAIL_STAGES=tuning.stages if tuning.one_loop else 1, ONE_LOOP=tuning.one_loop,
+        SPLIT=split is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tuning.warps,
+    )  # fmt: skip
+    if split is not None:
+        merge_parts(tiles.rows, tiles.counts, split, out)
+
+
+_ROWS = 4  # of a tile, merged by one program; divides the rows of every layout
+_PARTS = 16  # of a row, merged at a time
+
+
+@triton.jit
+def part_of(
+    part: tl.tensor, parts: tl.tensor, tokens: tl.tensor, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """From where to where part `part` of `tokens` of KV goes, in whole tiles: the last may end past them."""
+    each = ((tokens + TILE - 1) // TILE + parts - 1) // parts * TILE
+    return part * each, part * each + each
+
+
+@triton.jit
+def keep_part(
+    partial: tl.tensor,
+    sums: tl.tensor,
+    place: tl.tensor,
+    acc: tl.tensor,
+    top: tl.tensor,
+    mass: tl.tensor,
+    ROWS: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+) -> None:
+    """Leave what a part has found of its rows in PartsRoom, at entry * kv_heads + kv head."""
+    m, d = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
+    tl.store(partial + (place * ROWS + m)[:, None] * DIM_PAD + d[None, :], acc)
+    tl.store(sums + place * (2 * ROWS) + m, top)
+    tl.store(sums + place * (2 * ROWS) + ROWS + m, mass)
+
+
+@triton.jit
+def _merge(
+    tile_rows: tl.tensor,
+    tile_counts: tl.tensor,
+    tile_parts: tl.tensor,
+    merges: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    head, first_row = tl.program_id(1), tl.program_id(0) * ROWS
+    entry = tl.load(merges + tl.program_id(2))
+    if entry > 0:
+        count = tl.load(tile_counts + entry)
+        if first_row < count * GROUP:
+            parts = tl.load(tile_parts + entry)
+            r, d = first_row + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
+            top = tl.full([ROWS], -float("inf"), tl.float32)
+            mass = tl.zeros([ROWS], tl.float32)
+            acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+            for done in range(0, parts, PARTS):
+                i = done + tl.arange(0, PARTS)
+                part = (entry - parts + 1 + i) * KV_HEADS + head
+                at_sum = (part * (2 * TILE_ROWS))[:, None] + r[None, :]
+                inside = (i < parts)[:, None] & (r < TILE_ROWS)[None, :]
+                tops = tl.load(sums + at_sum, mask=inside, other=-float("inf"))
+                masses = tl.load(sums + at_sum + TILE_ROWS, mask=inside, other=0.0)
+                at = (part[:, None] * TILE_ROWS + r[None, :])[:, :, None] * DIM_PAD + d[None, None, :]
+                found = tl.load(partial + at, mask=inside[:, :, None], other=0.0)
+                new_top = tl.maximum(top, tl.max(tops, 0))
+                shrinks, shrink = tl.exp2(tops - new_top[None, :]), tl.exp2(top - new_top)
+                acc = acc * shrink[:, None] + tl.sum(found * shrinks[:, :, None], 0)
+                mass = mass * shrink + tl.sum(masses * shrinks, 0)
+                top = new_top
+            token = r // GROUP
+            at_out = (tl.load(tile_rows + entry).to(tl.int64) + token)[:, None] * (KV_HEADS * GROUP * DIM)
+            at_out += (head * GROUP + r % GROUP)[:, None] * DIM + d[None, :]
+            merged = (acc / mass[:, None]).to(out.dtype.element_ty)
+            tl.store(out + at_out, merged, mask=(token < count)[:, None] & (d < DIM)[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class PartsRoom:
+    """Where the parts of a layer's results lie until they are merged. Entry i of the list has place i."""
+
+    partial: Tensor  # [entries, kv_heads, rows, head_dim padded], float32
+    sums: Tensor  # [entries, kv_heads, 2, rows], float32: maximum and mass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSplit:
+    """Which part of its tile's KV each entry of a list of tiles walks, `[entries]` int32 each.
+
+    The entries of a tile in parts lie one behind the other, in order. A list with such a tile has at most as
+    many entries as there is room for; at most half of them are the last of their tile."""
+
+    part: Tensor
+    parts: Tensor  # of the entry's tile; 0: the entry walks all of it and writes the result itself
+    merges: Tensor  # the last entry of each tile in parts, then zeros
+    room: PartsRoom
+
+
+def parts_room(entries: int, kv_heads: int, rows: int, dim: int, device: torch.device) -> PartsRoom:
+    """Room for so many entries of tiles of `rows` rows (see PrefillTuning) with heads of `dim`."""
+    padded = max(16, int(triton.next_power_of_2(dim)))
+    partial = torch.zeros(entries, kv_heads, rows, padded, dtype=torch.float32, device=device)
+    return PartsRoom(partial, torch.zeros(entries, kv_heads, 2, rows, dtype=torch.float32, device=device))
+
+
+def merge_parts(rows: Tensor, counts: Tensor, split: PrefillSplit, out: Tensor) -> None:
+    """Merge what the entries of tiles in parts have left into `out` `[tokens, heads, head_dim]`. `rows` and
+    `counts`: of the entries, as in PrefillTiles."""
+    entries, kv_heads, tile_rows, padded = split.room.partial.shape
+    _, heads, dim = out.shape
+    _merge[(tile_rows // _ROWS, kv_heads, min(len(split.merges), entries // 2))](
+        rows, counts, split.parts, split.merges, out, split.room.partial, split.room.sums,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=padded, TILE_ROWS=tile_rows, ROWS=_ROWS,
+        PARTS=_PARTS, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Attention over block-major paged KV in torch: gather the blocks, widen what is kept in fp8, then scaled dot
+product attention.
+
+Decode puts the query heads that share a kv head in the place of query positions, so that K and V are
+read once per kv head. Measured on 2 Zen 3 cores, 32 rows of 128 tokens, 9 query and 3 kv heads, per
+layer: bf16 0.67 ms (grouped matmul and softmax 4.5 ms), f32 0.89 ms (1.5 ms).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend_decode(query: Tensor, kv: Tensor, layer: int, tables: Tensor, mask: Tensor) -> Tensor:
+    """One query token per row over its whole context.
+
+    `query` `[rows, heads, head_dim]`; `tables` `[rows, blocks]`; `mask` `[rows, 1, 1, tokens]`, zero where
+    the row has a token and minus infinity past its end, `tokens` at most `blocks * block_tokens`.
+    Returns `[rows, heads, head_dim]`.
+    """
+    rows, heads, dim = query.shape
+    key, value = (each.to(query.dtype) for each in gather_kv(kv, layer, tables))
+    tokens, kv_heads = mask.shape[-1], key.shape[1]
+    grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
+    out = F.scaled_dot_product_attention(grouped, key[:, :, :tokens], value[:, :, :tokens], attn_mask=mask)
+    return out.reshape(rows, heads, dim)
+
+
+def attend_prefill(query: Tensor, kv: Tensor, layer: int, table: Tensor, mask: Tensor | None) -> Tensor:
+    """A chunk of one sequence over the tokens before it and, causally, over itself.
+
+    `query` `[chunk, heads, head_dim]`; `table` `[blocks]`; `mask` `[chunk, tokens]` is zero where a query
+    may look and minus infinity elsewhere, or None for a chunk that starts its sequence. Returns the
+    shape of `query`.
+    """
+    chunk, heads, dim = query.shape
+    tokens = chunk if mask is None else mask.shape[-1]
+    key, value = (each.to(query.dtype) for each in gather_kv(kv, layer, table.unsqueeze(0)))
+    kv_heads = key.shape[1]
+    shared = (kv_heads, heads // kv_heads, tokens, dim)
+    key = key[0, :, :tokens].unsqueeze(1).expand(shared)
+    value = value[0, :, :tokens].unsqueeze(1).expand(shared)
+    grouped = query.view(chunk, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=mask is None)
+    return out.permute(2, 0, 1, 3).reshape(chunk, heads, dim)
+
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # its largest number; it has no infinity, and what lies above may become NaN
+
+
+def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` as a cache of `dtype` keeps them."""
+    return (values.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else values).to(dtype)
+
+
+def write_rows(kv: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
+    """Where tokens go, seen as rows of `[kv_head * head_dim]`: `[layer, K|V, tokens]`, once per step."""
+    _, layers, two, block_tokens, _, _ = kv.shape
+    planes = torch.arange(layers * two, device=kv.device).view(layers, two, 1)
+    return (blocks * (layers * two) + planes) * block_tokens + offsets
+
+
+def write_kv(kv: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> None:
+    """Store `key` and `value` `[tokens, kv_heads, head_dim]` at `rows` `[K|V, tokens]` of `write_rows`.
+
+    Rows may repeat (all tokens of finished sequences go to one spare block): any of them may win.
+    """
+    width = kv.shape[-2] * kv.shape[-1]
+    flat = _movable(kv).view(-1, width)
+    for at, values in zip(rows, (key, value), strict=True):
+        flat.index_copy_(0, at, _movable(as_stored(values.reshape(-1, width), kv.dtype)))
+
+
+def gather_kv(kv: Tensor, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of the blocks of `tables` `[rows, blocks]`: `[rows, kv_heads, tokens, head_dim]` each, as kept.
+
+    A copy, token-major in memory. Measured on 2 Zen 3 cores against views of contiguous runs of blocks
+    (8 rows of 128 tokens, bf16, attention included): 0.24 ms gathered, 2.7 ms by views.
+    """
+    rows, blocks = tables.shape
+    _, _, _, block_tokens, heads, dim = kv.shape
+    flat, source = tables.reshape(-1), _movable(kv)
+
+    def read(which: int) -> Tensor:
+        taken = source[:, layer, which].index_select(0, flat).view(kv.dtype)
+        return taken.view(rows, blocks * block_tokens, heads, dim).transpose(1, 2)
+
+    return read(0), read(1)
+
+
+def copy_blocks(kv: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy whole blocks, all layers: block `source[i]` to `target[i]`. All reads come before all writes."""
+    moved = _movable(kv)
+    moved.index_copy_(0, target, moved.index_select(0, source))
+
+
+def _movable(kv: Tensor) -> Tensor:
+    """fp8 as bytes: not every device can index it."""
+    return kv.view(torch.uint8) if kv.dtype == FP8 else kv

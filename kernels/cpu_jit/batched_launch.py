@@ -1,0 +1,75 @@
+"""Many kernels, one after the other, from one call of machine code.
+
+A layer is nine kernels of 5 to 300 µs, and starting one from Python takes ten. Here the calls are written
+into a table first,
+
+    table [layer][call][function, 0, numbers...]
+
+and each thread of torch's team goes through it, waiting for the others behind every call.
+
+The team has all cores, so what sends the last tokens would wait until Linux takes one back, at its next tick
+(4 ms). Therefore a thread offers its core every EVERY_NS. Where it comes back late, as others compute, too,
+nothing is offered for BACK_OFF_NS: who yields gives up a time slice (Linux 6.18), and would get few.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kernels.cpu_jit.llvm_intrinsics import after, call_at, clock_ns, i64_at
+from kernels.cpu_jit.thread_team import Call, Kernel, openmp, team_size
+
+EVERY_NS = 150_000
+LONG_NS = 3_000_000  # longer than what services do at a time
+BACK_OFF_NS = 50_000_000
+_WIDTH = 24  # numbers of a call: whole lines of the cache, so that who takes work of one disturbs no other
+
+
+def _run(p: Any) -> None:
+    entry, barrier, clock, give_way, not_before = i64_at(p[1]), p[3], p[4], p[5], i64_at(p[6])
+    since = clock_ns(clock)
+    for i in range(p[2]):
+        call = after(entry, i * _WIDTH)
+        call_at(call[0], after(call, 1))
+        if barrier:
+            call_at(barrier, call)
+        now = clock_ns(clock)
+        if now - since >= EVERY_NS and now >= not_before[0]:
+            call_at(give_way, call)
+            since = clock_ns(clock)
+            if since - now >= LONG_NS:
+                not_before[0] = since + BACK_OFF_NS
+
+
+_RUN = Kernel(_run)
+
+
+def run(calls: Sequence[Call], times: int) -> None:
+    """Make the calls, in order, `times` times. A number of a call is one for all times, or an array of one
+    for each. What they point to stays until this returns."""
+    table = np.zeros((times, len(calls), _WIDTH), np.int64)
+    for i, call in enumerate(calls):
+        table[:, i, 0] = call.kernel.address
+        for place, number in enumerate(call.numbers, 2):
+            table[:, i, place] = number
+    threads, team = team_size(), openmp()
+    barrier = team.barrier if team is not None and threads > 1 else 0
+    _RUN(threads, table.ctypes.data, times * len(calls), barrier, *_libc(), _not_before.ctypes.data)
+
+
+@cache
+def _libc() -> tuple[int, int]:
+    """The addresses of its clock and of what offers the core to others."""
+    library = ctypes.CDLL(None)
+    clock, give_way = (
+        ctypes.cast(library[name], ctypes.c_void_p) for name in ("clock_gettime", "sched_yield")
+    )
+    return clock.value or 0, give_way.value or 0
+
+
+_not_before = np.zeros(1, np.int64)  # ns

@@ -1,0 +1,86 @@
+"""Products of few rows with a matrix on a CPU: the matrix is read once, as it is kept, and nothing else
+takes time.
+
+A library's product is made for many rows. Here a row of the matrix goes from memory through the registers,
+widened on its way, and meets every row of `x`, which stays in the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kernels.cpu_jit.llvm_intrinsics import bf16_at, fast, narrow, take, widen
+from kernels.cpu_jit.thread_team import Kernel
+
+_BYTES = 1 << 15  # of the matrix, about, in a piece
+_ZERO = np.float32(0.0)
+
+
+@fast
+def _one(x: Any, first: int, weight: Any, at: int, width: int, out: Any, to: int) -> None:
+    a = _ZERO
+    for i in range(width):
+        a += widen(x[first + i]) * widen(weight[at + i])
+    out[to] = narrow(a, out[0])
+
+
+@fast
+def _four(x: Any, first: int, weight: Any, at: int, width: int, out: Any, to: int, height: int) -> None:
+    a = b = c = d = _ZERO
+    x0, x1, x2, x3 = first, first + width, first + 2 * width, first + 3 * width
+    for i in range(width):
+        w = widen(weight[at + i])
+        a += widen(x[x0 + i]) * w
+        b += widen(x[x1 + i]) * w
+        c += widen(x[x2 + i]) * w
+        d += widen(x[x3 + i]) * w
+    out[to] = narrow(a, out[0])
+    out[to + height] = narrow(b, out[0])
+    out[to + 2 * height] = narrow(c, out[0])
+    out[to + 3 * height] = narrow(d, out[0])
+
+
+@fast
+def _tall(x: Any, weight: Any, out: Any, rows: int, width: int, height: int, piece_rows: int, p: Any) -> None:
+    while True:
+        first = take(p) * piece_rows
+        if first >= height:
+            return
+        for row in range(first, min(first + piece_rows, height)):
+            done = 0
+            while done + 4 <= rows:
+                _four(x, done * width, weight, row * width, width, out, done * height + row, height)
+                done += 4
+            while done < rows:
+                _one(x, done * width, weight, row * width, width, out, done * height + row)
+                done += 1
+
+
+def _bf16(p: Any) -> None:
+    _tall(bf16_at(p[1]), bf16_at(p[2]), bf16_at(p[3]), p[4], p[5], p[6], p[7], p)
+
+
+_KERNEL = Kernel(_bf16)
+
+
+def few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` of `x` `[rows, in]` and `weight` `[out, in]`, both contiguous and in bfloat16, added
+    up in float32 and rounded once: `[rows, out]`."""
+    rows, width = x.shape
+    height = weight.shape[0]
+    out = x.new_empty(rows, height)
+    piece_rows = max(4, _BYTES // (width * weight.element_size()))
+    _KERNEL(
+        -(-height // piece_rows),
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        rows,
+        width,
+        height,
+        piece_rows,
+    )
+    return out

@@ -1,0 +1,91 @@
+"""A tile of a matrix product in vector registers, of bytes: up to 4 rows of `x` by a panel of 48 rows of the
+matrix. See kernels.cpu_jit.microkernel.
+
+The instruction adds up four products of a byte without a sign and one with: bytes of the matrix are 128 too
+large, and -128 times the sum of `x` is where the sums of a block begin. They are exact; each becomes a
+float32 at the end of its block of columns, which has a scale of its own in each row of `x`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.extending import intrinsic
+
+from kernels.cpu_jit.microkernel import PANEL, Sums, load, number, store, sum_up
+from kernels.cpu_jit.vectors import LANES, call, spread
+
+BLOCK = 32  # columns
+_AT_ONCE = 4  # columns of an instruction
+_WIDE = PANEL // LANES
+_I32, _F32 = ir.IntType(32), ir.FloatType()
+_WORDS, _SUMS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+# Words stand for four bytes each, as before LLVM 22, which takes that for the same.
+_MULTIPLY, _FMA = "llvm.x86.avx512.vpdpbusd.512", "llvm.fma.v16f32"
+
+
+def byte_tile_of(rows: int) -> Any:
+    """See the function in it."""
+
+    @intrinsic
+    def tile(
+        typing: Any,
+        x: Any,
+        of_x: Any,
+        starts: Any,
+        blocks: Any,
+        panel: Any,
+        scales: Any,
+        out: Any,
+        height: Any,
+    ) -> Any:
+        """The product of `rows` rows of int8 at `x`, each of so many `blocks`, with a panel, into `out`,
+        float32 or bfloat16, where rows are `height` apart. Of each block `of_x` has the scale and `starts`
+        what its sums begin with; `scales` are those of the panel's rows."""
+        return types.void(x, of_x, starts, blocks, panel, scales, out, height), _generator(rows, out.dtype)
+
+    return tile
+
+
+def _generator(rows: int, stored: Any) -> Callable[..., Any]:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        x, of_x, starts, blocks, panel, scales, out, height = args
+
+        def add(block: Any, sums: Sums) -> Sums:
+            at = builder.gep(panel, [builder.mul(block, number(BLOCK * PANEL))])
+            places = [builder.add(builder.mul(blocks, number(row)), block) for row in range(rows)]
+            found = []
+            for own, place, whole in zip(sums, places, _block(builder, x, starts, places, at), strict=True):
+                scale = spread(builder, load(builder, of_x, place, _F32))
+                floats = [builder.sitofp(each, _SUMS) for each in whole]
+                pairs = zip(floats, own, strict=True)
+                found.append([call(builder, _FMA, _SUMS, each, scale, old) for each, old in pairs])
+            return found
+
+        for row, ends in enumerate(sum_up(builder, rows, blocks, 1, add)):
+            for part, end in enumerate(ends):
+                target = builder.add(builder.mul(height, number(row)), number(part * LANES))
+                scaled = builder.fmul(end, load(builder, scales, part * LANES, _SUMS))
+                store(builder, scaled, builder.gep(out, [target]), stored)
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _block(builder: ir.IRBuilder, x: Any, starts: Any, places: list[Any], panel: Any) -> list[list[Any]]:
+    """The sums of a block, integers, by row and part of the panel."""
+    found = [[spread(builder, load(builder, starts, place, _I32))] * _WIDE for place in places]
+    lines = [builder.gep(x, [builder.mul(place, number(BLOCK))]) for place in places]
+    for column in range(0, BLOCK, _AT_ONCE):
+        parts = [(column * PANEL) + part * _AT_ONCE * LANES for part in range(_WIDE)]
+        matrix = [load(builder, panel, part, _WORDS) for part in parts]
+        for row, line in enumerate(lines):
+            four = spread(builder, load(builder, line, column, _I32))
+            found[row] = [
+                call(builder, _MULTIPLY, _WORDS, old, read, four)
+                for old, read in zip(found[row], matrix, strict=True)
+            ]
+    return found

@@ -1,0 +1,135 @@
+"""Products with a matrix on a CPU with AVX-512, of which bfloat16 needs the part that multiplies its pairs.
+
+The matrix is kept in panels of 48 of its rows, as instructions want it: 16 rows in one register, of bfloat16
+two neighbouring columns of each.
+
+    panel [out / 48][in / 2][48][2]    float32: [out / 48][in][48]
+
+A panel is a piece of work: it comes from memory once and stays in the second cache for all tiles of 8 rows of
+`x` by the panel. With few rows that reading is all the time, with many the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import kernels.cpu_jit
+from kernels.cpu_jit.llvm_intrinsics import after, bf16_at, f32_at, fast, take
+from kernels.cpu_jit.microkernel import PANEL, tile_of
+from kernels.cpu_jit.thread_team import Call, Kernel, Number
+
+_TILE = 8  # rows of x
+
+_eight, _four, _two, _one = (tile_of(rows) for rows in (8, 4, 2, 1))
+
+
+@fast
+def _all(x: Any, panel: Any, out: Any, rows: int, width: int, height: int) -> None:
+    row = 0
+    while row + _TILE <= rows:
+        _eight(after(x, row * width), width, panel, after(out, row * height), height)
+        row += _TILE
+    if row + 4 <= rows:
+        _four(after(x, row * width), width, panel, after(out, row * height), height)
+        row += 4
+    if row + 2 <= rows:
+        _two(after(x, row * width), width, panel, after(out, row * height), height)
+        row += 2
+    if row < rows:
+        _one(after(x, row * width), width, panel, after(out, row * height), height)
+
+
+@fast
+def _panels(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
+    while True:
+        to = take(p) * PANEL
+        if to >= height:
+            return
+        target = after(out, min(to, height - PANEL))  # the last panel may begin within the one before
+        _all(x, after(panels, to * width), target, rows, width, height)
+
+
+def _bf16(p: Any) -> None:
+    _panels(bf16_at(p[1]), bf16_at(p[2]), bf16_at(p[3]), p[4], p[5], p[6], p)
+
+
+def _bf16_to_f32(p: Any) -> None:
+    _panels(bf16_at(p[1]), bf16_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
+
+
+def _f32(p: Any) -> None:
+    _panels(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
+
+
+_KERNELS = {  # by what is multiplied and what comes of it
+    (torch.bfloat16, torch.bfloat16): Kernel(_bf16),
+    (torch.bfloat16, torch.float32): Kernel(_bf16_to_f32),
+    (torch.float32, torch.float32): Kernel(_f32),
+}
+_NEEDS = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}
+
+
+def can_multiply(weight: Tensor) -> bool:
+    """True where this CPU has the instructions and `weight` `[out, in]` a shape for panels."""
+    height, width = weight.shape
+    fits = weight.dtype in _NEEDS and height >= PANEL and width % 2 == 0
+    return fits and kernels.cpu_jit.has(_NEEDS[weight.dtype])
+
+
+class Matrix(Protocol):
+    """A matrix `[height, in]` as instructions want it. Of another one alike a product needs its `parts`."""
+
+    @property
+    def height(self) -> int: ...
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]: ...
+
+    def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
+        """What puts `x @ matrix.T` into `out`, in float32 or the dtype of `x`, one after the other. `parts`
+        are addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A matrix in float32 or bfloat16, in panels."""
+
+    panels: Tensor
+    height: int
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.panels,)
+
+    def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
+        numbers = (x.data_ptr(), *parts, out.data_ptr(), *x.shape, self.height)
+        return (Call(_KERNELS[x.dtype, out.dtype], len(self.panels), numbers),)
+
+
+def pack(weight: Tensor) -> Panels:
+    """`weight` `[out, in]` in panels, as above. The last one ends with the matrix."""
+    return Panels(in_panels(weight, 2 if weight.dtype == torch.bfloat16 else 1), len(weight))
+
+
+def in_panels(weight: Tensor, columns: int) -> Tensor:
+    """`weight` `[out, in]` in panels, `columns` together: `[panels, in / columns, 48, columns]`."""
+    height, width = weight.shape
+    whole, rest = divmod(height, PANEL)
+    panels = weight[: whole * PANEL].view(whole, PANEL, width)
+    if rest:
+        panels = torch.cat((panels, weight[-PANEL:][None]))
+    return panels.view(-1, PANEL, width // columns, columns).transpose(1, 2).contiguous()
+
+
+def multiply(x: Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
+    """`x @ matrix.T` of `x` `[rows, in]`, contiguous, added up in float32 and rounded once, to `dtype`
+    (float32 or that of `x`): `[rows, out]`."""
+    out = x.new_empty(len(x), matrix.height, dtype=dtype)
+    for each in matrix.calls(x, out, [part.data_ptr() for part in matrix.parts]):
+        each.run()
+    return out

@@ -1,0 +1,136 @@
+"""Kernels on the threads that torch computes with.
+
+Torch shares its operators out to a team of OpenMP threads, which wait spinning for the next one. A second
+pool would fight with it for the cores; so a kernel is handed to the same team, by the entry point that
+compilers call for `#pragma omp parallel`. Within a kernel each thread takes the next piece of work until none
+is left: where something else has one of the cores for a while, the other threads do more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cfunc, config, types
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class OpenMP:
+    """The library that torch has loaded, by the entry points that compilers call."""
+
+    parallel: Callable[[int, Any, int, int], None]  # function, data, threads, flags
+    barrier: int  # the address of a function without arguments
+
+
+@cache
+def openmp() -> OpenMP | None:
+    """None where torch has none."""
+    for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):  # LLVM's and Intel's have the same entry point
+        for path in (Path(torch.__file__).parent / "lib" / name, Path(name)):
+            try:
+                library = ctypes.CDLL(str(path), mode=_ONLY_IF_LOADED)
+                parallel, barrier = library.GOMP_parallel, library.GOMP_barrier
+            except (OSError, AttributeError):
+                continue
+            parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            parallel.restype = None
+            return OpenMP(parallel, ctypes.cast(barrier, ctypes.c_void_p).value or 0)
+    return None
+
+
+_ONLY_IF_LOADED = 4 | 1  # RTLD_NOLOAD | RTLD_LAZY
+
+
+def team_size() -> int:
+    """How many threads a kernel gets."""
+    return torch.get_num_threads() if openmp() else 1
+
+
+def bits_of(value: float) -> int:
+    """A float as a number of a call: `float_of` gives it back."""
+    return int.from_bytes(struct.pack("<f", value), "little", signed=True)
+
+
+def _machine_code(body: Callable[[Any], None]) -> Any:
+    signature = types.void(types.CPointer(types.int64))
+    if not config.CACHE_DIR:
+        config.CACHE_DIR = str(_code_folder())
+    try:
+        return cfunc(signature, cache=True, nogil=True)(body)
+    except RuntimeError:  # no place to write to: compiled anew at every start
+        return cfunc(signature, nogil=True)(body)
+
+
+def _code_folder() -> Path:
+    """Where machine code is kept. Numba sees when the file of a kernel changes, not when these helpers do."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return Path.home() / ".cache" / "headrace" / "kernels" / digest.hexdigest()[:16]
+
+
+class Kernel:
+    """A function of numbers, compiled at its first use and kept on disk. Any thread may call it.
+
+    `body(p)` gets a pointer to int64: `p[0]` is where threads `take` the next piece of work, behind it are
+    the numbers of the call, addresses among them.
+    """
+
+    def __init__(self, body: Callable[[Any], None]) -> None:
+        self._body = body
+        self._compiling = threading.Lock()
+        self._compiled: Any = None  # keeps the machine code
+        self._alone: Any = None
+
+    def __call__(self, pieces: int, *numbers: int) -> None:
+        """Run on as many threads as torch uses, at most `pieces`. What the numbers point to stays until the
+        call returns. The first call takes seconds where nothing is on disk."""
+        if self._alone is None:
+            self._compile()
+        data = (ctypes.c_int64 * (len(numbers) + 1))(0, *numbers)
+        threads = min(pieces, team_size())
+        if threads > 1 and (team := openmp()):
+            team.parallel(self._compiled.address, data, threads, 0)
+        else:
+            self._alone(data)
+
+    @property
+    def address(self) -> int:
+        """Of the machine code, a function of one pointer."""
+        if self._alone is None:
+            self._compile()
+        return int(self._compiled.address)
+
+    def _compile(self) -> None:
+        with self._compiling:
+            if self._alone is None:
+                self._compiled = _machine_code(self._body)
+                self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
+
+
+Number = int | NDArray[np.int64]  # or one for each of several calls that are alike
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel with its numbers, for now or for later: see batched_launch.py. `scratch`: what it has in
+    between."""
+
+    kernel: Kernel
+    pieces: int
+    numbers: tuple[Any, ...]  # each a Number
+    scratch: torch.Tensor | None = None
+
+    def run(self) -> None:
+        """Make the call, whose numbers are all plain."""
+        self.kernel(self.pieces, *self.numbers)

@@ -1,0 +1,192 @@
+"""Products of few rows with a large weight on a GPU, in Triton: bound by reading the weight.
+
+A library's kernels for such shapes leave bandwidth where the weight is small: too few programs, or one wave
+and a piece. Here the weight takes the place of the wide operand of the matrix instruction (`weight @ x.T`),
+and `splits` programs share a column tile, each with a part of the inner dimension, so that one wave fills
+every multiprocessor. Their sums are left apart, in float32: what reads them (norm, rotation) adds them up.
+
+Of a joined gate and up a program may compute some columns of both, and leave `silu(gate) * up` of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import begin, prefetch, ready
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _matmul(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    split_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    SPLIT_INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GATED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    begin(CHAINED)
+    first, split = tl.program_id(0) * TILE, tl.program_id(1)
+    n, m, k = first + tl.arange(0, TILE), tl.arange(0, ROWS), tl.arange(0, STEP)
+    HALF: tl.constexpr = TILE // 2
+    if GATED:  # half a tile of the gate, and the same of up
+        i = tl.arange(0, TILE)
+        n = first // 2 + i % HALF + tl.where(i < HALF, 0, WIDTH // 2)
+    begin_at = split * SPLIT_INNER
+    weights = weight + n.to(tl.int64)[:, None] * INNER + k[None, :]
+    if AHEAD > 0:  # while the kernel before still runs
+        line = tl.arange(0, AHEAD // 64) * 64
+        prefetch(weight + n.to(tl.int64)[:, None] * INNER + begin_at + line[None, :])
+    ready(CHAINED)
+    inputs = x + m[:, None] * INNER + k[None, :]
+    acc = tl.zeros([TILE, ROWS], tl.float32)
+    for at in tl.range(begin_at, begin_at + SPLIT_INNER, STEP, num_stages=STAGES):
+        w = tl.load(weights + at, eviction_policy="evict_first")
+        value = tl.load(inputs + at, mask=(m < rows)[:, None], other=0.0)
+        acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
+    if GATED:
+        dtype: tl.constexpr = out.dtype.element_ty
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, ROWS]), [2, 1, 0]))
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # all rounded as kernels.activation has it
+        columns = first // 2 + tl.arange(0, HALF)
+        at_out = out + m[:, None] * (WIDTH // 2) + columns[None, :]
+        tl.store(at_out, (silu * up).to(dtype), mask=(m < rows)[:, None])
+    else:
+        at_out = out + split * split_stride + m[:, None] * WIDTH + n[None, :]
+        tl.store(at_out, tl.trans(acc).to(out.dtype.element_ty), mask=(m < rows)[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTuning:
+    """How a product is laid out. `tile` divides the width, `splits * step` the inner dimension. `ahead`:
+    elements of each row of the weight, a power of two of at least 64, fetched before the input is there."""
+
+    tile: int
+    step: int
+    splits: int = 1
+    stages: int = 4
+    warps: int = 4
+    ahead: int = 0
+    gated: bool = False  # of a joined gate and up, which then needs no kernel behind it; for one split
+    chained: bool = False  # see kernels.launch
+
+
+def matmul(x: Tensor, weight: Tensor, tuning: MatmulTuning) -> Tensor:
+    """`x @ weight.T` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]` in the dtype of
+    `x`, or with more than one split `[splits, rows, width]` in float32, to be added up; of a layout that is
+    gated `silu(gate) * up`, `[rows, width / 2]`."""
+    rows, inner = x.shape
+    width = weight.shape[0]
+    splits = tuning.splits
+    if width % tuning.tile or inner % (splits * tuning.step) or (tuning.gated and splits > 1):
+        raise ValueError(f"a weight of {width} x {inner} does not divide into {tuning}")
+    shape = (rows, width // (1 + tuning.gated)) if splits == 1 else (splits, rows, width)
+    out = torch.empty(shape, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
+    _matmul[(width // tuning.tile, splits)](
+        x, weight, out, rows, rows * width, WIDTH=width, INNER=inner, SPLIT_INNER=inner // splits,
+        ROWS=max(16, triton.next_power_of_2(rows)), TILE=tuning.tile, STEP=tuning.step, STAGES=tuning.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=tuning.ahead, GATED=tuning.gated,
+        CHAINED=tuning.chained, launch_pdl=tuning.chained, num_warps=tuning.warps,
+    )  # fmt: skip
+    return out
+
+
+_GROUP = 8  # row tiles that share the columns of the weight in the second-level cache
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _matmul_fixed(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    inner: tl.tensor,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> None:
+    # Tiles in groups of GROUP rows of tiles, column by column.
+    tiles, row_tiles = (width + TILE - 1) // TILE, (rows + ROWS - 1) // ROWS
+    group = tl.program_id(0) // (GROUP * tiles)
+    high = tl.minimum(row_tiles - group * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles)
+    m = (group * GROUP + within % high) * ROWS + tl.arange(0, ROWS)
+    n = within // high * TILE + tl.arange(0, TILE)
+    k = tl.arange(0, STEP)
+    exists = (m < rows)[:, None]
+    inputs = x + m.to(tl.int64)[:, None] * inner + k[None, :]
+    column = tl.where(n < width, n, 0)  # of those past the end something is computed, and not stored
+    weights = weight + column.to(tl.int64)[:, None] * inner + k[None, :]
+    acc = tl.zeros([ROWS, TILE], tl.float32)
+    for at in tl.range(0, inner, STEP, num_stages=STAGES):
+        if EVEN:
+            value = tl.load(inputs + at, mask=exists, other=0.0)
+            w = tl.load(weights + at)
+        else:
+            inside = (at + k < inner)[None, :]
+            value = tl.load(inputs + at, mask=exists & inside, other=0.0)
+            w = tl.load(weights + at, mask=inside, other=0.0)
+        acc = tl.dot(value, tl.trans(w), acc, input_precision=PRECISION)
+    if BIASED:
+        acc += tl.load(bias + column).to(tl.float32)[None, :]
+    at_out = out + m.to(tl.int64)[:, None] * width + n[None, :]
+    tl.store(at_out, acc.to(out.dtype.element_ty), mask=exists & (n < width)[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class FixedTuning:
+    """How a product is laid out: `rows` and `tile` columns of a program, `step` of the inner dimension at a
+    time, all powers of two."""
+
+    rows: int
+    tile: int
+    step: int
+    stages: int = 4
+    warps: int = 4
+
+
+def layout_of(rows: int, width: int, processors: int, layouts: tuple[FixedTuning, ...]) -> FixedTuning:
+    """The first of `layouts`, the largest tiles first, that gives most of the multiprocessors a program and
+    does not leave half of its rows empty where another leaves fewer; else the last."""
+    least = layouts[-1]
+    for tuning in layouts[:-1]:
+        programs = triton.cdiv(rows, tuning.rows) * triton.cdiv(width, tuning.tile)
+        if tuning.rows < 2 * max(rows, least.rows) and 4 * programs >= 3 * processors:
+            return tuning
+    return least
+
+
+def matmul_fixed(x: Tensor, weight: Tensor, bias: Tensor | None, tuning: FixedTuning) -> Tensor:
+    """`x @ weight.T + bias` of `x` `[rows, inner]`, `weight` `[width, inner]` and `bias` `[width]`, all
+    contiguous: `[rows, width]` in the dtype of `x`."""
+    rows, inner = x.shape
+    width = weight.shape[0]
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    _matmul_fixed[(triton.cdiv(rows, tuning.rows) * triton.cdiv(width, tuning.tile),)](
+        x, weight, bias, out, rows, width, inner, ROWS=tuning.rows, TILE=tuning.tile, STEP=tuning.step,
+        GROUP=_GROUP, STAGES=tuning.stages, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        EVEN=inner % tuning.step == 0, BIASED=bias is not None, num_warps=tuning.warps,
+    )  # fmt: skip
+    return out

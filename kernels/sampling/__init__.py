@@ -1,0 +1,5 @@
+"""Choosing tokens from logits."""
+
+from kernels.sampling.ref import GROUP_TOKENS, draw, gumbel, keep_likely, penalize, philox
+
+__all__ = ["GROUP_TOKENS", "draw", "gumbel", "keep_likely", "penalize", "philox"]

@@ -1,0 +1,415 @@
+"""Sampling on a GPU, in Triton: filters, the draw and the end of a slot, in two launches for any batch.
+
+    1. groups of 256 logits each: their maximum and mass                            reads all logits once
+    2. one program a row: which group, which token; last token, done, id and done   reads what it needs
+
+The draw is that of kernels.sampling.ref: one Gumbel noise chooses the group, one the token, from
+Philox(seed, position, level), so it depends on neither batch nor slot.
+
+Filters come down to a least logit. The k-th largest of the group maxima is at most the k-th largest logit, so
+top-k and what top-p keeps of it lie in the few groups whose maximum is at least that; for top-p alone the
+same is tried with the 96 best groups. Their logits at or above that bound are the candidates, and the least
+one kept is found by bisection of its bits: exact, no sort, no random number of rounds. A row whose filter
+keeps more than there is room for (a flat distribution, a large top-k) is bisected over all its logits, by the
+same program: slower, as exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.sampling.ref import GROUP_TOKENS
+
+_PER_PROGRAM = 8  # groups of pass 1
+_TRIED = 96  # groups whose logits are candidates
+_CANDIDATES = 2048  # logits that it bisects
+_SCAN = 16  # groups read at a time
+
+
+@triton.jit
+def _groups(
+    logits: tl.tensor,
+    slots: tl.tensor,
+    filters: tl.tensor,
+    maxima: tl.tensor,
+    masses: tl.tensor,
+    vocab: tl.tensor,
+    groups: tl.tensor,
+    GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value = tl.load(logits + row * vocab + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    temperature = tl.load(filters + tl.load(slots + row).to(tl.int64) * 4)
+    temperature = tl.where(temperature > 0, temperature, 1.0)
+    most = tl.max(value, 1)
+    finite = tl.where(most > -float("inf"), most, 0.0)
+    mass = tl.sum(tl.exp((value - finite[:, None]) / temperature), 1)
+    tl.store(maxima + row * groups + group, most, mask=group < groups)
+    tl.store(masses + row * groups + group, mass, mask=group < groups)
+
+
+@triton.jit
+def _choose(
+    logits: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    filters: tl.tensor,
+    seeds: tl.tensor,
+    maxima: tl.tensor,
+    masses: tl.tensor,
+    listed: tl.tensor,
+    candidates: tl.tensor,
+    last_tokens: tl.tensor,
+    done: tl.tensor,
+    max_lengths: tl.tensor,
+    stop_ids: tl.tensor,
+    ids: tl.tensor,
+    dones: tl.tensor,
+    vocab: tl.tensor,
+    groups: tl.tensor,
+    GROUPS_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRIED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    SCAN: tl.constexpr,
+    STOPS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    position, seed = tl.load(positions + row), tl.load(seeds + slot)
+    heat = tl.load(filters + slot * 4)
+    top_k, top_p = tl.load(filters + slot * 4 + 1).to(tl.int32), tl.load(filters + slot * 4 + 2)
+    min_p = tl.load(filters + slot * 4 + 3)
+    temperature = tl.where(heat > 0, heat, 1.0)
+    logits += row * vocab
+    g = tl.arange(0, GROUPS_PAD)
+    most = tl.load(maxima + row * groups + g, mask=g < groups, other=-float("inf"))
+    mass = tl.load(masses + row * groups + g, mask=g < groups, other=0.0)
+    best = tl.max(most, 0)
+    least = tl.full([], LOWEST, tl.int64)
+    if heat > 0:
+        if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
+            listed += row * GROUPS_PAD
+            least = least_kept(
+                logits, most, mass, listed, candidates + row * CANDIDATES, temperature, top_k, top_p, min_p,
+                vocab, groups, GROUPS_PAD, GROUP, TRIED, CANDIDATES, SCAN,
+            )  # fmt: skip
+            count = list_groups(key_of(most), least, listed, groups, GROUPS_PAD)
+            chosen = draw_group(
+                logits, listed, count, least, best, temperature, seed, position, vocab, GROUP, SCAN
+            )  # fmt: skip
+        else:
+            score = tl.log(mass) + (most - best) / temperature + noise(seed, g, position, 1)
+            chosen = tl.argmax(tl.where((g < groups) & (mass > 0), score, -float("inf")), 0)
+    else:
+        chosen = tl.argmax(most, 0)
+    token = chosen * GROUP + tl.arange(0, GROUP)
+    value = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    score = value
+    if heat > 0:
+        score = (value - best) / temperature + noise(seed, token, position, 0)
+        score = tl.where((token < vocab) & (key_of(value) >= least.to(tl.int32)), score, -float("inf"))
+    answer = chosen * GROUP + tl.argmax(score, 0)
+
+    before = tl.load(done + slot)
+    s = tl.arange(0, STOPS)
+    stopped = tl.sum((tl.load(stop_ids + slot * STOPS + s) == answer).to(tl.int32), 0) > 0
+    stopped = stopped | (position + 1 >= tl.load(max_lengths + slot))
+    tl.store(ids + row, tl.where(before != 0, -1, answer))
+    tl.store(dones + row, tl.where(before != 0, 2, stopped.to(tl.int32)))
+    if before == 0:
+        tl.store(last_tokens + slot, answer)
+        tl.store(done + slot, stopped.to(tl.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How each slot's tokens are chosen and when it ends: `[slots, ...]` each. State of it is changed."""
+
+    filters: Tensor  # [slots, 4] float32: temperature, top-k, top-p, min-p; temperature 0 is greedy
+    seeds: Tensor  # int64, the bits of a uint64
+    max_lengths: Tensor  # int32
+    stop_ids: Tensor  # [slots, stops] int32, -1 where there is none; stops a power of two
+    last_tokens: Tensor  # int32
+    done: Tensor  # int32
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Room of the kernels for up to `rows` rows."""
+
+    maxima: Tensor  # [rows, groups]
+    masses: Tensor
+    listed: Tensor  # [rows, groups], groups rounded up
+    candidates: Tensor  # [rows, candidates]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Columns of a step's result, `[rows]` int32."""
+
+    ids: Tensor
+    done: Tensor
+
+
+def scratch(rows: int, vocab: int, device: torch.device) -> Scratch:
+    """Room for steps of up to `rows` rows."""
+    groups = triton.cdiv(vocab, GROUP_TOKENS)
+    return Scratch(
+        maxima=torch.empty(rows, groups, device=device),
+        masses=torch.empty(rows, groups, device=device),
+        listed=torch.empty(rows, _padded(groups), dtype=torch.int32, device=device),
+        candidates=torch.empty(rows, _CANDIDATES, device=device),
+    )
+
+
+def choose(
+    logits: Tensor, slots: Tensor, positions: Tensor, choices: Choices, room: Scratch, chosen: Chosen
+) -> None:
+    """A token for each row of `logits` `[rows, vocab]`: that of slot `slots[row]` for place `positions[row]`
+    of its sequence. Slots that are done get id -1 and done 2, as in a StepResult; others move on."""
+    rows, vocab = logits.shape
+    groups = triton.cdiv(vocab, GROUP_TOKENS)
+    _groups[(rows, triton.cdiv(groups, _PER_PROGRAM))](
+        logits, slots, choices.filters, room.maxima, room.masses, vocab, groups,
+        GROUP=GROUP_TOKENS, COUNT=_PER_PROGRAM, num_warps=4,
+    )  # fmt: skip
+    _choose[(rows,)](
+        logits, slots, positions, choices.filters, choices.seeds, room.maxima, room.masses, room.listed,
+        room.candidates, choices.last_tokens, choices.done, choices.max_lengths, choices.stop_ids,
+        chosen.ids, chosen.done, vocab, groups, GROUPS_PAD=_padded(groups), GROUP=GROUP_TOKENS, TRIED=_TRIED,
+        CANDIDATES=_CANDIDATES, SCAN=_SCAN, STOPS=choices.stop_ids.shape[1], num_warps=8,
+    )  # fmt: skip
+
+
+def _padded(groups: int) -> int:
+    return max(16, int(triton.next_power_of_2(groups)))
+
+
+LOWEST = tl.constexpr(-0x7FFFFFFF)  # below the key of minus infinity
+
+
+@triton.jit
+def noise(seed: tl.tensor, index: tl.tensor, position: tl.tensor, LEVEL: tl.constexpr) -> tl.tensor:
+    """Standard Gumbel noise, as kernels.sampling.ref makes it."""
+    zero = index * 0
+    word, _, _, _ = tl.philox(seed, index, zero + position, zero + LEVEL, zero)
+    uniform = ((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def key_of(value: tl.tensor) -> tl.tensor:
+    """Float32 to int32 of the same order."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def largest(keys: tl.tensor, low: tl.tensor, high: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """The largest key, `low` to `high`, that so many of `keys` reach."""
+    while low < high:
+        middle = (low + high + 1) >> 1
+        enough = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) >= count
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def least_within(
+    keys: tl.tensor, masses: tl.tensor, low: tl.tensor, high: tl.tensor, limit: tl.tensor
+) -> tl.tensor:
+    """The least key, `low` to `high`, with less than `limit` of `masses` above it."""
+    while low < high:
+        middle = (low + high) >> 1
+        inner = tl.sum(tl.where(keys > middle.to(tl.int32), masses, 0.0), 0) < limit
+        low, high = tl.where(inner, low, middle + 1), tl.where(inner, middle, high)
+    return low
+
+
+@triton.jit
+def scan(
+    logits: tl.tensor,
+    least: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    vocab: tl.tensor,
+    groups: tl.tensor,
+    GROUP: tl.constexpr,
+    SCAN: tl.constexpr,
+) -> tl.tensor:
+    """How many logits of a row are at or above the key `least`, and their mass relative to the largest."""
+    count, total = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float32)
+    for first in range(0, groups, SCAN):
+        token = (first + tl.arange(0, SCAN))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        value = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+        kept = (key_of(value) >= least.to(tl.int32)) & (token < vocab)
+        count += tl.sum(tl.sum(kept.to(tl.int32), 1), 0)
+        total += tl.sum(tl.sum(tl.where(kept, tl.exp((value - best) / temperature), 0.0), 1), 0)
+    return count, total
+
+
+@triton.jit
+def least_of_all(
+    logits: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    vocab: tl.tensor,
+    groups: tl.tensor,
+    GROUP: tl.constexpr,
+    SCAN: tl.constexpr,
+) -> tl.tensor:
+    """The key of the least logit that top-k, then top-p keep, from all logits of a row."""
+    top = key_of(best).to(tl.int64)
+    least = tl.full([], LOWEST, tl.int64)
+    if top_k > 0:
+        high = top
+        while least < high:
+            middle = (least + high + 1) >> 1
+            count, _ = scan(logits, middle, best, temperature, vocab, groups, GROUP, SCAN)
+            enough = count >= tl.minimum(top_k, vocab)
+            least, high = tl.where(enough, middle, least), tl.where(enough, high, middle - 1)
+    if top_p < 1.0:
+        _, whole = scan(logits, least, best, temperature, vocab, groups, GROUP, SCAN)
+        high = top
+        while least < high:
+            middle = (least + high) >> 1
+            _, above = scan(logits, middle + 1, best, temperature, vocab, groups, GROUP, SCAN)
+            inner = above < top_p * whole
+            least, high = tl.where(inner, least, middle + 1), tl.where(inner, middle, high)
+    return least
+
+
+@triton.jit
+def list_groups(
+    keys: tl.tensor,
+    bound: tl.tensor,
+    listed: tl.tensor,
+    groups: tl.tensor,
+    GROUPS_PAD: tl.constexpr,
+) -> tl.tensor:
+    """Write down the groups whose maximum reaches `bound`; how many they are."""
+    g = tl.arange(0, GROUPS_PAD)
+    able = ((keys >= bound.to(tl.int32)) & (g < groups)).to(tl.int32)
+    tl.debug_barrier()  # what was listed before has been read
+    tl.store(listed + tl.cumsum(able, 0) - 1, g, mask=able > 0)
+    tl.debug_barrier()
+    return tl.sum(able, 0)
+
+
+@triton.jit
+def listed_logits(
+    logits: tl.tensor,
+    listed: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    vocab: tl.tensor,
+    GROUP: tl.constexpr,
+    SCAN: tl.constexpr,
+) -> tl.tensor:
+    """Some listed groups, their logits, and which of these exist."""
+    at = first + tl.arange(0, SCAN)
+    group = tl.load(listed + at, mask=at < count, other=0)
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = (at < count)[:, None] & (token < vocab)
+    return group, tl.load(logits + token, mask=inside, other=-float("inf")).to(tl.float32), inside
+
+
+@triton.jit
+def draw_group(
+    logits: tl.tensor,
+    listed: tl.tensor,
+    count: tl.tensor,
+    least: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    vocab: tl.tensor,
+    GROUP: tl.constexpr,
+    SCAN: tl.constexpr,
+) -> tl.tensor:
+    """The group drawn among those listed, by the mass of what reaches the key `least`."""
+    top_score, chosen = tl.full([], -float("inf"), tl.float32), tl.full([], 0, tl.int32)
+    for first in range(0, count, SCAN):
+        group, value, inside = listed_logits(logits, listed, first, count, vocab, GROUP, SCAN)
+        kept = inside & (key_of(value) >= least.to(tl.int32))
+        mass = tl.sum(tl.where(kept, tl.exp((value - best) / temperature), 0.0), 1)
+        score = tl.where(mass > 0, tl.log(mass) + noise(seed, group, position, 1), -float("inf"))
+        here = tl.max(score, 0)
+        its_group = tl.sum(tl.where(tl.arange(0, SCAN) == tl.argmax(score, 0), group, 0), 0)
+        chosen = tl.where(here > top_score, its_group, chosen)
+        top_score = tl.maximum(top_score, here)
+    return chosen
+
+
+@triton.jit
+def least_kept(
+    logits: tl.tensor,
+    most: tl.tensor,
+    mass: tl.tensor,
+    listed: tl.tensor,
+    candidates: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    vocab: tl.tensor,
+    groups: tl.tensor,
+    GROUPS_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRIED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    SCAN: tl.constexpr,
+) -> tl.tensor:
+    """The key of the least logit that the filters keep."""
+    best = tl.max(most, 0)
+    keys, top = key_of(most), key_of(best).to(tl.int64)
+    least = tl.where(min_p > 0.0, key_of(best + temperature * tl.log(min_p)), LOWEST).to(tl.int64)
+    if (top_k > 0) | (top_p < 1.0):
+        wanted = tl.minimum(tl.where(top_k > 0, tl.minimum(top_k, TRIED), TRIED), groups)
+        bound = largest(keys, tl.full([], LOWEST, tl.int64), top, wanted)
+        count = list_groups(keys, bound, listed, groups, GROUPS_PAD)
+        found = tl.full([], 0, tl.int32)
+        for first in range(0, count, SCAN):
+            _, value, inside = listed_logits(logits, listed, first, count, vocab, GROUP, SCAN)
+            able = (inside & (key_of(value) >= bound.to(tl.int32))).to(tl.int32)
+            each = tl.sum(able, 1)
+            place = found + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(able, 1) - 1
+            tl.store(candidates + place, value, mask=(able > 0) & (place < CANDIDATES))
+            found += tl.sum(each, 0)
+        tl.debug_barrier()
+        c = tl.arange(0, CANDIDATES)
+        likely = tl.load(candidates + c, mask=c < found, other=-float("inf"))
+        likely_keys = tl.where(c < found, key_of(likely), LOWEST)
+        kept_least = bound
+        fits = found <= CANDIDATES
+        if top_k > 0:
+            fits = fits & (found >= tl.minimum(top_k, vocab))
+            if fits:
+                kept_least = largest(likely_keys, bound, top, tl.minimum(top_k, vocab))
+        if fits & (top_p < 1.0):
+            kept = (c < found) & (likely_keys >= kept_least.to(tl.int32))
+            probability = tl.where(kept, tl.exp((likely - best) / temperature), 0.0)
+            reached = tl.sum(probability, 0)
+            whole = tl.sum(tl.where(mass > 0, mass * tl.exp((most - best) / temperature), 0.0), 0)
+            whole = tl.where(top_k > 0, reached, whole)
+            fits = reached >= top_p * whole
+            if fits:
+                kept_least = least_within(likely_keys, probability, kept_least, top, top_p * whole)
+        if not fits:
+            kept_least = least_of_all(
+                logits, best, temperature, top_k, top_p, vocab, groups, GROUP, SCAN
+            )  # fmt: skip
+        least = tl.maximum(least, kept_least)
+    return least

@@ -1,0 +1,128 @@
+"""A mixture of experts whose experts are spread over ranks, each rank with tokens of its own.
+
+    Gathered   every rank gets the tokens of all, computes those of its experts, and the sums go back where
+               the tokens came from: all-gather, reduce-scatter. Sizes are known, the host waits for nothing.
+    Sent       a token's row goes to each of its experts' ranks, and comes back from there: two all-to-alls,
+               whose sizes the host must know first.
+
+Rows that leave a rank for each of its tokens: gathered 2 * (ranks - 1), sent up to 2 * experts a token. Up to
+about 8 ranks and 8 experts gathered is less: a row goes to a rank once, whatever experts it has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.moe import Places
+from services.executor.checkpoint.config import ExpertShapes
+from services.executor.parallel.coroutines import Program
+
+
+class Kernels(Protocol):
+    """The ops of kernels.moe, as a device computes them."""
+
+    def route(self, logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]: ...
+
+    def place(self, experts: Tensor, first: int, count: int) -> Places: ...
+
+    def spread(self, x: Tensor, places: Places) -> Tensor: ...
+
+    def combine(self, y: Tensor, places: Places, weights: Tensor) -> Tensor: ...
+
+    def experts_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor: ...
+
+
+class Group(Protocol):
+    """The ranks, and what they say: into tensors that are there, contiguous."""
+
+    rank: int
+    size: int
+
+    def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        """Each of `outs` `[size, *x.shape]`: everybody's `x`."""
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
+        """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
+
+    def all_to_all_into(self, out: Tensor, x: Tensor, came: list[int], sent: list[int]) -> None:
+        """Rows of `x`, `sent[r]` to rank r in order; rows of `out`, `came[r]` from rank r."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Of one layer: the router `[experts, hidden]`, and of the experts here `gate_up` and `down`, stacked."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """See above. Every rank has as many tokens."""
+
+    shapes: ExpertShapes
+    group: Group
+    kernels: Kernels
+
+    def mlp(self, x: Tensor, layer: ExpertWeights) -> Program:
+        """The experts' MLP of this rank's tokens `x` `[tokens, hidden]`: the same shape."""
+        group, kernels, here = self.group, self.kernels, len(layer.gate_up)
+        weights, chosen = _routed(kernels, self.shapes, x, layer)
+        routes = torch.stack((weights.view(torch.int32), chosen))
+        tokens, all_routes = x.new_empty(group.size, *x.shape), routes.new_empty(group.size, *routes.shape)
+
+        yield lambda: group.all_gather_each((all_routes, tokens), (routes, x))
+        all_weights = all_routes[:, 0].contiguous().view(torch.float32).flatten(0, 1)
+        places = kernels.place(all_routes[:, 1].flatten(0, 1).contiguous(), group.rank * here, here)
+        rows = kernels.spread(tokens.flatten(0, 1), places)
+        found = kernels.experts_mlp(rows, layer.gate_up, layer.down, places.ends)
+        share, out = kernels.combine(found, places, all_weights), torch.empty_like(x)
+        yield lambda: group.reduce_scatter_into(out, share.view_as(tokens))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """See above. Ranks may have different numbers of tokens."""
+
+    shapes: ExpertShapes
+    group: Group
+    kernels: Kernels
+
+    def mlp(self, x: Tensor, layer: ExpertWeights) -> Program:
+        """The experts' MLP of this rank's tokens `x` `[tokens, hidden]`: the same shape."""
+        group, kernels, here = self.group, self.kernels, len(layer.gate_up)
+        weights, chosen = _routed(kernels, self.shapes, x, layer)
+        mine = kernels.place(chosen, 0, self.shapes.count)
+        rows = kernels.spread(x, mine)
+        counts = mine.ends.diff(prepend=mine.ends.new_zeros(1)).view(group.size, here)
+        theirs = torch.empty_like(counts)
+        even = [1] * group.size
+        yield lambda: group.all_to_all_into(theirs, counts, even, even)
+        sent, came = torch.stack((counts.sum(1), theirs.sum(1))).tolist()
+        arrived = x.new_empty(sum(came), x.shape[1])
+        yield lambda: group.all_to_all_into(arrived, rows[: sum(sent)], came, sent)
+        back = arrived
+        if len(arrived):
+            experts = torch.arange(here, dtype=torch.int32, device=x.device).repeat(group.size)
+            experts = experts.repeat_interleave(theirs.flatten(), output_size=sum(came))
+            places = kernels.place(experts[:, None], 0, here)
+            found = kernels.experts_mlp(
+                kernels.spread(arrived, places), layer.gate_up, layer.down, places.ends
+            )
+            back = found[places.rows.flatten()]
+        returned = torch.empty_like(rows)
+        yield lambda: group.all_to_all_into(returned[: sum(sent)], back, sent, came)
+        return kernels.combine(returned, mine, weights)
+
+
+def _routed(kernels: Kernels, shapes: ExpertShapes, x: Tensor, layer: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """Weights and experts of each token, `[tokens, per_token]`."""
+    return kernels.route(F.linear(x, layer.router), shapes.per_token, renormalise=shapes.renormalise)

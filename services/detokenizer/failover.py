@@ -1,0 +1,241 @@
+"""A scheduler has died; its requests have not. Pure.
+
+This shard knows the text of each, its tokens, and the request as it was asked (`RequestText.kept`). It asks
+another scheduler to go on, or the one that was started instead. The stream then continues behind its last
+token, and its reader has seen nothing but a pause.
+
+    lost ──▶ orphan ──Tokenized──▶ asked ──Open──▶ handed over
+               ▲ │                   │ 503: nobody is ready there yet
+               └─┼───────────────────┘
+                 ├── its scheduler was only stopped, and is back: it has never lost anything
+                 └── WAIT_TURNS have passed: 503 for the client
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from services.detokenizer.open_requests import Command, OpenTable, RequestKey, Tell
+from services.detokenizer.response import RequestText
+from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
+from shared.kv_blocks import rendezvous
+from shared.messages import MOVED, Accepted, Cancel, Detached, Open, Rejected, Tokenized, ints
+
+TURN_S = 0.25
+WAIT_TURNS = 60  # 15 s: the death is 3 s old by now, and a new process of any kind is there within some more
+MOST_DEATHS = 3  # of one request's schedulers: it may be what they die of
+
+Name = tuple[str, str]  # tenant, request
+
+
+@dataclass(slots=True)
+class _Orphan:
+    key: RequestKey
+    inbox: str
+    void: bool  # its scheduler has lost it, and not only been silent
+    why: str
+    asked: str = ""  # the scheduler that is to go on, `kind.id`
+    refused_by: str = ""
+    refusal: str = ""
+    turns_left: int = WAIT_TURNS
+    over: bool = False  # answered, or given up: whoever was asked has been told, and may not have heard it
+
+
+class Orphans:
+    """The requests of one shard that have no scheduler."""
+
+    def __init__(
+        self,
+        table: OpenTable,
+        fail: Callable[[RequestKey, HeadraceError], list[Command]],
+        forget: Callable[[RequestKey], None],
+    ) -> None:
+        self._table = table
+        self._fail = fail
+        self._forget = forget
+        self._orphans: dict[Name, _Orphan] = {}
+
+    def __len__(self) -> int:
+        return sum(not orphan.over for orphan in self._orphans.values())
+
+    @property
+    def active(self) -> bool:
+        """True while `turn` has something to look at."""
+        return bool(self._orphans)
+
+    def keep(self, scheduler: str, asked: Tokenized) -> None:
+        """What was asked, from the scheduler that serves it."""
+        request = self._table.requests.get((scheduler, asked.tenant, asked.request))
+        if request is not None:
+            request.kept = asked
+
+    def lost(self, scheduler: str, why: str, *, void: bool = False) -> list[Command]:
+        """The scheduler is silent, or has lost all it knew (`void`)."""
+        for orphan in self._orphans.values():
+            if orphan.asked == scheduler:
+                orphan.asked = ""
+        commands: list[Command] = []
+        for key in self._table.of_scheduler(scheduler):
+            request, known = self._table.requests[key], self._orphans.get(key[1:])
+            if known is not None and known.key == key and self._request_of(known) is request:
+                known.void |= void
+                continue
+            if (error := _hopeless(request, why, known)) is not None:
+                commands += [Tell(scheduler, Detached(seqs=request.seqs)), *self._fail(key, error)]
+            else:
+                self._orphans[key[1:]] = _Orphan(key, request.opened.inbox, void, why)
+        return commands
+
+    def turn(self, ready: Sequence[str], wall_us: int) -> list[Command]:
+        """Every TURN_S while `active`; `ready` are the ids of the schedulers that could go on."""
+        return [command for name in list(self._orphans) for command in self._turn(name, ready, wall_us)]
+
+    def answered(self, scheduler: str, answer: Accepted | Rejected) -> list[Command]:
+        """What the scheduler says that was asked to go on. After Accepted its Opens follow."""
+        name = (answer.tenant, answer.request)
+        orphan = self._orphans.get(name)
+        if orphan is None or orphan.asked != scheduler or isinstance(answer, Accepted):
+            return []
+        orphan.asked, orphan.refused_by, orphan.refusal = "", scheduler, answer.message
+        if answer.code == Unavailable.code and not orphan.over:
+            return []
+        del self._orphans[name]
+        if self._request_of(orphan) is None:
+            return []
+        commands = self._detached(orphan)
+        if answer.code == MOVED:
+            self._forget(orphan.key)
+            return commands
+        error = from_code(answer.code, answer.message, answer.retry_after_ms)
+        return [*commands, *self._fail(orphan.key, error)]
+
+    def opened(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
+        """A scheduler opens a sequence: of an orphan, perhaps, that is now its own. Returns what follows from
+        that, and whether somebody reads the sequence."""
+        name = (opened.tenant, opened.request)
+        orphan = self._orphans.get(name)
+        if orphan is None or orphan.inbox != opened.inbox:
+            return self._second(scheduler, opened)
+        request = self._request_of(orphan)
+        if request is None:
+            return [], scheduler != orphan.asked  # to that one a Cancel is on its way: see _turn
+        if orphan.key[0] == scheduler and not orphan.void:
+            return [], True
+        del self._orphans[name]
+        commands = self._detached(orphan) if orphan.key[0] != scheduler else []
+        if opened.attempt > request.opened.attempt:
+            self._forget(orphan.key)  # its tokenizer has asked anew: it starts over
+        else:
+            request.deaths += 1
+            self._table.hand_over(orphan.key, scheduler)
+        return commands, True
+
+    def cancelled(self, tenant: str, request: str) -> None:
+        """The client wants no more of a request. A scheduler that lives has heard the same and sees to it; no
+        other is to go on."""
+        for _, found in self._table.named(tenant, request):
+            found.unwanted = found.unwanted or Cancelled("cancelled by the client")
+
+    # ---- internals ------------------------------------------------------------------------------
+
+    def _request_of(self, orphan: _Orphan) -> RequestText | None:
+        """None once it is over; its id may be used again."""
+        request = None if orphan.over else self._table.requests.get(orphan.key)
+        return request if request is not None and request.opened.inbox == orphan.inbox else None
+
+    def _second(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
+        """One that was asked to go on, and then given up for another, has only been slow."""
+        for key, request in self._table.named(opened.tenant, opened.request):
+            reads_it = request.opened.inbox == opened.inbox and request.opened.attempt >= opened.attempt
+            if key[0] != scheduler and reads_it:
+                return [Tell(scheduler, Detached(seqs=ints([opened.seq]), moved=True))], False
+        return [], True
+
+    def _turn(self, name: Name, ready: Sequence[str], wall_us: int) -> Iterator[Command]:
+        orphan = self._orphans[name]
+        request = self._request_of(orphan)
+        orphan.turns_left -= 1
+        back = not orphan.void and orphan.key[0].removeprefix("scheduler.") in ready
+        if orphan.over:
+            if not orphan.asked or not orphan.turns_left:
+                del self._orphans[name]
+        elif request is None or request.unwanted is not None or not orphan.turns_left:
+            yield from self._give_up(orphan, request)
+        elif orphan.asked:
+            return
+        elif back:
+            del self._orphans[name]
+        elif ready:
+            others = [actor for actor in ready if f"scheduler.{actor}" != orphan.refused_by]
+            orphan.asked = f"scheduler.{rendezvous(name[1], others or ready)}"
+            yield Tell(orphan.asked, resumption(request, wall_us), request.trace)
+
+    def _give_up(self, orphan: _Orphan, request: RequestText | None) -> Iterator[Command]:
+        """Nobody is to go on, or the one that was thought dead has answered (`request` is None)."""
+        name = orphan.key[1:]
+        if orphan.asked:
+            orphan.over, orphan.turns_left = True, WAIT_TURNS
+            yield Tell(orphan.asked, Cancel(tenant=name[0], request=name[1]))
+        else:
+            del self._orphans[name]
+        if request is not None:
+            yield from self._detached(orphan)
+            yield from self._fail(orphan.key, request.unwanted or _nobody(orphan))
+
+    def _detached(self, orphan: _Orphan) -> list[Command]:
+        """For a scheduler that was only stopped."""
+        seqs = self._table.requests[orphan.key].seqs
+        return [] if orphan.void else [Tell(orphan.key[0], Detached(seqs=seqs, moved=True))]
+
+
+def _hopeless(request: RequestText, why: str, known: _Orphan | None) -> HeadraceError | None:
+    """Why nobody should be asked to go on; None: somebody should."""
+    if request.unwanted is not None:
+        return request.unwanted
+    if request.deaths >= MOST_DEATHS:
+        return Unavailable(f"{why}, the {request.deaths + 1}th with this request; send it again")
+    if request.kept is None or (known is not None and not known.over):  # or two of one name have no scheduler
+        return Unavailable(f"{why}; send the request again")
+    return None
+
+
+def _nobody(orphan: _Orphan) -> Unavailable:
+    """What the client is told in the end."""
+    why = orphan.refusal or "no other one goes on with the request"
+    return Unavailable(f"{orphan.why}, and {why}; send it again")
+
+
+def resumption(request: RequestText, wall_us: int) -> Tokenized:
+    """What another scheduler needs to go on: the request with all its tokens up to here."""
+    kept = request.kept
+    assert kept is not None  # or it would not be an orphan
+    tokens, counts, reasons = kept.tokens[:], ints(), []
+    for choice in range(kept.n):
+        ids, reason = _so_far(request, choice)
+        tokens += ids
+        counts.append(len(ids))
+        reasons.append(reason)
+    return dataclasses.replace(
+        kept,
+        attempt=request.opened.attempt,
+        tokens=tokens,
+        generated=counts,
+        reasons=tuple(reasons),
+        age_us=kept.age_us + max(wall_us - request.opened_us, 0),
+        first_us=(kept.first_us or kept.age_us + max(request.first_us - request.opened_us, 0)) * any(counts),
+    )
+
+
+def _so_far(request: RequestText, choice: int) -> tuple[array[int], str]:
+    """The tokens of a choice, and why it has ended; a stop string may be known here alone."""
+    stream, closed = request.choices.get(choice), request.closed.get(choice)
+    if stream is None:
+        return ints(), ""
+    if closed is not None:
+        return stream.ids[: closed.tokens], closed.reason
+    if stream.stop_index is not None:
+        return stream.ids[: stream.stop_index], "stop"
+    return stream.ids, ""

@@ -1,0 +1,281 @@
+"""One request as the detokenizer sees it: its choices, and when they are all closed its end."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
+from typing import Any
+
+from services.detokenizer.text import Delta, SequenceStream, merged
+from shared.errors import HeadraceError
+from shared.messages import Close, Open, Timings, Tokenized
+from shared.replies import error_reply, to_json
+from shared.vocab.vocabulary import Vocabulary
+
+MAX_SENT = 256  # pieces kept for a reader that missed them; then they become one: 200 bytes a piece add up
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A choice at its end."""
+
+    tokens: int
+    reason: str
+    message: Close
+
+
+class RequestText:
+    """The reply of one request. `number` names it on this shard (see subjects.gone)."""
+
+    __slots__ = (
+        "_frames", "_reply", "_sent", "choices", "closed", "deaths", "ended", "error", "first_us", "kept",
+        "number", "opened", "opened_us", "trace", "unwanted",
+    )  # fmt: skip
+
+    def __init__(self, opened: Open, number: int, trace: str) -> None:
+        self.opened = opened
+        self.number = number
+        self.trace = trace
+        self.kept: Tokenized | None = None  # as it was asked: for another scheduler
+        self.deaths = 0  # of schedulers that had it, and others went on
+        self.unwanted: HeadraceError | None = None  # why nobody should go on with it
+        self.choices: dict[int, SequenceStream] = {}  # by index
+        self.closed: dict[int, Closed] = {}
+        self._frames = FrameMaker(opened)
+        self._sent: list[tuple[int, Delta]] = []  # by choice: for a reader that missed it
+        self._reply = b""  # of a plain request, as sent
+        self.ended = False
+        self.error: HeadraceError | None = None
+        self.opened_us = 0  # wall stamps, for its spans
+        self.first_us = 0  # the first text was sent, or joined an answer that is not streamed
+
+    def add(self, opened: Open, vocabulary: Vocabulary) -> SequenceStream:
+        """A choice of this request begins."""
+        stream = self.choices[opened.choice] = SequenceStream(opened, vocabulary)
+        return stream
+
+    @property
+    def seqs(self) -> array[int]:
+        """The sequences of this request at its scheduler, in the order of its choices."""
+        return array("i", (s.seq for _, s in sorted(self.choices.items()) if s.seq >= 0))
+
+    def accepted(self) -> bytes:
+        """The first frame."""
+        return self._frames.accepted()
+
+    def delta(self) -> bytes:
+        """A frame with all text not sent yet; empty when there is none."""
+        waiting = [(i, s.drain()) for i, s in self.choices.items() if s.waiting]
+        self._sent += waiting
+        if len(self._sent) > MAX_SENT:
+            self._sent = self._sent_whole()
+        return self._frames.delta(waiting) if waiting else b""
+
+    def start_over(self) -> bytes:
+        """The first frame of a new attempt of this stream."""
+        self._frames.start_over()
+        return self._frames.accepted()
+
+    def all_text(self) -> bytes:
+        """The frame that follows `accepted`, with the whole text so far; empty when there is none."""
+        self._frames.rewind()
+        self._sent += [(i, s.drain()) for i, s in self.choices.items() if s.waiting]
+        whole = self._sent = self._sent_whole()
+        return self._frames.delta(whole) if whole else b""
+
+    def _sent_whole(self) -> list[tuple[int, Delta]]:
+        """What was sent, one piece for each choice."""
+        texts: dict[int, list[Delta]] = {}
+        for i, delta in self._sent:
+            texts.setdefault(i, []).append(delta)
+        return [(i, merged(deltas)) for i, deltas in sorted(texts.items())]
+
+    def last_again(self) -> bytes:
+        """The last message once more, after `end` or `failure`."""
+        if not self.opened.stream:
+            return self._reply
+        return self._frames.error(self.error, self.trace) if self.error is not None else self.end()
+
+    def close(self, stream: SequenceStream, message: Close) -> int:
+        """End one choice; its true number of tokens. Raises TokenGap."""
+        tokens = stream.close(message.final, message.reason)
+        self.closed[stream.choice] = Closed(tokens, stream.reason, message)
+        return tokens
+
+    def broken(self, stream: SequenceStream, message: Close) -> None:
+        """One choice has failed, and the request with it."""
+        self.closed[stream.choice] = Closed(message.final, message.reason, message)
+
+    @property
+    def complete(self) -> bool:
+        """True when every choice is closed."""
+        return len(self.closed) == self.opened.choices
+
+    def end(self) -> bytes:
+        """The last frame of a stream, or the one reply."""
+        facts = self._facts()
+        self.ended = True
+        if not self.opened.stream:
+            whole = [(self.choices[i].drain(), self.closed[i].reason) for i in sorted(self.closed)]
+            self._reply = answer(self.opened, whole, facts)
+            return self._reply
+        choices: list[dict[str, Any]] = [
+            {"index": i, "tokens": closed.tokens, "finish_reason": closed.reason}
+            for i, closed in sorted(self.closed.items())
+        ]
+        return self._frames.done(choices, facts)
+
+    def failure(self, error: HeadraceError) -> bytes:
+        """The last frame, or the one reply, of a request that fails."""
+        self.ended, self.error = True, error
+        if self.opened.stream:
+            return self._frames.error(error, self.trace)
+        self._reply = error_reply(error, self.opened.request, self.trace)
+        return self._reply
+
+    def _facts(self) -> dict[str, Any]:
+        closed = self.closed.values()
+        prompt = self.opened.prompt_tokens
+        completion = sum(c.tokens for c in closed)
+        # The choices share one prompt: what the most fortunate of them found in the cache was
+        # computed by another one.
+        cached = min(c.message.usage.cached_tokens for c in closed)
+        timings = slowest(c.message.timings for c in closed)
+        longest = max(c.tokens for c in closed)
+        facts: dict[str, Any] = {"timings": timings_body(timings, prompt, longest)}
+        if self.opened.include_usage:
+            facts["usage"] = usage_body(prompt, completion, cached)
+        return facts
+
+
+def slowest(timings: Iterable[Timings]) -> Timings:
+    """The timings of the choice that took longest."""
+    return max(timings, key=lambda t: t.queue_us + t.prefill_us + t.decode_us)
+
+
+REPLAYS = 1_000  # attempts that one detokenizer may begin: the next one's are higher than all of them
+
+
+class FrameMaker:
+    """Numbers and builds the frames of one request's stream."""
+
+    __slots__ = ("_attempt", "_chat", "_created", "_frame", "_model", "_prefix", "_request", "_role_sent")
+
+    def __init__(self, opened: Open) -> None:
+        self._request = opened.request
+        self._attempt = (opened.attempt - 1) * REPLAYS + 1
+        self._model = opened.model
+        self._created = opened.received_wall_us // 1_000_000
+        self._chat = opened.format == "chat"
+        self._frame = 0
+        self._role_sent: set[int] = set()
+        self._prefix = self._delta_prefix()
+
+    def start_over(self) -> None:
+        """Begin a new attempt."""
+        self._attempt += 1
+        self._frame = 0
+        self._prefix = self._delta_prefix()
+
+    def rewind(self) -> None:
+        """What was built since `accepted` has not been sent."""
+        self._frame = 1
+        self._role_sent.clear()
+
+    def _delta_prefix(self) -> str:
+        head = f'"request_id":{quote(self._request)},"attempt":{self._attempt},"frame":'
+        return f'{{"type":"delta",{head}'
+
+    def accepted(self) -> bytes:
+        """The first frame: the request is queued."""
+        return to_json({**self._head("accepted"), "model": self._model, "created": self._created})
+
+    def delta(self, choices: Iterable[tuple[int, Delta]]) -> bytes:
+        """New text of one or more choices."""
+        number, self._frame = self._frame, self._frame + 1
+        parts = [self._choice(index, delta) for index, delta in choices]
+        return f'{self._prefix}{number},"choices":[{",".join(parts)}]}}'.encode()
+
+    def _choice(self, index: int, delta: Delta) -> str:
+        text = quote(delta.text)
+        if not self._chat:
+            body = f'"text":{text}'
+        elif index in self._role_sent:
+            body = f'"delta":{{"content":{text}}}'
+        else:
+            self._role_sent.add(index)
+            body = f'"delta":{{"role":"assistant","content":{text}}}'
+        if delta.logprobs is not None:
+            body = f'{body},"logprobs":{to_json(delta.logprobs).decode()}'
+        return f'{{"index":{index},"first":{delta.first},"count":{delta.count},{body},"finish_reason":null}}'
+
+    def done(self, choices: list[dict[str, Any]], facts: Mapping[str, Any]) -> bytes:
+        """The last frame of an answer; `facts` holds usage and timings."""
+        head = {**self._head("done"), "model": self._model, "created": self._created}
+        return to_json({**head, "choices": choices, **facts})
+
+    def error(self, error: HeadraceError, trace: str) -> bytes:
+        """The last frame of a failed request."""
+        return error_reply(error, self._request, trace, self._head("error"))
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        number, self._frame = self._frame, self._frame + 1
+        return {"type": kind, "request_id": self._request, "attempt": self._attempt, "frame": number}
+
+
+def answer(opened: Open, whole: list[tuple[Delta, str]], facts: Mapping[str, Any]) -> bytes:
+    """The one reply of a request that does not stream; `whole` is (text, finish reason) by choice."""
+    chat = opened.format == "chat"
+
+    def choice(index: int, delta: Delta, reason: str) -> dict[str, Any]:
+        text = delta.text
+        body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        return {"index": index, **body, "logprobs": delta.logprobs, "finish_reason": reason}
+
+    return to_json(
+        {
+            "id": opened.request,
+            "object": "chat.completion" if chat else "text_completion",
+            "created": opened.received_wall_us // 1_000_000,
+            "model": opened.model,
+            "choices": [choice(i, delta, reason) for i, (delta, reason) in enumerate(whole)],
+            **facts,
+        }
+    )
+
+
+def usage_body(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """OpenAI's `usage`."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def timings_body(timings: Timings, prompt: int, completion: int) -> dict[str, float]:
+    """Where the time went, in milliseconds and tokens per second. The first token comes out of the
+    prefill, so decoding made one token less."""
+    waited_us = timings.received_us + timings.tokenize_us + timings.transit_us + timings.queue_us
+    first_us = waited_us + timings.prefill_us
+    return {
+        "tokenize_ms": _ms(timings.tokenize_us),
+        "queue_ms": _ms(timings.queue_us),
+        "prefill_ms": _ms(timings.prefill_us),
+        "ttft_ms": _ms(first_us),
+        "decode_ms": _ms(timings.decode_us),
+        "total_ms": _ms(first_us + timings.decode_us),
+        "prompt_per_second": _rate(prompt, timings.prefill_us),
+        "predicted_per_second": _rate(completion - 1, timings.decode_us),
+    }
+
+
+def _ms(us: int) -> float:
+    return round(us / 1000, 3)
+
+
+def _rate(tokens: int, us: int) -> float:
+    return round(tokens * 1e6 / us, 1) if us > 0 and tokens > 0 else 0.0

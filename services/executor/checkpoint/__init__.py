@@ -1,0 +1,1 @@
+"""From a checkpoint on disk to weights on the device, and the KV cache beside them."""

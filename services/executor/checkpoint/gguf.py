@@ -1,0 +1,214 @@
+"""Weights from a GGUF file, dequantised.
+
+llama.cpp stores q and k of the llama architecture with the two halves of each head interleaved, because
+it rotates neighbours where everybody else rotates halves; here they are put back. Qwen's are not touched
+(conversion/llama.py and convert_hf_to_gguf.py of llama.cpp).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf.quants import dequantize as gguf_dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.executor.checkpoint.config import Shapes, from_gguf
+from services.executor.checkpoint.partition import Cut, ShardOf, all_of_it
+from services.executor.checkpoint.weights import Weights, assemble
+from shared.errors import SetupError
+from shared.vocab.gguf import read_header
+
+_MODEL = {"embedding": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+_LAYER = {
+    "attention_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "out": "attn_output.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_INTERLEAVED = ("llama", "mistral")
+
+
+def load_gguf(
+    path: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
+) -> tuple[Shapes, Weights]:
+    """Shapes and weights of a part of the model in `path`. One whole tensor is in memory
+    at a time, dequantised. Raises SetupError for an architecture or tensor that is not supported."""
+    tensors = GgufTensors(path)
+    shapes = _shapes(path, tensors)
+    known = {*_MODEL.values(), _ROPE_FACTORS}
+    known |= {f"blk.{layer}.{name}" for layer in range(shapes.layers) for name in _LAYER.values()}
+    unknown = sorted(tensors.names - known)
+    if unknown:
+        raise SetupError(f"{path} has tensors that this executor does not compute: {', '.join(unknown[:3])}")
+
+    def read(part: str, layer: int, cut: Cut | None) -> Tensor:
+        values = whole(part, layer)
+        return values if cut is None else cut.of(values)
+
+    def whole(part: str, layer: int) -> Tensor:
+        values = tensors.read(_MODEL[part] if layer < 0 else f"blk.{layer}.{_LAYER[part]}")
+        if shapes.architecture in _INTERLEAVED and part in ("q", "k"):
+            return _halves(values, shapes.heads if part == "q" else shapes.kv_heads)
+        return values
+
+    shard = shard_of(shapes)
+    return shard.shapes, assemble(shard, read, dtype, device)
+
+
+def _shapes(path: Path, tensors: GgufTensors) -> Shapes:
+    try:
+        shapes = from_gguf(tensors.metadata, tensors.names)
+    except KeyError as error:
+        raise SetupError(f"{path} lacks the metadata {error}; pull the model again") from error
+    if _ROPE_FACTORS not in tensors.names:
+        return shapes
+    return dataclasses.replace(shapes, rope_factors=tuple(tensors.read(_ROPE_FACTORS).tolist()))
+
+
+def _halves(values: Tensor, heads: int) -> Tensor:
+    """Rows of each head from (pair, half) order back to (half, pair) order."""
+    rows, width = values.shape
+    return values.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+
+
+_DEFAULT_ALIGNMENT_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    shape: tuple[int, ...]  # slowest dimension first, as torch has it
+    kind: GGMLQuantizationType
+    start_bytes: int
+    size_bytes: int
+
+
+class GgufTensors:
+    """A mapped GGUF file: `metadata`, and tensors by name."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the header. Raises SetupError on a damaged file or an unknown tensor type."""
+        self._path = path
+        self.metadata, start = read_header(path)
+        self._data = np.memmap(path, mode="r", dtype=np.uint8)
+        self._view = self._data.data
+        try:
+            self._entries = self._directory(start)
+        except (struct.error, UnicodeDecodeError, ValueError) as error:
+            raise SetupError(f"{path} is not a whole GGUF file ({error}); pull the model again") from error
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(self._entries)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file."""
+        return int(self._data.size)
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor as they lie in the file."""
+        entry = self._entry(name)
+        return self._data[entry.start_bytes : entry.start_bytes + entry.size_bytes]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, dequantised. Raises SetupError when there is none or its type cannot be read."""
+        entry = self._entry(name)
+        try:
+            return dequantize(self.raw(name), entry.kind, entry.shape)
+        except NotImplementedError as error:  # how the gguf library says that it cannot read a type
+            raise SetupError(
+                f"{self._path}: tensor {name!r} has type {entry.kind.name}, not supported"
+            ) from error
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise SetupError(f"{self._path} has no tensor {name!r}: incomplete, or of another architecture")
+        return self._entries[name]
+
+    def _directory(self, at: int) -> dict[str, _Entry]:
+        count = struct.unpack_from("<Q", self._view, 8)[0]
+        parsed: list[tuple[str, tuple[int, ...], int, int]] = []
+        for _ in range(count):
+            name, at = self._string(at)
+            (dimensions,) = struct.unpack_from("<I", self._view, at)
+            *shape, kind, offset = struct.unpack_from(f"<{dimensions}QIQ", self._view, at + 4)
+            parsed.append((name, tuple(reversed(shape)), kind, offset))
+            at += 4 + 8 * dimensions + 12
+        alignment = int(self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT_BYTES))
+        base = -(-at // alignment) * alignment
+        return {name: self._checked(shape, kind, base + offset) for name, shape, kind, offset in parsed}
+
+    def _checked(self, shape: tuple[int, ...], kind: int, start: int) -> _Entry:
+        quantisation = GGMLQuantizationType(kind)
+        block, block_bytes = GGML_QUANT_SIZES[quantisation]
+        size = int(np.prod(shape)) // block * block_bytes
+        if start + size > self._data.size:
+            raise ValueError("a tensor runs past the end")
+        return _Entry(shape, quantisation, start, size)
+
+    def _string(self, at: int) -> tuple[str, int]:
+        (size,) = struct.unpack_from("<Q", self._view, at)
+        return bytes(self._view[at + 8 : at + 8 + size]).decode(), at + 8 + size
+
+
+def dequantize(raw: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Tensor:
+    """The values of a tensor of `shape`. A type that the gguf library cannot read either raises its
+    NotImplementedError: only the caller can name the file and the tensor."""
+    if kind == Kind.F32:
+        return torch.from_numpy(raw.view(np.float32).copy()).view(shape)
+    if kind in _FAST:
+        return _FAST[kind](torch.from_numpy(raw.copy())).view(shape)
+    return torch.from_numpy(gguf_dequantize(raw.reshape(shape[0], -1), kind)).view(shape)
+
+
+def _float16s(blocks: Tensor, count: int) -> Tensor:
+    """The first `count` float16 numbers of each block, as float32."""
+    return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """32 values of 4 bits per block of 16 bytes, low nibbles first: `nibble * scale + offset`."""
+    values = torch.empty(packed.shape[0], 32)
+    torch.mul(packed & 15, scale, out=values[:, :16])
+    torch.mul(packed >> 4, scale, out=values[:, 16:])
+    return values.add_(offset)
+
+
+def _q4_0(raw: Tensor) -> Tensor:
+    blocks = raw.view(-1, 18)  # scale f16, 16 bytes of nibbles around 8
+    scale = _float16s(blocks, 1)
+    return _nibbles(blocks[:, 2:], scale, scale * -8)
+
+
+def _q4_1(raw: Tensor) -> Tensor:
+    blocks = raw.view(-1, 20)  # scale f16, least value f16, 16 bytes of nibbles
+    scale, least = _float16s(blocks, 2).chunk(2, -1)
+    return _nibbles(blocks[:, 4:], scale, least)
+
+
+def _q8_0(raw: Tensor) -> Tensor:
+    blocks = raw.view(-1, 34)  # scale f16, 32 int8
+    return blocks[:, 2:].view(torch.int8) * _float16s(blocks, 1)
+
+
+_FAST = {Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1, Kind.Q8_0: _q8_0}

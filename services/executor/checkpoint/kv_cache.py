@@ -1,0 +1,243 @@
+"""The paged KV cache: one tensor, block-major.
+
+    kv [block][layer][K|V][token][kv_head][head_dim]
+
+A block of all layers is one contiguous run, so that a copy between tiers is one transfer. Behind the
+blocks of the scheduler lies one more, the spare block: rows of finished sequences write there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation.ref import swiglu
+from kernels.attention import FP8, FP8_MAX, copy_blocks
+from kernels.moe import combine, experts_mlp, place, route, spread
+from kernels.norm.ref import rms_norm
+from kernels.rope import apply_rope, rope_table
+from services.executor.checkpoint.config import Shapes
+from services.executor.checkpoint.partition import WHOLE, Stage
+from services.executor.checkpoint.weights import LayerWeights, Weights
+from services.executor.parallel.ranks import SOLO, Ranks
+from shared.errors import SetupError
+from shared.messages import Ints
+
+LAYOUT = "block.layer.kv.token.head.dim"
+_CPU_BYTES = 1 << 30
+_GPU_SHARE = 0.9  # of the memory free once the weights are loaded; the rest is for activations
+
+
+class KvCache:
+    """Owns the device memory of the blocks. Zeroed at start: a masked score must not meet a NaN."""
+
+    def __init__(self, tensor: Tensor, activations: torch.dtype | None = None) -> None:
+        """`tensor` is `[blocks + 1, layers, 2, block_tokens, kv_heads, head_dim]`; `activations` is what the
+        model computes in, where KV is kept in another dtype."""
+        self.tensor = tensor
+        self.activations = activations or tensor.dtype
+        self.blocks = tensor.shape[0] - 1
+        self.spare = self.blocks
+        self.block_tokens = tensor.shape[3]
+        self.bytes_per_block = tensor[0].numel() * tensor.element_size()
+
+    def copy(self, source: Ints, target: Ints) -> None:
+        """Copy whole blocks: `source[i]` to `target[i]`."""
+        if len(source):
+            device = self.tensor.device
+            copy_blocks(self.tensor, torch.tensor(source, device=device), torch.tensor(target, device=device))
+
+
+def allocate(shapes: Shapes, blocks: int, block_tokens: int, kept: torch.dtype, like: Tensor) -> KvCache:
+    """A cache in `kept` of `blocks` blocks and the spare one, for activations like `like` and on its device.
+    Raises SetupError when the memory is not there."""
+    shape = (blocks + 1, shapes.layers, 2, block_tokens, shapes.kv_heads, shapes.head_dim)
+    try:
+        return KvCache(torch.zeros(shape, dtype=kept, device=like.device), like.dtype)
+    except (RuntimeError, MemoryError) as error:  # torch says out of memory with either
+        raise SetupError(
+            f"no memory for {blocks} KV blocks on {like.device} ({error}); lower kv_blocks"
+        ) from error
+
+
+def block_bytes(shapes: Shapes, block_tokens: int, dtype: torch.dtype) -> int:
+    """The size of one block of all layers."""
+    return shapes.layers * 2 * block_tokens * shapes.kv_heads * shapes.head_dim * dtype.itemsize
+
+
+def fitting_blocks(size_bytes: int, device: torch.device, most: int) -> int:
+    """How many blocks of `size_bytes` to have: what free memory allows, and not over `most`."""
+    budget = _CPU_BYTES
+    if device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+    return max(1, min(budget // size_bytes - 1, most))
+
+
+TOKENS = 128  # of the pass
+_STRIDE = 7919  # a prime: they are spread over the vocabulary
+HEADROOM = 2.0  # of the largest number seen; that of a power of two comes on top. What is over it saturates
+_LEAST_CAPABILITY = (8, 9)  # of a GPU that converts e4m3
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """`scales` `[layers, K|V, kv_heads]` float32: what a kept number stands for, over itself; None: 1."""
+
+    dtype: torch.dtype
+    scales: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def marks(self) -> tuple[str, ...]:
+        """What a fingerprint must tell apart; nothing for KV in the model's dtype."""
+        if self.scales is None:
+            return ()
+        return self.name, hashlib.sha256(self.scales.cpu().numpy().tobytes()).hexdigest()
+
+
+def kv_format(
+    wanted: str, shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE
+) -> KvFormat:
+    """The format named `auto` (the model's dtype) or `fp8`, whose scales are put into `weights`. Raises
+    SetupError for another one and for a GPU without fp8."""
+    device = weights.embedding.device
+    if wanted == "auto":
+        return KvFormat(weights.embedding.dtype)
+    if wanted != "fp8":
+        raise SetupError(f"KV cannot be kept in {wanted!r}; use auto or fp8")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        raise SetupError(
+            f"{torch.cuda.get_device_name(device)} has no fp8, which begins with compute capability 8.9; "
+            "leave /fp8 out of dtype"
+        )
+    scales = fp8_scales(shapes, weights, ranks, stage)
+    put_scales(scales, shapes, weights)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the blocks are counted by what is free
+    return KvFormat(FP8, scales)
+
+
+def fp8_scales(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE) -> Tensor:
+    """Powers of two `[layers, K|V, kv_heads]`, float32: those above `largest * HEADROOM / FP8_MAX`."""
+    _, exponents = torch.frexp(largest_kv(shapes, weights, ranks, stage) * (HEADROOM / FP8_MAX))
+    scales = ((exponents + 127) << 23).view(torch.float32)  # 2^exponent, bit by bit: a power may round
+    if shapes.qk_norm:
+        scales[:, 0] = scales[:, 0].amax(-1, keepdim=True)
+    return scales
+
+
+@torch.no_grad()
+def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE) -> Tensor:
+    """The largest magnitudes of K and V over the fixed tokens: `[layers, K|V, kv_heads]`, float32. Those of K
+    hold for every position: a rotation moves a pair of numbers on a circle, and its radius is taken.
+
+    All in float32 and eagerly: other devices and batches differ by little enough to find the same powers."""
+    count, eps = min(TOKENS, shapes.max_context), shapes.norm_eps
+    ids = torch.arange(count, device=weights.embedding.device) * _STRIDE % shapes.vocab
+    frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
+    rotations = rope_table(frequencies, count).to(ids.device)
+    if stage.first:
+        residual = weights.embedding[ids].float()
+    else:
+        residual = stage.receive(torch.empty(count, shapes.hidden, device=ids.device))
+    found = []
+    for layer in weights.layers:
+        normed = rms_norm(residual, layer.attention_norm.float(), eps)
+        bias = None if layer.qkv_bias is None else layer.qkv_bias.float()
+        heads = F.linear(normed, layer.qkv.float(), bias).view(count, -1, shapes.head_dim)
+        query, key, value = torch.split(heads, [shapes.heads, shapes.kv_heads, shapes.kv_heads], 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = rms_norm(query, layer.q_norm.float(), eps)
+            key = rms_norm(key, layer.k_norm.float(), eps)
+        low, high = key.chunk(2, -1)
+        radius = torch.hypot(low, high)
+        found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
+        attended = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
+        residual = residual + ranks.all_reduce(F.linear(attended, layer.out.float()))
+        mixed = _mlp(rms_norm(residual, layer.mlp_norm.float(), eps), layer, shapes)
+        residual = residual + ranks.all_reduce(mixed)
+    if not stage.last:
+        stage.send(residual)
+    return torch.stack(found)
+
+
+def _mlp(x: Tensor, layer: LayerWeights, shapes: Shapes) -> Tensor:
+    if layer.router is None:
+        return F.linear(swiglu(F.linear(x, layer.gate_up.float())), layer.down.float())
+    assert shapes.experts is not None, "a router comes with experts"
+    logits = F.linear(x, layer.router.float())
+    weights, chosen = route(logits, shapes.experts.per_token, renormalise=shapes.experts.renormalise)
+    places = place(chosen, shapes.experts.first, len(layer.gate_up))
+    found = experts_mlp(spread(x, places), layer.gate_up, layer.down, places.ends)
+    return combine(found, places, weights)
+
+
+def put_scales(scales: Tensor, shapes: Shapes, weights: Weights) -> None:
+    """Change `weights` so that K and V come out divided by `scales`, and the logits stay as they are."""
+    group = shapes.heads // shapes.kv_heads
+    for i, layer in enumerate(weights.layers):
+        key, value = scales[i].to(layer.qkv.dtype)
+        read = key.repeat_interleave(group)
+        if layer.q_norm is not None and layer.k_norm is not None:  # it takes out what the product brings
+            layer = replace(layer, q_norm=layer.q_norm * key[0], k_norm=layer.k_norm / key[0])
+            read, key = torch.ones_like(read), torch.ones_like(key)
+        rows = torch.cat((read, 1 / key, 1 / value)).repeat_interleave(shapes.head_dim)
+        weights.layers[i] = _scaled(layer, rows, value.repeat_interleave(group * shapes.head_dim))
+
+
+def _scaled(layer: LayerWeights, rows: Tensor, columns: Tensor) -> LayerWeights:
+    bias = None if layer.qkv_bias is None else layer.qkv_bias * rows
+    return replace(layer, qkv=layer.qkv * rows[:, None], qkv_bias=bias, out=layer.out * columns)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of one sequence, `[tokens, heads, head_dim]` each: `[tokens, heads * head_dim]`. By
+    hand, for what the library takes differs by device."""
+    tokens, heads, dim = query.shape
+    shared = heads // key.shape[1]
+    q, k, v = (each.transpose(0, 1) for each in (query, key, value))
+    k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    scores = (q @ k.mT * dim**-0.5).masked_fill(later, -torch.inf)
+    attended = torch.matmul(scores.softmax(-1), v)
+    return attended.transpose(0, 1).reshape(tokens, heads * dim)
+
+
+_FORMAT = "headrace-kv-1"
+_SAMPLES = 1024  # of each tensor, evenly spread
+_CHARACTERS = 32
+
+
+def fingerprint(
+    model: str, shapes: Shapes, weights: Weights, block_tokens: int, kept: KvFormat, ranks: Ranks = SOLO
+) -> str:
+    """Hex digest of model name, weights, dtype, shapes with rope, block size, layout, and how KV is kept.
+    Several ranks have one, of all their digests in order: their blocks go together, and to as many ranks."""
+    digest = hashlib.sha256()
+    parts = (_FORMAT, model, repr(shapes), str(weights.embedding.dtype), str(block_tokens), LAYOUT)
+    experts = () if shapes.experts is None else (repr(shapes.experts),)
+    for part in (*parts, *experts, *kept.marks()):
+        digest.update(part.encode() + b"\0")
+    for tensor in _tensors(weights):
+        flat = tensor.flatten()
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)].float().cpu()
+        digest.update(repr(tuple(tensor.shape)).encode() + sample.numpy().tobytes())
+    found = ranks.exchange(digest.hexdigest()[:_CHARACTERS])
+    if len(found) == 1:
+        return found[0]
+    return hashlib.sha256("".join(found).encode()).hexdigest()[:_CHARACTERS]
+
+
+def _tensors(weights: Weights) -> Iterator[Tensor]:
+    yield from (weights.embedding, weights.norm, weights.head)
+    for layer in weights.layers:
+        parts: Iterable[object] = (getattr(layer, name) for name in layer.__slots__)
+        yield from (part for part in parts if isinstance(part, torch.Tensor))

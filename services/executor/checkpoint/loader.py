@@ -1,0 +1,194 @@
+"""From options to a model in memory with its KV cache: what the torch engines share before they compute."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import kernels.cpu_jit
+from kernels.attention import FP8
+from services.executor.checkpoint.config import Shapes
+from services.executor.checkpoint.gguf import load_gguf
+from services.executor.checkpoint.kv_cache import (
+    KvCache,
+    allocate,
+    block_bytes,
+    fingerprint,
+    fitting_blocks,
+    kv_format,
+)
+from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
+from services.executor.checkpoint.weights import Weights, load_dummy, load_hf
+from services.executor.engine import BackendInfo
+from services.executor.parallel.ranks import SOLO, Ranks
+from services.executor.sampling.grammar import Grammars
+from services.executor.sampling.logits_processors import MakeProcessor
+from shared.errors import SetupError
+from shared.kv_blocks import blocks_for
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocabulary import load_vocabulary
+
+log = logging.getLogger("headrace.executor")
+
+_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """What to serve and how. Zeros and "auto" are worked out at start."""
+
+    model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
+    model_name: str
+    dummy: bool = False  # random weights in the shapes of config.json
+    dtype: str = "auto"  # bf16, f32; int8: bf16 with weights in int8; auto: f32 on a CPU, bf16 on a GPU
+    kv_dtype: str = "auto"  # fp8; auto: as the model computes
+    device: str = "auto"  # cpu, cuda; auto: cuda where there is one
+    blocks: int = 0  # 0: from the free memory, 1 GiB on a CPU
+    block_tokens: int = 16
+    slots: int = 64
+    max_step_tokens: int = 256
+    max_context: int = 0  # 0: the model's
+    threads: int = 0  # 0: the cores
+    pipeline: bool = False  # of several ranks each is a stage; else they share every layer
+    overlap_comm: str = "auto"  # ranks: off, two_stream, or found out at start from how many tokens on
+    deterministic: bool = False  # a row's bits depend on neither its batch nor the cuts of its prompt
+    processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model, or a rank's part of it, on its device, and its cache. `context`: the longest sequence;
+    `ranks`: those which share its layers."""
+
+    shapes: Shapes
+    weights: Weights
+    cache: KvCache
+    context: int
+    fingerprint: str
+    ranks: Ranks = SOLO
+    stage: Stage = WHOLE
+    int8: bool = False  # how its products keep weights
+
+
+def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
+    """Load this rank's weights and allocate its cache; takes seconds. Raises SetupError for what cannot
+    work."""
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // ranks.size))
+    device = device_of(options.device, ranks.rank)
+    dtype, int8 = _dtype(options.dtype, device), options.dtype == "int8"
+    stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
+    sharing = SOLO if options.pipeline else ranks
+    shard_of = functools.partial(shard, rank=ranks.rank, size=ranks.size)
+    if options.pipeline:
+        shard_of = functools.partial(stage_shard, stage=stage)
+    if options.dummy:
+        shapes, weights = load_dummy(options.model_path, dtype, device, shard_of)
+    elif options.model_path.suffix == ".gguf":
+        shapes, weights = load_gguf(options.model_path, dtype, device, shard_of)
+    else:
+        shapes, weights = load_hf(options.model_path, dtype, device, shard_of)
+    if ranks.size > 1 and device.type == "cuda":
+        torch.cuda.empty_cache()  # what was cut off is free, and counts for the blocks
+    wanted = _context_tokens(shapes, options.max_context)
+    kept = kv_format(options.kv_dtype, shapes, weights, sharing, stage)
+    size = block_bytes(shapes, options.block_tokens, kept.dtype)
+    blocks = options.blocks or fitting_blocks(
+        size, device, options.slots * blocks_for(wanted, options.block_tokens)
+    )
+    blocks = min(ranks.exchange(blocks))
+    context = min(wanted, blocks * options.block_tokens)
+    if context < options.max_context:
+        raise SetupError(
+            f"{blocks} KV blocks of {options.block_tokens} tokens hold no sequence of {options.max_context}; "
+            "raise kv_blocks or lower max_context"
+        )
+    cache = allocate(shapes, blocks, options.block_tokens, kept.dtype, weights.embedding)
+    log.info(
+        "%d KV blocks of %d tokens and %d bytes in %s: %.2f GiB, %d tokens; sequences up to %d",
+        blocks, options.block_tokens, size, kept.name, blocks * size / 2**30, blocks * options.block_tokens,
+        context,
+    )  # fmt: skip
+    how = " in int8" * int8 + " deterministic" * options.deterministic
+    digest = fingerprint(options.model_name + how, shapes, weights, cache.block_tokens, kept, ranks)
+    return Loaded(
+        shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
+        stage=stage, int8=int8,
+    )  # fmt: skip
+
+
+def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
+    """The facts of an engine over what was loaded."""
+    cache = loaded.cache
+    kept = _NAMES[cache.tensor.dtype]
+    return BackendInfo(
+        backend="torch",
+        model=options.model_name,
+        dtype="/".join(dict.fromkeys(("int8" if loaded.int8 else _NAMES[cache.activations], kept))),
+        fingerprint=loaded.fingerprint,
+        vocab_digest=_vocab_digest(options),
+        vocab=loaded.shapes.vocab,
+        blocks=cache.blocks,
+        block_tokens=cache.block_tokens,
+        bytes_per_block=cache.bytes_per_block,
+        slots=options.slots,
+        max_step_tokens=options.max_step_tokens,
+        max_context=loaded.context,
+    )
+
+
+def grammars_of(options: TorchOptions, loaded: Loaded) -> Grammars:
+    """What follows the grammars of requests; the vocabulary is read when the first one comes."""
+    files = ModelFiles(options.model_name, options.model_path)
+    return Grammars(lambda: load_vocabulary(files), loaded.shapes.vocab)
+
+
+def device_of(name: str, rank: int = 0) -> torch.device:
+    """The device that a setting names; of the GPUs that this process sees, the one at `rank`. Raises
+    SetupError for cuda where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SetupError(
+            "device is cuda, but torch sees no GPU; install a CUDA build of torch or use device cpu"
+        )
+    if name == "cuda" and rank >= torch.cuda.device_count():
+        raise SetupError(
+            f"there are {torch.cuda.device_count()} GPUs, too few for rank {rank}: use fewer ranks"
+        )
+    return torch.device(name, rank) if name == "cuda" and rank else torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name == "int8":
+        if device.type != "cpu" or not kernels.cpu_jit.has(*kernels.cpu_jit.INT8):
+            raise SetupError("dtype int8 is for CPUs with AVX-512 BF16 and VNNI; use bf16")
+        return torch.bfloat16
+    if name not in _DTYPES:
+        raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join(_DTYPES)}, int8")
+    return _DTYPES[name]
+
+
+def _context_tokens(shapes: Shapes, asked: int) -> int:
+    """The longest sequence: what is asked for, at most what the model can do without a sliding window."""
+    most, why = shapes.max_context, "its context"
+    if 0 < shapes.sliding_window < most:
+        most, why = shapes.sliding_window, "its attention window, and sliding windows are not supported"
+    if asked > most:
+        raise SetupError(f"max_context {asked} is over {most} tokens, {why}; lower max_context")
+    return asked or most
+
+
+def _vocab_digest(options: TorchOptions) -> str:
+    path = options.model_path
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        return "none"  # weights alone: nobody can send it text
+    return load_vocabulary(ModelFiles(options.model_name, path)).digest

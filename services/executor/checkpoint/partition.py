@@ -1,0 +1,200 @@
+"""Which part of a model each rank of a tensor-parallel group holds and computes.
+
+    q, k, v, gate, up   rows of its heads and of its part of the MLP's width: no rank needs the others'
+    out, down           the columns that read those: their products are parts of a sum over all ranks
+    experts             some of them, whole; every rank has all tokens and routes them, its experts' part of
+                        the result is one of a sum: nothing else is said, and no expert is read twice
+    head                rows of its part of the vocabulary: the logits are gathered, so that every rank has
+                        the same bits of them, and may choose the same tokens from them
+    embedding, norms    all: a row of the embedding costs nothing to read, the sum that would replace it does
+
+Heads are whole: a KV head and the query heads that read it lie on one rank. Where the KV heads do not divide,
+some ranks have one more (3 on 2 ranks: 2 and 1). With more ranks than KV heads, a KV head lies on several
+ranks, and its query heads are divided between them. Experts that do not divide are dealt likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from services.executor.checkpoint.config import Shapes
+from services.executor.parallel.ranks import Ranks
+from shared.errors import SetupError
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+
+_UNIT = 16  # a rank's part of a width is a multiple of this where the width is: what matrix units take
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Numbers `begin` to `end` of a tensor along dimension `dim`."""
+
+    dim: int
+    begin: int
+    end: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """That part, in memory of its own."""
+        return whole.narrow(self.dim, self.begin, self.end - self.begin).clone()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A rank's part. `shapes` are those of what it holds: with its heads, KV heads and MLP width, and of all
+    the vocabulary."""
+
+    shapes: Shapes
+    head_rows: int  # of the head on every rank; zeros behind the vocabulary's end
+    cuts: dict[str, Cut]  # of the parts that it does not hold all of
+    first_layer: int = 0  # of `shapes.layers` that it holds
+
+
+ShardOf = Callable[[Shapes], Shard]  # which part of a model to load
+
+
+def all_of_it(whole: Shapes) -> Shard:
+    """The part of a rank that is alone."""
+    return shard(whole, 0, 1)
+
+
+def shard(whole: Shapes, rank: int, size: int) -> Shard:
+    """The part of rank `rank` of `size`. Raises SetupError where there are not enough heads or experts."""
+    if size == 1:
+        return Shard(shapes=whole, head_rows=whole.vocab, cuts={})
+    width = _UNIT if whole.intermediate % _UNIT == 0 else 1
+    units = whole.intermediate // width
+    if size > min(whole.heads, units):
+        raise SetupError(
+            f"{size} ranks are too many for {whole.heads} heads and an MLP of {whole.intermediate}: use fewer"
+        )
+    keys, queries = _heads(whole, rank, size)
+    begin, end = (share * width for share in _share(units, rank, size))
+    rows = -(-whole.vocab // (_UNIT * size)) * _UNIT
+    q, k = (_rows(heads, whole.head_dim) for heads in (queries, keys))
+    inner = Cut(0, begin, end)
+    cuts = {
+        **dict.fromkeys(("q", "q_bias"), q),
+        **dict.fromkeys(("k", "v", "k_bias", "v_bias"), k),
+        "out": replace(q, dim=1),
+        **dict.fromkeys(("gate", "up"), inner),
+        "down": replace(inner, dim=1),
+        "head": Cut(0, min(rank * rows, whole.vocab), min((rank + 1) * rows, whole.vocab)),
+    }
+    local = replace(
+        whole, heads=queries[1] - queries[0], kv_heads=keys[1] - keys[0], intermediate=end - begin
+    )
+    if whole.experts is not None:
+        if size > whole.experts.count:
+            raise SetupError(f"{size} ranks are too many for {whole.experts.count} experts: use fewer")
+        some = Cut(0, *_share(whole.experts.count, rank, size))
+        cuts |= {"experts_gate_up": some, "experts_down": some}
+        local = replace(local, experts=replace(whole.experts, first=some.begin))
+    return Shard(shapes=local, head_rows=rows, cuts=cuts)
+
+
+def gathered_logits(own: Tensor, vocab: int, ranks: Ranks) -> Tensor:
+    """Logits `[samples, vocab]` from every rank's `[samples, head rows]`, which end with those of padding."""
+    if ranks.size == 1 or not len(own):
+        return own[:, :vocab]
+    found = ranks.all_gather(own).transpose(0, 1).reshape(len(own), -1)
+    return found[:, :vocab].contiguous()
+
+
+def _heads(whole: Shapes, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """KV heads and query heads of a rank, each from the first to behind the last."""
+    group = whole.heads // whole.kv_heads
+    if size <= whole.kv_heads:
+        first, end = _share(whole.kv_heads, rank, size)
+        return (first, end), (first * group, end * group)
+    head = rank * whole.kv_heads // size
+    sharing = [other for other in range(size) if other * whole.kv_heads // size == head]
+    first, end = _share(group, rank - sharing[0], len(sharing))
+    return (head, head + 1), (head * group + first, head * group + end)
+
+
+def _share(units: int, rank: int, size: int) -> tuple[int, int]:
+    """The units of a rank, from the first to behind the last: as even as can be, with more on the first."""
+    each, more = divmod(units, size)
+    begin = rank * each + min(rank, more)
+    return begin, begin + each + (rank < more)
+
+
+def _rows(heads: tuple[int, int], head_dim: int) -> Cut:
+    return Cut(0, heads[0] * head_dim, heads[1] * head_dim)
+
+
+_NOTHING = Cut(0, 0, 0)
+
+
+class Stage:
+    """Stage `index` of `count`, which is also its rank. One that is alone sends and receives nothing."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count = index, count
+        self.first, self.last = index == 0, index + 1 == count
+        self._sent: Work | None = None  # on a CPU: it holds what it sends
+
+    def receive(self, rows: Tensor) -> Tensor:
+        """Fill `rows` with what the stage before has sent; `rows` itself. On a GPU it is queued."""
+        torch.distributed.recv(rows, self.index - 1)
+        return rows
+
+    def send(self, rows: Tensor) -> None:
+        """Give `rows` to the stage behind. On a GPU it is queued, and ends when that one receives; on a CPU
+        `rows` is not to be changed, and the send before must have ended first."""
+        if rows.is_cuda:
+            torch.distributed.send(rows, self.index + 1)
+            return
+        if self._sent is not None:
+            self._sent.wait()
+        self._sent = torch.distributed.isend(rows, self.index + 1)
+
+
+WHOLE = Stage(0, 1)
+
+
+def layers_of(whole: Shapes, index: int, count: int) -> tuple[int, int]:
+    """The layers of a stage, from the first to behind the last. Stages have as many weights to read as can
+    be; those of the head, which the last one has, count as layers. Raises SetupError for fewer layers than
+    stages."""
+    if whole.layers < count:
+        raise SetupError(f"{count} stages are too many for {whole.layers} layers: use fewer")
+    head = whole.vocab * whole.hidden / _layer_weights(whole)
+
+    def begin(stage: int) -> int:
+        even = round((whole.layers + head) * stage / count)
+        return min(max(even, stage), whole.layers - (count - stage))
+
+    return begin(index), begin(index + 1)
+
+
+def stage_shard(whole: Shapes, stage: Stage) -> Shard:
+    """What a stage holds: the first one the embedding, the last one the head (which may be the embedding),
+    each its layers. Raises SetupError as `layers_of`."""
+    if stage.count == 1:
+        return all_of_it(whole)
+    first, end = layers_of(whole, stage.index, stage.count)
+    cuts = {}
+    if not (stage.first or (stage.last and whole.tied)):
+        cuts["embedding"] = _NOTHING
+    if not stage.last:
+        cuts["head"] = _NOTHING
+    local = replace(whole, layers=end - first)
+    return Shard(shapes=local, head_rows=whole.vocab if stage.last else 0, cuts=cuts, first_layer=first)
+
+
+def _layer_weights(whole: Shapes) -> int:
+    """Of one layer, those that a step of many rows reads."""
+    attention = 2 * (whole.heads + whole.kv_heads) * whole.head_dim
+    width = 3 * whole.intermediate
+    if whole.experts is not None:
+        width = 3 * whole.experts.count * whole.experts.width
+    return (attention + width) * whole.hidden

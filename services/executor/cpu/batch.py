@@ -1,0 +1,278 @@
+"""From the columns of a plan to the tensors of a forward pass.
+
+Tokens are laid out decode rows first, grouped by context length, then prompt chunks one after the other:
+
+    | decode, ≤ 16 tokens | decode, 17-32 | ... | chunk of slot 3 | chunk of slot 5 | padding |
+
+A group of decode rows is one attention call, padded to its longest row; a chunk is one call of its own.
+Kernels that take rows of any length take every token as one, all in one group.
+In deterministic mode each token is a call: neither its company nor the chunk that it came in changes a bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.attention import write_rows
+from services.executor.checkpoint.kv_cache import KvCache
+from services.executor.cpu.linear import ROW_TILE
+from shared.errors import EngineError
+from shared.messages import Ints, SlotOpen, StepPlan, ints
+
+_Column = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decode rows of like context, or tokens of any: token rows `first` to `first + len(tables)`. See
+    attend_decode."""
+
+    first: int
+    tables: Tensor  # [rows, blocks]
+    lengths: Tensor  # [rows], tokens
+    mask: Tensor | None  # [rows, 1, 1, tokens]; none where all tokens are in one group
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A chunk of one prompt: token rows `first` to `first + count`. See attend_prefill."""
+
+    first: int
+    count: int
+    table: Tensor  # [blocks]
+    mask: Tensor | None  # [count, tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The input of a forward pass. All tensors are on the device."""
+
+    ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    rows: Tensor  # [layers, K|V, tokens], where KV goes
+    decode: tuple[DecodeGroup, ...]
+    prefill: tuple[PrefillChunk, ...]
+    sampled: Tensor  # [samples], the token row that each sample row reads
+    padding: int  # token rows at the end that stand for nothing
+
+
+class BatchBuilder:
+    """Builds batches over one set of slots and one cache."""
+
+    def __init__(
+        self, slots: Slots, cache: KvCache, *, deterministic: bool = False, ragged: bool = False
+    ) -> None:
+        """`ragged`: all tokens, of decode rows and chunks, go into one group, without a mask."""
+        self._slots = slots
+        self._cache = cache
+        self._deterministic = deterministic
+        self._ragged = ragged
+
+    def build(self, plan: StepPlan) -> Batch:
+        """The batch of a plan whose table deltas are applied. Raises EngineError for a slot not open."""
+        slots, starts, counts = (np.array(c, dtype=np.int64) for c in (plan.slots, plan.starts, plan.counts))
+        by_token = self._deterministic or self._ragged
+        order, ranks = (np.arange(len(counts)), counts[:0]) if by_token else self._order(starts, counts)
+        first = np.empty_like(counts)
+        first[order] = np.cumsum(counts[order]) - counts[order]
+        row = np.repeat(order, counts[order])
+        positions = starts[row] + np.arange(len(row)) - first[row]
+        padding = -len(row) % ROW_TILE if self._deterministic else 0
+        if by_token:
+            each = np.arange(len(row))  # alone: how a prompt was cut would show in the last bits
+            alike = np.zeros_like(each) if self._ragged else each
+            decode, prefill = self._decode(slots[row], positions, each, alike), order[:0]
+        else:
+            decode, prefill = self._decode(slots, starts, order, ranks), order[len(ranks) :]
+        return Batch(
+            ids=self._ids(plan, first, len(row) + padding),
+            positions=self._on_device(np.pad(positions, (0, padding))),
+            rows=self._rows(slots[row], positions, padding),
+            decode=decode,
+            prefill=tuple(
+                self._chunk(int(slots[i]), int(starts[i]), int(counts[i]), int(first[i])) for i in prefill
+            ),
+            sampled=self._on_device((first + counts - 1)[np.array(plan.sample_rows, dtype=np.int64)]),
+            padding=padding,
+        )
+
+    def _order(self, starts: _Column, counts: _Column) -> tuple[_Column, _Column]:
+        """Rows in token order, and the group of each decode row among them.
+
+        Groups double in length, so that padding costs less than a factor of two.
+        """
+        decode = np.flatnonzero(counts == 1)
+        blocks = -(-(starts[decode] + 1) // self._cache.block_tokens)
+        ranks = np.ceil(np.log2(blocks)).astype(np.int64)
+        by_rank = np.argsort(ranks, kind="stable")
+        return np.concatenate((decode[by_rank], np.flatnonzero(counts != 1))), ranks[by_rank]
+
+    def _ids(self, plan: StepPlan, first: _Column, tokens: int) -> Tensor:
+        ids = np.zeros(tokens, dtype=np.int64)
+        fed = []
+        for i, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            known = self._slots.tokens(slot)
+            if plan.from_device[i]:
+                fed.append(i)
+            elif start + count > len(known):
+                raise EngineError(
+                    f"slot {slot} has {len(known)} tokens; the plan wants {start} to {start + count}"
+                )
+            else:
+                ids[first[i] : first[i] + count] = known[start : start + count]
+        on_device = self._on_device(ids)
+        if fed:
+            sources = self._on_device(np.array([plan.slots[i] for i in fed]))
+            on_device[self._on_device(first[fed])] = self._slots.last_token[sources]
+        return on_device
+
+    def _rows(self, slots: _Column, positions: _Column, padding: int) -> Tensor:
+        """Where each token's KV goes; that of finished slots and of padding to the spare block."""
+        cache = self._cache
+        blocks = self._on_device(self._slots.tables[slots, positions // cache.block_tokens])
+        blocks = torch.where(self._slots.done[self._on_device(slots)], cache.spare, blocks)
+        blocks = torch.nn.functional.pad(blocks, (0, padding), value=cache.spare)
+        offsets = self._on_device(np.pad(positions % cache.block_tokens, (0, padding)))
+        return write_rows(cache.tensor, blocks, offsets)
+
+    def _decode(
+        self, slots: _Column, starts: _Column, order: _Column, ranks: _Column
+    ) -> tuple[DecodeGroup, ...]:
+        groups = []
+        edges = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
+        for first, end in itertools.pairwise(edges):
+            if first == end:
+                continue
+            members = order[first:end]
+            lengths = starts[members] + 1
+            tokens = int(lengths.max())
+            tables = self._slots.tables[slots[members], : -(-tokens // self._cache.block_tokens)]
+            mask = None if self._ragged else self._past_end(lengths, tokens)
+            groups.append(DecodeGroup(first, self._on_device(tables), self._on_device(lengths), mask))
+        return tuple(groups)
+
+    def _past_end(self, lengths: _Column, tokens: int) -> Tensor:
+        past_end = self._on_device(np.arange(tokens) >= lengths[:, None])
+        mask = torch.zeros(past_end.shape, dtype=self._cache.activations, device=past_end.device)
+        return mask.masked_fill_(past_end, -torch.inf)[:, None, None]
+
+    def _chunk(self, slot: int, start: int, count: int, first: int) -> PrefillChunk:
+        end = start + count
+        table = self._on_device(self._slots.tables[slot, : -(-end // self._cache.block_tokens)])
+        mask = None
+        if start:
+            later = self._on_device(np.arange(end) > np.arange(start, end)[:, None])
+            mask = torch.zeros(later.shape, dtype=self._cache.activations, device=later.device)
+            mask.masked_fill_(later, -torch.inf)
+        return PrefillChunk(first, count, table, mask)
+
+    def _on_device(self, values: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._cache.tensor.device)
+
+
+_NO_TOKEN = -1
+
+
+class Slots:
+    """State of every slot. Tables are `[slots, blocks]`; entries never set point at the spare block."""
+
+    def __init__(
+        self, count: int, table_blocks: int, spare: int, max_context: int, device: torch.device
+    ) -> None:
+        self.tables: NDArray[np.int64] = np.full((count, table_blocks), spare, dtype=np.int64)
+        self.last_token = torch.zeros(count, dtype=torch.int64, device=device)
+        self.done = torch.zeros(count, dtype=torch.bool, device=device)
+        self._max_length = torch.zeros(count, dtype=torch.int64, device=device)
+        self._stop_ids = torch.full((count, 1), _NO_TOKEN, dtype=torch.int64, device=device)
+        self._outgrown: list[Tensor] = []  # narrower stop ids: freed memory would be written by others
+        self._tokens: dict[int, Ints] = {}
+        self._spare = spare
+        self._max_context = max_context
+
+    def open(self, opened: SlotOpen) -> None:
+        """Set a slot up from scratch. Raises EngineError for a slot number that does not exist."""
+        slot = opened.slot
+        if not 0 <= slot < len(self.tables):
+            raise EngineError(f"slot {slot} is not one of {len(self.tables)} slots")
+        self._tokens[slot] = opened.tokens[:]
+        self.tables[slot] = self._spare
+        self.last_token[slot] = opened.tokens[-1] if opened.tokens else 0
+        self.done[slot] = False
+        self._max_length[slot] = min(opened.max_length or self._max_context, self._max_context)
+        self._set_stop_ids(slot, opened.stop_ids)
+
+    def end(self, slots: list[int]) -> None:
+        """Slots that failed: like one that has stopped, without a further token."""
+        if slots:
+            self.done[torch.tensor(slots, device=self.done.device)] = True
+
+    def close(self, slot: int) -> None:
+        """Forget a slot. Closing an unknown slot does nothing."""
+        self._tokens.pop(slot, None)
+
+    def reset(self) -> None:
+        """Forget every slot."""
+        self._tokens.clear()
+
+    def tokens(self, slot: int) -> Ints:
+        """The host record: the tokens of SlotOpen and those sampled since. Raises EngineError if closed."""
+        try:
+            return self._tokens[slot]
+        except KeyError:
+            raise EngineError(f"the plan names slot {slot}, which is not open") from None
+
+    def apply_tables(self, plan: StepPlan) -> None:
+        """Write the plan's block-table deltas."""
+        at = 0
+        for slot, first, count in zip(plan.table_slots, plan.table_first, plan.table_counts, strict=True):
+            self.tables[slot, first : first + count] = plan.table_blocks[at : at + count]
+            at += count
+
+    def advance(self, slots: list[int], ids: Tensor, positions: list[int]) -> tuple[Ints, Ints]:
+        """Take one sampled token for each of `slots`, at its place `positions` in the sequence.
+
+        Returns the ids and the done column of a StepResult, on the host: waits for the device.
+        """
+        at = torch.tensor(slots, device=ids.device)
+        lengths = torch.tensor(positions, device=ids.device) + 1
+        before = self.done[at]
+        stopped = (ids.unsqueeze(1) == self._stop_ids[at]).any(1) | (lengths >= self._max_length[at])
+        self.last_token[at] = torch.where(before, self.last_token[at], ids)
+        self.done[at] = before | stopped
+        column = torch.where(before, _NO_TOKEN, ids)
+        chosen, ended = torch.stack((column, torch.where(before, 2, stopped.long()))).tolist()
+        self._note(slots, chosen, positions)
+        return ints(chosen), ints(ended)
+
+    def take(self, slots: list[int], ids: Ints, done: Ints, positions: list[int]) -> None:
+        """As `advance`, with the columns that it has given on another rank."""
+        at, ended = torch.tensor(slots), torch.tensor(done)
+        chosen = torch.where(ended == 2, self.last_token[at], torch.tensor(ids, dtype=torch.int64))
+        self.last_token[at], self.done[at] = chosen, ended != 0
+        self._note(slots, ids, positions)
+
+    def _note(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> None:
+        for slot, token, position in zip(slots, ids, positions, strict=True):
+            known = self.tokens(slot)
+            if token != _NO_TOKEN and position == len(known):
+                known.append(token)
+
+    def _set_stop_ids(self, slot: int, stop_ids: Ints) -> None:
+        have = self._stop_ids.shape[1]
+        if len(stop_ids) > have:
+            more = self._stop_ids.new_full((len(self._stop_ids), len(stop_ids) - have), _NO_TOKEN)
+            wider = torch.cat((self._stop_ids, more), 1)
+            if wider.is_cuda:  # a sample on another stream may read either one at any moment
+                torch.cuda.current_stream().synchronize()
+                self._outgrown.append(self._stop_ids)
+            self._stop_ids = wider
+        self._stop_ids[slot] = _NO_TOKEN
+        if stop_ids:
+            self._stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, device=self._stop_ids.device)

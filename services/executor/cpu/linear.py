@@ -1,0 +1,144 @@
+"""Matrix products with the weights, each by the fastest way this machine has, and bit-equal by row if asked.
+
+Float32 on a CPU takes oneDNN's product with weights packed once, at load: F.linear and torch.mm (MKL) pack
+them anew in every call, which a step of few rows has no work to hide behind. Measured on 2 Zen 3 cores
+(AVX2, no bf16 instructions), all products of a 135M model, ms by rows (head not included above 32):
+
+    rows                                    1    2    4    8   16   20   32   64  128  464
+    f32   F.linear                         39   73   78   74   89   96  121  133  218  761
+          weight @ x.T                     38   38   36   69   76  100  113  133  226  793
+          MKL packed (mkl._mkl_linear)     36   56   92  100  106  108  144
+          oneDNN packed                    28   31   34   44   59   67   90  118  210  730
+    bf16  F.linear                         17   34       110            430
+          widened in slices                40   40        77             99
+
+oneDNN compiles a kernel for each shape, at first use, and keeps it: 4 to 5 ms and 2.5 MB for each number of
+rows of this model. Larger numbers are therefore padded, by 3 % on average, to 56 numbers up to 256. Those
+that decode steps and the last tokens of a cached prompt come to are compiled at start.
+
+F.linear on bf16 has no matrix kernel here, one row at a time; oneDNN has where there are bf16 instructions.
+On GPUs it is best and is used. With Numba there are kernels of our own, see compiled_products: on machines
+with AVX-512 none of the above is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels.cpu_jit
+
+Linear = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
+
+ROW_TILE = 16  # rows of every product in deterministic mode
+_SLICE_ELEMENTS = 1 << 20  # 4 MiB of float32: stays in the cache between widening and use
+_EXACT_ROWS = 32  # up to here each number of rows has its kernel: padding 23 rows by one takes 8 % more time
+_SIZES = 8  # of kernels from each power of two to the next, above
+_NARROW_ROWS = 2  # up to here F.linear on bf16 beats widening
+
+
+class Products:
+    """Makes the products of one model. They share a scratch buffer, so they run on one thread."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, *, deterministic: bool, int8: bool = False
+    ) -> None:
+        """`int8`: weights are kept so, each row by its largest number; on a CPU that can."""
+        self._int8 = int8
+        self._deterministic = deterministic
+        self._on_cpu = device.type == "cpu"
+        self._widen = (
+            self._on_cpu and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
+        self._packs = self._on_cpu and torch._C._has_mkldnn and not self._widen
+        self._compiled = self._on_cpu and kernels.cpu_jit.available()
+        self._any_packed = False
+        self._scratch = torch.empty(_SLICE_ELEMENTS if self._widen else 0)
+
+    def kernel_sizes(self, most_rows: int) -> list[int]:
+        """The numbers of rows up to `most_rows` for which products that were made have kernels of their own,
+        compiled at first use."""
+        if not self._any_packed:
+            return []
+        if self._deterministic:
+            return [ROW_TILE]
+        return sorted({kernel_rows(rows) for rows in range(1, most_rows + 1)})
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
+        """The product with `weight` `[out, in]`, plus `bias`. Kernels of our own round it to `dtype`, all
+        others, and all where that is None, to the dtype of what they multiply. With `deterministic` a row's
+        result does not depend on the other rows: products run in tiles of ROW_TILE rows, so that every one
+        has the same shape and adds up in the same order; rows must then be a multiple of ROW_TILE."""
+        product = self._compiled_product(weight, dtype) if self._compiled else None
+        if product is None:
+            product = self._of_torch(weight)
+            product = _tiled(product) if self._deterministic else product
+        return product if bias is None else lambda x: product(x) + bias
+
+    def _compiled_product(self, weight: Tensor, dtype: torch.dtype | None) -> Linear | None:
+        from services.executor.cpu.compiled_linear import by_rows, in_panels
+
+        if product := in_panels(weight, int8=self._int8, dtype=dtype):
+            return _tiled(product) if self._int8 and self._deterministic else product
+        wide = weight.dtype != torch.bfloat16  # a plain copy of it would be large
+        return None if wide or self._deterministic else by_rows(weight, self._of_torch(weight))
+
+    def _of_torch(self, weight: Tensor) -> Linear:
+        if self._widen:
+            return self._widened(weight)
+        self._any_packed |= self._packs
+        return _packed(weight) if self._packs else _plain(weight)
+
+    def _widened(self, weight: Tensor) -> Linear:
+        height = max(1, min(weight.shape[0], _SLICE_ELEMENTS // weight.shape[1]))
+        slices = torch.split(weight, height)
+        scratch = self._scratch
+        if weight.shape[1] > _SLICE_ELEMENTS:
+            return _plain(weight)
+
+        def product(x: Tensor) -> Tensor:
+            if x.shape[0] <= _NARROW_ROWS:
+                return F.linear(x, weight)
+            columns = x.float().t()
+            out = torch.empty(weight.shape[0], x.shape[0])
+            for narrow, target in zip(slices, torch.split(out, height), strict=True):
+                wide = scratch[: narrow.numel()].view(narrow.shape).copy_(narrow)
+                torch.mm(wide, columns, out=target)
+            return out.t().to(x.dtype, memory_format=torch.contiguous_format)
+
+        return product
+
+
+def _plain(weight: Tensor) -> Linear:
+    return lambda x: F.linear(x, weight)
+
+
+def _packed(weight: Tensor) -> Linear:
+    # A copy in oneDNN's own layout: the caller may let go of `weight`.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+    def product(x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if extra := kernel_rows(rows) - rows:
+            return multiply(F.pad(x, (0, 0, 0, extra)), packed, None, "none", [], "")[:rows]
+        return multiply(x, packed, None, "none", [], "")
+
+    return product
+
+
+def kernel_rows(rows: int) -> int:
+    """Rows of the compiled kernel that takes `rows`: the same number up to _EXACT_ROWS, then _SIZES numbers
+    from each power of two to the next."""
+    if rows <= _EXACT_ROWS:
+        return rows
+    step = (1 << (rows - 1).bit_length()) // (2 * _SIZES)
+    return -(-rows // step) * step
+
+
+def _tiled(product: Linear) -> Linear:
+    # A tile is copied to its own buffer: the same alignment for every tile.
+    return lambda x: torch.cat([product(tile.clone()) for tile in torch.split(x, ROW_TILE)])

@@ -1,0 +1,208 @@
+"""The two halves of a step on GPUs, each one's talk under the other's compute; and how they talk then.
+
+    dense models         NCCL with few thread blocks, each of which holds a processor
+    of experts           copies between GPUs, which hold none, where these map each other's memory: a grouped
+                         product has a program for each processor, and runs twice as long where one must wait
+
+Measured on four H200 (docs/benchmarks/multi-gpu.md): 8,192 tokens of a dense 8B 1.17 x with NCCL; of experts
+1.02 x with NCCL, 1.12 x with copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+from torch.cuda import Event, Stream
+
+from kernels.inputs.gpu import stamp
+from services.executor.checkpoint.loader import Loaded
+from services.executor.engine import COMM, COMPUTE, MOST, Piece
+from services.executor.parallel.coroutines import Program, Sums, Talk, together
+from services.executor.parallel.peer_memory import PeerMemory
+from services.executor.parallel.ranks import Collectives, Copies, Ranks
+from services.executor.parallel.step_split import CUT_TOKENS
+
+log = logging.getLogger("headrace.executor")
+
+BLOCKS = 16  # of a collective that has a limit
+MEETING = 2  # processors that are left for the programs with which copies wait for each other
+
+
+class TwoStreams:
+    """One for an engine. `sums`: what the halves say."""
+
+    def __init__(self, sums: Sums, spared: int, device: torch.device) -> None:
+        """`spared`: processors that the products leave free."""
+        self.sums, self._spared = sums, spared
+        self._lanes = Lanes(device)
+
+    def together(self, programs: Sequence[Program], notes: Noting) -> list[Tensor]:
+        """Queue both programs to their ends; what they return."""
+        with spare(self._spared):
+            return self._lanes.together(programs, notes)
+
+
+def two_streams(loaded: Loaded, most_tokens: int, *, deterministic: bool) -> TwoStreams:
+    """For an engine of several ranks, made by all of them at once; `most_tokens` in a step."""
+    ranks, device, shapes = loaded.ranks, loaded.cache.tensor.device, loaded.shapes
+    if deterministic:  # by rank, wherever a number stands
+        return TwoStreams(ranks, 0, device)
+    if shapes.experts is not None and shapes.hidden % ranks.size == 0:
+        rows = most_tokens // 2 + 2 * CUT_TOKENS
+        copies = _copies(ranks, device, rows * shapes.hidden * loaded.cache.activations.itemsize)
+        if copies is not None:
+            return TwoStreams(copies, MEETING, device)
+    return TwoStreams(few_blocks(), 0, device)
+
+
+def few_blocks() -> Collectives:
+    """Collectives of at most BLOCKS thread blocks, made by every rank at once."""
+    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = BLOCKS
+    return Collectives(distributed.new_group(pg_options=options))
+
+
+def _copies(ranks: Ranks, device: torch.device, most_bytes: int) -> Copies | None:
+    """None, on all ranks, where one cannot have such memory."""
+    copies = None
+    try:
+        assert distributed.group.WORLD is not None, "the ranks have joined"
+        copies = Copies(PeerMemory(most_bytes, device, distributed.group.WORLD))
+    except (RuntimeError, ImportError, AttributeError, OSError) as error:
+        log.warning("halves of steps talk through NCCL, and gain less: %s", error)
+    return copies if all(ranks.exchange(copies is not None)) else None
+
+
+_HIGH = -1  # a talk waits for no compute: its few programs get processors before the other stream's
+
+
+class Lanes:
+    """The stream that talks. One for a thread that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._talking = Stream(device, priority=_HIGH)  # type: ignore[no-untyped-call]  # torch annotates it not
+
+    def together(self, programs: Sequence[Program], notes: Noting | None = None) -> list[Tensor]:
+        """Run programs to their ends; what they return, on the current stream. Without notes it may be
+        captured in a graph."""
+        compute, talking = torch.cuda.current_stream(), self._talking
+
+        def say(half: int, talk: Talk) -> Callable[[], object]:
+            talking.wait_stream(compute)
+            with torch.cuda.stream(talking), notes.on(COMM[half]) if notes else nullcontext():
+                talk()
+                done = talking.record_event()
+            return functools.partial(_wait, compute, done, talk)
+
+        if notes is None:
+            found = together(programs, say)
+        else:
+            found = together(programs, say, lambda half: notes.on(COMPUTE[half]))
+        compute.wait_stream(talking)
+        return found
+
+
+def _wait(compute: Stream, done: Event, talk: Talk) -> None:
+    """Until then the `talk` holds its tensors."""
+    compute.wait_event(done)
+
+
+class Noting(Protocol):
+    """Either."""
+
+    def on(self, lane: int) -> AbstractContextManager[None]:
+        """Note what is queued on the current stream within this. The first MOST pieces are."""
+
+
+class CudaNotes:
+    """Of one step; an event costs the host some microseconds."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[int, Event, Event]] = []
+
+    @contextmanager
+    def on(self, lane: int) -> Iterator[None]:
+        if len(self._noted) == MOST:
+            yield
+            return
+        began, ended = (Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+        began.record()
+        try:
+            yield
+        finally:
+            ended.record()
+            self._noted.append((lane, began, ended))
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Once the step has ended on the device."""
+        origin = self._noted[0][1]
+        return tuple(
+            Piece(lane, int(1e3 * origin.elapsed_time(began)), int(1e3 * began.elapsed_time(ended)))
+            for lane, began, ended in self._noted
+        )
+
+
+class StampedNotes:
+    """Of a graph, while it is captured: where each piece begins and ends the clock is written to `times`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.times: Tensor = torch.zeros(MOST, 2, dtype=torch.int64, device=device)  # ns
+        self._lanes: list[int] = []
+
+    @contextmanager
+    def on(self, lane: int) -> Iterator[None]:
+        at = len(self._lanes)
+        if at == MOST:
+            yield
+            return
+        self._lanes.append(lane)
+        stamp(self.times[at, :1])
+        try:
+            yield
+        finally:
+            stamp(self.times[at, 1:])
+
+    def pieces(self, times: Tensor) -> tuple[Piece, ...]:
+        """Of a replay: `times` as it left them, on the host."""
+        noted: list[list[int]] = times[: len(self._lanes)].tolist()
+        origin = noted[0][0]
+        return tuple(
+            Piece(lane, (began - origin) // 1000, (ended - began) // 1000)
+            for lane, (began, ended) in zip(self._lanes, noted, strict=True)
+        )
+
+
+@contextmanager
+def spare(count: int) -> Iterator[None]:
+    """Within this, products of torch and cuBLAS use `count` of the processors less; 0: all."""
+    if not count:
+        yield
+        return
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    before = torch._C._get_sm_carveout_experimental()
+    torch._C._set_sm_carveout_experimental(count)  # what _grouped_mm goes by
+    _cublas_processors(properties.multi_processor_count - count)
+    try:
+        yield
+    finally:
+        _cublas_processors(0)
+        torch._C._set_sm_carveout_experimental(before)
+
+
+def _cublas_processors(count: int) -> None:
+    """0: all. Not every release of torch tells cuBLAS itself."""
+    major = str(torch.version.cuda).split(".", maxsplit=1)[0]
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{major}")
+    except OSError:  # linked in otherwise: then torch's own products alone leave processors free
+        return
+    handle: int = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]  # torch annotates it not
+    library.cublasSetSmCountTarget(ctypes.c_void_p(handle), ctypes.c_int(count))

@@ -1,0 +1,311 @@
+"""The CUDA engine behind the Backend protocol: a step's forward and its sampling are queued together.
+
+    forward: words to set, forward graph, sample graph, ids on their way ──▶ returns at once
+    sample:  waits for the ids                                  (the next step is queued behind already)
+
+Rows that the kernel does not sample (penalties, bias, processors, grammars, log probabilities) are sampled in
+torch, and the next step waits for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.attention.decode import decode_work
+from kernels.sampling.gpu import Choices, Chosen, choose, scratch
+from services.executor.checkpoint.config import Shapes
+from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
+from services.executor.cuda.graph_runner import Passes
+from services.executor.cuda.input_batch import arrange
+from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_large_heads, row_by_row
+from services.executor.cuda.model import CudaModel
+from services.executor.cuda.slot_table import CudaSlots, advance, end_slots, take
+from services.executor.engine import BackendInfo, Copier, Pending, Piece, StepOutput, warm_up_steps
+from services.executor.kv_transfer.copiers import CudaCopier
+from services.executor.parallel.ranks import SOLO, Ranks
+from services.executor.parallel.step_split import CUT_TOKENS, LEAST, split, two_stream_tokens
+from services.executor.sampling.host_sampling import HostRows
+from services.executor.sampling.sampler import Sampler, logprobs
+from shared.errors import EngineError, SetupError
+from shared.kv_blocks import blocks_for
+from shared.messages import Ints, SlotOpen, StepPlan, ints
+
+if TYPE_CHECKING:
+    from services.executor.cuda.comm_overlap import TwoStreams
+
+
+log = logging.getLogger("headrace.executor")
+
+
+def build(options: TorchOptions, ranks: Ranks = SOLO) -> CudaBackend:
+    """Load the model and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
+    loaded = load(options, ranks)
+    plain = loaded.cache.activations == torch.bfloat16 and not options.deterministic
+    if loaded.shapes.experts is not None and not plain:
+        raise SetupError(
+            "on a GPU experts are computed in bf16, and not in deterministic mode; use device cpu for either"
+        )
+    return CudaBackend(options, loaded)
+
+
+class CudaBackend:
+    """See services.executor.engine.Backend. Made by `build`."""
+
+    def __init__(self, options: TorchOptions, loaded: Loaded) -> None:
+        shapes, cache = loaded.shapes, loaded.cache
+        device, ranks = cache.tensor.device, loaded.ranks
+        _check_alike(shapes, ranks)
+        self._info = info_of(options, loaded)
+        properties = torch.cuda.get_device_properties(device)
+        wide = cache.activations == torch.float32
+        tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
+        if shapes.head_dim > 128:
+            tuning = for_large_heads(tuning)
+        if options.deterministic:
+            tuning = row_by_row(tuning)
+        most = max(options.max_step_tokens, options.slots)
+        works = {
+            layouts.decode: decode_work(
+                cache.tensor, shapes.heads, options.slots, properties.multi_processor_count, layouts.decode
+            )
+            for layouts in (tuning.few, tuning.many)
+        }
+        self._cache, self._stage = cache, loaded.stage
+        self._halves_wanted = options.overlap_comm == "two_stream"
+        self._alone = ranks.size == loaded.stage.count == 1
+        self._ranks = ranks
+        streams: TwoStreams | None = None
+        if options.overlap_comm != "off" and ranks.size > 1:
+            from services.executor.cuda.comm_overlap import two_streams
+
+            streams = two_streams(loaded, most, deterministic=options.deterministic)
+        self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: halves are no steps of few rows
+        self._slots = CudaSlots(
+            options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
+        )
+        model = CudaModel(loaded, works, tuning, options.slots)
+        self._passes = Passes(loaded, model, self._slots, tuning, most, streams)
+        self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=tuning.by_row)
+        self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.activations)
+        self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
+        self._asked: dict[int, int] = {}  # logprobs by slot
+        self._no_ids = torch.empty(2, 0, dtype=torch.int32)
+        self._by_torch: set[int] = set()  # slots that the kernel does not sample
+        self._computed: torch.cuda.Event | None = None  # the newest sampled forward's end
+        self._copier = CudaCopier(cache, lambda: self._computed)
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        began_s = time.monotonic()
+
+        def told(done: int, of: int) -> None:
+            if done % 16 == 0 or done == of:
+                log.info("captured %d of %d graphs in %.1f s", done, of, time.monotonic() - began_s)
+
+        self._passes.capture(told, alone=self._alone)
+        for opened, plans in warm_up_steps(self._info):
+            self.open_slot(opened)
+            for plan in plans:
+                pending = self.forward(plan)
+                if self._stage.last:
+                    self.sample(pending)
+        if (halves := self._passes.halves) is not None:
+            since = two_stream_tokens(self, self._ranks, halves.capture)
+            halves.capture_from(LEAST if self._halves_wanted else since)
+            self._info = replace(self._info, two_stream_tokens=since)
+            log.info("captured steps in halves, too, after %.1f s in all", time.monotonic() - began_s)
+        self.reset()
+
+    def open_slot(self, opened: SlotOpen) -> None:
+        self._slots.open(opened)
+        self._sampler.open(opened)
+        self._host_rows.open(opened)
+        slot, wanted = opened.slot, opened.sampling
+        self._asked[slot] = opened.logprobs
+        penalties = (wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty)
+        plain = penalties == (1.0, 0.0, 0.0) and not wanted.bias_ids
+        if plain and not (opened.processors or opened.grammar or opened.logprobs):
+            self._by_torch.discard(slot)
+        else:
+            self._by_torch.add(slot)
+
+    def close_slot(self, slot: int) -> None:
+        self._slots.close(slot)
+        self._sampler.close(slot)
+        self._host_rows.close(slot)
+        self._by_torch.discard(slot)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Pending:
+        pieces = self._queue(plan)
+        samples = len(plan.sample_slots)
+        if not samples:  # nobody waits for ids, but the step lasts until its end
+            forwarded = self._host_rows.forwarded()
+            return Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, pieces=pieces)
+        if not self._stage.last:
+            return Pending(plan=plan, forwarded=self._host_rows.forwarded())
+        if not self._by_torch.isdisjoint(plan.sample_slots):
+            logits = self._passes.logits(samples)
+            return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded(), pieces=pieces)
+        answer, ready = self._passes.sample(samples)
+        tokens = tuple(self._slots.tokens(slot) for slot in plan.sample_slots)
+        return Pending(plan=plan, forwarded=ready, answer=answer, tokens=tokens, pieces=pieces)
+
+    def _queue(self, plan: StepPlan) -> Callable[[], tuple[Piece, ...]]:
+        """A plan's forward, whole or in halves; what these do when."""
+        words = self._slots.take_words(plan)
+        self._cache.copy(plan.copy_from, plan.copy_to)
+        passes, slots = self._passes, self._slots
+        parts = None
+        if plan.two_stream and passes.halves is not None and sum(plan.counts) >= self._least:
+            parts = split(plan)
+        if parts is None or passes.halves is None:
+            passes.queue(arrange(plan, slots, apart=passes.apart), words)
+            return tuple
+        first = arrange(parts.first, slots, apart=passes.apart)
+        return passes.halves.queue((first, arrange(parts.second, slots, apart=False)), parts.order, words)
+
+    @torch.inference_mode()
+    def sample(self, pending: Pending) -> StepOutput:
+        plan, answer = pending.plan, pending.answer
+        if answer is None:
+            self._computed = pending.forwarded
+        positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
+        if answer is None:
+            return self._sample_by_torch(pending, positions)
+        assert pending.forwarded is not None, "an answer has its event"
+        pending.forwarded.synchronize()
+        self._computed = pending.forwarded  # not before: a copy would wait for a step that has no result yet
+        ids, done = answer[:, : len(positions)].tolist()
+        for known, token, position in zip(pending.tokens, ids, positions, strict=True):
+            if token >= 0 and position == len(known):
+                known.append(token)
+        return StepOutput(ids=ints(ids), done=ints(done), pieces=pending.pieces())
+
+    def _sample_by_torch(self, pending: Pending, positions: list[int]) -> StepOutput:
+        slots, logits = list(pending.plan.sample_slots), pending.logits
+        if logits is None:
+            raise EngineError(f"step {pending.plan.step} samples rows that its forward pass did not compute")
+        with self._host_rows.beside(pending.forwarded):
+            processed = self._host_rows.process(logits, slots, self._slots.tokens)
+            end_slots(self._slots.choices, [slots[row] for row in processed.failures])
+            answer = self._choose(processed.logits, slots, positions)
+            found = logprobs(logits, answer[0], [self._asked[slot] for slot in slots])
+            ids, done = answer[1:].tolist()
+        for slot, token, position in zip(slots, ids, positions, strict=True):
+            known = self._slots.tokens(slot)
+            if token >= 0 and position == len(known):
+                known.append(token)
+        return StepOutput(
+            ids=ints(ids),
+            done=ints(done),
+            logprobs=found.chosen,
+            top_counts=found.top_counts,
+            top_ids=found.top_ids,
+            top_logprobs=found.top_values,
+            host_us=processed.host_us,
+            row_errors=tuple(processed.failures.items()),
+            pieces=pending.pieces(),
+        )
+
+    def _choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        """The tokens chosen, the ids and the done column of a StepResult: `[3, rows]`. Rows that the kernel
+        can sample it does sample: how a token is chosen does not depend on the other rows."""
+        answer = torch.empty(3, len(slots), dtype=torch.int64, device=logits.device)
+        asked = [row for row, slot in enumerate(slots) if slot in self._by_torch]
+        plain = sorted({*range(len(slots))}.difference(asked))
+        if asked:
+            some, at = [slots[row] for row in asked], [positions[row] for row in asked]
+            rows = torch.tensor(asked, device=logits.device)
+            chosen = self._sampler.choose(logits[rows], some, at)
+            answer[:, rows] = torch.stack((chosen, *advance(self._slots.choices, some, chosen, at))).long()
+        if plain:
+            rows = torch.tensor(plain, device=logits.device)
+            found = self._plain_rows.choose(
+                logits[rows], [slots[row] for row in plain], [positions[row] for row in plain]
+            )
+            answer[:, rows] = found[[0, 0, 1]].long()
+        return answer
+
+    @torch.inference_mode()
+    def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
+        """See services.executor.group.driver.RankBackend."""
+        self._computed, answer, slots = pending.forwarded, pending.answer, list(pending.plan.sample_slots)
+        if not self._stage.last:
+            self._slots.tell(slots, ids, done)
+        elif answer is None:
+            take(self._slots.choices, slots, ids, done)
+        elif slots:
+            _check_same(pending, ids)
+        plan = pending.plan
+        known = pending.tokens or [self._slots.tokens(slot) for slot in slots]
+        for tokens, token, row in zip(known, ids, plan.sample_rows, strict=True):
+            if token >= 0 and plan.starts[row] + plan.counts[row] == len(tokens):
+                tokens.append(token)
+
+    def copier(self) -> Copier:
+        return self._copier
+
+    def reset(self) -> None:
+        for slot in range(self._info.slots):
+            self.close_slot(slot)
+        self._slots.reset()
+        self._computed = self._host_rows.forwarded()
+
+    def close(self) -> None:
+        rows = ("_sampler", "_host_rows", "_plain_rows")
+        for name in ("_cache", "_slots", "_passes", *rows, "_copier"):
+            self.__dict__.pop(name, None)  # the memory goes with the last reference
+
+
+def _check_alike(shapes: Shapes, ranks: Ranks) -> None:
+    """Raises SetupError for ranks with different numbers of heads: they would cut steps up differently, and
+    wait for each other in different graphs."""
+    heads = ranks.exchange((shapes.heads, shapes.kv_heads))
+    if len({*heads}) > 1:
+        raise SetupError(
+            f"{ranks.size} GPUs would have {heads} query and KV heads each: use a number that divides them"
+        )
+
+
+def _check_same(pending: Pending, ids: Ints) -> None:
+    """Raises EngineError where this rank has chosen by now, too, and not what the leader has: it must not
+    go on with other tokens."""
+    answer, event = pending.answer, pending.forwarded
+    if answer is None or event is None or not event.query():  # type: ignore[no-untyped-call]  # torch's
+        return
+    if (here := answer[0, : len(ids)].tolist()) != list(ids):
+        raise EngineError(f"step {pending.plan.step}: the leader chose {list(ids)}, this rank {here}")
+
+
+class PlainRows:
+    """Has scratch of its own: the steps that are all of such rows may be sampled at the same time. Belongs to
+    the thread that samples."""
+
+    def __init__(self, rows: int, vocab: int, choices: Choices, dtype: torch.dtype) -> None:
+        """`dtype`: of the logits as the model gives them."""
+        self._choices, self._dtype = choices, dtype
+        self._scratch = scratch(rows, vocab, choices.seeds.device)
+
+    def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        """Ids and done `[2, rows]`, as in a StepResult. Row i of `logits` `[rows, vocab]`, those of the model
+        in float32, is for `slots[i]`, and its token takes place `positions[i]`."""
+        spare = [0] * (
+            -len(slots) % 4
+        )  # both columns begin at 16 bytes: what graphs hold is compiled for that
+        columns = torch.tensor((slots + spare, positions + spare), dtype=torch.int32, device=logits.device)
+        found = torch.empty_like(columns)
+        chosen = Chosen(found[0], found[1])
+        choose(logits.to(self._dtype), columns[0], columns[1], self._choices, self._scratch, chosen)
+        return found[:, : len(slots)]

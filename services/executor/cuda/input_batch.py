@@ -1,0 +1,365 @@
+"""From the columns of a plan to words that a graph reads: one pinned buffer, one copy to the device.
+
+    sample rows, slots, positions [3 * slots] | token slots, positions, ids [3 * tokens], decode rows |
+    tiles: slots, rows, starts, counts, and where they may be split part, parts, merges [4 or 7 * tiles] |
+    places, values of slot words to set
+
+Tokens are laid out decode rows first, then chunks one after the other; what a bucket has over is padding on
+nobody's slot.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.cuda import Event
+
+from kernels.attention.decode import DecodeRows
+from kernels.attention.prefill import PrefillSplit, PrefillTiles, PrefillTuning, parts_room, tile_queries
+from kernels.inputs.gpu import FROM_DEVICE, Resolved, move, resolve, scatter
+from services.executor.checkpoint.loader import Loaded
+from services.executor.cuda.kernel_configs import DeviceTuning
+from services.executor.cuda.model import ForwardStep
+from services.executor.cuda.slot_table import CudaSlots
+from services.executor.parallel.step_split import Chunk
+from shared.errors import EngineError
+from shared.messages import Ints, StepPlan
+
+Words = NDArray[np.int32]
+
+TILE_COLUMNS, SPLIT_COLUMNS = 4, 7  # slots, rows, starts, counts; and part, parts, merges
+DENSE_TOKENS = 1024  # a prompt's first chunk from here on is attended by cuDNN, which reads no block table
+DENSE_STEP = 512  # but for what is over a multiple of this: cuDNN plans each length once, for 80 ms
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A plan with its rows in token order."""
+
+    tokens: int
+    decode_rows: int
+    columns: Words  # [3, tokens]: slots, positions, ids
+    chunks: tuple[Chunk, ...]
+    samples: Words  # [3, samples]: token rows, slots, positions of the new tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things are in the buffer, in words. `tiles` 0: a step of decodes; `split`: they may be split."""
+
+    samples: int
+    tokens: int
+    tiles: int
+    split: bool = False
+
+    @property
+    def token_at(self) -> int:
+        return 3 * self.samples
+
+    @property
+    def tile_at(self) -> int:
+        return self.token_at + -(-(3 * self.tokens + 1) // 4) * 4
+
+    @property
+    def tile_columns(self) -> int:
+        return SPLIT_COLUMNS if self.split else TILE_COLUMNS
+
+    @property
+    def words(self) -> int:
+        return self.tile_at + self.tile_columns * self.tiles
+
+
+def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> Arranged:
+    """Put a plan's rows in token order; decodes are chunks of one token unless they stand `apart`. Raises
+    EngineError for a slot not open or tokens not known."""
+    rows, starts, counts = _numbers(plan.slots), _numbers(plan.starts), _numbers(plan.counts)
+    fed = _numbers(plan.from_device)
+    alone = (counts == 1) & apart
+    decode = np.flatnonzero(alone)
+    order = np.concatenate((decode, np.flatnonzero(~alone))) if len(decode) < len(counts) else decode
+    first = np.empty_like(counts)
+    first[order] = np.cumsum(counts[order]) - counts[order]
+    tokens = int(counts.sum())
+    columns = np.empty((3, tokens), dtype=np.int32)
+    columns[0], columns[1], columns[2] = np.repeat(rows[order], counts[order]), 0, FROM_DEVICE
+    by_device = np.flatnonzero(fed)
+    columns[1, first[by_device]] = starts[by_device]
+    for i in np.flatnonzero(fed == 0).tolist():
+        start, count, at = int(starts[i]), int(counts[i]), int(first[i])
+        known = slots.tokens(int(rows[i]))
+        if start + count > len(known):
+            raise EngineError(
+                f"slot {rows[i]} has {len(known)} tokens; the plan wants {start} to {start + count}"
+            )
+        columns[1, at : at + count] = np.arange(start, start + count)
+        columns[2, at : at + count] = known[start : start + count]
+    chunks = tuple(
+        Chunk(int(rows[i]), int(first[i]), int(starts[i]), int(counts[i]))
+        for i in order[len(decode) :].tolist()
+    )
+    sampled = _numbers(plan.sample_rows)
+    samples = np.stack(
+        (first[sampled] + counts[sampled] - 1, _numbers(plan.sample_slots), starts[sampled] + counts[sampled])
+    )
+    return Arranged(tokens, len(decode), columns, chunks, samples)
+
+
+def samples_of(first: Arranged, second: Arranged, behind: int, order: Sequence[int]) -> Words:
+    """The samples of both halves of a step in the `order` of parallel/step_split.py; the tokens of the
+    second begin `behind` those of the first."""
+    moved = second.samples + np.array([[behind], [0], [0]], dtype=np.int32)
+    return np.concatenate((first.samples, moved), 1)[:, list(order)]
+
+
+def split_dense(chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """What cuDNN attends, and the rest: long chunks that start their sequence, but for their last tokens."""
+    dense, tiled = [], []
+    for chunk in chunks:
+        count = 0 if chunk.start or chunk.count < DENSE_TOKENS else chunk.count // DENSE_STEP * DENSE_STEP
+        if count:
+            dense.append(Chunk(chunk.slot, chunk.first, 0, count))
+        if count < chunk.count:
+            tiled.append(Chunk(chunk.slot, chunk.first + count, chunk.start + count, chunk.count - count))
+    return tuple(dense), tuple(tiled)
+
+
+def tiles_of(chunks: tuple[Chunk, ...], size: int) -> Words:
+    """`[4, tiles]`: slot, token row, position and count of tiles of up to `size` tokens, long ones first."""
+    found = [
+        (chunk.slot, chunk.first + at, chunk.start + at, min(size, chunk.count - at))
+        for chunk in chunks
+        for at in range(0, chunk.count, size)
+    ]
+    found.sort(key=lambda tile: -tile[2])  # those that look back farthest take longest
+    return np.array(found, dtype=np.int32).reshape(-1, 4).T
+
+
+def fill(buffer: Words, layout: Layout, step: Arranged, tiles: Words, nobody: int) -> None:
+    """Write a step into the first `layout.words` words of `buffer`. `tiles` may lack the columns of splits:
+    then none is split."""
+    samples = buffer[: layout.token_at].reshape(3, -1)
+    samples[0], samples[1], samples[2] = 0, nobody, 0
+    samples[:, : step.samples.shape[1]] = step.samples
+    columns = buffer[layout.token_at : layout.token_at + 3 * layout.tokens].reshape(3, -1)
+    columns[0, step.tokens :], columns[1:, step.tokens :] = nobody, 0
+    columns[:, : step.tokens] = step.columns
+    buffer[layout.token_at + 3 * layout.tokens] = step.decode_rows
+    if layout.tiles:
+        named = buffer[layout.tile_at : layout.words].reshape(layout.tile_columns, -1)
+        named[:] = 0
+        named[: len(tiles), : tiles.shape[1]] = tiles
+
+
+def _numbers(column: Ints) -> NDArray[np.int64]:
+    return np.array(column, dtype=np.int64)
+
+
+# In the time that a program takes for one tile of KV, as measured on an H200 (docs/benchmarks/gpu.md):
+_START = 1  # what a program takes beside its tiles
+_MERGE = 2  # to merge anything
+_PARTS = 10  # to write and to read the parts of as many programs as the device runs at once
+_ROUNDS = 2  # of such programs in a step with parts, at most: the room for parts is bounded
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRoom:
+    """What bounds the splits of a step."""
+
+    tile_tokens: int  # KV that a program walks at a time
+    at_once: int  # entries, each a program for every kv head, that the device runs at once
+    entries: int  # of the list of a step in which a tile is split; 0: none ever is
+
+
+def split_room(tuning: PrefillTuning, kv_heads: int, processors: int) -> SplitRoom:
+    """For a GPU of so many multiprocessors. A layout of one loop has no splits: where a sum is cut would
+    depend on the rest of the step, and so would its bits."""
+    at_once = max(1, processors * tuning.per_sm // kv_heads)
+    return SplitRoom(tuning.tile_tokens, at_once, 0 if tuning.one_loop else _ROUNDS * at_once)
+
+
+def split_tiles(tiles: Words, room: SplitRoom) -> Words:
+    """`tiles` as `tiles_of` gives them, `[4, tiles]`, with a split for each that gains by it.
+
+    `[7, entries]` then, at most `room.entries`, those with much to do first: with the columns part, parts and
+    merges of `kernels.attention.prefill.PrefillSplit`; the same `tiles` where none is split."""
+    count = tiles.shape[1]
+    if not count or 2 * count > room.entries:
+        return tiles
+    lengths: list[int] = (-(-(tiles[2] + tiles[3]) // room.tile_tokens)).tolist()
+    each = _part_tiles(lengths, room)
+    return tiles if each >= max(lengths) else in_parts(tiles, lengths, each)
+
+
+def in_parts(tiles: Words, lengths: list[int], each: int) -> Words:
+    """Cut `tiles` `[4, tiles]`, whose KV is `lengths` tiles, into parts of up to `each` of them."""
+    cut = []
+    for column, length in zip(tiles.T.tolist(), lengths, strict=True):
+        walked = -(-length // -(-length // each))  # as the kernel cuts: all parts of a tile but the last
+        cut.append((walked, -(-length // walked), column))
+    entries: list[tuple[int, ...]] = []
+    merges = []
+    for _, parts, column in sorted(cut, key=lambda tile: -tile[0]):
+        entries += [(*column, part, parts if parts > 1 else 0, 0) for part in range(parts)]
+        if parts > 1:
+            merges.append(len(entries) - 1)
+    found: Words = np.array(entries, dtype=np.int32).reshape(-1, SPLIT_COLUMNS).T
+    found[-1, : len(merges)] = merges
+    return found
+
+
+def _part_tiles(lengths: list[int], room: SplitRoom) -> int:
+    """The length of a part with which a step is predicted to take least, in tiles of KV. A few tens of µs, so
+    in plain numbers: arrays this small are slower."""
+    longest, total = max(lengths), sum(lengths)
+    most = max(1, room.entries * longest // total)  # parts of the longest; more would never fit
+    chosen, least = longest, -(-len(lengths) // room.at_once) * (longest + _START) * 1.0
+    for each in sorted({-(-longest // parts) for parts in range(2, most + 1)}, reverse=True):
+        entries = sum(-(-length // each) for length in lengths)
+        rounds = -(-entries // room.at_once)
+        cost = rounds * (each + _START) + _MERGE + _PARTS * entries / room.at_once
+        if entries <= room.entries and cost < least:
+            chosen, least = each, cost
+    return chosen
+
+
+RING = 8  # steps whose inputs or answers may lie in pinned memory at once: more than are ever in flight
+LONG_TOKENS = 4096
+_CHUNKS = 32  # of a mixed graph beside decodes: each may end in a tile that is not full
+
+NO_TILES: Words = np.zeros((4, 0), dtype=np.int32)
+UNSET: tuple[Words, Words] = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
+IDLE = Arranged(0, 0, np.zeros((3, 0), dtype=np.int32), (), np.zeros((3, 0), dtype=np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A step's tiles, and where they and its tokens lie. `dense`: what cuDNN attends."""
+
+    layout: Layout
+    tiles: Words
+    dense: tuple[Chunk, ...] = ()
+
+
+class Cutter:
+    """Of one engine."""
+
+    def __init__(self, loaded: Loaded, tuning: DeviceTuning, rows: int) -> None:
+        """`rows`: the most that are sampled in a step."""
+        shapes, device = loaded.shapes, loaded.cache.tensor.device
+        self.apart = not tuning.by_row  # decodes have a kernel and graphs of their own
+        self._has_dense = (  # cuDNN does it, and need not do it alike for every length
+            loaded.cache.activations == torch.bfloat16 and shapes.head_dim in (64, 128) and not tuning.by_row
+        )
+        self._tile = tile_queries(shapes.heads, shapes.kv_heads, tuning.prefill)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._splits = split_room(tuning.prefill, shapes.kv_heads, processors)
+        self.parts = parts_room(
+            self._splits.entries, shapes.kv_heads, tuning.prefill.rows, shapes.head_dim, device
+        )
+        self.samples = -(-rows // 4) * 4
+        self._ragged = _CHUNKS if self.apart else rows
+
+    def tiles(self, chunks: tuple[Chunk, ...]) -> Words:
+        return split_tiles(tiles_of(chunks, self._tile), self._splits) if chunks else NO_TILES
+
+    def whole_tiles(self, chunks: tuple[Chunk, ...]) -> Words:
+        """None of them split."""
+        return tiles_of(chunks, self._tile) if chunks else NO_TILES
+
+    def splits(self, tokens: int) -> bool:
+        """Whether a step of so many tokens may gain by splits."""
+        return tokens // self._tile < self._splits.entries
+
+    def layout(self, kind: str, size: int) -> Layout:
+        """Of the graph of a kind for so many tokens, or rows."""
+        if kind in ("decode", "sample"):
+            return Layout(self.samples, size, 0)
+        split = kind == "split"
+        tiles = self._splits.entries if split else size // self._tile + min(size, self._ragged)
+        return Layout(self.samples, size, -(-tiles // 4) * 4, split)
+
+    def longest(self, tokens: int) -> Layout:
+        """No step of up to so many tokens needs more."""
+        return Layout(self.samples, tokens, max(tokens, self._splits.entries + 4), split=True)
+
+    def wants_dense(self, step: Arranged) -> bool:
+        """Whether a prompt in it is so long that cuDNN is worth the launches of all its kernels."""
+        return self._has_dense and any(c.start == 0 and c.count > LONG_TOKENS for c in step.chunks)
+
+    def without_graph(self, step: Arranged) -> Cut:
+        """As long as it must be."""
+        dense, rest = split_dense(step.chunks) if self._has_dense else ((), step.chunks)
+        tiles = self.tiles(rest)
+        room, split = -(-tiles.shape[1] // 4) * 4, len(tiles) == SPLIT_COLUMNS
+        return Cut(Layout(self.samples, padded(step.tokens), room, split), tiles, dense)
+
+
+class Staging:
+    """The inputs of a forward, in pinned memory and on the device. What is queued reads the newest."""
+
+    def __init__(self, loaded: Loaded, slots: CudaSlots, cutter: Cutter, tokens: int) -> None:
+        """`tokens`: the most in a step."""
+        self._cache, self._slots, self._parts = loaded.cache, slots, cutter.parts
+        rows, device = slots.nobody, loaded.cache.tensor.device
+        words = cutter.longest(tokens + rows + 16).words + 2 * len(slots.words)
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+        self.words: Tensor = zeros(words)
+        self._found: Tensor = zeros(2, padded(tokens + rows))
+        self._lengths: Tensor = zeros(max(rows, 1))
+        self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+        self._free: list[Event | None] = [None] * RING
+        self._turn = 0
+
+    def bring(self, layout: Layout, step: Arranged, tiles: Words, words: tuple[Words, Words] = UNSET) -> None:
+        """Bring a step's words to the device and set those of the slots."""
+        turn, self._turn = self._turn, (self._turn + 1) % RING
+        free = self._free[turn]
+        if free is not None:
+            free.synchronize()
+        pinned = self._ring[turn]
+        buffer = pinned.numpy()
+        fill(buffer, layout, step, tiles, self._slots.nobody)
+        begin, count = -(-layout.words // 4) * 4, len(words[0])
+        room = -(-count // 4) * 4
+        buffer[begin : begin + count] = words[0]
+        buffer[begin + room : begin + room + count] = words[1]
+        end = begin + 2 * room
+        move(pinned[:end], self.words)
+        if count:
+            scatter(
+                self.words[begin : begin + count], self.words[begin + room : begin + room + count],
+                self._slots.words,
+            )  # fmt: skip
+        free = self._free[turn] = Event()  # type: ignore[no-untyped-call]  # torch annotates it not
+        free.record()
+
+    def step(self, layout: Layout, rows: int, dense: tuple[Chunk, ...] = ()) -> ForwardStep:
+        """The tensors of a forward over the words of the device, and the launch that resolves them."""
+        tokens, at = layout.tokens, layout.token_at
+        found = Resolved(self._found[0, :tokens], self._found[1, :tokens], self._lengths[: max(rows, 1)])
+        state, words = self._slots.state, self.words
+        resolve(words[at:], state, self._cache.spare, self._cache.block_tokens, found)
+        slots = words[at : at + tokens]
+        tiles = None
+        if layout.tiles:
+            named = words[layout.tile_at : layout.words].view(layout.tile_columns, -1)
+            split = PrefillSplit(named[4], named[5], named[6], self._parts) if layout.split else None
+            tiles = PrefillTiles(named[0], named[1], named[2], named[3], state.tables, split)
+        decode = DecodeRows(slots[:rows], found.lengths, state.tables) if rows else None
+        return ForwardStep(found, words[at + tokens : at + 2 * tokens], decode, tiles, dense)
+
+
+def keep(hidden: Tensor, sampled: Tensor, rows: Tensor) -> None:
+    """Have a step's sampled rows, which `rows` begin with, where a graph that samples finds them."""
+    sampled.copy_(hidden.index_select(0, rows[: len(sampled)]))
+    torch.arange(len(rows), out=rows)
+
+
+def padded(tokens: int) -> int:
+    return -(-tokens // 16) * 16

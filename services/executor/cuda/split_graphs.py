@@ -1,0 +1,149 @@
+"""Steps in two halves, one's talk under the other's compute: as graphs, where there are some.
+
+    inputs of A, inputs of B ─▶ both programs (graph by the tokens of a half), sampled rows ─▶ head, sample
+
+Without a graph the host starts every kernel of both halves, and a few GPUs are quicker than it. In a graph
+all chunks are attended by their block tables: none goes to cuDNN, which wants to know their lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.cuda import CUDAGraph
+
+from kernels.inputs.gpu import move
+from services.executor.cuda.comm_overlap import CudaNotes, Noting, StampedNotes, TwoStreams
+from services.executor.cuda.input_batch import (
+    IDLE,
+    NO_TILES,
+    RING,
+    UNSET,
+    Arranged,
+    Cutter,
+    Layout,
+    Staging,
+    Words,
+    keep,
+    padded,
+    samples_of,
+)
+from services.executor.cuda.model import CudaModel, ForwardStep
+from services.executor.engine import MOST, Piece
+from services.executor.parallel.step_split import CUT_TOKENS
+
+_BUCKETS = (512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)  # tokens of a half
+
+Pieces = Callable[[], tuple[Piece, ...]]  # once the step has ended on the device
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    layout: Layout
+    rows: int  # decodes of the first half
+    notes: StampedNotes
+    graph: CUDAGraph
+
+    def holds(self, first: Arranged, second: Arranged, tiles: tuple[Words, Words]) -> bool:
+        tokens = max(first.tokens, second.tokens)
+        return (
+            tokens <= self.layout.tokens
+            and first.decode_rows <= self.rows
+            and max(each.shape[1] for each in tiles) <= self.layout.tiles
+        )
+
+
+class HalfPasses:
+    """Of an engine with several ranks. Runs on the thread of its Passes."""
+
+    def __init__(
+        self,
+        model: CudaModel,
+        streams: TwoStreams,
+        cutter: Cutter,
+        stagings: tuple[Staging, Staging],
+        sampled: Tensor,
+        most: int,
+    ) -> None:
+        """`sampled` `[rows, hidden]`: where a step leaves what the head reads. `most`: tokens in a step."""
+        self._model, self._streams, self._cutter = model, streams, cutter
+        self._stagings, self._sampled = stagings, sampled
+        largest = -(-most // (2 * CUT_TOKENS)) * CUT_TOKENS
+        self._buckets = (*(size for size in _BUCKETS if size < largest), largest)
+        self._graphs: dict[int, _Captured] = {}
+        self._pool: Any = None  # of torch's allocator
+        self._times = torch.empty(RING, 4 * MOST, dtype=torch.int32, pin_memory=True)
+        self._turn = 0
+
+    def capture(self, tokens: int) -> None:
+        """Capture the graph of steps of so many tokens. All ranks do it at once, larger ones first."""
+        size = next(size for size in self._buckets if 2 * size >= tokens)
+        layout = self._cutter.layout("mixed", size)
+        rows = min(size, len(self._sampled)) if self._cutter.apart else 0
+        for staging in self._stagings:
+            staging.bring(layout, IDLE, NO_TILES)
+        self._run(layout, rows, StampedNotes(self._sampled.device))
+        torch.cuda.synchronize()
+        graph, notes = CUDAGraph(), StampedNotes(self._sampled.device)
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._run(layout, rows, notes)
+        self._pool = self._pool or graph.pool()
+        self._graphs[size] = _Captured(layout, rows, notes, graph)
+
+    def capture_from(self, tokens: int) -> None:
+        """Those that steps of so many tokens and more want; others are given up."""
+        for size in reversed(self._buckets):
+            if 2 * size < tokens:
+                self._graphs.pop(size, None)
+            elif size not in self._graphs:
+                self.capture(2 * size)
+
+    def queue(
+        self, halves: tuple[Arranged, Arranged], order: Sequence[int], words: tuple[Words, Words]
+    ) -> Pieces:
+        """Queue the inputs and the forwards of a step in halves, of which the second has no decode rows; the
+        `order` of their sample rows: see services.executor.parallel.step_split. What they do when."""
+        first, second = halves
+        tiles = self._cutter.whole_tiles(first.chunks), self._cutter.whole_tiles(second.chunks)
+        held = (self._graphs[size] for size in sorted(self._graphs))
+        captured = next((each for each in held if each.holds(first, second, tiles)), None)
+        if captured is None:
+            return self._launch(first, second, order, words)
+        samples = samples_of(first, second, captured.layout.tokens, order)
+        front, behind = self._stagings
+        front.bring(captured.layout, replace(first, samples=samples), tiles[0], words)
+        behind.bring(captured.layout, replace(second, samples=IDLE.samples), tiles[1])
+        captured.graph.replay()
+        turn, self._turn = self._turn, (self._turn + 1) % RING
+        times = self._times[turn]
+        move(captured.notes.times.view(torch.int32).view(-1), times)
+        return lambda: captured.notes.pieces(times.view(torch.int64).view(-1, 2))
+
+    def _run(self, layout: Layout, rows: int, notes: Noting) -> None:
+        front, behind = self._stagings
+        self._together(front.step(layout, rows), behind.step(layout, 0), len(self._sampled), notes)
+
+    def _launch(
+        self, first: Arranged, second: Arranged, order: Sequence[int], words: tuple[Words, Words]
+    ) -> Pieces:
+        """The same without a graph."""
+        samples = samples_of(first, second, padded(first.tokens), order)
+        made = []
+        for staging, half, its_samples, its_words in zip(
+            self._stagings, (first, second), (samples, IDLE.samples), (words, UNSET), strict=True
+        ):
+            cut = self._cutter.without_graph(half)
+            staging.bring(cut.layout, replace(half, samples=its_samples), cut.tiles, its_words)
+            made.append(staging.step(cut.layout, half.decode_rows, cut.dense))
+        notes = CudaNotes()
+        self._together(made[0], made[1], len(order), notes)
+        return notes.pieces
+
+    def _together(self, first: ForwardStep, second: ForwardStep, rows: int, notes: Noting) -> None:
+        sums = self._streams.sums
+        hidden = self._streams.together([self._model.program(half, sums) for half in (first, second)], notes)
+        keep(torch.cat(hidden), self._sampled[:rows], self._stagings[0].words[: self._cutter.samples])

@@ -1,0 +1,262 @@
+"""The device thread: runs plans strictly in order, off the event loop.
+
+    loop thread:   SlotOpen, StepPlan n, StepPlan n+1, SlotClose ... ──▶ queue
+    device thread: take -> forward -> sample -> StepResult ──▶ loop thread
+With two plans queued, the next step starts while the result of the last is still on its way. A step with
+rows whose tokens need the host is sampled on the host lane instead, and what follows it meanwhile, too. So
+is one whose sampling an engine has queued behind its forward: the lane waits for the ids, and the next plan
+of the same slots is queued on the device before they come.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.executor.engine import Backend, Pending, StepOutput
+from services.executor.host_thread import MOST_PENDING, HostLane
+from shared.clock import Clock
+from shared.errors import EngineError
+from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Forget every slot; then call `done` on the device thread: the steps before it are over."""
+
+    done: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Something that the engine must not see; the next step fails with this error."""
+
+    error: Exception
+
+
+Work = SlotOpen | SlotClose | StepPlan | Reset | Refused | None  # None ends the thread
+Deliver = Callable[[StepResult], None]
+
+
+class DeviceThread:
+    """Owns the backend. `deliver` is called with each result in step order, on the device thread or on the
+    host lane."""
+
+    def __init__(self, build: Callable[[], Backend], clock: Clock, deliver: Deliver) -> None:
+        self._build = build
+        self._clock = clock
+        self._deliver = deliver
+        self._work: queue.SimpleQueue[tuple[int, Work]] = queue.SimpleQueue()  # with its arrival
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._on_built: Callable[[Backend | BaseException], None] = lambda built: None
+        self._broken: Exception | None = None  # what a slot's opening or closing met
+        self._lane = HostLane()
+        self._staged = False  # a pipeline: the last stage of a step runs under the first of the next
+        self._host_fed: set[int] = set()  # slots with logits processors
+        self._began_us = 0
+        self.busy_us = 0
+        self.idle_us = 0
+        self._ended_us = 0  # when the last step's result was there
+        self.published_us = 0  # set by who publishes: see StepResult
+
+    def start(self, on_built: Callable[[Backend | BaseException], None]) -> None:
+        """Build and warm the backend on the device thread; `on_built` is called there with it."""
+        self._on_built = on_built
+        self._thread.start()
+
+    def put(self, work: Work) -> None:
+        """Queue work; never blocks."""
+        self._work.put((self._clock.now_us(), work))
+
+    def refuse(self, flaw: str) -> None:
+        """Make the next step fail with this flaw, if there is one."""
+        if flaw:
+            self.put(Refused(EngineError(flaw)))
+
+    def join(self, timeout_s: float) -> None:
+        """End the thread after the queued work."""
+        self.put(None)
+        self._thread.join(timeout_s)
+
+    @property
+    def queued(self) -> int:
+        return self._work.qsize()
+
+    @property
+    def since_us(self) -> int:
+        """When the oldest step that has no result yet began, 0 between steps."""
+        return self._lane.since_us or self._began_us
+
+    def _run(self) -> None:
+        try:
+            backend = self._build()
+            backend.warm_up()
+        except BaseException as error:  # noqa: BLE001 - reported to the actor, which fails
+            self._on_built(error)
+            return
+        self._staged = backend.info.stages > 1
+        self._lane = HostLane(max(MOST_PENDING, backend.info.stages))
+        self._on_built(backend)
+        self._serve(backend)
+        self._lane.close()
+        backend.close()
+
+    def _serve(self, backend: Backend) -> None:
+        wait_us = 0
+        while True:
+            waited_from_us = self._clock.now_us()
+            arrived_us, work = self._work.get()
+            if not self._lane.busy:  # else the device works on what was queued before
+                wait_us += max(self._clock.now_us() - max(waited_from_us, self._ended_us), 0)
+            if work is None:
+                return
+            if isinstance(work, StepPlan):
+                self._step(backend, work, arrived_us, wait_us)
+                wait_us = 0
+            else:
+                self._set_slots(backend, work)
+
+    def _step(self, backend: Backend, plan: StepPlan, arrived_us: int, wait_us: int) -> None:
+        if self._lane.busy:
+            self._lane.wait_for({*plan.slots, *plan.sample_slots})
+        self._began_us = began_us = self._clock.now_us()
+        step = Step(backend, plan, self._clock, wait_us=wait_us, queued_us=began_us - arrived_us)
+        refused, self._broken = self._broken, None
+        step.forward(refused)
+        self.idle_us += wait_us
+        host_fed = bool(self._host_fed) and not self._host_fed.isdisjoint(plan.sample_slots)
+        if host_fed or step.answered or self._lane.busy or self._staged:
+            if not step.answered:
+                self.busy_us += self._clock.now_us() - began_us
+            fenced = () if step.answered else plan.sample_slots  # what is queued on the device comes in order
+            self._lane.put(fenced, began_us, lambda: self._finish(step, began_us))
+            self._began_us = 0
+        else:
+            self._finish(step)
+            self.busy_us += self._clock.now_us() - began_us
+
+    def _finish(self, step: Step, began_us: int = 0) -> None:
+        result = step.finish(self.published_us, self._ended_us)
+        ended_us = self._clock.now_us()
+        if step.answered and began_us:  # queued behind the one before, it began when that ended
+            self.busy_us += ended_us - max(began_us, self._ended_us)
+        self._ended_us = ended_us
+        if not self._lane.busy:
+            self._began_us = 0
+        self._deliver(result)
+
+    def _set_slots(self, backend: Backend, work: SlotOpen | SlotClose | Reset | Refused) -> None:
+        """An error here has no answer of its own: it becomes that of the next step."""
+        try:
+            match work:
+                case SlotOpen(slot=slot):
+                    self._lane.wait_for((slot,))
+                    self._host_fed.discard(slot)
+                    if work.processors:
+                        self._host_fed.add(slot)
+                    backend.open_slot(work)
+                case SlotClose(slot=slot):
+                    self._lane.wait_for((slot,))
+                    self._host_fed.discard(slot)
+                    backend.close_slot(slot)
+                case Reset():
+                    self._lane.drain()
+                    self._broken = None
+                    self._host_fed.clear()
+                    backend.reset()
+                    work.done()
+                case Refused(error=error):
+                    self._broken = error
+        except Exception as error:  # noqa: BLE001 - a dead thread would leave every client waiting
+            self._broken = error
+
+
+MAX_ERROR_CHARS = 1_000
+
+
+class Step:
+    """An engine's error in either half becomes the error of the result."""
+
+    def __init__(
+        self, backend: Backend, plan: StepPlan, clock: Clock, *, wait_us: int = 0, queued_us: int = 0
+    ) -> None:
+        """`wait_us`: the device had nothing to do before; `queued_us`: the plan lay here."""
+        self._backend = backend
+        self._plan = plan
+        self._clock = clock
+        self._wait_us, self._queued_us = wait_us, queued_us
+        self._start_wall_us, self._start_us = clock.wall_us(), clock.now_us()
+        self._forwarded_us = self._start_us
+        self._pending: Pending | None = None
+        self._error: Exception | None = None
+
+    def forward(self, refused: Exception | None = None) -> None:
+        """Run the forward half, unless the step was `refused`."""
+        self._error = refused
+        if refused is not None:
+            return
+        try:
+            self._pending = self._backend.forward(self._plan)
+        except Exception as error:  # noqa: BLE001 - the step fails with a typed result, the process lives
+            self._error = error
+        self._forwarded_us = self._clock.now_us()
+
+    @property
+    def answered(self) -> bool:
+        """True when sampling is queued on the device already: see Pending.answer."""
+        return self._pending is not None and self._pending.answer is not None
+
+    def finish(self, published_us: int = 0, before_us: int = 0) -> StepResult:
+        """Choose the tokens; the result of the step. `published_us`: see StepResult. `before_us`: when the
+        step before ended; one that was queued behind it began then."""
+        if self._pending is None:
+            return self._failed(self._error)
+        if self.answered and (waited_us := before_us - self._start_us) > 0:
+            self._start_us, self._start_wall_us = before_us, self._start_wall_us + waited_us
+            self._forwarded_us = max(self._forwarded_us, before_us)
+            self._queued_us += waited_us
+        sampling_us = self._clock.now_us()
+        try:
+            output = self._backend.sample(self._pending)
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._failed(error)
+        return self._result(output, sampling_us, published_us)
+
+    def _result(self, output: StepOutput, sampling_us: int, published_us: int) -> StepResult:
+        end_us = self._clock.now_us()
+        return StepResult(
+            exec_epoch=self._plan.exec_epoch,
+            step=self._plan.step,
+            ids=output.ids,
+            done=output.done,
+            start_wall_us=self._start_wall_us,
+            end_wall_us=self._start_wall_us + end_us - self._start_us,
+            forward_us=self._forwarded_us - self._start_us,
+            sample_us=max(0, end_us - max(sampling_us, self._forwarded_us) - output.host_us),
+            bucket_padding_rows=output.padding_rows,
+            logprobs=output.logprobs,
+            top_counts=output.top_counts,
+            top_ids=output.top_ids,
+            top_logprobs=output.top_logprobs,
+            wait_us=self._wait_us,
+            published_us=published_us,
+            queued_us=self._queued_us,
+            host_us=output.host_us,
+            row_errors=output.row_errors,
+            pieces=ints(n for piece in output.pieces for n in (piece.lane, piece.from_us, piece.took_us)),
+        )
+
+    def _failed(self, error: Exception | None) -> StepResult:
+        rows = len(self._plan.sample_slots)
+        return StepResult(
+            exec_epoch=self._plan.exec_epoch,
+            step=self._plan.step,
+            ids=ints([-1]) * rows,
+            done=ints([0]) * rows,
+            start_wall_us=self._start_wall_us,
+            end_wall_us=self._clock.wall_us(),
+            error=f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS],
+            queued_us=self._queued_us,
+        )

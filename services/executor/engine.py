@@ -1,0 +1,286 @@
+"""What an engine must do to run plans. SimBackend and TorchBackend pass the same contract tests.
+
+Every method is called from one thread, the device thread, in the order of the messages, but `sample`: it
+may run on the host lane, of one step at a time and in step order, while the device thread goes on. Whatever
+the device thread then forwards, opens or closes is of other slots than those sampled: both threads write
+entries of their own slots in state that they share. Plans are strictly ordered by step. The methods of its
+copier belong to a third thread, the copy lane (services.executor.kv_transfer.worker).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.executor.arena import Arena
+from shared.kv_blocks import blocks_for
+from shared.messages import Floats, Ints, KvCopy, Sampling, SlotOpen, StepPlan, floats, ints
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.cuda import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendInfo:
+    """The facts about an engine that the scheduler plans with."""
+
+    backend: str  # torch, sim
+    model: str
+    dtype: str
+    fingerprint: str  # hex digest of everything that makes KV bytes interchangeable
+    vocab_digest: str
+    vocab: int
+    blocks: int
+    block_tokens: int
+    bytes_per_block: int
+    slots: int
+    max_step_tokens: int
+    max_context: int
+    stages: int = 1  # of a pipeline: so many steps are computed at once
+    two_stream_tokens: int = 0  # see ExecHello
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A step between its forward and its sampling: what `forward` returns and `sample` takes, once."""
+
+    plan: StepPlan
+    logits: Tensor | None = None  # [samples, vocab]
+    padding_rows: int = 0
+    forwarded: Event | None = None  # marks the forward's end on a GPU; with an answer, the sampling's
+    answer: Tensor | None = None  # ids and done [2, rows]: sampling is queued already, `sample` only waits
+    tokens: tuple[Ints, ...] = ()  # with an answer: the host records of its slots
+    due_s: float = 0.0  # sim: when the forward ends, on the monotonic clock
+    pieces: Callable[[], tuple[Piece, ...]] = tuple  # of a step in halves, once it has ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """Sampled ids of one step, row for row as `StepPlan.sample_slots`. See StepResult."""
+
+    ids: Ints
+    done: Ints
+    padding_rows: int = 0
+    logprobs: Floats = field(default_factory=floats)
+    top_counts: Ints = field(default_factory=ints)
+    top_ids: Ints = field(default_factory=ints)
+    top_logprobs: Floats = field(default_factory=floats)
+    host_us: int = 0  # logits processors
+    row_errors: tuple[tuple[int, str], ...] = ()
+    pieces: tuple[Piece, ...] = ()  # of a step in halves
+
+
+@dataclass(slots=True)
+class Alarm:
+    """Why an engine is gone, empty while it is there: set once, on any thread. Its steps then never end."""
+
+    why: str = ""
+
+    def ring(self, why: str) -> None:
+        """The engine is gone."""
+        self.why = self.why or why
+
+
+class Copier(Protocol):
+    """Moves whole KV blocks between an engine and the host's arena, while steps run. Nobody else writes or
+    reads the blocks of a load, or writes those of a store, until `finish` returns."""
+
+    piece_bytes: int  # to copy in one call: about a millisecond's work, so that a stop need not wait longer
+
+    def attach(self, arena: Arena) -> None:
+        """Copy from and to this arena from now on. May take seconds. Errors leave nothing attached."""
+
+    def detach(self) -> None:
+        """Let go of the mapping; without one it does nothing."""
+
+    def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        """Copy block `blocks[i]` to the arena's bytes from `offsets[i]` on, as the steps whose results are
+        delivered left it. Returns when what was asked before is done, or later."""
+
+    def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        """Copy the arena's bytes from `offsets[i]` on to block `blocks[i]`, after the steps whose results
+        are delivered. Returns when what was asked before is done, or later."""
+
+    def finish(self) -> int:
+        """Return when all that was asked is done: what was stored is in the arena, and every later forward
+        reads what was loaded. The time since the last `finish` in which bytes were on their way, by the
+        device's clock, in us; 0 where the caller's clock tells as much."""
+
+
+class Backend(Protocol):
+    """An engine. Errors in `forward` or `sample` fail the step, not the process."""
+
+    @property
+    def info(self) -> BackendInfo:
+        """Facts, known once the engine is built."""
+
+    def warm_up(self) -> None:
+        """Run every code path once, so that the first request pays for nothing."""
+
+    def open_slot(self, opened: SlotOpen) -> None:
+        """Set a slot up from scratch: tokens, sampling, seed, stops. Its block table is empty."""
+
+    def close_slot(self, slot: int) -> None:
+        """Forget a slot. Closing an unknown slot does nothing."""
+
+    def forward(self, plan: StepPlan) -> Pending:
+        """Apply table deltas, then block copies, then compute the forward rows. Rows of a slot that
+        is done (stop id seen, or `max_length` reached) are no-ops and write no KV. On return the
+        work is queued or done. The slots of forwards that are not sampled yet are not in this plan, but
+        for those that have their `answer` queued."""
+
+    def sample(self, pending: Pending) -> StepOutput:
+        """Choose a token for each sample row of that forward, remember it as the slot's last token
+        (so the next plan may be device-fed), and wait for the ids to reach the host. Logits processors
+        run first; a row whose processor fails gets a row error, id -1 and done 2, and its slot is done."""
+
+    def copier(self) -> Copier:
+        """The one that moves this engine's blocks; always the same."""
+
+    def reset(self) -> None:
+        """Forget every slot and block table; keep the weights, and what lies in the blocks."""
+
+    def close(self) -> None:
+        """Free everything. A second call does nothing."""
+
+
+def plan_flaw(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
+    """Why the plan cannot run on this engine with these slots open; empty when it can."""
+    slots = {*plan.slots, *plan.table_slots}
+    if plan.sample_slots != plan.slots:  # as in a step of decodes
+        slots.update(plan.sample_slots)
+    if not slots <= open_slots:
+        return f"the plan names slot {min(slots - open_slots)}, which is not open"
+    for blocks in (plan.table_blocks, plan.copy_from, plan.copy_to):
+        if blocks and max(blocks) >= info.blocks:
+            return f"the plan names block {max(blocks)} of {info.blocks}"
+    if (end := _farthest(plan.starts, plan.counts)) > info.max_context:
+        return f"the plan computes token {end} of a context of {info.max_context}"
+    if (end := _farthest(plan.table_first, plan.table_counts)) > -(-info.max_context // info.block_tokens):
+        return f"the plan sets entry {end} of a block table, more than a context has"
+    return ""
+
+
+def open_flaw(opened: SlotOpen, info: BackendInfo) -> str:
+    """Why the slot cannot be opened on this engine; empty when it can."""
+    if opened.slot >= info.slots:
+        return f"slot {opened.slot} is not one of {info.slots} slots"
+    if not opened.tokens:
+        return f"slot {opened.slot} is opened without a token"
+    if len(opened.tokens) > info.max_context:
+        return f"slot {opened.slot} has {len(opened.tokens)} tokens in a context of {info.max_context}"
+    for ids in (opened.tokens, opened.sampling.bias_ids):
+        if ids and int(_numbers(ids).max()) >= info.vocab:
+            return f"slot {opened.slot} has a token outside the vocabulary of {info.vocab}"
+    return ""
+
+
+def copy_flaw(copy: KvCopy, info: BackendInfo) -> str:
+    """Why the blocks cannot be copied, whatever the arena; empty when they can."""
+    if len(copy.blocks) != len(copy.offsets):
+        return f"it has {len(copy.blocks)} blocks and {len(copy.offsets)} offsets"
+    if not info.bytes_per_block or copy.block_bytes != info.bytes_per_block:
+        return f"its blocks have {copy.block_bytes} bytes, those of this engine {info.bytes_per_block}"
+    if copy.blocks and not 0 <= min(copy.blocks) <= max(copy.blocks) < info.blocks:
+        return f"it names a block that is not one of {info.blocks}"
+    return ""
+
+
+def _farthest(first: Ints, counts: Ints) -> int:
+    """The largest end of a range. No number is negative, so no sum of two is over 32 bits."""
+    return int((_numbers(first) + _numbers(counts)).max()) if first else 0
+
+
+def _numbers(column: Ints) -> NDArray[np.uint32]:
+    return np.frombuffer(column, dtype=np.uint32)
+
+
+WARM_ROWS = 64  # matrix products are compiled up to here: larger steps take so long that it does not show
+
+_GREEDY = Sampling(temperature=0.0)
+_FILTERED = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, frequency_penalty=0.1)
+
+
+def warm_up_steps(info: BackendInfo) -> Iterator[tuple[SlotOpen, list[StepPlan]]]:
+    """Slots to open, each with the plans to run after it. They use slot 0 and the first blocks."""
+    tokens = min(info.max_step_tokens, info.max_context - 3, 2 * info.block_tokens)
+    if tokens < 2:
+        return
+    half = tokens // 2
+    for sampling in (_GREEDY, _FILTERED):
+        opened = SlotOpen(
+            slot=0,
+            generation=0,
+            seq=0,
+            prompt_tokens=tokens,
+            sampling=sampling,
+            logprobs=2,
+            tokens=ints([0] * tokens),
+        )
+        blocks = blocks_for(tokens + 1, info.block_tokens)
+        yield opened, [_plan(0, half, blocks), _plan(half, tokens - half, 0), _plan(tokens, 1, 0)]
+
+
+def _plan(start: int, count: int, blocks: int) -> StepPlan:
+    return StepPlan(
+        exec_epoch=0,
+        step=0,
+        mode="single",
+        micro_batch=0,
+        slots=ints([0]),
+        starts=ints([start]),
+        counts=ints([count]),
+        from_device=ints([int(count == 1)]),
+        sample_rows=ints([0]),
+        sample_slots=ints([0]),
+        table_slots=ints([0] if blocks else []),
+        table_first=ints([0] if blocks else []),
+        table_counts=ints([blocks] if blocks else []),
+        table_blocks=ints(range(blocks)),
+    )
+
+
+MOST = 32  # pieces: of some four layers
+COMPUTE, COMM = (0, 1), (2, 3)  # the lanes of A and B, see shared.messages.PIECE_LANES
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Something that lasted, from the step's start on."""
+
+    lane: int
+    from_us: int
+    took_us: int
+
+
+class Notes:
+    """Of one step. A lane may be noted on a thread of its own."""
+
+    def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._now_ns = now_ns
+        self._began_ns = now_ns()
+        self._noted: list[tuple[int, int, int]] = []
+
+    @contextmanager
+    def on(self, lane: int) -> Iterator[None]:
+        """Note what is done within this."""
+        began_ns = self._now_ns()
+        try:
+            yield
+        finally:
+            self._noted.append((lane, began_ns, self._now_ns()))
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The first ones, in the order of their beginnings."""
+        first = sorted(self._noted, key=lambda noted: noted[1])[:MOST]
+        return tuple(
+            Piece(lane, (began - self._began_ns) // 1000, (ended - began) // 1000)
+            for lane, began, ended in first
+        )

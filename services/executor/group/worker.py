@@ -1,0 +1,263 @@
+"""The process of every rank but the leader: does what it is told, in order, until its pipe closes.
+
+    reader thread:  orders off the pipe; its end is the leader's end: the process goes, wherever it is
+    main thread:    slots and steps
+    copy thread:    copies, each after the orders that came before it
+
+`python -m services.executor.group.worker FD RANK`, started by services.executor.group.driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from services.executor.checkpoint.loader import device_of
+from services.executor.engine import Pending
+from services.executor.group.driver import (
+    Answer,
+    Attach,
+    Close,
+    Copies,
+    CopyOrder,
+    Do,
+    Failed,
+    Gone,
+    Join,
+    Move,
+    Order,
+    PartCopier,
+    RankBackend,
+    Sampled,
+    Took,
+    rank_builder,
+)
+from services.executor.host_thread import MOST_PENDING, HostLane
+from services.executor.parallel.ranks import Ranks, join
+from services.executor.sampling.logits_processors import load_processors
+from shared import config, processes
+from shared.errors import EngineError
+from shared.messages import SlotOpen, StepPlan
+
+log = logging.getLogger("headrace.executor")
+
+REFUSED_WITHIN_S = 10.0  # the leader refuses what this rank has refused, or waits for it in vain
+
+Copy = Callable[[CopyOrder], None]
+
+
+class Follower:
+    """One rank's engine under orders."""
+
+    def __init__(self, backend: RankBackend, copy: Copy) -> None:
+        self._backend, self._copy = backend, copy
+        self._pending: dict[int, Pending] = {}  # by step
+        self.refused = 0  # a step that this rank could not compute, and the leader has not said so yet
+
+    def obey(self, order: Order) -> None:
+        """Carry an order out. What it raises this rank cannot answer for."""
+        match order:
+            case StepPlan():
+                self._forward(order)
+            case Took():
+                self._take(order)
+            case Failed(step=step):
+                self._pending.pop(step, None)
+                self.refused = 0 if step == self.refused else self.refused
+            case SlotOpen():
+                self._open(order)
+            case Close(slot=slot):
+                self._backend.close_slot(slot)
+            case Do.WARM_UP:
+                self._backend.warm_up()
+            case Do.RESET:
+                self._pending.clear()
+                self._backend.reset()
+            case Attach() | Move() | Copies():
+                self._copy(order)
+
+    def _forward(self, plan: StepPlan) -> None:
+        try:
+            self._forwarded(self._backend.forward(plan))
+        except EngineError as error:
+            log.warning("step %d is refused: %s", plan.step, error)
+            self.refused = plan.step
+
+    def _forwarded(self, pending: Pending) -> None:
+        self._pending[pending.plan.step] = pending
+
+    def _take(self, order: Took) -> None:
+        self._backend.take(self._pending.pop(order.step), order.ids, order.done)
+
+    def _open(self, opened: SlotOpen) -> None:
+        try:
+            self._backend.open_slot(opened)
+        except EngineError as error:  # of the leader, too: the next step says so
+            log.warning("slot %d is refused: %s", opened.slot, error)
+
+
+class LastStage(Follower):
+    """The one of a pipeline's stages that samples, on a lane of its own, and says what it has chosen. The
+    leader waits for that before it does anything else with the slots of a step."""
+
+    def __init__(
+        self,
+        backend: RankBackend,
+        copy: Copy,
+        tell: Callable[[Sampled], None],
+        enter: Callable[[], None],
+        stages: int,
+    ) -> None:
+        """`enter` is called on the lane first."""
+        super().__init__(backend, copy)
+        self._tell, self._enter = tell, enter
+        self._lane = HostLane(max(MOST_PENDING, stages))
+
+    def _forwarded(self, pending: Pending) -> None:
+        self._lane.put((), 0, lambda: self._sample(pending))
+
+    def _take(self, order: Took) -> None:
+        """It has said so itself."""
+
+    def _sample(self, pending: Pending) -> None:
+        step = pending.plan.step
+        try:
+            self._enter()
+            said = Sampled(step, self._backend.sample(pending))
+        except Exception as error:  # noqa: BLE001 - the leader must not wait for ever
+            said = Sampled(step, None, f"{type(error).__name__}: {error}")
+        self._tell(said)
+
+
+class CopyThread:
+    """Carries copies out beside the steps, and answers."""
+
+    def __init__(
+        self, copier: PartCopier, answer: Callable[[Answer], None], enter: Callable[[], None]
+    ) -> None:
+        """`enter` is called on the thread first."""
+        self._copier, self._answer, self._enter = copier, answer, enter
+        self._orders: queue.SimpleQueue[CopyOrder] = queue.SimpleQueue()
+        self.put = self._orders.put
+        threading.Thread(target=self._run, name="copies", daemon=True).start()
+
+    def _run(self) -> None:
+        self._enter()
+        while True:
+            order = self._orders.get()
+            if isinstance(order, Move):
+                self._copier.move(order)
+                continue
+            try:
+                self._answer(Answer(self._settle(order)))
+            except Exception as error:  # noqa: BLE001 - the leader must not wait for ever
+                self._answer(Answer(error=f"{type(error).__name__}: {error}"))
+
+    def _settle(self, order: Attach | Copies) -> int:
+        match order:
+            case Attach(name=name, generation=generation):
+                self._copier.attach(name, generation)
+            case Copies.DETACH:
+                self._copier.detach()
+            case Copies.FINISH:
+                return self._copier.finish()
+        return 0
+
+
+def follow(pipe: Connection, orphaned: Callable[[], None], processors: str = "") -> None:
+    """Be a rank until the leader says that it is over. `orphaned` is called when the leader is no more, on
+    another thread: this one may be waiting for it. `processors`: the setting, for a rank that samples. Raises
+    whatever this rank cannot go on after."""
+    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(pipe, orders, orphaned), name="orders", daemon=True).start()
+    first = orders.get()
+    assert isinstance(first, Join), "the first order says which rank to be"
+    options, rank, size = first.options, first.rank, first.size
+    device = device_of(options.device, rank)
+    enter = _enter(device.type, rank)
+    enter()
+    ranks: Ranks = join(
+        rank, size, first.port, device, ordered=options.deterministic, sums=not options.pipeline
+    )
+    samples = options.pipeline and rank == size - 1
+    if samples:
+        options = replace(options, processors=load_processors(processors))
+    backend = rank_builder(device.type)(options, ranks)
+    sizes = ranks.exchange(backend.info.bytes_per_block)
+    copier = PartCopier(backend.copier(), sum(sizes[:rank]))
+    say = _one_at_a_time(pipe.send)
+    copy = CopyThread(copier, say, enter).put
+    follower = LastStage(backend, copy, say, enter, size) if samples else Follower(backend, copy)
+    serve(follower, orders, REFUSED_WITHIN_S)
+    backend.close()
+    ranks.close()
+
+
+def serve(follower: Follower, orders: queue.SimpleQueue[Order], patience_s: float) -> None:
+    """Carry out orders until the last. Raises EngineError for a step that only this rank refuses."""
+    while True:
+        try:
+            order = orders.get(timeout=patience_s if follower.refused else None)
+        except queue.Empty:
+            raise EngineError(f"it alone cannot compute step {follower.refused}") from None
+        if order is Do.END:
+            return
+        follower.obey(order)
+
+
+def _read(pipe: Connection, orders: queue.SimpleQueue[Order], orphaned: Callable[[], None]) -> None:
+    try:
+        while True:
+            orders.put(pipe.recv())
+    except (EOFError, OSError):
+        orphaned()
+
+
+def _one_at_a_time(send: Callable[[object], None]) -> Callable[[object], None]:
+    """For a pipe into which several threads speak."""
+    sending = threading.Lock()
+
+    def say(what: object) -> None:
+        with sending:
+            send(what)
+
+    return say
+
+
+def _enter(device: str, rank: int) -> Callable[[], None]:
+    """What a thread that uses the device does first."""
+    if device != "cuda":
+        return lambda: None
+    import torch
+
+    return lambda: torch.cuda.set_device(rank)
+
+
+def main() -> None:
+    """Follow, and end without waiting for anybody: threads, GPUs and the other ranks are left as they are."""
+    fd, rank = (int(word) for word in sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal's whole group: the leader says when
+        signal.signal(number, signal.SIG_IGN)
+    settings = config.load().settings
+    processes.setup(f"rank {rank}", level=settings.log_level, as_json=settings.log_json)
+    pipe = Connection(fd)
+    status = 0
+    try:
+        follow(pipe, lambda: os._exit(1), settings.logits_processors)
+    except Exception as error:
+        log.exception("this rank is at its end")
+        pipe.send(Gone(f"{type(error).__name__}: {error}"))
+        status = 1
+    logging.shutdown()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

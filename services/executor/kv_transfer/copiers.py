@@ -1,0 +1,326 @@
+"""Blocks of a cache in a CPU's memory, to and from the arena: one memcpy a block, on one core.
+
+By numpy and not by torch: torch would copy with as many threads as it computes with, and take them from
+the step that runs beside it. Both let go of the GIL meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.cuda import Event
+
+from services.executor.arena import Arena
+from services.executor.checkpoint.kv_cache import KvCache
+from services.executor.engine import Copier
+from shared.errors import EngineError
+
+
+class HostCopier:
+    """See services.executor.engine.Copier."""
+
+    piece_bytes = 4 << 20  # 0.6 ms; the rate is the same from 0.5 to 8 MiB
+
+    def __init__(self, cache: KvCache) -> None:
+        flat = cache.tensor.view(cache.blocks + 1, -1).view(torch.uint8)
+        self._blocks: NDArray[np.uint8] = flat.numpy()  # [blocks + 1, bytes_per_block], the cache itself
+        self._arena: NDArray[np.uint8] | None = None
+
+    def attach(self, arena: Arena) -> None:
+        self._arena = np.frombuffer(arena.view, dtype=np.uint8)
+
+    def detach(self) -> None:
+        self._arena = None
+
+    def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        arena, size = self._arena, self._blocks.shape[1]
+        assert arena is not None, "no arena is attached"
+        for block, offset in zip(blocks, offsets, strict=True):
+            np.copyto(arena[offset : offset + size], self._blocks[block])
+
+    def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        arena, size = self._arena, self._blocks.shape[1]
+        assert arena is not None, "no arena is attached"
+        for block, offset in zip(blocks, offsets, strict=True):
+            np.copyto(self._blocks[block], arena[offset : offset + size])
+
+    def finish(self) -> int:
+        """Nothing is left to wait for: copies are over when they return."""
+        return 0
+
+
+log = logging.getLogger("headrace.executor")
+
+PIN_BYTES = 256 << 20  # pinned at a time, in 80 ms
+
+
+class CudaCopier:
+    """See services.executor.engine.Copier."""
+
+    piece_bytes = 32 << 20  # 0.7 ms on an H200 at 48 GB/s; 4 MiB give 36, 128 MiB 50
+
+    def __init__(self, cache: KvCache, computed: Callable[[], Event | None]) -> None:
+        """`computed` gives what marks the end of the newest forward that is or was sampled."""
+        self._device = cache.tensor.device
+        self._bytes = cache.tensor.view(-1).view(torch.uint8)
+        self._block_bytes, self._spare = cache.bytes_per_block, cache.spare
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch annotates it not
+        self._computed = computed
+        self._engine = CopyEngine()
+        self._first: Event | None = None  # the beginning of what was asked since `finish`
+        self._newest: Event | None = None  # the end of what was asked last
+        self._arena: Tensor | None = None
+        self._pinned = False
+
+    def attach(self, arena: Arena) -> None:
+        view = torch.frombuffer(arena.view, dtype=torch.uint8)
+        self._warm_up()
+        with torch.cuda.device(self._device):
+            self._pinned = _pin(view, self._engine)
+        self._arena = view
+
+    def detach(self) -> None:
+        view, self._arena = self._arena, None
+        if view is not None and self._pinned:
+            with torch.cuda.device(self._device):
+                _unpin(view, self._engine, view.numel())
+
+    def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        assert self._arena is not None, "no arena is attached"
+        self._move(self._bytes, self._arena, self._places(blocks), offsets)
+
+    def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        assert self._arena is not None, "no arena is attached"
+        self._move(self._arena, self._bytes, offsets, self._places(blocks))
+
+    def finish(self) -> int:
+        first, newest = self._first, self._newest
+        self._first = self._newest = None
+        if first is None:
+            return 0
+        self._stream.synchronize()  # of one that failed, too, there may be copies on the way
+        if newest is None:
+            return 0
+        took_ms: float = first.elapsed_time(newest)
+        return max(1, round(1e3 * took_ms))
+
+    def _mark(self) -> Event:
+        event = Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch annotates it not
+        event.record(self._stream)
+        return event
+
+    def _warm_up(self) -> None:
+        """Give this thread the device's context, and make the driver's first copies, which take long, between
+        the spare block and memory that nobody reads: a rate learnt from them would keep all others away."""
+        size = self._block_bytes
+        own = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            spare, host = (
+                np.array([address], dtype=np.uint64)
+                for address in (self._bytes.data_ptr() + self._spare * size, own.data_ptr())
+            )
+            for target, source in ((host, spare), (spare, host)):
+                self._engine.copy(target, source, np.array([size]), self._stream.cuda_stream)
+            self._stream.synchronize()
+
+    def _places(self, blocks: Sequence[int]) -> list[int]:
+        return [block * self._block_bytes for block in blocks]
+
+    def _move(self, source: Tensor, target: Tensor, begins: Sequence[int], ends: Sequence[int]) -> None:
+        size = self._block_bytes
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if (event := self._computed()) is not None:
+                self._stream.wait_event(event)
+            if self._first is None:
+                self._first = self._mark()
+            if self._pinned:
+                runs = within_pieces(begins, ends, size, begins if source is self._arena else ends)
+                sources, targets = (
+                    places.astype(np.uint64) + np.uint64(memory.data_ptr())
+                    for places, memory in ((runs.begins, source), (runs.ends, target))
+                )
+                self._engine.copy(targets, sources, runs.sizes, self._stream.cuda_stream)
+            else:
+                for begin, end in zip(begins, ends, strict=True):
+                    target[end : end + size].copy_(source[begin : begin + size])
+            before, self._newest = self._newest, self._mark()
+        if before is not None:  # one is always queued behind the one that runs: the link is never idle
+            before.synchronize()
+
+
+class Runs(NamedTuple):
+    """Copies of `sizes` bytes from `begins` to `ends`, int64 each."""
+
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+def within_pieces(begins: Sequence[int], ends: Sequence[int], size: int, host: Sequence[int]) -> Runs:
+    """Copies of `size` bytes, cut in two where their place in the arena, `host`, lies across two pinned
+    pieces: the driver copies from and to one at a time."""
+    runs = Runs(np.array(begins), np.array(ends), np.full(len(begins), size))
+    at = np.array(host)
+    first = PIN_BYTES - at % PIN_BYTES  # up to the end of the piece
+    cut = np.flatnonzero(first < size)
+    if not len(cut):
+        return runs
+    runs.sizes[cut] = first[cut]
+    rest = Runs(runs.begins[cut] + first[cut], runs.ends[cut] + first[cut], size - first[cut])
+    return Runs(*(np.concatenate(both) for both in zip(runs, rest, strict=True)))
+
+
+def _pin(view: Tensor, engine: CopyEngine) -> bool:
+    """Lock the pages of a mapping and give the GPU an address for them: about 0.3 s a GiB, in pieces. While
+    the driver is at it nobody in this process gets memory from the system: with one call for all of it an
+    executor is silent for so long that it is given up for dead."""
+    for at in range(0, view.numel(), PIN_BYTES):
+        error = engine.pin(view.data_ptr() + at, min(PIN_BYTES, view.numel() - at))
+        if error:
+            log.warning(
+                "the arena of %d bytes cannot be pinned (CUDA error %d), copies will be slow: raise the "
+                "limit of locked memory (ulimit -l)", view.numel(), error,
+            )  # fmt: skip
+            _unpin(view, engine, at)
+            return False
+    return True
+
+
+def _unpin(view: Tensor, engine: CopyEngine, size_bytes: int) -> None:
+    for at in range(0, size_bytes, PIN_BYTES):
+        if error := engine.unpin(view.data_ptr() + at):
+            log.error("the arena stays pinned: cuMemHostUnregister gives CUDA error %d", error)
+
+
+_PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+
+Addresses = NDArray[np.uint64]
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes of cuda.h."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),  # kind and number of a location
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class CopyEngine:
+    """The driver's copies. The calling thread has made the device current."""
+
+    def __init__(self) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self.batches = hasattr(self._driver, "cuMemcpyBatchAsync")  # since CUDA 12.8
+
+    def pin(self, address: int, size_bytes: int) -> int:
+        """Lock pages; 0, or the error of cuda.h. Other threads run meanwhile: through torch they would stand
+        still for 0.3 s a GiB, and the executor would be given up for dead."""
+        error: int = self._driver.cuMemHostRegister_v2(
+            ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_uint(_PORTABLE_MAPPED)
+        )
+        return error
+
+    def unpin(self, address: int) -> int:
+        """Unlock them; 0, or the error of cuda.h."""
+        error: int = self._driver.cuMemHostUnregister(ctypes.c_void_p(address))
+        return error
+
+    def copy(
+        self, targets: Addresses, sources: Addresses, sizes_bytes: NDArray[np.int64], stream: int
+    ) -> None:
+        """Queue a copy from each of `sources` to its target. All memory of the host among it is pinned.
+        Raises EngineError."""
+        if self.batches:
+            error = self._batch(targets, sources, sizes_bytes.astype(np.uint64), stream)
+            if error != _NOT_SUPPORTED:
+                _check(error)
+                return
+            self.batches = False
+        at = ctypes.c_void_p(stream)
+        all_of = zip(targets.tolist(), sources.tolist(), sizes_bytes.tolist(), strict=True)
+        for target, source, size in all_of:
+            copied = self._driver.cuMemcpyAsync(
+                ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), at
+            )
+            _check(copied)
+
+    def _batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
+        attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
+        error: int = self._driver.cuMemcpyBatchAsync(
+            ctypes.c_void_p(targets.ctypes.data),
+            ctypes.c_void_p(sources.ctypes.data),
+            ctypes.c_void_p(sizes.ctypes.data),
+            ctypes.c_size_t(len(targets)),
+            ctypes.byref(attributes),
+            ctypes.byref(first),  # the attributes hold from the first copy on
+            ctypes.c_size_t(1),
+            ctypes.byref(failed),
+            ctypes.c_void_p(stream),
+        )
+        return error
+
+
+def _check(error: int) -> None:
+    if error:
+        raise EngineError(f"the CUDA driver refuses a copy of KV blocks: error {error} of cuda.h")
+
+
+NO_ARENA = ("", 0)  # name and generation
+
+
+class Mapping:
+    """The arena in use, None where there is none or it could not be had."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self.of = NO_ARENA  # what was asked for last
+        self.arena: Arena | None = None
+
+    def change(self, name: str, generation: int) -> int:
+        """Use this arena instead, or none. The generation of which no mapping is left now, 0 if there was
+        none. An arena that cannot be had is logged: nothing is stored then, and the engine goes on."""
+        released = self._unmap()
+        self.of = (name, generation)
+        if self.of != NO_ARENA:
+            self._map(name, generation)
+        return released
+
+    def _map(self, name: str, generation: int) -> None:
+        arena = None
+        try:
+            arena = Arena(name, generation)
+            self._copier.attach(arena)
+        except Exception as error:  # noqa: BLE001 - of a device's driver, too
+            log.error("no arena: %s", error)
+        else:
+            self.arena, arena = arena, None
+        if arena is not None:
+            _close(arena)
+
+    def _unmap(self) -> int:
+        arena, self.arena = self.arena, None
+        if arena is None:
+            return 0
+        self._copier.detach()
+        return arena.generation if _close(arena) else 0
+
+
+def _close(arena: Arena) -> bool:
+    try:
+        arena.close()
+    except BufferError:  # a copier that keeps a view: its memory is lost until the process ends
+        log.error("the arena of generation %d is still in use and stays mapped", arena.generation)
+        return False
+    return True

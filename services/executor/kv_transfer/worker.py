@@ -1,0 +1,352 @@
+"""The copy lane: blocks between the cache and the host's arena, beside the steps.
+
+    device thread: step 7 ────┐ step 8 ──────── step 9 ...
+    copy lane:                └ KvCopy(after_step=7): piece, piece, piece ─▶ KvCopied
+
+It takes the oldest copy whose step has been computed; one that still waits for its step holds nobody up.
+A copy stops between two pieces: a new incarnation may use its blocks for something else, so that
+incarnation is not announced before the lane is quiet; a new arena ends the mapping that it copies through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec
+
+from services.executor.engine import Backend, Copier, copy_flaw
+from services.executor.kv_transfer.copiers import NO_ARENA, Mapping
+from shared.actor.mailbox import Port
+from shared.actor.membership import Peer
+from shared.clock import Clock
+from shared.messages import ArenaReleased, KvCopied, KvCopy
+
+log = logging.getLogger("headrace.executor")
+
+MOST_QUEUED = 4_096  # copies; a scheduler has a few for each sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    copy: KvCopy
+    epoch: int
+    arrived_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Whom the lane tells what, on its own thread."""
+
+    copied: Callable[[int, KvCopied], None]  # of that incarnation
+    quiet: Callable[[], None]  # the copy that ran when a new incarnation began has ended
+    unmapped: Callable[[int], None]  # no mapping of this arena generation is left
+
+
+class CopyLane:
+    """A thread. `stepped` is called by the device thread or the host lane, the rest by one other thread."""
+
+    def __init__(self, copier: Copier, clock: Clock, told: Told) -> None:
+        self._copier = copier
+        self._clock = clock
+        self._told = told
+        self._changed = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._running: _Job | None = None
+        self._began_us = 0
+        self._epoch = 0
+        self._computed = -1  # last step of this incarnation; 0 once the device has begun it
+        self._mapping = Mapping(copier)  # the thread's to change
+        self._wanted = NO_ARENA  # name and generation
+        self._closed = False
+        self.stored, self.loaded = CopyRate(), CopyRate()
+        self._thread = threading.Thread(target=self._run, name="copy-lane", daemon=True)
+        self._thread.start()
+
+    @property
+    def quiet(self) -> bool:
+        """True when no copy of an earlier incarnation runs."""
+        running = self._running
+        return running is None or running.epoch == self._epoch
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def since_us(self) -> int:
+        """When the copy that runs began, 0 when none does."""
+        return self._began_us
+
+    @property
+    def generation(self) -> int:
+        """Of the arena that is mapped, 0 without one."""
+        arena = self._mapping.arena
+        return 0 if arena is None else arena.generation
+
+    def begin(self, epoch: int) -> None:
+        """A new incarnation: forget what is queued and stop what runs, without an answer. Nothing of the new
+        one runs before `stepped(epoch, 0)`."""
+        with self._changed:
+            self._epoch, self._computed = epoch, -1
+            self._queue.clear()
+
+    def stepped(self, epoch: int, step: int) -> None:
+        """A step has been computed, and all before it."""
+        with self._changed:
+            if epoch == self._epoch:
+                self._computed = step
+                if self._queue:
+                    self._changed.notify()
+
+    def put(self, copy: KvCopy) -> bool:
+        """Queue a copy of the present incarnation; False when there are too many. Never blocks for long."""
+        with self._changed:
+            if len(self._queue) >= MOST_QUEUED:
+                return False
+            self._queue.append(_Job(copy, self._epoch, self._clock.now_us()))
+            self._changed.notify()
+        return True
+
+    def map(self, name: str, generation: int) -> None:
+        """Use this arena instead of the present one; NO_ARENA: none."""
+        with self._changed:
+            self._wanted = (name, generation)
+            self._changed.notify()
+
+    def close(self, timeout_s: float) -> None:
+        """Stop what runs, unmap, end the thread."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                wanted = NO_ARENA if self._closed else self._wanted
+                remap = wanted != self._mapping.of
+                job = None if remap or self._closed else self._take()
+            if remap:
+                if generation := self._mapping.change(*wanted):
+                    self._told.unmapped(generation)
+            elif job is not None:
+                self._finish(job, self._copy(job))
+            else:
+                return
+
+    def _has_work(self) -> bool:
+        return self._closed or self._wanted != self._mapping.of or self._ready() is not None
+
+    def _ready(self) -> _Job | None:
+        return next((job for job in self._queue if job.copy.after_step <= self._computed), None)
+
+    def _take(self) -> _Job | None:
+        job = self._running = self._ready()
+        if job is not None:
+            self._queue.remove(job)
+            self._began_us = self._clock.now_us()
+        return job
+
+    def _finish(self, job: _Job, copied: KvCopied) -> None:
+        with self._changed:
+            self._running, self._began_us = None, 0
+            of_now = job.epoch == self._epoch
+        if not of_now:
+            self._told.quiet()
+        elif not self._closed:
+            self._told.copied(job.epoch, copied)
+
+    def _copy(self, job: _Job) -> KvCopied:
+        began_us = self._began_us
+        try:
+            status, done, moved_us = self._pieces(job)
+        except Exception as error:  # noqa: BLE001 - a dead thread would leave every copy waiting
+            log.error("the copy of job %d failed: %s: %s", job.copy.job, type(error).__name__, error)
+            status, done, moved_us = "failed", 0, 0
+        took_us = self._clock.now_us() - began_us
+        moved = done * job.copy.block_bytes
+        if status == "ok":
+            (self.stored if job.copy.to_arena else self.loaded).add(moved, took_us)
+        return KvCopied(
+            job=job.copy.job,
+            status=status,
+            bytes=moved,
+            took_us=min(moved_us or took_us, took_us),  # what is the host's part counts as its messages' way
+            wait_us=began_us - job.arrived_us,
+        )
+
+    def _pieces(self, job: _Job) -> tuple[str, int, int]:
+        """Copy until the end or a reason to stop; the status, how many blocks were copied, and how long that
+        took by the device's clock, if it has one."""
+        copy, arena = job.copy, self._mapping.arena
+        if not copy.blocks:
+            return "ok", 0, 0
+        if arena is None:
+            return "no_arena", 0, 0
+        if copy.arena_generation != arena.generation:
+            return "stale_arena", 0, 0
+        if flaw := arena.flaw(copy.offsets, copy.block_bytes):
+            log.error("the copy of job %d failed: %s", copy.job, flaw)
+            return "failed", 0, 0
+        try:
+            status, done = self._move(job)
+        except Exception:
+            self._copier.finish()
+            raise
+        return status, done, self._copier.finish()
+
+    def _move(self, job: _Job) -> tuple[str, int]:
+        """As `_pieces`; of what was asked of the copier some may still be under way."""
+        copy = job.copy
+        move = self._copier.store if copy.to_arena else self._copier.load
+        piece = max(1, self._copier.piece_bytes // copy.block_bytes)
+        for first in range(0, len(copy.blocks), piece):
+            if self._closed or job.epoch != self._epoch:
+                return "failed", first
+            if self._wanted != self._mapping.of:
+                return "stale_arena", first
+            move(copy.blocks[first : first + piece], copy.offsets[first : first + piece])
+        return "ok", len(copy.blocks)
+
+
+_KEEP = 7 / 8  # of what was known before each copy: the last dozen copies count
+
+
+class CopyRate:
+    """Counts of one direction, and its rate in bytes a microsecond, which is MB/s."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+        self.bytes = 0
+        self.us = 0
+        self._recent_bytes = self._recent_us = 0.0
+
+    def add(self, copied_bytes: int, took_us: int) -> None:
+        """Count a copy that was made in full."""
+        self.copies += 1
+        self.bytes += copied_bytes
+        self.us += took_us
+        self._recent_bytes = self._recent_bytes * _KEEP + copied_bytes
+        self._recent_us = self._recent_us * _KEEP + took_us
+
+    @property
+    def mb_s(self) -> int:
+        """Of the last copies together, 0 when nothing is known."""
+        return round(self._recent_bytes / self._recent_us) if self._recent_us else 0
+
+
+P = ParamSpec("P")
+
+
+class ArenaSide:
+    """Of one executor, from the moment that its engine is built."""
+
+    def __init__(self, backend: Backend, port: Port, host_id: str, quiet: Callable[[], None]) -> None:
+        """`quiet` is called when the last copy of an earlier incarnation has ended."""
+        loop = asyncio.get_running_loop()
+
+        def on_loop(handler: Callable[P, None]) -> Callable[P, None]:
+            def later(*args: P.args, **kwargs: P.kwargs) -> None:
+                loop.call_soon_threadsafe(lambda: handler(*args, **kwargs))
+
+            return later
+
+        self._info = backend.info
+        self._port = port
+        self._host_id = host_id
+        self._scheduler = ""
+        self._epoch = 0
+        self._since = 0  # the epoch of the kv_offload whose arena it is
+        told = Told(
+            copied=on_loop(self._on_copied), quiet=on_loop(quiet), unmapped=on_loop(self._on_unmapped)
+        )
+        self._lane = CopyLane(backend.copier(), port.clock, told)
+        self.stepped = self._lane.stepped  # by the threads that compute
+        self.close = self._lane.close
+        for actor in port.peers.ready("kv_offload"):
+            if (peer := port.peers.get(f"kv_offload.{actor}")) is not None:
+                self.on_peer(peer)
+
+    @property
+    def generation(self) -> int:
+        """Of the arena that is mapped, 0 without one."""
+        return self._lane.generation
+
+    @property
+    def quiet(self) -> bool:
+        """True when no copy of an earlier incarnation runs: the blocks may be used for something else."""
+        return self._lane.quiet
+
+    @property
+    def since_us(self) -> int:
+        """When the copy that runs began, 0 when none does."""
+        return self._lane.since_us
+
+    def begin(self, scheduler: str, epoch: int) -> None:
+        """A new incarnation, of this scheduler."""
+        self._scheduler, self._epoch = scheduler, epoch
+        self._lane.begin(epoch)
+
+    def on_peer(self, peer: Peer) -> None:
+        """Map the arena of this host's kv_offload, the latest that said it is ready. One that died leaves its
+        mapping here until the next."""
+        beat = peer.beat
+        if beat.kind != "kv_offload" or beat.host_id != self._host_id or beat.state != "ready":
+            return
+        if peer.epoch < self._since:
+            log.warning("%s is a second kv_offload on this host: the later one is used", peer.source)
+            return
+        self._since = peer.epoch
+        self._lane.map(*((beat.arena, beat.arena_generation) if beat.arena else NO_ARENA))
+
+    def copy(self, copy: KvCopy) -> None:
+        """Make a copy, or say why not."""
+        flaw = copy_flaw(copy, self._info)
+        if not flaw and not self._lane.put(copy):
+            flaw = "too many copies wait"
+        if flaw:
+            log.error("the copy of job %d is refused: %s", copy.job, flaw)
+            self._port.send(self._scheduler, KvCopied(job=copy.job, status="failed"))
+
+    @property
+    def copied(self) -> dict[str, CopyRate]:
+        """What was copied so far, by direction."""
+        return {"store": self._lane.stored, "load": self._lane.loaded}
+
+    @property
+    def queued(self) -> int:
+        """Copies that wait."""
+        return self._lane.queued
+
+    def status(self) -> dict[str, object]:
+        """Facts of the copies for `headrace status`."""
+        stored, loaded = self._lane.stored, self._lane.loaded
+        return {
+            "arena_generation": self._lane.generation,
+            "copies_queued": self.queued,
+            "copies_stored": stored.copies,
+            "copies_loaded": loaded.copies,
+            "stored_bytes": stored.bytes,
+            "loaded_bytes": loaded.bytes,
+            "stored_us": stored.us,
+            "loaded_us": loaded.us,
+            "store_mb_s": stored.mb_s,
+            "load_mb_s": loaded.mb_s,
+        }
+
+    def _on_copied(self, epoch: int, copied: KvCopied) -> None:
+        if epoch == self._epoch:
+            self._port.send(self._scheduler, copied)
+
+    def _on_unmapped(self, generation: int) -> None:
+        if self._scheduler:
+            released = ArenaReleased(executor=self._port.actor, arena_generation=generation)
+            self._port.send(self._scheduler, released)

@@ -1,0 +1,308 @@
+"""The ranks of an executor: processes that compute one model together, and what they say to each other.
+
+A rank of `Solo` is alone and says nothing: it never imports torch.distributed. `join` makes the others: gloo
+between CPUs, NCCL between GPUs. Every rank makes the same calls in the same order, on one thread; on a GPU a
+call is queued on the current stream and may be captured in a graph.
+
+Small host objects go through the store over which the ranks have met, so that no GPU is asked for them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+    from services.executor.parallel.peer_memory import LetterBoxes, ShortSums
+
+
+T = TypeVar("T")
+
+log = logging.getLogger("headrace.executor")
+
+LEADER = 0  # the rank that is the actor
+MEET_WITHIN_S = 600.0  # the others may still be loading
+LEAVE_WITHIN_S = 5.0
+_ONE_HOST = "127.0.0.1"
+# Over NVLink it needs rights that not every host gives, and more than one process that uses it may hang.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+class Ranks(Protocol):
+    """What one rank has of its group. `rank` is from 0 on, below `size`."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place of `x`, which is contiguous; `x` itself."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`[size, *x.shape]`: the `x` of every rank, all of one shape, which is not `[]`."""
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
+        """Send rows of `x`, `counts[r]` of them to rank r, those of rank 0 first; the rows that came,
+        `found[r]` from rank r, in the order of ranks."""
+
+    def exchange(self, mine: T) -> list[T]:
+        """Everybody's small host object, by rank. Takes milliseconds: for the start."""
+
+    def close(self) -> None:
+        """Leave. A second call does nothing."""
+
+
+class Solo:
+    """The only rank of its group. See Ranks."""
+
+    rank, size = LEADER, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
+        return x
+
+    def exchange(self, mine: T) -> list[T]:
+        return [mine]
+
+    def close(self) -> None:
+        return
+
+
+SOLO = Solo()
+
+
+class Spread:
+    """A rank of several, over torch.distributed. See Ranks; made by `join`."""
+
+    short: ShortSums | None = None  # on GPUs
+    boxes: LetterBoxes | None = None  # on GPUs, for sums with a norm behind them
+
+    def __init__(self, rank: int, size: int, store: TCPStore, *, ordered: bool) -> None:
+        """With `ordered` a sum adds up by rank, so that a number's bits do not depend on where in `x` it
+        stands; it costs the bytes of all ranks."""
+        self.rank, self.size = rank, size
+        self._store = store
+        self._ordered = ordered
+        self._exchanges = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._ordered:
+            return x.copy_(self.all_gather(x).sum(0))
+        if self.short is not None and self.short.take(x):
+            return self.short.all_reduce(x)
+        torch.distributed.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        found = x.new_empty(self.size, *x.shape)
+        gather: Callable[[Tensor, Tensor], object] = getattr(
+            torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+        )  # its older name warns where it has the newer
+        gather(found.flatten(0, 1), x.contiguous())
+        return found
+
+    def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
+        came = x.new_empty(sum(found), *x.shape[1:])
+        torch.distributed.all_to_all_single(came, x.contiguous(), list(found), list(counts))
+        return came
+
+    def exchange(self, mine: T) -> list[T]:
+        self._exchanges += 1
+        keys = [f"{self._exchanges}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], pickle.dumps(mine))  # type: ignore[arg-type]  # bytes, too
+        return [pickle.loads(self._store.get(key)) for key in keys]
+
+    def close(self) -> None:
+        if not torch.distributed.is_initialized():
+            return
+        self.short = self.boxes = None
+        if torch.distributed.get_backend() != "nccl":
+            torch.distributed.destroy_process_group()
+            return
+        gc.collect()  # NCCL ends after the last graph that sums, which may lie in some cycle
+        abort = (
+            torch.distributed.distributed_c10d._abort_process_group
+        )  # orderly it would wait for the others
+        leaving = threading.Thread(target=abort, name="leave", daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_WITHIN_S)
+        if leaving.is_alive():
+            log.warning("NCCL has not ended in %.0f s: it is left as it is", LEAVE_WITHIN_S)
+
+
+def meeting(size: int) -> TCPStore:
+    """The store over which the ranks of a new group meet, on a free port: the leader's."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(_ONE_HOST, 0, size, is_master=True, wait_for_workers=False, timeout=_patience())
+
+
+def join(
+    rank: int,
+    size: int,
+    store: TCPStore | int,
+    device: torch.device,
+    *,
+    ordered: bool = False,
+    sums: bool = True,
+) -> Spread:
+    """Become rank `rank` of `size` on this host, with `device`. `store`: the leader's, or its port for the
+    others; `sums`: there will be many short ones. Returns when all are there. One group a process."""
+    from torch import distributed
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        device = torch.device("cuda", rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not what the host's name resolves to
+    for name, value in _NO_MULTICAST.items():
+        os.environ[name] = value
+    if isinstance(store, int):
+        store = TCPStore(_ONE_HOST, store, size, timeout=_patience())
+    distributed.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=PrefixStore("torch", store),
+        rank=rank,
+        world_size=size,
+        device_id=device if on_gpu else None,
+    )
+    ranks = Spread(rank, size, store, ordered=ordered)
+    if on_gpu and size > 1 and sums:
+        from services.executor.parallel.peer_memory import letter_boxes, short_sums
+
+        found = short_sums(size, device)
+        ranks.short = found if all(ranks.exchange(found is not None)) else None
+        boxes = None if ordered else letter_boxes(rank, size, device)
+        ranks.boxes = boxes if all(ranks.exchange(boxes is not None)) else None
+    return ranks
+
+
+def _patience() -> timedelta:
+    return timedelta(seconds=MEET_WITHIN_S)
+
+
+# Their older names warn where there are the newer.
+_all_gather: Callable[..., object] = getattr(
+    distributed, "all_gather_single", distributed.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., object] = getattr(
+    distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
+)
+
+
+class Collectives:
+    """Over a process group of torch.distributed, the default one unless told. All tensors are contiguous."""
+
+    def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """`x` becomes the sum over all ranks of their `x`."""
+        distributed.all_reduce(x, group=self._group)
+
+    def all_gather_into(self, out: Tensor, x: Tensor) -> None:
+        """`out` `[size, *x.shape]`: everybody's `x`."""
+        _all_gather(out.flatten(), x.flatten(), group=self._group)
+
+    def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        """all_gather_into for several."""
+        for out, x in zip(outs, xs, strict=True):
+            self.all_gather_into(out, x)
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
+        """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
+        _reduce_scatter(out.flatten(), x.flatten(), group=self._group)
+
+    def all_to_all_into(self, out: Tensor, x: Tensor, came: Sequence[int], sent: Sequence[int]) -> None:
+        """Rows of `x`, `sent[r]` to rank r in order; rows of `out`, `came[r]` from rank r."""
+        distributed.all_to_all_single(out, x, list(came), list(sent), group=self._group)
+
+
+_ALIGNED = 256  # bytes: where a tensor begins
+
+
+class Memory(Protocol):
+    """Memory of as many bytes on every rank; every rank can read and write that of all."""
+
+    rank: int
+    size: int
+
+    def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
+        """A rank's memory from byte `at` on. RuntimeError if that is more than it has."""
+
+    def meet(self) -> None:
+        """What comes after this sees what all ranks did before their call of it."""
+
+
+class Copies:
+    """What services.executor.parallel.ranks says, said by copies. All tensors are contiguous."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.rank, self.size = memory.rank, memory.size
+
+    def all_gather_into(self, out: Tensor, x: Tensor) -> None:
+        """`out` `[size, *x.shape]`: everybody's `x`."""
+        self.all_gather_each((out,), (x,))
+
+    def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        """all_gather_into for several, with no more waiting than for one."""
+        memory = self._memory
+        at = list(accumulate((-(-x.nbytes // _ALIGNED) * _ALIGNED for x in xs), initial=0))
+        all_of = list(zip(outs, xs, at, strict=False))  # the last is where they end
+        memory.meet()
+        for _, x, begin in all_of:
+            memory.of(self.rank, x.shape, x.dtype, begin).copy_(x)
+        memory.meet()
+        for peer in self._others():
+            for out, x, begin in all_of:
+                out[peer].copy_(memory.of(peer, x.shape, x.dtype, begin))
+        for out, x, _ in all_of:
+            out[self.rank].copy_(x)
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
+        """`out`: the sum over all ranks, in their order, of their `x[rank]`; `x` is `[size, *out.shape]`."""
+        memory = self._memory
+        slots = memory.of(self.rank, x.shape, x.dtype)
+        memory.meet()
+        slots[self.rank].copy_(x[self.rank])
+        for peer in self._others():
+            memory.of(peer, x.shape, x.dtype)[self.rank].copy_(x[peer])
+        memory.meet()
+        torch.sum(slots, 0, out=out)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """`x` becomes the sum over all ranks of their `x`. ValueError unless they can share its elements."""
+        if x.numel() % self.size:
+            raise ValueError(f"{x.numel()} elements for {self.size} ranks")
+        parts = x.view(self.size, -1)
+        mine = torch.empty_like(parts[0])
+        self.reduce_scatter_into(mine, parts)
+        self.all_gather_into(parts, mine)
+
+    def all_to_all_into(self, out: Tensor, x: Tensor, came: list[int], sent: list[int]) -> None:
+        """Not offered: where rows land at their owner, the owner alone knows."""
+        raise NotImplementedError("rows of unknown number go by services.executor.parallel.ranks")
+
+    def _others(self) -> Iterator[int]:
+        """From the next rank on, so that at any time each is written by one and read by one."""
+        for step in range(1, self.size):
+            yield (self.rank + step) % self.size

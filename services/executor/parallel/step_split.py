@@ -1,0 +1,210 @@
+"""A step's chunks as two halves of as many tokens; the cut may go through a prompt.
+
+The second half of a cut prompt attends to the KV of the first, which must be there first in every layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from services.executor.engine import Backend, BackendInfo
+from services.executor.parallel.ranks import Ranks
+from shared.kv_blocks import blocks_for
+from shared.messages import SlotOpen, StepPlan, ints
+
+CUT_TOKENS = 64  # the first half has a multiple of this: a product's tile of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one prompt: token rows `first` to `first + count`, from position `start` on."""
+
+    slot: int
+    first: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Two plans in place of one. `order`: for each sample row of the one, where it is among those of the
+    first half followed by those of the second."""
+
+    first: StepPlan
+    second: StepPlan
+    order: tuple[int, ...]
+
+
+def halves(chunks: Sequence[Chunk], cut: int = CUT_TOKENS) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """The chunks of the first half of the tokens, and of the rest, whose rows begin at 0 again. Chunks stand
+    in the order of their rows, from row 0 on; no half is empty where there are `2 * cut` tokens."""
+    tokens = sum(chunk.count for chunk in chunks)
+    middle = (tokens // 2 + cut // 2) // cut * cut
+    before, behind = [], []
+    for chunk in chunks:
+        here = min(max(middle - chunk.first, 0), chunk.count)
+        if here:
+            before.append(replace(chunk, count=here))
+        if here < chunk.count:
+            first = chunk.first + here - middle
+            behind.append(Chunk(chunk.slot, first, chunk.start + here, chunk.count - here))
+    return tuple(before), tuple(behind)
+
+
+def split(plan: StepPlan, cut: int = CUT_TOKENS) -> Halves | None:
+    """The rows of a plan, decodes among them, in halves, without its tables and copies, which come before
+    both; None for a step of less than `2 * cut` tokens."""
+    rows, tokens = [], 0
+    for row, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+        rows.append(Chunk(row, tokens, start, count))
+        tokens += count
+    if tokens < 2 * cut:
+        return None
+    parts = halves(rows, cut)
+    behind = {chunk.slot for chunk in parts[1]}  # with the row that is cut, whose end is there
+    samples: tuple[list[int], list[int]] = ([], [])
+    for sample, row in enumerate(plan.sample_rows):
+        samples[row in behind].append(sample)
+    order = [0] * len(plan.sample_rows)
+    for at, sample in enumerate([*samples[0], *samples[1]]):
+        order[sample] = at
+    first, second = (_rows(plan, *half) for half in zip(parts, samples, strict=True))
+    return Halves(first, second, tuple(order))
+
+
+def _rows(plan: StepPlan, chunks: Sequence[Chunk], samples: Sequence[int]) -> StepPlan:
+    """These parts of a plan's rows, which chunks have as their slots, and these of its sample rows."""
+    row_of = {chunk.slot: row for row, chunk in enumerate(chunks)}
+    return StepPlan(
+        exec_epoch=plan.exec_epoch,
+        step=plan.step,
+        mode=plan.mode,
+        micro_batch=plan.micro_batch,
+        slots=ints(plan.slots[chunk.slot] for chunk in chunks),
+        starts=ints(chunk.start for chunk in chunks),
+        counts=ints(chunk.count for chunk in chunks),
+        from_device=ints(plan.from_device[chunk.slot] for chunk in chunks),
+        sample_rows=ints(row_of[plan.sample_rows[sample]] for sample in samples),
+        sample_slots=ints(plan.sample_slots[sample] for sample in samples),
+    )
+
+
+log = logging.getLogger("headrace.executor")
+
+LEAST = 1024  # tokens: below, halves read weights twice and gain nothing
+PROMPT = 2048
+REPEATS = 3
+_STRIDE = 7919  # a prime: tokens are spread over the vocabulary
+
+Times = dict[int, tuple[float, float]]  # by tokens: a step's time whole and in halves
+
+
+def two_stream_tokens(
+    backend: Backend,
+    ranks: Ranks,
+    prepare: Callable[[int], None] = lambda tokens: None,
+    now_ns: Callable[[], int] = time.perf_counter_ns,
+) -> int:
+    """What the ranks say in their hello. `prepare` is told the tokens of the steps that come next: from the
+    longest on, until halves gain nothing. Leaves slots open."""
+    slowest: Times = {}
+    for tokens in reversed(sizes(backend.info)):
+        prepare(tokens)
+        found = ranks.exchange(_times(backend, tokens, now_ns))
+        slowest[tokens] = max(whole for whole, _ in found), max(halved for _, halved in found)
+        if crossover(slowest) != tokens:
+            break
+    since = crossover(slowest)
+    log.info(
+        "steps in two halves, the talk of one under the other's compute: %s (ms whole and halved: %s)",
+        "never" if since == NEVER else f"from {since} tokens on",
+        ", ".join(f"{tokens} {one / 1e6:.1f} {two / 1e6:.1f}" for tokens, (one, two) in slowest.items()),
+    )
+    return since
+
+
+def sizes(info: BackendInfo) -> list[int]:
+    """The steps to measure: powers of two that this engine can compute, in tokens."""
+    return [tokens for tokens in _doubling(LEAST, info.max_step_tokens) if _fits(info, tokens)]
+
+
+def _doubling(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
+
+
+def _prompts(info: BackendInfo, tokens: int) -> list[int]:
+    """Their lengths."""
+    each = min(PROMPT, tokens, info.max_context - 1)
+    return [min(each, tokens - at) for at in range(0, tokens, each)]
+
+
+def _fits(info: BackendInfo, tokens: int) -> bool:
+    prompts = _prompts(info, tokens)
+    blocks = sum(blocks_for(length, info.block_tokens) for length in prompts)
+    return len(prompts) <= info.slots and blocks <= info.blocks
+
+
+def _times(backend: Backend, tokens: int, now_ns: Callable[[], int]) -> tuple[float, float]:
+    """The medians, after one step of each that does not count."""
+    opened, plan = _step(backend.info, tokens)
+    taken: tuple[list[int], list[int]] = ([], [])
+    for _ in range(1 + REPEATS):
+        for halved in (False, True):
+            for each in opened:
+                backend.open_slot(each)
+            began_ns = now_ns()
+            backend.sample(backend.forward(replace(plan, two_stream=halved)))
+            taken[halved].append(now_ns() - began_ns)
+    return statistics.median(taken[False][1:]), statistics.median(taken[True][1:])
+
+
+def _step(info: BackendInfo, tokens: int) -> tuple[list[SlotOpen], StepPlan]:
+    """Prompts that come at once, and nobody's next token."""
+    lengths = _prompts(info, tokens)
+    counts = [blocks_for(length, info.block_tokens) for length in lengths]
+    slots = ints(range(len(lengths)))
+    opened = [
+        SlotOpen(
+            slot=slot, generation=0, seq=slot, prompt_tokens=length,
+            tokens=ints((slot + i * _STRIDE) % info.vocab for i in range(length)),
+        )
+        for slot, length in enumerate(lengths)
+    ]  # fmt: skip
+    plan = StepPlan(
+        exec_epoch=0,
+        step=0,
+        mode="single",
+        micro_batch=0,
+        slots=slots,
+        starts=ints([0] * len(lengths)),
+        counts=ints(lengths),
+        from_device=ints([0] * len(lengths)),
+        sample_rows=ints(),
+        sample_slots=ints(),
+        table_slots=slots,
+        table_first=ints([0] * len(lengths)),
+        table_counts=ints(counts),
+        table_blocks=ints(range(sum(counts))),
+    )
+    return opened, plan
+
+
+NEVER = 1 << 30
+MARGIN = 0.98  # of the one stream's time: what is less is noise, and `off` is simpler
+
+
+def crossover(times: Mapping[int, tuple[float, float]], margin: float = MARGIN) -> int:
+    """The least number of tokens from which on two streams took less than `margin` of one's time wherever
+    they were measured; NEVER if not even at the most. `times`: by tokens, one stream's and two streams'."""
+    found = NEVER
+    for tokens, (one, two) in sorted(times.items(), reverse=True):
+        if two >= margin * one:
+            break
+        found = tokens
+    return found

@@ -1,0 +1,288 @@
+"""Structured output: which tokens may follow, for slots that were opened with a grammar.
+
+    SlotOpen ──▶ compile, on a thread of its own; equal grammars once ──▶ a matcher for each slot
+    refused  ──▶ the matcher takes the slot's new tokens, then the one just chosen, if that may follow
+    mask     ──▶ the matcher takes the slot's new tokens, the logits of all others become -inf
+
+A matcher needs the token before, and that is known here as soon as it is sampled: unlike rows with
+processors, these are planned like any other, with the next step queued (run-ahead). The first token waits for
+the compilation, and so do the rows in its step. Source: XGrammar, arXiv 2411.15100.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.executor.sampling.sampler import Sampler
+from shared.errors import EngineError
+from shared.messages import ROW_REFUSED, SlotOpen
+from shared.vocab.vocabulary import Vocabulary
+
+COMPILED = 64  # grammars kept, with the tables of tokens that they allow
+COMPILE_S = 20.0  # a grammar that takes longer is refused: others wait meanwhile
+PREPARE_S = 100.0  # once: the library, and the vocabulary as it wants it; two seconds on an idle machine
+CACHE_BYTES = 256 * 1024 * 1024
+_WORD_BITS = 32
+_NONE = -1
+_CONTROL = frozenset(range(0x20))
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+MAX_WHY_CHARS = 120  # 256 of them fit in a result
+
+
+@dataclass(slots=True)
+class _Row:
+    """The grammar of one slot."""
+
+    prepared: Future[Any]
+    compiled: Future[Any]
+    taken: int  # tokens of the slot that the matcher knows, the prompt among them
+    matcher: Any = None
+    mute: frozenset[int] = frozenset()  # tokens without a text, of which XGrammar would warn
+    ahead: int = _NONE  # a token that it knows besides, chosen and perhaps not in the record yet
+
+
+class Grammars:
+    """The grammars of open slots. `open` and `close` are the device thread's; who samples has the rest."""
+
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary], vocab: int) -> None:
+        self._load_vocabulary = load_vocabulary
+        self._vocab = vocab
+        self._rows: dict[int, _Row] = {}
+        self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._compilers: dict[bool, Future[Any]] = {}  # by whether control characters are forbidden
+        self._worker: ThreadPoolExecutor | None = None  # since the first grammar
+        self._words = -(-vocab // _WORD_BITS)
+
+    def open(self, opened: SlotOpen) -> None:
+        """Take a slot's grammar, if it has one, and begin to compile it."""
+        self.close(opened.slot)
+        if opened.grammar:
+            kind = json.loads(opened.grammar)["kind"]
+            prepared = self._prepare(no_control=kind == "json")
+            compiled = self._compile(opened.grammar, prepared)
+            self._rows[opened.slot] = _Row(prepared, compiled, opened.prompt_tokens)
+
+    def close(self, slot: int) -> None:
+        """Forget a slot. Closing an unknown slot does nothing."""
+        self._rows.pop(slot, None)
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """The indices of slots with a grammar."""
+        return [i for i, slot in enumerate(slots) if slot in self._rows] if self._rows else []
+
+    def mask(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        tokens: Callable[[int], Sequence[int]],
+    ) -> dict[int, str]:
+        """Forbid what may not follow, in place, in these rows of `logits` `[rows, vocab]`. Row i is for
+        `slots[i]`, of which `tokens` gives what there is so far. Returns why rows failed, by index."""
+        allowed = torch.full((len(rows), self._words), -1, dtype=torch.int32)
+        places = {row: k for k, row in enumerate(rows)}
+
+        def fill(row: int) -> None:
+            slot = slots[row]
+            matcher = self._follow(self._rows[slot], tokens(slot))
+            if not matcher.is_terminated():  # else a row of a plan made before its end was known
+                matcher.fill_next_token_bitmask(allowed, places[row])
+
+        failures = _each(rows, fill)
+        _forbid(logits, rows, allowed)
+        return failures
+
+    def refused(
+        self,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        slots: Sequence[int],
+        tokens: Callable[[int], Sequence[int]],
+    ) -> tuple[list[int], dict[int, str]]:
+        """Those of these rows whose token, `ids[row]`, may not follow; and why rows failed, by index."""
+        again: list[int] = []
+
+        def ask(row: int) -> None:
+            slot, token = slots[row], ids[row]
+            state = self._rows[slot]
+            matcher = self._follow(state, tokens(slot))
+            if matcher.is_terminated():
+                return
+            if token not in state.mute and matcher.accept_token(token):
+                state.ahead = token
+            else:
+                again.append(row)
+
+        failures = _each(rows, ask)
+        return again, failures
+
+    def _follow(self, row: _Row, tokens: Sequence[int]) -> Any:
+        """The slot's matcher, which knows all of its tokens then and no other."""
+        if row.matcher is None:
+            row.prepared.result(PREPARE_S)
+            compiled = row.compiled.result(COMPILE_S)
+            row.matcher = _xgrammar().GrammarMatcher(compiled)
+            row.mute = frozenset(compiled.tokenizer_info.special_token_ids)
+        matcher = row.matcher
+        if row.ahead != _NONE:
+            if len(tokens) > row.taken and tokens[row.taken] == row.ahead:
+                row.taken += 1
+            else:
+                matcher.rollback(1)
+            row.ahead = _NONE
+        for token in tokens[row.taken :]:
+            if not matcher.is_terminated() and not matcher.accept_token(token):
+                raise EngineError(f"token {token} does not follow its grammar")
+        row.taken = len(tokens)
+        return matcher
+
+    def _prepare(self, *, no_control: bool) -> Future[Any]:
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        if no_control not in self._compilers:
+            self._compilers[no_control] = self._worker.submit(self._compiler, no_control)
+        return self._compilers[no_control]
+
+    def _compile(self, text: str, prepared: Future[Any]) -> Future[Any]:
+        known = self._compiled.get(text)
+        if known is None:
+            assert self._worker is not None, "prepared before"
+            known = self._compiled[text] = self._worker.submit(_compiled, text, prepared)
+        self._compiled.move_to_end(text)
+        while len(self._compiled) > COMPILED:
+            self._compiled.popitem(last=False)
+        return known
+
+    def _compiler(self, no_control: bool) -> Any:
+        """JSON never holds a bare control character, which XGrammar allows in strings of bounded length."""
+        xgrammar = _xgrammar()
+        vocabulary = self._load_vocabulary()
+        texts = list(vocabulary.token_bytes)
+        if no_control:
+            texts = [b"" if _CONTROL.intersection(text) else text for text in texts]
+        info = xgrammar.TokenizerInfo(
+            texts,
+            vocab_type=xgrammar.VocabType.RAW,
+            vocab_size=self._vocab,
+            stop_token_ids=list(vocabulary.eos_ids),
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+
+def _each(rows: Sequence[int], do: Callable[[int], None]) -> dict[int, str]:
+    """Call `do` for each row; why rows failed, by index."""
+    failures: dict[int, str] = {}
+    for row in rows:
+        try:
+            do(row)
+        except NotInTime:
+            failures[row] = f"{ROW_REFUSED}the grammar takes over {COMPILE_S:g} s to compile: simplify it"
+        except Exception as error:  # noqa: BLE001 - one request's grammar must not end the others'
+            known = isinstance(error, EngineError)
+            failures[row] = str(error) if known else f"{ROW_REFUSED}grammar: {_line(error)}"
+    return failures
+
+
+def _compiled(text: str, prepared: Future[Any]) -> Any:
+    """On the worker thread, behind what prepares the compiler."""
+    asked, compiler = json.loads(text), prepared.result()
+    if asked["kind"] == "tags":
+        return compiler.compile_structural_tag(_tags(json.loads(asked["source"])))
+    if asked["kind"] == "json":
+        return compiler.compile_json_schema(asked["source"], any_whitespace=False)
+    compile_one = compiler.compile_regex if asked["kind"] == "regex" else compiler.compile_grammar
+    return compile_one(asked["source"])
+
+
+def _tags(asked: dict[str, Any]) -> dict[str, Any]:
+    """Free text in which, behind `trigger`, one of the tags follows: its begin, JSON by a schema, its end."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": tag["begin"],
+            "content": {"type": "json_schema", "json_schema": tag["schema"], "max_whitespace_cnt": 1},
+            "end": tag["end"],
+        }
+        for tag in asked["tags"]
+    ]
+    form = {"type": "triggered_tags", "triggers": [asked["trigger"]], "tags": tags}
+    return {"type": "structural_tag", "format": form}
+
+
+def _xgrammar() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise ValueError(
+            f"this executor has no {error.name}: pip install 'headrace[grammar]' where it runs"
+        ) from None
+    return xgrammar
+
+
+def _forbid(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> None:
+    """Where a bit of `allowed` `[rows, words]` is 0, the logit becomes -inf."""
+    words = allowed.numpy().view(np.uint8)
+    bits = np.unpackbits(words, axis=1, count=logits.shape[1], bitorder="little")
+    forbidden = torch.from_numpy(bits).to(logits.device, non_blocking=True).eq(0)
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, float("-inf"))
+    else:
+        at = torch.tensor(rows, device=logits.device)
+        logits[at] = logits[at].masked_fill_(forbidden, float("-inf"))
+
+
+def _line(error: Exception) -> str:
+    """What an error says, without the place in the compiled library where its text begins."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return _PLACE.sub("", lines[-1] if lines else type(error).__name__)[:MAX_WHY_CHARS]
+
+
+Tokens = Callable[[int], Sequence[int]]  # of a slot, so far
+
+
+def choose(
+    grammars: Grammars,
+    sampler: Sampler,
+    logits: Tensor,
+    slots: list[int],
+    positions: list[int],
+    tokens: Tokens,
+) -> tuple[Tensor, int, dict[int, str]]:
+    """As Sampler.choose, within the slots' grammars: ids `[rows]`, the time on the host in us, and why rows
+    failed, by index; the id of such a row means nothing."""
+    rows = grammars.rows_of(slots)
+    if not rows:
+        return sampler.choose(logits, slots, positions), 0, {}
+    began_ns = time.monotonic_ns()
+    first = [row for row in rows if sampler.filters(slots[row])]
+    failures: dict[int, str] = {}
+    if first:
+        logits = logits.clone()
+        failures |= grammars.mask(logits, first, slots, tokens)
+    choosing_ns = time.monotonic_ns()
+    ids = sampler.propose(logits, slots, positions)
+    chosen = ids.tolist()
+    chosen_ns = time.monotonic_ns()
+    again, failed = grammars.refused(chosen, [row for row in rows if row not in first], slots, tokens)
+    failures |= failed
+    if again:
+        at = torch.tensor(again, device=logits.device)
+        some, theirs = logits[at], [slots[row] for row in again]
+        failed = grammars.mask(some, range(len(again)), theirs, tokens)
+        failures |= {again[k]: why for k, why in failed.items()}
+        ids[at] = sampler.propose(some, theirs, [positions[row] for row in again], again=True)
+    sampler.remember(slots, ids)
+    host_us = (time.monotonic_ns() - chosen_ns + choosing_ns - began_ns) // 1000
+    return ids, host_us, failures

@@ -1,0 +1,421 @@
+"""An engine without weights: a latency model and reproducible tokens. Ships in the product.
+
+A step takes the time of its shape (see sim_timing), slept through as a GPU would be waited for; in a
+pipeline it passes one stage after the other, and another step may be in the stage that it has left. The
+next token depends on the slot's seed, its position and the token before, so that the same request gives
+the same tokens in any batch, slot or order of steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.executor.arena import Arena
+from services.executor.engine import BackendInfo, Pending, StepOutput
+from services.executor.sampling.logits_processors import Chains, HostRow, MakeProcessor, Wait
+from shared.codec import MAX_STAGES
+from shared.errors import SetupError
+from shared.kv_blocks import blocks_for
+from shared.messages import ROW_REFUSED, Ints, SlotOpen, StepPlan, ints
+from shared.step_model import PRESETS, StepModel, StepShape, shape_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in SplitMix64
+_MASK = (1 << 64) - 1
+_NO_GRAMMARS = f"{ROW_REFUSED}the simulated engine follows no grammar: ask an engine with weights"
+FIRST_TEXT_ID = 256  # below are control tokens in most vocabularies
+
+
+@dataclass(frozen=True, slots=True)
+class SimOptions:
+    """The engine that SimBackend pretends to be."""
+
+    model: str = "sim"
+    vocab: int = 32_000
+    blocks: int = 65_536
+    block_tokens: int = 16
+    slots: int = 256
+    max_step_tokens: int = 8_192
+    max_context: int = 131_072
+    timing: str = "step=5000"  # the setting `sim`
+    processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
+
+
+@dataclass(slots=True)
+class _Slot:
+    opened: SlotOpen
+    stop_ids: frozenset[int]
+    last: int
+    max_length: int
+    tokens: list[int]  # all so far; of a slot with logits processors, else empty
+    done: bool = False
+
+
+class SimBackend:
+    """See services.executor.engine.Backend."""
+
+    def __init__(self, options: SimOptions) -> None:
+        self._options = options
+        self._slots: dict[int, _Slot] = {}
+        self._grammars: set[int] = (
+            set()
+        )  # slots that were opened with one: its tokens are not chosen by logits
+        self._timing = sim_timing(options.timing)
+        self._free_s = [0.0] * self._timing.stages  # when each stage has nothing left to do
+        self._host_rows = SimHostRows(options.processors, options.vocab, self._timing.host_row_us)
+        self._blocks = SimBlocks(options.blocks, options.block_tokens, options.slots, options.max_context)
+        self._copier = SimCopier(self._blocks, self._timing.copies)
+
+    @property
+    def info(self) -> BackendInfo:
+        o, block_bytes = self._options, self._timing.copies.block_bytes
+        interchangeable = f"sim {o.model} {o.block_tokens} {block_bytes}"
+        return BackendInfo(
+            backend="sim",
+            model=o.model,
+            dtype="none",
+            fingerprint=hashlib.sha256(interchangeable.encode()).hexdigest()[:32],
+            vocab_digest="sim",
+            vocab=o.vocab,
+            blocks=o.blocks,
+            block_tokens=o.block_tokens,
+            bytes_per_block=block_bytes,
+            slots=o.slots,
+            max_step_tokens=o.max_step_tokens,
+            max_context=o.max_context,
+            stages=self._timing.stages,
+        )
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def open_slot(self, opened: SlotOpen) -> None:
+        last, max_length = opened.tokens[-1], opened.max_length or self._options.max_context
+        tokens = list(opened.tokens) if opened.processors else []
+        self._slots[opened.slot] = _Slot(opened, frozenset(opened.stop_ids), last, max_length, tokens)
+        self._host_rows.open(opened)
+        (self._grammars.add if opened.grammar else self._grammars.discard)(opened.slot)
+
+    def close_slot(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+        self._grammars.discard(slot)
+        self._host_rows.close(slot)
+
+    def forward(self, plan: StepPlan) -> Pending:
+        now_s = time.monotonic()
+        self._write(plan)
+        left_s, due_s = self._pass_stages(now_s, self._timing.step_us(shape_of(plan)) / 1e6)
+        if len(self._free_s) > 1 or self._host_rows.rows_of(plan.sample_slots):
+            _sleep_until(left_s)  # the next step's forward may begin before this step is sampled
+        return Pending(plan=plan, due_s=due_s)
+
+    def sample(self, pending: Pending) -> StepOutput:
+        slots = pending.plan.sample_slots
+        hosted = self._host_rows.rows_of(slots)
+        host_us, failures = 0, dict[int, str]()
+        if hosted:
+            _sleep_until(pending.due_s)
+            host_us, failures = self._host_rows.process(slots, self._tokens)
+        if self._grammars:
+            failures |= {row: _NO_GRAMMARS for row, slot in enumerate(slots) if slot in self._grammars}
+        for row in failures:
+            self._slots[slots[row]].done = True
+        ids, done = self._choose(pending.plan)
+        for row in hosted:
+            self._slots[slots[row]].tokens.append(ids[row])
+        _sleep_until(pending.due_s)
+        return StepOutput(ids=ids, done=done, host_us=host_us, row_errors=tuple(failures.items()))
+
+    def _choose(self, plan: StepPlan) -> tuple[Ints, Ints]:
+        """The columns `ids` and `done` of a step."""
+        ids, done = ints(), ints()
+        for row, slot in zip(plan.sample_rows, plan.sample_slots, strict=True):
+            state = self._slots[slot]
+            position = plan.starts[row] + plan.counts[row]
+            if state.done:
+                ids.append(-1)
+                done.append(2)
+                continue
+            state.last = token = self._next(state.opened.seed, position, state.last)
+            state.done = token in state.stop_ids or position + 1 >= state.max_length
+            ids.append(token)
+            done.append(1 if state.done else 0)
+        return ids, done
+
+    def copier(self) -> SimCopier:
+        return self._copier
+
+    def reset(self) -> None:
+        for slot in list(self._slots):
+            self.close_slot(slot)
+
+    def close(self) -> None:
+        self.reset()
+
+    def _write(self, plan: StepPlan) -> None:
+        """Write the blocks of the rows that are not done."""
+        states = [self._slots[slot] for slot in plan.slots]
+        rows = [row for row, state in enumerate(states) if not state.done]
+        self._blocks.write(plan, rows, [states[row].opened.seq for row in rows])
+
+    def _tokens(self, slot: int) -> Sequence[int]:
+        return self._slots[slot].tokens
+
+    def _pass_stages(self, now_s: float, took_s: float) -> tuple[float, float]:
+        """When a step that begins now leaves the first stage, and when the last."""
+        at_s, stages = now_s, len(self._free_s)
+        for stage, free_s in enumerate(self._free_s):
+            at_s = max(at_s, free_s) + took_s / stages
+            self._free_s[stage] = at_s
+        return self._free_s[0], at_s
+
+    def _next(self, seed: int, position: int, last: int) -> int:
+        mixed = (seed ^ (position * _MULTIPLIER) ^ (last << 32)) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed ^= mixed >> 27
+        low = min(FIRST_TEXT_ID, self._options.vocab - 1)
+        return low + mixed % (self._options.vocab - low)
+
+
+def _sleep_until(at_s: float) -> None:
+    left_s = at_s - time.monotonic()
+    if left_s > 0:
+        time.sleep(left_s)
+
+
+_WORDS = 4
+SIGNATURE_BYTES = 8 * _WORDS
+_FREE_PIECE_BYTES = 64 << 20  # where copies take no time
+
+
+class SimBlocks:
+    """The blocks and the tables of all slots. Its Copier half belongs to the copy lane."""
+
+    def __init__(self, blocks: int, block_tokens: int, slots: int, max_context: int) -> None:
+        self._block_tokens = block_tokens
+        self.signatures: NDArray[np.int64] = np.zeros((blocks, _WORDS), dtype=np.int64)
+        self._tables: NDArray[np.int32] = np.zeros((slots, blocks_for(max_context, block_tokens)), np.int32)
+
+    def write(self, plan: StepPlan, rows: Sequence[int], sequences: Sequence[int]) -> None:
+        """Apply a plan's tables and copies, then write what its forward `rows` write. `sequences` are those
+        of the rows."""
+        at = 0
+        for slot, begin, count in zip(plan.table_slots, plan.table_first, plan.table_counts, strict=True):
+            self._tables[slot, begin : begin + count] = plan.table_blocks[at : at + count]
+            at += count
+        if plan.copy_from:
+            self.signatures[_numbers(plan.copy_to)] = self.signatures[_numbers(plan.copy_from)]
+        if not rows:
+            return
+        slots, starts = _numbers(plan.slots)[rows], _numbers(plan.starts)[rows]
+        ends = starts + _numbers(plan.counts)[rows]
+        first, last = starts // self._block_tokens, (ends - 1) // self._block_tokens
+        spans = last - first + 1
+        row = np.repeat(np.arange(len(rows)), spans)  # of each block that is written
+        index = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(spans) - spans, spans)
+        written = np.empty((len(row), _WORDS), np.int64)
+        written[:, 0] = np.asarray(sequences)[row]
+        written[:, 1] = index
+        written[:, 2] = np.minimum(ends[row], (index + 1) * self._block_tokens)
+        written[:, 3] = plan.step
+        self.signatures[self._tables[slots[row], index]] = written
+
+
+class SimCopier:
+    """See services.executor.engine.Copier."""
+
+    def __init__(self, blocks: SimBlocks, times: SimCopies) -> None:
+        self._signatures = blocks.signatures
+        self._times = times
+        slower_mb_s = min(times.d2h_mb_s, times.h2d_mb_s)
+        self.piece_bytes = slower_mb_s * 1_000 or _FREE_PIECE_BYTES  # a millisecond's
+        self._arena: NDArray[np.uint8] | None = None
+
+    def attach(self, arena: Arena) -> None:
+        self._arena = np.frombuffer(arena.view, dtype=np.uint8)
+
+    def detach(self) -> None:
+        self._arena = None
+
+    def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        assert self._arena is not None, "no arena is attached"
+        due_s = time.monotonic() + self._times.store_s(len(blocks))
+        for block, offset in zip(blocks, offsets, strict=True):
+            self._arena[offset : offset + SIGNATURE_BYTES] = self._signatures[block].view(np.uint8)
+        _sleep_until(due_s)
+
+    def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        assert self._arena is not None, "no arena is attached"
+        due_s = time.monotonic() + self._times.load_s(len(blocks))
+        for block, offset in zip(blocks, offsets, strict=True):
+            self._signatures[block].view(np.uint8)[:] = self._arena[offset : offset + SIGNATURE_BYTES]
+        _sleep_until(due_s)
+
+    def finish(self) -> int:
+        """Nothing is left to wait for: copies are over when they return."""
+        return 0
+
+
+def _numbers(column: Sequence[int]) -> NDArray[np.int32]:
+    return np.asarray(column, dtype=np.int32)
+
+
+_KEYS = ("step", "token", "stages", "host_row", "block", "d2h", "h2d")
+_MOST_US = 60_000_000  # the most of any number here
+_LEAST_BLOCK_BYTES = 32  # what a simulated block holds
+
+
+@dataclass(frozen=True, slots=True)
+class SimCopies:
+    """Blocks of so many bytes, copied at these rates."""
+
+    block_bytes: int = 65_536  # small, so that many fit into a small arena; 0: nothing can be copied
+    d2h_mb_s: int = 0  # from the device to the arena; 0: copies take no time
+    h2d_mb_s: int = 0
+
+    def store_s(self, blocks: int) -> float:
+        """The time to copy so many blocks to the arena."""
+        return blocks * self.block_bytes / (self.d2h_mb_s * 1e6) if self.d2h_mb_s else 0.0
+
+    def load_s(self, blocks: int) -> float:
+        """The time to copy so many blocks from the arena."""
+        return blocks * self.block_bytes / (self.h2d_mb_s * 1e6) if self.h2d_mb_s else 0.0
+
+
+# Blocks of 16 tokens, at the rates of docs/benchmarks/kv_copies.md.
+PRESET_COPIES = {
+    "h200-8b": SimCopies(16 * 131_072, 50_700, 50_900),
+    "smollm2-cpu": SimCopies(16 * 46_080, 3_300, 3_200),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SimTiming:
+    """A step model, with time by the token on top, and the number of pipeline stages."""
+
+    model: StepModel
+    token_us: int = 0
+    stages: int = 1
+    host_row_us: int = 0
+    copies: SimCopies = field(default_factory=SimCopies)
+
+    def step_us(self, shape: StepShape) -> int:
+        """The time of a step through all stages."""
+        return self.model.step_us(shape) + self.token_us * shape.tokens
+
+
+def sim_timing(setting: str) -> SimTiming:
+    """Read the setting. Raises SetupError."""
+    names, numbers = [], {}
+    for entry in filter(None, (part.strip() for part in setting.split(","))):
+        key, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals and key in PRESETS:
+            names.append(key)
+        elif key in _KEYS and value.isascii() and value.isdigit() and int(value) <= _MOST_US:
+            numbers[key] = int(value)
+        else:
+            raise SetupError(
+                f"sim: {entry!r:.60} is neither a preset ({', '.join(PRESETS)}) nor one of "
+                f"{', '.join(_KEYS)} with a number; write for example step=5000,token=20"
+            )
+    if len(names) > 1 or (names and "step" in numbers):
+        raise SetupError("sim: give one preset, or step=..., not both")
+    model = PRESETS[names[0]] if names else StepModel(weights_us=numbers.get("step", 0), token_ns=0)
+    stages = numbers.get("stages", 1)
+    if not 1 <= stages <= MAX_STAGES:
+        raise SetupError(f"sim: stages={stages} is not from 1 to {MAX_STAGES}")
+    host_row_us = numbers.get("host_row", model.host_row_ns // 1_000)
+    copies = _copies(numbers, PRESET_COPIES[names[0]] if names else SimCopies())
+    return SimTiming(model, numbers.get("token", 0), stages, host_row_us, copies)
+
+
+def _copies(numbers: dict[str, int], usual: SimCopies) -> SimCopies:
+    block_bytes = numbers.get("block", usual.block_bytes)
+    if 0 < block_bytes < _LEAST_BLOCK_BYTES:
+        raise SetupError(f"sim: block={block_bytes} is less than {_LEAST_BLOCK_BYTES} bytes; 0 for no copies")
+    rates = numbers.get("d2h", usual.d2h_mb_s), numbers.get("h2d", usual.h2d_mb_s)
+    return SimCopies(block_bytes, *rates)
+
+
+class SimHostRows:
+    """The processors of open slots. `process` is the host lane's, the rest the device thread's."""
+
+    def __init__(self, known: Mapping[str, MakeProcessor], vocab: int, host_row_us: int) -> None:
+        """`host_row_us`: of a `Wait` that names no time."""
+        self._waits: list[float | None] = []  # ms, of the step that is processed
+        self._chains = Chains({name: self._noted(make) for name, make in known.items()})
+        self._reads_logits = any(make is not Wait for make in known.values())
+        self._vocab = vocab
+        self._host_row_us = host_row_us
+
+    def open(self, opened: SlotOpen) -> None:
+        """Take a slot's processors, if it has any."""
+        self._chains.open(opened)
+
+    def close(self, slot: int) -> None:
+        """Forget a slot. Closing an unknown slot does nothing."""
+        self._chains.close(slot)
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """The indices of slots with processors."""
+        return self._chains.rows_of(slots)
+
+    def process(
+        self, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]
+    ) -> tuple[int, dict[int, str]]:
+        """Run the processors of the rows that have some. Returns their time in µs and why rows failed, by
+        index into `slots`."""
+        rows = self._chains.rows_of(slots)
+        began_ns = time.monotonic_ns()
+        hosted = [HostRow(slots[row], tokens(slots[row]), self._logits()) for row in rows]
+        failed = self._chains.run(hosted, nullcontext)
+        sound = [not self._reads_logits or bool(row.logits.amax().isfinite()) for row in hosted]
+        failed = self._chains.judged(hosted, failed, sound)
+        self._sleep()
+        return (time.monotonic_ns() - began_ns) // 1000, {rows[k]: why for k, why in failed.items()}
+
+    def _sleep(self) -> None:
+        waits, self._waits[:] = tuple(self._waits), []
+        named_ms = [ms for ms in waits if ms is not None]
+        us = 1e3 * max(named_ms, default=0.0) + self._host_row_us * (len(waits) - len(named_ms))
+        if us:
+            time.sleep(us / 1e6)
+
+    def _logits(self) -> Tensor:
+        if not self._reads_logits:
+            return cast("Tensor", _Unread())
+        import torch  # only where somebody's processor needs it
+
+        return torch.zeros(self._vocab)
+
+    def _noted(self, make: MakeProcessor) -> MakeProcessor:
+        if make is not Wait:
+            return make
+        return lambda args, prompt: _Noted(Wait(args, prompt), self._waits)
+
+
+class _Noted:
+    """A Wait that is written down."""
+
+    def __init__(self, wait: Wait, waits: list[float | None]) -> None:
+        self._wait = wait
+        self._waits = waits
+
+    def process(self, generated: Sequence[int], logits: Tensor) -> Tensor:
+        self._waits.append(self._wait.ms)
+        return logits
+
+
+class _Unread:
+    """Stands for logits that no processor reads, without torch."""

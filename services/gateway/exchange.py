@@ -1,0 +1,154 @@
+"""JSON responses: answers, and refusals of the OpenAI form."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+
+from services.gateway.errors import body_of, headers_of, status_of
+from shared.client import SlowReader
+from shared.errors import HeadraceError
+from shared.replies import to_json
+from shared.telemetry import traces as c
+from shared.telemetry.readings import Attributes, Reading, Readings, Spread
+from shared.telemetry.traces import SpanRecord
+
+
+def answer(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(to_json(body), status, headers, "application/json")
+
+
+def refusal(error: HeadraceError, request_id: str) -> Response:
+    """An error, with its headers."""
+    return answer(body_of(error, request_id), status_of(error), headers_of(error))
+
+
+ID_HEADER = "x-request-id"
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # as the native protocol wants it
+_ID_BYTES = 12
+
+
+@dataclass(slots=True, kw_only=True)
+class Visit:
+    """Stamps are wall-clock microseconds; 0 = has not happened."""
+
+    method: str
+    route: str  # the path, without what is different in each request
+    request_id: str
+    trace: str = ""  # the traceparent of our own span, or what the client sent
+    parent_span: str = ""  # above our own span; empty: not traced by us
+    started_us: int = 0
+    asked_us: int = 0  # the native request was sent
+    first_us: int = 0  # of a stream: its first chunk was ready
+    answered_us: int = 0  # the last native message came
+    ended_us: int = 0
+    tenant: str = ""
+    model: str = ""
+    status: int = 0
+    error: HeadraceError | None = None
+
+
+def request_id(given: str) -> str:
+    """The id that the client gave if it can be one, else a new one."""
+    return given if _ID.fullmatch(given) else secrets.token_hex(_ID_BYTES)
+
+
+def spans(visit: Visit, component: str) -> list[SpanRecord]:
+    """The request as the gateway sees it; between its two stages lie the spans of the native request."""
+    attributes: dict[str, str | int] = {
+        c.COMPONENT: component,
+        c.REQUEST_ID: visit.request_id,
+        c.TENANT: visit.tenant,
+        c.HTTP_METHOD: visit.method,
+        c.HTTP_ROUTE: visit.route,
+        c.HTTP_STATUS: visit.status,
+    }
+    error = visit.error.message if visit.error is not None else ""
+    if visit.error is not None:
+        attributes[c.ERROR_TYPE] = visit.error.type
+    name = f"{visit.method} {visit.route}"
+    asked = visit.asked_us or visit.ended_us
+    answered = max(visit.answered_us or visit.ended_us, asked)
+    where = {c.COMPONENT: component}
+    return [
+        SpanRecord(name, visit.started_us, visit.ended_us, None, {**attributes}, kind="server", error=error),
+        SpanRecord("receive", visit.started_us, asked, attributes={**where}),
+        SpanRecord("respond", answered, max(visit.ended_us, answered), attributes={**where}),
+    ]
+
+
+BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+OURS = "headrace.gateway"
+
+
+@dataclass(slots=True)
+class Durations:
+    """A histogram of seconds."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    total_s: float = 0.0
+
+    def add(self, took_s: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(BOUNDS_S, took_s)] += 1
+        self.total_s += took_s
+
+    def spread(self, name: str, attributes: Attributes = ()) -> Spread:
+        """As others read it."""
+        return Spread(name, BOUNDS_S, list(self.counts), self.total_s, "s", attributes)
+
+
+class Meter:
+    """The counts of one gateway."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self.slow_readers = 0
+        self.chunks = 0
+        self._took: dict[tuple[str, int], Durations] = {}
+        self._first: dict[str, Durations] = {}
+
+    def begin(self) -> None:
+        """A request came."""
+        self.active += 1
+
+    def end(self, visit: Visit) -> None:
+        """It was answered, or its client has gone."""
+        self.active -= 1
+        self.slow_readers += isinstance(visit.error, SlowReader)
+        took = self._took.setdefault((visit.route, visit.status), Durations())
+        took.add((visit.ended_us - visit.started_us) / 1e6)
+        if visit.first_us:
+            first = self._first.setdefault(visit.route, Durations())
+            first.add((visit.first_us - visit.started_us) / 1e6)
+
+    @property
+    def requests(self) -> int:
+        """Requests that have ended."""
+        return sum(sum(took.counts) for took in self._took.values())
+
+    def readings(self) -> Readings:
+        """Everything, now."""
+        counted = [
+            Reading("http.server.active_requests", self.active, "{request}"),
+            Reading(f"{OURS}.chunks", self.chunks, "{chunk}", grows=True),
+            Reading(f"{OURS}.slow_readers", self.slow_readers, "{stream}", grows=True),
+        ]
+        took = [
+            durations.spread(
+                "http.server.request.duration", ((c.HTTP_ROUTE, route), (c.HTTP_STATUS, str(status)))
+            )
+            for (route, status), durations in sorted(self._took.items())
+        ]
+        first = [
+            durations.spread(f"{OURS}.time_to_first_chunk", ((c.HTTP_ROUTE, route),))
+            for route, durations in sorted(self._first.items())
+        ]
+        return [*counted, *took, *first]

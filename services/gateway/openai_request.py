@@ -1,0 +1,183 @@
+"""From the body of an HTTP request to requests of the native protocol. Pure.
+
+The fields have the same names and pass as they are: the tokenizer judges them. What is different here: a
+completion may hold several prompts, each of which becomes a request; `stream_options` belongs to streams
+alone, where usage is told only when asked for; a model need not be named where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.gateway.errors import Unprocessable
+from shared.errors import BadRequest
+
+MAX_PROMPTS = 64  # of one completion
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP request: a native body for each prompt, and what its answer looks like."""
+
+    chat: bool
+    request_id: str
+    bodies: tuple[Body, ...]
+    stream: bool = False
+    include_usage: bool = False  # of a stream
+    n: int = 1  # choices of each prompt
+    echo: bool = False  # the text begins with the prompt
+    tools: str = ""  # how functions are called in its text: see openai_request.py
+
+    @property
+    def model(self) -> str:
+        """The model of all its prompts."""
+        return str(self.bodies[0]["model"])
+
+
+def fields_of(data: bytes) -> Body:
+    """The fields of a JSON body, without those that are null. Raises BadRequest, Unprocessable."""
+    try:
+        fields = json.loads(data)
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply: send flat values") from None
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error!s:.200}") from None
+    if not isinstance(fields, dict):
+        raise Unprocessable(f"the body is a JSON {type(fields).__name__}, an object with fields is expected")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def model_of(fields: Body, served: list[str]) -> str:
+    """The model that a request names; where it names none, the only one of `served`. Raises BadRequest."""
+    model = fields.get("model")
+    if model is None and len(served) == 1:
+        return served[0]
+    if not isinstance(model, str) or not model:
+        there = ", ".join(served)
+        raise BadRequest(f"`model`: the name of a model is expected; there is {there:.200}", param="model")
+    return model
+
+
+def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
+    """What `fields`, which name a model, ask for. `request_id` is drawn unless they name one, too.
+    Raises BadRequest."""
+    wanted = "messages" if chat else "prompt"
+    if wanted not in fields:
+        raise BadRequest(f"`{wanted}` is missing", param=wanted)
+    if (other := "prompt" if chat else "messages") in fields:
+        path = "/v1/completions" if chat else "/v1/chat/completions"
+        raise BadRequest(f"`{other}` is not for this path: send it to {path}", param=other)
+    stream = fields.get("stream", False)
+    if not isinstance(stream, bool):
+        raise BadRequest("`stream`: true or false is expected", param="stream")
+    if "stream_options" in fields and not stream:
+        raise BadRequest("`stream_options` is for `stream: true` alone", param="stream_options")
+    usage, native = _usage(fields, stream=stream)
+    echo = not chat and native.get("echo") is True and not native.get("logprobs")
+    if echo:
+        native.pop("echo")
+    n, named = fields.get("n", 1), native.setdefault("request_id", request_id)
+    return Call(
+        chat=chat,
+        request_id=str(named),
+        bodies=tuple(_bodies(native)),
+        stream=stream,
+        include_usage=usage,
+        n=n if type(n) is int else 1,  # the tokenizer will refuse any other
+        echo=echo,
+        tools=how_called(fields) if chat else "",
+    )
+
+
+def _usage(fields: Body, *, stream: bool) -> tuple[bool, Body]:
+    """Whether a stream ends with its usage, and the native fields, where it does unless told not to."""
+    options = fields.get("stream_options", {})
+    if not stream or not isinstance(options, dict):
+        return False, dict(fields)
+    options = {"include_usage": False, **{k: v for k, v in options.items() if v is not None}}
+    return options["include_usage"] is True, {**fields, "stream_options": options}
+
+
+def _bodies(native: Body) -> list[Body]:
+    """One body for each prompt; a list of numbers is one prompt."""
+    prompts = native.get("prompt")
+    if not isinstance(prompts, list) or not prompts or not isinstance(prompts[0], str | list):
+        return [native]
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(f"`prompt`: {len(prompts)} prompts are over {MAX_PROMPTS}", param="prompt")
+    if len(prompts) == 1:
+        return [{**native, "prompt": prompts[0]}]
+    names = [f"{native['request_id']}:{i}" for i in range(len(prompts))]
+    return [{**native, "prompt": p, "request_id": name} for p, name in zip(prompts, names, strict=True)]
+
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+WHOLE, TAGGED = "whole", "tagged"
+_CALL = re.compile(re.escape(BEGIN) + r"(.*?)" + re.escape(END), re.DOTALL)
+
+
+def how_called(fields: dict[str, Any]) -> str:
+    """WHOLE, TAGGED, or empty for a request that calls no functions; the tokenizer judges the fields."""
+    choice = fields.get("tool_choice", "auto")
+    if not fields.get("tools") or choice == "none":
+        return ""
+    return TAGGED if choice == "auto" else WHOLE
+
+
+@dataclass(slots=True)
+class ToolText:
+    """The text of one choice: what of it is content, and at its end the calls in it."""
+
+    how: str
+    name: str  # of the choice: its calls are named after it
+    _held: list[str] = field(default_factory=list)  # may be a call, or is one
+
+    def feed(self, piece: str) -> str:
+        """The part of the text so far that is content and was not given before."""
+        if self.how == WHOLE:
+            self._held.append(piece)
+            return ""
+        text = "".join([*self._held, piece])
+        at = text.find(BEGIN)
+        cut = at if at >= 0 else len(text) - _begun(text)
+        self._held = [text[cut:]]
+        return text[:cut]
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """The rest of the content, and the calls. A call that was cut short is content."""
+        text = "".join(self._held)
+        self._held.clear()
+        if self.how == WHOLE:
+            found = [_read(text)]
+            return (text, []) if found[0] is None else ("", self._named(found))
+        found = [_read(match[1]) for match in _CALL.finditer(text)]
+        if not found or None in found:
+            return text, []
+        return _CALL.sub("", text).strip("\n"), self._named(found)
+
+    def _named(self, found: list[dict[str, str] | None]) -> list[dict[str, Any]]:
+        return [
+            {"id": f"call_{self.name}_{i}", "type": "function", "function": function}
+            for i, function in enumerate(found)
+        ]
+
+
+def _read(text: str) -> dict[str, str] | None:
+    try:
+        call = json.loads(text, strict=False)  # bare control characters are escaped in what goes out
+    except ValueError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
+        return None
+    return {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+
+def _begun(text: str) -> int:
+    """How many characters at the end of `text` may be the beginning of a call."""
+    most = min(len(text), len(BEGIN) - 1)
+    return next((n for n in range(most, 0, -1) if BEGIN.startswith(text[-n:])), 0)

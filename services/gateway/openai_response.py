@@ -1,0 +1,286 @@
+"""The frames of native streams as the chunks of one OpenAI stream. Pure.
+
+    accepted          nothing: the first chunk waits for the first word, so that a refusal has its status
+    delta             a chunk for each choice; before the first one with the role, or the echoed prompt
+    done              calls of functions, which are whole now; a chunk for each choice with its
+                      `finish_reason`; after the last prompt the usage
+
+A native stream may start over (its detokenizer or the broker died): all text comes again. What was sent
+cannot be taken back, so the repeated part is left out, if it is the same by its checksum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.errors import body_of
+from services.gateway.exchange import Meter, Visit, refusal
+from services.gateway.native_call import Tagged, unless_gone
+from services.gateway.openai_request import Call, ToolText
+from shared.clock import Clock
+from shared.errors import EngineError, HeadraceError
+
+Body = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What the reader has of one choice: how much, and a checksum. To keep the texts of a thousand streams
+    would look like a leak for as long as they last."""
+
+    chars: int = 0
+    checksum: int = 0
+    again: int = 0  # characters of the present attempt that were seen, and their checksum
+    again_checksum: int = 0
+    tokens: int = 0  # whose log probabilities were sent
+    tools: ToolText | None = None  # of a request that may call functions
+
+    def begin_again(self) -> None:
+        self.again = self.again_checksum = 0
+
+    @property
+    def behind(self) -> bool:
+        """True while what comes has been sent before."""
+        return self.again < self.chars
+
+    def fresh(self, piece: str) -> str:
+        """The part of `piece` that was not sent before. Raises EngineError when the part that was is not the
+        same."""
+        if self.behind:
+            known = piece[: self.chars - self.again]
+            self.again += len(known)
+            self.again_checksum = _checksum(known, self.again_checksum)
+            if not self.behind and self.again_checksum != self.checksum:
+                raise _changed()
+            piece = piece[len(known) :]
+        if piece:
+            self.again = self.chars = self.chars + len(piece)
+            self.again_checksum = self.checksum = _checksum(piece, self.checksum)
+        return piece
+
+
+def _checksum(text: str, before: int) -> int:
+    return crc32(text.encode("utf-8", "surrogatepass"), before)
+
+
+class ChunkMaker:
+    """The chunks of one HTTP stream."""
+
+    def __init__(self, call: Call, echoed: tuple[str, ...] = ()) -> None:
+        self._call = call
+        self._echoed = echoed
+        self._sent: dict[int, _Sent] = {}  # by index of the choice in the whole answer
+        self._usages: list[Body] = []
+        self._head: Body = {}
+        self._tail: Body = {"usage": None} if call.include_usage else {}
+
+    def take(self, prompt: int, frame: Body) -> list[Body]:
+        """The chunks that a frame of the stream of one prompt becomes. Raises EngineError when a stream
+        that started over differs from what was sent."""
+        kind = frame["type"]
+        indexes = range(prompt * self._call.n, (prompt + 1) * self._call.n)
+        if kind == "accepted":
+            self._head = self._head or self._begin(frame)
+            for index in indexes:
+                if index in self._sent:
+                    self._sent[index].begin_again()
+            return []
+        chunks: list[Body] = []
+        if indexes[0] not in self._sent:
+            chunks = [chunk for index in indexes for chunk in self._first(index, prompt)]
+        for choice in frame["choices"]:
+            index = indexes[0] + choice["index"]
+            chunks += self._last(index, choice) if kind == "done" else self._delta(index, choice)
+        if kind == "done":
+            chunks += self._end(frame)
+        return chunks
+
+    def _begin(self, frame: Body) -> Body:
+        return {
+            "id": self._call.request_id,
+            "object": "chat.completion.chunk" if self._call.chat else "text_completion",
+            "created": frame["created"],
+            "model": frame["model"],
+        }
+
+    def _chunk(self, index: int, content: Body, logprobs: Body | None, reason: str | None) -> Body:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "choices": [choice], **self._tail}
+
+    def _first(self, index: int, prompt: int) -> list[Body]:
+        sent = self._sent[index] = _Sent()
+        if self._call.tools:
+            sent.tools = ToolText(self._call.tools, f"{self._call.request_id}_{index}")
+        if self._call.chat:
+            return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None)]
+        return [self._chunk(index, {"text": self._echoed[prompt]}, None, None)] if self._echoed else []
+
+    def _delta(self, index: int, choice: Body) -> list[Body]:
+        sent = self._sent[index]
+        text = sent.fresh(choice["delta"]["content"] if self._call.chat else choice["text"])
+        if sent.tools is not None:
+            text = sent.tools.feed(text)
+        logprobs = choice.get("logprobs")
+        if logprobs is not None:
+            end = choice["first"] + choice["count"]
+            logprobs = _unsent(logprobs, end, sent.tokens)
+            sent.tokens = max(end, sent.tokens)
+        if not text and logprobs is None:
+            return []
+        content: Body = {"delta": {"content": text}} if self._call.chat else {"text": text}
+        return [self._chunk(index, content, logprobs, None)]
+
+    def _last(self, index: int, choice: Body) -> list[Body]:
+        sent, reason = self._sent[index], choice["finish_reason"]
+        if sent.behind:
+            raise _changed()
+        chunks: list[Body] = []
+        if sent.tools is not None:
+            rest, calls = sent.tools.finish()
+            if rest:
+                chunks.append(self._chunk(index, {"delta": {"content": rest}}, None, None))
+            if calls:
+                reason = "tool_calls"
+                numbered = [{"index": i, **call} for i, call in enumerate(calls)]
+                chunks.append(self._chunk(index, {"delta": {"tool_calls": numbered}}, None, None))
+        content: Body = {"delta": {}} if self._call.chat else {"text": ""}
+        return [*chunks, self._chunk(index, content, None, reason)]
+
+    def _end(self, frame: Body) -> list[Body]:
+        if not self._call.include_usage:
+            return []
+        self._usages.append(frame["usage"])
+        if len(self._usages) < len(self._call.bodies):
+            return []
+        last = {**self._head, "choices": [], "usage": total(self._usages)}
+        return [{**last, "timings": frame["timings"]} if len(self._usages) == 1 else last]
+
+
+def _unsent(logprobs: Body, end: int, sent: int) -> Body | None:
+    """The entries of the tokens from `sent` on; the last entry is of token `end - 1`."""
+    keep = max(end - sent, 0)
+    cut = {name: entries[-keep:] if keep else [] for name, entries in logprobs.items()}
+    return cut if any(cut.values()) else None
+
+
+def _changed() -> EngineError:
+    return EngineError("a service died and the answer was not the same again: send the request once more")
+
+
+def answer(call: Call, native: Sequence[Body], echoed: Sequence[str]) -> Body:
+    """One answer from the native ones of each prompt; `echoed` are the texts they begin with."""
+    first = native[0]
+    choices = [
+        _choice(call, prompt * call.n + choice["index"], choice, echoed[prompt] if echoed else "")
+        for prompt, whole in enumerate(native)
+        for choice in whole["choices"]
+    ]
+    body: Body = {
+        "id": call.request_id,
+        "object": "chat.completion" if call.chat else "text_completion",
+        "created": first["created"],
+        "model": first["model"],
+        "choices": choices,
+        "usage": total([whole["usage"] for whole in native]),
+    }
+    if len(native) == 1 and "timings" in first:
+        body["timings"] = first["timings"]
+    return body
+
+
+def total(usages: Sequence[Body]) -> Body:
+    """The usage of several prompts."""
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    return {
+        **{name: sum(usage[name] for usage in usages) for name in names},
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _choice(call: Call, index: int, choice: Body, echoed: str) -> Body:
+    tail = {"logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"]}
+    if not call.chat:
+        return {"index": index, "text": echoed + choice["text"], **tail}
+    message = {**choice["message"], "refusal": None}
+    if call.tools:
+        text = ToolText(call.tools, f"{call.request_id}_{index}")
+        shown = text.feed(message["content"])
+        rest, calls = text.finish()
+        message["content"] = shown + rest
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+            tail["finish_reason"] = "tool_calls"
+    return {"index": index, "message": message, **tail}
+
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would wait for a page full of them
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """The chunks of one call, as they come."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, frames: AsyncGenerator[Tagged], chunks: ChunkMaker, visit: Visit, meter: Meter, clock: Clock
+    ) -> None:
+        super().__init__()
+        self._frames = frames
+        self._chunks = chunks
+        self._visit = visit
+        self._meter = meter
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, or as much as the client stays for."""
+        try:
+            await unless_gone(receive, self._serve(scope, receive, send))
+        except HeadraceError as error:
+            self._visit.error = error  # the client has gone: there is nobody to tell
+            self._visit.status = self._visit.status or error.code
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        try:
+            async with aclosing(self._frames) as frames:
+                async for prompt, frame in frames:
+                    chunks = self._chunks.take(prompt, frame)
+                    if chunks and not started:
+                        started = True
+                        self._visit.first_us = self._clock.wall_us()
+                        await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
+                    if chunks:
+                        await self._send(send, events(chunks))
+                        self._meter.chunks += len(chunks)
+            self._visit.answered_us = self._clock.wall_us()
+            await self._send(send, DONE, last=True)
+        except HeadraceError as error:
+            self._visit.error = error
+            self._visit.answered_us = self._clock.wall_us()
+            if started:
+                await self._send(send, events([body_of(error, self._visit.request_id)]), last=True)
+            else:
+                await refusal(error, self._visit.request_id)(scope, receive, send)
+
+    async def _send(self, send: Send, data: bytes, *, last: bool = False) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def events(chunks: Iterable[dict[str, Any]]) -> bytes:
+    """Chunks as events."""
+    texts = (json.dumps(chunk, ensure_ascii=False, separators=(",", ":")) for chunk in chunks)
+    return "".join(f"data: {text}\n\n" for text in texts).encode("utf-8", "replace")

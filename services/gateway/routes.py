@@ -1,0 +1,228 @@
+"""What the endpoints work with, and the endpoints that ask a model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway import openai_response
+from services.gateway.errors import NotAuthorized
+from services.gateway.exchange import Meter, Visit, answer
+from services.gateway.health import Health
+from services.gateway.native_call import HEADROOM_BYTES, Talk, read_body, unless_gone
+from services.gateway.openai_request import Call, fields_of, model_of, read_call
+from services.gateway.openai_response import ChunkMaker, EventStream
+from shared.client import Client
+from shared.clock import Clock, SystemClock
+from shared.errors import BadRequest, Overloaded, SetupError, UnknownModel
+from shared.nats import subjects
+from shared.nats.interface import NoResponders
+from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
+from shared.telemetry.otel import Tracer
+
+MAX_ACTIVE = 8_192  # requests of one gateway
+RETRY_AFTER_MS = 1_000
+VISIT = "headrace.visit"  # where a request's Visit is kept in its scope
+
+
+def visit_of(request: Request) -> Visit:
+    """The Visit that the edge began."""
+    visit: Visit = request.scope[VISIT]
+    return visit
+
+
+@dataclass(slots=True)
+class Desk:
+    """Everything that outlives a request."""
+
+    client: Client
+    keys: Keys
+    health: Health
+    timeout_s: float
+    component: str = "gateway"  # as spans name it
+    tracer: Tracer | None = None
+    meter: Meter = field(default_factory=Meter)
+    clock: Clock = field(default_factory=SystemClock)
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        return await self._generate(request, chat=True)
+
+    async def complete(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        return await self._generate(request, chat=False)
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        self._admit(request)
+        return answer(await self.client.ask(subjects.MODELS))
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/{model}`."""
+        self._admit(request)
+        name = request.path_params["model"]
+        listed = await self.client.ask(subjects.MODELS)
+        for entry in listed["data"]:
+            if entry["id"] == name:
+                return answer(entry)
+        raise _unknown(name, [entry["id"] for entry in listed["data"]])
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`: vLLM's shape of the native answer."""
+        fields, client = await self._asked(request)
+        found = await self._ask(client, subjects.tokenize(client.tenant, fields["model"]), fields)
+        return answer({"model": found["model"], "count": found["count"], "tokens": found["tokens"]})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`: likewise."""
+        fields, client = await self._asked(request)
+        found = await self._ask(client, subjects.detokenize(client.tenant, fields["model"]), fields)
+        return answer({"model": found["model"], "prompt": found["text"]})
+
+    # ---- internals ------------------------------------------------------------------------------
+
+    async def _generate(self, request: Request, *, chat: bool) -> Response:
+        if self.meter.active > MAX_ACTIVE:
+            full = f"{MAX_ACTIVE} requests are open at this gateway: try again later"
+            raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
+        fields, client = await self._asked(request)
+        visit = visit_of(request)
+        call = read_call(fields, chat=chat, request_id=visit.request_id)
+        visit.request_id = call.request_id
+        talk = Talk(client, self.timeout_s, visit.trace)
+        echoed = await self._echoed(call, client) if call.echo else ()
+        visit.asked_us = self.clock.wall_us()
+        if call.stream:
+            return EventStream(talk.frames(call), ChunkMaker(call, echoed), visit, self.meter, self.clock)
+        natives = await unless_gone(request.receive, talk.answers(call))
+        visit.answered_us = self.clock.wall_us()
+        return answer(openai_response.answer(call, natives, echoed))
+
+    def _admit(self, request: Request) -> Client:
+        """The native client in the name of whose key this is. Raises NotAuthorized."""
+        tenant = self.keys.tenant_of(request.headers.get("authorization", ""))
+        visit_of(request).tenant = tenant
+        return self.client.as_tenant(tenant)
+
+    async def _asked(self, request: Request) -> tuple[dict[str, Any], Client]:
+        """The fields of a request, its model among them."""
+        client = self._admit(request)
+        fields = fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES))
+        served: list[str] = []
+        if not fields.get("model"):
+            served = await self._served()
+        model = model_of(fields, served)
+        visit_of(request).model = model
+        try:
+            subjects.token(model)
+        except UnicodeEncodeError:
+            raise BadRequest("`model` holds a lone surrogate: send whole characters", param="model") from None
+        return {**fields, "model": model}, client
+
+    async def _served(self) -> list[str]:
+        return [entry["id"] for entry in (await self.client.ask(subjects.MODELS))["data"]]
+
+    async def _ask(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """A small question about a model, to which nobody listens where nobody serves it."""
+        try:
+            return await client.ask(subject, fields)
+        except NoResponders:
+            served = await self._served()
+            if fields["model"] not in served:
+                raise _unknown(fields["model"], served) from None
+            raise
+
+    async def _echoed(self, call: Call, client: Client) -> tuple[str, ...]:
+        """The texts of the prompts; ids are asked for."""
+
+        async def text(body: Mapping[str, Any]) -> str:
+            if isinstance(body["prompt"], str):
+                return body["prompt"]
+            subject = subjects.detokenize(client.tenant, call.model)
+            return str((await client.ask(subject, {"tokens": body["prompt"]}))["text"])
+
+        return tuple(await asyncio.gather(*map(text, call.bodies)))
+
+
+def _unknown(model: str, served: list[str]) -> UnknownModel:
+    there = ", ".join(served)
+    return UnknownModel(f"no service serves model {model!r:.80}; there is {there:.200}", param="model")
+
+
+log = logging.getLogger("headrace.gateway")
+
+HASHED = "sha256:"
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+def read_keys(text: str) -> dict[str, str]:
+    """Tenants by the hash of their keys. Raises ValueError that names the line."""
+    tenants: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        if len(fields) != 2 or len(fields[0]) > MAX_NAME_CHARS:
+            raise ValueError(f"line {number}: `tenant key` is expected")
+        tenant, key = fields
+        name = key.removeprefix(HASHED) if key.startswith(HASHED) else _hash(key)
+        if not _HEX.fullmatch(name):
+            raise ValueError(f"line {number}: {HASHED} and 64 hex digits are expected")
+        if tenants.setdefault(name, tenant) != tenant:
+            raise ValueError(f"line {number}: this key is another tenant's, too")
+    return tenants
+
+
+class Keys:
+    """The keys of one gateway; an empty path lets everybody in, as the default tenant."""
+
+    def __init__(self, path: str) -> None:
+        """Raises SetupError when the file cannot be used."""
+        self._path = Path(path).expanduser() if path else None
+        self._stamp = (0, 0)
+        self._tenants: Mapping[str, str] = {}
+        try:
+            self._read()
+        except (OSError, ValueError) as error:
+            raise SetupError(f"http_keys: {path} cannot be used: {error}") from None
+
+    def tenant_of(self, authorization: str) -> str:
+        """Whose the key in an `Authorization` header is. Raises NotAuthorized."""
+        if self._path is None:
+            return DEFAULT_TENANT
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise NotAuthorized("no API key: send `Authorization: Bearer KEY`")
+        tenant = self._tenants.get(_hash(key.strip()))
+        if tenant is None:
+            raise NotAuthorized("this API key is not known here")
+        return tenant
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; one that cannot be used changes nothing."""
+        try:
+            self._read()
+        except (OSError, ValueError) as error:
+            log.error("http_keys: %s cannot be used, the keys before remain: %s", self._path, error)
+
+    def _read(self) -> None:
+        if self._path is None:
+            return
+        facts = self._path.stat()
+        stamp = (facts.st_mtime_ns, facts.st_size)
+        if stamp != self._stamp:
+            self._stamp = stamp  # also of a bad one: it is told once
+            self._tenants = read_keys(self._path.read_text())
+
+
+def _hash(key: str) -> str:
+    return sha256(key.encode()).hexdigest()

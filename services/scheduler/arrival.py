@@ -1,0 +1,168 @@
+"""Requests come in here, are opened at a detokenizer and queued. Cancel and detach live here, too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from services.scheduler import finish, load_shedding, prefix_cache
+from services.scheduler.kv_tiers import lookups
+from services.scheduler.state import requests
+from services.scheduler.state.requests import Request, Sequence
+from services.scheduler.state.state import State
+from services.scheduler.state.waiting_queue import Unit
+from shared.kv_blocks import choice_seed, rendezvous
+from shared.messages import Accepted, Cancel, Detached, Open, Tokenized
+
+TOMBSTONE_US = 60_000_000
+MAX_TOMBSTONES = 10_000  # then the oldest go: anybody may cancel what never was
+
+
+def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: int = 0) -> None:
+    """Accept a request and open its text at a detokenizer, or refuse it."""
+    key = (asked.tenant, asked.request)
+    if _known(state, asked):
+        accept(state, source, asked)
+        return
+    rejected = load_shedding.refused(state, asked)
+    if rejected is not None:
+        state.send(source, rejected, trace)
+        return
+    level = requests.level_of(asked.slo_class)
+    limit_us = state.limits.classes[level].ttft_us
+    request = Request(
+        asked=asked,
+        trace=trace,
+        tokenizer=source,
+        arrival_us=state.now_us,
+        deadline_us=state.now_us + asked.timeout_us,
+        level=level,
+        start_by_us=state.now_us + limit_us if limit_us else 0,
+        transit_us=transit_us,
+        attempt=asked.attempt,
+    )
+    request.sequences = [new_sequence(state, request, choice) for choice in range(asked.n)]
+    state.requests[key] = request
+    for executor in state.executors.values():  # now, and not when a step waits for the decision
+        if executor.hello.model == asked.model:
+            prefix_cache.name_blocks(executor, request.sequences[0])
+            break
+    unit = Unit(request, list(request.sequences), request.sequences[0].seq)
+    for sequence in request.sequences:
+        sequence.unit = unit.number
+        state.due.watch(finish.due_at_us(sequence), sequence.seq)
+    state.waiting.add(unit, state.now_us)
+    lookups.arrived(state, unit)
+    accept(state, source, asked)
+    assign_shard(state, request)
+
+
+def assign_shard(state: State, request: Request) -> None:
+    """Choose the request's detokenizer, if one is alive, and open its sequences there."""
+    request.shard = rendezvous(request.asked.request, state.detokenizers) if state.detokenizers else ""
+    if request.shard:
+        open_at_shard(state, request)
+
+
+def open_at_shard(state: State, request: Request) -> None:
+    """Open the sequences of a request at its detokenizer, and leave there what was asked: should this
+    scheduler die, that one asks another to go on."""
+    open_sequences(state, request)
+    asked = request.asked
+    if age_us := state.now_us - request.arrival_us:  # not the first time
+        began_us = [s.first_token_us - request.arrival_us for s in request.sequences if s.first_token_us]
+        asked = dataclasses.replace(asked, age_us=age_us, first_us=min(began_us, default=0))
+    state.send(f"detokenizer.{request.shard}", asked, request.trace)
+
+
+def open_sequences(state: State, request: Request) -> None:
+    """Open the sequences of a request at a detokenizer that has what was asked."""
+    for sequence in request.sequences:
+        state.send(f"detokenizer.{request.shard}", open_message(sequence), request.trace)
+
+
+def open_message(sequence: Sequence) -> Open:
+    """The Open of a sequence with everything generated so far."""
+    request, asked = sequence.request, sequence.request.asked
+    kept = min(sequence.generated, sequence.final) if not sequence.live else sequence.generated
+    return Open(
+        seq=sequence.seq,
+        request=asked.request,
+        attempt=request.attempt,
+        tenant=asked.tenant,
+        model=asked.model,
+        inbox=asked.inbox,
+        choice=sequence.choice,
+        choices=asked.n,
+        stream=asked.stream,
+        format=asked.format,
+        stop=asked.stop,
+        include_stop=asked.include_stop,
+        logprobs=asked.logprobs,
+        received_wall_us=asked.received_wall_us,
+        prompt_tokens=sequence.prompt_tokens,
+        tokens=sequence.tokens[sequence.prompt_tokens : sequence.prompt_tokens + kept],
+        include_usage=asked.include_usage,
+        parent_span=asked.parent_span,
+    )
+
+
+def cancel(state: State, message: Cancel) -> None:
+    """Stop a request; an unknown one leaves a tombstone, since a cancel may overtake it. One that has
+    ended leaves none: its id may be used again."""
+    key = (message.tenant, message.request)
+    request = state.requests.get(key)
+    if request is not None:
+        finish.fail(state, request, 499, "cancelled by the client")
+    elif key not in state.recent.traces:
+        if len(state.tombstones) >= MAX_TOMBSTONES:
+            del state.tombstones[next(iter(state.tombstones))]
+        state.tombstones.pop(key, None)  # the oldest are first
+        state.tombstones[key] = state.now_us + TOMBSTONE_US
+
+
+def detach(state: State, source: str, message: Detached) -> None:
+    """Nobody reads these sequences any more: stop them unless they asked to be finished here. One that has
+    moved to another detokenizer since is read there."""
+    for seq in message.seqs:
+        sequence = state.sequences.get(seq)
+        if sequence is None or source != f"detokenizer.{sequence.request.shard}":
+            continue
+        sequence.request.detached = True
+        if message.moved or not sequence.request.asked.finish_detached:
+            why = "another scheduler has it" if message.moved else "the client has gone"
+            finish.fail(state, sequence.request, 499, why)
+
+
+def _known(state: State, asked: Tokenized) -> bool:
+    """True for a resend of what is running or has ended: the same request from the same inbox."""
+    key = (asked.tenant, asked.request)
+    request = state.requests.get(key)
+    if request is not None:
+        return request.asked.inbox == asked.inbox
+    ended = state.recent.traces.get(key)
+    return ended is not None and ended.inbox == asked.inbox
+
+
+def accept(state: State, source: str, asked: Tokenized) -> None:
+    """Tell who asked that the request is in good hands."""
+    accepted = Accepted(tenant=asked.tenant, request=asked.request, attempt=asked.attempt)
+    state.send(source, accepted)
+
+
+def new_sequence(state: State, request: Request, choice: int) -> Sequence:
+    """A choice of a request, with its prompt."""
+    asked = request.asked
+    sequence = Sequence(
+        seq=state.next_seq,
+        request=request,
+        choice=choice,
+        seed=choice_seed(asked.seed, choice),
+        tokens=asked.tokens[:],
+        prompt_tokens=len(asked.tokens),
+        max_length=len(asked.tokens) + asked.max_tokens,
+        stop_ids=frozenset(asked.stop_ids),
+        host_fed=bool(asked.processors),
+    )
+    state.next_seq = state.next_seq % 0x7FFFFFFF + 1
+    state.sequences[sequence.seq] = sequence
+    return sequence

@@ -1,0 +1,161 @@
+"""How a sequence ends: memory goes back at once, the record stays until the detokenizer has spoken."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from services.scheduler import headroom
+from services.scheduler.preemption import withdraw
+from services.scheduler.state.requests import Phase, Request, Sequence, Trace, close_of, facts_of
+from services.scheduler.state.state import State
+from shared.errors import drain_over
+from shared.messages import Close, Ended, StopFound
+from shared.telemetry.traces import Reply
+
+ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
+# have to tell the client. After that the record closes without its word; memory is long free.
+
+
+def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
+    """End a live sequence normally after `final` generated tokens."""
+    headroom.learn(state, final)
+    first_us, last_us = sequence.first_token_us, sequence.last_token_us
+    state.meter.add_ended(state.now_us - sequence.request.arrival_us, last_us - first_us, sequence.generated)
+    end(state, sequence, final, reason)
+
+
+def end(state: State, sequence: Sequence, final: int, reason: str) -> None:
+    """End a live sequence after `final` generated tokens, of which nothing is to be learned."""
+    sequence.close = _close(state, sequence, final, reason)
+    send_close(state, sequence)
+
+
+def fail(state: State, request: Request, code: int, message: str, retry_after_ms: int = 0) -> None:
+    """End the live choices of a request with a typed error for its client."""
+    for sequence in request.sequences:
+        if sequence.live:
+            close = _close(state, sequence, sequence.generated, "error")
+            sequence.close = dataclasses.replace(
+                close, code=code, message=message, retry_after_ms=retry_after_ms
+            )
+            send_close(state, sequence)
+
+
+def give_up(state: State) -> None:
+    """End all requests: this scheduler leaves, and cannot wait for them."""
+    error = drain_over("scheduler")
+    for request in list(state.requests.values()):
+        fail(state, request, error.code, error.message, error.retry_after_ms)
+
+
+def stop_found(state: State, found: StopFound) -> None:
+    """A stop string ends at `found.index`, whatever was generated since."""
+    sequence = state.sequences.get(found.seq)
+    if sequence is not None and sequence.live and 0 < found.index <= sequence.generated:
+        finish(state, sequence, found.index, "stop")
+
+
+def ended(state: State, source: str, message: Ended) -> None:
+    """The detokenizer's last word: index and reason are final. Another one's than the present owner's
+    says nothing: a new incarnation answers so for sequences it has never seen."""
+    sequence = state.sequences.get(message.seq)
+    if sequence is None or sequence.phase is not Phase.CLOSING:
+        return
+    if source != f"detokenizer.{sequence.request.shard}":
+        return
+    sequence.final, sequence.reason = min(message.index, sequence.final), message.reason
+    if message.sent_wall_us:
+        sequence.request.reply = Reply(
+            first_us=message.first_wall_us, built_us=message.built_wall_us, sent_us=message.sent_wall_us
+        )
+    forget(state, sequence)
+
+
+def expire(state: State) -> None:
+    """Close what is past its time: requests that wait or run, records without an Ended, tombstones."""
+    while (seq := state.due.pop(state.now_us)) is not None:
+        sequence = state.sequences.get(seq)
+        if sequence is None:
+            continue
+        if (at_us := due_at_us(sequence)) > state.now_us:
+            state.due.watch(at_us, seq)
+        elif not sequence.live:
+            forget(state, sequence)
+        elif state.now_us >= sequence.request.deadline_us:
+            fail(state, sequence.request, 408, _late(sequence.request))
+        else:
+            state.meter.count_rejected(429)
+            fail(state, sequence.request, 429, *_kept_waiting(state, sequence.request))
+    _forget_until(state.tombstones, state.now_us)
+    while state.refused and (first := next(iter(state.refused.items())))[1][0] <= state.now_us:
+        del state.refused[first[0]]
+
+
+def due_at_us(sequence: Sequence) -> int:
+    """When a live sequence is late, or a closing one is no longer waited for."""
+    request = sequence.request
+    late_us, silent_us = request.deadline_us, sequence.close_deadline_us
+    if sequence.live:
+        begun = any(s.admitted_us for s in request.sequences)
+        return late_us if begun or not request.start_by_us else min(late_us, request.start_by_us)
+    return silent_us if request.shard else max(silent_us, late_us)  # nobody has told the client yet
+
+
+def forget(state: State, sequence: Sequence) -> None:
+    """The record is final; the request goes when its last choice has."""
+    sequence.phase = Phase.ENDED
+    state.sequences.pop(sequence.seq, None)
+    request = sequence.request
+    if all(s.phase is Phase.ENDED for s in request.sequences):
+        state.requests.pop(request.key, None)
+        state.recent.add(
+            request.key, Trace(request.asked.inbox, request.trace, facts_of(request, state.now_us))
+        )
+        request.sequences = []  # they name it: without the circle it is freed now
+
+
+def _close(state: State, sequence: Sequence, final: int, reason: str) -> Close:
+    """Give its memory back and make its Close. The device ends a row itself at a stop id: the KV of that
+    last token is never computed."""
+    client = sequence.request.client
+    state.waiting.served.charge_output(client, max(sequence.generated - sequence.charged, 0))
+    if sequence.phase is Phase.RUNNING:
+        withdraw(state, sequence, len(sequence.tokens) - 1)
+    else:
+        state.waiting.drop(sequence)
+    state.meter.count_finished(reason)
+    sequence.phase, sequence.final, sequence.reason = Phase.CLOSING, final, reason
+    return close_of(sequence, state.now_us, final, reason)
+
+
+def send_close(state: State, sequence: Sequence) -> None:
+    """(Re)send the Close of a sequence to its shard, and wait for its Ended."""
+    request = sequence.request
+    sequence.close_deadline_us = state.now_us + ENDED_WITHIN_US
+    state.due.watch(due_at_us(sequence), sequence.seq)
+    if request.shard and sequence.close is not None:
+        state.send(f"detokenizer.{request.shard}", sequence.close, request.trace)
+
+
+def _forget_until(until_us: dict[tuple[str, str], int], now_us: int) -> None:
+    """Drop what is over; the oldest are first."""
+    while until_us and until_us[first := next(iter(until_us))] <= now_us:
+        del until_us[first]
+
+
+def _late(request: Request) -> str:
+    seconds, generated = request.asked.timeout_us / 1e6, sum(s.generated for s in request.sequences)
+    return (
+        f"not done within its {seconds:g} s: {generated} tokens generated; "
+        "raise timeout_s or ask for fewer tokens"
+    )
+
+
+def _kept_waiting(state: State, request: Request) -> tuple[str, int]:
+    """What a client is told whose request could not begin in time, and when to retry, ms."""
+    waited_s = (state.now_us - request.arrival_us) / 1e6
+    message = (
+        f"waited {waited_s:.1f} s in the queue, the limit of class {request.asked.slo_class}: nothing was "
+        "computed; try again later, or ask in class batch"
+    )
+    return message, max(1_000, int(waited_s * 500))

@@ -1,0 +1,129 @@
+"""Tiers come and go, and executors above them: what is asked of whoever has gone is over."""
+
+from __future__ import annotations
+
+from services.scheduler.kv_tiers import load, lookups, store
+from services.scheduler.kv_tiers.lookups import executor_of, finish
+from services.scheduler.state.state import Executor, State
+from services.scheduler.state.transfers import MISSES, Job, Phase, Tier
+from shared.messages import ArenaReleased, KvCopied, KvGone
+
+KEY_BYTES = 32
+
+
+def ready(state: State, tier: Tier) -> None:
+    """A kv_offload with an arena. Another generation than before has lost what it held."""
+    if state.limits.policy.tier in ("recompute", "forget"):
+        return
+    known = state.tiers.by_host.get(tier.host_id)
+    if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
+        return  # of two on a host the later one counts: it is the one that the executors map
+    if known is not None and (known.actor, known.generation) == (tier.actor, tier.generation):
+        known.epoch = tier.epoch
+        return
+    if known is not None:
+        lost(state, known.actor)
+    state.tiers.by_host[tier.host_id] = tier
+    for executor in state.executors.values():
+        if executor.hello.host_id == tier.host_id:
+            joined(state, executor)
+
+
+def lost(state: State, actor: str) -> None:
+    """A kv_offload has gone: nothing below is left. Copies that run end in their own time."""
+    tier = next((tier for tier in state.tiers.by_host.values() if tier.actor == actor), None)
+    if tier is None:
+        return
+    del state.tiers.by_host[tier.host_id]
+    state.tiers.lookups = {job: lookup for job, lookup in state.tiers.lookups.items() if lookup.tier != actor}
+    for unit in state.waiting:
+        unit.answers = {place: answer for place, answer in unit.answers.items() if place[0] != actor}
+    for job in [job for job in state.tiers.jobs.values() if job.tier == actor]:
+        if job.phase is not Phase.COPYING:
+            _expire(state, job)
+    for executor in state.executors.values():
+        if executor.hello.host_id == tier.host_id:
+            executor.ledger.tier_lost()
+
+
+def joined(state: State, executor: Executor) -> None:
+    """An executor is new on a host, or a tier is."""
+    hello = executor.hello
+    if hello.bytes_per_block and hello.host_id in state.tiers.by_host:
+        executor.ledger.tier_ready()
+
+
+def executor_gone(state: State, executor: Executor) -> None:
+    """Its blocks are gone. A copy that it may still make keeps its place in the arena until kv_offload knows
+    better: nobody can say when it stops."""
+    for job in [job for job in state.tiers.jobs.values() if job.executor == executor.hello.executor]:
+        finish(state, job, release=job.up or job.phase is Phase.ASKED)
+
+
+def maps(state: State, executor_id: str, generation: int) -> None:
+    """An executor says which arena it maps, 0 for none: no copy is asked for before it is the tier's."""
+    state.tiers.mapped[executor_id] = generation
+
+
+def released(state: State, source: str, message: ArenaReleased) -> None:
+    """An executor has unmapped an arena: its kv_offload need keep no place for what it may still write."""
+    if source != f"executor.{message.executor}":
+        return
+    for tier in state.tiers.by_host.values():
+        if tier.generation == message.arena_generation:
+            state.send(tier.source, message)
+
+
+def step_failed(state: State, executor: Executor, step: int) -> None:
+    """What a failed step may have written is worth nothing below, either."""
+    for job in state.tiers.jobs.values():
+        if job.executor == executor.hello.executor and not job.up and job.after_step >= step:
+            job.void = True
+
+
+def copied(state: State, source: str, message: KvCopied) -> None:
+    """A copy is over. `no_arena` and `stale_arena` mean that the executor has yet to find the arena."""
+    job = state.tiers.jobs.get(message.job)
+    if job is None or job.phase is not Phase.COPYING or source != f"executor.{job.executor}":
+        return
+    executor = executor_of(state, job)
+    if executor is None:
+        return
+    if message.status in ("no_arena", "stale_arena"):
+        for _ in range(MISSES):
+            lookups.missed(state, job.tier)
+    (load if job.up else store).copied(state, job, executor, message)
+
+
+def gone(state: State, source: str, message: KvGone) -> None:
+    """Keys that no tier holds any more."""
+    tier = state.tiers.named(source)
+    if tier is None:
+        return
+    keys = [message.keys[at : at + KEY_BYTES] for at in range(0, len(message.keys), KEY_BYTES)]
+    for executor in state.executors.values():
+        if executor.hello.host_id == tier.host_id:
+            ledger = executor.ledger
+            mine = [key for key in keys if _is_paused(state, executor, key)]
+            ledger.lost_below(mine, ledger.free_blocks - ledger.reserved)
+            ledger.lost_below(keys, 0)
+
+
+def _is_paused(state: State, executor: Executor, key: bytes) -> bool:
+    """Whether the block with this key waits for a paused sequence. What others left, and was too cold for the
+    tier, is not copied there a second time: it would push out what is warmer, for ever."""
+    block = executor.ledger.find(key)
+    return block is not None and store.is_paused(state, executor.ledger.owner_of(block)[0])
+
+
+def expire(state: State) -> None:
+    """What has not been answered in time."""
+    lookups.expire(state)
+    for job in [job for job in state.tiers.jobs.values() if job.due_us <= state.now_us]:
+        if job.phase is not Phase.COPYING:
+            lookups.missed(state, job.tier)
+            _expire(state, job)
+
+
+def _expire(state: State, job: Job) -> None:
+    (load if job.up else store).expire(state, job)

@@ -1,0 +1,259 @@
+"""Bring blocks up from a tier, where that is cheaper than computing them again.
+
+What a load brings is a prefix, and computing needs all tokens before it. Bringing costs the same for each
+token, computing more for each next one: so either everything that is there is brought, or nothing.
+A row whose blocks are on their way stays out of the steps and holds up nobody.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from services.scheduler import recompute_cost
+from services.scheduler.kv_tiers.lookups import MAX_KEYS, count, executor_of, finish, fresh, tier_of
+from services.scheduler.recompute_cost import Recompute
+from services.scheduler.state.requests import Sequence
+from services.scheduler.state.state import Executor, State
+from services.scheduler.state.transfers import ANSWER_US, REMOTE, Answer, Job, Phase, Tier
+from services.scheduler.state.waiting_queue import Unit
+from shared.messages import KvCopied, KvCopy, KvPrefetch, KvReady, KvRelease, ints, longs
+
+LEASE_US = 10_000_000
+LEAST_DEADLINE_US, MOST_DEADLINE_US = 2_000, 500_000  # for the remote tier
+GUESS_FETCH_BYTES_PER_US = 500.0  # of the remote tier, until it has been measured
+
+
+def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> None:
+    """A sequence has just started with what the device holds of it; begin to bring the rest."""
+    tier = state.tiers.below(executor.hello, state.now_us)
+    answer = unit.answers.get((tier.actor, executor.hello.fingerprint)) if tier is not None else None
+    if tier is None or answer is None or answer.at_us < 0 or sequence.computed % executor.hello.block_tokens:
+        return
+    keys, valid = _there(executor, sequence, answer)
+    if not keys or sequence.reserved < len(keys):
+        return
+    first = len(sequence.table)
+    remote = sum(t == REMOTE for t in answer.found[first : first + len(keys)])
+    load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
+    costs = Recompute.of(executor)
+    compute_us = costs.tokens_us(sequence.computed, sum(valid))
+    if compute_us and load_us >= _backlog_us(executor, sequence, costs) + compute_us:
+        sequence.decide(
+            state.now_us,
+            "recompute",
+            f"bringing {sum(valid)} tokens from {tier.source} would take longer",
+            reload_us=load_us,
+            recompute_us=compute_us,
+        )
+        state.meter.loads_declined += 1
+        return
+    job = _ask(state, executor, tier, sequence, (keys, valid, load_us, compute_us))
+    if job is not None:
+        job.fetched = [at in answer.fetched for at in range(first, first + len(keys))]
+
+
+def _backlog_us(executor: Executor, sequence: Sequence, costs: Recompute) -> int:
+    """What the device does before it would come to this one: the steps in flight, the prompts before it. A
+    load waits behind loads, computing behind chunks; and who computes holds up all that come later."""
+    block_tokens, tokens = executor.hello.block_tokens, 0
+    for other in executor.running:
+        if other.prefilling and other is not sequence and other.leader is None:
+            known = max(other.computed, len(other.table) * block_tokens) if other.loading else other.computed
+            tokens += max(other.opened_length - known, 0)
+    return sum(flight.predicted_us for flight in executor.in_flight) + costs.tokens_us(0, tokens)
+
+
+def _there(executor: Executor, sequence: Sequence, answer: Answer) -> tuple[list[bytes], list[int]]:
+    """Keys of what a tier holds behind the blocks of the table, and the tokens in each."""
+    first, full = len(sequence.table), (len(sequence.tokens) - 1) // executor.hello.block_tokens
+    count = len(list(takewhile(bool, answer.found[first:])))
+    if first >= len(answer.found) == MAX_KEYS and answer.found[-1]:
+        count = MAX_KEYS  # more than one message can ask for: what is there will be seen
+    tail = sequence.tail
+    keys = sequence.keys[first : min(first + count, full)]
+    valid = [executor.hello.block_tokens] * len(keys)
+    if len(keys) < count and tail.key and first + len(keys) == tail.at and tail.root == sequence.keyed[0]:
+        keys.append(tail.key)
+        valid.append(tail.valid)
+    return keys, valid
+
+
+def _go_on(state: State, executor: Executor, sequence: Sequence) -> None:
+    """A long prefix comes in parts: ask for the next one."""
+    tier = state.tiers.below(executor.hello, state.now_us)
+    if tier is None:
+        return
+    answer = Answer(state.now_us, (1,) * MAX_KEYS, state.now_us)
+    keys, valid = _there(executor, sequence, answer)
+    if keys and sequence.reserved >= len(keys):
+        _ask(
+            state,
+            executor,
+            tier,
+            sequence,
+            (keys, valid, _load_us(executor, tier, len(keys), 0, state.now_us), 0),
+        )
+
+
+def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: int) -> int:
+    size = executor.hello.bytes_per_block
+    fetch_us = int(remote * size / (tier.fetch_bytes_per_us or GUESS_FETCH_BYTES_PER_US))
+    # The link works on what is queued while we ask. Where no load was made of late the stores tell its speed.
+    ask_us = tier.answer_us + fetch_us + executor.up.trip_us // 2
+    wait_us = max(executor.up.wait_us() - ask_us, 0)
+    link = executor.up if executor.up.known(now_us) or not executor.down.seen else executor.down
+    return ask_us + wait_us + link.copy_us(blocks * size) + executor.up.trip_us // 2
+
+
+def _ask(
+    state: State,
+    executor: Executor,
+    tier: Tier,
+    sequence: Sequence,
+    what: tuple[list[bytes], list[int], int, int],
+) -> Job | None:
+    keys, valid, load_us, compute_us = what
+    sequence.reserved -= len(keys)
+    blocks = executor.ledger.allocate_many(len(keys))
+    sequence.table.extend(blocks)
+    if any(source in blocks for source, _ in executor.copies):
+        return None  # the next step reads one of them for a fork: compute instead
+    deadline_us = min(max(compute_us or MOST_DEADLINE_US, LEAST_DEADLINE_US), MOST_DEADLINE_US)
+    job = fresh(state, executor, tier, blocks, keys)
+    job.up, job.valid, job.seq = True, valid, sequence.seq
+    job.due_us, job.lease_us = state.now_us + deadline_us + ANSWER_US, state.now_us + LEASE_US
+    job.predicted_us, job.recompute_us = load_us, compute_us
+    sequence.loading = job.number
+    message = KvPrefetch(
+        job=job.number,
+        owner=executor.source,
+        keys=b"".join(keys),
+        deadline_us=deadline_us,
+        lease_us=LEASE_US,
+        fingerprint=executor.hello.fingerprint,
+    )
+    state.send(tier.source, message, sequence.request.trace)
+    return job
+
+
+def ready(state: State, source: str, message: KvReady) -> None:
+    """The bytes of a prefix of the job's keys are in the arena, and stay there for the lease."""
+    job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
+    if tier is None:
+        return
+    if job is None or job.phase is not Phase.ASKED or not job.up or job.tier != tier.actor:
+        state.send(source, KvRelease(jobs=ints([message.job])))
+        return
+    executor, sequence = executor_of(state, job), _sequence(state, job)
+    tier.answered(0 if message.from_l2 else state.now_us - job.began_us)
+    there = _usable(job, message)
+    if executor is None or sequence is None or not there or message.arena_generation != tier.generation:
+        finish(state, job)
+        if sequence is not None:
+            _end(state, job, sequence, "nothing of it was there any more", came=False)
+        return
+    size = executor.hello.bytes_per_block
+    if message.from_l2 and message.took_us:
+        rate = message.from_l2 * size / message.took_us
+        tier.fetch_bytes_per_us += (rate - tier.fetch_bytes_per_us) / (4 if tier.fetch_bytes_per_us else 1)
+    fetched = max(sum(job.fetched[:there]), min(message.from_l2, there))
+    state.meter.l2_hit_blocks += fetched
+    state.meter.l1_hit_blocks += there - fetched
+    executor.ledger.end_copy(job.blocks[there:])
+    job.blocks, job.keys, job.valid = job.blocks[:there], job.keys[:there], job.valid[:there]
+    job.phase, job.sent_us = Phase.COPYING, state.now_us
+    count(executor, job, there * size)
+    copy = KvCopy(
+        job=job.number,
+        to_arena=False,
+        after_step=executor.forked_step,
+        arena_generation=message.arena_generation,
+        blocks=ints(job.blocks),
+        offsets=longs(message.offsets[:there]),
+        block_bytes=size,
+    )
+    state.send(executor.source, copy, sequence.request.trace)
+
+
+def _usable(job: Job, message: KvReady) -> int:
+    """How many blocks from the first on are there, each with the tokens that are wanted of it."""
+    count = 0
+    for at, (offset, valid) in enumerate(zip(message.offsets, message.valid_tokens, strict=False)):
+        if offset < 0 or at >= len(job.blocks) or valid < job.valid[at]:
+            break
+        count += 1
+    return count
+
+
+def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> None:
+    """A load is over. One that took longer than the lease may have read another's bytes."""
+    ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
+    if ok:
+        executor.up.observe(job.queued_bytes, message.took_us, state.now_us)
+        executor.up.observe_trip(state.now_us - job.sent_us - message.wait_us - message.took_us)
+    finish(state, job)
+    sequence = _sequence(state, job)
+    if sequence is None:
+        return
+    if not ok:
+        state.meter.loads_failed += 1
+        late = state.now_us >= job.lease_us
+        why = "the copy took longer than its lease" if late else f"the copy ended with {message.status}"
+        _end(state, job, sequence, why, came=False)
+        return
+    _take(state, executor, sequence, job)
+    state.meter.loads += 1
+    state.meter.add_restore(state.now_us - job.began_us, job.predicted_us)
+    _end(state, job, sequence, f"{sum(job.valid)} tokens from {job.tier}")
+    if (
+        len(sequence.table) >= MAX_KEYS
+        and sequence.computed == len(sequence.table) * executor.hello.block_tokens
+    ):
+        _go_on(state, executor, sequence)
+
+
+def _take(state: State, executor: Executor, sequence: Sequence, job: Job) -> None:
+    """Its blocks are as if they had been computed."""
+    ledger, block_tokens = executor.ledger, executor.hello.block_tokens
+    start = sequence.computed
+    sequence.computed += sum(job.valid)
+    new = max(0, sequence.computed - max(sequence.reach, start))
+    state.meter.restored_tokens += sequence.computed - start
+    sequence.reach = max(sequence.reach, sequence.computed)
+    sequence.cached_tokens += new
+    below = tier_of(state, job) is not None
+    for block, key, valid in zip(job.blocks, job.keys, job.valid, strict=True):
+        if valid == block_tokens and ledger.register(block, key) and below:
+            ledger.mark_clean(block, key)
+    sequence.registered = max(sequence.registered, sequence.computed // block_tokens)
+
+
+def expire(state: State, job: Job) -> None:
+    """The tier has not answered in time."""
+    finish(state, job)
+    sequence = _sequence(state, job)
+    if sequence is not None:
+        _end(state, job, sequence, "no answer in time", came=False)
+
+
+def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = True) -> None:
+    """The sequence goes on with what it has."""
+    sequence.loading = 0
+    executor = executor_of(state, job)
+    if executor is not None and sequence.pauses:
+        recompute_cost.owes(executor, sequence)
+    sequence.decide(
+        state.now_us,
+        "restore",
+        why,
+        tokens=sum(job.valid) if came else 0,
+        predicted_us=job.predicted_us,
+        took_us=state.now_us - job.began_us,
+        recompute_us=job.recompute_us,
+    )
+
+
+def _sequence(state: State, job: Job) -> Sequence | None:
+    """The sequence that a load is for, if it is still where it was."""
+    sequence = state.sequences.get(job.seq)
+    return sequence if sequence is not None and sequence.loading == job.number else None

@@ -1,0 +1,191 @@
+"""The door: who may not come in, why, and when to try again. What is refused holds nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.overlap import MIN_SEEN
+from services.scheduler.state import requests
+from services.scheduler.state.requests import Sequence
+from services.scheduler.state.state import Executor, State
+from shared.kv_blocks import blocks_for
+from shared.messages import Rejected, Tokenized, rejection
+from shared.step_model import StepShape
+
+REFUSED_US = 10_000_000  # longer than a tokenizer asks
+MAX_REFUSED = 10_000
+RETRY_AFTER_MS = 1_000
+
+Refusal = tuple[int, str, int]  # code, message, retry after ms
+
+
+def refused(state: State, asked: Tokenized) -> Rejected | None:
+    """The refusal, or None to accept. A resend of what was refused is refused again, whatever has become
+    free since: its client has been told."""
+    submission = (asked.tenant, asked.request, asked.received_wall_us, asked.attempt)
+    if submission in state.refused:
+        return state.refused[submission][1]
+    refusal = _refusal(state, asked, len(asked.tokens)) or _no_room(state, asked)
+    if refusal is None:
+        return None
+    if len(state.refused) >= MAX_REFUSED:
+        del state.refused[next(iter(state.refused))]
+    state.meter.count_rejected(refusal[0])
+    rejected = rejection(asked, *refusal)
+    state.refused[submission] = (state.now_us + REFUSED_US, rejected)
+    return rejected
+
+
+def refused_again(state: State, source: str, asked: Tokenized) -> Rejected | None:
+    """The refusal of a request that another scheduler had accepted, and that the detokenizer `source` asks to
+    go on with: it has stood in a queue once. A 503 is not remembered, since it asks again."""
+    refusal: Refusal | None = None
+    shard = source.removeprefix("detokenizer.")
+    if shard not in state.detokenizers and shard not in state.leaving:
+        refusal = 503, f"{source} is not ready", RETRY_AFTER_MS
+    elif len(asked.reasons) != asked.n or prompt_length(asked) < 1:
+        refusal = 400, "what it has generated is not told of each choice", 0
+    refusal = refusal or _refusal(state, asked, prompt_length(asked))
+    if refusal is None:
+        return None
+    if refusal[0] != 503:
+        state.meter.count_rejected(refusal[0])
+    return rejection(asked, *refusal)
+
+
+def prompt_length(asked: Tokenized) -> int:
+    """Tokens of the prompt; behind it may be what was generated."""
+    return len(asked.tokens) - sum(asked.generated)
+
+
+def _refusal(state: State, asked: Tokenized, prompt: int) -> Refusal | None:
+    """Why a request with so many prompt tokens can never be served, or not now; None: it can."""
+    key = (asked.tenant, asked.request)
+    if state.tombstones.pop(key, 0) > state.now_us:
+        return 499, "cancelled by the client before it arrived", 0
+    if key in state.requests:
+        return 409, f"a request with the id {asked.request!r} is running: choose another id", 0
+    if state.draining:
+        return 503, "the scheduler is draining: send the request again", RETRY_AFTER_MS
+    if not prompt:
+        return 400, "the prompt is empty: send at least one token", 0
+    executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
+    if not executors:
+        return 503, f"no executor of {asked.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
+    if not any(_fits_ever(executor, asked, prompt) for executor in executors):
+        return 400, _too_large(executors, asked, prompt), 0
+    return None
+
+
+def _no_room(state: State, asked: Tokenized) -> Refusal | None:
+    """Why a request may not wait here now; None: it may."""
+    if not state.detokenizers:
+        return 503, "no detokenizer is ready: see `headrace status`", RETRY_AFTER_MS
+    if _full(state, asked):
+        return 429, f"{len(state.waiting)} requests are waiting: try again later", RETRY_AFTER_MS
+    return _too_late(state, asked)
+
+
+def _full(state: State, asked: Tokenized) -> bool:
+    """True when the request may not wait. An empty queue takes any: a retry would not find it emptier."""
+    waiting, limits = state.waiting, state.limits
+    if not waiting or len(waiting) >= limits.max_waiting:
+        return bool(waiting)
+    return waiting.held_tokens + asked.n * len(asked.tokens) > limits.max_waiting_tokens
+
+
+def _too_late(state: State, asked: Tokenized) -> Refusal | None:
+    """Refuse now what would get its first token after its class's limit: waiting would only cost it time,
+    and everybody else."""
+    level = requests.level_of(asked.slo_class)
+    limit_us = state.limits.classes[level].ttft_us
+    if not limit_us or (wait_us := ttft_us(state, asked, level)) <= limit_us:
+        return None
+    message = (
+        f"the first token would take {wait_us / 1e6:.1f} s, over the {limit_us / 1e6:g} s of class "
+        f"{asked.slo_class}: try again later, or ask in class batch"
+    )
+    return 429, message, max(RETRY_AFTER_MS, (wait_us - limit_us) // 1000)
+
+
+def _fits_ever(executor: Executor, asked: Tokenized, prompt: int) -> bool:
+    hello, length = executor.hello, prompt + asked.max_tokens
+    blocks = asked.n * blocks_for(length, hello.block_tokens)
+    return length <= hello.max_context and blocks <= hello.blocks and asked.n <= hello.slots
+
+
+def _too_large(executors: list[Executor], asked: Tokenized, prompt: int) -> str:
+    context = max(e.hello.max_context for e in executors)
+    tokens = max(e.hello.blocks * e.hello.block_tokens for e in executors)
+    return (
+        f"{prompt} prompt tokens + {asked.max_tokens} to generate, times {asked.n}, never fit: "
+        f"the context is {context} tokens and the KV cache holds {tokens}; ask for fewer max_tokens"
+    )
+
+
+CHUNK_TOKENS = 256
+SURE_STEPS = 64  # seen by an executor before anybody is refused on its account
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What has to start on one executor, up to and with the request in question."""
+
+    level: int
+    slots: int
+    tokens: int
+
+
+def ttft_us(state: State, asked: Tokenized, level: int) -> int:
+    """The predicted time to the first token; 0 while too little is known."""
+    executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
+    if not executors or any(e.costs.seen < max(SURE_STEPS, MIN_SEEN) for e in executors):
+        return 0
+    units, tokens = state.waiting.ahead(asked.model, (asked.tenant, level))
+    ahead = tokens + sum(_prompt_left(e, level) for e in executors) + len(asked.tokens)
+    speed = sum(1_000_000_000 // max(_ns_per_token(e), 1) for e in executors)  # tokens a second
+    queue = Queue(level, units // len(executors) + asked.n, tokens // len(executors) + len(asked.tokens))
+    wait_us = min(_place_us(state, e, queue) for e in executors)
+    return ahead * 1_000_000 // max(speed, 1) + wait_us + min(e.costs.loop_us for e in executors)
+
+
+def _prompt_left(executor: Executor, level: int) -> int:
+    ahead = [s for s in executor.running if s.leader is None and s.request.level <= level]
+    return sum(max(s.opened_length - s.computed, 0) for s in ahead)
+
+
+def _ns_per_token(executor: Executor) -> int:
+    """Of a prompt chunk beside the decodes that run."""
+    decodes = [s for s in executor.running if not s.prefilling]
+    kv_tokens = sum(s.computed for s in decodes)
+    shape = StepShape(
+        rows=len(decodes) + 1,
+        tokens=len(decodes) + CHUNK_TOKENS,
+        kv_tokens=kv_tokens + CHUNK_TOKENS,
+        attention=kv_tokens + CHUNK_TOKENS * CHUNK_TOKENS // 2,
+    )
+    return executor.costs.predict_us(shape) * 1000 // CHUNK_TOKENS
+
+
+def _place_us(state: State, executor: Executor, queue: Queue) -> int:
+    """Until slots and blocks for all of the queue are free. Lower classes give theirs up at once."""
+    ledger = executor.ledger
+    stay = [s for s in executor.running if s.request.level <= queue.level or s.pinned]
+    gone = len(executor.running) - len(stay)
+    given = sum(len(s.table) for s in executor.running) - sum(len(s.table) for s in stay)
+    slots = queue.slots - ledger.free_slots - gone
+    free = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
+    blocks = blocks_for(queue.tokens, ledger.block_tokens) - free - given
+    steps = 0
+    for tokens, held in sorted((_left(state, s), len(s.table)) for s in stay):
+        if slots <= 0 and blocks <= 0:
+            break
+        slots, blocks, steps = slots - 1, blocks - held, tokens
+    if slots > 0:  # those that wait come and go in turn, too
+        steps += -(-slots // max(len(stay) + gone, 1)) * state.mean_output
+    return steps * executor.pace.step_us
+
+
+def _left(state: State, s: Sequence) -> int:
+    """Tokens until the sequence ends, by the mean of all."""
+    return max(min(state.mean_output, s.max_length - s.prompt_tokens) - s.generated, 1)

@@ -1,0 +1,145 @@
+"""What it would cost to compute tokens again, by the costs that the executor has shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.overlap import MIN_SEEN
+from services.scheduler.state.cost_model import Costs
+from services.scheduler.state.requests import Sequence
+from services.scheduler.state.state import Executor, InFlight, State
+from services.scheduler.state.waiting_queue import Unit
+from shared.step_model import StepShape
+
+CHUNK_TOKENS = 256  # until chunks have been planned
+MANY_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Device time of prompt chunks beside the rows that decode now."""
+
+    costs: Costs
+    base: StepShape
+    base_us: int
+    block_tokens: int
+    chunk_tokens: int
+
+    @classmethod
+    def of(cls, executor: Executor) -> Recompute:
+        """As things are on an executor."""
+        return cls._beside(executor, decode_shape(executor))
+
+    @classmethod
+    def behind(cls, executor: Executor, sequence: Sequence) -> Recompute:
+        """For one that has just been admitted: who is before it decodes by then."""
+        before = [s for s in executor.running if s is not sequence and not s.loading]
+        cached = sum(max(s.computed, s.opened_length) for s in before)
+        return cls._beside(executor, StepShape(len(before), len(before), cached + len(before), cached))
+
+    @classmethod
+    def _beside(cls, executor: Executor, base: StepShape) -> Recompute:
+        base_us = executor.costs.predict_us(base) if base.rows else 0
+        chunk_tokens = executor.chunk_tokens or CHUNK_TOKENS
+        return cls(executor.costs, base, base_us, executor.hello.block_tokens, chunk_tokens)
+
+    @property
+    def known(self) -> bool:
+        return self.costs.seen >= MIN_SEEN
+
+    def tokens_us(self, start: int, tokens: int) -> int:
+        """Of `tokens` from `start` on; 0 while nothing is known."""
+        if not self.known or tokens <= 0:
+            return 0
+        end, total, chunk = start + tokens, 0, self.chunk_tokens
+        if tokens > MANY_CHUNKS * chunk:  # the cost is a polynomial of degree two: Simpson's rule is exact
+            ends = (start, start + (tokens - chunk) // 2, end - chunk)
+            first, middle, last = (self._chunk_us(at, chunk) for at in ends)
+            return (first + 4 * middle + last) * tokens // (6 * chunk)
+        while start < end:
+            count = min(chunk, end - start)
+            total += self._chunk_us(start, count)
+            start += count
+        return total
+
+    def block_us(self, at: int) -> int:
+        """Of the `at`-th block of a sequence, as part of a larger chunk."""
+        if not self.known:
+            return 0
+        chunk_us = self._chunk_us(at * self.block_tokens, self.chunk_tokens)
+        return chunk_us * self.block_tokens // self.chunk_tokens
+
+    def _chunk_us(self, start: int, tokens: int) -> int:
+        return max(self.costs.predict_us(self.base.with_chunk(start, tokens)) - self.base_us, 0)
+
+
+def decode_shape(executor: Executor) -> StepShape:
+    """A step of the rows that decode now."""
+    decodes = [s.computed for s in executor.running if not s.prefilling and not s.loading]
+    cached = sum(decodes)
+    return StepShape(len(decodes), len(decodes), cached + len(decodes), cached)
+
+
+SPARED_US = 2_000_000  # at least: whoever is paused again at once has come back for nothing
+SPARED_TIMES = 4  # the cost of its return
+
+
+def returned(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> None:
+    """It runs again, and perhaps waits for a tier."""
+    if not unit.resumes:
+        return
+    lost = max(0, min(sequence.reach, len(sequence.tokens) - 1) - sequence.computed)
+    cost_us = Recompute.of(executor).tokens_us(sequence.computed, lost)
+    if not state.limits.policy.greedy:
+        sequence.spared_until_us = state.now_us + max(SPARED_US, SPARED_TIMES * cost_us)
+    if not sequence.loading:
+        owes(executor, sequence)
+
+
+def owes(executor: Executor, sequence: Sequence) -> None:
+    """What it had and has lost is computed from now on. Of one that was paused within its prompt nothing can
+    be said: its chunks go on into what is new."""
+    lost = len(sequence.tokens) - 1 - sequence.computed
+    if 0 < lost <= sequence.reach - sequence.computed:
+        costs = Recompute.behind(executor, sequence)
+        sequence.owed_us = costs.tokens_us(sequence.computed, lost + 1)  # and the one that it is sampled from
+        sequence.paid_us = 0
+
+
+def stepped(state: State, executor: Executor, flight: InFlight, took_us: int) -> None:
+    """A step has run: what it took beyond its decodes is the price of its chunks, by their tokens. The last
+    chunk settles it: later ones are planned before its result is here."""
+    plan, first = flight.plan, len(flight.plan.slots) - len(flight.chunks)
+    owing = [
+        (s, row)
+        for row, (s, _) in enumerate(flight.chunks, first)
+        if s.owed_us and s.opened_after < flight.step
+    ]
+    if not owing:
+        return
+    chunk_tokens = sum(plan.counts[first:])
+    price_us = max(0, took_us - _without_chunks_us(executor, flight))
+    for sequence, row in owing:
+        sequence.paid_us += price_us * plan.counts[row] // max(chunk_tokens, 1)
+        if plan.starts[row] + plan.counts[row] >= sequence.opened_length:
+            _settle(state, sequence)
+
+
+def _settle(state: State, sequence: Sequence) -> None:
+    state.meter.add_recompute(sequence.paid_us, sequence.owed_us)
+    sequence.decide(
+        state.now_us,
+        "recomputed",
+        "what it had lost is there again",
+        predicted_us=sequence.owed_us,
+        took_us=sequence.paid_us,
+    )
+    sequence.owed_us = 0
+
+
+def _without_chunks_us(executor: Executor, flight: InFlight) -> int:
+    plan, rows = flight.plan, len(flight.plan.slots) - len(flight.chunks)
+    if not rows:
+        return 0
+    cached = sum(plan.starts[:rows])
+    return executor.costs.predict_us(StepShape(rows, rows, cached + rows, cached))

@@ -1,0 +1,237 @@
+"""Executors and detokenizers come and go; what they held is rebuilt from the scheduler's record."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from services.scheduler import arrival, finish, load_shedding, results
+from services.scheduler.kv_tiers import hosts as tiers
+from services.scheduler.kv_tiers import lookups
+from services.scheduler.preemption import wait_again
+from services.scheduler.state import requests
+from services.scheduler.state.block_pool import Ledger
+from services.scheduler.state.requests import Request, Sequence
+from services.scheduler.state.state import Executor, State
+from services.scheduler.state.waiting_queue import Unit
+from shared.messages import (
+    MOVED,
+    Close,
+    ExecHello,
+    ExecReset,
+    ExecWelcome,
+    StepResult,
+    Tokenized,
+    ints,
+    rejection,
+)
+
+
+def hello(state: State, source: str, message: ExecHello) -> None:
+    """An executor with empty slots. A repeated hello of a known incarnation is only welcomed."""
+    if source != f"executor.{message.executor}":
+        return  # it speaks for another
+    known, epoch = state.executors.get(message.executor), message.exec_epoch
+    if known is None or known.epoch != epoch:
+        if known is not None:
+            drop_executor(state, message.executor, "the executor restarted")
+        ledger = Ledger(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
+        state.executors[message.executor] = executor = Executor(message, epoch, ledger)
+        tiers.joined(state, executor)
+        state.waiting.unpark(state.now_us)
+        state.stuck = ()  # the new one may have the same numbers as the old
+    state.dropped.pop(message.executor, None)
+    state.send(source, ExecWelcome(exec_epoch=epoch))
+
+
+def step_result(state: State, source: str, result: StepResult) -> None:
+    """Apply a result of a known incarnation; a forgotten one is told to start over."""
+    executor = state.executors.get(source.removeprefix("executor."))
+    if executor is not None and executor.epoch == result.exec_epoch:
+        if results.fits(executor, result):
+            results.take(state, executor, result)
+        else:
+            reset_executor(state, executor.hello.executor, "its result does not fit its plan")
+    elif executor is None:
+        state.send(source, ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has forgotten it"))
+
+
+def executor_back(state: State, executor_id: str) -> None:
+    """An executor that had been given up beats again: its slots are stale, it must start over."""
+    epoch = state.dropped.get(executor_id)
+    if epoch is not None:
+        state.send(f"executor.{executor_id}", ExecReset(exec_epoch=epoch, why="it was given up for dead"))
+
+
+def drop_executor(state: State, executor_id: str, why: str) -> None:
+    """The executor's memory is gone: its sequences wait again, with all their tokens."""
+    executor = state.executors.pop(executor_id, None)
+    if executor is None:
+        return
+    state.dropped[executor_id] = executor.epoch
+    tiers.executor_gone(state, executor)
+    for sequence in executor.running:
+        sequence.leave()
+        sequence.decide(state.now_us, "requeue", why, tokens=len(sequence.tokens))
+        wait_again(state, sequence)
+
+
+def reset_executor(state: State, executor_id: str, why: str) -> None:
+    """Make an executor that cannot be trusted start over as a new incarnation."""
+    executor = state.executors.get(executor_id)
+    if executor is not None:
+        state.send(executor.source, ExecReset(exec_epoch=executor.epoch, why=why))
+        drop_executor(state, executor_id, why)
+
+
+def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
+    """A detokenizer, or a new incarnation of one: it gets the orphans, and its own back. One that
+    had been given up and still lives is told which sequences are no longer its own."""
+    moved_epoch, moved = state.moved.pop(shard, (0, []))
+    if moved_epoch == epoch:
+        for seq in moved:
+            state.send(f"detokenizer.{shard}", Close(seq=seq, final=0, reason="moved"))
+    state.leaving.discard(shard)
+    restarted = state.detokenizers.get(shard, epoch) != epoch
+    state.detokenizers[shard] = epoch
+    for request in list(state.requests.values()):
+        if not request.shard or (restarted and request.shard == shard):
+            _reopen(state, request.sequences)
+
+
+def detokenizer_leaves(state: State, shard: str) -> None:
+    """It gets no new request; those whose scheduler has died may go on there."""
+    state.detokenizers.pop(shard, None)
+    state.leaving.add(shard)
+
+
+def detokenizer_lost(state: State, shard: str) -> None:
+    """Its sequences are opened at another one with all their tokens, or wait for one."""
+    state.leaving.discard(shard)
+    epoch = state.detokenizers.pop(shard, 0)
+    lost = [request for request in state.requests.values() if request.shard == shard]
+    state.moved[shard] = (epoch, [s.seq for request in lost for s in request.sequences])
+    for request in lost:
+        _reopen(state, request.sequences)
+
+
+def detokenizer_missed(state: State, source: str) -> None:
+    """Messages to a detokenizer were lost. It has ended and named what it knew; the requests it did not
+    name it may never have heard of, and nobody would tell their clients."""
+    for request in list(state.requests.values()):
+        if source == f"detokenizer.{request.shard}" and not request.detached:
+            request.attempt += 1
+            arrival.open_at_shard(state, request)
+            close_again(state, request.sequences)
+
+
+def _reopen(state: State, sequences: list[Sequence]) -> None:
+    """A new attempt of the reply stream, from the first token on."""
+    request = sequences[0].request
+    if state.detokenizers:
+        request.attempt += 1
+    arrival.assign_shard(state, request)
+    close_again(state, sequences)
+
+
+def close_again(state: State, sequences: list[Sequence]) -> None:
+    """Sequences that have been opened again, and are over: send their Close again, too."""
+    for sequence in sequences:
+        if not sequence.live:
+            finish.send_close(state, sequence)
+
+
+def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
+    """Go on with a request at the detokenizer `source`, or refuse it; asked again, it is opened again."""
+    key = (asked.tenant, asked.request)
+    if state.tombstones.get(key, 0) < state.now_us - asked.age_us + arrival.TOMBSTONE_US:
+        state.tombstones.pop(key, None)  # of an earlier request with this id
+    request = state.requests.get(key)
+    if request is not None and request.detached and not any(s.live for s in request.sequences):
+        for sequence in list(request.sequences):  # it had gone to another scheduler, and comes back
+            finish.forget(state, sequence)
+        request = None
+    if request is not None and request.asked.inbox == asked.inbox:
+        if source == f"detokenizer.{request.shard}":
+            _open_again(state, request, asked)
+        elif asked.attempt > request.attempt:  # what its client has seen last came from this one
+            for sequence in request.sequences:
+                state.send(f"detokenizer.{request.shard}", Close(seq=sequence.seq, final=0, reason="moved"))
+            request.attempt, request.shard = asked.attempt, source.removeprefix("detokenizer.")
+            _open_again(state, request, asked)
+        else:
+            state.send(source, rejection(asked, MOVED, ""), trace)
+        return
+    rejected = load_shedding.refused_again(state, source, asked)
+    if rejected is not None:
+        state.send(source, rejected, trace)
+        return
+    request = _request(state, source, asked, trace)
+    state.requests[request.key] = request
+    arrival.accept(state, source, asked)
+    arrival.open_sequences(state, request)
+    _go_on(state, request, asked.reasons)
+
+
+def _open_again(state: State, request: Request, asked: Tokenized) -> None:
+    source = f"detokenizer.{request.shard}"
+    arrival.accept(state, source, asked)
+    arrival.open_sequences(state, request)
+    close_again(state, request.sequences)
+
+
+def _request(state: State, source: str, asked: Tokenized, trace: str) -> Request:
+    """The request with its choices, as far as they had come."""
+    arrival_us, at = state.now_us - asked.age_us, load_shedding.prompt_length(asked)
+    request = Request(
+        asked=dataclasses.replace(
+            asked, tokens=asked.tokens[:at], generated=ints(), reasons=(), age_us=0, first_us=0
+        ),
+        trace=trace,
+        tokenizer=source,
+        arrival_us=arrival_us,
+        deadline_us=arrival_us + asked.timeout_us,
+        level=requests.level_of(asked.slo_class),
+        attempt=asked.attempt,
+        shard=source.removeprefix("detokenizer."),
+    )
+    for choice, count in enumerate(asked.generated):
+        sequence = arrival.new_sequence(state, request, choice)
+        request.sequences.append(sequence)
+        if not count:
+            continue
+        sequence.tokens += asked.tokens[at : at + count]
+        at += count
+        sequence.charged = count
+        sequence.reach = len(sequence.tokens) - 1  # the device never computed the last one
+        sequence.admitted_us = arrival_us  # when it was is not known: its wait counts as prefill
+        sequence.first_token_us = arrival_us + asked.first_us
+    return request
+
+
+def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
+    """Queue what is not over; choices that have not begun share their prompt, as at first."""
+    live: list[Sequence] = []
+    for sequence, reason in zip(request.sequences, reasons, strict=True):
+        if reason := reason or _over(sequence):
+            finish.end(state, sequence, sequence.generated, reason)
+        else:
+            live.append(sequence)
+            state.due.watch(finish.due_at_us(sequence), sequence.seq)
+            why = "its scheduler is gone: this one has its tokens from the detokenizer"
+            sequence.decide(state.now_us, "resume", why, tokens=len(sequence.tokens))
+    if live and not any(sequence.generated for sequence in request.sequences):
+        unit = Unit(request, live, live[0].seq)
+        for sequence in live:
+            sequence.unit = unit.number
+        state.waiting.add(unit, state.now_us)
+        lookups.arrived(state, unit)
+        return
+    for sequence in live:
+        wait_again(state, sequence)
+
+
+def _over(sequence: Sequence) -> str:
+    """Why a sequence had ended before its Close could be sent; empty where it goes on."""
+    if sequence.generated and sequence.tokens[-1] in sequence.stop_ids:
+        return "stop"
+    return "length" if len(sequence.tokens) >= sequence.max_length else ""

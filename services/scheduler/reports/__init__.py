@@ -1,0 +1,1 @@
+"""What the scheduler tells: status, metrics, traces, the event log."""

@@ -1,0 +1,666 @@
+"""The event log as bytes: what happened to a scheduler, enough to do it again.
+
+    frame        length u32 | crc32 u32 | msgpack record
+    records      HEADER format, version, facts · SNAPSHOT events so far, page, pages, bytes
+                 EVENT now_us, event, digest of its commands · HASH events so far, hash of the state
+
+A log is a row of *stretches*: a header, a snapshot, the events after it with a hash now and then. Any stretch
+suffices to go on from. What a crash tore at the end is ignored; damage before is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import logging
+import struct
+import sys
+import zlib
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter
+from pathlib import Path
+from types import FunctionType
+from typing import Any, BinaryIO, Protocol, cast, get_args
+
+import msgpack
+
+from services.scheduler.core import Scheduler
+from services.scheduler.state.counters import Meter
+from services.scheduler.state.requests import Arrived, Event, Recent, Send
+from services.scheduler.state.state import State
+from services.scheduler.state.step_log import Steps
+from shared import codec
+from shared.actor.mailbox import Port
+from shared.errors import BadRequest, EngineError, HeadraceError, SetupError, WireError
+from shared.nats import subjects
+from shared.nats.interface import Bus, Delivery
+
+FORMAT, VERSION = "headrace.events", 2  # 1: before the modules moved, whose names a snapshot holds
+PAGE_BYTES = 48 * 1024  # of a snapshot: with its frame under the payload limit of any server
+DIGEST_BYTES = 8
+MAX_RECORD_BYTES = 1 << 30
+HEADER, SNAPSHOT, EVENT, HASH = range(4)
+_FRAME = struct.Struct("<II")
+_EVENTS = {cls.__name__: cls for cls in get_args(Event)}
+_FIELDS = {name: tuple(f.name for f in dataclasses.fields(cls)) for name, cls in _EVENTS.items()}
+_pack = msgpack.Packer().pack
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Begins a stretch."""
+
+    facts: Mapping[str, Any]  # scheduler, epoch, model
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state after `number` events."""
+
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """Event `number`, counted from 1, and the digest of the commands that it brought about."""
+
+    number: int
+    now_us: int
+    event: Event
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateHash:
+    """Of the state after `number` events."""
+
+    number: int
+    digest: bytes
+
+
+Record = Header | Snapshot | Happened | StateHash
+
+
+def header(facts: Mapping[str, Any]) -> bytes:
+    """The frame that begins a stretch."""
+    return _framed([HEADER, FORMAT, VERSION, dict(facts)])
+
+
+def snapshot_pages(number: int, data: bytes) -> Iterator[bytes]:
+    """The frames of a snapshot."""
+    starts = range(0, max(len(data), 1), PAGE_BYTES)
+    for page, start in enumerate(starts):
+        yield _framed([SNAPSHOT, number, page, len(starts), data[start : start + PAGE_BYTES]])
+
+
+def happened(now_us: int, event: Event, commands: Sequence[Send]) -> bytes:
+    """The frame of an event and of what it brought about."""
+    return _framed([EVENT, now_us, _event_row(event), digest_of(commands)])
+
+
+def state_hash_frame(number: int, digest: bytes) -> bytes:
+    """The frame of a hash."""
+    return _framed([HASH, number, digest])
+
+
+def digest_of(commands: Sequence[Send]) -> bytes:
+    """What tells these commands from others."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for command in commands:
+        digest.update(_pack([command.to, command.trace, codec.to_row(command.message)]))
+    return digest.digest()
+
+
+def read(stream: BinaryIO) -> Iterator[Record]:
+    """The records of a log, snapshots joined. Raises LogError for what is none, is damaged before its last
+    record, or is of another version."""
+    number, pages = 0, list[bytes]()
+    for at, fields in _rows(stream):
+        try:
+            kind, *rest = fields
+            if kind == HEADER:
+                _check_format(rest)
+                pages = []
+                yield Header(rest[2])
+            elif kind == SNAPSHOT:
+                number, page, count, data = rest
+                pages.append(data)
+                if page + 1 == count == len(pages):
+                    yield Snapshot(number, b"".join(pages))
+            elif kind == EVENT:
+                number += 1
+                yield Happened(number, rest[0], _event(rest[1]), rest[2])
+            elif kind == HASH:
+                yield StateHash(*rest)
+        except (ValueError, TypeError, KeyError, IndexError, WireError) as error:
+            raise LogError(f"the log is damaged at byte {at}: {error}") from error
+
+
+def stretches(stream: BinaryIO) -> list[int]:
+    """Where each stretch begins, in bytes. Raises LogError like `read`."""
+    return [at for at, fields in _rows(stream) if fields[0] == HEADER]
+
+
+def _framed(fields: list[Any]) -> bytes:
+    data = cast("bytes", _pack(fields))
+    return _FRAME.pack(len(data), zlib.crc32(data)) + data
+
+
+def _rows(stream: BinaryIO) -> Iterator[tuple[int, list[Any]]]:
+    """Each whole frame and where it begins. The first one is a header, or the stream is no log."""
+    at, first = 0, True
+    while len(head := stream.read(_FRAME.size)) == _FRAME.size:
+        length, crc = _FRAME.unpack(head)
+        data = stream.read(length) if 0 < length <= MAX_RECORD_BYTES else b""
+        if not data or len(data) != length or zlib.crc32(data) != crc:
+            if first:
+                raise LogError("not an event log: its first record is none")
+            if stream.read(1):
+                raise LogError(f"the log is damaged at byte {at}: take its part before, or another copy")
+            return
+        fields = msgpack.unpackb(data)
+        if first and fields[:2] != [HEADER, FORMAT]:
+            raise LogError("not an event log: it does not begin with a header")
+        yield at, fields
+        at, first = at + _FRAME.size + length, False
+
+
+def _check_format(rest: list[Any]) -> None:
+    name, version, _ = rest
+    if (name, version) != (FORMAT, VERSION):
+        raise LogError(
+            f"an event log of version {version!r}, and this Headrace reads version {VERSION}: replay it with "
+            "the Headrace that wrote it"
+        )
+
+
+def _event_row(event: Event) -> list[Any]:
+    name = type(event).__name__
+    if isinstance(event, Arrived):
+        return [name, event.source, codec.to_row(event.message), event.trace, event.transit_us]
+    return [name, *(getattr(event, field) for field in _FIELDS[name])]
+
+
+def _event(row: list[Any]) -> Event:
+    name, *values = row
+    if name == Arrived.__name__:
+        values[1] = codec.from_row(values[1])
+    made: Event = _EVENTS[name](*values)
+    return made
+
+
+HASH_EVERY = 1_000  # events, and as many for each sequence that is held:
+HASH_EVERY_PER_SEQUENCE = (
+    10  # the hash of a state takes about 90 us for each, so that it costs 10 us an event
+)
+SNAPSHOT_EVERY = 100_000  # events
+
+
+class Sink(Protocol):
+    """Where the bytes of a log go."""
+
+    def begin(self) -> None:
+        """What is written next can be read without what came before."""
+
+    def write(self, data: bytes, now_us: int) -> None:
+        """Take whole frames. Does not wait."""
+
+    def flush(self, now_us: int) -> None:
+        """Pass on what has waited long enough."""
+
+    def close(self) -> None:
+        """Pass on everything."""
+
+
+class Recorder:
+    """A core with a log."""
+
+    def __init__(self, core: Scheduler, sink: Sink, facts: Mapping[str, Any]) -> None:
+        self._core = core
+        self._sink = sink
+        self._facts = facts
+        self._events = 0
+        self._hashed = 0  # events until the last hash
+        self._begun = False
+
+    @property
+    def state(self) -> State:
+        """Of the core."""
+        return self._core.state
+
+    @property
+    def idle(self) -> bool:
+        """As the core's."""
+        return self._core.idle
+
+    def handle(self, event: Event, now_us: int) -> list[Send]:
+        """As the core's."""
+        if not self._begun:
+            self.begin(now_us)
+        commands: list[Send] = []
+        try:
+            commands = self._core.handle(event, now_us)
+        finally:
+            self._events += 1
+            self._sink.write(happened(now_us, event, commands), now_us)
+        if self._events - self._hashed >= HASH_EVERY + HASH_EVERY_PER_SEQUENCE * len(self.state.sequences):
+            self._hashed = self._events
+            self._sink.write(state_hash_frame(self._events, state_hash(self.state)), now_us)
+        if self._events % SNAPSHOT_EVERY == 0:
+            self.begin(now_us)
+        return commands
+
+    def begin(self, now_us: int) -> None:
+        """Begin a stretch: a header and a snapshot, from which a reader who has just come can go on."""
+        self._begun = True
+        self._sink.begin()
+        self._sink.write(header(self._facts), now_us)
+        for page in snapshot_pages(self._events, snapshot(self.state)):
+            self._sink.write(page, now_us)
+
+    def upkeep(self, now_us: int) -> None:
+        """Once a beat."""
+        self._sink.flush(now_us)
+
+    def close(self) -> None:
+        """The last word; the log is complete."""
+        self._sink.close()
+
+
+log = logging.getLogger("headrace.replay")
+
+FILE_FLUSH_US = 1_000_000
+BATCH_US = 256_000
+BATCH_BYTES = 60 * 1024  # with its headers below 64 KiB
+OFFSET_HEADER = "Headrace-Offset"  # bytes of the log before these, so that a loss shows
+BEGINS_HEADER = "Headrace-Snapshot"  # these bytes begin a stretch of the log
+
+
+class FileSink:
+    """A new file; one that is there stays, and the name gets a number. Raises SetupError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = _create(path.expanduser())
+        self._flushed_us = 0
+        log.info("the event log goes to %s", self.path)
+
+    def begin(self) -> None:
+        """A reader of a file finds every stretch by itself."""
+
+    def write(self, data: bytes, now_us: int) -> None:
+        """Into the buffer."""
+        self._file.write(data)
+        self.flush(now_us)
+
+    def flush(self, now_us: int) -> None:
+        """To the file, once a second."""
+        if now_us - self._flushed_us >= FILE_FLUSH_US:
+            self._flushed_us = now_us
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _create(path: Path) -> tuple[Path, BinaryIO]:
+    if path.is_dir():
+        raise SetupError(f"the event log {path} is a folder: name a file in `event_log`")
+    tried, number = path, 1
+    while True:
+        try:
+            return tried, tried.open("xb", buffering=256 * 1024)
+        except FileExistsError:
+            number += 1
+            tried = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        except OSError as error:
+            raise SetupError(
+                f"the event log {path} cannot be written ({error.strerror}): name another file in `event_log`"
+            ) from None
+
+
+class BusSink:
+    """Messages on a subject: pieces of one stream of bytes, each with its offset."""
+
+    def __init__(self, bus: Bus, subject: str) -> None:
+        self._bus = bus
+        self._subject = subject
+        self._waiting = bytearray()
+        self._offset = 0
+        self._begins = False
+        self._sent_us = 0
+
+    def begin(self) -> None:
+        """What is written next begins a message of its own."""
+        self.push()
+        self._begins = True
+
+    def write(self, data: bytes, now_us: int) -> None:
+        """Whole frames share a message as far as they fit; only a long one is cut."""
+        if self._waiting and len(self._waiting) + len(data) > BATCH_BYTES:
+            self.push()
+        self._waiting += data
+        if len(self._waiting) >= BATCH_BYTES:
+            self.push()
+        self.flush(now_us)
+
+    def flush(self, now_us: int) -> None:
+        """Send what waits, some times a second."""
+        if now_us - self._sent_us >= BATCH_US:
+            self._sent_us = now_us
+            self.push()
+
+    def close(self) -> None:
+        self.push()
+
+    def push(self) -> None:
+        """Send all that waits, now."""
+        data, self._waiting = bytes(self._waiting), bytearray()
+        for start in range(0, len(data), BATCH_BYTES):
+            headers = {OFFSET_HEADER: str(self._offset)}
+            if self._begins:
+                headers[BEGINS_HEADER] = "1"
+                self._begins = False
+            piece = data[start : start + BATCH_BYTES]
+            self._bus.publish(self._subject, piece, headers=headers)
+            self._offset += len(piece)
+
+
+ON_BUS = "nats"  # value of the setting: publish it; anything else is a file
+
+
+async def attach(core: Scheduler, port: Port, event_log: str, model: str) -> Recorder:
+    """The core with its log: in a file, or on the subject of this scheduler, where a request brings a
+    snapshot. Raises SetupError for a file that cannot be written."""
+    facts = {"scheduler": port.actor, "epoch": port.epoch, "model": model}
+    facts["wall_offset_us"] = port.clock.wall_us() - port.clock.now_us()
+    if event_log != ON_BUS:
+        return Recorder(core, FileSink(Path(event_log)), facts)
+    sink = BusSink(port.bus, subjects.events(port.actor))
+    recorder = Recorder(core, sink, facts)
+
+    def on_asked(asked: Delivery) -> None:
+        recorder.begin(port.clock.now_us())
+        sink.push()  # at once: an idle scheduler has no event that would take it along
+        if subjects.is_inbox(asked.reply):
+            port.bus.publish(asked.reply, b"")
+
+    await port.bus.subscribe(subjects.events_snapshot(port.actor), on_asked)
+    return recorder
+
+
+class LogError(BadRequest):
+    """A file is no event log, is damaged, or is of another version."""
+
+
+class FreezeError(EngineError):
+    """Something in the state, or in a snapshot, has no frozen form."""
+
+
+HASH_BYTES = 16
+NO_DECISIONS = (Meter, Recent, Steps)  # what the state only tells: no part of its hash
+_OURS = ("services.scheduler.", "shared.")
+_BUILT_IN = (list, dict, OrderedDict, set, frozenset, deque, FunctionType)
+_PLAIN = frozenset({int, str, bool, float, bytes, type(None)})
+TUPLE, ARRAY, RECORD = range(3)  # values
+LIST, DICT, ORDERED, SET, FROZENSET, DEQUE, ENUM, FUNCTION, ERROR, INSTANCE = range(10)  # objects
+
+Frozen = list[Any]
+
+
+def state_hash(state: State) -> bytes:
+    """What tells this state from any other that could decide otherwise."""
+    with _uncollected():
+        return hashlib.blake2b(_pack_frozen(freeze(state, NO_DECISIONS)), digest_size=HASH_BYTES).digest()
+
+
+def snapshot(state: State) -> bytes:
+    """The whole state. Raises FreezeError for what has no frozen form."""
+    with _uncollected():
+        return _pack_frozen(freeze(state))
+
+
+def freeze(root: Any, left_out: tuple[type, ...] = ()) -> Frozen:
+    """`root` and all it reaches as plain data; instances of `left_out` count as None."""
+    return _Freezer(left_out).run(root)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the cyclic garbage collector: so many new lists would start it, and it takes half the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _pack_frozen(frozen: Frozen) -> bytes:
+    try:
+        return cast("bytes", msgpack.packb(frozen))
+    except (OverflowError, ValueError) as error:
+        raise FreezeError(f"a number of the state is over 64 bits: {error}") from error
+
+
+def name_of(thing: Any) -> str:
+    """The name under which a class or a function of ours is frozen. Raises FreezeError for any other."""
+    name = f"{thing.__module__}:{thing.__qualname__}"
+    if find(name) is not thing:
+        raise FreezeError(
+            f"{name} has no frozen form: keep plain data, dataclasses and functions of a module"
+        )
+    return name
+
+
+def find(name: str) -> Any:
+    """What `name_of` named, None when no loaded module of ours has it."""
+    module, _, within = name.partition(":")
+    found = sys.modules.get(module) if module.startswith(_OURS) else None
+    for part in within.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    number: int
+    is_value: bool
+    values: Callable[[Any], Iterable[Any]]
+
+
+class _Freezer:
+    def __init__(self, left_out: tuple[type, ...]) -> None:
+        self._left_out = left_out
+        self._numbers: dict[int, int] = {}  # by id(): `_objects` keeps them alive
+        self._objects: list[Any] = []
+        self._classes: dict[type, _Class | None] = dict.fromkeys(_BUILT_IN)
+        self._named: list[list[Any]] = []
+
+    def run(self, root: Any) -> Frozen:
+        self._value(root)
+        return [self._named, [self._row(thing) for thing in self._objects]]  # grows while it is walked
+
+    def _value(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is tuple:
+            return [TUPLE, self._values(value)]
+        if kind is array:
+            return [ARRAY, value.typecode, value.tobytes()]
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return [number]
+        if kind in self._left_out:
+            return None
+        known = self._class(kind)
+        if known is not None and known.is_value:
+            return [RECORD, known.number, self._values(known.values(value))]
+        self._numbers[id(value)] = len(self._objects)
+        self._objects.append(value)
+        return [len(self._objects) - 1]
+
+    def _values(self, values: Iterable[Any]) -> list[Any]:
+        found = list(values)
+        if _PLAIN.issuperset(map(type, found)):
+            return found
+        value = self._value
+        return [v if type(v) in _PLAIN else value(v) for v in found]
+
+    def _row(self, thing: Any) -> list[Any]:
+        kind = type(thing)
+        if (known := self._class(kind)) is not None:
+            return [INSTANCE, known.number, self._values(known.values(thing))]
+        if kind is list:
+            return [LIST, self._values(thing)]
+        if kind is dict or kind is OrderedDict:
+            return [DICT if kind is dict else ORDERED, self._values(thing), self._values(thing.values())]
+        if kind is set or kind is frozenset:
+            return [SET if kind is set else FROZENSET, self._values(_ordered(thing))]
+        if kind is deque:
+            return [DEQUE, thing.maxlen, self._values(thing)]
+        if kind is FunctionType:
+            return [FUNCTION, name_of(thing)]
+        if isinstance(thing, Enum):
+            return [ENUM, name_of(kind), thing.name]
+        return [ERROR, name_of(kind), thing.message, thing.param, thing.retry_after_ms]
+
+    def _class(self, kind: type) -> _Class | None:
+        """How instances of a class become rows; None for those that `_row` knows itself."""
+        if kind not in self._classes:
+            self._classes[kind] = None if issubclass(kind, Enum | HeadraceError) else self._new_class(kind)
+        return self._classes[kind]
+
+    def _new_class(self, kind: type) -> _Class:
+        names = fields_of(kind)
+        if not names:
+            raise FreezeError(f"a {kind.__module__}.{kind.__qualname__} has no frozen form")
+        getter = attrgetter(*names) if len(names) > 1 else lambda it: (getattr(it, names[0]),)
+        is_value = dataclasses.is_dataclass(kind) and cast(Any, kind).__dataclass_params__.frozen
+        self._named.append([name_of(kind), names])
+        return _Class(len(self._named) - 1, is_value, getter)
+
+
+def fields_of(kind: type) -> list[str]:
+    """The attributes of an instance: of a dataclass its fields, of any other class its slots and its
+    `__dict__`."""
+    if dataclasses.is_dataclass(kind):
+        return [f.name for f in dataclasses.fields(kind)]
+    bases = kind.__mro__[:-1]
+    names = [name for base in reversed(bases) for name in vars(base).get("__slots__", ())]
+    return [*names, "__dict__"] if any("__dict__" in vars(base) for base in bases) else names
+
+
+def _ordered(values: Iterable[Any]) -> list[Any]:
+    try:
+        return sorted(values)
+    except TypeError as error:
+        raise FreezeError(f"a set without an order: {error}") from error
+
+
+_WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, msgpack.UnpackException)
+_CONTAINERS = {LIST: list, DICT: dict, ORDERED: OrderedDict, SET: set}
+
+
+def restore(data: bytes) -> State:
+    """The state of a snapshot. Raises FreezeError for bytes that are none, or of other classes than now."""
+    try:
+        state = thaw(msgpack.unpackb(data))
+    except _WRONG as error:
+        raise FreezeError(f"not a snapshot of a scheduler: {error!r:.200}") from error
+    if not isinstance(state, State):
+        raise FreezeError(f"a snapshot of a scheduler is expected, not of a {type(state).__name__}")
+    return state
+
+
+def thaw(frozen: Frozen) -> Any:
+    """What `freeze` was given, made anew. Raises FreezeError for a class that is not known here."""
+    return _Thawer(*frozen).run()
+
+
+class _Thawer:
+    def __init__(self, classes: list[Any], rows: list[list[Any]]) -> None:
+        self._classes = [_class(*named) for named in classes]
+        self._names = [names for _, names in classes]
+        self._rows = rows
+        self._objects = [self._empty(row) for row in rows]
+
+    def run(self) -> Any:
+        """Instances are filled first: a dictionary may hash them."""
+        pairs = list(zip(self._rows, self._objects, strict=True))
+        for row, made in pairs:
+            if row[0] == INSTANCE:
+                self._set(made, row[1], row[2])
+        for row, made in pairs:
+            if row[0] in (DICT, ORDERED):
+                made.update(zip(map(self._value, row[1]), map(self._value, row[2]), strict=True))
+            elif row[0] in (LIST, DEQUE):
+                made.extend(map(self._value, row[-1]))
+            elif row[0] == SET:
+                made.update(map(self._value, row[1]))
+        return self._objects[0]
+
+    def _set(self, made: Any, number: int, values: list[Any]) -> None:
+        for name, value in zip(self._names[number], values, strict=True):
+            object.__setattr__(made, name, self._value(value))
+
+    def _value(self, value: Any) -> Any:
+        if type(value) is not list:
+            return value
+        if len(value) == 1:
+            return self._objects[value[0]]
+        kind, *parts = value
+        if kind == TUPLE:
+            return tuple(map(self._value, parts[0]))
+        if kind == ARRAY:
+            return array(*parts)
+        if kind != RECORD:
+            raise FreezeError(f"a value of kind {kind!r} is not known here")
+        made: Any = object.__new__(self._classes[parts[0]])
+        self._set(made, *parts)
+        return made
+
+    def _empty(self, row: list[Any]) -> Any:
+        """The object of a row, still without what it may share with others."""
+        kind, *parts = row
+        if kind in _CONTAINERS:
+            return _CONTAINERS[kind]()
+        if kind == INSTANCE:
+            return object.__new__(self._classes[parts[0]])
+        if kind == DEQUE:
+            return deque(maxlen=parts[0])
+        if kind == FROZENSET:
+            return frozenset(map(self._value, parts[0]))
+        if kind == ENUM:
+            return _known(parts[0], type, Enum)[parts[1]]
+        if kind == FUNCTION:
+            return _known(parts[0], FunctionType)
+        if kind == ERROR:
+            message, param, retry_after_ms = parts[1:]
+            error = _known(parts[0], type, HeadraceError)
+            return error(message, param=param, retry_after_ms=retry_after_ms)
+        raise FreezeError(f"an object of kind {kind!r} is not known here")
+
+
+def _class(name: str, names: list[str]) -> type:
+    found: type = _known(name, type)
+    if (fields := fields_of(found)) != names:
+        raise FreezeError(
+            f"{name} has other fields now ({', '.join(fields)}): use the version that wrote this"
+        )
+    return found
+
+
+def _known(name: str, kind: type, base: type = object) -> Any:
+    found = find(name)
+    if not isinstance(found, kind) or not (base is object or issubclass(cast("type", found), base)):
+        raise FreezeError(f"{name} is not known here: use the version of Headrace that wrote this")
+    return found

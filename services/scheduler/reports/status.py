@@ -1,0 +1,262 @@
+"""What the state shows when somebody looks: queue, blocks, waste, and what ../state/counters.py has counted.
+
+Names follow OpenTelemetry's conventions for generative AI where there is one; times are seconds there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.scheduler.recompute_cost import Recompute
+from services.scheduler.state.counters import Histogram
+from services.scheduler.state.requests import NAMES, Phase
+from services.scheduler.state.state import Executor, State
+from shared.telemetry import traces as c
+from shared.telemetry.readings import Attributes, Reading, Readings, Spread
+
+OURS = "headrace.scheduler"
+TTFT = "gen_ai.server.time_to_first_token"
+TPOT = "gen_ai.server.time_per_output_token"
+E2E = "gen_ai.server.request.duration"
+_GEN_AI: Attributes = ((c.GEN_AI_OPERATION, "text_completion"), (c.GEN_AI_PROVIDER, c.PROVIDER))
+TIER_COUNTERS = {  # of the meter, and the unit of each
+    "loads": "{load}",
+    "loads_declined": "{load}",
+    "loads_failed": "{load}",
+    "l1_hit_blocks": "{block}",
+    "l2_hit_blocks": "{block}",
+    "restored_tokens": "{token}",
+    "stored_blocks": "{block}",
+    "stored_ahead_blocks": "{block}",
+    "stores_failed": "{store}",
+    "dropped_blocks": "{block}",
+    "dropped_paused_blocks": "{block}",
+    "tier_rests": "{rest}",
+}
+_US, _PER_MILLE = 1e6, 1e3
+
+
+def queued(state: State) -> dict[str, int]:
+    """Units that wait, by the class in which they wait now."""
+    depths = dict.fromkeys(NAMES, 0)
+    for (_, level), line in state.waiting.lines.items():
+        depths[NAMES[level]] += line.units
+    return depths
+
+
+def blocks(executor: Executor) -> dict[str, int]:
+    """Its blocks by state; `reserved` ones are free or cached, and promised."""
+    ledger = executor.ledger
+    return {
+        "free": ledger.free_blocks - ledger.cached_blocks,
+        "cached": ledger.cached_blocks,
+        "held": ledger.held_blocks,
+        "fenced": ledger.fenced_blocks,
+        "dirty": ledger.dirty_blocks,
+        "copying": ledger.copying_blocks,
+        "reserved": ledger.reserved,
+    }
+
+
+def used_share(executor: Executor) -> float:
+    """The part of its blocks that something running needs; what the cache alone keeps is free for others."""
+    return executor.ledger.held_blocks / executor.ledger.blocks
+
+
+def waste_tokens(executor: Executor) -> int:
+    """Places for tokens in the tables of what runs that hold none: the ends of last blocks, and blocks
+    given out ahead."""
+    block_tokens = executor.ledger.block_tokens
+    return sum(len(s.table) * block_tokens - s.computed for s in executor.running)
+
+
+def readings(state: State) -> Readings:
+    """Everything, for export."""
+    return [*_counters(state), *_gauges(state), *_spreads(state)]
+
+
+def _counters(state: State) -> Iterator[Reading]:
+    meter = state.meter
+    for name, value, unit in (
+        ("prefix.lookup_tokens", meter.prefix_lookup_tokens, "{token}"),
+        ("prefix.hit_tokens", meter.prefix_hit_tokens, "{token}"),
+        ("prefill_tokens", meter.prefill_tokens, "{token}"),
+        ("recomputed_tokens", meter.recomputed_tokens, "{token}"),
+        ("generated_tokens", meter.generated_tokens, "{token}"),
+        ("wasted_rows", meter.wasted_rows, "{row}"),
+        ("preemptions", meter.preemptions, "{preemption}"),
+        ("step.predicted_duration", meter.predicted_us / _US, "s"),
+    ):
+        yield Reading(f"{OURS}.{name}", value, unit, grows=True)
+    for name, unit in TIER_COUNTERS.items():
+        yield Reading(f"{OURS}.tiers.{name.removeprefix('tier_')}", getattr(meter, name), unit, grows=True)
+    for mode, steps in meter.steps.items():
+        yield Reading(f"{OURS}.steps", steps, "{step}", ((c.OVERLAP_MODE, mode),), grows=True)
+    for code, requests in meter.rejected.items():
+        yield Reading(f"{OURS}.rejected", requests, "{request}", ((c.ERROR_TYPE, str(code)),), grows=True)
+    for reason, sequences in meter.finished.items():
+        yield Reading(f"{OURS}.finished", sequences, "{sequence}", (("reason", reason),), grows=True)
+
+
+def _gauges(state: State) -> Iterator[Reading]:
+    for name, units in queued(state).items():
+        yield Reading(f"{OURS}.queue.requests", units, "{request}", (("slo.class", name),))
+    for executor in state.executors.values():
+        where: Attributes = ((c.EXECUTOR, executor.hello.executor),)
+        yield Reading(f"{OURS}.running", len(executor.running), "{sequence}", where)
+        yield Reading(f"{OURS}.blocks_used", used_share(executor), "1", where)
+        yield Reading(f"{OURS}.waste_tokens", waste_tokens(executor), "{token}", where)
+        for kind, count in blocks(executor).items():
+            yield Reading(f"{OURS}.blocks", count, "{block}", (*where, ("state", kind)))
+        yield from _links(executor, where)
+    yield Reading(f"{OURS}.tiers.jobs", len(state.tiers.jobs), "{job}")
+    meter = state.meter
+    yield Reading(f"{OURS}.step.budget_tokens", meter.budget_tokens, "{token}")
+    yield Reading(f"{OURS}.prefix.hit_ratio", meter.prefix_hit_pm / _PER_MILLE, "1")
+    yield Reading(f"{OURS}.recompute_tax", meter.recompute_tax_pm / _PER_MILLE, "1")
+
+
+def _links(executor: Executor, where: Attributes) -> Iterator[Reading]:
+    """The way to and from the tier below; a rate is 0 until a copy has been measured."""
+    for direction, link in (("up", executor.up), ("down", executor.down)):
+        there = (*where, ("direction", direction))
+        yield Reading(f"{OURS}.tiers.rate", link.bytes_per_second if link.seen else 0, "By/s", there)
+        yield Reading(f"{OURS}.tiers.pending", link.pending_bytes, "By", there)
+        yield Reading(f"{OURS}.tiers.moved", link.moved_bytes, "By", there, grows=True)
+
+
+def _spreads(state: State) -> Iterator[Spread]:
+    meter = state.meter
+    for name, histogram in ((TTFT, meter.ttft_us), (TPOT, meter.tpot_us), (E2E, meter.e2e_us)):
+        yield _spread(name, histogram, _US, "s", _GEN_AI)
+    yield _spread(f"{OURS}.inter_token.duration", meter.gap_us, _US, "s")
+    yield _spread(f"{OURS}.queue.duration", meter.queue_us, _US, "s")
+    yield _spread(f"{OURS}.step.duration", meter.step_us, _US, "s")
+    yield _spread(f"{OURS}.step.prediction_error", meter.step_error_pm, _PER_MILLE, "1")
+    yield _spread(f"{OURS}.tiers.restore.duration", meter.restore_us, _US, "s")
+    yield _spread(f"{OURS}.tiers.restore.prediction_error", meter.restore_error_pm, _PER_MILLE, "1")
+    yield _spread(f"{OURS}.tiers.recompute.prediction_error", meter.recompute_error_pm, _PER_MILLE, "1")
+
+
+def _spread(name: str, of: Histogram, per: float, unit: str, attributes: Attributes = ()) -> Spread:
+    bounds = [bound / per for bound in of.bounds]
+    return Spread(name, bounds, list(of.counts), of.total / per, unit, attributes)
+
+
+def load(state: State) -> tuple[tuple[str, int], ...]:
+    """Numbers for the beat."""
+    running = sum(len(e.running) for e in state.executors.values())
+    return (("requests", len(state.requests)), ("running", running), ("waiting", len(state.waiting)))
+
+
+def status(state: State) -> dict[str, object]:
+    """Everything that must be back at zero, or all free, when nothing runs."""
+    phases = [s.phase for s in state.sequences.values()]
+    return {
+        "requests": len(state.requests),
+        "waiting": phases.count(Phase.WAITING),
+        "running": phases.count(Phase.RUNNING),
+        "closing": phases.count(Phase.CLOSING),
+        "detokenizers": sorted(state.detokenizers),
+        "executors": {name: _executor(e) for name, e in sorted(state.executors.items())},
+        "tiers": {
+            name: _link_status(state, e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)
+        },
+        "measured": measured(state),
+    }
+
+
+def measured(state: State) -> dict[str, dict[str, object]]:
+    """What has been counted since the start; times are upper bounds of a histogram's buckets."""
+    meter = state.meter
+    return {
+        "queue": {
+            **queued(state),
+            "rejected": {str(code): count for code, count in meter.rejected.items()},
+            "wait_p50_ms": meter.queue_us.quantile(500) / 1000,
+            "wait_p99_ms": meter.queue_us.quantile(990) / 1000,
+            "ttft_p50_ms": meter.ttft_us.quantile(500) / 1000,
+            "ttft_p99_ms": meter.ttft_us.quantile(990) / 1000,
+        },
+        "steps": {
+            "mode": meter.mode,
+            **meter.steps,
+            "budget_tokens": meter.budget_tokens,
+            "step_p50_ms": meter.step_us.quantile(500) / 1000,
+            "prediction_error_p50_pct": meter.step_error_pm.quantile(500) / 10,
+            "wasted_rows": meter.wasted_rows,
+        },
+        "tokens": {
+            "generated": meter.generated_tokens,
+            "prefilled": meter.prefill_tokens,
+            "prefix_hits": meter.prefix_hit_tokens,
+            "prefix_hit_pct": meter.prefix_hit_pm / 10,
+            "preemptions": meter.preemptions,
+            "recomputed": meter.recomputed_tokens,
+            "recompute_tax_pct": meter.recompute_tax_pm / 10,
+        },
+        "tiers": _measured_tiers(state),
+    }
+
+
+def _measured_tiers(state: State) -> dict[str, object]:
+    meter = state.meter
+    counted = {name: getattr(meter, name) for name in TIER_COUNTERS}
+    return {
+        **counted,
+        "lookups_open": len(state.tiers.lookups),
+        "jobs_open": len(state.tiers.jobs),
+        "restore_p50_ms": meter.restore_us.quantile(500) / 1000,
+        "restore_p99_ms": meter.restore_us.quantile(990) / 1000,
+        "restore_error_p50_pct": meter.restore_error_pm.quantile(500) / 10,
+        "recompute_error_p50_pct": meter.recompute_error_pm.quantile(500) / 10,
+    }
+
+
+def _has_tier(state: State, executor: Executor) -> bool:
+    return executor.hello.host_id in state.tiers.by_host
+
+
+def _link_status(state: State, executor: Executor) -> dict[str, object]:
+    """Of one executor: the links to and from the tier of its host, and what a copy is judged by."""
+    facts: dict[str, object] = {
+        "host": executor.hello.host_id,
+        "recompute_block_us": Recompute.of(executor).block_us(0),
+        "reuse_pm": state.reuse_pm,
+        "chunk_tokens": executor.chunk_tokens,
+    }
+    for name, link in (("up", executor.up), ("down", executor.down)):
+        facts |= {
+            f"{name}_bytes_per_s": link.bytes_per_second if link.seen else 0,
+            f"{name}_block_us": link.block_us(executor.hello.bytes_per_block),
+            f"{name}_moved_bytes": link.moved_bytes,
+            f"{name}_pending": link.pending_jobs,
+        }
+    return facts
+
+
+def _executor(executor: Executor) -> dict[str, object]:
+    ledger, hello = executor.ledger, executor.hello
+    held = executor.running
+    used = sum(s.computed for s in held)
+    return {
+        "model": hello.model,
+        "backend": hello.backend,
+        "dtype": hello.dtype,
+        "epoch": executor.epoch,
+        "blocks": ledger.blocks,
+        "free_blocks": ledger.free_blocks,
+        "reserved_blocks": ledger.reserved,
+        "fenced_blocks": ledger.fenced_blocks,
+        "cached_blocks": ledger.cached_blocks,
+        "dirty_blocks": ledger.dirty_blocks,
+        "copying_blocks": ledger.copying_blocks,
+        "waste_tokens": waste_tokens(executor),
+        "block_tokens": ledger.block_tokens,
+        "slots": ledger.slots,
+        "free_slots": ledger.free_slots,
+        "running": len(held),
+        "computed_tokens": used,
+        "steps": executor.steps_done,
+        "in_flight": len(executor.in_flight),
+    }

@@ -1,0 +1,1 @@
+"""What the scheduler knows: requests, queue, blocks, costs, counters. It imports nothing of what decides."""

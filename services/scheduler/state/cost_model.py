@@ -1,0 +1,230 @@
+"""What a step will cost, learned while serving.
+
+The estimate has the form of `shared.step_model`: a step costs by its rows, its tokens (more where the
+machine becomes compute-bound), the cached tokens that it reads and the pairs that its chunks attend to.
+Everything here is + - * / and comparison, so that a replay of the same events finds the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from operator import add, mul
+
+from shared.step_model import PRESETS, StepModel, StepShape
+
+__all__ = ["PRESETS", "Costs", "StepModel", "StepShape", "chunk_tokens"]
+
+KNOTS = (16, 256)  # tokens at which one more may begin to cost more: weight-bound up to there
+FEATURES = 6
+REFIT_EVERY = 32  # steps
+MEMORY = 1 - REFIT_EVERY / 300  # of the fit, per refit: steps older than about 300 fade
+SWEEPS = 12
+SETTLED = 64  # steps before a wrong prediction may mean that the machine has another speed
+DRIFT = 1 / 16  # of that speed, per step
+PRIOR_WEIGHT = 1 / 32  # of a step that the prior predicts, against one observed
+KIND_WEIGHT = 1 / 8  # of the last step of each kind, per refit: see Costs
+EMPTY = 1e-20  # of a sum of squares of 1 / us
+
+Features = tuple[float, float, float, float, float, float]
+
+
+class Costs:
+    """An on-line estimate of step_us: speed * (coefficients . features), no coefficient below zero, so
+    that no step is predicted to cost less than one it contains.
+
+    The coefficients are the least squares fit of the relative errors of the last few hundred steps, found
+    by coordinate descent; `speed` follows a machine that becomes slower or faster as a whole.
+
+    A machine that is never idle has steps of one size only, which do not say what a chunk adds to decodes. So
+    the last step of each kind (with or without chunks, by powers of two of its tokens) never fades.
+    """
+
+    def __init__(self, prior: StepModel | None = None) -> None:
+        self.seen = 0  # steps observed
+        self.error_pm = 0  # EWMA of |predicted - real| / real, per mille
+        self.loop_us = 0  # EWMA, see observe_loop
+        self._host_row_us = 0.0
+        self._speed = 1.0
+        self._fit = [0.0] * FEATURES
+        self._recent: list[list[float]] = []  # features / took, not yet in the sums
+        self._kinds: dict[tuple[bool, int], list[float]] = {}  # likewise, of the last step of each kind
+        self._moments = [[0.0] * FEATURES for _ in range(FEATURES)]
+        self._targets = [0.0] * FEATURES
+        if prior is not None:
+            for shape in _prior_shapes():
+                self._remember(_features(shape), prior.step_us(shape))
+            self._refit(PRIOR_WEIGHT, sweeps=40 * SWEEPS)
+
+    def predict_us(self, shape: StepShape) -> int:
+        """How long a step of this shape will take; 0 while nothing is known."""
+        return int(self._predict(_features(shape)))
+
+    def observe(self, shape: StepShape, took_us: int) -> None:
+        """A step of this shape took `took_us` on the device."""
+        if took_us <= 0:
+            return
+        features = _features(shape)
+        predicted = self._predict(features)
+        if predicted > 0:
+            error_pm = int(1_000 * abs(predicted - took_us) / took_us)
+            self.error_pm += (error_pm - self.error_pm) // 16 if self.seen else error_pm
+            if self.seen >= SETTLED:
+                ratio = took_us / predicted
+                ratio = 0.5 if ratio < 0.5 else 2.0 if ratio > 2.0 else ratio  # a hiccup is not a new machine
+                self._speed *= 1.0 + DRIFT * (ratio - 1.0)
+        self.seen += 1
+        self._remember(features, took_us / self._speed)
+        self._kinds[shape.tokens > shape.rows, shape.tokens.bit_length()] = self._recent[-1]
+        if len(self._recent) == REFIT_EVERY or self.seen & (self.seen - 1) == 0:
+            self._refit()
+
+    def observe_loop(self, us: int) -> None:
+        """`us` passed between the end of a step and the executor's having the plan made of its result."""
+        self.loop_us += (us - self.loop_us) // 8 if self.loop_us else us
+
+    def observe_host(self, rows: int, us: int) -> None:
+        """The host worked `us` on `rows` host-fed rows after a forward."""
+        if rows > 0:
+            each = us / rows
+            self._host_row_us += (each - self._host_row_us) / 8 if self._host_row_us else each
+
+    def host_us(self, rows: int) -> int:
+        """How long the host will work on `rows` rows."""
+        return int(rows * self._host_row_us)
+
+    def _predict(self, features: Features) -> float:
+        a, b, c, d, e, f = self._fit
+        _, rows, tokens, many, kv, pairs = features
+        return self._speed * (a + b * rows + c * tokens + d * many + e * kv + f * pairs)
+
+    def _remember(self, features: Features, took_us: float) -> None:
+        """Keep one equation: coefficients . features / took = 1."""
+        self._recent.append([x / took_us for x in features])
+
+    def _refit(self, weight: float = 1.0, sweeps: int = SWEEPS) -> None:
+        """Add the recent steps to the normal equations, and improve the fit by coordinate descent."""
+        kinds = [self._kinds[kind] for kind in sorted(self._kinds)]
+        columns = list(zip(*self._recent, *kinds, strict=True))
+        weights = [1.0] * len(self._recent) + [KIND_WEIGHT] * len(kinds)
+        fit, moments, targets = self._fit, self._moments, self._targets
+        for i, column in enumerate(columns):
+            weighted = list(map(mul, column, weights))
+            targets[i] = MEMORY * targets[i] + weight * _sum(weighted)
+            for j in range(i, FEATURES):
+                moment = MEMORY * moments[i][j] + weight * _sum(map(mul, weighted, columns[j]))
+                moments[i][j] = moments[j][i] = moment
+        self._recent = []
+        for _ in range(sweeps):
+            for i, row in enumerate(moments):
+                if row[i] > EMPTY:
+                    a, b, c, d, e, f = fit
+                    r, s, t, u, v, w = row
+                    gradient = a * r + b * s + c * t + d * u + e * v + f * w - targets[i]
+                    better = fit[i] - gradient / row[i]
+                    fit[i] = better if better > 0.0 else 0.0
+
+
+def _sum(values: Iterable[float]) -> float:
+    """From left to right: `sum` compensates, in some versions of Python and not in others."""
+    return reduce(add, values)
+
+
+def _features(shape: StepShape) -> Features:
+    """What the estimate is linear in, scaled to the same order of magnitude."""
+    tokens = shape.tokens
+    return (
+        1.0,
+        shape.rows / 64,
+        (tokens - KNOTS[0]) / 256 if tokens > KNOTS[0] else 0.0,
+        (tokens - KNOTS[1]) / 256 if tokens > KNOTS[1] else 0.0,
+        shape.kv_tokens / 65_536,
+        shape.attention / 262_144,
+    )
+
+
+def _prior_shapes() -> list[StepShape]:
+    """Steps on which an estimate with a prior begins by agreeing with it."""
+    shapes = []
+    for rows, context in ((0, 0), (1, 100), (8, 500), (32, 1_000), (128, 1_000), (256, 2_000)):
+        decodes = StepShape(rows, rows, rows * (context + 1), rows * context)
+        shapes += [decodes] if rows else []
+        for start, chunk in ((0, 16), (0, 128), (1_000, 256), (0, 512), (4_000, 2_048)):
+            shapes.append(decodes.with_chunk(start, chunk))
+    return shapes
+
+
+def chunk_tokens(
+    costs: Costs, decode_shape: StepShape, start: int, bound_us: int, block_tokens: int, most: int
+) -> int:
+    """The largest chunk from `start`, a multiple of `block_tokens` and at most `most`, with which a step
+    of these decode rows is predicted to stay within `bound_us`; 0 when none is."""
+    blocks = most // block_tokens  # all of it is tried first: often it fits
+    fits, over = 0, blocks + 1
+    while over - fits > 1:
+        if costs.predict_us(decode_shape.with_chunk(start, blocks * block_tokens)) <= bound_us:
+            fits = blocks
+        else:
+            over = blocks
+        blocks = (fits + over) // 2
+    return fits * block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Some steps of one mode."""
+
+    steps: int
+    rows: int
+    us: int
+    took_us: int
+
+
+@dataclass(slots=True)
+class Pace:
+    """Rows that came back and the time they took, while the executor had work."""
+
+    mode: str = ""
+    since_step: int = 0  # the mode was chosen then
+    since_rows: int = 0  # so many ran then
+    hosted: bool = False  # some rows were host-fed then
+    half: int = 1  # micro-batch of the last step of two_batch: the first is A
+    step_us: int = 0  # a step's time, a moving average
+    steps: int = 0
+    rows: int = 0
+    us: int = 0
+    took_us: int = 0  # of it, the device's
+    last_us: int = 0  # the last result, 0 when the executor fell idle after it
+    probe_until: int = 0  # single until this step, to compare with
+    measure_from: int = 0  # results from this step on are of the probe
+    probed_step: int = 0  # the last probe ended then
+    before: Speed | None = None  # of the mode before the probe
+    banned: str = ""  # a mode that was slower than single
+    banned_until: int = 0
+
+    @property
+    def speed(self) -> Speed:
+        """What was measured since the last restart."""
+        return Speed(self.steps, self.rows, self.us, self.took_us)
+
+    def planned(self, now_us: int) -> None:
+        """A step is planned that no other is in flight with: unless the last result brought it about, the
+        executor has been idle, for want of work."""
+        if now_us != self.last_us:
+            self.last_us = 0
+
+    def note(self, step: int, rows: int, took_us: int, now_us: int, *, busy: bool) -> None:
+        """The result of a step has come; `busy` says whether there is more to do."""
+        if step == self.measure_from:
+            self.restart()
+        elif self.last_us:
+            self.steps += 1
+            self.rows += rows
+            self.took_us += took_us
+            self.us += now_us - self.last_us
+        self.last_us = now_us if busy else 0
+
+    def restart(self) -> None:
+        """Measure anew."""
+        self.steps = self.rows = self.us = self.took_us = 0

@@ -1,0 +1,181 @@
+"""What the scheduler counts: plain integers in its state, with no clock, no lock and no OpenTelemetry.
+
+The core adds to these attributes; ../reports/status.py computes the rest from the state on request, and
+shared/telemetry/metrics.py sends both. Counters only grow. They decide nothing, so they are no part of the
+state's hash.
+
+counters     prefix_lookup_tokens   prompt tokens that were looked up in a prefix cache
+             prefix_hit_tokens      of these, found there and not computed
+             prefill_tokens         prompt tokens that steps computed, recomputed ones among them
+             recomputed_tokens      tokens whose KV was computed before and lost by a preemption or a requeue
+             generated_tokens       sampled tokens that were applied
+             wasted_rows            rows of a step whose sample nobody wanted any more
+             preemptions            sequences that were paused
+             predicted_us           predicted time of all steps in `step_error_pm`
+by a name    steps {mode: n}        `count_step(mode)`
+             rejected {code: n}     `count_rejected(code)`
+             finished {reason: n}   `count_finished(reason)`
+             loads                  times that blocks were brought from a tier for a sequence
+             loads_declined         ... were there, and computing them again was cheaper
+             loads_failed           ... were asked for and did not come
+             l1_hit_blocks          blocks brought from DRAM
+             l2_hit_blocks          ... by way of it, from the remote tier
+             restored_tokens        tokens of all these
+             stored_blocks          blocks copied to DRAM
+             stored_ahead_blocks    asked for before their sequence was paused
+             stores_failed          copies to DRAM that came to nothing
+             dropped_blocks         blocks given up without a copy
+             dropped_paused_blocks  of these, what a paused sequence will have to compute again
+             tier_rests             times that a kv_offload was left alone because it did not answer
+last value   budget_tokens          chunk budget of the last step planned
+             mode                   of the last step planned
+histograms   queue_us               arrival to first admission
+             ttft_us                arrival to first token applied
+             gap_us                 between two tokens of a sequence as they were applied
+             tpot_us                of a sequence that ended by itself: first to last token, over the tokens
+                                    after the first
+             e2e_us                 ... its arrival to its end here
+             step_us                executor's time of a step
+             step_error_pm          |step time - predicted| / predicted, per mille: see `add_step`
+             restore_us             asking for blocks of a tier to having them
+             restore_error_pm       as step_error_pm, of that
+             recompute_error_pm     as step_error_pm, of what a resumed sequence computed again
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+LATENCY_BOUNDS_US = (
+    1_000, 2_000, 5_000, 10_000, 20_000, 40_000, 80_000, 160_000, 320_000, 640_000, 1_280_000, 2_560_000,
+    5_120_000, 10_240_000, 30_000_000, 60_000_000,
+)  # fmt: skip
+STEP_BOUNDS_US = (
+    500, 1_000, 2_000, 4_000, 6_000, 8_000, 12_000, 16_000, 24_000, 32_000, 50_000, 100_000, 250_000,
+    1_000_000,
+)  # fmt: skip
+ERROR_BOUNDS_PM = (10, 20, 50, 100, 150, 200, 300, 500, 1_000, 2_000)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Integers counted by fixed upper bounds, as OpenTelemetry's explicit-bucket histogram: `counts[i]` has
+    the values in (bounds[i-1], bounds[i]], the last one those above all bounds."""
+
+    bounds: tuple[int, ...]
+    counts: list[int] = field(default_factory=list)
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: int, times: int = 1) -> None:
+        """Count a value, so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        """How many values."""
+        return sum(self.counts)
+
+    def quantile(self, per_mille: int) -> int:
+        """The upper bound of the bucket that holds this quantile; the highest bound for what lies above it,
+        0 without values."""
+        rank, seen = -(-self.count * per_mille // 1000), 0
+        if not rank:
+            return 0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            seen += count
+            if seen >= rank:
+                return bound
+        return self.bounds[-1]
+
+
+@dataclass(slots=True)
+class Meter:
+    """See the top of this file."""
+
+    prefix_lookup_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    generated_tokens: int = 0
+    wasted_rows: int = 0
+    preemptions: int = 0
+    predicted_us: int = 0
+    loads: int = 0
+    loads_declined: int = 0
+    loads_failed: int = 0
+    l1_hit_blocks: int = 0
+    l2_hit_blocks: int = 0
+    restored_tokens: int = 0
+    stored_blocks: int = 0
+    stored_ahead_blocks: int = 0
+    stores_failed: int = 0
+    dropped_blocks: int = 0
+    dropped_paused_blocks: int = 0
+    tier_rests: int = 0
+    budget_tokens: int = 0
+    mode: str = ""
+    steps: dict[str, int] = field(default_factory=dict)
+    rejected: dict[int, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
+    queue_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    ttft_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    gap_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    tpot_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    e2e_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    step_us: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_US))
+    step_error_pm: Histogram = field(default_factory=lambda: Histogram(ERROR_BOUNDS_PM))
+    restore_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    restore_error_pm: Histogram = field(default_factory=lambda: Histogram(ERROR_BOUNDS_PM))
+    recompute_error_pm: Histogram = field(default_factory=lambda: Histogram(ERROR_BOUNDS_PM))
+
+    def count_step(self, mode: str) -> None:
+        """A step was planned in this overlap mode."""
+        self.mode = mode
+        self.steps[mode] = self.steps.get(mode, 0) + 1
+
+    def count_rejected(self, code: int) -> None:
+        """A request was not accepted."""
+        self.rejected[code] = self.rejected.get(code, 0) + 1
+
+    def count_finished(self, reason: str) -> None:
+        """A sequence has ended: stop, length, error, cancelled."""
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def add_ended(self, e2e_us: int, decode_us: int, tokens: int) -> None:
+        """A sequence has ended by itself, `decode_us` after the first of its `tokens`."""
+        self.e2e_us.add(e2e_us)
+        if tokens > 1:
+            self.tpot_us.add(decode_us // (tokens - 1))
+
+    def add_step(self, took_us: int, predicted_us: int) -> None:
+        """A step has run; `predicted_us` is 0 when nothing was predicted."""
+        self.step_us.add(took_us)
+        if predicted_us:
+            self.predicted_us += predicted_us
+            self.step_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
+
+    def add_restore(self, took_us: int, predicted_us: int) -> None:
+        """Blocks have been brought from a tier."""
+        self.restore_us.add(took_us)
+        if predicted_us:
+            self.restore_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
+
+    def add_recompute(self, took_us: int, predicted_us: int) -> None:
+        """What a resumed sequence had lost is computed again."""
+        if predicted_us:
+            self.recompute_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
+
+    @property
+    def recompute_tax_pm(self) -> int:
+        """Recomputed tokens among all prefilled ones, per mille."""
+        return self.recomputed_tokens * 1000 // max(self.prefill_tokens, 1)
+
+    @property
+    def prefix_hit_pm(self) -> int:
+        """Prefix hits among the tokens looked up, per mille."""
+        return self.prefix_hit_tokens * 1000 // max(self.prefix_lookup_tokens, 1)

@@ -1,0 +1,283 @@
+"""The policies: pure functions, each known by a name, each replaceable in the configuration. They are in
+`policies/`, a file for each kind.
+
+    policy = "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix,tier=tiered"
+
+rank    who is admitted next                    ranks.py        vtc, fcfs
+fill    what a step is made of                  fills.py        mixed, prefill_first, decode_first, static
+kv      how many blocks a sequence is promised  promises.py     on_demand, foreseen, greedy, by_chunk,
+                                                                reserve
+victim  who is paused when blocks are short     victims.py      latest, least_computed
+place   which executor runs a unit              places.py       prefix, room
+tier    what becomes of blocks without a copy   tiers.py        tiered, swap, recompute, forget
+A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from services.scheduler.state.requests import Sequence
+from shared.errors import SetupError
+from shared.kv_blocks import blocks_for
+
+WHERE = {  # module, names, arguments
+    "rank": ("services.scheduler.state.policies", ("vtc", "fcfs"), ("arrival_us", "number", "served_tokens")),
+    "fill": (
+        "services.scheduler.state.policies",
+        ("mixed", "prefill_first", "decode_first", "static"),
+        ("view",),
+    ),
+    "kv": (
+        "services.scheduler.state.policies",
+        ("on_demand", "foreseen", "greedy", "by_chunk", "reserve"),
+        ("tokens", "max_length", "block_tokens"),
+    ),
+    "victim": ("services.scheduler.state.policies", ("latest", "least_computed"), ("candidates",)),
+    "place": ("services.scheduler.state.policies", ("prefix", "room"), ("options",)),
+    "tier": ("services.scheduler.state.policies", ("tiered", "swap", "recompute", "forget"), ("view",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The names in force. `policy.the("rank")` is the function."""
+
+    rank: str = "vtc"
+    fill: str = "mixed"
+    kv: str = "on_demand"
+    victim: str = "latest"
+    place: str = "prefix"
+    tier: str = "tiered"
+
+    def the(self, kind: str) -> Callable[..., Any]:
+        """The function of a kind."""
+        return load(kind, getattr(self, kind))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether admission keeps nothing free for growth, and nobody is spared or pinned."""
+        return self.kv in GREEDY
+
+    @property
+    def foresees(self) -> bool:
+        """Whether admission looks ahead along the growth of sequences whose length is known."""
+        return self.kv == "foreseen"
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+def parse(text: str, base: Policy | None = None) -> Policy:
+    """A policy from `kind=name,...`; kinds that are not named stay as in `base`. Raises SetupError for a kind
+    or a name that does not exist."""
+    policy = base or Policy()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        kind, _, name = part.partition("=")
+        if kind not in WHERE:
+            raise SetupError(f"setting policy: there is no {kind!r}, only {', '.join(WHERE)}")
+        load(kind, name)
+        policy = replace(policy, **{kind: name})
+    return policy
+
+
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    """True when it can be called with so many arguments, as far as can be told."""
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # of a builtin that does not say
+    return True
+
+
+@cache
+def load(kind: str, name: str) -> Callable[..., Any]:
+    """The function of a kind by its name. Raises SetupError."""
+    module, names, _ = WHERE[kind]
+    if ":" in name:
+        module, _, name = name.partition(":")
+    elif name not in names:
+        raise SetupError(
+            f"setting policy: {kind}={name!r} is none of {', '.join(names)}, nor module:function"
+        )
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SetupError(f"setting policy: {kind}={module}:{name} cannot be loaded: {error}") from error
+    arguments = WHERE[kind][2]
+    if not callable(found) or not _takes(found, len(arguments)):
+        raise SetupError(
+            f"setting policy: {kind}={module}:{name} is no function of ({', '.join(arguments)}): see "
+            f"{WHERE[kind][0].replace('.', '/')}.py"
+        )
+    return found  # type: ignore[no-any-return]  # each kind has its own signature, see its file
+
+
+STALL_US = 1_000_000
+
+
+class FillView(NamedTuple):
+    """What a fill policy sees of an executor. A tuple, since one is made for each step."""
+
+    decodes: int  # rows that could decode now
+    prompts: int  # sequences with prompt tokens to compute
+    stalled_us: int  # since the last step that decoded, 0 when nothing decodes
+
+
+class Share(NamedTuple):
+    """The parts of a step. `prompts`: none; one block; the chunk budget; or as much as the step holds."""
+
+    decodes: bool
+    prompts: Literal["none", "block", "budget", "whole"]
+
+
+def mixed(view: FillView) -> Share:
+    """Stall-free batching (Sarathi-Serve, Agrawal et al. 2024)."""
+    return Share(True, "budget")
+
+
+def prefill_first(view: FillView) -> Share:
+    """Best time to first token, worst time between tokens."""
+    if view.prompts and view.stalled_us < STALL_US:
+        return Share(not view.prompts, "whole")
+    return Share(True, "none" if view.decodes else "whole")
+
+
+def decode_first(view: FillView) -> Share:
+    """Best time between tokens, worst time to first token."""
+    return Share(True, "block" if view.decodes else "whole")
+
+
+def static(view: FillView) -> Share:
+    """All prompts of the batch, then all its tokens."""
+    return Share(not view.prompts, "whole")
+
+
+def joins(fill: str, begun: bool) -> bool:
+    """True when a unit may join an executor that has (not) begun on those it runs."""
+    return fill != "static" or not begun
+
+
+LOAD_TOKENS = 512  # of prefix hit that one running sequence outweighs; without it all requests with a common
+# beginning pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6)
+
+
+class Option(NamedTuple):
+    """What an executor has for a unit. A tuple, since one is made at each admission."""
+
+    source: str
+    hit_tokens: int  # of its prompt, in this executor's prefix cache
+    room_blocks: int  # free and promised to nobody
+    running: int
+
+
+def prefix(options: list[Option]) -> Option:
+    """Where most of its prompt is cached, less what runs there; among equals, where the most room is."""
+    return max(options, key=lambda o: (o.hit_tokens - LOAD_TOKENS * o.running, o.room_blocks, o.source))
+
+
+def room(options: list[Option]) -> Option:
+    """Where the most room is."""
+    return max(options, key=lambda o: (o.room_blocks, -o.running, o.source))
+
+
+CHUNK_TOKENS = 1_024
+GREEDY = ("greedy", "by_chunk")
+
+
+def on_demand(tokens: int, max_length: int, block_tokens: int) -> int:
+    """What it needs to come to its next token. It grows as it goes, and may be paused for want of a block."""
+    return blocks_for(min(tokens + 1, max_length), block_tokens)
+
+
+def foreseen(tokens: int, max_length: int, block_tokens: int) -> int:
+    """As much; but where nothing except its length ends a sequence, admission looks ahead along its whole
+    growth, and nobody is paused for that: see ../headroom.py."""
+    return on_demand(tokens, max_length, block_tokens)
+
+
+def greedy(tokens: int, max_length: int, block_tokens: int) -> int:
+    """As much; but admission leaves nothing free for growth, whoever comes back is not spared, and nobody is
+    ever promised more. A baseline, which pauses much."""
+    return on_demand(tokens, max_length, block_tokens)
+
+
+def by_chunk(tokens: int, max_length: int, block_tokens: int) -> int:
+    """What its first chunk needs, and else as greedy: as vLLM V1 admits. It may be paused within its prompt
+    for want of a block. A baseline."""
+    return blocks_for(min(tokens + 1, max_length, CHUNK_TOKENS), block_tokens)
+
+
+def reserve(tokens: int, max_length: int, block_tokens: int) -> int:
+    """All that it may ever need: it is never paused, and what it does not use lies idle."""
+    return blocks_for(max_length, block_tokens)
+
+
+def vtc(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
+    """The client that has been served least, then arrival: see waiting_queue.py."""
+    return served_tokens, arrival_us, number
+
+
+def fcfs(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
+    """First come, first served, whichever client asks."""
+    return arrival_us, number
+
+
+EAGER_PM = 250  # likely enough to be wanted by another: less, and a copy would push better ones out below
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """A block, and how things are."""
+
+    paused: bool  # its sequence will be back; else it has ended
+    pressed: bool  # its place is wanted
+    idle: bool  # no copy is under way
+    chance_pm: int  # that somebody wants what it holds, per mille
+    copy_us: int  # with half of what it would wait for
+    recompute_us: int  # 0: not known yet
+
+
+def tiered(view: TierView) -> str:
+    """By cost."""
+    known = view.recompute_us > 0
+    worth = view.recompute_us * view.chance_pm > 1000 * view.copy_us
+    if view.pressed:
+        likely = view.chance_pm >= EAGER_PM
+        return "copy" if (worth and likely) or (view.paused and not known) else "drop"
+    eager = view.idle and not view.paused and view.chance_pm >= EAGER_PM
+    return "copy" if eager and (worth or not known) else "keep"
+
+
+def swap(view: TierView) -> str:
+    """Whatever it costs."""
+    if view.paused:
+        return "copy"
+    return "drop" if view.pressed else "keep"
+
+
+def recompute(view: TierView) -> str:
+    """Never."""
+    return "drop"
+
+
+def forget(view: TierView) -> str:
+    """Never; ../preemption.py sees to the rest."""
+    return "drop"
+
+
+def least_computed(candidates: list[Sequence]) -> list[Sequence]:
+    """Of the lowest class, whose loss costs least to compute again."""
+    return sorted(candidates, key=lambda s: (-s.request.level, s.computed, -s.request.arrival_us, -s.seq))
+
+
+def latest(candidates: list[Sequence]) -> list[Sequence]:
+    """The latest arrival of the lowest class."""
+    return sorted(candidates, key=lambda s: (-s.request.level, -s.request.arrival_us, -s.seq))

@@ -1,0 +1,474 @@
+"""Requests and sequences as the scheduler knows them. The token record here is the authority.
+
+tokens:   prompt ........ | generated, applied .... |
+computed: KV planned up to here, advanced when a step is planned
+planned_length: len(tokens) + tokens that steps in flight will sample
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.errors import SetupError, from_code
+from shared.messages import Chunk, Close, Decision, Message, Timings, Tokenized, Usage
+from shared.telemetry import traces
+from shared.telemetry.traces import LEAVES, Choice, Reply, RequestFacts
+
+MAX_DECISIONS = 64  # kept for the trace: they travel in one Close
+MAX_CHUNKS = 32  # likewise; later ones count as part of the last
+PIN_AFTER = 3  # pauses
+
+
+class Phase(Enum):
+    """Where a sequence is in its life. It only moves down, but for WAITING after a pause or a requeue."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    CLOSING = "closing"  # Close sent, Ended awaited
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Request:
+    """One accepted request; `asked.tokens` is the prompt."""
+
+    asked: Tokenized
+    trace: str
+    tokenizer: str
+    arrival_us: int
+    deadline_us: int
+    level: int = 1  # of its class, 0 is the highest
+    start_by_us: int = 0  # given up if it has not begun by then: its class's limit. 0: none
+    transit_us: int = 0
+    attempt: int = 1  # of the reply stream: one more each time another detokenizer takes over
+    shard: str = ""  # detokenizer id, "" while none is alive
+    sequences: list[Sequence] = field(default_factory=list)
+    detached: bool = False
+    risen: int = 0  # by so many classes it counts as higher: it has waited for long
+    reply: Reply = field(default_factory=Reply)  # the detokenizer's stamps, once it has ended
+
+    @property
+    def traced(self) -> bool:
+        """Whether somebody sends spans of it."""
+        return bool(self.asked.parent_span) and traces.is_sampled(self.trace)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.asked.tenant, self.asked.request
+
+    @property
+    def client(self) -> tuple[str, int]:
+        """Whose turn it is counts by tenant and class, the one that it has risen to."""
+        return self.asked.tenant, self.level - self.risen
+
+
+@dataclass(slots=True)
+class ChunkNote:
+    """A prompt chunk, for the trace; `done_us` is 0 until its step has come back."""
+
+    planned_us: int
+    tokens: int
+    step: int
+    executor: str
+    done_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The partial block that a paused sequence ended with: `at` in its table, the first `valid` tokens. It is
+    known by its key, under one root, and to this sequence alone."""
+
+    at: int = 0
+    valid: int = 0
+    key: bytes = b""
+    root: bytes = b""
+
+
+NO_TAIL = Tail()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request."""
+
+    seq: int
+    request: Request
+    choice: int
+    seed: int
+    tokens: array[int]
+    prompt_tokens: int
+    max_length: int
+    stop_ids: frozenset[int]
+    host_fed: bool = False  # its next input needs the host: planned again only after its result
+    unit: int = 0  # the number of the one it was last queued in
+    half: int = 0  # micro-batch A or B, where steps alternate
+    phase: Phase = Phase.WAITING
+    placement: int = 0  # counts placements: rows of an earlier one are ignored
+    executor: str = ""
+    slot: int = -1
+    generation: int = 0  # of the slot
+    table: list[int] = field(default_factory=list)
+    table_sent: int = 0  # entries of the table that the executor has
+    room: int = 0  # tokens that fit into those
+    reserved: int = 0  # blocks promised and not yet allocated
+    opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
+    opened_after: int = 0  # the executor's last step then: up to it none touched this slot
+    computed: int = 0
+    keyed: tuple[bytes, int] = (b"", 0)  # root and block size that `keys` were made with
+    keys: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens
+    registered: int = 0  # entries of the table that the prefix cache knows
+    reach: int = 0  # the most that was ever computed or cached: below it is work done again
+    charged: int = 0  # generated tokens that its client has been charged for
+    pauses: int = 0
+    pinned: bool = False  # paused so often that it is promised all it may need, and is nobody's victim
+    tail: Tail = NO_TAIL  # of its last pause
+    loading: int = 0  # the job that brings blocks of its table from a tier; no row of it is planned before
+    spared_until_us: int = 0  # it has just come back: others are paused before it
+    owed_us: int = 0  # predicted cost of what is computed again since it came back
+    paid_us: int = 0  # of it, as the steps have shown
+    leader: Sequence | None = None  # computes the prompt for this sequence, until the fork
+    final: int = 0
+    reason: str = ""
+    close_deadline_us: int = 0
+    close: Close | None = None  # as sent, for a re-open
+    admitted_us: int = 0
+    first_token_us: int = 0
+    last_token_us: int = 0
+    prefill_chunks: int = 0
+    steps: int = 0  # but for the decodes since it was placed
+    cached_tokens: int = 0  # of the prompt: found in a prefix cache, never computed for it
+    recomputed_tokens: int = 0
+    decisions: list[Decision] = field(default_factory=list)
+    chunks: list[ChunkNote] = field(default_factory=list)
+    last_executor: str = ""  # also once it has left it
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def sure_length(self) -> bool:
+        """Nothing but its length ends it, unless its client goes away or finds a stop string."""
+        return not self.stop_ids
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.opened_length
+
+    @property
+    def planned_length(self) -> int:
+        """Its length once every step in flight is back: a decode samples one, as does the end of a prompt."""
+        return self.opened_length if self.computed < self.opened_length else self.computed + 1
+
+    @property
+    def steps_planned(self) -> int:
+        """Steps that it was in."""
+        return self.steps + self._decodes
+
+    @property
+    def _decodes(self) -> int:
+        """Since it was placed."""
+        return max(self.computed - self.opened_length, 0)
+
+    @property
+    def live(self) -> bool:
+        return self.phase in (Phase.WAITING, Phase.RUNNING)
+
+    def leave(self) -> None:
+        """Forget the executor; rows in flight are ignored from now on."""
+        self.reach = max(self.reach, min(self.computed, len(self.tokens)))
+        self.placement += 1
+        self.executor, self.slot, self.leader = "", -1, None
+        self.table, self.table_sent, self.room, self.registered, self.reserved = [], 0, 0, 0, 0
+        self.steps += self._decodes
+        self.opened_length = self.computed = self.loading = self.owed_us = self.paid_us = 0
+
+    def decide(self, now_us: int, what: str, why: str, **numbers: int) -> None:
+        """Note a decision for the request's trace."""
+        at_us = now_us - self.request.arrival_us
+        if len(self.decisions) < MAX_DECISIONS:
+            self.decisions.append(Decision(at_us=at_us, what=what, why=why, numbers=tuple(numbers.items())))
+
+    def note_chunk(self, now_us: int, tokens: int, step: int) -> ChunkNote:
+        """Note a prompt chunk in the step now planned."""
+        if len(self.chunks) < MAX_CHUNKS:
+            self.chunks.append(ChunkNote(now_us, tokens, step, self.executor))
+        else:
+            self.chunks[-1].tokens += tokens
+        return self.chunks[-1]
+
+
+def timings_of(sequence: Sequence, now_us: int) -> Timings:
+    """The stages of a sequence so far."""
+    asked = sequence.request.asked
+    first = sequence.first_token_us or sequence.last_token_us
+    handled_wall_us = asked.handled_wall_us or asked.received_wall_us
+    arrival_us = sequence.request.arrival_us
+    return Timings(
+        received_wall_us=asked.received_wall_us,
+        tokenize_us=max(asked.sent_wall_us - handled_wall_us, 0),
+        transit_us=sequence.request.transit_us,
+        queue_us=max(sequence.admitted_us - arrival_us, 0) if sequence.admitted_us else 0,
+        prefill_us=max(first - sequence.admitted_us, 0) if first else 0,
+        decode_us=max(sequence.last_token_us - first, 0),
+        prefill_chunks=sequence.prefill_chunks,
+        steps=sequence.steps_planned,
+        received_us=max(handled_wall_us - asked.received_wall_us, 0),
+        live_us=max(now_us - arrival_us, 0),
+    )
+
+
+def chunks_of(sequence: Sequence, now_us: int) -> tuple[Chunk, ...]:
+    """Its prompt chunks so far. One without a result ended when its sequence was taken off the executor,
+    or lasts until now."""
+    arrival_us = sequence.request.arrival_us
+    left_us = [arrival_us + d.at_us for d in sequence.decisions if d.what in LEAVES]
+    return tuple(
+        Chunk(
+            at_us=note.planned_us - arrival_us,
+            took_us=(note.done_us or min([*(at for at in left_us if at >= note.planned_us), now_us]))
+            - note.planned_us,
+            tokens=note.tokens,
+            step=note.step,
+            executor=note.executor,
+        )
+        for note in sequence.chunks
+    )
+
+
+def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> Close:
+    """The Close of a sequence that ends now after `final` tokens."""
+    return Close(
+        seq=sequence.seq,
+        final=final,
+        reason=reason,
+        usage=Usage(
+            prompt_tokens=sequence.prompt_tokens,
+            completion_tokens=final,
+            cached_tokens=sequence.cached_tokens,
+        ),
+        timings=timings_of(sequence, now_us),
+        decisions=tuple(sequence.decisions),
+        executor=sequence.last_executor,
+        chunks=chunks_of(sequence, now_us),
+    )
+
+
+def facts_of(request: Request, now_us: int) -> RequestFacts:
+    """What the spans of a request are made of; of a running one, as if it ended now."""
+    asked = request.asked
+    choices = []
+    for s in request.sequences:
+        close = s.close or close_of(s, now_us, s.generated, "")
+        tokens = s.final if s.close else s.generated
+        choices.append(Choice(index=s.choice, tokens=tokens, reason=s.reason or s.phase.value, close=close))
+    failed = next((c.close for c in choices if c.close.code), None)
+    return RequestFacts(
+        request=asked.request,
+        tenant=asked.tenant,
+        model=asked.model,
+        format=asked.format,
+        inbox=asked.inbox,
+        received_wall_us=asked.received_wall_us,
+        detokenizer=f"detokenizer.{request.shard}" if request.shard else "",
+        choices=tuple(choices),
+        reply=request.reply,
+        error=from_code(failed.code, failed.message, failed.retry_after_ms) if failed else None,
+    )
+
+
+NAMES = ("interactive", "standard", "batch")  # by level, the highest first
+DEFAULT = "interactive=10000/50/0,standard=60000/100/20000,batch=0/500/60000"
+
+
+@dataclass(frozen=True, slots=True)
+class SloClass:
+    """The promise to one class, in microseconds; see the top of this file."""
+
+    name: str
+    ttft_us: int
+    tbt_us: int
+    age_us: int
+
+
+def parse(text: str) -> tuple[SloClass, ...]:
+    """The classes by level, from `name=ttft/tbt/age,...` in milliseconds; a class that is not named keeps its
+    default. Raises SetupError."""
+    found = _read(DEFAULT) | _read(text)
+    return tuple(found[name] for name in NAMES)
+
+
+def level_of(name: str) -> int:
+    """0 is the highest. The edge admits no other name; should one come, it is of the middle class."""
+    return NAMES.index(name) if name in NAMES else 1
+
+
+def _read(text: str) -> dict[str, SloClass]:
+    found: dict[str, SloClass] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, numbers = part.partition("=")
+        try:
+            ttft_ms, tbt_ms, age_ms = (int(number) for number in numbers.split("/"))
+        except ValueError:
+            raise SetupError(_wrong(part, "is not name=ttft/tbt/age in whole milliseconds")) from None
+        if name not in NAMES:
+            raise SetupError(_wrong(part, f"names no class: {', '.join(NAMES)}"))
+        if name in found:
+            raise SetupError(_wrong(part, "names a class for the second time"))
+        if min(ttft_ms, age_ms) < 0 or tbt_ms < 1:
+            raise SetupError(_wrong(part, "has a time below zero, or no time between tokens"))
+        found[name] = SloClass(name, ttft_ms * 1000, tbt_ms * 1000, age_ms * 1000)
+    return found
+
+
+def _wrong(part: str, why: str) -> str:
+    return f"setting slo: {part!r} {why}; for example slo={DEFAULT}"
+
+
+@dataclass(slots=True)
+class Due:
+    """Times in us, the earliest first."""
+
+    heap: list[tuple[int, int]] = field(default_factory=list)  # at_us, sequence
+
+    def watch(self, at_us: int, seq: int) -> None:
+        """Look at a sequence at `at_us`."""
+        heapq.heappush(self.heap, (at_us, seq))
+
+    def pop(self, now_us: int) -> int | None:
+        """A sequence whose time has come."""
+        return heapq.heappop(self.heap)[1] if self.heap and self.heap[0][0] <= now_us else None
+
+
+KEPT = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What is left of a request."""
+
+    inbox: str
+    trace: str  # the traceparent of its root span, empty when not traced
+    facts: RequestFacts
+
+
+@dataclass(slots=True)
+class Recent:
+    """A ring of the last KEPT requests by (tenant, request)."""
+
+    traces: OrderedDict[tuple[str, str], Trace] = field(default_factory=OrderedDict)
+
+    def add(self, key: tuple[str, str], trace: Trace) -> None:
+        """Remember an ended request, forget the oldest."""
+        self.traces[key] = trace
+        self.traces.move_to_end(key)
+        while len(self.traces) > KEPT:
+            self.traces.popitem(last=False)
+
+    def find(self, request: str) -> Trace | None:
+        """The newest ended request with this id, of any tenant."""
+        keys = [key for key in reversed(self.traces) if key[1] == request]
+        return self.traces[keys[0]] if keys else None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A message from the actor `source` (kind.id)."""
+
+    source: str
+    message: Message
+    trace: str = ""
+    transit_us: int = 0  # on the way, by wall clocks: for spans, never for a decision
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """An actor is ready, or is a new incarnation (`epoch`) of itself."""
+
+    kind: str
+    actor: str
+    epoch: int
+    arena_generation: int = -1  # an executor: of the arena that it maps, 0 for none; -1: it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """An actor missed its beats or stopped."""
+
+    kind: str
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDraining:
+    """An actor finishes what it has and takes nothing new."""
+
+    kind: str
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLost:
+    """Messages from `source` are gone for good."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierReady:
+    """A kv_offload is ready, or is a new incarnation of itself; its arena serves executors of its host."""
+
+    actor: str
+    epoch: int
+    host_id: str
+    generation: int  # of its arena
+    tiers: tuple[str, ...]  # l1, l2: those that work now
+
+
+@dataclass(frozen=True, slots=True)
+class TierLost:
+    """A kv_offload missed its beats or stopped."""
+
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed; deadlines may be due."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Take nothing new."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOver:
+    """There is no more time to drain: what is left ends here."""
+
+
+Event = (
+    Arrived
+    | PeerReady
+    | PeerDraining
+    | PeerLost
+    | StreamLost
+    | TierReady
+    | TierLost
+    | Ticked
+    | DrainAsked
+    | DrainOver
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `message` to the actor `to` (kind.id)."""
+
+    to: str
+    message: Message
+    trace: str = ""

@@ -1,0 +1,139 @@
+"""Everything the scheduler knows. Only the functions behind `core.Scheduler.handle` change it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.scheduler.state import requests
+from services.scheduler.state.block_pool import Ledger
+from services.scheduler.state.cost_model import Costs, Pace
+from services.scheduler.state.counters import Meter
+from services.scheduler.state.policies import Policy
+from services.scheduler.state.requests import ChunkNote, Due, Recent, Request, Send, Sequence, SloClass
+from services.scheduler.state.step_log import Steps
+from services.scheduler.state.transfers import Link, Tiers
+from services.scheduler.state.waiting_queue import Waiting
+from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
+from shared.step_model import StepShape
+
+Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and in which placement
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The scheduler's settings."""
+
+    window: int = 2  # most steps in flight per executor
+    overlap: str = "auto"  # auto, single, run_ahead, two_batch: see overlap.py
+    comm: str = "auto"  # auto, off, two_stream: see ../step_planner.py
+    step_tokens: int = 1024  # most tokens of one step: decode rows and prompt chunks together
+    max_waiting: int = 1024  # requests
+    max_waiting_tokens: int = 1_048_576
+    policy: Policy = field(default_factory=Policy)
+    classes: tuple[SloClass, ...] = field(default_factory=lambda: requests.parse(""))
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that has been planned and not answered."""
+
+    step: int
+    rows: list[Row]
+    planned_us: int
+    plan: StepPlan
+    shape: StepShape
+    predicted_us: int = 0  # 0: nothing was known yet
+    chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Executor:
+    """One incarnation of one executor: its ledger and its window."""
+
+    hello: ExecHello
+    epoch: int
+    ledger: Ledger
+    step: int = 0  # last step planned
+    in_flight: deque[InFlight] = field(default_factory=deque)
+    early: dict[int, StepResult] = field(default_factory=dict)  # results that came before an older one
+    running: list[Sequence] = field(default_factory=list)  # in order of admission
+    copies: list[tuple[int, int]] = field(default_factory=list)  # block copies for the next plan
+    forked_step: int = 0  # the last that had such copies: what they read is nobody's, perhaps, and free
+    generation: int = 0
+    steps_done: int = 0
+    draining: bool = False  # finishes what it has, gets nothing new
+    costs: Costs = field(default_factory=Costs)
+    pace: Pace = field(default_factory=Pace)
+    host_fed: int = 0  # of those that run
+    sure_lengths: int = 0  # of those that run: only their length ends them
+    levels: list[int] = field(default_factory=lambda: [0] * len(requests.NAMES))  # how many run of each class
+    halves: list[int] = field(default_factory=lambda: [0, 0])  # how many are in A and in B
+    growth_pm: int = 150  # of the growth expected, kept free by admission: see ../headroom.py
+    chunk_tokens: int = 0  # the last step's budget for prompt chunks, where a whole chunk of it was used
+    decoded_us: int = 0  # when a step with decodes was last planned
+    up: Link = field(default_factory=Link)  # from the tier below
+    down: Link = field(default_factory=Link)
+    holds: bool = False  # its next step waits for places that are being copied: see tiers.places
+    looked_us: int = 0  # when its dirty blocks were last judged
+    eager_us: int = 0  # no copy that nobody waits for is made before
+    ahead_us: int = 0  # nothing of those that run is copied before: the tier took none of it
+
+    @property
+    def source(self) -> str:
+        return f"executor.{self.hello.executor}"
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence runs here now, in the half with fewer rows; choices stay with who computes for them."""
+        leader = sequence.leader
+        sequence.half = leader.half if leader is not None else int(self.halves[1] < self.halves[0])
+        self.running.append(sequence)
+        self._count(sequence, 1)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence no longer runs here."""
+        self.running.remove(sequence)
+        self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, one: int) -> None:
+        self.host_fed += one if sequence.host_fed else 0
+        self.sure_lengths += one if sequence.sure_length else 0
+        self.levels[sequence.request.level] += one
+        self.halves[sequence.half] += one
+
+
+@dataclass(slots=True)
+class State:
+    """The whole state; `now_us` is the time of the event being handled."""
+
+    limits: Limits
+    now_us: int = 0
+    draining: bool = False
+    next_seq: int = 1
+    requests: dict[tuple[str, str], Request] = field(default_factory=dict)
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    waiting: Waiting = field(init=False)
+    stuck: tuple[int, ...] = ()  # what admission looked at last when the first had to wait; see admission.py
+    mean_output: int = 256  # generated tokens of a sequence, a moving average
+    quiet_us: int = 0  # no request is here since then; 0: there is one
+    reuse_pm: int = 500  # of a prompt, found in some cache: a moving average, per mille
+    tiers: Tiers = field(default_factory=Tiers)
+    executors: dict[str, Executor] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)  # executors given up: id -> their epoch
+    detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
+    leaving: set[str] = field(default_factory=set)  # detokenizers that drain
+    moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
+    tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: until
+    due: Due = field(default_factory=Due)
+    refused: dict[tuple[str, str, int, int], tuple[int, Rejected]] = field(default_factory=dict)  # until
+    recent: Recent = field(default_factory=Recent)
+    steps: Steps = field(default_factory=Steps)
+    meter: Meter = field(default_factory=Meter)
+    out: list[Send] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.waiting = Waiting(self.limits.policy, tuple(c.age_us for c in self.limits.classes))
+
+    def send(self, to: str, message: Message, trace: str = "") -> None:
+        """Put a message among the commands of this event."""
+        self.out.append(Send(to, message, trace))

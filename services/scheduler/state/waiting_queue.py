@@ -1,0 +1,274 @@
+"""The queue: one line for each model and class, in it one for each client, in the order of a rank.
+
+    line (model, level):   paused, by arrival  ▸  clients ── units by arrival
+                                                     └── heap of each client's first unit, by rank
+Only first units compete, so that a decision costs O(log clients) whatever waits behind them. A rank is a
+pure function of a unit and of what its client has been served, and falls as neither moves on: a heap entry
+is then a lower bound, and is looked at again when it comes up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.scheduler.state.policies import Policy
+from services.scheduler.state.requests import Request, Sequence
+from services.scheduler.state.transfers import Answer, Place
+
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of the paper: a decoded token costs about two of a prompt
+MAX_CLIENTS = 10_000  # then those that would be lifted anyhow are forgotten
+
+# tenant, level
+
+
+@dataclass(slots=True)
+class Served:
+    """What each client has been served, in weighted tokens."""
+
+    counters: dict[Client, int] = field(default_factory=dict)
+    floors: dict[int, int] = field(default_factory=dict)  # by level: nobody comes in below
+
+    def of(self, client: Client) -> int:
+        """What a client has been served."""
+        served = self.counters.get(client)
+        return served if served is not None else self.floors.get(client[1], 0)
+
+    def charge_input(self, client: Client, tokens: int) -> None:
+        """Prompt tokens have been computed for a client."""
+        self.counters[client] = self.of(client) + INPUT_WEIGHT * tokens
+
+    def charge_output(self, client: Client, tokens: int) -> None:
+        """A client has got tokens."""
+        served = self.counters.get(client)
+        self.counters[client] = (self.of(client) if served is None else served) + OUTPUT_WEIGHT * tokens
+
+    def lift(self, client: Client, least: int | None) -> None:
+        """A client asks again after it asked for nothing; `least` is the counter of the first that waits,
+        or of the last that did."""
+        level = client[1]
+        floor = max(self.floors.get(level, 0), least or 0)
+        self.floors[level] = floor
+        if len(self.counters) >= MAX_CLIENTS:
+            self.counters = {c: n for c, n in self.counters.items() if n > self.floors.get(c[1], 0)}
+        self.counters[client] = max(self.counters.get(client, 0), floor)
+
+
+Client = tuple[str, int]  # tenant, and the level it counts as: counters of two levels say nothing together
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Sequences admitted together: a fresh request with its choices, or one sequence that ran before."""
+
+    request: Request
+    sequences: list[Sequence]
+    number: int  # of its first sequence
+    resumes: bool = False  # it ran before: ahead of those of its class that did not
+    line: Line | None = None  # where it waits
+    parked: bool = False
+    answers: dict[Place, Answer] = field(default_factory=dict)  # of the tiers
+    turn_us: int = 0  # when it was first told to wait for one of them, at its turn
+
+    @property
+    def client(self) -> Client:
+        return self.request.client
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.request.arrival_us, self.number
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """The units of one class of one model."""
+
+    model: str
+    level: int
+    paused: list[Unit] = field(default_factory=list)
+    clients: dict[Client, OrderedDict[int, Unit]] = field(default_factory=dict)
+    heads: list[tuple[tuple[int, ...], int, Client]] = field(default_factory=list)  # rank, number, client
+    ages: deque[tuple[int, Unit]] = field(default_factory=deque)  # when each counts as a class higher
+    last: Client | None = None  # whose unit left the line last
+    client_tokens: dict[Client, int] = field(default_factory=dict)  # of each that never ran
+    units: int = 0
+    tokens: int = 0  # prompt tokens: the choices of a request share theirs
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Every unit that waits. `parked` ones fit no executor that is there now, and hold up nobody."""
+
+    policy: Policy
+    age_us: tuple[int, ...]  # by level; 0: never
+    served: Served = field(default_factory=Served)
+    lines: dict[tuple[str, int], Line] = field(default_factory=dict)
+    parked: list[Unit] = field(default_factory=list)
+    units: dict[int, Unit] = field(default_factory=dict)  # all of them by number
+    held_tokens: int = 0  # of all sequences that wait: what they take of our memory
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __iter__(self) -> Iterator[Unit]:
+        """All of them, in no order that means anything."""
+        return iter(self.units.values())
+
+    def ahead(self, model: str, client: Client) -> tuple[int, int]:
+        """Units, and their prompt tokens, that will start before what the client would add now: all of higher
+        classes, and of its own as much of each other client as it has itself, where they take turns."""
+        level = client[1]
+        higher = [line for (name, at), line in self.lines.items() if name == model and at < level]
+        units, tokens = sum(line.units for line in higher), sum(line.tokens for line in higher)
+        line = self.lines.get((model, level))
+        if line is None:
+            return units, tokens
+        if self.policy.rank != "vtc":
+            return units + line.units, tokens + line.tokens
+        own_units, own_tokens = len(line.clients.get(client, ())), line.client_tokens.get(client, 0)
+        units += len(line.paused) + sum(min(len(of), own_units) for of in line.clients.values())
+        tokens += line.tokens - sum(line.client_tokens.values())
+        return units, tokens + sum(min(of, own_tokens) for of in line.client_tokens.values())
+
+    def add(self, unit: Unit, now_us: int) -> None:
+        """Put a unit into the line of its class."""
+        self._put(unit, unit.request.level if unit.resumes else unit.client[1], now_us)
+
+    def remove(self, unit: Unit) -> None:
+        """Take a unit out, wherever it stands."""
+        line, unit.line = unit.line, None
+        if line is None and not unit.parked:
+            return
+        self.held_tokens -= sum([len(s.tokens) for s in unit.sequences])
+        del self.units[unit.number]
+        if line is None:
+            unit.parked = False
+            self.parked.remove(unit)
+            return
+        line.units -= 1
+        line.tokens -= tokens_of(unit)
+        if unit.resumes:
+            line.paused.remove(unit)
+            return
+        client = unit.client
+        units = line.clients[client]
+        del units[unit.number]
+        line.last = client
+        line.client_tokens[client] -= tokens_of(unit)
+        if not units:
+            del line.clients[client], line.client_tokens[client]
+            if not line.units:
+                line.heads.clear()
+                line.ages.clear()
+
+    def drop(self, sequence: Sequence) -> None:
+        """A sequence has ended while its unit waited."""
+        unit = self.units.get(sequence.unit)
+        if unit is not None and sequence in unit.sequences:
+            if len(unit.sequences) == 1:
+                self.remove(unit)
+            else:
+                self.held_tokens -= len(sequence.tokens)
+            unit.sequences.remove(sequence)
+
+    def first(self, model: str) -> Unit | None:
+        """The unit to admit next."""
+        for level in range(len(self.age_us)):
+            line = self.lines.get((model, level))
+            if line is not None and line.units and (unit := self._first_of(line)) is not None:
+                return unit
+        return None
+
+    def park(self, unit: Unit) -> None:
+        """Set a unit aside until another executor comes."""
+        self.remove(unit)
+        unit.parked = True
+        self.parked.append(unit)
+        self.units[unit.number] = unit
+        self.held_tokens += sum(len(s.tokens) for s in unit.sequences)
+
+    def unpark(self, now_us: int) -> None:
+        """An executor has come: those set aside are looked at again."""
+        parked, self.parked = self.parked, []
+        for unit in parked:
+            unit.parked = False
+            self.held_tokens -= sum(len(s.tokens) for s in unit.sequences)
+            self.add(unit, now_us)
+
+    def age(self, now_us: int) -> None:
+        """Who has waited its class's time moves up one."""
+        for line in list(self.lines.values()):
+            while line.ages and line.ages[0][0] <= now_us:
+                _, unit = line.ages.popleft()
+                if unit.line is line:
+                    self.remove(unit)
+                    if not unit.resumes:
+                        unit.request.risen += 1
+                    self._put(unit, line.level - 1, now_us)
+
+    def _put(self, unit: Unit, level: int, now_us: int) -> None:
+        model = unit.request.asked.model
+        line = self.lines.get((model, level))
+        if line is None:
+            line = self.lines[model, level] = Line(model, level)
+        unit.line = line
+        self.units[unit.number] = unit
+        line.units += 1
+        line.tokens += tokens_of(unit)
+        self.held_tokens += sum(len(s.tokens) for s in unit.sequences)
+        if level and self.age_us[level]:
+            line.ages.append((now_us + self.age_us[level], unit))
+        if unit.resumes:
+            insort(line.paused, unit, key=lambda paused: paused.order)
+            return
+        client = unit.client
+        if client not in line.clients:
+            self._enter(line, client, unit)
+        units = line.clients[client]
+        late = bool(units) and unit.order < next(reversed(units.values())).order
+        units[unit.number] = unit
+        line.client_tokens[client] = line.client_tokens.get(client, 0) + tokens_of(unit)
+        if late:  # it has risen, or was set aside: it goes before those that came after it
+            line.clients[client] = OrderedDict(sorted(units.items(), key=lambda item: item[1].order))
+            heapq.heappush(line.heads, (self._rank(unit), unit.number, client))
+
+    def _enter(self, line: Line, client: Client, unit: Unit) -> None:
+        """A client without a unit here gets one: it has no credit for the time when it asked for nothing."""
+        first = self._head_of(line)
+        before = first.client if first is not None else line.last
+        self.served.lift(client, self.served.of(before) if before is not None else None)
+        line.clients[client] = OrderedDict()
+        if len(line.heads) > 64 + 2 * len(line.clients):  # most are of clients that have left since
+            heads = {head[2]: head for head in sorted(line.heads, reverse=True) if head[2] in line.clients}
+            line.heads = sorted(heads.values())
+        heapq.heappush(line.heads, (self._rank(unit), unit.number, client))
+
+    def _first_of(self, line: Line) -> Unit | None:
+        return line.paused[0] if line.paused else self._head_of(line)
+
+    def _head_of(self, line: Line) -> Unit | None:
+        heads, rank = line.heads, self.policy.the("rank")
+        while heads:
+            head = heads[0]
+            client = head[2]
+            units = line.clients.get(client)
+            if not units:
+                heapq.heappop(heads)
+                continue
+            unit = next(iter(units.values()))
+            now = (rank(*unit.order, self.served.of(client)), unit.number, client)
+            if now == head:
+                return unit
+            heapq.heapreplace(heads, now)
+        return None
+
+    def _rank(self, unit: Unit) -> tuple[int, ...]:
+        return self.policy.the("rank")(*unit.order, self.served.of(unit.client))  # type: ignore[no-any-return]  # ranks.py
+
+
+def tokens_of(unit: Unit) -> int:
+    """Tokens that must be in the KV cache before the unit's first new one."""
+    return len(unit.sequences[0].tokens)

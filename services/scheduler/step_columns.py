@@ -1,0 +1,133 @@
+"""A step while it is being made: the columns of its plan, row by row."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from functools import partial
+
+from services.scheduler.state.requests import ChunkNote, Sequence
+from services.scheduler.state.state import Executor, Row
+from shared.kv_blocks import blocks_for
+from shared.messages import StepPlan, ints
+from shared.step_model import StepShape
+
+EMPTY = partial(array, "i")  # as `ints()`, at a third of its cost
+NO_ROWS = StepShape(0, 0, 0, 0)
+MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 of the 64 KiB that a message may have
+
+
+@dataclass(slots=True)
+class Columns:
+    """The columns of a StepPlan while it is being built."""
+
+    mode: str
+    half: int | None  # micro-batch, where steps alternate
+    slots: array[int] = field(default_factory=EMPTY)
+    starts: array[int] = field(default_factory=EMPTY)
+    counts: array[int] = field(default_factory=EMPTY)
+    from_device: array[int] = field(default_factory=EMPTY)
+    sample_rows: array[int] = field(default_factory=EMPTY)
+    sample_slots: array[int] = field(default_factory=EMPTY)
+    table_slots: array[int] = field(default_factory=EMPTY)
+    table_first: array[int] = field(default_factory=EMPTY)
+    table_counts: array[int] = field(default_factory=EMPTY)
+    table_blocks: array[int] = field(default_factory=EMPTY)
+    sampled: list[Row] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
+    shape: StepShape = NO_ROWS  # what of this step costs time
+    two_stream: bool = False
+
+    def grow_all(self, executor: Executor, rows: list[Sequence]) -> bool:
+        """The next block for each of these decodes at once. False, and nothing done, where the executor lacks
+        more of a table than that, or where blocks are short: `grow` sees to one row after the other."""
+        if len(rows) >= MAX_TABLE_ENTRIES or any(
+            s.computed > s.room or s.table_sent < len(s.table) for s in rows
+        ):
+            return False
+        promised = [s for s in rows if s.reserved]
+        blocks = executor.ledger.try_allocate_many(len(rows), len(promised))
+        if blocks is None:
+            return False
+        self.table_slots.extend(ints([s.slot for s in rows]))
+        self.table_first.extend(ints([s.table_sent for s in rows]))
+        self.table_counts.extend(ints([1]) * len(rows))
+        self.table_blocks.extend(ints(blocks))
+        for s in promised:
+            s.reserved -= 1
+        block_tokens = executor.hello.block_tokens
+        for s, block in zip(rows, blocks, strict=True):
+            s.table.append(block)
+            s.table_sent += 1
+            s.room += block_tokens
+        return True
+
+    def grow(self, executor: Executor, sequence: Sequence, length: int) -> bool:
+        """Blocks for `length` tokens, and whatever part of the table the executor has not seen. False when
+        no block is to be had."""
+        table, block_tokens = sequence.table, executor.hello.block_tokens
+        short = blocks_for(length, block_tokens) - len(table)
+        if short > 0 and sequence.reserved:
+            promised = min(short, sequence.reserved)
+            sequence.reserved -= promised
+            short -= promised
+            table.extend(executor.ledger.allocate_many(promised))
+        while short > 0:
+            if (block := executor.ledger.try_allocate()) is None:
+                return False
+            table.append(block)
+            short -= 1
+        if sequence.table_sent < len(table):
+            self.table_slots.append(sequence.slot)
+            self.table_first.append(sequence.table_sent)
+            self.table_counts.append(len(table) - sequence.table_sent)
+            self.table_blocks.extend(ints(table[sequence.table_sent :]))
+            sequence.table_sent = len(table)
+            sequence.room = len(table) * block_tokens
+        return True
+
+    def plan(self, executor: Executor) -> StepPlan:
+        """The finished plan, with the block copies that it has to make first."""
+        copies, executor.copies = executor.copies, []
+        if copies:
+            executor.forked_step = executor.step
+        return StepPlan(
+            exec_epoch=executor.epoch,
+            step=executor.step,
+            mode=self.mode,
+            micro_batch=self.half or 0,
+            slots=self.slots,
+            starts=self.starts,
+            counts=self.counts,
+            from_device=self.from_device,
+            sample_rows=self.sample_rows,
+            sample_slots=self.sample_slots,
+            table_slots=self.table_slots,
+            table_first=self.table_first,
+            table_counts=self.table_counts,
+            table_blocks=self.table_blocks,
+            copy_from=ints([source for source, _ in copies]),
+            copy_to=ints([target for _, target in copies]),
+            two_stream=self.two_stream,
+        )
+
+
+def fork(executor: Executor, leader: Sequence) -> None:
+    """Give each follower the leader's prompt: full blocks shared, the partial tail copied before
+    the next forward, which is the first to write behind the prompt."""
+    length, block_tokens = leader.computed, executor.hello.block_tokens
+    full, tail = divmod(length, block_tokens)
+    for follower in executor.running:
+        if follower.leader is not leader:
+            continue
+        follower.leader, follower.computed = None, length
+        follower.table = leader.table[:full]
+        follower.keyed, follower.keys, follower.registered = leader.keyed, leader.keys[:full], full
+        follower.cached_tokens = leader.cached_tokens
+        for block in follower.table:
+            executor.ledger.share(block)
+        if tail:
+            follower.reserved -= 1  # promised at admission
+            follower.table.append(executor.ledger.allocate())
+            executor.copies.append((leader.table[full], follower.table[full]))

@@ -1,0 +1,318 @@
+"""One step: decode rows first, then the prompt chunks that the chunk budget leaves room for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from services.scheduler import overlap, preemption, prefix_cache
+from services.scheduler.kv_tiers import store
+from services.scheduler.kv_tiers.lookups import executor_of
+from services.scheduler.overlap import MIN_SEEN, balance
+from services.scheduler.state.cost_model import chunk_tokens
+from services.scheduler.state.policies import FillView, Share
+from services.scheduler.state.requests import Sequence
+from services.scheduler.state.state import Executor, InFlight, State
+from services.scheduler.step_columns import MAX_TABLE_ENTRIES, Columns, fork
+from shared.messages import ints
+from shared.step_model import StepShape
+
+ROW_NUMBERS = ints(range(65_536))  # a slice of it is made in no time
+
+
+def plan_next(state: State, executor: Executor) -> bool:
+    """Plan and send the executor's next step; False when its window is full or no row is ready."""
+    mode, depth = overlap.mode_of(state, executor)
+    if len(executor.in_flight) >= depth:
+        return False
+    needy = preemption.make_room(state, executor)
+    executor.holds = needy > 0 and worth_waiting(state, executor, needy)
+    if executor.holds or in_time(state, executor, needy):
+        return False
+    if mode != "two_batch":
+        return _plan_step(state, executor, mode, None)
+    other = 1 - executor.pace.half
+    halves = (other, 1 - other, other)  # rows may move to the first, where those that stay lack blocks
+    return any(_plan_step(state, executor, mode, half) for half in halves)
+
+
+def _plan_step(state: State, executor: Executor, mode: str, half: int | None) -> bool:
+    decodes, prompts = ready_rows(executor, mode == "run_ahead", half)
+    if half is not None and decodes:
+        decodes = balance(executor, half, decodes)
+    stalled_us = state.now_us - executor.decoded_us if decodes and executor.decoded_us else 0
+    fill = state.limits.policy.the("fill")
+    share: Share = fill(FillView(len(decodes), len(prompts), stalled_us))
+    columns = Columns(mode, half)
+    if share.decodes and _add_decodes(state, executor, columns, decodes):
+        executor.decoded_us = state.now_us
+    if prompts and share.prompts != "none":
+        _add_chunks(state, executor, columns, prompts, share)
+    if not columns.slots:
+        return False
+    columns.two_stream = two_stream(state, executor, columns)
+    _send(state, executor, columns)
+    for leader in columns.forks:
+        fork(executor, leader)
+    return True
+
+
+def ready_rows(executor: Executor, ahead: bool, half: int | None) -> tuple[list[Sequence], list[Sequence]]:
+    """The sequences that can decode now, and those with prompt tokens to compute. A prompt chunk needs no
+    sample; a decode needs that before it: on the device, where steps run ahead, or else applied here."""
+    rows = executor.running if half is None else [s for s in executor.running if s.half == half]
+    decodes, others = [], []
+    for s in rows:  # one loop, over each row of each step
+        at = s.computed
+        if at < s.opened_length:
+            others.append(s)
+        elif at + 1 < s.max_length:
+            decodes.append(s)
+    if not ahead:
+        decodes = [s for s in decodes if s.computed + 1 == len(s.tokens)]
+    elif executor.host_fed:
+        decodes = [s for s in decodes if not s.host_fed or s.computed + 1 == len(s.tokens)]
+    # who waits for a leader or a load lacks prompt tokens, too: it cannot be among the decodes
+    return decodes, [s for s in others if s.leader is None and not s.loading]
+
+
+def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: list[Sequence]) -> int:
+    """One device-fed row for each of these sequences. This runs for each row of each step: whole columns at
+    once, since a comprehension costs a third of a loop that appends."""
+    rows = decodes[: executor.hello.max_step_tokens]
+    short = [s for s in rows if s.computed >= s.room]
+    if short and not _grow(state, executor, columns, short):
+        rows = [s for s in rows if s.computed < s.room]  # preemption.py sees to a block for the others
+    count, starts = len(rows), [s.computed for s in rows]
+    cached = sum(starts) + count
+    columns.shape = StepShape(count, count, cached, cached)
+    columns.slots = ints([s.slot for s in rows])
+    columns.starts = ints(starts)
+    columns.sampled = [(s, s.placement) for s in rows]
+    columns.counts = ints([1]) * count
+    columns.from_device = ints([1]) * count
+    columns.sample_rows = ROW_NUMBERS[:count]
+    columns.sample_slots = columns.slots[:]
+    for s in rows:
+        s.computed += 1
+    return count
+
+
+def _grow(state: State, executor: Executor, columns: Columns, short: list[Sequence]) -> bool:
+    """A new block for each of these decodes, and whatever of its table the executor has not seen. False when
+    some are left without."""
+    if columns.grow_all(executor, short):
+        for s in short:
+            _charge(state, s)
+        return True
+    grown = [s for s in short if _grow_one(state, executor, columns, s)]
+    return len(grown) == len(short)
+
+
+def _grow_one(state: State, executor: Executor, columns: Columns, sequence: Sequence) -> bool:
+    unsent = len(sequence.table) - sequence.table_sent
+    if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
+        return False  # a fork of a long prompt: its table travels with a later step
+    _charge(state, sequence)
+    return columns.grow(executor, sequence, sequence.computed + 1)
+
+
+def _add_chunks(
+    state: State, executor: Executor, columns: Columns, prompts: list[Sequence], share: Share
+) -> None:
+    """Prompt chunks, those that have begun first, up to the chunk budget."""
+    prompts = sorted(prompts, key=lambda s: s.prefill_chunks == 0)  # a cached prefix is no beginning
+    budget = whole = chunk_budget(state, executor, columns, prompts, share)
+    state.meter.budget_tokens = budget
+    for sequence in prompts:
+        if budget <= 0:
+            break
+        prefix_cache.catch_up(executor, sequence)
+        unsent = len(sequence.table) - sequence.table_sent
+        if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
+            continue  # a hit of a long prefix: its table travels with a later step
+        count = min(budget, sequence.opened_length - sequence.computed, _room(executor, sequence))
+        if count <= 0:
+            continue  # preemption.py sees to a block
+        if count == budget:
+            executor.chunk_tokens = whole
+        _add_chunk(state, executor, columns, sequence, count)
+        budget -= count
+    first = columns.shape.rows
+    chunks = zip(columns.starts[first:], columns.counts[first:], strict=True)
+    columns.shape = columns.shape.with_chunks(chunks)
+
+
+def _room(executor: Executor, sequence: Sequence) -> int:
+    """Tokens for which it has blocks, or may take them: all of its prompt, unless it was promised a chunk."""
+    ledger = executor.ledger
+    blocks = len(sequence.table) + sequence.reserved + max(ledger.free_blocks - ledger.reserved, 0)
+    return blocks * executor.hello.block_tokens - sequence.computed
+
+
+def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Sequence, count: int) -> None:
+    """One host-fed row of `count` tokens, and sample rows if it reaches the last known token."""
+    columns.chunks.append((sequence, sequence.note_chunk(state.now_us, count, executor.step + 1)))
+    columns.grow(executor, sequence, sequence.computed + count)
+    row = len(columns.slots)
+    columns.slots.append(sequence.slot)
+    columns.starts.append(sequence.computed)
+    columns.counts.append(count)
+    columns.from_device.append(0)
+    _account(state, sequence, count)
+    sequence.computed += count
+    sequence.steps += 1
+    sequence.prefill_chunks += 1
+    prefix_cache.register(executor, sequence, sequence.computed)
+    if sequence.prefilling:
+        return
+    alone = sequence.request.asked.n == 1
+    followers = [] if alone else [s for s in executor.running if s.leader is sequence]
+    for sampled in (sequence, *followers):
+        columns.sample_rows.append(row)
+        columns.sample_slots.append(sampled.slot)
+        columns.sampled.append((sampled, sampled.placement))
+    if followers:
+        columns.forks.append(sequence)
+
+
+def _charge(state: State, sequence: Sequence) -> None:
+    """Its client has been served another block of tokens. The prefix cache hears of it when the sequence
+    leaves: until then nobody else is likely to go on from where it is."""
+    generated = len(sequence.tokens) - sequence.prompt_tokens
+    state.waiting.served.charge_output(sequence.request.client, generated - sequence.charged)
+    sequence.charged = generated
+
+
+def _account(state: State, sequence: Sequence, count: int) -> None:
+    """What was computed before is our loss; what is new is charged to the client."""
+    start, end, reach = sequence.computed, sequence.computed + count, sequence.reach
+    again = 0 if reach <= start else min(reach, end) - start
+    sequence.recomputed_tokens += again
+    sequence.reach = max(reach, end)
+    state.meter.prefill_tokens += count
+    state.meter.recomputed_tokens += again
+    state.waiting.served.charge_input(sequence.request.client, count - again)
+
+
+def _send(state: State, executor: Executor, columns: Columns) -> None:
+    executor.step += 1
+    plan, shape = columns.plan(executor), columns.shape
+    if columns.half is not None:
+        executor.pace.half = columns.half
+    predicted_us = executor.costs.predict_us(shape) if executor.costs.seen >= overlap.MIN_SEEN else 0
+    flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
+    if not executor.in_flight:
+        executor.pace.planned(state.now_us)
+    executor.in_flight.append(flight)
+    state.meter.count_step(columns.mode)
+    state.send(executor.source, plan)
+
+
+COLD_TOKENS = 256  # while nothing is known of the machine
+STRETCH_PM = 1_500  # of decodes, what they may take with a chunk where that breaks the promise: see _bound_us
+BACKLOG_US = 1_000_000  # of computing that waits: they may take as long once more
+ALONE_US = 500_000  # of a step without decodes: a new request waits for its end
+TILE_ROWS = 64
+GRAIN_TOKENS = 8  # a chunk is a multiple of this, or of a smaller block
+
+
+def chunk_budget(
+    state: State, executor: Executor, columns: Columns, prompts: Collection[Sequence], share: Share
+) -> int:
+    """Prompt tokens for the step in `columns`, of which the first of `prompts` gets its part first."""
+    hello, decodes = executor.hello, len(columns.slots)
+    room = hello.max_step_tokens - decodes
+    if room <= 0 or share.prompts == "whole":
+        return room
+    if share.prompts == "block":
+        return min(room, hello.block_tokens)
+    # a step full of decodes still takes one block of prompt, or prefill would starve
+    room = min(room, max(state.limits.step_tokens - decodes, hello.block_tokens))
+    if executor.costs.seen < MIN_SEEN:
+        return min(room, COLD_TOKENS)
+    start = next(iter(prompts)).computed
+    bound_us = _bound_us(state, executor, columns, prompts)
+    grain = min(GRAIN_TOKENS, hello.block_tokens)
+    fits = chunk_tokens(executor.costs, columns.shape, start, bound_us, grain, room)
+    budget = min(room, fits or hello.block_tokens)
+    most = min(room, budget + hello.block_tokens - 1)  # a tile may end within the next block
+    tiled = (decodes + most) // TILE_ROWS * TILE_ROWS - decodes
+    if tiled > budget and executor.costs.predict_us(columns.shape.with_chunk(start, tiled)) > bound_us:
+        tiled -= TILE_ROWS
+    return tiled if tiled >= TILE_ROWS else budget
+
+
+def _bound_us(state: State, executor: Executor, columns: Columns, prompts: Collection[Sequence]) -> int:
+    """The shortest time between tokens that was promised to a class that runs; two_batch takes two steps for
+    it. Where decodes alone take two thirds of that or more, prompts get half as much time as they, and more
+    the more of them wait: else they would starve beside a promise that decodes break by themselves."""
+    if not columns.sampled:
+        return ALONE_US
+    running = zip(state.limits.classes, executor.levels, strict=True)
+    bound_us = min(slo.tbt_us for slo, count in running if count)
+    bound_us = bound_us if columns.half is None else bound_us // 2
+    alone_us = executor.costs.predict_us(columns.shape)
+    if STRETCH_PM * alone_us <= 1_000 * bound_us:
+        return bound_us
+    tokens = sum(prompt.opened_length - prompt.computed for prompt in prompts)
+    tile_us = executor.costs.predict_us(columns.shape.with_chunk(0, TILE_ROWS)) - alone_us
+    waiting_us = tile_us * tokens // TILE_ROWS
+    return max(bound_us, STRETCH_PM * alone_us // 1_000 + alone_us * waiting_us // BACKLOG_US)
+
+
+MODES = ("auto", "off", "two_stream")
+
+
+def two_stream(state: State, executor: Executor, columns: Columns) -> bool:
+    """The decision for the step of these columns."""
+    since_tokens, mode = executor.hello.two_stream_tokens, state.limits.comm
+    if not since_tokens or mode == "off" or not columns.chunks:
+        return False
+    return mode == "two_stream" or columns.shape.tokens >= since_tokens
+
+
+OVERDUE = 2  # times what copies take: then nobody knows when one ends
+
+
+def in_time(state: State, executor: Executor, needy: int) -> bool:
+    """True while the next step may be planned later for nothing: one runs, and before its end a copy will be
+    over that somebody waits for."""
+    pace, loop_us = executor.pace, executor.costs.loop_us
+    flights = executor.in_flight
+    if not state.tiers.jobs or not flights or not loop_us or executor.hello.stages > 1:
+        return False
+    runs_us = sum(flight.predicted_us for flight in flights)
+    end_us = max(pace.last_us, flights[0].planned_us) + runs_us - OVERDUE * loop_us
+    places_wanted = needy > 0 or bool(state.stuck)
+    loads = {s.loading for s in executor.running if s.loading}
+    for job in state.tiers.jobs.values():
+        if job.number in loads:
+            over_us = job.began_us + OVERDUE * job.predicted_us
+        elif places_wanted and not job.up and executor_of(state, job) is executor:
+            over_us = job.began_us + OVERDUE * executor.down.store_us
+        else:
+            continue
+        if state.now_us < over_us < end_us:
+            return True
+    return False
+
+
+def worth_waiting(state: State, executor: Executor, needy: int) -> bool:
+    """True when some of the `needy` rows that lack a block will have one so soon that the step should wait,
+    though the device stands still meanwhile: it is weighed against what the rows would lose, their share of a
+    step. Begins the copies that it would wait for."""
+    ledger = executor.ledger
+    if executor.in_flight or needy <= ledger.free_blocks - ledger.reserved or not ledger.coming_blocks:
+        return False
+    store.clean(state, executor)
+    soon = min(needy - (ledger.free_blocks - ledger.reserved), ledger.copying_blocks)
+    began_us = [
+        job.began_us
+        for job in state.tiers.jobs.values()
+        if not job.up and executor_of(state, job) is executor
+    ]
+    if soon <= 0 or not began_us:
+        return False
+    store_us, waited_us = executor.down.store_us, state.now_us - min(began_us)
+    gain_us = executor.pace.step_us * soon // len(executor.running)
+    return store_us - waited_us <= gain_us and waited_us < OVERDUE * store_us

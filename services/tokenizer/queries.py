@@ -1,0 +1,151 @@
+"""The small questions: which models are there, how a prompt becomes tokens, who serves this model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.tokenizer.core import Fail
+from services.tokenizer.prepare import Origin, ServedModel, encode_prompt
+from services.tokenizer.request import read_body, read_request
+from shared import codec
+from shared.actor.mailbox import Port
+from shared.actor.membership import Peers
+from shared.errors import BadRequest, HeadraceError, PayloadTooLarge, UnknownModel, WireError
+from shared.messages import Beat
+from shared.nats import subjects
+from shared.nats.interface import Delivery, Subscription
+from shared.replies import end_headers, error_reply, to_json
+from shared.telemetry import traces
+from shared.telemetry.traces import COMPONENT, RequestFacts, SpanRecord, received, root_attributes, root_name
+
+MAX_QUESTION_BYTES = 65_536  # answered on the event loop: at most 0.2 s of it
+
+
+class Asking:
+    """Answers what needs no scheduler."""
+
+    def __init__(self, port: Port, model: ServedModel) -> None:
+        self._port = port
+        self._model = model
+        self._fleets: dict[str, Peers] = {}  # tokenizers of every fleet on this server
+
+    async def listen(self) -> list[Subscription]:
+        """Subscribe. Each question is answered by one tokenizer."""
+        subscribe, name = self._port.bus.subscribe, self._model.name
+        beats = await subscribe(subjects.TOKENIZER_BEATS_ALL_FLEETS, self._on_beat)
+        self._port.bus.publish(subjects.BEAT_ASK_ALL_FLEETS, b"")
+        return [
+            beats,
+            await subscribe(subjects.MODELS, self._on_models, queue="models"),
+            await subscribe(subjects.tokenize_any_tenant(name), self._on_tokenize, queue="tokenizer"),
+            await subscribe(subjects.GENERATE_ALL, self._on_any_model, queue="unknown-model"),
+        ]
+
+    def _on_models(self, delivery: Delivery) -> None:
+        if subjects.is_inbox(delivery.reply):
+            self._port.bus.publish(delivery.reply, to_json(models_body(self.served())))
+
+    def _on_tokenize(self, delivery: Delivery) -> None:
+        if not subjects.is_inbox(delivery.reply):
+            return
+        try:
+            if len(delivery.data) > MAX_QUESTION_BYTES:
+                raise PayloadTooLarge(
+                    f"{len(delivery.data)} bytes are over {MAX_QUESTION_BYTES}: ask in smaller parts",
+                    param="prompt",
+                )
+            body = to_json(tokenize_body(delivery.data, self._model, self._port.clock.wall_us()))
+            self._port.bus.publish(delivery.reply, body)
+        except RecursionError:
+            self._fail(delivery, BadRequest("the body is nested too deeply; send flat messages"))
+        except HeadraceError as error:
+            self._fail(delivery, error)
+
+    def _on_any_model(self, delivery: Delivery) -> None:
+        names, served = subjects.names_in(delivery.subject), self.served()
+        if not subjects.is_inbox(delivery.reply) or (names is not None and names[1] in served):
+            return
+        if names is None:
+            wrong = f"tenant and model are names of 1 to {subjects.MAX_NAME_CHARS} characters, escaped as =XX"
+            self._fail(delivery, BadRequest(f"the subject is damaged: {wrong}", param="subject"))
+            return
+        there = ", ".join(served)
+        error = UnknownModel(f"no service serves model {names[1]!r}; ask for one of: {there}", param="model")
+        tracer, trace = self._port.tracer, traces.from_headers(delivery.headers)
+        trace, parent_span = (trace, "") if tracer is None else tracer.begin(trace)
+        now_us = self._port.clock.wall_us()
+        origin = Origin(names[0], now_us, now_us, parent_span)
+        refuse(self._port, names[1], Fail(delivery.reply, "", error, trace, origin))
+
+    def _fail(self, delivery: Delivery, error: HeadraceError) -> None:
+        trace = traces.from_headers(delivery.headers)
+        body = error_reply(error, "", trace)
+        self._port.bus.publish(delivery.reply, body, headers=end_headers(error, trace))
+
+    def _on_beat(self, delivery: Delivery) -> None:
+        try:
+            envelope = codec.decode(delivery.data)
+        except WireError:
+            return  # of a fleet with another version: not ours to judge
+        if isinstance(envelope.message, Beat):
+            peers = self._fleets.setdefault(delivery.subject.split(".")[1], Peers())
+            peers.hear(envelope.epoch, envelope.message, self._port.clock.now_us())
+
+    def served(self) -> list[str]:
+        """Models with a tokenizer that is ready in any fleet on this server, this one's included: the
+        public subjects are common to all, and a 404 must be true for all."""
+        names = {self._model.name}
+        for peers in self._fleets.values():
+            peers.expire(self._port.clock.now_us())
+            names.update(peers.models("tokenizer"))
+        return sorted(names)
+
+
+def models_body(names: list[str]) -> dict[str, Any]:
+    """OpenAI's list of models."""
+    return {
+        "object": "list",
+        "data": [{"id": name, "object": "model", "created": 0, "owned_by": "headrace"} for name in names],
+    }
+
+
+def tokenize_body(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any]:
+    """Token ids of the `prompt` or `messages` in `data`, exactly as a request would get them.
+    Raises BadRequest."""
+    ids = encode_prompt(read_request(read_body(data)), model, wall_us)
+    return {"model": model.name, "count": len(ids), "tokens": ids}
+
+
+def refuse(port: Port, model: str, fail: Fail) -> None:
+    """Tell the client, and trace the request if its client or the sampler wants it."""
+    headers = end_headers(fail.error, fail.trace)
+    port.bus.publish(fail.inbox, error_reply(fail.error, fail.request, fail.trace), headers=headers)
+    if port.tracer is not None and fail.origin.parent_span and traces.is_sampled(fail.trace):
+        spans = refusal_spans(fail, model, port.clock.wall_us(), port.source)
+        port.tracer.export(fail.trace, fail.origin.parent_span, spans)
+
+
+def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[SpanRecord]:
+    """The request from its arrival until now: it waited here, then was found wanting, or a scheduler
+    refused it or stayed silent."""
+    origin = fail.origin
+    facts = RequestFacts(
+        request=fail.request,
+        tenant=origin.tenant,
+        model=model,
+        format="chat",  # what a request that cannot be read would have been is not known
+        inbox=fail.inbox,
+        received_wall_us=origin.received_wall_us,
+        detokenizer=component,
+        error=fail.error,
+    )
+    start = origin.received_wall_us
+    handled = max(origin.handled_wall_us, start)
+    end = max(now_us, handled)
+    name = "waiting for a scheduler" if origin.tokenized else "tokenize"
+    text = fail.error.message
+    return [
+        SpanRecord(root_name(facts), start, end, None, root_attributes(facts), kind="server", error=text),
+        received(facts, start, handled),
+        SpanRecord(name, handled, end, attributes={COMPONENT: component}),
+    ]

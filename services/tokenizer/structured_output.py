@@ -1,0 +1,437 @@
+"""Structured output: what a request asks for as the one form that executors compile. Pure.
+
+response_format      {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": …}}
+structured_outputs   {"json": …} | {"regex": …} | {"choice": [...]} | {"grammar": …} | {"json_object": true}
+grammar              EBNF, as llama.cpp names it
+tools, tool_choice   see structured_output.py
+──▶ {"kind": "json" | "regex" | "ebnf" | "tags", "source": …}, JSON in Tokenized.grammar
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import BadRequest
+
+MAX_GRAMMAR_CHARS = 32_768  # with its kind: more would leave no room for other options
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+_FIELDS = ("response_format", "structured_outputs", "grammar")
+
+
+def grammar_of(fields: dict[str, Any]) -> str:
+    """The grammar that the fields of a request ask for, empty when they ask for none. Raises BadRequest."""
+    tools = read_tools(fields)
+    asked = [name for name in _FIELDS if fields.get(name) not in (None, "", {"type": "text"})]
+    asked += ["tools"] if tools is not None else []
+    if len(asked) > 1:
+        raise BadRequest(f"`{asked[1]}` and `{asked[0]}` exclude each other", param=asked[1])
+    if not asked:
+        return ""
+    read: dict[str, Callable[[Any], str]] = {
+        "response_format": _response_format,
+        "structured_outputs": _structured,
+        "grammar": lambda value: _ebnf(value, "grammar"),
+        "tools": lambda _: json.dumps(tools.grammar) if tools is not None else "",
+    }
+    text = read[asked[0]](fields[asked[0]])
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise BadRequest(
+            f"`{asked[0]}` takes {len(text)} characters, over {MAX_GRAMMAR_CHARS}; shorten it", param=asked[0]
+        )
+    if fields.get("ignore_eos") is True:
+        raise BadRequest(f"`ignore_eos`: with `{asked[0]}` an answer ends by itself", param="ignore_eos")
+    return text
+
+
+def _response_format(value: Any) -> str:
+    param = "response_format"
+    match value:
+        case {"type": "json_object", **rest} if not rest:
+            return _json(ANY_OBJECT, param)
+        case {"type": "json_schema", "json_schema": {"schema": schema}, **rest} if not rest:
+            return _json(schema, param)
+    raise BadRequest(
+        '`response_format`: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
+        '"json_schema": {"name": …, "schema": …}} is expected',
+        param=param,
+    )
+
+
+def _structured(value: Any) -> str:
+    param = "structured_outputs"
+    match value:
+        case {"json": schema, **rest} if not rest:
+            return _json(schema, param)
+        case {"json_object": True, **rest} if not rest:
+            return _json(ANY_OBJECT, param)
+        case {"regex": str() as pattern, **rest} if not rest:
+            return _packed("regex", _checked_regex(pattern, param))
+        case {"choice": [*choices], **rest} if not rest and choices:
+            if all(isinstance(choice, str) and choice for choice in choices):
+                return _packed("ebnf", "root ::= " + " | ".join(map(_quoted, choices)))
+        case {"grammar": text, **rest} if not rest:
+            return _ebnf(text, param)
+    raise BadRequest(
+        "`structured_outputs`: one of `json`, `json_object`, `regex`, `choice`, `grammar` is expected",
+        param=param,
+    )
+
+
+def _json(schema: Any, param: str) -> str:
+    if isinstance(schema, str):  # vLLM takes the schema as a text, too
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise BadRequest(f"`{param}`: the schema is a text, and no JSON", param=param) from None
+    return _packed("json", json.dumps(followed(schema, param), ensure_ascii=False))
+
+
+def _checked_regex(pattern: str, param: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise BadRequest(f"`{param}`: the regex is wrong: {error!s:.200}", param=param) from None
+    return pattern
+
+
+def _ebnf(text: Any, param: str) -> str:
+    if not isinstance(text, str) or not re.search(r"(?m)^\s*root\s*::=", text):
+        raise BadRequest(f"`{param}`: EBNF with a rule `root ::= …` is expected", param=param)
+    return _packed("ebnf", text)
+
+
+def _quoted(text: str) -> str:
+    """A literal of EBNF."""
+    return json.dumps(text, ensure_ascii=True)
+
+
+def _packed(kind: str, source: str) -> str:
+    return json.dumps({"kind": kind, "source": source}, ensure_ascii=False)
+
+
+Schema = dict[str, Any]
+
+MAX_DEPTH = 32
+MAX_LENGTH, MAX_ITEMS = 1_024, 256  # of what is written out in a grammar: more would take seconds to compile
+FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # those that end by themselves
+_DATE = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = f"{_HOUR}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
+_SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}  # RFC 3339
+
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"}
+    | {"readOnly", "writeOnly"}
+)
+_PLACES = frozenset({"$defs", "definitions"})
+_BY_TYPE: dict[str, frozenset[str]] = {
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+_ALONE = ("$ref", "anyOf", "allOf", "const", "enum")  # nothing but annotations and `type` beside these
+_PYTHON: dict[str, Callable[[object], bool]] = {
+    "object": lambda v: isinstance(v, dict),
+    "array": lambda v: isinstance(v, list),
+    "string": lambda v: isinstance(v, str),
+    "integer": lambda v: type(v) is int,
+    "number": lambda v: type(v) in (int, float),
+    "boolean": lambda v: isinstance(v, bool),
+    "null": lambda v: v is None,
+}
+
+
+def followed(schema: Any, param: str) -> Schema | bool:
+    """The schema as the grammar engine gets it. Raises BadRequest for what it cannot follow; `param` is
+    the field of the request."""
+    return _Reader(schema, param).read(schema, "", 0)
+
+
+class _Reader:
+    """One schema, its references resolved against itself."""
+
+    def __init__(self, root: Any, param: str) -> None:
+        self._root = root
+        self._param = param
+
+    def read(self, schema: Any, path: str, depth: int) -> Schema | bool:
+        """The part at `path`."""
+        if depth > MAX_DEPTH:
+            raise self._refused(path, f"is nested deeper than {MAX_DEPTH}")
+        if schema is True:
+            return True
+        if not isinstance(schema, dict):
+            raise self._refused(path, "is not a schema: an object is expected")
+        alone = [name for name in _ALONE if name in schema]
+        types = self._types(schema, path)
+        beside = set().union(*(_BY_TYPE[kind] for kind in types)) if not alone else set[str]()
+        known = beside | _ANNOTATIONS | _PLACES | {"type", *alone[:1]}
+        for name in schema:
+            if name not in known:
+                why = f"cannot be followed beside `{alone[0]}`" if alone else "cannot be followed"
+                raise self._refused(f"{path}/{name}", why if types or alone else f"{why} without a `type`")
+        kept = {name: value for name, value in schema.items() if name not in _ANNOTATIONS}
+        for place in _PLACES & kept.keys():
+            kept[place] = self._each(kept[place], f"{path}/{place}", depth)
+        if alone:
+            kept[alone[0]] = self._alone(alone[0], schema, path, depth)
+        return self._inside(kept, path, depth)
+
+    def _alone(self, name: str, schema: Schema, path: str, depth: int) -> Any:
+        value, where = schema[name], f"{path}/{name}"
+        if name == "$ref":
+            self._follow(value, where)
+        elif name in ("anyOf", "allOf"):
+            return self._list(value, where, depth, most=1 if name == "allOf" else MAX_ITEMS)
+        else:
+            values = value if name == "enum" else [value]
+            if not isinstance(values, list) or not values:
+                raise self._refused(where, "is not a list of values")
+            types = self._types(schema, path)
+            if types and not all(any(_PYTHON[kind](v) for kind in types) for v in values):
+                raise self._refused(where, "has a value of another type than `type` says")
+        return value
+
+    def _inside(self, kept: Schema, path: str, depth: int) -> Schema:
+        if "properties" in kept:
+            kept["properties"] = self._each(kept["properties"], f"{path}/properties", depth)
+        named = kept.get("properties", {})
+        missing = [name for name in self._names(kept, path) if name not in named]
+        if missing:
+            raise self._refused(f"{path}/required", f"names {missing[0]!r:.40}, which is not in `properties`")
+        for name in ("additionalProperties", "items"):
+            if name in kept and not isinstance(kept[name], bool):
+                kept[name] = self.read(kept[name], f"{path}/{name}", depth + 1)
+        if named:
+            kept["additionalProperties"] = False
+        elif "object" in self._types(kept, path):
+            kept.setdefault("additionalProperties", True)
+        if "prefixItems" in kept:
+            kept["prefixItems"] = self._list(kept["prefixItems"], f"{path}/prefixItems", depth)
+        self._check_limits(kept, path)
+        if kept.get("format") in _SPELLED:
+            kept["pattern"] = _SPELLED[kept.pop("format")]
+        if "pattern" in kept:
+            kept["pattern"] = without_optional_groups(kept["pattern"])
+        return kept
+
+    def _check_limits(self, kept: Schema, path: str) -> None:
+        for least, most, limit in (
+            ("minLength", "maxLength", MAX_LENGTH),
+            ("minItems", "maxItems", MAX_ITEMS),
+        ):
+            for name in (least, most):
+                value = kept.get(name, 0)
+                if type(value) is not int or not 0 <= value <= limit:
+                    raise self._refused(f"{path}/{name}", f"is not a number from 0 to {limit}")
+            if least in kept and most in kept and kept[least] > kept[most]:
+                raise self._refused(f"{path}/{least}", f"is over `{most}`")
+        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            if type(kept.get(name, 0)) not in (int, float):
+                raise self._refused(f"{path}/{name}", "is not a number")
+        lengths = [name for name in ("minLength", "maxLength") if name in kept]
+        shaped = [name for name in ("pattern", "format") if name in kept]
+        if len(shaped) > 1 or (shaped and lengths):
+            raise self._refused(
+                f"{path}/{shaped[0]}", f"cannot be followed beside `{[*lengths, *shaped][-1]}`"
+            )
+        if "pattern" in kept and not isinstance(kept["pattern"], str):
+            raise self._refused(f"{path}/pattern", "is not a text")
+        if "format" in kept and kept["format"] not in FORMATS:
+            raise self._refused(f"{path}/format", f"is not one of {', '.join(FORMATS)}")
+
+    def _list(self, parts: Any, path: str, depth: int, *, most: int = MAX_ITEMS) -> list[Any]:
+        if not isinstance(parts, list) or not 0 < len(parts) <= most:
+            raise self._refused(path, f"is not a list of 1 to {most} schemas")
+        return [self.read(part, f"{path}/{i}", depth + 1) for i, part in enumerate(parts)]
+
+    def _each(self, parts: Any, path: str, depth: int) -> dict[str, Any]:
+        if not isinstance(parts, dict):
+            raise self._refused(path, "is not an object of schemas")
+        return {name: self.read(part, f"{path}/{name}", depth + 1) for name, part in parts.items()}
+
+    def _names(self, kept: Schema, path: str) -> list[str]:
+        names = kept.get("required", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self._refused(f"{path}/required", "is not a list of names")
+        return names
+
+    def _types(self, schema: Schema, path: str) -> list[str]:
+        kinds = schema.get("type", [])
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if not isinstance(kinds, list) or not all(isinstance(k, str) and k in _BY_TYPE for k in kinds):
+            raise self._refused(f"{path}/type", f"is not one of {', '.join(_BY_TYPE)}")
+        return kinds
+
+    def _follow(self, reference: Any, path: str, seen: frozenset[Any] = frozenset()) -> None:
+        """Check that a reference leads to a schema, and not round in a circle of references."""
+        if reference in seen:
+            raise self._refused(path, "refers to itself")
+        target: Any = self._root
+        steps = reference.split("/") if isinstance(reference, str) else [""]
+        if steps[0] != "#":
+            raise self._refused(path, "is not a reference into this schema, like #/$defs/name")
+        for step in steps[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(target, dict) or name not in target:
+                raise self._refused(path, f"leads nowhere at {step!r:.40}")
+            target = target[name]
+        if isinstance(target, dict) and "$ref" in target:
+            self._follow(target["$ref"], path, seen | {reference})
+
+    def _refused(self, path: str, why: str) -> BadRequest:
+        where = f"the schema's {path:.160}" if path else "the schema"
+        return BadRequest(f"`{self._param}`: {where} {why}", param=self._param)
+
+
+# An escape, a set, a group's begin or its end with what makes it optional, or any character.
+_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:|\?P?<\w+>|\?)?|\)\??\??|.", re.DOTALL)
+
+
+def without_optional_groups(pattern: str) -> str:
+    """The pattern with `(…)?` written as `(|…)`. One that is no regular expression comes back as it may."""
+    written: list[str] = []
+    opened: list[int] = []  # where in `written` each open group begins
+    for part in _PART.findall(pattern):
+        if part.startswith("("):
+            opened.append(len(written))
+        elif part.startswith(")") and opened:
+            begin = opened.pop()
+            if part != ")" and written[begin] != "(?":
+                written[begin] += "|"
+                part = ")"
+        written.append(part)
+    return "".join(written)
+
+
+MAX_TOOLS = 128
+BEGIN, END = "<tool_call>", "</tool_call>"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_HOW = (
+    "You may call functions. They are, as JSON, in <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
+    'To call one, answer with a JSON object in tags:\n<tool_call>\n{{"name": <function>, "arguments": '
+    "<object>}}\n</tool_call>"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of a request as it gave them, the schema of each one's arguments, and which may be called."""
+
+    given: tuple[dict[str, Any], ...]
+    schemas: dict[str, Schema | bool]
+    choice: str  # auto, required
+
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """`kind` and `source` as executors compile them."""
+        if self.choice == "auto":
+            tags = [
+                {
+                    "begin": f'{BEGIN}\n{{"name": {json.dumps(n)}, "arguments": ',
+                    "schema": s,
+                    "end": f"}}\n{END}",
+                }
+                for n, s in self.schemas.items()
+            ]
+            return {"kind": "tags", "source": json.dumps({"trigger": BEGIN, "tags": tags})}
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": schema},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, schema in self.schemas.items()
+        ]
+        return {"kind": "json", "source": json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})}
+
+
+def read_tools(fields: dict[str, Any]) -> Tools | None:
+    """The tools that a request may call; None when it has none or calls none. Raises BadRequest."""
+    given, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
+    schemas = _schemas(given)
+    match choice:
+        case {"type": "function", "function": {"name": str() as name}} if name in schemas:
+            return Tools(tuple(given), {name: schemas[name]}, "required")
+        case "none":
+            return None
+        case "auto" | "required" if schemas or choice == "auto":
+            return Tools(tuple(given), schemas, choice) if schemas else None
+    raise BadRequest(
+        '`tool_choice`: none, auto, required or {"type": "function", "function": {"name": …}} of one of '
+        "`tools` is expected",
+        param="tool_choice",
+    )
+
+
+def _schemas(given: Any) -> dict[str, Schema | bool]:
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        raise BadRequest(f"`tools`: a list of at most {MAX_TOOLS} functions is expected", param="tools")
+    schemas: dict[str, Schema | bool] = {}
+    for tool in given:
+        match tool:
+            case {"type": "function", "function": {"name": str() as name, **rest}} if _NAME.fullmatch(name):
+                parameters = rest.get("parameters") or {"type": "object", "additionalProperties": True}
+                schemas[name] = followed(parameters, "tools")
+            case _:
+                raise BadRequest(
+                    '`tools`: {"type": "function", "function": {"name": …, "parameters": …}} with a name of '
+                    "letters, digits, _ and - is expected",
+                    param="tools",
+                )
+    if len(schemas) < len(given):
+        raise BadRequest("`tools`: two functions have the same name", param="tools")
+    return schemas
+
+
+def told(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+    """The conversation for a template that knows no tools: they are in its system message."""
+    text = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools.given))
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def spelled(message: dict[str, Any]) -> dict[str, Any]:
+    """A turn in which an assistant has called functions, with the calls as its text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    texts = [f"{BEGIN}\n{json.dumps(_call(call), ensure_ascii=False)}\n{END}" for call in calls]
+    content = "\n".join([message["content"], *texts] if message["content"] else texts)
+    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
+
+
+def parsed(message: dict[str, Any]) -> dict[str, Any]:
+    """The same turn for a template that knows tools: arguments as the objects that their texts hold."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [{"type": "function", "function": _call(call)} for call in calls]}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    match call:
+        case {"function": {"name": str() as name, "arguments": arguments}}:
+            try:
+                value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            except (ValueError, RecursionError):
+                value = arguments
+            return {"name": name, "arguments": value}
+    raise BadRequest(
+        '`messages`: a tool call is {"type": "function", "function": {"name": …, "arguments": …}}',
+        param="messages",
+    )

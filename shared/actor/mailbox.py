@@ -1,0 +1,190 @@
+"""What the runtime gives an actor: numbered sending, and the mailbox that puts arrivals in order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared import codec
+from shared.actor.membership import Peers
+from shared.actor.stream import Arrived, Inbound, Outbound
+from shared.clock import Clock
+from shared.codec import Assembler, Envelope
+from shared.errors import WireError
+from shared.messages import Beat, Message, Resend, StreamAt, StreamReset
+from shared.nats import subjects
+from shared.nats.interface import Bus, Delivery
+from shared.telemetry.otel import Tracer
+
+log = logging.getLogger("headrace.port")
+
+Receive = Callable[[str, Message, str], None]  # source, message, trace
+Told = Callable[[str], None]  # source
+
+SILENCE_US = 100_000  # a stream this long without a message announces its end
+REMIND_BEATS = 10  # how often the end of a stream to a living peer is announced again: its last message and
+# the announcements may both be lost, and one that waits for an answer says nothing that would show it
+RETIRED_US = 600_000_000  # a vanished source is forgotten; a stopped process that comes back within
+# this time finds its numbers, a later one has its last messages delivered twice
+
+
+@dataclass(slots=True)
+class _Source:
+    inbound: Inbound[Envelope]
+    heard_us: int
+    assembler: Assembler = field(default_factory=Assembler)
+
+
+class Port:
+    """One actor's connection to the others. All methods are called on the event loop."""
+
+    def __init__(self, bus: Bus, clock: Clock, fleet: str, source: str, epoch: int) -> None:
+        self.bus = bus
+        self.clock = clock
+        self.fleet = fleet
+        self.source = source  # kind.id of this actor
+        self.kind, _, self.actor = source.partition(".")
+        self.epoch = epoch
+        self.peers = Peers()
+        self.wire_errors = 0
+        self.tracer: Tracer | None = None  # None: this process sends no spans
+        self._outbound: dict[str, Outbound] = {}
+        self._sources: dict[str, _Source] = {}
+        self._receive: Receive = lambda source, message, trace: None
+        self._lost: Told = lambda source: None
+        self._restarted: Told = lambda source: None
+        self._upkeeps = 0
+
+    async def open(self, receive: Receive, stream_lost: Told, restarted: Told | None = None) -> None:
+        """Subscribe the mailbox. `receive` gets every message once and in order per source;
+        `stream_lost` is told when messages of a source are gone for good, `restarted` when a source
+        is a new incarnation, before anything of it."""
+        self._receive, self._lost = receive, stream_lost
+        self._restarted = restarted or self._restarted
+        await self.bus.subscribe(
+            subjects.mailbox_all(self.fleet, self.kind, self.actor), self._on_delivery, queue=""
+        )
+
+    def send(self, to: str, message: Message, trace: str = "") -> None:
+        """Send `message` (in parts if long) to the actor `kind.id`. Raises PayloadTooLarge, and sends
+        nothing, when it is over the limit all the same."""
+        stream = self._outbound.setdefault(to, Outbound())
+        envelope = Envelope(self.source, self.epoch, stream.next_seq, message, trace)
+        for data in codec.encode_all(envelope):
+            stream.keep(data, self.clock.now_us())
+            self._publish(to, type(message).__name__, data)
+
+    def upkeep(self) -> None:
+        """Once every beat or more often: ask again for open holes, announce silent streams."""
+        now_us = self.clock.now_us()
+        for source, state in list(self._sources.items()):
+            self._apply(source, state, state.inbound.overdue(now_us))
+            if now_us - state.heard_us > RETIRED_US and self.peers.get(source) is None:
+                del self._sources[source]
+        for to, stream in self._outbound.items():
+            if stream.silent_since(now_us - SILENCE_US):
+                self._send_loose(to, StreamAt(last_seq=stream.last_seq))
+        self._upkeeps += 1
+        if self._upkeeps % REMIND_BEATS == 0:
+            for peer in filter(self.peers.get, self._outbound):
+                self.remind(peer)
+
+    def forget(self, to: str) -> None:
+        """The peer has gone: what it never read is of no use to it. The numbers go on, since a
+        stopped process may come back and expects them."""
+        if (stream := self._outbound.get(to)) is not None:
+            stream.clear()
+
+    def remind(self, to: str) -> None:
+        """The peer is back: tell it again how far its stream has come."""
+        if (stream := self._outbound.get(to)) is not None:
+            stream.remind()
+
+    def reconnected(self) -> None:
+        """We were cut off, and what was on its way either side may be lost, announcements included: tell
+        again how far our streams have come, and ask everybody for what follows the last we have."""
+        for stream in self._outbound.values():
+            stream.remind()
+        for source, state in self._sources.items():
+            self._ask(source, state.inbound.resume_at)
+
+    def hear(self, source: str, epoch: int) -> bool:
+        """Note a sign of life, message or beat; False if it is from a past incarnation. The first
+        sign of a new one voids what was kept for the one before it."""
+        state = self._sources.get(source)
+        if state is not None and epoch < state.inbound.epoch:
+            return False
+        if state is None or epoch > state.inbound.epoch:
+            self._sources[source] = _Source(Inbound(epoch), self.clock.now_us())
+            if state is not None:
+                if (stream := self._outbound.get(source)) is not None:
+                    stream.restart()
+                self._restarted(source)
+        self._sources[source].heard_us = self.clock.now_us()
+        return True
+
+    def epoch_of(self, source: str) -> int:
+        """The incarnation of `source` heard last, 0 if none. Inside `receive`: the sender's."""
+        state = self._sources.get(source)
+        return 0 if state is None else state.inbound.epoch
+
+    # ---- arrivals -------------------------------------------------------------------------------
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        try:
+            envelope = codec.decode(delivery.data)
+        except WireError as error:
+            self.wire_errors += 1
+            log.error("dropped %d bytes on %s: %s", len(delivery.data), delivery.subject, error)
+            return
+        if not self.hear(envelope.source, envelope.epoch):
+            return  # an earlier incarnation's message, late
+        now_us, state = self.clock.now_us(), self._sources[envelope.source]
+        match envelope.message:
+            case Resend(first_seq=first_seq):
+                self._resend(envelope.source, first_seq)
+            case StreamReset(next_seq=next_seq, lost=lost):
+                self._apply(envelope.source, state, state.inbound.skip_to(next_seq, lost=lost))
+            case StreamAt(last_seq=last_seq):
+                self._ask(envelope.source, state.inbound.behind(last_seq, now_us))
+            case _ if envelope.seq == 0:
+                self._receive(envelope.source, envelope.message, envelope.trace)
+            case _:
+                self._apply(envelope.source, state, state.inbound.arrive(envelope.seq, envelope, now_us))
+
+    def _apply(self, source: str, state: _Source, arrived: Arrived[Envelope]) -> None:
+        if arrived.lost:
+            log.error("messages from %s are lost", source)
+            state.assembler = Assembler()
+            self._lost(source)
+        for envelope in arrived.deliver:
+            try:
+                message = state.assembler.add(envelope.message)
+            except WireError as error:
+                self.wire_errors += 1
+                log.error("dropped a message of %s: %s", source, error)
+                continue
+            if message is not None:
+                self._receive(source, message, envelope.trace)
+        self._ask(source, arrived.ask_from)
+
+    def _ask(self, source: str, first_seq: int) -> None:
+        if first_seq:
+            self._send_loose(source, Resend(first_seq=first_seq))
+
+    def _resend(self, to: str, first_seq: int) -> None:
+        stream = self._outbound.setdefault(to, Outbound())
+        replay = stream.since(first_seq)
+        if replay.next_seq > first_seq:
+            self._send_loose(to, StreamReset(next_seq=replay.next_seq, lost=replay.lost))
+        for data in replay.messages:
+            self._publish(to, "Resent", data)
+
+    def _send_loose(self, to: str, message: Message | Beat) -> None:
+        """Send outside the numbered stream: repair must not need repair."""
+        self._publish(to, type(message).__name__, codec.encode(Envelope(self.source, self.epoch, 0, message)))
+
+    def _publish(self, to: str, name: str, data: bytes) -> None:
+        kind, _, actor = to.partition(".")
+        self.bus.publish(subjects.mailbox(self.fleet, kind, actor, name), data)

@@ -1,0 +1,717 @@
+"""Columns: per-row integers and floats as arrays, which the wire carries as raw bytes."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    IntArray = array[int]
+    FloatArray = array[float]
+else:  # array.array cannot be subscripted before Python 3.12
+    IntArray = FloatArray = array
+
+FEW = 16  # values; more are packed at a third of what it costs `array` to parse each
+Ints = Annotated[IntArray, "i"]  # int32 column, little-endian bytes on the wire
+Longs = Annotated[IntArray, "q"]  # int64 column
+Floats = Annotated[FloatArray, "f"]  # float32 column
+
+
+def ints(values: Iterable[int] = ()) -> Ints:
+    """An int32 column. Raises OverflowError for a value that does not fit."""
+    if type(values) is list and len(values) > FEW:
+        try:
+            return array("i", struct.pack(f"{len(values)}i", *values))
+        except struct.error:
+            return array("i", values)  # which says what is wrong
+    return array("i", values)
+
+
+def longs(values: Iterable[int] = ()) -> Longs:
+    """An int64 column."""
+    return array("q", values)
+
+
+def floats(values: Iterable[float] = ()) -> Floats:
+    """A float32 column."""
+    return array("f", values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Every actor, about once a second: I live, in this state, under this load."""
+
+    kind: str
+    actor: str
+    host_id: str
+    state: str  # starting, ready, draining, stopped, failed
+    model: str = ""
+    load: tuple[tuple[str, int], ...] = ()
+    interval_us: int = 1_000_000
+    arena: str = ""  # kv_offload: shared memory name, carries the generation
+    arena_generation: int = 0  # kv_offload: the present one; executor: the one it has mapped
+    tiers: tuple[str, ...] = ()
+    rates: tuple[int, ...] = ()  # bytes per second per tier
+
+
+MOVED = 410  # code of a Rejected: another detokenizer has this request by now, and its client is told there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is chosen. Opaque to the scheduler; `temperature == 0` is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # prompt and output, as in the CTRL paper
+    presence_penalty: float = 0.0  # output only, as in the OpenAI API
+    frequency_penalty: float = 0.0
+    bias_ids: Ints = field(default_factory=ints)
+    bias_values: Floats = field(default_factory=floats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one sequence; `cached_tokens` is the part of the prompt not computed."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time of a request went. Durations follow each other in this order."""
+
+    received_wall_us: int = 0
+    tokenize_us: int = 0
+    transit_us: int = 0  # tokenizer -> scheduler, from wall stamps: for spans only
+    queue_us: int = 0  # arrival at the scheduler -> admission
+    prefill_us: int = 0  # admission -> first token
+    decode_us: int = 0  # first token -> last token
+    prefill_chunks: int = 0
+    steps: int = 0
+    received_us: int = 0  # comes first: seen on the bus -> taken up by the tokenizer
+    live_us: int = 0  # arrival at the scheduler -> Close
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One prompt chunk of a sequence, for its trace: a row of a step."""
+
+    at_us: int  # the step's plan was sent, since arrival at the scheduler
+    took_us: int  # until its result was applied
+    tokens: int
+    step: int
+    executor: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One scheduling decision about a sequence, for its trace."""
+
+    at_us: int  # since arrival at the scheduler
+    what: str  # admit, requeue, preempt, restore, ...
+    why: str
+    numbers: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenized:
+    """tokenizer -> scheduler: a validated request. Idempotent by (tenant, request, attempt).
+
+    scheduler -> detokenizer, behind its Opens: what was asked, should this scheduler die.
+    detokenizer -> another scheduler: go on with it. Then `generated` says how many of the last `tokens` each
+    choice has generated, choice by choice, and `timeout_us` counts from the first arrival."""
+
+    request: str
+    attempt: int
+    tenant: str
+    model: str
+    inbox: str  # the client's reply subject
+    slo_class: str = "standard"  # interactive, standard, batch
+    timeout_us: int = 0  # time left to answer, counted from arrival; the shell subtracts transit
+    received_wall_us: int = 0
+    sent_wall_us: int = 0
+    n: int = 1
+    max_tokens: int = 16
+    stream: bool = False
+    format: str = "chat"  # chat, completion: the shape of the public reply
+    finish_detached: bool = False  # go on computing when the client has gone
+    seed: int = 0  # uint64; choice i draws from choice_seed(seed, i)
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    stop_ids: Ints = field(default_factory=ints)  # end-of-sequence ids included
+    logprobs: int = 0  # 0 = none, else 1 + number of alternatives
+    prompt_logprobs: bool = False
+    grammar: str = ""  # JSON: {"kind": ..., "source": ...}
+    echo: bool = False
+    part: int = 0
+    parts: int = 1
+    tokens: Ints = field(default_factory=ints)  # the prompt
+    include_stop: bool = False
+    include_usage: bool = True
+    handled_wall_us: int = 0  # the tokenizer took it up; before, it waited in its mailbox
+    parent_span: str = ""  # of the trace's root span, zeros = none; empty: nobody traces this request
+    processors: tuple[str, ...] = ()  # logits processors, each JSON: {"name": ..., "args": {...}}
+    generated: Ints = field(default_factory=ints)  # of a request that goes on: see above
+    reasons: tuple[str, ...] = ()  # why each choice has ended, empty where it has not
+    age_us: int = 0  # since the first scheduler had it
+    first_us: int = 0  # of that until its first token, 0 where there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """scheduler -> who sent Tokenized: the scheduler owns the request now; a tokenizer forgets the inbox."""
+
+    tenant: str
+    request: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """scheduler -> who sent Tokenized: not accepted, and why. The client is told by that one."""
+
+    tenant: str
+    request: str
+    attempt: int
+    code: int
+    message: str
+    retry_after_ms: int = 0
+
+
+def rejection(asked: Tokenized, code: int, message: str, retry_after_ms: int = 0) -> Rejected:
+    """The Rejected of a request."""
+    return Rejected(
+        tenant=asked.tenant,
+        request=asked.request,
+        attempt=asked.attempt,
+        code=code,
+        message=message,
+        retry_after_ms=retry_after_ms,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """client -> tokenizers and schedulers: stop working. May overtake its request."""
+
+    tenant: str
+    request: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """scheduler -> detokenizer: take over the text and the reply stream of a sequence."""
+
+    seq: int
+    request: str
+    attempt: int
+    tenant: str
+    model: str
+    inbox: str
+    choice: int = 0
+    choices: int = 1
+    stream: bool = False
+    format: str = "chat"
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    logprobs: int = 0
+    received_wall_us: int = 0
+    prompt_tokens: int = 0
+    part: int = 0
+    parts: int = 1
+    tokens: Ints = field(default_factory=ints)  # generated so far: not empty on a re-open
+    include_usage: bool = True
+    echo: bool = False  # the text starts with the prompt, which PromptTokens bring
+    prompt_logprobs: bool = False
+    parent_span: str = ""  # as in Tokenized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """scheduler -> detokenizer: the tokens of one step for one shard. Row i of `seqs`, `first` and
+    `counts` owns the next `counts[i]` entries of `ids`."""
+
+    executor: str
+    step: int
+    seqs: Ints
+    first: Ints  # token index of the row's first id
+    counts: Ints
+    ids: Ints
+    logprobs: Floats = field(default_factory=floats)  # of the chosen ids, empty if none asked
+    top_counts: Ints = field(default_factory=ints)  # alternatives per id
+    top_ids: Ints = field(default_factory=ints)
+    top_logprobs: Floats = field(default_factory=floats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokens:
+    """executor -> scheduler -> detokenizer: a piece of a prompt with its logprobs, as many messages as
+    needed, those of a step before its StepResult. For `echo` alone the scheduler makes them."""
+
+    seq: int
+    step: int
+    first: int  # position in the prompt of the first id
+    ids: Ints
+    logprobs: Floats = field(default_factory=floats)
+    top_counts: Ints = field(default_factory=ints)  # alternatives per id
+    top_ids: Ints = field(default_factory=ints)
+    top_logprobs: Floats = field(default_factory=floats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopFound:
+    """detokenizer -> scheduler: a stop string ends in token `index`. The earliest index wins."""
+
+    seq: int
+    index: int  # number of tokens kept: those whose text belongs to the answer or its stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached:
+    """detokenizer -> scheduler: nobody reads the reply subject of these sequences any more. None at all:
+    messages to this detokenizer were lost, and it knows of no sequence but those it named just before."""
+
+    seqs: Ints
+    moved: bool = False  # they are read from another scheduler, which goes on with them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """scheduler -> detokenizer: no token at or beyond `final` belongs to the sequence."""
+
+    seq: int
+    final: int  # number of generated tokens
+    reason: str  # stop, length, error, moved (another shard has it now: send nothing)
+    usage: Usage = field(default_factory=Usage)
+    timings: Timings = field(default_factory=Timings)
+    decisions: tuple[Decision, ...] = ()
+    code: int = 0  # with reason "error": the public error code
+    message: str = ""
+    retry_after_ms: int = 0
+    executor: str = ""  # the last one that ran it; empty: never admitted
+    chunks: tuple[Chunk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """detokenizer -> scheduler: the last frame has gone out. `index` <= Close.final is the true
+    number of generated tokens; the record and the usage are final only now. The choice that ends its
+    request brings the stamps of the reply."""
+
+    seq: int
+    index: int
+    reason: str
+    first_wall_us: int = 0  # the first text was sent, or joined an answer that is not streamed
+    built_wall_us: int = 0  # the last frame was built
+    sent_wall_us: int = 0  # it has left the process
+
+
+ROW_REFUSED = "refused: "  # begins a row error that is a 400, not a 500
+PIECE_LANES = ("compute A", "compute B", "comm A", "comm B")  # of the halves of a step, on two streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecHello:
+    """executor -> scheduler: an incarnation with empty slots. Repeated until ExecWelcome.
+
+    `exec_epoch` is the incarnation of the device state: a new one after a restart of the process
+    and after ExecReset alike.
+    """
+
+    executor: str
+    exec_epoch: int
+    host_id: str
+    model: str
+    fingerprint: str  # hex: everything that makes KV bytes interchangeable
+    vocab_digest: str
+    vocab: int
+    blocks: int
+    block_tokens: int
+    slots: int
+    max_step_tokens: int
+    max_context: int
+    ranks: int = 1
+    arena_generation: int = 0
+    backend: str = "sim"
+    dtype: str = "f32"
+    bytes_per_block: int = 0
+    stages: int = 1  # pipeline stages: so many steps can be computed at once
+    two_stream_tokens: int = 0  # StepPlan.two_stream is quicker from so many tokens on; 0: it is not offered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecWelcome:
+    """scheduler -> executor: hello heard; `exec_epoch` says of which incarnation."""
+
+    exec_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecReset:
+    """scheduler -> executor: forget every slot and say hello with a new `exec_epoch`. The envelope's
+    epoch stays, since the process does."""
+
+    exec_epoch: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotOpen:
+    """scheduler -> executor: everything about a slot. Alone it rebuilds the slot."""
+
+    slot: int
+    generation: int
+    seq: int
+    prompt_tokens: int  # tokens[:prompt_tokens] is the prompt, the rest was generated
+    computed: int = 0  # tokens whose KV is in the blocks already
+    max_length: int = 0  # prompt + generated, never exceeded
+    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: Ints = field(default_factory=ints)
+    logprobs: int = 0
+    prompt_logprobs: bool = False
+    grammar: str = ""
+    part: int = 0
+    parts: int = 1
+    tokens: Ints = field(default_factory=ints)
+    processors: tuple[str, ...] = ()  # see Tokenized; rows of the slot are host-fed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotClose:
+    """scheduler -> executor: the slot is free after step `last_step`."""
+
+    slot: int
+    generation: int
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarReady:
+    """executor -> scheduler: the slot's grammar is compiled; its rows may be planned."""
+
+    slot: int
+    generation: int
+    compile_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarFailed:
+    """executor -> scheduler: the slot's grammar cannot be compiled: the request is a 400."""
+
+    slot: int
+    generation: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """scheduler -> executor: one step, by columns. Idempotent by (exec_epoch, step).
+
+    Forward rows: tokens [start, start+count) of a slot, taken from the host record or, for one
+    token, from the device's own last sample. Sample rows: the last position of a forward row
+    chooses the next token of a slot; one prompt row may feed several slots, a chunk that is not
+    the prompt's last feeds none. Block-table deltas and block copies apply before the forward.
+    """
+
+    exec_epoch: int
+    step: int
+    mode: str  # single, run_ahead, two_batch
+    micro_batch: int  # 0 = A, 1 = B
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    from_device: Ints  # 1 = the input token is last_token[slot]
+    sample_rows: Ints  # index into the forward rows
+    sample_slots: Ints
+    table_slots: Ints = field(default_factory=ints)  # delta: slot's table from entry `table_first`
+    table_first: Ints = field(default_factory=ints)
+    table_counts: Ints = field(default_factory=ints)
+    table_blocks: Ints = field(default_factory=ints)
+    copy_from: Ints = field(default_factory=ints)
+    copy_to: Ints = field(default_factory=ints)
+    wait_jobs: Ints = field(default_factory=ints)  # copies that must have ended before the forward
+    forward: bool = True
+    sample: bool = True
+    two_stream: bool = False  # in two halves, the ranks' talk of one under the compute of the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """executor -> scheduler: the sampled ids of a step, row for row as `StepPlan.sample_slots`."""
+
+    exec_epoch: int
+    step: int
+    ids: Ints  # -1 where the slot was done before
+    done: Ints  # 1 = this token ended the slot (stop id or length); 2 = it had ended earlier
+    start_wall_us: int = 0
+    end_wall_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+    bucket_padding_rows: int = 0
+    logprobs: Floats = field(default_factory=floats)
+    top_counts: Ints = field(default_factory=ints)
+    top_ids: Ints = field(default_factory=ints)
+    top_logprobs: Floats = field(default_factory=floats)
+    error: str = ""  # the step failed as a whole: its sequences cannot go on here
+    wait_us: int = 0  # device idle before this step, waiting for its plan
+    published_us: int = 0  # how long the result sent last took from the end of its step to its sending
+    queued_us: int = 0  # the plan arrived at the executor -> its step began
+    host_us: int = 0  # logits processors, on the host
+    # (index into `ids`, why): that sequence alone failed; by its request's own fault with ROW_REFUSED first
+    row_errors: tuple[tuple[int, str], ...] = ()
+    # the first pieces of a two-stream step: of each its lane (PIECE_LANES), begin from the step's, length, us
+    pieces: Ints = field(default_factory=ints)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resend:
+    """either way: messages of the sender's stream are missing from number `first_seq` on."""
+
+    first_seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamReset:
+    """either way: what a Resend asked for is gone; the stream goes on at `next_seq`."""
+
+    next_seq: int
+    lost: bool = False  # part of it was meant for the asker's present incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamAt:
+    """either way, after a stream has fallen silent: its last number, so that a lost tail shows."""
+
+    last_seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxMsg:
+    """scheduler -> executor: reserved for token masks made on another host."""
+
+    step: int
+    slots: Ints
+    masks: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLookup:
+    """scheduler -> kv_offload: in which tier is each key? Keys are 32 bytes, joined."""
+
+    job: int
+    keys: bytes
+    prefix: bool = True  # stop at the first miss
+    fingerprint: str = ""  # of the model's KV layout, as in ExecHello: part of the name in L2
+    promote: bool = False  # begin to bring what only L2 has into L1: the request waits already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFound:
+    """kv_offload -> scheduler: tier of each key asked for: 0 none, 1 DRAM (L1), 2 remote (L2)."""
+
+    job: int
+    tiers: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvReserve:
+    """scheduler -> kv_offload: room in L1 for these keys, leased until `lease_us` from now."""
+
+    job: int
+    owner: str
+    keys: bytes
+    value_bytes: int
+    lease_us: int
+    priority: int = 0  # 1 = preemption
+    valid_tokens: Ints = field(default_factory=ints)  # per key; the paused tail is partial
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvReserved:
+    """kv_offload -> scheduler: arena offset of each key, -1 where there is no room, -2 where the key is
+    in L1 already and needs no copy."""
+
+    job: int
+    arena_generation: int
+    offsets: Longs
+    status: str = "ok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPrefetch:
+    """scheduler -> kv_offload: bring these keys into L1 and pin them for `lease_us`."""
+
+    job: int
+    owner: str
+    keys: bytes
+    deadline_us: int
+    lease_us: int
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvReady:
+    """kv_offload -> scheduler: arena offset of each key, -1 where it could not be had."""
+
+    job: int
+    arena_generation: int
+    offsets: Longs
+    valid_tokens: Ints = field(default_factory=ints)
+    status: str = "ok"
+    took_us: int = 0
+    from_l2: int = 0  # how many of them were brought from L2 for this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCommit:
+    """scheduler -> kv_offload: the reserved ranges with mask 1 are written; the others failed."""
+
+    job: int
+    written: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvStored:
+    """kv_offload -> scheduler: tier reached by each key of a committed job, 0 = lost."""
+
+    job: int
+    tiers: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRelease:
+    """scheduler -> kv_offload: end the leases of these jobs."""
+
+    jobs: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRenew:
+    """scheduler -> kv_offload: prolong the leases of these jobs."""
+
+    jobs: Ints
+    lease_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRenewed:
+    """kv_offload -> scheduler: 1 for each job whose lease is prolonged, 0 where it had ended. Until it
+    is here the old deadline counts: a range read after it may hold another block."""
+
+    jobs: Ints
+    alive: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvGone:
+    """kv_offload -> scheduler: no tier holds these keys any more. Without an answer."""
+
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCopy:
+    """scheduler -> executor: copy blocks between HBM and the arena once `after_step` has run."""
+
+    job: int
+    to_arena: bool
+    after_step: int
+    arena_generation: int
+    blocks: Ints
+    offsets: Longs
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCopied:
+    """executor -> scheduler: how the copy went: ok, no_arena, stale_arena, failed."""
+
+    job: int
+    status: str
+    bytes: int = 0
+    took_us: int = 0
+    wait_us: int = 0  # it was here and had not begun: other copies, and the step that it comes after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaReleased:
+    """executor -> scheduler -> kv_offload: no mapping of this arena generation is left here."""
+
+    executor: str
+    arena_generation: int
+
+
+Message = (
+    Tokenized | Accepted | Rejected | Cancel | Open | Tokens | PromptTokens | StopFound | Detached
+    | Close | Ended | ExecHello | ExecWelcome | ExecReset | SlotOpen | SlotClose | GrammarReady
+    | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | AuxMsg
+    | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCommit | KvStored
+    | KvRelease | KvRenew | KvRenewed | KvGone | KvCopy | KvCopied | ArenaReleased | Beat
+)  # fmt: skip
+
+__all__ = [
+    "MOVED",
+    "Accepted",
+    "ArenaReleased",
+    "AuxMsg",
+    "Beat",
+    "Cancel",
+    "Chunk",
+    "Close",
+    "Decision",
+    "Detached",
+    "Ended",
+    "ExecHello",
+    "ExecReset",
+    "ExecWelcome",
+    "Floats",
+    "GrammarFailed",
+    "GrammarReady",
+    "Ints",
+    "KvCommit",
+    "KvCopied",
+    "KvCopy",
+    "KvFound",
+    "KvGone",
+    "KvLookup",
+    "KvPrefetch",
+    "KvReady",
+    "KvRelease",
+    "KvRenew",
+    "KvRenewed",
+    "KvReserve",
+    "KvReserved",
+    "KvStored",
+    "Longs",
+    "Message",
+    "Open",
+    "PromptTokens",
+    "Rejected",
+    "Resend",
+    "Sampling",
+    "SlotClose",
+    "SlotOpen",
+    "StepPlan",
+    "StepResult",
+    "StopFound",
+    "StreamAt",
+    "StreamReset",
+    "Timings",
+    "Tokenized",
+    "Tokens",
+    "Usage",
+    "floats",
+    "ints",
+    "longs",
+    "rejection",
+]

@@ -1,0 +1,1 @@
+"""The transport: its interface, NATS, an in-memory double, subjects and access."""

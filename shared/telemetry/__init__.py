@@ -1,0 +1,1 @@
+"""Traces and metrics, with and without OpenTelemetry."""

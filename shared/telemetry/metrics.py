@@ -1,0 +1,354 @@
+"""Readings as Prometheus reads them. Pure. Spec: the text exposition format 0.0.4.
+
+Names follow the OpenTelemetry specification's way to Prometheus: dots become `_`, the unit is the end of the
+name (`_seconds`, `_bytes`), counters end in `_total`. What vLLM counts, too, has vLLM's name with `headrace:`
+in place of `vllm:`, so that a dashboard made for the one shows the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    PeriodicExportingMetricReader,
+)
+
+from shared.processes import bind, http_url
+from shared.telemetry.otel import (
+    GRPC,
+    GRPC_PACKAGE,
+    HTTP,
+    METRICS,
+    PROMETHEUS_PORT,
+    endpoint,
+    is_on,
+    log,
+    process_resource,
+    prometheus_address,
+    protocol_of,
+)
+from shared.telemetry.readings import Attributes, Reading, Readings, Spread
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_OURS = "headrace.scheduler"
+_AS_IN_VLLM = {  # its production metrics, https://docs.vllm.ai/en/stable/usage/metrics
+    "gen_ai.server.time_to_first_token": "time_to_first_token_seconds",
+    "gen_ai.server.time_per_output_token": "request_time_per_output_token_seconds",
+    "gen_ai.server.request.duration": "e2e_request_latency_seconds",
+    f"{_OURS}.inter_token.duration": "inter_token_latency_seconds",
+    f"{_OURS}.queue.duration": "request_queue_time_seconds",
+    f"{_OURS}.queue.requests": "num_requests_waiting",
+    f"{_OURS}.running": "num_requests_running",
+    f"{_OURS}.blocks_used": "kv_cache_usage_perc",
+    f"{_OURS}.preemptions": "num_preemptions_total",
+    f"{_OURS}.prefix.lookup_tokens": "prefix_cache_queries_total",
+    f"{_OURS}.prefix.hit_tokens": "prefix_cache_hits_total",
+    f"{_OURS}.generated_tokens": "generation_tokens_total",
+}
+_UNITS = {"s": "_seconds", "By": "_bytes", "By/s": "_bytes_per_second"}
+_NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+
+def to_prometheus(readings: Readings) -> str:
+    """The whole page, readings of one name together."""
+    groups: dict[str, list[Reading | Spread]] = {}
+    for reading in readings:
+        groups.setdefault(_name(reading), []).append(reading)
+    return "".join(line + "\n" for name, group in groups.items() for line in _lines(name, group))
+
+
+def _lines(name: str, group: list[Reading | Spread]) -> Iterator[str]:
+    first = group[0]
+    kind = "histogram" if isinstance(first, Spread) else "counter" if first.grows else "gauge"
+    yield f"# TYPE {name} {kind}"
+    for reading in group:
+        if isinstance(reading, Reading):
+            yield f"{name}{_labels(reading.attributes)} {_number(reading.value)}"
+        else:
+            yield from _histogram(name, reading)
+
+
+def _histogram(name: str, spread: Spread) -> Iterator[str]:
+    bounds = [*(_number(bound) for bound in spread.bounds), "+Inf"]
+    for bound, count in zip(bounds, accumulate(spread.counts), strict=True):
+        yield f"{name}_bucket{_labels((*spread.attributes, ('le', bound)))} {count}"
+    labels = _labels(spread.attributes)
+    yield f"{name}_sum{labels} {_number(spread.total)}"
+    yield f"{name}_count{labels} {sum(spread.counts)}"
+
+
+def _name(reading: Reading | Spread) -> str:
+    if (theirs := _AS_IN_VLLM.get(reading.name)) is not None:
+        return f"headrace:{theirs}"
+    name = _NOT_A_NAME.sub("_", reading.name) + _UNITS.get(reading.unit, "")
+    return f"{name}_total" if isinstance(reading, Reading) and reading.grows else name
+
+
+def _labels(attributes: Attributes) -> str:
+    if not attributes:
+        return ""
+    pairs = (f'{_NOT_A_NAME.sub("_", key)}="{_escaped(value)}"' for key, value in attributes)
+    return "{" + ",".join(pairs) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    return repr(value) if isinstance(value, float) and not value.is_integer() else str(int(value))
+
+
+PATH = "/metrics"
+PATIENCE_S = 10.0  # for one request and its answer
+MAX_HEAD_BYTES = 16_384
+MAX_CONNECTIONS = 16
+
+
+class ScrapePoint:
+    """Serves readings at `address` from `start` to `stop`."""
+
+    def __init__(self, host: str, port: int, readings: Callable[[], Readings]) -> None:
+        """Port 0 is any free one. Raises SetupError when it is taken."""
+        self._readings = readings
+        self._bound = reserve(host, port)
+        self.address: tuple[str, int] = self._bound.getsockname()[:2]
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        """Of the page, for this machine."""
+        return http_url(*self.address) + PATH
+
+    async def start(self) -> None:
+        """Return when connections are accepted."""
+        self._server = await asyncio.start_server(self._accept, sock=self._bound, limit=MAX_HEAD_BYTES)
+
+    async def stop(self) -> None:
+        """End at once."""
+        if self._server is None:
+            self._bound.close()
+            return
+        self._server.close()
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(answer(head, self._readings))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            pass  # it asked for nothing that can be answered, or has gone
+        finally:
+            writer.transport.abort()
+
+
+def reserve(host: str, port: int, *, listen: bool = True) -> socket.socket:
+    """The bound socket of a page. Raises SetupError."""
+    return bind(host, port, "metrics", f"set {PROMETHEUS_PORT} to another", listen=listen)
+
+
+def answer(head: bytes, readings: Callable[[], Readings]) -> bytes:
+    """The whole HTTP answer to the head of a request."""
+    method, _, rest = head.partition(b" ")
+    path = rest.partition(b" ")[0].partition(b"?")[0]
+    if method not in (b"GET", b"HEAD"):
+        return _response("405 Method Not Allowed", b"GET it\n", extra="Allow: GET, HEAD\r\n")
+    if path != PATH.encode():
+        return _response("404 Not Found", f"{PATH} is here\n".encode(), bare=method == b"HEAD")
+    page = to_prometheus(readings()).encode()
+    return _response("200 OK", page, kind=CONTENT_TYPE, bare=method == b"HEAD")
+
+
+def _response(
+    status: str, body: bytes, *, kind: str = "text/plain; charset=utf-8", extra: str = "", bare: bool = False
+) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        f"{extra}Connection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if bare else body)
+
+
+SCOPE = "headrace"
+
+
+class OtelMeterSink:
+    """See shared.telemetry.metrics.MeterSink. Raises ImportError when the exporter's package is missing."""
+
+    def __init__(self, kind: str, actor: str, protocol: str) -> None:
+        self._readings: Readings = ()
+        self._known: set[str] = set()
+        where = endpoint(os.environ, protocol, METRICS)
+        self._reader = PeriodicExportingMetricReader(_WithSpreads(_exporter(protocol), self._spreads, where))
+        self._provider = MeterProvider([self._reader], process_resource(kind, actor), shutdown_on_exit=False)
+        self._meter = self._provider.get_meter(SCOPE)
+
+    def put(self, readings: Readings) -> None:
+        """Replace the readings; a name that is new becomes an instrument."""
+        self._readings = readings
+        for reading in readings:
+            if isinstance(reading, Reading) and reading.name not in self._known:
+                self._known.add(reading.name)
+                make: Callable[..., Any] = (
+                    self._meter.create_observable_counter
+                    if reading.grows
+                    else self._meter.create_observable_gauge
+                )
+                make(reading.name, [self._observer(reading.name)], reading.unit)
+
+    def stop(self, timeout_s: float) -> None:
+        """Send once more; a collector that hangs is not waited for longer than that."""
+        last = threading.Thread(target=self._provider.shutdown, name="metrics-flush", daemon=True)
+        last.start()
+        last.join(timeout_s)
+
+    def _observer(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_: CallbackOptions) -> Iterable[Observation]:
+            return [
+                Observation(r.value, dict(r.attributes))
+                for r in self._readings
+                if isinstance(r, Reading) and r.name == name
+            ]
+
+        return observe
+
+    def _spreads(self) -> list[Spread]:
+        return [reading for reading in self._readings if isinstance(reading, Spread)]
+
+
+class _WithSpreads(MetricExporter):
+    """Adds the histograms, and tells when metrics begin and cease to arrive."""
+
+    def __init__(self, inner: Any, spreads: Callable[[], list[Spread]], where: str) -> None:
+        super().__init__(inner._preferred_temporality, inner._preferred_aggregation)  # as the variables say
+        self._inner, self._spreads, self._where = inner, spreads, where
+        self._began_ns = time.time_ns()
+        self._arrived: bool | None = None
+
+    def export(
+        self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any
+    ) -> MetricExportResult:
+        """On the reader's thread."""
+        found: MetricExportResult = self._inner.export(
+            self._completed(metrics_data), timeout_millis, **kwargs
+        )
+        arrived = found is MetricExportResult.SUCCESS
+        if arrived is not self._arrived:
+            self._arrived = arrived
+            if arrived:
+                log.info("metrics: arrive at %s", self._where)
+            else:
+                log.warning("metrics: do not arrive at %s: start a collector there", self._where)
+        return found
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:
+        return bool(self._inner.force_flush(timeout_millis))
+
+    def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+        self._inner.shutdown(timeout_millis, **kwargs)
+
+    def _completed(self, data: MetricsData) -> MetricsData:
+        """In the one scope there is: the encoder takes each scope once."""
+        (group,) = data.resource_metrics
+        (scope,) = group.scope_metrics
+        more = [_metric(spread, self._began_ns, time.time_ns()) for spread in self._spreads()]
+        whole = replace(scope, metrics=[*scope.metrics, *more])
+        return MetricsData([replace(group, scope_metrics=[whole])])
+
+
+def _metric(spread: Spread, began_ns: int, now_ns: int) -> Metric:
+    point = HistogramDataPoint(
+        attributes=dict(spread.attributes),
+        start_time_unix_nano=began_ns,
+        time_unix_nano=now_ns,
+        count=sum(spread.counts),
+        sum=spread.total,
+        bucket_counts=spread.counts,
+        explicit_bounds=spread.bounds,
+        min=None,  # type: ignore[arg-type]  # not kept, and optional on the wire
+        max=None,  # type: ignore[arg-type]  # likewise
+    )
+    return Metric(spread.name, None, spread.unit, Histogram([point], AggregationTemporality.CUMULATIVE))
+
+
+def _exporter(protocol: str) -> MetricExporter:
+    if protocol == GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
+
+        return GrpcExporter()
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+    return OTLPMetricExporter()
+
+
+class MeterSink(Protocol):
+    """Sends the newest readings from a thread of its own, every OTEL_METRIC_EXPORT_INTERVAL."""
+
+    def put(self, readings: Readings) -> None:
+        """These are the newest. Never blocks."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Send the newest, waiting for at most `timeout_s`."""
+
+
+def from_env(kind: str, actor: str) -> MeterSink | None:
+    """The sink of the process `kind.actor`, None when metrics are not asked for or cannot be sent; the log
+    says then how to mend it."""
+    if not is_on(os.environ, METRICS):
+        return None
+    protocol = protocol_of(os.environ, METRICS)
+    if protocol not in (HTTP, GRPC):
+        log.warning("metrics: off, the protocol %s is not known here: use %s or %s", protocol, HTTP, GRPC)
+        return None
+    try:
+        return OtelMeterSink(kind, actor, protocol)
+    except ImportError as error:
+        log.warning("metrics: off, %s needs a package (%s): pip install %s", protocol, error, GRPC_PACKAGE)
+    except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
+        log.warning("metrics: off, the OTEL_* variables cannot be used: %s", error)
+    return None
+
+
+async def scrape_point(readings: Callable[[], Readings]) -> ScrapePoint | None:
+    """The page of this process, None when it is not asked for. Raises SetupError when its port is taken."""
+    address = prometheus_address(os.environ)
+    if address is None:
+        return None
+    point = ScrapePoint(*address, readings)
+    await point.start()
+    logging.getLogger("headrace.process").info("metrics at %s", point.url)
+    return point

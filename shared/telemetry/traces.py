@@ -1,0 +1,476 @@
+"""A span as plain data: what is measured is built here and tested as a table, and sent elsewhere.
+
+A list of records is one tree: the first is its root, `parent` is an index into the list. Times are
+wall-clock microseconds, from stamps that the messages carry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.errors import HeadraceError
+from shared.messages import Chunk, Close, Decision, Timings
+from shared.nats import subjects
+
+Value = str | int | float | bool | Sequence[str]
+Attributes = Mapping[str, Value]
+ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    """A moment on a span."""
+
+    name: str
+    at_us: int
+    attributes: Attributes = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SpanRecord:
+    """One span of a list. `error` is empty for a success."""
+
+    name: str
+    start_us: int
+    end_us: int
+    parent: int | None = ROOT  # None: the root
+    attributes: dict[str, Value] = field(default_factory=dict)
+    events: list[SpanEvent] = field(default_factory=list)
+    links: tuple[str, ...] = ()  # traceparents
+    kind: str = "internal"  # internal, server, client, producer, consumer
+    error: str = ""
+
+    @property
+    def took_us(self) -> int:
+        return self.end_us - self.start_us
+
+
+def leaves(spans: Sequence[SpanRecord]) -> list[SpanRecord]:
+    """The spans without children."""
+    parents = {span.parent for span in spans}
+    return [span for i, span in enumerate(spans) if i not in parents]
+
+
+def covered_us(intervals: Iterable[tuple[int, int]]) -> int:
+    """Length of the union of (start, end) intervals."""
+    total, reached = 0, -(2**63)
+    for start, end in sorted(intervals):
+        if end > max(start, reached):
+            total += end - max(start, reached)
+            reached = end
+    return total
+
+
+def gaps(intervals: Iterable[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """The parts of [start, end] that no interval covers."""
+    found, reached = [], start
+    for begin, stop in sorted(intervals):
+        if min(begin, end) > reached:
+            found.append((reached, min(begin, end)))
+        reached = max(reached, stop)
+    if reached < end:
+        found.append((reached, end))
+    return found
+
+
+def to_body(spans: Sequence[SpanRecord]) -> list[dict[str, Any]]:
+    """The spans as JSON has them, for `headrace.v1.trace`."""
+    return [
+        {
+            "name": span.name,
+            "start_us": span.start_us,
+            "end_us": span.end_us,
+            "parent": span.parent,
+            "attributes": span.attributes,
+            "events": [
+                {"name": e.name, "at_us": e.at_us, "attributes": dict(e.attributes)} for e in span.events
+            ],
+            "error": span.error,
+        }
+        for span in spans
+    ]
+
+
+LEAVES = ("pause", "requeue")  # decisions that take a sequence off its executor
+RESTORE = "restore"  # the decision at the end of one, with its `took_us`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One choice at its end: `tokens` and `reason` are the detokenizer's last word."""
+
+    index: int
+    tokens: int
+    reason: str
+    close: Close
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Wall stamps of the detokenizer; 0 = has not happened."""
+
+    opened_us: int = 0
+    first_us: int = 0  # the first text was sent, or joined an answer that is not streamed
+    built_us: int = 0  # the last frame was built
+    sent_us: int = 0  # it has left the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFacts:
+    """Everything its spans are made of."""
+
+    request: str
+    tenant: str
+    model: str
+    format: str  # as Open.format
+    inbox: str
+    received_wall_us: int
+    detokenizer: str  # kind.id
+    choices: tuple[Choice, ...] = ()
+    reply: Reply = Reply()
+    error: HeadraceError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """The boundaries of one choice, wall-clock µs."""
+
+    received: int
+    handled: int
+    sent: int
+    arrived: int
+    admitted: int
+    first: int  # 0: no token
+    closed: int
+
+    @classmethod
+    def of(cls, choice: Choice) -> _Times:
+        t: Timings = choice.close.timings
+        handled = t.received_wall_us + t.received_us
+        sent = handled + t.tokenize_us
+        arrived = sent + t.transit_us
+        closed = arrived + t.live_us
+        admitted = arrived + t.queue_us if choice.close.executor else closed
+        first = admitted + t.prefill_us if choice.close.final else 0
+        return cls(t.received_wall_us, handled, sent, arrived, admitted, first, max(closed, first))
+
+
+def request_spans(facts: RequestFacts) -> list[SpanRecord]:
+    """The spans of a request that has reached a detokenizer, its root first."""
+    if not facts.choices:  # it ended without a word of its scheduler
+        return _orphan(facts)
+    times = [_Times.of(choice) for choice in facts.choices]
+    closed = max(t.closed for t in times)
+    built, sent = max(facts.reply.built_us, closed), max(facts.reply.sent_us, facts.reply.built_us, closed)
+    spans = [_root(facts, times[0], sent), *_intake(facts, times[0])]
+    for choice, at in zip(facts.choices, times, strict=True):
+        parent = ROOT
+        if len(facts.choices) > 1 and at.admitted < at.closed:
+            parent = len(spans)
+            spans.append(SpanRecord(f"choice {choice.index}", at.admitted, at.closed, ROOT, _whose(choice)))
+        _add_stages(spans, choice, at, parent)
+        _add_decisions(spans[parent], choice, at)
+    first_us = min((t.first for t in times if t.first), default=0)
+    if first_us and facts.reply.first_us:
+        end = max(facts.reply.first_us, first_us)
+        spans.append(_stage("first token", first_us, end, facts.detokenizer))
+    if facts.reply.built_us:
+        spans.append(_stage("detokenize", closed, built, facts.detokenizer))
+    if facts.reply.sent_us:
+        spans.append(_send(facts, built, sent))
+    return spans
+
+
+def root_attributes(facts: RequestFacts) -> dict[str, Value]:
+    """What the root says of any request, answered or refused."""
+    attributes: dict[str, Value] = {
+        REQUEST_ID: facts.request,
+        TENANT: facts.tenant,
+        COMPONENT: facts.detokenizer,
+        GEN_AI_OPERATION: OPERATIONS.get(facts.format, facts.format),
+        GEN_AI_PROVIDER: PROVIDER,
+        GEN_AI_REQUEST_MODEL: facts.model,
+        MESSAGING_SYSTEM: NATS,
+        MESSAGING_DESTINATION: subjects.generate(facts.tenant, facts.model),
+        MESSAGING_TEMPLATE: GENERATE_TEMPLATE,
+        MESSAGING_OPERATION: "process",
+        MESSAGING_OPERATION_TYPE: "process",
+        MESSAGING_GROUP: "tokenizer",
+        MESSAGING_MESSAGE_ID: facts.request,
+    }
+    if facts.error is not None:
+        attributes[ERROR_TYPE] = facts.error.type
+    return attributes
+
+
+def root_name(facts: RequestFacts) -> str:
+    """As the conventions name a span of generative AI."""
+    return f"{OPERATIONS.get(facts.format, facts.format)} {facts.model}"
+
+
+def _root(facts: RequestFacts, at: _Times, end_us: int) -> SpanRecord:
+    choices, usage = facts.choices, facts.choices[0].close.usage
+    attributes = root_attributes(facts)
+    attributes |= {
+        GEN_AI_RESPONSE_MODEL: facts.model,
+        GEN_AI_RESPONSE_ID: facts.request,
+        GEN_AI_INPUT_TOKENS: usage.prompt_tokens,
+        GEN_AI_OUTPUT_TOKENS: sum(choice.tokens for choice in choices),
+        GEN_AI_CACHED_TOKENS: usage.cached_tokens,
+        GEN_AI_FINISH_REASONS: [choice.reason for choice in choices],
+        EXECUTOR: choices[0].close.executor,
+    }
+    if len(choices) > 1:
+        attributes[GEN_AI_REQUEST_CHOICES] = len(choices)
+    if facts.reply.first_us:
+        attributes[GEN_AI_FIRST_CHUNK_S] = (facts.reply.first_us - at.received) / 1e6
+    error = facts.error.message if facts.error is not None else ""
+    return SpanRecord(root_name(facts), at.received, end_us, None, attributes, kind="server", error=error)
+
+
+def _intake(facts: RequestFacts, at: _Times) -> list[SpanRecord]:
+    close = facts.choices[0].close
+    tokenize = _stage("tokenize", at.handled, at.sent, "tokenizer")
+    tokenize.attributes[GEN_AI_INPUT_TOKENS] = close.usage.prompt_tokens
+    return [
+        received(facts, at.received, at.handled),
+        tokenize,
+        _stage("transit", at.sent, at.arrived, "scheduler"),
+        _stage("queue", at.arrived, at.admitted, "scheduler"),
+    ]
+
+
+def received(facts: RequestFacts, start_us: int, end_us: int) -> SpanRecord:
+    """The wait in the tokenizer's mailbox."""
+    span = _stage("received", start_us, end_us, "tokenizer", kind="consumer")
+    span.attributes |= {
+        MESSAGING_SYSTEM: NATS,
+        MESSAGING_DESTINATION: subjects.generate(facts.tenant, facts.model),
+        MESSAGING_OPERATION_TYPE: "receive",
+    }
+    return span
+
+
+def _add_stages(spans: list[SpanRecord], choice: Choice, at: _Times, parent: int) -> None:
+    close = choice.close
+    if not close.executor:
+        return
+    chunks = [(chunk, *_interval(chunk, at)) for chunk in close.chunks]
+    prefilled = at.first or at.closed
+    prefill = len(spans)
+    spans.append(SpanRecord("prefill", at.admitted, prefilled, parent, _whose(choice)))
+    for number, (chunk, start, end) in enumerate(chunks, 1):
+        inside = not at.first or start <= at.first
+        name = f"prefill chunk {number}" if inside else "recompute chunk"
+        attributes = {**_whose(choice), **_batch(chunk)}
+        spans.append(SpanRecord(name, start, end, prefill if inside else parent, attributes))
+    kept = [*_away(choice, at), *_restores(choice, at)]
+    for start, end, decision in kept:
+        attributes = {**_whose(choice), WHY: decision.why, **dict(decision.numbers)}
+        inside = not at.first or start <= at.first
+        spans.append(SpanRecord(decision.what, start, end, prefill if inside else parent, attributes))
+    if chunks:
+        there = [(s, e) for _, s, e in chunks] + [(s, e) for s, e, _ in kept]
+        for start, end in gaps(there, at.admitted, prefilled):
+            spans.append(SpanRecord("prefill wait", start, end, prefill, _whose(choice)))
+    if at.first:
+        spans.append(SpanRecord("decode", at.first, at.closed, parent, _decoded(choice)))
+
+
+def _away(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
+    """When it was off its executor, paused or requeued: until the next decision took it up again."""
+    left: Decision | None = None
+    for decision in choice.close.decisions:
+        if decision.what in LEAVES:
+            left = left or decision
+        elif left is not None:
+            yield at.arrived + left.at_us, at.arrived + decision.at_us, left
+            left = None
+    if left is not None:
+        yield at.arrived + left.at_us, max(at.closed, at.arrived + left.at_us), left
+
+
+def _restores(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
+    """When blocks were on their way from a tier; the sequence is in no step then."""
+    for decision in choice.close.decisions:
+        if decision.what == RESTORE:
+            end = at.arrived + decision.at_us
+            yield max(end - dict(decision.numbers).get("took_us", 0), at.admitted), end, decision
+
+
+def _interval(chunk: Chunk, at: _Times) -> tuple[int, int]:
+    """When a chunk ran; one whose step was never answered lasted until the end."""
+    start = at.arrived + chunk.at_us
+    return start, start + chunk.took_us if chunk.took_us else max(at.closed, start)
+
+
+def _batch(chunk: Chunk) -> dict[str, Value]:
+    batch = batch_id(chunk.executor, chunk.step)
+    return {TOKENS: chunk.tokens, STEP: chunk.step, BATCH_ID: batch, EXECUTOR: chunk.executor}
+
+
+def _decoded(choice: Choice) -> dict[str, Value]:
+    timings, tokens = choice.close.timings, choice.tokens
+    attributes = {**_whose(choice), TOKENS: tokens, STEPS: timings.steps}
+    if timings.decode_us and tokens > 1:  # the first token came out of the prefill
+        attributes[TOKENS_PER_SECOND] = round((tokens - 1) * 1e6 / timings.decode_us, 1)
+    return attributes
+
+
+def _add_decisions(span: SpanRecord, choice: Choice, at: _Times) -> None:
+    for decision in choice.close.decisions:
+        attributes: dict[str, Value] = {WHY: decision.why, CHOICE: choice.index, **dict(decision.numbers)}
+        span.events.append(SpanEvent(decision.what, at.arrived + decision.at_us, attributes))
+
+
+def _send(facts: RequestFacts, start_us: int, end_us: int) -> SpanRecord:
+    span = _stage("send", start_us, end_us, facts.detokenizer, kind="producer")
+    span.attributes |= {
+        MESSAGING_SYSTEM: NATS,
+        MESSAGING_DESTINATION: facts.inbox,
+        MESSAGING_TEMPORARY: True,
+        MESSAGING_OPERATION_TYPE: "send",
+    }
+    return span
+
+
+def _orphan(facts: RequestFacts) -> list[SpanRecord]:
+    reply, error = facts.reply, facts.error
+    opened = max(reply.opened_us, facts.received_wall_us)
+    built = max(reply.built_us, opened)
+    sent = max(reply.sent_us, built)
+    text = error.message if error is not None else ""
+    attributes = root_attributes(facts)
+    root = SpanRecord(
+        root_name(facts), facts.received_wall_us, sent, None, attributes, kind="server", error=text
+    )
+    intake = _stage("before the detokenizer", facts.received_wall_us, opened, "scheduler")
+    answering = _stage("until its scheduler was lost", opened, built, facts.detokenizer)
+    return [root, intake, answering, _send(facts, built, sent)]
+
+
+def _whose(choice: Choice) -> dict[str, Value]:
+    return {COMPONENT: f"executor.{choice.close.executor}", CHOICE: choice.index}
+
+
+def _stage(name: str, start_us: int, end_us: int, component: str, kind: str = "internal") -> SpanRecord:
+    return SpanRecord(name, start_us, end_us, ROOT, {COMPONENT: component}, kind=kind)
+
+
+# generative AI
+GEN_AI_OPERATION = "gen_ai.operation.name"
+GEN_AI_PROVIDER = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL = "gen_ai.request.model"
+GEN_AI_REQUEST_CHOICES = "gen_ai.request.choice.count"
+GEN_AI_RESPONSE_MODEL = "gen_ai.response.model"
+GEN_AI_RESPONSE_ID = "gen_ai.response.id"
+GEN_AI_FINISH_REASONS = "gen_ai.response.finish_reasons"
+GEN_AI_FIRST_CHUNK_S = "gen_ai.response.time_to_first_chunk"
+GEN_AI_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+GEN_AI_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+OPERATIONS = {"chat": "chat", "completion": "text_completion"}  # Open.format -> gen_ai.operation.name
+PROVIDER = "headrace"
+
+# messaging
+MESSAGING_SYSTEM = "messaging.system"
+MESSAGING_DESTINATION = "messaging.destination.name"
+MESSAGING_TEMPLATE = "messaging.destination.template"
+MESSAGING_TEMPORARY = "messaging.destination.temporary"
+MESSAGING_OPERATION = "messaging.operation.name"
+MESSAGING_OPERATION_TYPE = "messaging.operation.type"
+MESSAGING_GROUP = "messaging.consumer.group.name"
+MESSAGING_MESSAGE_ID = "messaging.message.id"
+NATS = "nats"
+GENERATE_TEMPLATE = "headrace.v1.generate.{tenant}.{model}"
+
+# HTTP
+HTTP_METHOD = "http.request.method"
+HTTP_ROUTE = "http.route"
+HTTP_STATUS = "http.response.status_code"
+
+# errors and resources
+ERROR_TYPE = "error.type"
+SERVICE_NAME = "service.name"
+SERVICE_INSTANCE = "service.instance.id"
+
+# our own: also on spans, since not every viewer shows resources and links
+COMPONENT = "component"  # the service whose time it is
+REQUEST_ID = "request.id"
+TENANT = "tenant"
+BATCH_ID = "batch.id"  # <executor>:<step>, the same on a step and on the chunks in it
+EXECUTOR = "executor"
+CHOICE = "choice"
+STEP = "step"
+STEPS = "steps"
+TOKENS = "tokens"
+TOKENS_PER_SECOND = "tokens_per_second"
+ROWS = "rows"
+PREFILL_TOKENS = "prefill_tokens"
+OVERLAP_MODE = "overlap.mode"
+OVERLAP_COMM = "overlap.comm"
+MICRO_BATCH = "micro_batch"
+FORWARD_US = "forward_us"
+SAMPLE_US = "sample_us"
+WAIT_US = "wait_us"
+WHY = "why"
+
+
+def batch_id(executor: str, step: int) -> str:
+    """What names one step of one executor."""
+    return f"{executor}:{step}"
+
+
+HEADER = "traceparent"
+SAMPLED = 1  # bit of the flags
+NO_PARENT = "0" * 16  # span id in the place of a root's parent
+MAX_CHARS = 256  # it travels in every message of the request; version 00 has 55
+
+_SPAN_ID = re.compile(r"[0-9a-f]{16}")
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+def from_headers(headers: Mapping[str, str]) -> str:
+    """The traceparent of a message, empty when there is none or it is not valid."""
+    text = headers.get(HEADER, "")
+    return text if len(text) <= MAX_CHARS and is_valid(text) else ""
+
+
+def is_valid(trace: str) -> bool:
+    """True for a traceparent as the specification wants it: later versions may carry more fields."""
+    match = _FORM.fullmatch(trace)
+    if match is None:
+        return False
+    version, trace_id, span_id, _, rest = match.groups()
+    known_form = version != "ff" and not (version == "00" and rest)
+    return known_form and set(trace_id) != {"0"} and set(span_id) != {"0"}
+
+
+def trace_id(trace: str) -> str:
+    """The 32 hex digits that name the trace, empty when not traced."""
+    fields = trace.split("-")
+    return fields[1] if len(fields) >= 4 else ""
+
+
+def span_id(trace: str) -> str:
+    """The 16 hex digits of the span that the traceparent names, empty when not traced."""
+    fields = trace.split("-")
+    return fields[2] if len(fields) >= 4 else ""
+
+
+def is_sampled(trace: str) -> bool:
+    """Whether whoever made the traceparent wants the trace recorded; False for what is none."""
+    return is_valid(trace) and bool(int(trace.split("-")[3], 16) & SAMPLED)
+
+
+def span_number(span: str) -> int:
+    """A span id as a number; 0, which names none, for what is no span id."""
+    return int(span, 16) if _SPAN_ID.fullmatch(span) else 0
+
+
+def make(trace: str, span: str, *, sampled: bool) -> str:
+    """The traceparent of a trace id (32 hex digits) and a span id (16)."""
+    return f"00-{trace}-{span}-{SAMPLED if sampled else 0:02x}"

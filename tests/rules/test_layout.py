@@ -1,0 +1,172 @@
+"""The tree: sizes of files and folders, layers, no circles, nothing that is never reached, and the one path.
+
+The one path is what a newcomer reads to follow a request: everything else hangs off it in folders that could
+be deleted, and of a service only `core` and `actor` import those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+from support.source_tree import PRODUCT, ROOT, circles, imported, named, product
+
+MOST_LINES, LEAST_LINES, MOST_FILES = 850, 30, 20
+
+# What a file of a layer may import of its service: its own layer and those before it. Within a layer any
+# order that has no circle.
+LAYERS = {
+    "services/scheduler": (
+        ("state",),
+        (
+            "admission", "arrival", "finish", "headroom", "kv_tiers", "load_shedding", "overlap",
+            "preemption", "prefix_cache", "recompute_cost", "recovery", "results", "step_columns",
+            "step_planner",
+        ),
+        ("core",),
+        ("reports",),
+        ("actor",),
+    ),
+    "services/executor": (
+        ("arena", "host_thread"),
+        ("engine",),
+        ("device_thread", "parallel", "sampling"),
+        ("checkpoint",),
+        ("kv_transfer", "sim"),
+        ("cpu", "cuda"),
+        ("group",),
+        ("actor",),
+    ),
+}  # fmt: skip
+
+# A request's way: shared, tokenizer, scheduler, executor on a CPU, detokenizer. Ceilings as counted; the plan
+# is 60 files and 15,000 lines.
+ONE_PATH = (
+    "shared/actor/", "shared/nats/", "shared/vocab/", "shared/clock.py", "shared/codec.py",
+    "shared/errors.py", "shared/kv_blocks.py", "shared/messages.py",
+    "services/tokenizer/",
+    "services/scheduler/",
+    "services/executor/actor.py", "services/executor/engine.py", "services/executor/device_thread.py",
+    "services/executor/checkpoint/", "services/executor/sampling/", "services/executor/cpu/",
+    "services/detokenizer/",
+)  # fmt: skip
+HANGING = (
+    "services/scheduler/kv_tiers/", "services/scheduler/reports/",
+    "services/detokenizer/failover.py", "services/detokenizer/reconnect.py",
+)  # fmt: skip
+PATH_FILES, PATH_LINES = 76, 16_700
+PRODUCT_FILES, PRODUCT_LINES = 185, 38_000
+
+# Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
+KNOWS_HANGING = {
+    "services/scheduler/admission.py", "services/scheduler/arrival.py", "services/scheduler/recovery.py",
+    "services/scheduler/results.py", "services/scheduler/step_planner.py",
+}  # fmt: skip
+
+# The engines have parts of the same names, and so have two mechanisms with a state or a worker of their own.
+TWINS = {"kernels": {"gpu.py", "ref.py"}, "services/executor": {"engine.py", "model.py", "worker.py"}}
+TWINS["services/kv_offload"] = {"state.py"}
+
+# In the product, but for tests: the transport without a server.
+UNREACHED = {"shared/nats/memory.py"}
+
+UNIT = ROOT / "tests" / "unit"
+
+
+def the_product() -> dict[str, int]:
+    """Lines by file."""
+    return {s.name: s.lines for s in product() if s.name.split("/")[0] in PRODUCT and not s.is_init}
+
+
+def on_the_path() -> list[str]:
+    return [name for name in the_product() if name.startswith(ONE_PATH) and not name.startswith(HANGING)]
+
+
+def test_sizes_of_files() -> None:
+    sizes = {s.name: s.lines for s in product() if not s.is_init}
+    assert {name: n for name, n in sizes.items() if n > MOST_LINES} == {}
+    small = {name: n for name, n in the_product().items() if n < LEAST_LINES}
+    assert {name for name in small if Path(name).name not in ("ref.py", "gpu.py")} == set()
+
+
+def test_sizes_of_folders() -> None:
+    files = Counter(str(Path(name).parent) for name in the_product())
+    assert {folder: n for folder, n in files.items() if n > MOST_FILES} == {}
+
+
+def test_no_circle_of_imports() -> None:
+    assert circles({name: to for name, to in imported().items() if name.split("/")[0] in PRODUCT}) == []
+
+
+@pytest.mark.parametrize("service", LAYERS)
+def test_imports_within_a_service_go_down(service: str) -> None:
+    """Among files and folders at the first level, of which there are at most 20, there is no circle."""
+    level = {part: i for i, layer in enumerate(LAYERS[service]) for part in layer}
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for name, targets in imported().items():
+        if name.startswith(f"{service}/") and not name.endswith("__init__.py"):
+            arrows[_part(service, name)] |= {
+                _part(service, to) for to in targets if to.startswith(f"{service}/")
+            }
+    assert set(arrows) == set(level)
+    assert len(arrows) <= MOST_FILES
+    assert {(part, to) for part, found in arrows.items() for to in found if level[to] > level[part]} == set()
+    assert circles(arrows) == []
+
+
+def test_every_module_is_reached() -> None:
+    """From the command line, by imports and by names in strings."""
+    by_name = {s.name: s for s in product()}
+    reached: set[str] = set()
+    todo = ["services/launcher/cli.py"]
+    while todo:
+        name = todo.pop()
+        if name not in reached:
+            reached.add(name)
+            todo += [*imported()[name], *named(by_name[name])]
+    assert set(the_product()) - reached == UNREACHED
+
+
+def test_a_basename_occurs_once_in_a_room() -> None:
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for source in product():
+        if source.name in the_product():
+            found[source.room][source.path.name] += 1
+    again = {room: {n for n, count in names.items() if count > 1} for room, names in found.items()}
+    assert {room: names for room, names in again.items() if names - TWINS.get(room, set())} == {}
+
+
+def test_the_unit_tests_mirror_the_tree() -> None:
+    """`tests/unit/FOLDER/test_MODULE.py` or `test_MODULE_ASPECT.py`; `test_all_*.py`: of a whole folder."""
+    astray = []
+    for path in UNIT.rglob("*.py"):
+        folder = path.parent.relative_to(UNIT)
+        rooms = {p.stem for p in (ROOT / folder).iterdir() if p.name != "__init__.py"} | {"all"}
+        name = path.stem.removeprefix("test_")
+        if not any(name == room or name.startswith(f"{room}_") for room in rooms):
+            astray.append(str(path.relative_to(ROOT)))
+    assert astray == []
+
+
+def test_the_one_path_is_short() -> None:
+    lines = the_product()
+    path = on_the_path()
+    assert all(any(name.startswith(part) for name in lines) for part in (*ONE_PATH, *HANGING))
+    assert len(path) <= PATH_FILES
+    assert sum(lines[name] for name in path) <= PATH_LINES
+    assert len(lines) <= PRODUCT_FILES
+    assert sum(lines.values()) <= PRODUCT_LINES
+
+
+def test_what_hangs_off_the_path_is_imported_by_core_and_actor_alone() -> None:
+    knows = {
+        name
+        for name in on_the_path()
+        if any(to.startswith(HANGING) for to in imported()[name]) and Path(name).stem not in ("core", "actor")
+    }
+    assert knows == KNOWS_HANGING
+
+
+def _part(service: str, name: str) -> str:
+    return name.removeprefix(f"{service}/").partition("/")[0].removesuffix(".py")

@@ -1,0 +1,1 @@
+"""What tests share: fakes, worlds, small models, and servers as processes."""

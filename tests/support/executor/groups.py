@@ -1,0 +1,124 @@
+"""Engines of several ranks for tests: made, watched, used and killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from support.default_model import greedy_cases
+from support.executor.engine_pair import KIND, PROMPT
+from support.executor.plan_maker import GREEDY, PlanMaker, Row
+from support.shm import segment
+
+from services.executor.arena import Arena
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.group.driver import GroupBackend, build_group
+from shared.errors import EngineError
+from shared.messages import Sampling, ints
+
+DEFAULT: dict[str, Any] = {"blocks": 200, "slots": 20, "max_context": 512, "deterministic": False}
+HOT = Sampling(temperature=1.5)
+PENALISED = Sampling(temperature=1.2, top_k=40, presence_penalty=0.5, repetition_penalty=1.1)
+WITHIN_S = 60.0
+
+
+def options(folder: Path, **more: Any) -> TorchOptions:
+    usual = {"dtype": "f32", "device": "cpu", "blocks": 80, "slots": 8, "threads": 1, "deterministic": True}
+    return TorchOptions(model_path=folder, model_name=KIND, **{**usual, **more})
+
+
+class Watched:
+    """A group, and what it said when it was lost."""
+
+    def __init__(self, made: TorchOptions, size: int = 2, **environment: str) -> None:
+        self.lost: SimpleQueue[str] = SimpleQueue()
+        self.group: GroupBackend = build_group(made, size, self.lost.put, environment)
+
+
+def life(maker: PlanMaker) -> list[list[int]]:
+    """Ids and done columns of five sequences: sampled in every way, with stops, host-fed and device-fed."""
+    end = len(PROMPT) + 7
+    maker.open(0, PROMPT, HOT, seed=1)
+    maker.open(1, PROMPT[3:], PENALISED, seed=2)
+    maker.open(2, PROMPT[5:], GREEDY, logprobs=3)
+    maker.open(3, PROMPT, HOT, seed=4, max_length=end)
+    maker.open(4, PROMPT[1:], HOT, seed=5, processors=('{"name": "shift", "args": {"by": 7}}',))
+    lengths = {slot: len(PROMPT) - skip for slot, skip in enumerate((0, 3, 5, 0, 1))}
+    maker.run([Row(slot, 0, 9) for slot in lengths])
+    found = [maker.run([Row(slot, 9, count - 9, feeds=(slot,)) for slot, count in lengths.items()])]
+    for turn in range(10):
+        fed = {s: s == 3 or turn % 3 > 0 for s in lengths}  # the record of one that is done has ended
+        rows = [Row(s, count + turn, 1, fed[s], (s,)) for s, count in lengths.items()]
+        found.append(maker.run(rows))
+    return [list(column) for output in found for column in (output.ids, output.done)]
+
+
+def go_down_and_come_back(group: GroupBackend) -> None:
+    """The blocks of a sequence; it goes on from others with what was brought back as it would have."""
+    size, copier = group.info.bytes_per_block, group.copier()
+    maker = PlanMaker(group)
+    maker.open(0, PROMPT, HOT, seed=3)
+    first = maker.prefill({0: len(PROMPT)}).ids[0]
+    table = maker.tables[0]
+    rest = maker.decode({0: len(PROMPT) + 1}, 4)[0]
+    with segment(4 * size) as file:
+        arena = Arena(file.name, file.generation)
+        copier.attach(arena)
+        copier.store(table, [2 * size, 0])
+        assert copier.finish() >= 0
+        assert {*file.read()[: size - 8 : 8]} != {0}
+        group.reset()
+        maker = PlanMaker(group, seed=8)  # other blocks, but for chance
+        blocks = [block for block in maker.free if block not in table][:2]
+        copier.load(blocks, [2 * size, 0])
+        copier.finish()
+        maker.open(1, [*PROMPT, first], HOT, seed=3, prompt_tokens=len(PROMPT))
+        maker.set_table(1, blocks)
+        second = maker.run([Row(1, len(PROMPT), 1, feeds=(1,))]).ids[0]
+        assert [second, *maker.decode({1: len(PROMPT) + 2}, 3)[1]] == rest
+        copier.detach()
+        arena.close()  # raises where the copier keeps a view of it
+
+
+def dies_as_one(made: Watched) -> None:
+    """One rank is killed, and nothing of the group gives an answer any more."""
+    group, maker = made.group, PlanMaker(made.group)
+    maker.open(0, PROMPT, GREEDY)
+    maker.prefill({0: len(PROMPT)})
+    os.kill(group._members.pids[0], signal.SIGKILL)
+    assert "rank 1 is gone" in made.lost.get(timeout=WITHIN_S)
+    step = in_thread(lambda: maker.run([Row(0, len(PROMPT), 1, True, (0,))]))
+    with pytest.raises(EngineError, match="rank 1 is gone"):
+        group.copier().finish()
+    with pytest.raises(EngineError, match="rank 1 is gone"):  # and again
+        group.copier().detach()
+    assert step.empty()  # a step that nobody can finish has no result, not even an error
+    assert made.lost.empty()
+    group.close()
+
+
+def in_thread(call: Callable[[], object]) -> SimpleQueue[object]:
+    """Its answer, should there be one."""
+    answered: SimpleQueue[object] = SimpleQueue()
+    threading.Thread(target=lambda: answered.put(call()), daemon=True).start()
+    return answered
+
+
+def gives_the_reference_ids(made: Watched) -> None:
+    """The greedy ids of the default model, all prompts at once."""
+    maker, cases = PlanMaker(made.group), dict(enumerate(greedy_cases()))
+    for slot, case in cases.items():
+        maker.open(slot, case.prompt, GREEDY, stop_ids=ints([2]), max_length=len(case.prompt) + 64)
+    maker.run([Row(slot, 0, 20) for slot in cases])
+    last = [Row(slot, 20, len(case.prompt) - 20, feeds=(slot,)) for slot, case in cases.items()]
+    firsts = maker.run(last).ids
+    more = maker.decode({slot: len(case.prompt) + 1 for slot, case in cases.items()}, 63)
+    for slot, case in cases.items():
+        assert [firsts[slot], *more[slot]] == case.output + [-1] * (64 - len(case.output))
+    made.group.close()

@@ -1,0 +1,147 @@
+"""An engine that takes plans literally and checks every word: blocks hold token ids instead of KV.
+
+A row may only compute on a prefix that is really in the blocks of its table; a sampled token is a
+hash of that whole prefix, so any block that is shared, copied, reused or fenced wrongly changes the
+tokens, and `expected_tokens` tells from the prompt alone what they must be.
+
+`copy` moves token ids between blocks and the arena, so that the same holds of blocks that went down to a tier
+and came back. The fences of copies are asserted in ../scheduler/tier_side.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from support.scheduler.fake_tier import WRONG, Arena
+
+from shared.messages import ExecHello, KvCopied, KvCopy, SlotClose, SlotOpen, StepPlan, StepResult, ints
+
+VOCAB, STOP_ID = 1000, 2
+
+
+def next_token(prefix: list[int], seed: int, stops: bool) -> int:
+    """The token after `prefix`; about one in 12 is the stop id where `stops`."""
+    digest = hashlib.blake2b(repr((prefix, seed)).encode(), digest_size=4).digest()
+    value = int.from_bytes(digest, "little")
+    if stops and value % 12 == 0:
+        return STOP_ID
+    return 3 + value % (VOCAB - 3)
+
+
+def expected_tokens(prompt: list[int], seed: int, max_tokens: int, stops: bool) -> list[int]:
+    """What a sequence must generate, whatever happens around it."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens, seed, stops))
+        if stops and tokens[-1] == STOP_ID:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class _Slot:
+    opened: SlotOpen
+    table: list[int] = field(default_factory=list)
+    last: int = -1
+    done: bool = False
+
+
+class PagedEngine:
+    """Runs SlotOpen, StepPlan and SlotClose in order; `run` returns the step's result."""
+
+    def __init__(self, hello: ExecHello) -> None:
+        self.hello = hello
+        self.blocks: list[list[int]] = [[-1] * hello.block_tokens for _ in range(hello.blocks)]
+        self.slots: dict[int, _Slot] = {}
+        self.step = 0
+        self.fails = False  # the next step: it leaves garbage in every block that it was to write
+        self.copy_fails = False  # the next copy: it stops half way
+        self.copy_us = 1  # of a block
+        self.arena: Arena | None = None
+
+    def open(self, opened: SlotOpen) -> None:
+        assert opened.slot not in self.slots, "a slot is opened while it is open"
+        self.slots[opened.slot] = _Slot(opened)
+
+    def close(self, closed: SlotClose) -> None:
+        assert closed.last_step <= self.step, "a slot is closed before its last step has run"
+        assert self.slots.pop(closed.slot).opened.generation == closed.generation
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self.step + 1
+        self.step = plan.step
+        self._update_tables(plan)
+        for source, target in zip(plan.copy_from, plan.copy_to, strict=True):
+            self.blocks[target] = list(self.blocks[source])
+        if self.fails:
+            return self._fail(plan)
+        prefixes = [self._forward(plan, row) for row in range(len(plan.slots))]
+        tokens = sum(plan.counts)
+        assert tokens <= self.hello.max_step_tokens
+        ids, done = ints(), ints()
+        for row, slot_id in zip(plan.sample_rows, plan.sample_slots, strict=True):
+            token, state = self._sample(self.slots[slot_id], prefixes[row])
+            ids.append(token)
+            done.append(state)
+        return StepResult(exec_epoch=plan.exec_epoch, step=plan.step, ids=ids, done=done)
+
+    def copy(self, copy: KvCopy) -> KvCopied:
+        """Move blocks now. What is not `ok` has moved nothing, or half of it."""
+        if self.arena is None or self.arena.generation != copy.arena_generation:
+            return KvCopied(job=copy.job, status="no_arena" if self.arena is None else "stale_arena")
+        assert copy.after_step <= self.step, "a copy is made before the step that it comes after"
+        failed, self.copy_fails = self.copy_fails, False
+        count = len(copy.blocks) // 2 if failed else len(copy.blocks)
+        for block, offset in zip(copy.blocks[:count], copy.offsets[:count], strict=True):
+            assert offset % copy.block_bytes == 0
+            if copy.to_arena:
+                self.arena.ranges[offset] = list(self.blocks[block])
+            else:
+                self.blocks[block] = list(self.arena.ranges.get(offset, [WRONG]))
+                self.blocks[block] += [WRONG] * (self.hello.block_tokens - len(self.blocks[block]))
+        status, size = "failed" if failed else "ok", count * copy.block_bytes
+        return KvCopied(job=copy.job, status=status, bytes=size, took_us=count * self.copy_us)
+
+    def _fail(self, plan: StepPlan) -> StepResult:
+        self.fails, size, rows = False, self.hello.block_tokens, len(plan.sample_rows)
+        written = list(plan.copy_to)
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            written += self.slots[slot].table[start // size : (start + count - 1) // size + 1]
+        for block in written:
+            self.blocks[block] = [-1] * size
+        nothing = {"ids": ints([-1] * rows), "done": ints([0] * rows)}
+        return StepResult(exec_epoch=plan.exec_epoch, step=plan.step, error="RuntimeError: boom", **nothing)
+
+    def _update_tables(self, plan: StepPlan) -> None:
+        at = 0
+        columns = zip(plan.table_slots, plan.table_first, plan.table_counts, strict=True)
+        for slot_id, first, count in columns:
+            table = self.slots[slot_id].table
+            assert first == len(table), "a table delta leaves a hole"
+            table.extend(plan.table_blocks[at : at + count])
+            at += count
+
+    def _forward(self, plan: StepPlan, row: int) -> list[int]:
+        slot = self.slots[plan.slots[row]]
+        start, count = plan.starts[row], plan.counts[row]
+        if slot.done:
+            return []
+        if plan.from_device[row]:
+            assert count == 1
+            new = [slot.last]
+        else:
+            new = list(slot.opened.tokens[start : start + count])
+            assert len(new) == count, "a host-fed row reaches beyond the host's tokens"
+        size = self.hello.block_tokens
+        for offset, token in enumerate(new):
+            self.blocks[slot.table[(start + offset) // size]][(start + offset) % size] = token
+        return [self.blocks[slot.table[i // size]][i % size] for i in range(start + count)]
+
+    def _sample(self, slot: _Slot, prefix: list[int]) -> tuple[int, int]:
+        if slot.done:
+            return -1, 2
+        stops = STOP_ID in slot.opened.stop_ids
+        slot.last = next_token(prefix, slot.opened.seed, stops)
+        slot.done = (stops and slot.last == STOP_ID) or len(prefix) + 1 >= slot.opened.max_length
+        return slot.last, int(slot.done)

@@ -1,0 +1,118 @@
+"""Small random models of each supported kind, made by transformers, and its own logits for them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from services.executor.engine import StepOutput
+
+VOCAB = 131
+_BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _qwen3_moe(**options: object) -> Qwen3MoeConfig:
+    experts = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    return Qwen3MoeConfig(**_BASE, head_dim=24, **experts, **options)
+
+
+_MAKE = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**{**_BASE, "num_key_value_heads": 4})),
+    "llama-9-3-tied": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **_BASE
+            | {
+                "hidden_size": 72,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "tie_word_embeddings": True,
+            }
+        )
+    ),
+    "llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**_BASE, rope_parameters=_LLAMA3)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_BASE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_BASE, head_dim=24)),
+    "mistral": lambda: MistralForCausalLM(
+        MistralConfig(**{**_BASE, "num_key_value_heads": 1}, sliding_window=256)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_BASE, num_local_experts=5, num_experts_per_tok=2)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(_qwen3_moe(norm_topk_prob=True)),
+    "qwen3-moe-mixed": lambda: Qwen3MoeForCausalLM(  # a dense layer, and weights that do not add up to one
+        _qwen3_moe(norm_topk_prob=False, mlp_only_layers=[1])
+    ),
+}
+KINDS = tuple(_MAKE)
+DENSE = tuple(kind for kind in KINDS if kind not in ("mixtral", "qwen3-moe", "qwen3-moe-mixed"))
+
+
+@functools.cache
+def tiny_model(kind: str) -> PreTrainedModel:
+    """The model of a kind, float32; every parameter random, norms around one."""
+    torch.manual_seed(11)
+    model = _MAKE[kind]().float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+    return model
+
+
+def save_tiny(kind: str, folder: Path, **options: object) -> Path:
+    """The model of a kind as a Hugging Face folder."""
+    tiny_model(kind).save_pretrained(folder, **options)
+    return folder
+
+
+def reference_logprobs(kind: str, tokens: list[int]) -> torch.Tensor:
+    """What transformers computes: `[tokens, vocab]`, the log probabilities after each token, float64."""
+    with torch.no_grad():
+        logits = tiny_model(kind)(torch.tensor([tokens])).logits[0]
+    return logits.double().log_softmax(-1)
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(count)]
+
+
+def full_logprobs(output: StepOutput) -> torch.Tensor:
+    """`[samples, vocab]` of a step whose rows asked for every alternative."""
+    rows = len(output.ids)
+    table = torch.empty(rows, VOCAB, dtype=torch.float64)
+    ids = torch.tensor(output.top_ids).view(rows, VOCAB)
+    return table.scatter_(1, ids, torch.tensor(output.top_logprobs).double().view(rows, VOCAB))

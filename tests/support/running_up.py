@@ -1,0 +1,195 @@
+"""`headrace up` on the simulated engine, as real processes, and commands run against it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nats
+from nats.aio.client import Client as Nats
+
+from loadtest import faults
+
+HEADRACE = (sys.executable, "-m", "services.launcher.cli")
+READY_S = 60  # far above what it takes: a guard against hanging, no measure
+QUICK = {
+    "HEADRACE_SIM": "step=1000",
+    "HEADRACE_HTTP": "off",
+    "HEADRACE_BEAT_INTERVAL_MS": "200",
+    "HEADRACE_L1": "32",  # MiB: to reserve the pages of more takes time
+    "HEADRACE_L1_STORE": "plain",
+}
+SMALL_L1 = {"HEADRACE_L1": "64", "HEADRACE_L1_STORE": "plain"}  # many servers share this machine
+
+
+@dataclass
+class Up:
+    """A running `headrace up` and what it printed."""
+
+    process: subprocess.Popen[str]
+    env: dict[str, str]
+    log: Path
+    printed: list[str] = field(default_factory=list)
+
+    def read_until(self, pattern: str) -> str:
+        """Read its stdout up to a line that matches. Fails when it ends before, or hangs."""
+        assert self.process.stdout is not None
+        guard = threading.Timer(READY_S, self.process.kill)
+        guard.start()
+        try:
+            while line := self.process.stdout.readline():
+                self.printed.append(line.rstrip())
+                if re.search(pattern, line):
+                    return line.rstrip()
+        finally:
+            guard.cancel()
+        raise AssertionError(f"no {pattern!r} in {self.printed}\n{self.log.read_text()[-4000:]}")
+
+    @property
+    def nats_url(self) -> str:
+        """The URL in the block that `up` prints."""
+        return next(line.split()[-1] for line in self.printed if "NATS:" in line)
+
+    @property
+    def http_url(self) -> str:
+        """The URL of the OpenAI API, likewise; with HEADRACE_HTTP=127.0.0.1:0."""
+        return next(line.split()[-1] for line in self.printed if "OpenAI API:" in line)
+
+    def run(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """A headrace command in a second shell."""
+        return subprocess.run(
+            [*HEADRACE, *args],
+            env=self.env,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def children(self) -> list[int]:
+        """Process ids of the services and the server."""
+        return faults.children(self.process.pid)
+
+    def child(self, kind: str) -> int:
+        """The process id of the only service of a kind."""
+        (found,) = faults.pids_of(self.process.pid, kind)
+        return found
+
+    def stop(self, *signals: signal.Signals) -> int:
+        """Signal it, wait for its end; its exit status."""
+        for number in signals:
+            self.process.send_signal(number)
+        status = self.process.wait(60)
+        assert self.process.stdout is not None
+        self.printed += self.process.stdout.read().splitlines()
+        return status
+
+
+StartUp = Callable[..., Up]
+
+
+async def statuses(nc: Nats) -> dict[str, dict[str, Any]]:
+    """What each service of a fleet of one each says about itself, by kind."""
+    inbox = nc.new_inbox()
+    answers = await nc.subscribe(inbox)
+    await nc.publish("headrace.v1.status", b"", reply=inbox)
+    found = [json.loads((await answers.next_msg(30)).data) for _ in range(5)]
+    await answers.unsubscribe()
+    return {answer["kind"]: answer for answer in found}
+
+
+async def assert_all_free(nc: Nats) -> None:
+    """Requests, blocks, slots, sequences and inboxes are all free, at the latest after what is on its way
+    has arrived: asked again and again, and no longer than a fence could last."""
+    async with asyncio.timeout(30):
+        while _held(await statuses(nc)):
+            pass
+
+
+def assert_idle(up: Up) -> None:
+    """The same of a fleet that nobody is connected to."""
+
+    async def ask() -> None:
+        nc = await nats.connect(up.nats_url)
+        await assert_all_free(nc)
+        await nc.close()
+
+    asyncio.run(ask())
+
+
+def _held(services: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    scheduler, executor = services["scheduler"], services["executor"]
+    counts = {name: scheduler[name] for name in ("requests", "waiting", "running", "closing")}
+    for name, engine in scheduler["executors"].items():
+        counts[f"blocks of {name}"] = engine["blocks"] - engine["free_blocks"] - engine["dirty_blocks"]
+        counts[f"slots of {name}"] = engine["slots"] - engine["free_slots"]
+        counts |= {f"{held} of {name}": engine[held] for held in ("reserved_blocks", "fenced_blocks")}
+    counts |= {"open slots": executor["open_slots"], "pending": services["tokenizer"]["pending"]}
+    counts |= {name: services["detokenizer"][name] for name in ("sequences", "requests")}
+    return {name: count for name, count in counts.items() if count}
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Return when every process has ended; fails after a time that only a hang can take."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ended, _, _ = select.select([handle], [], [], 30)
+        os.close(handle)
+        assert ended, f"process {pid} is an orphan: {Path(f'/proc/{pid}/cmdline').read_text()}"
+
+
+def starter(folder: Path, running: list[Up]) -> StartUp:
+    def start(*args: str, wait: bool = True, **env: str) -> Up:
+        home = folder / f"up{len(running)}"
+        home.mkdir()
+        full = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
+        full |= {"XDG_RUNTIME_DIR": str(home), **QUICK, **SMALL_L1, **env}
+        log = home / "stderr"
+        process = subprocess.Popen(
+            [*HEADRACE, "up", "--backend", "sim", *args],
+            env=full,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+        up = Up(process, full, log)
+        running.append(up)
+        if wait:
+            up.read_until("^ready after")
+        return up
+
+    return start
+
+
+def end(running: list[Up]) -> None:
+    for up in running:
+        children = up.children() if up.process.poll() is None else []
+        if up.process.poll() is None:
+            up.stop(signal.SIGTERM)
+        wait_until_gone(children)
+
+
+@contextmanager
+def running_up(folder: Path, *args: str, **env: str) -> Iterator[Up]:
+    """A server for the length of a block."""
+    running: list[Up] = []
+    try:
+        yield starter(folder, running)(*args, **env)
+    finally:
+        end(running)

@@ -1,0 +1,158 @@
+"""What must hold of the scheduler after every event, whatever has happened: checks for `World.checks`.
+
+Each recounts from the sequences alone what the scheduler keeps up to date as it goes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from support.scheduler.world import World
+
+from services.scheduler import step_planner
+from services.scheduler.headroom import holds, needy
+from services.scheduler.state.requests import Phase, Sequence
+from services.scheduler.state.state import Executor, InFlight
+from services.scheduler.step_planner import ready_rows
+
+
+def memory(world: World) -> None:
+    """P1, P2: every hold on a block is an entry of a table, every promise one of a sequence."""
+    for executor in world.scheduler.state.executors.values():
+        ledger, running = executor.ledger, executor.running
+        held = Counter(block for s in running for block in s.table)
+        assert held == {block: refs for block, refs in enumerate(ledger._refs) if refs}
+        assert ledger.reserved == sum(s.reserved for s in running)
+        assert min((s.reserved for s in running), default=0) >= 0
+        assert all(len(set(s.table)) == len(s.table) for s in running), "a block is twice in a table"
+
+
+def counts(world: World) -> None:
+    """Counters kept as things change equal a recount."""
+    state = world.scheduler.state
+    for executor in state.executors.values():
+        running = executor.running
+        assert executor.host_fed == sum(s.host_fed for s in running)
+        assert executor.levels == [sum(s.request.level == at for s in running) for at in range(3)]
+        assert executor.halves == [sum(s.half == half for s in running) for half in (0, 1)]
+        assert all(s.executor == executor.hello.executor and s.phase is Phase.RUNNING for s in running)
+    waiting = state.waiting
+    units = list(waiting)
+    assert len(waiting) == len(units) == len({id(unit) for unit in units})
+    assert waiting.held_tokens == sum(len(s.tokens) for unit in units for s in unit.sequences)
+    for (model, level), line in waiting.lines.items():
+        here = [unit for unit in units if unit.line is line]
+        assert (line.units, line.tokens) == (len(here), sum(len(u.sequences[0].tokens) for u in here))
+        assert line.units == 0 or waiting.first(model) is not None
+        assert level in range(3)
+    queued = [s for unit in units for s in unit.sequences]
+    assert len(queued) == len({s.seq for s in queued})
+    assert {s.seq for s in queued} == {s.seq for s in state.sequences.values() if s.phase is Phase.WAITING}
+
+
+def limits(world: World) -> None:
+    """No executor is asked for more than it has."""
+    for executor in world.scheduler.state.executors.values():
+        hello = executor.hello
+        assert len(executor.running) <= hello.slots
+        assert len({s.slot for s in executor.running}) == len(executor.running)
+        assert len(executor.in_flight) <= world.limits.window
+        for s in executor.running:
+            assert s.computed < s.max_length <= hello.max_context
+            assert s.planned_length <= s.max_length
+            assert len(s.table) * hello.block_tokens <= s.max_length + hello.block_tokens
+        for flight in executor.in_flight:
+            plan = flight.plan
+            assert sum(plan.counts) <= hello.max_step_tokens
+            assert len(set(plan.slots)) == len(plan.slots), "two rows of one sequence"
+
+
+def overlap(world: World) -> None:
+    """What may be in flight together, by the mode that each step was planned in."""
+    for executor in world.scheduler.state.executors.values():
+        flights = list(executor.in_flight)
+        assert all(flight.plan.mode != "single" for flight in flights[1:])
+        sampled = Counter(row for flight in flights for row in _rows(flight))
+        assert all(n == 1 for (seq, _), n in sampled.items() if _host_fed(world, seq))
+        for at, flight in enumerate(flights):
+            if flight.plan.mode == "two_batch":
+                before = {row for earlier in flights[:at] for row in _rows(earlier)}
+                assert before.isdisjoint(_rows(flight)), "a row of both micro-batches"
+        for one, two in pairwise(flights):
+            if one.plan.mode == two.plan.mode == "two_batch" and one.plan.micro_batch != two.plan.micro_batch:
+                assert set(one.plan.slots).isdisjoint(two.plan.slots)
+
+
+def no_idle_window(world: World) -> None:
+    """Nothing that could be computed waits while the window is open: with `mixed` steps, and if there are
+    blocks for it, or are about to be."""
+    fixed = world.limits.overlap in ("single", "run_ahead", "two_batch") and world.limits.window > 1
+    if not fixed or world.limits.policy.fill != "mixed":
+        return
+    depth = {"single": 1, "run_ahead": world.limits.window, "two_batch": 2}[world.limits.overlap]
+    for executor in world.scheduler.state.executors.values():
+        if executor.holds:
+            assert executor.ledger.copying_blocks, "it waits for nothing"
+            assert not executor.in_flight
+        elif executor.in_flight and step_planner.in_time(
+            world.scheduler.state, executor, len(needy(executor))
+        ):
+            assert world.scheduler.state.tiers.jobs, "it waits for nothing"
+        elif len(executor.in_flight) < depth:
+            decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
+            assert not prompts
+            assert all(_wants_block(executor, s) for s in decodes)
+            assert not decodes or executor.ledger.coming_blocks, "rows that wait for blocks of nobody"
+
+
+def nobody_forgotten(world: World) -> None:
+    """While no step and no copy is in flight nothing but new requests brings the next event: nobody may wait
+    then."""
+    state = world.scheduler.state
+    if state.tiers.jobs or state.tiers.lookups:
+        return
+    executors = [executor for executor in state.executors.values() if not executor.draining]
+    if any(executor.in_flight for executor in state.executors.values()):
+        return
+    for executor in executors:
+        assert not executor.running, "sequences that run, and no step"
+        first = state.waiting.first(executor.hello.model)
+        assert first is None or not holds(executor, first), "an idle executor, and somebody waits"
+
+
+ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten]
+
+
+class Turns:
+    """Where steps alternate, A and B together are every ready row: one that is ready is in one of the next
+    two steps, unless blocks are short."""
+
+    def __init__(self) -> None:
+        self.since: dict[tuple[int, int], int] = {}
+
+    def __call__(self, world: World) -> None:
+        if world.limits.overlap != "two_batch" or world.limits.window == 1:
+            return
+        now: dict[tuple[int, int], int] = {}
+        for executor in world.scheduler.state.executors.values():
+            for s in ready_rows(executor, False, None)[0]:
+                since = self.since.get((s.seq, s.placement), executor.step)
+                if _wants_block(executor, s) or world.limits.policy.fill != "mixed":
+                    since = executor.step
+                assert executor.step - since < 2, "a ready row in neither A nor B"
+                now[s.seq, s.placement] = since
+        self.since = now
+
+
+def _rows(flight: InFlight) -> set[tuple[int, int]]:
+    return {(s.seq, placement) for s, placement in flight.rows}
+
+
+def _host_fed(world: World, seq: int) -> bool:
+    sequence = world.scheduler.state.sequences.get(seq)
+    return sequence is not None and sequence.host_fed
+
+
+def _wants_block(executor: Executor, s: Sequence) -> bool:
+    return s.computed >= len(s.table) * executor.hello.block_tokens

@@ -1,0 +1,28 @@
+"""Reads token ids off the wire: what the scheduler tells the detokenizers, by request and choice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from shared import codec
+from shared.messages import Open, Tokens
+from shared.nats.interface import Delivery
+
+
+class Tap:
+    """Subscribe `take` to `hr.<fleet>.detokenizer.*.in.*`. A hole or a double in the ids fails."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, tuple[str, int]] = {}
+        self.ids: dict[tuple[str, int], list[int]] = defaultdict(list)
+
+    def take(self, delivery: Delivery) -> None:
+        """One message."""
+        message = codec.decode(delivery.data).message
+        if isinstance(message, Open):
+            self.names[message.seq] = (message.request, message.choice)
+        elif isinstance(message, Tokens):
+            for seq, first, token in zip(message.seqs, message.first, message.ids, strict=True):
+                ids = self.ids[self.names[seq]]
+                assert first == len(ids), f"token {first} of {self.names[seq]} came after {len(ids)}"
+                ids.append(token)

@@ -1,0 +1,180 @@
+"""Kernels compiled for the CPU against torch's operators, which are their meaning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.cpu_jit
+from kernels.activation import ref as gate_ref
+from kernels.attention import ref as attention_ref
+from kernels.attention import write_kv, write_rows
+from kernels.cpu_jit import activation as gate
+from kernels.cpu_jit import attention, norm, packed_int8, packed_weights, rope, thread_team
+from kernels.cpu_jit import gemm_few_rows as matmul
+from kernels.norm import ref as norm_ref
+from kernels.rope import ref as rope_ref
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = [1, 3, 32, 70]
+
+
+def far(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference in units of the last place of the dtype, at the size of what is wanted."""
+    last = torch.finfo(found.dtype).eps * wanted.double().abs().clamp(min=1.0)
+    return float(((found.double() - wanted.double()).abs() / last).max())
+
+
+@pytest.fixture(autouse=True)
+def _drawn() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_norm_after_a_sum(rows: int, dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(2 * rows + 1, 72).to(dtype).split([rows, rows, 1])
+    wanted = norm_ref.add_rms_norm(x, residual, weight[0], 1e-5)
+    found = norm.add_rms_norm(x, residual.clone(), weight[0], 1e-5)
+    assert far(found[0], wanted[0]) <= 4
+    assert found[1].equal(wanted[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_gate(rows: int, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(rows, 2 * 77).to(dtype) * 8
+    assert far(gate.swiglu(gate_up), gate_ref.swiglu(gate_up.float()).to(dtype)) <= 8
+
+
+def test_the_gate_of_extreme_numbers() -> None:
+    gates = torch.tensor([-1e30, -200.0, -88.5, -87.0, 0.0, 87.0, 1e30])
+    found = gate.swiglu(torch.cat((gates, torch.ones(7)))[None])[0]
+    assert found.allclose(torch.nn.functional.silu(gates), rtol=1e-6, atol=1e-35)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
+def test_products_of_few_rows(rows: int) -> None:
+    x, weight = torch.randn(rows, 100).bfloat16(), torch.randn(131, 100).bfloat16()
+    wanted = x.double() @ weight.double().t()
+    assert far(matmul.few_rows(x, weight), wanted) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rotation_and_the_way_into_the_cache(rows: int, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim, layers, block_tokens = 6, 2, 16, 3, 4
+    kv = torch.randn(rows + 1, layers, 2, block_tokens, kv_heads, dim).to(dtype)
+    wanted_kv, x = kv.clone(), torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
+    table = rope_ref.rope_table(torch.rand(dim // 2, dtype=torch.float64), 500)
+    rotation = table[torch.randint(0, 500, (rows,))]
+    to = write_rows(kv, torch.randperm(rows + 1)[:rows], torch.randint(0, block_tokens, (rows,)))[1]
+    rotated = rope_ref.apply_rope(x[:, : heads + kv_heads], rotation)
+    write_kv(wanted_kv, to, rotated[:, heads:], x[:, heads + kv_heads :])
+    found = rope.rotate_and_write(x.clone(), rotation, kv, to, heads)
+    assert far(found, rotated[:, :heads]) <= 1
+    assert far(kv, wanted_kv) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 128), (5, 1, 96)])
+def test_decode_attention_over_rows_of_any_length(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    rows, layers, block_tokens, blocks = 7, 2, 4, 6
+    kv = torch.randn(rows * blocks, layers, 2, block_tokens, kv_heads, dim).to(dtype)
+    tables = torch.randperm(rows * blocks).view(rows, blocks)
+    lengths = torch.tensor([1, 3, 4, 5, 17, 23, 24])
+    of_all = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
+    query = of_all[:, :heads]  # as it comes: a view of the product
+    mask = torch.zeros(rows, 24).masked_fill(torch.arange(24) >= lengths[:, None], -torch.inf)
+    wanted = attention_ref.attend_decode(
+        query.double().contiguous(), kv.double(), 1, tables, mask[:, None, None].double()
+    )
+    found = attention.attend_decode(query, kv, 1, tables, lengths)
+    assert far(found, wanted) <= (1 if dtype == torch.bfloat16 else 16)
+
+
+def test_what_decode_attention_has_kernels_for() -> None:
+    def kv(dim: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(1, 1, 2, 4, 1, dim, dtype=dtype)
+
+    assert attention.can_attend(kv(64, torch.float32))
+    assert not attention.can_attend(kv(20, torch.float32))
+    assert not attention.can_attend(kv(64, torch.float8_e4m3fn))
+
+
+def test_a_kernel_is_the_same_on_one_thread_and_without_torchs_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(2, 64).bfloat16(), torch.randn(5_000, 64).bfloat16()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = matmul.few_rows(x, weight)
+        torch.set_num_threads(1)
+        alone = matmul.few_rows(x, weight)
+        torch.set_num_threads(2)
+        monkeypatch.setattr(thread_team, "openmp", lambda: None)
+        without = matmul.few_rows(x, weight)
+    finally:
+        torch.set_num_threads(threads)
+    assert together.equal(alone)
+    assert together.equal(without)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 21])
+@pytest.mark.parametrize("height", [48, 96, 131])
+def test_products_in_panels(rows: int, height: int) -> None:
+    x, weight = torch.randn(rows, 100), torch.randn(height, 100)
+    if kernels.cpu_jit.has("avx512f"):
+        found = packed_weights.multiply(x, packed_weights.pack(weight))
+        assert far(found, x.double() @ weight.double().t()) <= 64
+    x, weight = x.bfloat16(), weight.bfloat16()
+    if kernels.cpu_jit.has("avx512bf16"):
+        found = packed_weights.multiply(x, packed_weights.pack(weight))
+        assert far(found, x.double() @ weight.double().t()) <= 1
+        wide = packed_weights.multiply(x, packed_weights.pack(weight), torch.float32)
+        assert far(wide, x.double() @ weight.double().t()) <= 64
+        assert wide.bfloat16().equal(found)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 21])
+@pytest.mark.parametrize("height", [48, 131])
+def test_products_of_bytes(rows: int, height: int) -> None:
+    if not kernels.cpu_jit.has(*kernels.cpu_jit.INT8):
+        return  # nothing calls them then: see test_int8_is_for_shapes_of_whole_blocks
+    x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(height, 96).bfloat16()
+    x[0, :32] = 0  # a block without a largest number
+    x[-1, 40] = 1_000  # alone in its block
+    scales = weight.float().abs().amax(1, keepdim=True) / 127
+    matrix = (weight.float() / scales).round().double() * scales
+    blocks = x.float().view(rows, 3, 32)
+    of_x = blocks.abs().amax(2, keepdim=True) / 127
+    rounded = (blocks / of_x.clamp(min=1e-30)).round().double() * of_x
+    found = packed_weights.multiply(x, packed_int8.quantise(weight))
+    assert far(found, rounded.view(rows, 96) @ matrix.t()) <= 1
+    assert found.equal(
+        torch.cat([packed_weights.multiply(row[None], packed_int8.quantise(weight)) for row in x])
+    )
+    wide = packed_weights.multiply(x, packed_int8.quantise(weight), torch.float32)
+    assert wide.dtype == torch.float32
+    assert wide.bfloat16().equal(found)
+
+
+def test_int8_is_for_shapes_of_whole_blocks() -> None:
+    whole = torch.empty(48, 64, dtype=torch.bfloat16)
+    assert packed_int8.can_quantise(whole) == kernels.cpu_jit.has(*kernels.cpu_jit.INT8)
+    assert not packed_int8.can_quantise(whole[:47])
+    assert not packed_int8.can_quantise(whole[:, :48])
+    assert not packed_int8.can_quantise(whole.float())
+
+
+def test_panels_are_for_shapes_and_dtypes_that_they_fit() -> None:
+    assert not packed_weights.can_multiply(torch.empty(47, 100))
+    assert not packed_weights.can_multiply(torch.empty(48, 101))
+    assert not packed_weights.can_multiply(torch.empty(48, 100, dtype=torch.float16))
+    assert packed_weights.can_multiply(torch.empty(48, 100)) == kernels.cpu_jit.has("avx512f")
+
+
+def test_torchs_own_team_is_found() -> None:
+    assert thread_team.openmp() is not None, "torch of PyPI brings an OpenMP library with this entry point"

@@ -1,0 +1,71 @@
+"""Calls in machine code, one after the other: when a computing thread offers its core to others."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cpu_jit import batched_launch
+from kernels.cpu_jit.thread_team import Call, Kernel
+
+TICK_NS = 20_000  # from one look at the clock to the next
+GET_TIME = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+GIVE_WAY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _nothing(p: Any) -> None:
+    p[0] = 0
+
+
+def offers(monkeypatch: pytest.MonkeyPatch, calls: int, away_ns: int) -> list[int]:
+    """When the core was offered during so many calls; it is back after `away_ns`."""
+    now, offered = [7_999_990_000], []
+
+    def get_time(kind: int, spec: Any) -> int:
+        now[0] += TICK_NS
+        spec[0], spec[1] = divmod(now[0], 10**9)
+        return 0
+
+    def give_way(call: Any) -> None:
+        offered.append(now[0])
+        now[0] += away_ns
+
+    kept = GET_TIME(get_time), GIVE_WAY(give_way)
+    addresses = tuple(ctypes.cast(function, ctypes.c_void_p).value for function in kept)
+    monkeypatch.setattr(batched_launch, "_libc", lambda: addresses)
+    monkeypatch.setattr(batched_launch, "_not_before", np.zeros(1, np.int64))
+    batched_launch.run([Call(Kernel(_nothing), 1, ())], calls)
+    return offered
+
+
+@pytest.mark.parametrize("away_ns", [0, batched_launch.LONG_NS - 2 * TICK_NS])
+def test_a_core_is_offered_again_and_again(monkeypatch: pytest.MonkeyPatch, away_ns: int) -> None:
+    offered = offers(monkeypatch, 1_000, away_ns)
+    between = {later - sooner - away_ns for sooner, later in pairwise(offered)}
+    assert len(offered) > 100
+    assert between == {-(-batched_launch.EVERY_NS // TICK_NS) * TICK_NS + TICK_NS}
+
+
+def test_it_is_not_offered_for_a_while_where_it_came_back_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = offers(monkeypatch, 10_000, batched_launch.LONG_NS)
+    between = [later - sooner for sooner, later in pairwise(offered)]
+    assert len(between) == 3
+    assert min(between) >= batched_launch.LONG_NS + batched_launch.BACK_OFF_NS
+
+
+def test_the_clock_and_the_offer_are_there() -> None:
+    assert all(batched_launch._libc())

@@ -1,0 +1,79 @@
+"""The recompute tax in the virtual world: what a paused sequence computes twice, with tiers and without; and
+what the scheduler has predicted that its return would cost."""
+
+from __future__ import annotations
+
+import statistics
+from unittest import mock
+
+import pytest
+
+from loadtest.tax import simulated
+from loadtest.tax.protocol import ARMS, Arm, Lengths, Outcome, checks, points
+from services.scheduler.state.counters import Meter
+
+pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
+
+SMALL = Lengths(60, prompt=(32, 256), answer=(64, 768))
+MANY = Lengths(480, prompt=(32, 256), answer=(64, 768))
+LATEST, LEAST, SWAP, TIERED = ARMS
+KNOWN = 200  # events, until predictions count
+
+
+def test_the_points_of_the_protocol() -> None:
+    made = points([(100, 60), (60, 100)], slots=100, block_tokens=16)  # 10 blocks each
+    assert [(p.pool_pm, p.pool_blocks, p.l1, p.l1_blocks) for p in made] == [
+        (380, 380, "holds the victims", 775),
+        (380, 380, "a quarter of that", 193),
+        (190, 190, "holds the victims", 1012),
+        (190, 190, "a quarter of that", 253),
+        (95, 95, "holds the victims", 1131),
+        (95, 95, "a quarter of that", 282),
+    ]
+    assert SMALL.draw() == SMALL.draw() != SMALL.draw(1)
+
+
+def test_what_is_asked_of_tiered() -> None:
+    def outcome(again: int, moved: int, late_s: float) -> Outcome:
+        return Outcome(1_000, again, 1, moved, 1.0, (1.0, late_s), 1.0)
+
+    full, quarter = "holds the victims", "a quarter of that"
+    runs = {
+        (95, "", LATEST.name): outcome(100, 0, 9.0),
+        (95, "", LEAST.name): outcome(80, 0, 9.5),
+        (95, full, SWAP.name): outcome(0, 10, 8.0),
+        (95, full, TIERED.name): outcome(11, 5, 8.0),
+        (95, quarter, SWAP.name): outcome(40, 10, 8.5),
+        (95, quarter, TIERED.name): outcome(20, 9, 8.6),
+    }
+    assert [holds for _, holds in checks(runs)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("at", [0, 4])
+def test_with_room_for_the_victims_nothing_is_computed_twice(at: int) -> None:
+    lengths = SMALL.draw()
+    point = points(lengths, simulated.SLOTS, simulated.BLOCK_TOKENS)[at]
+    latest, tiered = (simulated.outcome(lengths, point, arm) for arm in (LATEST, TIERED))
+    assert latest.tax_pct > 3
+    assert tiered.tax_pct <= 1
+    assert tiered.device_s < latest.device_s
+    assert tiered.makespan_s < latest.makespan_s
+
+
+@pytest.mark.parametrize(
+    ("arm", "counted", "most"),
+    [(TIERED, "add_restore", 0.1), (LATEST, "add_recompute", 0.1)],
+)
+def test_a_return_costs_what_was_predicted(arm: Arm, counted: str, most: float) -> None:
+    errors: list[float] = []
+
+    def add(meter: Meter, took_us: int, predicted_us: int) -> None:
+        if predicted_us:
+            errors.append(abs(took_us - predicted_us) / predicted_us)
+
+    lengths = MANY.draw()
+    point = points(lengths, simulated.SLOTS, simulated.BLOCK_TOKENS)[4]
+    with mock.patch.object(Meter, counted, add):
+        simulated.outcome(lengths, point, arm)
+    assert len(errors) > KNOWN + 20
+    assert statistics.median(errors[KNOWN:]) <= most

@@ -1,0 +1,391 @@
+"""The detokenizer's core: exact frames, the ends of requests, races, and a model-based state test."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.text_models import write_sentencepiece_gguf
+
+from services.detokenizer.core import DetokenizerCore
+from services.detokenizer.open_requests import Command, Fault, Publish, Tell
+from shared.messages import (
+    Close,
+    Detached,
+    Ended,
+    Message,
+    Open,
+    StopFound,
+    StreamAt,
+    Timings,
+    Tokens,
+    Usage,
+    floats,
+    ints,
+)
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocabulary import Vocabulary, load_vocabulary
+
+SCHEDULER = "scheduler.a"
+TRACE = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+TIMINGS = Timings(
+    received_wall_us=5_000_000, tokenize_us=1_000, transit_us=500, queue_us=2_000, prefill_us=10_000,
+    decode_us=20_000, prefill_chunks=1, steps=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    """Tokens 3 to 258 are the bytes 0 to 255; 0 to 2 are control tokens."""
+    path = write_sentencepiece_gguf(tmp_path_factory.mktemp("core") / "l.gguf", {})
+    return load_vocabulary(ModelFiles("l", path))
+
+
+@pytest.fixture
+def core(letters: Vocabulary) -> DetokenizerCore:
+    return DetokenizerCore(letters)
+
+
+def opened(seq: int = 7, **more: Any) -> Open:
+    fields = {
+        "request": "r1", "attempt": 1, "tenant": "t", "model": "tiny", "inbox": "in", "stream": True,
+        "received_wall_us": 5_000_000, "prompt_tokens": 4,
+    }  # fmt: skip
+    return Open(seq=seq, **{**fields, **more})
+
+
+def tokens(first: int, text: str | bytes, seq: int = 7) -> Tokens:
+    data = text.encode() if isinstance(text, str) else text
+    return Tokens(
+        executor="e",
+        step=1,
+        seqs=ints([seq]),
+        first=ints([first]),
+        counts=ints([len(data)]),
+        ids=ints(3 + byte for byte in data),
+    )
+
+
+def close(final: int, reason: str = "stop", seq: int = 7, **more: Any) -> Close:
+    usage = Usage(prompt_tokens=4, completion_tokens=final, cached_tokens=more.pop("cached", 0))
+    return Close(seq=seq, final=final, reason=reason, usage=usage, timings=TIMINGS, **more)
+
+
+def frames(commands: list[Command]) -> list[dict[str, Any]]:
+    return [json.loads(c.data) for c in commands if isinstance(c, Publish)]
+
+
+def told(commands: list[Command]) -> list[Message]:
+    return [c.message for c in commands if isinstance(c, Tell)]
+
+
+def run(core: DetokenizerCore, *messages: Message) -> list[Command]:
+    out: list[Command] = []
+    for message in messages:
+        out += core.handle(SCHEDULER, message, TRACE)
+        out += core.flush()
+    return out
+
+
+def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
+    out = run(core, opened(), tokens(0, 'a"'), tokens(2, "é\n"), close(5, "length", cached=3))
+    published = [c for c in out if isinstance(c, Publish)]
+    head = b'"request_id":"r1","attempt":1,"frame":'
+    assert [c.data for c in published] == [
+        b'{"type":"accepted",' + head + b'0,"model":"tiny","created":5}',
+        b'{"type":"delta",' + head + b'1,"choices":[{"index":0,"first":0,"count":2,'
+        b'"delta":{"role":"assistant","content":"a\\""},"finish_reason":null}]}',
+        b'{"type":"delta",'
+        + head
+        + '2,"choices":[{"index":0,"first":2,"count":3,'
+        '"delta":{"content":"é\\n"},"finish_reason":null}]}'.encode(),
+        b'{"type":"done",' + head + b'3,"model":"tiny","created":5,'
+        b'"choices":[{"index":0,"tokens":5,"finish_reason":"length"}],'
+        b'"timings":{"tokenize_ms":1.0,"queue_ms":2.0,"prefill_ms":10.0,"ttft_ms":13.5,"decode_ms":20.0,'
+        b'"total_ms":33.5,"prompt_per_second":400.0,"predicted_per_second":200.0},'
+        b'"usage":{"prompt_tokens":4,"completion_tokens":5,"total_tokens":9,'
+        b'"prompt_tokens_details":{"cached_tokens":3}}}',
+    ]
+    assert [c.number for c in published] == [1, 1, 1, 1]
+    assert [dict(c.headers) for c in published[:3]] == [{}, {}, {}]
+    assert published[3].headers == {"Headrace-End": "1", "traceparent": TRACE}
+    assert told(out) == [Ended(seq=7, index=5, reason="length")]
+    assert core.idle
+    assert core.load() == {"sequences": 0, "requests": 0, "orphans": 0, "unsure": 0, "frames": 4, "tokens": 5}
+
+
+def test_a_plain_chat_is_one_reply(core: DetokenizerCore) -> None:
+    out = run(core, opened(stream=False), tokens(0, "héllo"), close(6))
+    (body,) = frames(out)
+    assert {**body, "usage": None, "timings": None} == {
+        "id": "r1",
+        "object": "chat.completion",
+        "created": 5,
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "héllo"},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": None,
+        "timings": None,
+    }
+    assert body["usage"]["total_tokens"] == 10
+
+
+def test_completions_have_text(core: DetokenizerCore) -> None:
+    out = run(core, opened(stream=False, format="completion", include_usage=False), tokens(0, "x"), close(1))
+    (body,) = frames(out)
+    assert body["object"] == "text_completion"
+    assert body["choices"][0]["text"] == "x"
+    assert "usage" not in body
+    streamed = run(core, opened(format="completion"), tokens(0, "y"), close(1))
+    assert frames(streamed)[1]["choices"][0]["text"] == "y"
+
+
+def test_two_choices_end_together_and_share_frames(core: DetokenizerCore) -> None:
+    both = Tokens(
+        executor="e", step=2, seqs=ints([7, 8]), first=ints([0, 0]), counts=ints([1, 2]),
+        ids=ints([3 + 65, 3 + 66, 3 + 67]),
+    )  # fmt: skip
+    out = run(core, opened(7, choices=2), opened(8, choice=1, choices=2), both)
+    assert [f["type"] for f in frames(out)] == ["accepted", "delta"]
+    assert [(c["index"], c["count"], c["delta"]["content"]) for c in frames(out)[1]["choices"]] == [
+        (0, 1, "A"),
+        (1, 2, "BC"),
+    ]
+    first = run(core, close(1, "length", cached=2))
+    assert frames(first) == []
+    assert told(first) == [Ended(seq=7, index=1, reason="length")]
+    (done,) = frames(run(core, close(2, "stop", seq=8, cached=4)))
+    assert done["choices"] == [
+        {"index": 0, "tokens": 1, "finish_reason": "length"},
+        {"index": 1, "tokens": 2, "finish_reason": "stop"},
+    ]
+    assert done["usage"]["completion_tokens"] == 3
+    assert done["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_a_lagging_reader_gets_one_merged_frame(core: DetokenizerCore) -> None:
+    run(core, opened())
+    for index, char in enumerate("abc"):
+        assert core.handle(SCHEDULER, tokens(index, char)) == []
+    (frame,) = frames(core.flush())
+    assert frame["choices"][0] | {"delta": frame["choices"][0]["delta"]["content"]} == {
+        "index": 0, "first": 0, "count": 3, "delta": "abc", "finish_reason": None,
+    }  # fmt: skip
+    assert core.flush() == []
+
+
+def test_text_that_waits_goes_out_before_the_end(core: DetokenizerCore) -> None:
+    run(core, opened())
+    core.handle(SCHEDULER, tokens(0, "abc"))
+    out = core.handle(SCHEDULER, close(3))
+    assert [f["type"] for f in frames(out)] == ["delta", "done"]
+
+
+def test_the_stop_string_wins_over_a_close_on_its_way(core: DetokenizerCore) -> None:
+    out = run(core, opened(stop=("END",)), tokens(0, "ab EN"), tokens(5, "Dxy"))
+    assert told(out) == [StopFound(seq=7, index=6)]
+    assert "".join(c["delta"]["content"] for f in frames(out)[1:] for c in f["choices"]) == "ab "
+    late = run(core, tokens(8, "zz"), close(10, "length"))
+    assert told(late) == [Ended(seq=7, index=6, reason="stop")]
+    done = frames(late)[-1]
+    assert done["choices"] == [{"index": 0, "tokens": 6, "finish_reason": "stop"}]
+    assert done["usage"]["completion_tokens"] == 6
+
+
+def test_a_reopened_stream_starts_over_as_a_new_attempt(core: DetokenizerCore) -> None:
+    run(core, opened(), tokens(0, "ab"))
+    again = run(core, opened(9, attempt=2, tokens=ints(3 + b for b in b"abc")), tokens(3, "d", seq=9))
+    assert [(f["type"], f["attempt"], f["frame"]) for f in frames(again)] == [
+        ("accepted", 1001, 0),
+        ("delta", 1001, 1),
+        ("delta", 1001, 2),
+    ]
+    assert [(f["choices"][0]["first"], f["choices"][0]["count"]) for f in frames(again)[1:]] == [
+        (0, 3),
+        (3, 1),
+    ]
+    assert run(core, opened(7)) == []  # the earlier attempt, late
+    assert run(core, opened(9, attempt=2)) == []  # a duplicate
+    assert run(core, tokens(2, "x")) == []  # tokens of the earlier attempt
+    assert frames(run(core, close(4, seq=9)))[-1]["type"] == "done"
+    assert core.idle
+
+
+def test_an_error_close_ends_all_choices_at_once(core: DetokenizerCore) -> None:
+    run(core, opened(7, choices=2), opened(8, choice=1, choices=2), tokens(0, "A"))
+    out = run(core, close(1, "error", code=408, message="not done\nwithin 1 s", retry_after_ms=5))
+    (frame,) = frames(out)
+    assert frame == {
+        "type": "error", "request_id": "r1", "attempt": 1, "frame": 2,
+        "error": {
+            "code": 408, "type": "timeout", "message": "not done\nwithin 1 s", "param": None,
+            "retryable": True,
+            "retry_after_ms": 5, "request_id": "r1", "trace_id": "0123456789abcdef0123456789abcdef",
+        },
+    }  # fmt: skip
+    assert next(c for c in out if isinstance(c, Publish)).headers == {
+        "Headrace-End": "1", "Nats-Service-Error": "not done within 1 s", "Nats-Service-Error-Code": "408",
+        "traceparent": TRACE,
+    }  # fmt: skip
+    assert told(out) == [Ended(seq=7, index=1, reason="error")]
+    other = run(core, close(0, "error", seq=8, code=408, message="not done"))
+    assert frames(other) == []
+    assert told(other) == [Ended(seq=8, index=0, reason="error")]
+    assert core.idle
+
+
+def test_a_plain_request_fails_with_the_same_body(core: DetokenizerCore) -> None:
+    out = run(core, opened(stream=False), close(0, "error", code=499, message="cancelled"))
+    (body,) = frames(out)
+    assert (body["type"], body["error"]["code"], body["error"]["request_id"]) == ("error", 499, "r1")
+
+
+@pytest.mark.parametrize("lost", [tokens(3, "x"), close(9)])
+def test_lost_tokens_are_a_typed_error(core: DetokenizerCore, lost: Message) -> None:
+    run(core, opened(), tokens(0, "a"))
+    out = run(core, lost)
+    assert isinstance(out[0], Fault)
+    assert "r1" in out[0].detail
+    assert told(out)[0] == Detached(seqs=ints([7]))
+    assert frames(out)[-1]["error"]["code"] == 500
+    assert core.idle
+    assert told(run(core, close(9)))[-1] == Ended(seq=7, index=9, reason="stop")
+
+
+def test_a_client_that_has_gone_is_reported(core: DetokenizerCore) -> None:
+    out = run(core, opened(7, choices=2), opened(8, choice=1, choices=2))
+    number = next(c.number for c in out if isinstance(c, Publish))
+    assert core.client_gone(number) == [Tell(SCHEDULER, Detached(seqs=ints([7, 8])))]
+    assert core.client_gone(99) == []
+
+
+def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(core: DetokenizerCore) -> None:
+    run(core, opened())
+    core.handle("scheduler.b", opened(request="r2", inbox="in2"))
+    out = core.orphans.lost(SCHEDULER, "the scheduler has gone")
+    (frame,) = frames(out)
+    assert (frame["error"]["code"], frame["error"]["message"]) == (
+        503,
+        "the scheduler has gone; send the request again",
+    )
+    assert core.load()["requests"] == 1
+
+
+def test_a_lost_part_of_a_stream_is_told_though_nothing_is_open(core: DetokenizerCore) -> None:
+    """The Open of a request may be among it: only the scheduler knows of that one."""
+    assert core.stream_lost(SCHEDULER) == [Tell(SCHEDULER, Detached(seqs=ints()))]
+    run(core, opened())
+    out = core.stream_lost(SCHEDULER)
+    assert told(out) == [Detached(seqs=ints([7])), Detached(seqs=ints())]
+
+
+def test_other_messages_are_faults(core: DetokenizerCore) -> None:
+    (fault,) = core.handle(SCHEDULER, StreamAt(last_seq=1))
+    assert fault == Fault("StreamAt of scheduler.a is not for a detokenizer")
+
+
+def scored(core: DetokenizerCore, form: str, **more: Any) -> list[dict[str, Any]]:
+    """Two sequences in one step, of which the second asked: "a" -0.5 and control token 2 -0.25."""
+    step = Tokens(
+        executor="e", step=1, seqs=ints([7, 8]), first=ints([0, 0]), counts=ints([1, 2]),
+        ids=ints([3 + 66, 3 + 97, 2]), logprobs=floats([0, -0.5, -0.25]), top_counts=ints([0, 2, 1]),
+        top_ids=ints([3 + 97, 3 + 0xC3, 2]), top_logprobs=floats([-0.5, -1.5, -0.25]),
+    )  # fmt: skip
+    run(core, opened(7, request="other"))
+    out = run(core, opened(8, format=form, logprobs=3, **more), step, close(2, seq=8))
+    return [frame for frame in frames(out) if frame.get("request_id", frame.get("id")) == "r1"]
+
+
+def test_logprobs_of_a_chat(core: DetokenizerCore) -> None:
+    delta = scored(core, "chat")[1]
+    first = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    assert delta["choices"][0]["logprobs"]["content"] == [
+        {**first, "top_logprobs": [first, {"token": "\ufffd", "logprob": -1.5, "bytes": [0xC3]}]},
+        {
+            "token": "</s>", "logprob": -0.25, "bytes": list(b"</s>"),
+            "top_logprobs": [{"token": "</s>", "logprob": -0.25, "bytes": list(b"</s>")}],
+        },
+    ]  # fmt: skip
+
+
+def test_logprobs_of_a_completion(core: DetokenizerCore) -> None:
+    (body,) = scored(core, "completion", stream=False)
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["a", "</s>"],
+        "token_logprobs": [-0.5, -0.25],
+        "top_logprobs": [{"a": -0.5, "\ufffd": -1.5}, {"</s>": -0.25}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_ids_outside_the_vocabulary_have_no_text_in_logprobs(core: DetokenizerCore) -> None:
+    """A padded output layer may choose one, or name one as an alternative."""
+    far = 10**6
+    step = Tokens(
+        executor="e", step=1, seqs=ints([8]), first=ints([0]), counts=ints([1]), ids=ints([far]),
+        logprobs=floats([-0.5]), top_counts=ints([1]), top_ids=ints([far]), top_logprobs=floats([-0.5]),
+    )  # fmt: skip
+    shapes = []
+    for form in ("chat", "completion"):
+        asked = opened(8, format=form, logprobs=2, request=form, stream=False)
+        (answer,) = frames(run(core, asked, step, close(1, seq=8)))
+        shapes.append(answer["choices"][0]["logprobs"])
+    nothing = {"token": "", "logprob": -0.5, "bytes": []}
+    assert shapes[0] == {"content": [{**nothing, "top_logprobs": [nothing]}]}
+    assert (shapes[1]["tokens"], shapes[1]["top_logprobs"]) == ([""], [{"": -0.5}])
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["tokens", "again", "flush", "close"])), max_size=40
+)
+ANSWERS = st.lists(st.binary(max_size=12), min_size=3, max_size=3)
+
+
+@given(ANSWERS, EVENTS, st.booleans())
+def test_any_order_of_events_gives_whole_texts(
+    letters: Vocabulary, answers: list[bytes], events: list[tuple[int, str]], chat: bool
+) -> None:
+    """Three streams, tokens one by one, repeats, flushes and closes at any time."""
+    core = DetokenizerCore(letters)
+    sent, closed, out = [0, 0, 0], set[int](), list[Command]()
+    for seq in range(3):
+        form = "chat" if chat else "completion"
+        out += core.handle(SCHEDULER, opened(seq, request=f"r{seq}", inbox=f"in{seq}", format=form))
+    for seq, what in [*events, *((seq, "close") for seq in range(3))]:
+        if what == "flush":
+            out += core.flush()
+        elif seq in closed:
+            continue
+        elif what == "close":
+            closed.add(seq)
+            out += core.handle(SCHEDULER, close(sent[seq], seq=seq))
+        else:
+            at = sent[seq] if what == "tokens" else max(0, sent[seq] - 2)
+            out += core.handle(SCHEDULER, tokens(at, answers[seq][at : sent[seq] + 1], seq))
+            sent[seq] = min(sent[seq] + 1, len(answers[seq]))
+    assert core.idle
+    for seq in range(3):
+        got = [json.loads(c.data) for c in out if isinstance(c, Publish) and c.inbox == f"in{seq}"]
+        assert [frame["frame"] for frame in got] == list(range(len(got)))
+        choices = [choice for frame in got if frame["type"] == "delta" for choice in frame["choices"]]
+        text = "".join(c["delta"]["content"] if chat else c["text"] for c in choices)
+        assert text == letters.decode([3 + byte for byte in answers[seq][: sent[seq]]])
+        ends = [c["first"] + c["count"] for c in choices]
+        assert [c["first"] for c in choices] == [0, *ends][: len(choices)]
+        assert got[-1]["choices"] == [{"index": 0, "tokens": sent[seq], "finish_reason": "stop"}]
+
+
+def test_a_request_that_moved_to_another_shard_is_dropped_without_a_word(core: DetokenizerCore) -> None:
+    run(core, opened(7, choices=2), opened(8, choice=1, choices=2), tokens(0, "A"))
+    assert run(core, close(0, "moved"), close(0, "moved", seq=8)) == []
+    assert core.idle
+    assert core.flush() == []

@@ -1,0 +1,516 @@
+"""The detokenizer when schedulers die: whom it asks to go on, with what, and what readers see of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, cast
+
+import pytest
+from support.text_models import write_sentencepiece_gguf
+
+from services.detokenizer.actor import tell
+from services.detokenizer.core import DetokenizerCore
+from services.detokenizer.failover import MOST_DEATHS, WAIT_TURNS
+from services.detokenizer.open_requests import Command, Publish, Tell
+from shared.actor.mailbox import Port
+from shared.errors import PayloadTooLarge
+from shared.kv_blocks import rendezvous
+from shared.messages import (
+    MOVED,
+    Accepted,
+    Cancel,
+    Close,
+    Detached,
+    Ended,
+    Message,
+    Open,
+    Rejected,
+    StopFound,
+    Tokenized,
+    Tokens,
+    ints,
+)
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocabulary import Vocabulary, load_vocabulary
+
+A, B = "scheduler.a", "scheduler.b"
+ASKED = Tokenized(
+    request="r1",
+    attempt=1,
+    tenant="t",
+    model="tiny",
+    inbox="in",
+    timeout_us=60_000_000,
+    max_tokens=20,
+    stream=True,
+    seed=7,
+    stop=("end",),
+    tokens=ints([11, 12, 13]),
+)
+CANCELLED = [(B, Cancel(tenant="t", request="r1")), (A, Detached(seqs=ints([5]), moved=True))]
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    """Tokens 3 to 258 are the bytes 0 to 255."""
+    path = write_sentencepiece_gguf(tmp_path_factory.mktemp("orphans") / "l.gguf", {})
+    return load_vocabulary(ModelFiles("l", path))
+
+
+@pytest.fixture
+def core(letters: Vocabulary) -> DetokenizerCore:
+    return DetokenizerCore(letters)
+
+
+def ids(text: str) -> list[int]:
+    return [3 + byte for byte in text.encode()]
+
+
+def tokens(seq: int, first: int, text: str) -> Tokens:
+    return Tokens(
+        executor="e",
+        step=1,
+        seqs=ints([seq]),
+        first=ints([first]),
+        counts=ints([len(text)]),
+        ids=ints(ids(text)),
+    )
+
+
+def opens(asked: Tokenized, seq: int, attempt: int = 1) -> list[Message]:
+    """The Opens of its choices, numbered from `seq` on; with what has been generated, if it goes on."""
+    counts = list(asked.generated) or [0] * asked.n
+    at, out = len(asked.tokens) - sum(counts), []
+    for choice, count in enumerate(counts):
+        out.append(
+            Open(
+                seq=seq + choice, request=asked.request, attempt=attempt, tenant=asked.tenant,
+                model=asked.model, inbox=asked.inbox, choice=choice, choices=asked.n, stream=asked.stream,
+                stop=asked.stop,
+                tokens=asked.tokens[at : at + count],
+            )
+        )  # fmt: skip
+        at += count
+    return [*out]
+
+
+def give(core: DetokenizerCore, scheduler: str, *messages: Message, wall_us: int = 1_000) -> list[Command]:
+    out: list[Command] = []
+    for message in messages:
+        out += core.handle(scheduler, message, "trace", wall_us)
+        out += core.flush(wall_us)
+    return out
+
+
+def begin(core: DetokenizerCore, asked: Tokenized = ASKED, seq: int = 5) -> list[Command]:
+    return give(core, A, *opens(asked, seq), asked)
+
+
+def frames(commands: list[Command]) -> list[dict[str, Any]]:
+    return [json.loads(c.data) for c in commands if isinstance(c, Publish)]
+
+
+def told(commands: list[Command]) -> list[tuple[str, Message]]:
+    return [(c.scheduler, c.message) for c in commands if isinstance(c, Tell)]
+
+
+def resumed(commands: list[Command]) -> Tokenized:
+    """The request that another scheduler is asked to go on with."""
+    ((_, message),) = told(commands)
+    assert isinstance(message, Tokenized)
+    return message
+
+
+def text(found: list[dict[str, Any]], choice: int = 0) -> str:
+    parts = [c for frame in found if frame["type"] == "delta" for c in frame["choices"]]
+    return "".join(part["delta"]["content"] for part in parts if part["index"] == choice)
+
+
+def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: DetokenizerCore) -> None:
+    seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "abc"), wall_us=51_000))
+    assert core.orphans.lost(A, "the scheduler has gone") == []
+    out = core.orphans.turn(["b"], 4_001_000)
+    assert [(c.scheduler, c.trace) for c in out if isinstance(c, Tell)] == [(B, "trace")]
+    asked = resumed(out)
+    assert asked == dataclasses.replace(
+        ASKED, tokens=ints([11, 12, 13, *ids("abc")]), generated=ints([3]), reasons=("",), age_us=4_000_000,
+        first_us=50_000,
+    )  # fmt: skip
+    assert core.orphans.turn(["b"], 4_251_000) == []  # it has been asked
+    out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
+    assert frames(out) == []  # a reader sees none of it
+    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]  # should it live after all
+    out = give(core, B, tokens(90, 3, "de"), Close(seq=90, final=5, reason="length"))
+    seen += frames(out)
+    assert told(out) == [(B, Ended(seq=90, index=5, reason="length"))]
+    assert [frame["frame"] for frame in seen] == [*range(len(seen))]
+    assert {frame["attempt"] for frame in seen} == {1}
+    assert (text(seen), seen[-1]["choices"]) == (
+        "abcde",
+        [{"index": 0, "tokens": 5, "finish_reason": "length"}],
+    )
+    assert (core.idle, len(core.orphans)) == (True, 0)
+    assert core.orphans.turn(["b"], 5_000_000) == []
+
+
+def test_choices_that_are_over_stay_so(core: DetokenizerCore) -> None:
+    """One is closed, of one the end is known here alone, one goes on, one has no token yet."""
+    asked = dataclasses.replace(ASKED, n=4)
+    seen = frames(begin(core, asked))
+    seen += frames(
+        give(
+            core, A, tokens(5, 0, "ab"), tokens(6, 0, "xyendmore"), tokens(7, 0, "q"),
+            Close(seq=5, final=2, reason="length"),
+        )
+    )  # fmt: skip
+    core.orphans.lost(A, "gone")
+    again = resumed(core.orphans.turn(["b"], 0))
+    assert (list(again.generated), again.reasons) == ([2, 5, 1, 0], ("length", "stop", "", ""))
+    assert list(again.tokens) == [11, 12, 13, *ids("abxyendq")]
+    out = give(core, B, *opens(again, 90), Close(seq=90, final=2, reason="length"))
+    out += give(core, B, Close(seq=91, final=5, reason="stop"), tokens(92, 1, "r"), tokens(93, 0, "s"))
+    out += give(core, B, Close(seq=92, final=2, reason="length"), Close(seq=93, final=1, reason="length"))
+    seen += frames(out)
+    assert [text(seen, choice) for choice in range(4)] == ["ab", "xy", "qr", "s"]
+    assert [c["finish_reason"] for c in seen[-1]["choices"]] == ["length", "stop", "length", "length"]
+    assert [m.seq for _, m in told(out) if isinstance(m, Ended)] == [90, 91, 92, 93]
+    assert core.idle
+
+
+def test_a_scheduler_that_was_only_stopped_has_lost_nothing(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    assert core.orphans.turn([], 0) == []
+    assert len(core.orphans) == 1
+    assert core.orphans.turn(["a", "b"], 0) == []
+    assert len(core.orphans) == 0
+    out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
+    assert text(frames(out)) == "abc"
+    assert core.idle
+
+
+def test_a_new_incarnation_under_the_same_name_is_asked(core: DetokenizerCore) -> None:
+    begin(core)
+    give(core, A, tokens(5, 0, "ab"))
+    core.orphans.lost(A, "restarted", void=True)
+    (ask,) = core.orphans.turn(["a"], 0)
+    assert isinstance(ask, Tell)
+    assert ask.scheduler == A
+    out = give(core, A, *opens(resumed([ask]), 700))
+    assert told(out) == []  # nobody there knows the old number
+    out = give(core, A, tokens(700, 2, "c"), Close(seq=700, final=3, reason="length"))
+    assert text(frames(out)) == "c"
+    assert core.idle
+
+
+def test_who_cannot_serve_yet_is_asked_again_and_others_before(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "the scheduler has gone")
+    first = rendezvous("r1", ["b", "c"])
+    other = "c" if first == "b" else "b"
+    refused = Rejected(tenant="t", request="r1", attempt=1, code=503, message="no executor is ready")
+    for ready, expected in ((["b", "c"], first), (["b", "c"], other), ([other], other), ([], None)):
+        out = told(core.orphans.turn(ready, 0))
+        assert [to for to, _ in out] == ([f"scheduler.{expected}"] if expected else [])
+        assert give(core, f"scheduler.{expected}", refused) == []
+    for _ in range(WAIT_TURNS - 5):
+        assert core.orphans.turn([], 0) == []
+    out = core.orphans.turn([], 0)
+    (frame,) = frames(out)
+    assert (frame["error"]["code"], frame["error"]["retryable"]) == (503, True)
+    assert frame["error"]["message"] == "the scheduler has gone, and no executor is ready; send it again"
+    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
+    assert core.idle
+
+
+def test_silence_ends_with_a_cancel_and_a_503(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn(["b"], 0)
+    out: list[Command] = []
+    for _ in range(WAIT_TURNS):
+        out += core.orphans.turn(["b"], 0)
+    assert told(out) == CANCELLED
+    assert frames(out)[0]["error"]["code"] == 503
+
+
+def test_the_scheduler_that_was_asked_dies_too(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn(["b"], 0)
+    core.orphans.lost(B, "gone")
+    (ask,) = core.orphans.turn(["c"], 0)
+    assert isinstance(ask, Tell)
+    assert ask.scheduler == "scheduler.c"
+
+
+def test_so_does_the_next_one_after_it_has_taken_over(core: DetokenizerCore) -> None:
+    begin(core)
+    give(core, A, tokens(5, 0, "ab"))
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    give(core, B, *opens(asked, 90), tokens(90, 2, "c"))
+    core.orphans.lost(B, "gone")
+    again = resumed(core.orphans.turn(["c"], 0))
+    assert (list(again.generated), list(again.tokens)) == ([3], [11, 12, 13, *ids("abc")])
+
+
+@pytest.mark.parametrize("code", [400, 409, 499])
+def test_a_refusal_for_good_is_the_clients_answer(core: DetokenizerCore, code: int) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn(["b"], 0)
+    out = give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=code, message="never"))
+    assert frames(out)[0]["error"]["message"] == "never"
+    assert frames(out)[0]["error"]["code"] == code
+    assert core.idle
+    assert len(core.orphans) == 0
+
+
+def test_what_another_detokenizer_has_is_forgotten_without_a_word(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn(["b"], 0)
+    out = give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=MOVED, message=""))
+    assert (frames(out), told(out)) == ([], [(A, Detached(seqs=ints([5]), moved=True))])
+    assert core.idle
+
+
+def test_answers_that_were_not_asked_for_mean_nothing(core: DetokenizerCore) -> None:
+    begin(core)
+    refused = Rejected(tenant="t", request="r1", attempt=1, code=400, message="never")
+    assert give(core, B, refused, Accepted(tenant="t", request="other", attempt=1)) == []
+    core.orphans.lost(A, "gone")
+    core.orphans.turn(["b"], 0)
+    assert give(core, "scheduler.c", refused) == []
+    assert not core.idle
+
+
+def test_a_tokenizer_that_has_asked_anew_begins_a_new_attempt(core: DetokenizerCore) -> None:
+    """It had not heard that the dead one accepted the request."""
+    seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "ab")))
+    core.orphans.lost(A, "gone")
+    out = give(core, B, *opens(ASKED, 90, attempt=2), tokens(90, 0, "abc"))
+    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
+    fresh = frames(out)
+    assert [frame["type"] for frame in fresh] == ["accepted", "delta"]
+    assert fresh[0]["attempt"] > seen[-1]["attempt"]
+    assert text(fresh) == "abc"
+    assert len(core.orphans) == 0
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_cancel_that_nobody_else_could_hear(core: DetokenizerCore, before: bool) -> None:
+    """It came while the scheduler was dead, before that was noticed or after."""
+    begin(core)
+    core.orphans.cancelled("t", "another")
+    if before:
+        core.orphans.cancelled("t", "r1")
+        out = core.orphans.lost(A, "gone")
+    else:
+        core.orphans.lost(A, "gone")
+        core.orphans.turn(["b"], 0)
+        core.orphans.cancelled("t", "r1")
+        out = core.orphans.turn(["b"], 0)
+    assert frames(out)[0]["error"]["code"] == 499
+    expected = [(A, Detached(seqs=ints([5])))] if before else CANCELLED
+    assert told(out) == expected
+    assert core.idle
+
+
+@pytest.mark.parametrize("finish_detached", [True, False])
+def test_a_reader_that_has_gone_needs_no_other_scheduler(
+    core: DetokenizerCore, finish_detached: bool
+) -> None:
+    out = begin(core, dataclasses.replace(ASKED, finish_detached=finish_detached))
+    number = next(c.number for c in out if isinstance(c, Publish))
+    core.client_gone(number)
+    core.orphans.lost(A, "gone")
+    assert len(core.orphans) == (1 if finish_detached else 0)
+    assert core.idle is not finish_detached
+
+
+def test_an_answer_of_the_one_thought_dead_is_the_only_one(core: DetokenizerCore) -> None:
+    """It comes back after another was asked, and is quicker."""
+    begin(core)
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
+    assert frames(out)[-1]["type"] == "done"
+    assert give(core, B, *opens(asked, 90), tokens(90, 0, "ab")) == []
+    assert told(core.orphans.turn(["a", "b"], 0)) == [(B, Cancel(tenant="t", request="r1"))]
+    assert give(core, B, Close(seq=90, final=2, reason="error", code=499)) == [
+        Tell(B, Ended(seq=90, index=2, reason="error"))
+    ]
+    assert core.idle
+
+
+def test_text_that_waits_to_be_sent_is_not_lost_on_the_way(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    core.handle(A, tokens(5, 0, "ab"), "", 0)  # late, and no flush
+    core.handle(B, opens(asked, 90)[0], "", 0)
+    assert text(frames(core.flush(0))) == "ab"
+
+
+def test_one_whose_options_leave_no_room_is_refused_rather_than_fatal() -> None:
+    class FullPort:
+        def send(self, to: str, message: Message, trace: str) -> None:
+            raise PayloadTooLarge("too long")
+
+    port = cast("Port", FullPort())
+    expected = Rejected(tenant="t", request="r1", attempt=1, code=413, message="too long")
+    assert tell(port, Tell(B, ASKED)) == expected
+    with pytest.raises(PayloadTooLarge):
+        tell(port, Tell(B, Ended(seq=1, index=1, reason="stop")))
+
+
+def test_a_plain_request_that_goes_on_has_one_reply(core: DetokenizerCore) -> None:
+    begin(core, dataclasses.replace(ASKED, stream=False))
+    give(core, A, tokens(5, 0, "ab"))
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    out = give(core, B, *opens(asked, 90), tokens(90, 2, "c"), Close(seq=90, final=3, reason="length"))
+    (reply,) = frames(out)
+    assert reply["choices"][0]["message"]["content"] == "abc"
+
+
+def test_one_that_was_given_up_and_has_only_been_slow_gets_no_reader(core: DetokenizerCore) -> None:
+    """B is asked and does not answer; C goes on; B comes back and reads what it was asked."""
+    begin(core)
+    give(core, A, tokens(5, 0, "ab"))
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    core.orphans.lost(B, "gone")
+    again = resumed(core.orphans.turn(["c"], 0))
+    give(core, "scheduler.c", *opens(again, 70), tokens(70, 2, "c"))
+    out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90), tokens(90, 2, "c"))
+    assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
+    out = give(core, "scheduler.c", tokens(70, 3, "d"), Close(seq=70, final=4, reason="length"))
+    assert text(frames(out)) == "d"
+    assert core.idle
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_follows_the_last_word_to_a_client(core: DetokenizerCore, late: bool) -> None:
+    """B was asked, and opens the request after its client has been told."""
+    begin(core)
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    core.orphans.cancelled("t", "r1")
+    assert frames(core.orphans.turn(["b"], 0))[0]["error"]["code"] == 499
+    assert (len(core.orphans), core.orphans.active) == (0, True)
+    if late:
+        for _ in range(WAIT_TURNS - 1):
+            assert core.orphans.turn(["b"], 0) == []
+    out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
+    out += give(core, B, Close(seq=90, final=0, reason="error", code=499))
+    assert (frames(out), told(out)) == ([], [(B, Ended(seq=90, index=0, reason="error"))])
+    again = dataclasses.replace(asked, inbox="another")  # the id is used once more
+    assert [f["type"] for f in frames(give(core, B, *opens(again, 95)))] == ["accepted"]
+    core.orphans.turn(["b"], 0)
+    assert core.orphans.active is not late
+
+
+def test_a_refusal_after_the_last_word_ends_the_wait(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn(["b"], 0)
+    core.orphans.cancelled("t", "r1")
+    core.orphans.turn(["b"], 0)
+    assert give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=503, message="not yet")) == []
+    assert not core.orphans.active
+
+
+def test_an_id_used_again_right_after_its_answer(core: DetokenizerCore) -> None:
+    """Its first request was taken for an orphan, and then answered after all."""
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn([], 0)
+    give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
+    again = dataclasses.replace(ASKED, inbox="in2")
+    out = give(core, A, *opens(again, 6), again, tokens(6, 0, "x"), Close(seq=6, final=1, reason="length"))
+    assert [f["type"] for f in frames(out)] == ["accepted", "delta", "done"]
+
+
+def test_one_that_is_moved_away_and_opened_here_again(core: DetokenizerCore) -> None:
+    """This shard had been stopped, and the scheduler after it; both are back."""
+    begin(core)
+    core.orphans.lost(A, "gone")
+    out = give(core, A, Close(seq=5, final=0, reason="moved"), *opens(ASKED, 5, attempt=2), ASKED)
+    out += give(core, A, tokens(5, 0, "x"), Close(seq=5, final=1, reason="length"))
+    assert [f["type"] for f in frames(out)] == ["accepted", "delta", "done"]
+
+
+def test_of_two_with_one_id_and_no_scheduler_one_is_told_at_once(core: DetokenizerCore) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    again = dataclasses.replace(ASKED, inbox="in2")
+    give(core, B, *opens(again, 90), again)
+    out = core.orphans.lost(B, "gone")
+    assert [(c.inbox, json.loads(c.data)["error"]["code"]) for c in out if isinstance(c, Publish)] == [
+        ("in2", 503)
+    ]
+    assert core.load()["requests"] == 1
+
+
+def test_a_stop_string_found_on_the_way_is_told_to_the_new_scheduler(core: DetokenizerCore) -> None:
+    """Late tokens of the dead one complete it, after the request for the rest has left."""
+    begin(core)
+    give(core, A, tokens(5, 0, "ab"))
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 0))
+    assert told(give(core, A, tokens(5, 2, "end"))) == [(A, StopFound(seq=5, index=5))]
+    assert told(give(core, B, *opens(asked, 90)))[1:] == []
+    assert told(give(core, B, tokens(90, 2, "en"))) == []  # it would not know that index
+    assert told(give(core, B, tokens(90, 4, "d"), tokens(90, 5, "z"))) == [(B, StopFound(seq=90, index=5))]
+    out = give(core, B, Close(seq=90, final=5, reason="stop"))
+    assert frames(out)[-1]["choices"] == [{"index": 0, "tokens": 5, "finish_reason": "stop"}]
+
+
+def test_the_age_counts_from_the_first_scheduler(core: DetokenizerCore) -> None:
+    """It was opened here 49 s after that, when its first detokenizer had died."""
+    kept = dataclasses.replace(ASKED, age_us=49_000_000, first_us=200_000)
+    give(core, A, *opens(ASKED, 5, attempt=2), kept, tokens(5, 0, "ab"), wall_us=50_000_000)
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 54_000_000))
+    assert (asked.age_us, asked.first_us) == (53_000_000, 200_000)
+
+
+def test_a_request_that_schedulers_die_of_is_not_handed_on_for_ever(core: DetokenizerCore) -> None:
+    begin(core)
+    last = A
+    for death in range(MOST_DEATHS):
+        core.orphans.lost(last, "the scheduler has gone")
+        asked, last = resumed(core.orphans.turn([f"s{death}"], 0)), f"scheduler.s{death}"
+        give(core, last, *opens(asked, 1_000 * (death + 1)))
+    (frame,) = frames(core.orphans.lost(last, "the scheduler has gone"))
+    assert frame["error"]["message"] == "the scheduler has gone, the 4th with this request; send it again"
+    assert core.idle
+
+
+def test_a_scheduler_may_be_stopped_any_number_of_times(core: DetokenizerCore) -> None:
+    begin(core)
+    for _ in range(2 * MOST_DEATHS):
+        assert core.orphans.lost(A, "gone") == []
+        assert core.orphans.turn(["a"], 0) == []
+    assert not core.orphans.active
+
+
+def test_an_id_used_again_after_its_request_was_given_up_is_an_orphan_of_its_own(
+    core: DetokenizerCore,
+) -> None:
+    begin(core)
+    core.orphans.lost(A, "gone")
+    core.orphans.turn(["b"], 0)
+    core.orphans.cancelled("t", "r1")
+    core.orphans.turn(["b"], 0)  # B may still answer for the first one
+    again = dataclasses.replace(ASKED, inbox="in2")
+    give(core, A, *opens(again, 6), again, tokens(6, 0, "x"))
+    late = Rejected(tenant="t", request="r1", attempt=1, code=400, message="of the first one")
+    assert give(core, B, late) == []
+    assert core.orphans.lost(A, "gone") == []
+    asked = resumed(core.orphans.turn(["c"], 0))
+    assert (asked.inbox, list(asked.generated)) == ("in2", [1])

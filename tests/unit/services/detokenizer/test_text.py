@@ -1,0 +1,173 @@
+"""Incremental decoding and stop strings, against the decoding of the whole text."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.text_models import trained, write_bpe_gguf, write_sentencepiece_gguf
+
+from services.detokenizer.text import SequenceStream, StopFinder, TextDecoder, TokenGap
+from shared.messages import Open
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocabulary import Vocabulary, load_vocabulary
+
+SIZE = len(trained()[0])
+IDS = st.lists(st.integers(0, SIZE + 5), max_size=40)  # a few are outside the vocabulary
+CUTS = st.lists(st.integers(0, 40), max_size=6)
+STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=3, unique=True)
+
+
+@pytest.fixture(scope="module", params=["byte_level", "sentencepiece"])
+def vocabulary(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    path = tmp_path_factory.mktemp("stream") / "m.gguf"
+    if request.param == "byte_level":
+        write_bpe_gguf(path)
+    else:
+        pieces = {f"▁p{i}": -1.0 for i in range(SIZE - 259 - 2)} | {"漢": -2.0, "▁": -3.0}
+        write_sentencepiece_gguf(path, pieces)
+    loaded = load_vocabulary(ModelFiles("m", path))
+    assert loaded.size == SIZE
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    path = write_sentencepiece_gguf(tmp_path_factory.mktemp("l") / "l.gguf", {})
+    return load_vocabulary(ModelFiles("l", path))  # tokens 3 to 258 are the bytes
+
+
+def pieces_of(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    marks = sorted({0, len(ids), *(cut for cut in cuts if cut <= len(ids))})
+    return [ids[a:b] for a, b in itertools.pairwise(marks)]
+
+
+def stream_of(
+    vocabulary: Vocabulary, stop: tuple[str, ...] = (), include_stop: bool = False
+) -> SequenceStream:
+    return SequenceStream(
+        Open(
+            seq=1,
+            request="r",
+            attempt=1,
+            tenant="t",
+            model="m",
+            inbox="i",
+            stop=stop,
+            include_stop=include_stop,
+        ),
+        vocabulary,
+    )
+
+
+@given(IDS, CUTS)
+def test_pieces_concatenate_to_the_whole(vocabulary: Vocabulary, ids: list[int], cuts: list[int]) -> None:
+    decoder = TextDecoder(vocabulary)
+    texts = [decoder.feed(array("i", piece)) for piece in pieces_of(ids, cuts)]
+    whole = vocabulary.decode([i for i in ids if i < vocabulary.size])
+    assert "".join([*texts, decoder.finish()]) == whole
+    for text in texts:
+        text.encode()  # raises on anything that is not valid UTF-8
+
+
+@given(st.text(alphabet="é漢🎉a", max_size=6))
+def test_valid_text_never_shows_replacement_characters(letters: Vocabulary, text: str) -> None:
+    decoder = TextDecoder(letters)
+    shown = [decoder.feed(array("i", [3 + byte])) for byte in text.encode()]
+    assert "\ufffd" not in "".join(shown)
+    assert "".join(shown) == text
+
+
+def first_stop(pieces: list[str], stops: list[str]) -> tuple[int, int, str] | None:
+    """By brute force: (pieces read, start, stop) of the stop string complete first in the text."""
+    text = "".join(pieces)
+    ends = [(at + len(s), at, s) for s in stops for at in range(len(text)) if text.startswith(s, at)]
+    if not ends:
+        return None
+    # Within the piece that completes the first, the earliest end counts.
+    end, start, stop = min(ends)
+    read = next(n for n in range(1, len(pieces) + 1) if len("".join(pieces[:n])) >= end)
+    return read, start, stop
+
+
+@given(st.lists(st.text(alphabet="ab\nc", max_size=4), max_size=8), STOPS, st.booleans())
+def test_stop_strings_against_brute_force(pieces: list[str], stops: list[str], include: bool) -> None:
+    finder = StopFinder(tuple(stops), include)
+    expected = first_stop(pieces, stops)
+    shown, found_at = "", None
+    for number, piece in enumerate(pieces, 1):
+        text, found = finder.feed(piece)
+        shown += text
+        if found:
+            found_at = number
+            break
+        # Held back is exactly the longest end that could still become a stop string.
+        seen = "".join(pieces[:number])
+        held = max((n for s in stops for n in range(len(s)) if seen.endswith(s[:n])), default=0)
+        assert shown == seen[: len(seen) - held]
+    if expected is None:
+        assert found_at is None
+        assert shown + finder.finish() == "".join(pieces)
+    else:
+        read, start, stop = expected
+        assert found_at == read
+        assert shown == "".join(pieces)[: start + (len(stop) if include else 0)]
+
+
+def test_stop_index_is_the_token_that_completes_it(letters: Vocabulary) -> None:
+    stream = stream_of(letters, stop=("STOP",))
+    ids = array("i", [3 + byte for byte in b"a STOP b"])
+    assert stream.take(0, ids)
+    assert (stream.stop_index, stream.taken) == (6, 6)
+    assert not stream.take(8, ids)  # behind a stop string: dropped
+    delta = stream.drain()
+    assert (delta.first, delta.count, delta.text) == (0, 6, "a ")
+    assert stream.close(8, "length") == 6
+    assert stream.reason == "stop"
+
+
+def test_an_earlier_close_wins_over_the_stop_string(letters: Vocabulary) -> None:
+    stream = stream_of(letters, stop=("b",), include_stop=True)
+    assert stream.take(0, array("i", [3 + byte for byte in b"aab"]))
+    assert stream.drain().text == "aab"
+    assert stream.close(2, "length") == 2
+    assert stream.reason == "length"
+
+
+@given(IDS, CUTS, st.integers(0, 5))
+def test_duplicates_change_nothing(
+    vocabulary: Vocabulary, ids: list[int], cuts: list[int], back: int
+) -> None:
+    stream = stream_of(vocabulary)
+    at = 0
+    for piece in pieces_of(ids, cuts):
+        first = max(0, at - back)
+        stream.take(first, array("i", ids[first : at + len(piece)]))
+        stream.take(first, array("i", ids[first:at]))
+        at += len(piece)
+    assert stream.close(len(ids), "stop") == len(ids)
+    delta = stream.drain()
+    assert (delta.first, delta.count) == (0, len(ids))
+    assert delta.text == vocabulary.decode([i for i in ids if i < vocabulary.size])
+
+
+def test_gaps_are_errors(letters: Vocabulary) -> None:
+    stream = stream_of(letters)
+    stream.take(0, array("i", [70]))
+    with pytest.raises(TokenGap, match="tokens 1 to 2 of the answer were lost"):
+        stream.take(3, array("i", [70]))
+    with pytest.raises(TokenGap, match="tokens 1 to 4"):
+        stream.close(5, "stop")
+
+
+def test_text_held_back_comes_out_at_the_end(letters: Vocabulary) -> None:
+    stream = stream_of(letters, stop=("ST\ufffd",))
+    stream.take(0, array("i", [3 + byte for byte in b"xS"]))
+    assert stream.drain().text == "x"
+    stream.take(2, array("i", [3 + 0xE6]))
+    assert not stream.waiting
+    assert stream.close(3, "length") == 3
+    assert stream.drain().text == "S\ufffd"

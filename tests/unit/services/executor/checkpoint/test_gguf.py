@@ -1,0 +1,84 @@
+"""GGUF files, written here with the gguf library as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from support.executor.plan_maker import PlanMaker
+from support.executor.tiny_gguf import write_gguf
+from support.executor.tiny_models import reference_logprobs, save_tiny, tiny_model
+
+from services.executor.checkpoint.gguf import GgufTensors, load_gguf
+from services.executor.checkpoint.weights import load_hf
+from services.executor.cpu.engine import TorchOptions, build
+from shared.errors import SetupError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-9-3-tied", "mistral", "qwen2", "qwen3"])
+def test_a_gguf_file_holds_the_same_model_as_its_folder(kind: str, tmp_path: Path) -> None:
+    shapes, weights = load_gguf(write_gguf(kind, tmp_path / "m.gguf"), torch.float32, CPU)
+    hf_shapes, hf_weights = load_hf(save_tiny(kind, tmp_path), torch.float32, CPU)
+    for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "tied", "qkv_bias", "qk_norm"):
+        assert getattr(shapes, name) == getattr(hf_shapes, name)
+    assert torch.equal(weights.head, hf_weights.head)
+    for ours, theirs in zip(weights.layers, hf_weights.layers, strict=True):
+        assert torch.equal(ours.qkv, theirs.qkv)
+        assert torch.equal(ours.gate_up, theirs.gate_up)
+        assert torch.equal(ours.down, theirs.down)
+
+
+def test_scaled_frequencies_come_from_the_rope_tensor(tmp_path: Path) -> None:
+    """llama.cpp stores Llama 3's scaling as divisors of the frequencies."""
+    model = tiny_model("llama3-rope")
+    plain = 10000.0 ** (-np.arange(0, 16, 2) / 16)
+    factors = (plain / model.model.rotary_emb.inv_freq.double().numpy()).astype(np.float32)
+    path = write_gguf("llama3-rope", tmp_path / "m.gguf", extra={"rope_freqs.weight": factors})
+    maker = PlanMaker(build(TorchOptions(model_path=path, model_name="m", device="cpu", blocks=8, slots=1)))
+    prompt = list(range(60))
+    maker.open(0, prompt)
+    assert maker.prefill({0: 60}).ids[0] == int(reference_logprobs("llama3-rope", prompt)[-1].argmax())
+    assert max(factors) > 7.9
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
+def test_tensor_types_equal_the_gguf_library_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    values = np.random.default_rng(1).standard_normal((6, 96)).astype(np.float32)
+    packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("t", packed, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    wanted = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])
+    found = GgufTensors(tmp_path / "t.gguf").read("t")
+    assert found.shape == (6, 96)
+    assert np.array_equal(found.numpy(), wanted)
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_gguf("llama", tmp_path / "m.gguf", architecture="gemma3")
+    with pytest.raises(
+        SetupError, match=r"architecture 'gemma3' is not supported; .* llama, mistral, qwen2, qwen3"
+    ):
+        load_gguf(path, torch.float32, CPU)
+
+
+def test_a_tensor_we_would_not_compute_is_refused(tmp_path: Path) -> None:
+    extra = {"blk.0.ffn_gate_inp.weight": np.zeros((4, 64), dtype=np.float32)}
+    path = write_gguf("llama", tmp_path / "m.gguf", extra=extra)
+    with pytest.raises(SetupError, match=r"does not compute: blk\.0\.ffn_gate_inp\.weight"):
+        load_gguf(path, torch.float32, CPU)
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    path = write_gguf("llama", tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(SetupError, match=r"not a whole GGUF file .*past the end.*pull the model again"):
+        load_gguf(path, torch.float32, CPU)

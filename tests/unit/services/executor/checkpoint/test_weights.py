@@ -1,0 +1,169 @@
+"""Hugging Face folders: what is read from config.json, what is refused, and how the error helps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.executor.tiny_models import KINDS, save_tiny, tiny_model
+
+from services.executor.checkpoint.config import ExpertShapes, from_hf
+from services.executor.checkpoint.weights import load_dummy, load_hf
+from services.executor.cpu.engine import TorchOptions, build
+from shared.errors import SetupError
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotation_frequencies_are_transformers(kind: str, tmp_path: Path) -> None:
+    config = json.loads((save_tiny(kind, tmp_path) / "config.json").read_text())
+    wanted = tiny_model(kind).model.rotary_emb.inv_freq
+    assert from_hf(config).inverse_frequencies() == pytest.approx(wanted.tolist(), rel=1e-6)
+
+
+def test_the_older_spelling_of_rope_settings_reads_the_same() -> None:
+    scaling = {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = from_hf({**CONFIG, "rope_theta": 500000.0, "rope_scaling": {**scaling, "rope_type": "llama3"}})
+    new = from_hf({**CONFIG, "rope_parameters": {**scaling, "rope_type": "llama3", "rope_theta": 500000.0}})
+    assert old == new
+    assert (old.rope_theta, len(old.rope_factors), max(old.rope_factors)) == (500000.0, 8, 32.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, r"model type 'gpt2' is not supported; supported are .* qwen3"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"attention_bias": True}, "a bias on the attention output or the MLP is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial rotary embedding is not supported"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        from_hf({**CONFIG, **change})
+
+
+def test_folders_that_are_not_whole_say_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"has no config\.json"):
+        load_hf(tmp_path, torch.float32, CPU)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(SetupError, match=r"has no \*\.safetensors file"):
+        load_hf(tmp_path, torch.float32, CPU)
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(SetupError, match=r"has no tensor 'model\.embed_tokens\.weight'"):
+        load_hf(tmp_path, torch.float32, CPU)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(SetupError, match="lacks 'num_attention_heads'"):
+        load_hf(tmp_path, torch.float32, CPU)
+
+
+def options(folder: Path, **more: Any) -> TorchOptions:
+    return TorchOptions(
+        model_path=folder, model_name="m", **{"device": "cpu", "blocks": 8, "slots": 2, **more}
+    )
+
+
+def test_a_context_over_the_attention_window_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny("mistral", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
+    assert build(options(folder)).info.max_context == 64
+    with pytest.raises(SetupError, match="max_context 100 is over 64 tokens, its attention window"):
+        build(options(folder, max_context=100))
+
+
+def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    with pytest.raises(SetupError, match="max_context 1000 is over 256 tokens, its context"):
+        build(options(folder, max_context=1000))
+    with pytest.raises(SetupError, match="8 KV blocks of 16 tokens hold no sequence of 200"):
+        build(options(folder, max_context=200))
+    with pytest.raises(SetupError, match="dtype 'int4' is not supported; use one of bf16, f32, int8"):
+        build(options(folder, dtype="int4"))
+
+
+def test_info_states_the_engine(tmp_path: Path) -> None:
+    folder = save_tiny("llama-9-3-tied", tmp_path)
+    info = build(options(folder, dtype="bf16")).info
+    assert (info.backend, info.dtype, info.vocab, info.blocks, info.max_context) == (
+        "torch",
+        "bf16",
+        131,
+        8,
+        128,
+    )
+    assert info.bytes_per_block == 3 * 2 * 16 * 3 * 8 * 2
+    assert build(options(folder, dtype="bf16", blocks=0)).info.blocks == 2 * 256 // 16
+    prints = {
+        build(options(folder, **change)).info.fingerprint
+        for change in ({}, {"dtype": "bf16"}, {"block_tokens": 8})
+    }
+    assert len(prints) == 3
+    assert build(options(folder, threads=1, max_context=32)).info.fingerprint in prints
+
+
+def test_the_fingerprint_tells_one_changed_weight_matrix(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "a")
+    before = build(options(folder)).info.fingerprint
+    state = tiny_model("llama").state_dict()
+    state["model.layers.1.mlp.down_proj.weight"] = state["model.layers.1.mlp.down_proj.weight"] * 1.01
+    save_file(state, folder / "model.safetensors")
+    assert build(options(folder)).info.fingerprint != before
+
+
+MOE = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 40,
+}
+
+
+def test_which_layers_have_experts() -> None:
+    shapes = from_hf({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert [shapes.sparse(layer) for layer in range(6)] == [False, True, False, False, False, True]
+    assert shapes.experts == ExpertShapes(
+        count=128, per_token=8, width=40, renormalise=False, dense_layers=(0, 2, 3, 4)
+    )
+    mixtral = from_hf({**CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert mixtral.experts == ExpertShapes(count=8, per_token=2, width=96, renormalise=True)
+    assert not from_hf(CONFIG).sparse(0)
+
+
+def test_the_fingerprint_tells_how_tokens_are_routed(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3-moe", tmp_path)
+    before = build(options(folder)).info.fingerprint
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 2}))
+    assert build(options(folder)).info.fingerprint != before
+
+
+def test_dummy_weights_have_the_shapes_of_the_model(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3-moe-mixed", tmp_path)
+    (_, found), (_, wanted) = (load(folder, torch.float32, CPU) for load in (load_dummy, load_hf))
+    for ours, theirs in zip(found.layers, wanted.layers, strict=True):
+        assert ours.gate_up.shape == theirs.gate_up.shape
+        assert ours.down.shape == theirs.down.shape
+        assert (ours.router is None) == (theirs.router is None)
+    assert found.layers[0].gate_up.std() == pytest.approx(0.02, rel=0.05)

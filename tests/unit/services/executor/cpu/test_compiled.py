@@ -1,0 +1,81 @@
+"""All layers from one call of machine code, beside the same kernels started one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.executor.plan_maker import PlanMaker, Row
+from support.executor.tiny_models import VOCAB, save_tiny
+
+import kernels.cpu_jit
+from kernels.cpu_jit import thread_team
+from services.executor.cpu.engine import TorchBackend, TorchOptions, build
+
+NEEDS = {"f32": ("avx512f",), "bf16": ("avx512bf16",), "int8": kernels.cpu_jit.INT8}
+WIDE = 70  # tokens: several tiles of rows, several pieces of every kernel
+
+
+def engine(kind: str, folder: Path, dtype: str) -> TorchBackend:
+    return build(
+        TorchOptions(
+            model_path=save_tiny(kind, folder), model_name=kind, dtype=dtype, device="cpu", blocks=64, slots=4
+        )
+    )
+
+
+def logits(backend: TorchBackend) -> torch.Tensor:
+    """Of a prompt, of two decodes beside chunks of two prompts, and of decodes alone."""
+    maker = PlanMaker(backend)
+    for slot, tokens in ((0, 5), (1, WIDE), (2, 20)):
+        maker.open(slot, [(slot + 7 * i) % VOCAB for i in range(tokens + 3)])
+    steps = (
+        [Row(0, 0, 5, feeds=(0,))],
+        [Row(0, 5, 1, feeds=(0,)), Row(1, 0, WIDE, feeds=(1,)), Row(2, 0, 9)],
+        [Row(0, 6, 1, feeds=(0,)), Row(1, WIDE, 1, feeds=(1,)), Row(2, 9, 11, feeds=(2,))],
+        [Row(0, 7, 1, feeds=(0,)), Row(1, WIDE + 1, 1, feeds=(1,)), Row(2, 20, 1, feeds=(2,))],
+    )
+    found = []
+    for rows in steps:
+        pending = backend.forward(maker.plan(rows))
+        assert pending.logits is not None
+        found.append(pending.logits.clone())
+        backend.sample(pending)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
+def test_they_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
+    if dtype == "int8" and not kernels.cpu_jit.has(*NEEDS[dtype]):
+        return  # refused at the start: see test_weights_hf
+    backend = engine("llama", tmp_path, dtype)
+    at_once = logits(backend)
+    assert (backend._model._in_one is not None) == kernels.cpu_jit.has(*NEEDS[dtype])
+    backend.reset()
+    backend._model._in_one = None
+    assert at_once.equal(logits(backend))
+
+
+def test_they_do_on_one_thread_and_without_torchs_team(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = engine("llama", tmp_path, "f32")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = logits(backend)
+        torch.set_num_threads(1)
+        backend.reset()
+        assert together.equal(logits(backend))
+        torch.set_num_threads(2)
+        monkeypatch.setattr(thread_team, "openmp", lambda: None)
+        backend.reset()
+        assert together.equal(logits(backend))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mixtral"])
+def test_what_there_are_no_kernels_for_goes_one_by_one(kind: str, tmp_path: Path) -> None:
+    assert engine(kind, tmp_path, "f32")._model._in_one is None

@@ -1,0 +1,42 @@
+"""The default model gives the reference ids of transformers, alone, in a batch, and run ahead."""
+
+from __future__ import annotations
+
+import pytest
+from support.default_model import default_engine, greedy_cases
+from support.executor.plan_maker import GREEDY, PlanMaker, Row
+
+from services.executor.cpu.engine import TorchBackend
+from shared.messages import ints
+
+STOP = ints([2])
+
+
+@pytest.fixture(scope="module")
+def backend() -> TorchBackend:
+    return default_engine()
+
+
+def test_five_prompts_in_one_batch_with_chunks_and_early_ends(backend: TorchBackend) -> None:
+    backend.reset()
+    maker = PlanMaker(backend)
+    cases = dict(enumerate(greedy_cases()))
+    for slot, case in cases.items():
+        maker.open(slot, case.prompt, GREEDY, stop_ids=STOP, max_length=len(case.prompt) + 64)
+    maker.run([Row(slot, 0, 20) for slot in cases])
+    last = [Row(slot, 20, len(case.prompt) - 20, feeds=(slot,)) for slot, case in cases.items()]
+    firsts = maker.run(last).ids
+    more = maker.decode({slot: len(case.prompt) + 1 for slot, case in cases.items()}, 63)
+    for slot, case in cases.items():
+        found = [firsts[slot], *more[slot]]
+        assert found == case.output + [-1] * (64 - len(case.output))
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_one_prompt_alone(backend: TorchBackend, index: int) -> None:
+    backend.reset()
+    maker = PlanMaker(backend, seed=index)
+    case = greedy_cases()[index]
+    maker.open(11, case.prompt, GREEDY, stop_ids=STOP)
+    first = maker.prefill({11: len(case.prompt)}).ids[0]
+    assert [first, *maker.decode({11: len(case.prompt) + 1}, len(case.output) - 1)[11]] == case.output

@@ -1,0 +1,57 @@
+"""What ranks say by copies against what a process group says, on gloo ranks with memory in files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.executor.rank_side import on_ranks
+from torch import Tensor
+
+from loadtest.gpu.comm_memory import HostMemory
+from services.executor.parallel.ranks import Collectives, Copies, Ranks
+
+ROUNDS = 6
+
+
+def _on_rank(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+    """What copies and the process group made of the same, in every way, one after the other."""
+    copies, group = Copies(HostMemory(1 << 12)), Collectives()
+    found = []
+    for turn in range(ROUNDS):
+        generator = torch.Generator().manual_seed(100 * turn + ranks.rank)
+        x = torch.randint(-99, 99, (ranks.size, 3, turn + 1), generator=generator)
+        for said in (copies, group):
+            gathered, part, whole = x.new_empty(ranks.size, *x.shape), x.new_empty(3, turn + 1), x.clone()
+            said.all_gather_into(gathered, x)
+            said.reduce_scatter_into(part, x)
+            doubled = torch.empty_like(gathered)
+            said.all_gather_each((doubled, gathered), (2 * x, x + 1))  # in a row, into the same memory
+            said.all_reduce(whole)
+            found.append(torch.cat([doubled.flatten(), gathered.flatten(), part.flatten(), whole.flatten()]))
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_say_by_copies_what_their_group_says(size: int) -> None:
+    for answers in on_ranks(size, _on_rank):
+        assert len(answers) == ROUNDS
+        for by_copies, by_group in answers:
+            assert torch.equal(by_copies, by_group)
+
+
+def _misuse(ranks: Ranks) -> list[str]:
+    copies, said = Copies(HostMemory(64)), []
+    one = torch.ones(1)
+    for wrong in (lambda: copies.all_reduce(one), lambda: copies.all_to_all_into(one, one, [1], [1])):
+        with pytest.raises((ValueError, NotImplementedError)) as raised:
+            wrong()
+        said.append(str(raised.value))
+    with pytest.raises(RuntimeError):
+        copies.reduce_scatter_into(torch.ones(8, 2), torch.ones(2, 8, 2))
+    return said
+
+
+def test_what_copies_cannot_say_is_told() -> None:
+    for said in on_ranks(2, _misuse):
+        assert said[0] == "1 elements for 2 ranks"
+        assert "go by services.executor.parallel.ranks" in said[1]

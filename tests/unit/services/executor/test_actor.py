@@ -1,0 +1,365 @@
+"""The executor's shell on the memory bus: incarnations, whom it obeys, what it drops."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from support.actor_fleet import Fleet, Hand, watched_fleet
+
+from services.executor.actor import STUCK_US, ExecutorActor
+from services.executor.engine import Alarm, Backend, Pending
+from services.executor.sim.engine import SimBackend, SimOptions
+from shared import codec
+from shared.actor.runtime import Facts, Runtime
+from shared.errors import EngineError, PayloadTooLarge
+from shared.messages import (
+    ExecHello,
+    ExecReset,
+    ExecWelcome,
+    KvCopied,
+    KvCopy,
+    Message,
+    SlotClose,
+    SlotOpen,
+    StepPlan,
+    StepResult,
+    ints,
+    longs,
+)
+
+
+class HandScheduler(Hand):
+    """Says to the executor what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__("scheduler")
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            self.port.send("executor.e", message)
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with watched_fleet() as fleet:
+        yield fleet
+
+
+async def executor(
+    fleet: Fleet, build: Callable[[], Backend] = lambda: SimBackend(SimOptions(timing="step=0"))
+) -> tuple[ExecutorActor, Runtime]:
+    actor = ExecutorActor(build, "host-7")
+    return actor, await fleet.started(actor, "e")
+
+
+async def welcomed(fleet: Fleet) -> tuple[ExecutorActor, HandScheduler, ExecHello]:
+    hand = HandScheduler()
+    await fleet.started(hand, "s")
+    actor, _ = await executor(fleet)
+    hello = await hand.until(ExecHello)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    return actor, hand, hello
+
+
+def opened(slot: int = 0) -> SlotOpen:
+    return SlotOpen(
+        slot=slot, generation=1, seq=1, prompt_tokens=2, max_length=9, tokens=ints([300, 301])
+    )  # fmt: skip
+
+
+def plan(epoch: int, step: int, slot: int = 0, start: int = 0, count: int = 2) -> StepPlan:
+    return StepPlan(
+        exec_epoch=epoch, step=step, mode="single", micro_batch=0, slots=ints([slot]), starts=ints([start]),
+        counts=ints([count]), from_device=ints([int(count == 1)]), sample_rows=ints([0]),
+        sample_slots=ints([slot]),
+    )  # fmt: skip
+
+
+async def test_it_says_hello_until_it_is_welcome(fleet: Fleet) -> None:
+    hand = HandScheduler()
+    await fleet.started(hand, "s")
+    actor, runtime = await executor(fleet)
+    first = await hand.until(ExecHello)
+    assert (first.executor, first.host_id, first.backend, first.slots) == ("e", "host-7", "sim", 256)
+    runtime.upkeep()
+    again = await hand.until(ExecHello, 2)
+    assert again == first
+    hand.say(ExecWelcome(exec_epoch=first.exec_epoch - 1))  # of another incarnation
+    await fleet.broker.settle()
+    runtime.upkeep()
+    await hand.until(ExecHello, 3)
+    hand.say(ExecWelcome(exec_epoch=first.exec_epoch))
+    await fleet.broker.settle()
+    runtime.upkeep()
+    await fleet.broker.settle()
+    assert len(hand.of(ExecHello)) == 3
+    assert actor.status()["scheduler"] == "scheduler.s"
+
+
+async def test_it_waits_for_a_scheduler(fleet: Fleet) -> None:
+    actor, runtime = await executor(fleet)
+    runtime.upkeep()
+    assert actor.status()["scheduler"] == ""
+    hand = HandScheduler()
+    await fleet.started(hand, "s")
+    assert (await hand.until(ExecHello)).executor == "e"
+
+
+@pytest.mark.parametrize("another", [False, True])
+async def test_a_draining_scheduler_gets_its_executor_back_if_it_is_the_only_one(
+    fleet: Fleet, another: bool
+) -> None:
+    """Its last requests cannot end without one."""
+    draining, ready = HandScheduler(), HandScheduler()
+    if another:
+        await fleet.started(ready, "r")
+    leaving = await fleet.started(draining, "d")
+    leaving.state = "draining"
+    leaving.beat()
+    actor, runtime = await executor(fleet)
+    runtime.upkeep()
+    await (ready if another else draining).until(ExecHello)
+    await fleet.broker.settle()
+    assert actor.status()["scheduler"] == ("scheduler.r" if another else "scheduler.d")
+    assert len(draining.of(ExecHello)) == (0 if another else 1)
+
+
+async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    epoch = hello.exec_epoch
+    second = plan(epoch, 2, start=2, count=1)
+    hand.say(opened(), plan(epoch - 1, 1), plan(epoch, 1), plan(epoch, 1), second)
+    await hand.until(StepResult, 2)
+    hand.say(SlotClose(slot=0, generation=1, last_step=2), opened(5), plan(epoch, 3, slot=5))
+    await hand.until(StepResult, 3)
+    results = hand.of(StepResult)
+    assert [(r.exec_epoch, r.step, r.error) for r in results] == [(epoch, i, "") for i in (1, 2, 3)]
+    assert results[0].ids == results[2].ids != results[1].ids
+    assert (actor.status()["steps"], actor.status()["open_slots"]) == (3, 1)
+    assert actor.facts().load == (("steps", 3), ("slots", 1))
+
+
+async def test_a_plan_that_skips_a_step_makes_a_new_incarnation(fleet: Fleet) -> None:
+    """The scheduler would wait for the steps between for ever."""
+    _, hand, hello = await welcomed(fleet)
+    hand.say(opened(), plan(hello.exec_epoch, 1), plan(hello.exec_epoch, 3, start=2, count=1))
+    assert (await hand.until(ExecHello, 2)).exec_epoch > hello.exec_epoch
+
+
+async def test_a_welcome_of_an_earlier_incarnation_changes_nothing(fleet: Fleet) -> None:
+    _, hand, hello = await welcomed(fleet)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch - 1), opened(), plan(hello.exec_epoch, 1))
+    assert (await hand.until(StepResult)).error == ""
+
+
+async def test_a_reset_is_a_new_incarnation_with_empty_slots(fleet: Fleet) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    hand.say(opened(), ExecReset(exec_epoch=hello.exec_epoch - 1, why="of another incarnation"))
+    await fleet.broker.settle()
+    assert (actor.status()["open_slots"], len(hand.of(ExecHello))) == (1, 1)
+    hand.say(ExecReset(exec_epoch=hello.exec_epoch, why="test"))
+    fresh = await hand.until(ExecHello, 2)
+    assert fresh.exec_epoch > hello.exec_epoch
+    assert actor.status()["open_slots"] == 0
+    hand.say(opened(), plan(fresh.exec_epoch, 1))  # not welcomed yet: dropped
+    hand.say(ExecWelcome(exec_epoch=fresh.exec_epoch), opened(3), plan(fresh.exec_epoch, 1, slot=3))
+    result = await hand.until(StepResult)
+    assert (result.exec_epoch, result.error) == (fresh.exec_epoch, "")
+    assert len(hand.of(StepResult)) == 1
+
+
+async def test_a_late_result_of_a_past_incarnation_stays_here(fleet: Fleet) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    late = StepResult(exec_epoch=hello.exec_epoch - 1, step=1, ids=ints(), done=ints())
+    actor._on_result(late)
+    await fleet.broker.settle()
+    assert hand.of(StepResult) == []
+    assert actor.status()["steps"] == 0
+
+
+async def test_another_scheduler_is_not_obeyed(fleet: Fleet) -> None:
+    actor, _, hello = await welcomed(fleet)
+    foreign = HandScheduler()
+    await fleet.started(foreign, "s2")
+    foreign.say(
+        ExecWelcome(exec_epoch=hello.exec_epoch), opened(), ExecReset(exec_epoch=hello.exec_epoch, why="")
+    )
+    await fleet.broker.settle()
+    assert (actor.status()["open_slots"], actor.status()["scheduler"]) == (0, "scheduler.s")
+    assert foreign.of(ExecHello) == []
+
+
+async def test_when_its_scheduler_goes_it_turns_to_another(fleet: Fleet) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    other = HandScheduler()
+    await fleet.started(other, "s2")
+    gone = hand.port.peers.get("scheduler.s2")
+    assert gone is not None
+    runtime = fleet.runtimes[1]
+    actor.on_peer_gone(gone)  # not its own: nothing happens
+    assert actor.status()["scheduler"] == "scheduler.s"
+    await fleet.runtimes[0].finish(0)
+    runtime.upkeep()
+    assert (await other.until(ExecHello)).exec_epoch > hello.exec_epoch
+    assert actor.status()["scheduler"] == "scheduler.s2"
+
+
+@pytest.mark.parametrize("how", ["restart", "lost"])
+async def test_a_restarted_scheduler_or_a_lost_stream_empties_the_slots(fleet: Fleet, how: str) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    hand.say(opened())
+    await fleet.broker.settle()
+    tell = actor.on_restart if how == "restart" else actor.on_stream_lost
+    tell("scheduler.another")
+    assert actor.status()["open_slots"] == 1
+    tell("scheduler.s")
+    assert (await hand.until(ExecHello, 2)).exec_epoch > hello.exec_epoch
+    assert actor.status()["open_slots"] == 0
+
+
+async def test_a_copy_without_an_arena_is_refused(fleet: Fleet) -> None:
+    _, hand, _ = await welcomed(fleet)
+    hand.say(
+        KvCopy(
+            job=4, to_arena=True, after_step=0, arena_generation=1, blocks=ints([1]), offsets=longs([0]),
+            block_bytes=65_536,
+        )
+    )  # fmt: skip
+    assert await hand.until(KvCopied) == KvCopied(job=4, status="no_arena")
+
+
+async def test_a_failed_step_is_reported_and_counted(fleet: Fleet) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    hand.say(plan(hello.exec_epoch, 1, slot=9))  # never opened
+    result = await hand.until(StepResult)
+    assert result.error == "EngineError: the plan names slot 9, which is not open"
+    assert list(result.ids) == [-1]
+    assert actor.status()["failed_steps"] == 1
+
+
+async def test_an_engine_that_fails_three_steps_in_a_row_fails_the_executor(fleet: Fleet) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    hand.say(*(plan(hello.exec_epoch, step, slot=9) for step in (1, 2)))
+    await hand.until(StepResult, 2)
+    actor.upkeep()
+    hand.say(opened(), plan(hello.exec_epoch, 3))  # a good one in between
+    hand.say(*(plan(hello.exec_epoch, step, slot=9) for step in (4, 5)))
+    await hand.until(StepResult, 5)
+    actor.upkeep()
+    hand.say(plan(hello.exec_epoch, 6, slot=9))
+    await hand.until(StepResult, 6)
+    with pytest.raises(EngineError, match="3 steps in a row"):
+        actor.upkeep()
+
+
+class Stuck(SimBackend):
+    """Its first forward pass returns when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(SimOptions(timing="step=0"))
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def forward(self, plan: StepPlan) -> Pending:
+        self.entered.set()
+        self.released.wait()
+        return super().forward(plan)
+
+
+async def test_a_device_call_that_never_returns_fails_the_executor(fleet: Fleet) -> None:
+    hand, engine = HandScheduler(), Stuck()
+    await fleet.started(hand, "s")
+    actor, _ = await executor(fleet, lambda: engine)
+    hello = await hand.until(ExecHello)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    await fleet.broker.settle()
+    await asyncio.to_thread(engine.entered.wait)
+    fleet.clock.advance(STUCK_US)
+    actor.upkeep()
+    fleet.clock.advance(1)
+    with pytest.raises(EngineError, match="has not ended for 120 s: the device is stuck"):
+        actor.upkeep()
+    engine.released.set()
+    await hand.until(StepResult)
+    actor.upkeep()
+
+
+async def test_an_engine_that_is_gone_fails_the_executor_without_an_answer(fleet: Fleet) -> None:
+    hand, engine, alarm = HandScheduler(), Stuck(), Alarm()
+    await fleet.started(hand, "s")
+    actor = ExecutorActor(lambda: engine, "h", alarm)
+    await fleet.runtime(actor, "e").start()
+    hello = await hand.until(ExecHello)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    await fleet.broker.settle()
+    await asyncio.to_thread(engine.entered.wait)
+    actor.upkeep()
+    alarm.ring("rank 1 is gone")
+    alarm.ring("rank 2 is gone")
+    with pytest.raises(EngineError, match="rank 1 is gone"):
+        actor.upkeep()
+    await actor.stop()  # waits for no step
+    engine.released.set()
+
+
+async def test_a_result_too_large_to_send_is_an_error_not_a_silence(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, hand, hello = await welcomed(fleet)
+    encode = codec.encode
+
+    def strict(envelope: codec.Envelope) -> bytes:
+        if isinstance(envelope.message, StepResult) and not envelope.message.error:
+            raise PayloadTooLarge("StepResult of 70000 bytes is over 65536: send it in smaller parts")
+        return encode(envelope)
+
+    monkeypatch.setattr(codec, "encode", strict)
+    hand.say(opened(), plan(hello.exec_epoch, 1))
+    result = await hand.until(StepResult)
+    assert (result.step, result.error) == (
+        1,
+        "StepResult of 70000 bytes is over 65536: send it in smaller parts",
+    )
+
+
+async def test_an_engine_that_cannot_be_built_fails_the_start(fleet: Fleet) -> None:
+    def broken() -> Backend:
+        raise MemoryError("no room for the weights")
+
+    actor = ExecutorActor(broken, "h")
+    with pytest.raises(MemoryError, match="no room for the weights"):
+        await fleet.runtime(actor, "e").start()
+    assert actor.status() == {"loading": True}
+    assert actor.facts() == Facts(model="", load=(("steps", 0), ("slots", 0)))
+
+
+async def test_build_makes_the_simulated_engine_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.executor import actor as executor_actor
+
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(
+        executor_actor, "engine_builder", lambda *given: made.update(zip(("s", "a"), given, strict=True))
+    )
+    from shared.config import Settings
+
+    settings = Settings(host_id="h9")
+    actor = executor_actor.build(settings)
+    assert actor._host_id == "h9"
+    assert made["s"] is settings
+    assert made["a"] is actor._alarm
+
+
+async def test_the_next_result_tells_how_long_publishing_the_last_one_took(fleet: Fleet) -> None:
+    late_us = 350
+    actor, hand, hello = await welcomed(fleet)
+    hand.say(opened(), plan(hello.exec_epoch, 1))
+    first = await hand.until(StepResult)
+    assert first.published_us == 0
+    actor._on_result(dataclasses.replace(first, end_wall_us=fleet.clock.wall_us() - late_us))
+    hand.say(plan(hello.exec_epoch, 2, start=2, count=1))
+    await hand.until(StepResult, 3)
+    assert [r.published_us for r in hand.of(StepResult)] == [0, 0, late_us]  # the first came twice

@@ -1,0 +1,110 @@
+"""The device thread: strict order, and every failure an answer."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import pytest
+from support.executor.scripted_engine import Scripted, opened, plan
+
+from services.executor.device_thread import MAX_ERROR_CHARS, DeviceThread, Reset, Step, Work
+from shared.clock import FakeClock
+from shared.messages import SlotClose, StepResult
+
+CLOSED = SlotClose(slot=1, generation=1, last_step=2)
+
+
+def run(backend: Scripted, *work: Work) -> list[StepResult]:
+    """The results of a device thread that is given `work`."""
+    results: list[StepResult] = []
+    built: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    device = DeviceThread(lambda: backend, backend.clock, results.append)
+    device.start(built.put)
+    assert built.get(timeout=10) is backend
+    for item in work:
+        device.put(item)
+    device.join(10)
+    assert device.queued == 0
+    calls = [what for what, _ in backend.calls]
+    assert device.busy_us == 100 * calls.count("forward") + 10 * calls.count("sample")
+    return results
+
+
+def test_work_is_done_in_order_and_the_thread_ends_after_it() -> None:
+    backend = Scripted(FakeClock())
+    results = run(backend, opened(1), plan(1), plan(2), CLOSED, Reset(), opened(2), plan(3))
+    assert [(r.exec_epoch, r.step, list(r.ids)) for r in results] == [(5, 1, [1]), (5, 2, [2]), (5, 3, [3])]
+    assert backend.calls == [
+        ("warm_up", 0), ("open", 1), ("forward", 1), ("sample", 1), ("forward", 2), ("sample", 2),
+        ("close", 1), ("reset", 0), ("open", 2), ("forward", 3), ("sample", 3), ("end", 0),
+    ]  # fmt: skip
+
+
+def test_a_result_carries_its_times() -> None:
+    clock = FakeClock()
+    start_us = clock.wall_us()
+    step = Step(Scripted(clock), plan(1), clock, wait_us=7, queued_us=8)
+    step.forward()
+    clock.advance(1_000)  # on its way to the host lane
+    result = step.finish(published_us=9)
+    assert (result.start_wall_us, result.end_wall_us) == (start_us, start_us + 1_110)
+    assert (result.forward_us, result.sample_us, result.host_us) == (100, 6, 4)
+    assert (result.queued_us, result.wait_us, result.published_us) == (8, 7, 9)
+    assert result.row_errors == ((0, "no"),)
+    assert (result.bucket_padding_rows, result.error) == (3, "")
+
+
+@pytest.mark.parametrize("part", ["forward", "sample"])
+def test_an_engine_error_is_the_steps_result_and_the_next_step_runs(part: str) -> None:
+    backend = Scripted(FakeClock(), {f"{part} 1": RuntimeError("x" * 5_000)})
+    first, second = run(backend, opened(1), plan(1), plan(2))
+    assert first.error.startswith("RuntimeError: xxx")
+    assert len(first.error) == MAX_ERROR_CHARS
+    assert (list(first.ids), list(first.done)) == ([-1], [0])
+    assert (second.error, list(second.ids)) == ("", [2])
+
+
+@pytest.mark.parametrize(("what", "work"), [("open", opened(1)), ("close", CLOSED), ("reset", Reset())])
+def test_an_error_outside_a_step_fails_the_next_step_not_the_thread(what: str, work: Work) -> None:
+    key = what if what == "reset" else f"{what} 1"
+    backend = Scripted(FakeClock(), {key: ValueError("no such bias id")})
+    first, second = run(backend, work, plan(1), plan(2))
+    assert first.error == "ValueError: no such bias id"
+    assert ("forward", 1) not in backend.calls
+    assert (second.error, list(second.ids)) == ("", [2])
+
+
+def test_a_reset_forgets_an_error_before_it() -> None:
+    backend = Scripted(FakeClock(), {"open 1": ValueError("of the incarnation before")})
+    (result,) = run(backend, opened(1), Reset(), plan(1))
+    assert result.error == ""
+
+
+@pytest.mark.parametrize("in_warm_up", [False, True])
+def test_an_engine_that_cannot_be_built_is_reported(in_warm_up: bool) -> None:
+    error = MemoryError("no room for the weights")
+    backend = Scripted(FakeClock(), {"warm_up": error} if in_warm_up else {})
+
+    def build() -> Scripted:
+        if not in_warm_up:
+            raise error
+        return backend
+
+    built: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    device = DeviceThread(build, backend.clock, lambda result: None)
+    device.start(built.put)
+    assert built.get(timeout=10) is error
+    device.join(10)
+
+
+def test_a_result_says_how_long_its_plan_lay_here() -> None:
+    backend, results = Scripted(FakeClock()), list[StepResult]()
+    device = DeviceThread(lambda: backend, backend.clock, results.append)
+    device.put(plan(1))  # both before the thread runs
+    backend.clock.advance(50)
+    device.put(plan(2))
+    backend.clock.advance(7)
+    device.start(lambda built: None)
+    device.join(10)
+    assert [result.queued_us for result in results] == [57, 7 + 110]

@@ -1,0 +1,225 @@
+"""What surrounds a request at the gateway: errors, keys, ids, spans, figures, the page for Prometheus."""
+
+from __future__ import annotations
+
+import os
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from services.gateway.errors import NotAuthorized, SlowBody, body_of, headers_of, status_of
+from services.gateway.exchange import Meter, Visit, request_id, spans
+from services.gateway.routes import Keys, read_keys
+from shared.client import SlowReader
+from shared.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineError,
+    HeadraceError,
+    Overloaded,
+    PayloadTooLarge,
+    SetupError,
+    Unavailable,
+    UnknownModel,
+)
+from shared.telemetry.metrics import to_prometheus
+from shared.telemetry.readings import Reading, Spread
+from shared.telemetry.traces import covered_us
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "word"),
+    [
+        (BadRequest("w", param="n"), 400, "invalid_request_error", None),
+        (BadRequest("context_length_exceeded: w"), 400, "invalid_request_error", "context_length_exceeded"),
+        (NotAuthorized("w"), 401, "authentication_error", "invalid_api_key"),
+        (UnknownModel("w", param="model"), 404, "invalid_request_error", "model_not_found"),
+        (PayloadTooLarge("w"), 413, "invalid_request_error", "payload_too_large"),
+        (SlowBody("w"), 408, "invalid_request_error", "request_timeout"),
+        (Overloaded("w", retry_after_ms=1500), 429, "rate_limit_error", "overloaded"),
+        (EngineError("w"), 500, "server_error", "engine_error"),
+        (Unavailable("w"), 503, "server_error", "unavailable"),
+        (DeadlineExceeded("w"), 504, "server_error", "timeout"),
+    ],
+)
+def test_errors_in_openai_form(error: HeadraceError, status: int, kind: str, word: str | None) -> None:
+    assert status_of(error) == status
+    assert body_of(error, "r") == {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": word,
+            "request_id": "r",
+        }
+    }
+
+
+def test_when_to_come_back() -> None:
+    assert headers_of(Overloaded("w", retry_after_ms=1500)) == {"Retry-After": "2", "Retry-After-Ms": "1500"}
+    assert headers_of(Unavailable("w")) == {"Retry-After": "1", "Retry-After-Ms": "1000"}
+    assert headers_of(NotAuthorized("w")) == {"WWW-Authenticate": "Bearer"}
+    assert headers_of(BadRequest("w")) == {}
+
+
+# ---- keys -------------------------------------------------------------------------------------------
+
+HASH = sha256(b"secret").hexdigest()
+
+
+def test_keys_plain_and_hashed() -> None:
+    text = f"# who\nacme  hr-1 # first\n\nacme hr-2\nother sha256:{HASH}\n"
+    assert read_keys(text) == {
+        sha256(b"hr-1").hexdigest(): "acme",
+        sha256(b"hr-2").hexdigest(): "acme",
+        HASH: "other",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("acme", "line 1: `tenant key` is expected"),
+        ("a b\nacme k 3", "line 2: `tenant key` is expected"),
+        (f"{'a' * 129} k", "line 1: `tenant key` is expected"),
+        ("a sha256:12", "line 1: sha256: and 64 hex digits are expected"),
+        ("a k\nb k", "line 2: this key is another tenant's, too"),
+    ],
+)
+def test_a_bad_line_is_named(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        read_keys(text)
+
+
+def test_who_may_come_in(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"acme hr-1\nother sha256:{HASH}\n")
+    keys = Keys(str(path))
+    assert keys.tenant_of("Bearer hr-1") == "acme"
+    assert keys.tenant_of("bearer  secret ") == "other"
+    for header in ("", "Bearer", "Bearer ", "Basic hr-1", "hr-1", "Bearer hr-2", f"Bearer {HASH}"):
+        with pytest.raises(NotAuthorized):
+            keys.tenant_of(header)
+    assert Keys("").tenant_of("") == "public"
+
+
+def test_keys_change_while_running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys"
+    path.write_text("acme one\n")
+    keys = Keys(str(path))
+    path.write_text("acme three\n")
+    os.utime(path, ns=(1, 1))
+    keys.refresh()
+    assert keys.tenant_of("Bearer three") == "acme"
+    with pytest.raises(NotAuthorized):
+        keys.tenant_of("Bearer one")
+    path.write_text("nonsense\n")
+    os.utime(path, ns=(2, 2))
+    keys.refresh()
+    keys.refresh()
+    path.unlink()
+    keys.refresh()
+    assert keys.tenant_of("Bearer three") == "acme"
+    assert [r.message.count("the keys before remain") for r in caplog.records] == [1, 1]
+
+
+def test_a_keys_file_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"http_keys: .*No such file"):
+        Keys(str(tmp_path / "none"))
+
+
+# ---- ids, spans, figures ----------------------------------------------------------------------------
+
+
+def test_ids_of_clients_are_kept_where_they_can_be() -> None:
+    assert request_id("a-b:c.1") == "a-b:c.1"
+    for given in ("", "a b", "x" * 129, "é"):
+        made = request_id(given)
+        assert len(made) == 24
+        assert made != request_id(given)
+
+
+def visit(**more: object) -> Visit:
+    facts: dict[str, object] = {
+        "method": "POST",
+        "route": "/v1/completions",
+        "request_id": "r",
+        "started_us": 1_000,
+    }
+    return Visit(**{**facts, "ended_us": 9_000, "status": 200, **more})  # type: ignore[arg-type]  # a table of them
+
+
+def test_the_spans_of_a_request_surround_the_native_ones() -> None:
+    root, receive, respond = spans(visit(asked_us=1_500, answered_us=8_800, tenant="acme"), "gateway.1")
+    assert (root.name, root.kind, root.parent, root.error) == ("POST /v1/completions", "server", None, "")
+    assert root.attributes == {
+        "component": "gateway.1",
+        "request.id": "r",
+        "tenant": "acme",
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "http.response.status_code": 200,
+    }
+    assert (receive.name, receive.start_us, receive.end_us) == ("receive", 1_000, 1_500)
+    assert (respond.name, respond.start_us, respond.end_us) == ("respond", 8_800, 9_000)
+    native = (1_500, 8_800)
+    assert covered_us([native, *((s.start_us, s.end_us) for s in (receive, respond))]) == root.took_us
+
+
+def test_a_failed_request_says_so_on_its_span() -> None:
+    root, receive, respond = spans(visit(status=429, error=Overloaded("full")), "g")
+    assert (root.error, root.attributes["error.type"]) == ("full", "overloaded")
+    assert (receive.took_us, respond.took_us) == (8_000, 0)
+
+
+def test_what_is_counted() -> None:
+    meter = Meter()
+    for done in (visit(first_us=3_000), visit(status=429), visit(error=SlowReader("s"))):
+        meter.begin()
+        meter.end(done)
+    meter.begin()
+    page = to_prometheus(meter.readings()).splitlines()
+    assert meter.requests == 3
+    labels = 'http_route="/v1/completions",http_response_status_code="200"'
+    for line in (
+        "http_server_active_requests 1",
+        "headrace_gateway_slow_readers_total 1",
+        f'http_server_request_duration_seconds_bucket{{{labels},le="0.005"}} 0',
+        f'http_server_request_duration_seconds_bucket{{{labels},le="0.01"}} 2',
+        f'http_server_request_duration_seconds_bucket{{{labels},le="+Inf"}} 2',
+        f"http_server_request_duration_seconds_sum{{{labels}}} 0.016",
+        f"http_server_request_duration_seconds_count{{{labels}}} 2",
+        'headrace_gateway_time_to_first_chunk_seconds_count{http_route="/v1/completions"} 1',
+    ):
+        assert line in page
+
+
+def test_the_page_for_prometheus() -> None:
+    readings = [
+        Reading("a.b", 1.5, "By", (("x.y", 'say "hi"\n\\'),)),
+        Reading("c", 3, "{request}", grows=True),
+        Reading("a.b", 2, "By"),
+        Spread("h", (0.5, 1), (1, 0, 2), 7.25, "s"),
+    ]
+    assert to_prometheus(readings) == (
+        "# TYPE a_b_bytes gauge\n"
+        'a_b_bytes{x_y="say \\"hi\\"\\n\\\\"} 1.5\n'
+        "a_b_bytes 2\n"
+        "# TYPE c_total counter\n"
+        "c_total 3\n"
+        "# TYPE h_seconds histogram\n"
+        'h_seconds_bucket{le="0.5"} 1\n'
+        'h_seconds_bucket{le="1"} 1\n'
+        'h_seconds_bucket{le="+Inf"} 3\n'
+        "h_seconds_sum 7.25\n"
+        "h_seconds_count 3\n"
+    )
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = list(text_string_to_metric_families(to_prometheus(readings)))
+    assert [(f.name, f.type) for f in families] == [
+        ("a_b_bytes", "gauge"),
+        ("c", "counter"),
+        ("h_seconds", "histogram"),
+    ]

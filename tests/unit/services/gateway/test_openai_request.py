@@ -1,0 +1,142 @@
+"""From an HTTP body to native requests: what passes as it is, and what is translated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.gateway.errors import Unprocessable
+from services.gateway.openai_request import MAX_PROMPTS, Call, fields_of, model_of, read_call
+from shared.errors import BadRequest
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> Call:
+    return read_call({"model": "m", "messages": MESSAGES, **fields}, chat=True, request_id="r")
+
+
+def completion(**fields: Any) -> Call:
+    return read_call({"model": "m", "prompt": "p", **fields}, chat=False, request_id="r")
+
+
+def test_fields_pass_as_they_are() -> None:
+    call = chat(temperature=0, stop=["a"], logit_bias={"1": 2}, logprobs=True, top_logprobs=3, n=2, x=[1])
+    assert call.bodies == (
+        {
+            "model": "m",
+            "messages": MESSAGES,
+            "temperature": 0,
+            "stop": ["a"],
+            "logit_bias": {"1": 2},
+            "logprobs": True,
+            "top_logprobs": 3,
+            "n": 2,
+            "x": [1],
+            "request_id": "r",
+        },
+    )
+    assert (call.chat, call.request_id, call.stream, call.n, call.model) == (True, "r", False, 2, "m")
+
+
+def test_a_body_may_name_its_own_id() -> None:
+    call = completion(request_id="mine")
+    assert (call.request_id, call.bodies[0]["request_id"]) == ("mine", "mine")
+
+
+@pytest.mark.parametrize(
+    ("options", "usage", "native"),
+    [
+        (None, False, {"include_usage": False}),
+        ({}, False, {"include_usage": False}),
+        ({"include_usage": True}, True, {"include_usage": True}),
+        ({"include_usage": None}, False, {"include_usage": False}),
+        ({"include_usage": False, "y": 1}, False, {"include_usage": False, "y": 1}),
+    ],
+)
+def test_the_usage_of_a_stream_is_told_when_asked_for(
+    options: dict[str, Any] | None, usage: bool, native: dict[str, Any]
+) -> None:
+    call = chat(stream=True, **({} if options is None else {"stream_options": options}))
+    assert (call.include_usage, call.bodies[0]["stream_options"]) == (usage, native)
+
+
+def test_options_of_another_type_are_for_the_tokenizer_to_refuse() -> None:
+    assert chat(stream=True, stream_options=3).bodies[0]["stream_options"] == 3
+
+
+@pytest.mark.parametrize("prompt", ["p", "", [], [1, 2], [[1, 2]], ["p"]])
+def test_one_prompt_is_one_request(prompt: Any) -> None:
+    (body,) = completion(prompt=prompt).bodies
+    assert body["request_id"] == "r"
+    assert body["prompt"] == (prompt[0] if prompt in ([[1, 2]], ["p"]) else prompt)
+
+
+def test_several_prompts_are_several_requests() -> None:
+    call = completion(prompt=["a", "b"], n=3)
+    assert [(b["prompt"], b["request_id"], b["n"]) for b in call.bodies] == [("a", "r:0", 3), ("b", "r:1", 3)]
+    assert call.request_id == "r"
+
+
+def test_too_many_prompts() -> None:
+    assert len(completion(prompt=["a"] * MAX_PROMPTS).bodies) == MAX_PROMPTS
+    with pytest.raises(BadRequest, match="65 prompts are over 64") as caught:
+        completion(prompt=["a"] * (MAX_PROMPTS + 1))
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "echo", "native"),
+    [
+        ({"echo": True}, True, None),
+        ({"echo": False}, False, False),
+        ({"echo": True, "logprobs": 1}, False, True),  # needs those of the prompt: the tokenizer's to refuse
+        ({"echo": 1}, False, 1),
+    ],
+)
+def test_echo(fields: dict[str, Any], echo: bool, native: Any) -> None:
+    call = completion(**fields)
+    assert (call.echo, call.bodies[0].get("echo")) == (echo, native)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param", "why"),
+    [
+        (True, {}, "messages", "`messages` is missing"),
+        (False, {}, "prompt", "`prompt` is missing"),
+        (True, {"messages": MESSAGES, "prompt": "p"}, "prompt", "send it to /v1/completions"),
+        (False, {"messages": MESSAGES, "prompt": "p"}, "messages", "send it to /v1/chat/completions"),
+        (True, {"messages": MESSAGES, "stream": 1}, "stream", "true or false"),
+        (True, {"messages": MESSAGES, "stream_options": {}}, "stream_options", "`stream: true` alone"),
+    ],
+)
+def test_what_is_refused_here(kind: bool, fields: dict[str, Any], param: str, why: str) -> None:
+    with pytest.raises(BadRequest, match=why) as caught:
+        read_call({"model": "m", **fields}, chat=kind, request_id="r")
+    assert caught.value.param == param
+
+
+def test_null_means_absent() -> None:
+    assert fields_of(b'{"a": null, "b": 0, "c": false}') == {"b": 0, "c": False}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"{'a': 1}", b'{"a":' * 100_000])
+def test_no_json(body: bytes) -> None:
+    with pytest.raises(BadRequest, match=r"not JSON|nested too deeply"):
+        fields_of(body)
+
+
+@pytest.mark.parametrize("body", [b"[]", b"3", b'"a"', b"null", b"true"])
+def test_json_but_no_object(body: bytes) -> None:
+    with pytest.raises(Unprocessable, match="an object with fields is expected"):
+        fields_of(body)
+
+
+def test_the_only_model_need_not_be_named() -> None:
+    assert model_of({}, ["one"]) == "one"
+    assert model_of({"model": "other"}, ["one"]) == "other"
+    for fields, served in (({}, []), ({}, ["a", "b"]), ({"model": ""}, ["a"]), ({"model": 3}, ["a"])):
+        with pytest.raises(BadRequest, match="the name of a model is expected") as caught:
+            model_of(fields, served)
+        assert caught.value.param == "model"

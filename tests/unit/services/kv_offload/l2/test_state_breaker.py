@@ -1,0 +1,125 @@
+"""When L2 is not asked: failures in a row, canaries, hanging canaries; rates and deadlines."""
+
+from __future__ import annotations
+
+from services.kv_offload.events import Deadlines
+from services.kv_offload.l2.state import (
+    HANGING_PROBES,
+    PATIENCE_US,
+    PROBE_US,
+    PROMPT_US,
+    WINDOW_US,
+    Breaker,
+    Known,
+    Rate,
+)
+
+
+def opened(now_us: int = 0) -> Breaker:
+    breaker = Breaker()
+    assert [breaker.failed(now_us) for _ in range(3)] == [False, False, True]
+    return breaker
+
+
+def test_three_failures_in_a_row_open_it_and_a_success_between_does_not() -> None:
+    breaker = Breaker()
+    for _ in range(5):
+        breaker.failed(0)
+        breaker.failed(0)
+        breaker.succeeded()
+    assert (breaker.open, breaker.opened, breaker.next_us()) == (False, 0, None)
+    for _ in range(3):
+        breaker.failed(10)
+    assert (breaker.open, breaker.opened, breaker.next_us()) == (True, 1, 10 + PROBE_US)
+    assert not breaker.failed(20), "it is open already"
+
+
+def test_a_canary_that_works_closes_it() -> None:
+    breaker = opened()
+    breaker.probing(7, PROBE_US)
+    assert not breaker.probed(8, ok=True, now_us=PROBE_US), "of another call"
+    assert breaker.probed(7, ok=True, now_us=PROBE_US + PROMPT_US)
+    assert (breaker.open, breaker.next_us()) == (False, None)
+    breaker.failed(0)
+    breaker.failed(0)
+    assert not breaker.open, "it counts anew"
+    assert not breaker.probed(7, ok=True, now_us=0)
+
+
+def test_a_canary_that_fails_is_repeated_once_a_second() -> None:
+    breaker = opened()
+    starts = []
+    now_us = 0
+    for call in range(4):
+        now_us = max(breaker.next_us() or 0, now_us)
+        starts.append(now_us)
+        breaker.probing(call, now_us)
+        now_us += 300_000
+        assert not breaker.probed(call, ok=False, now_us=now_us)
+    assert starts == [PROBE_US * (i + 1) for i in range(4)]
+
+
+def test_few_canaries_hang_at_a_time_and_one_that_wakes_up_sends_the_next_at_once() -> None:
+    breaker = opened()
+    for call in range(HANGING_PROBES):
+        assert breaker.next_us() == PROBE_US * (call + 1)
+        breaker.probing(call, PROBE_US * (call + 1))
+    assert breaker.next_us() == PROBE_US * HANGING_PROBES + PATIENCE_US
+    late_us = 20 * PROBE_US
+    assert not breaker.probed(0, ok=True, now_us=late_us), "it says that L2 is back, not that it is well"
+    assert breaker.next_us() == late_us
+    breaker.probing(99, late_us)
+    assert breaker.probed(99, ok=True, now_us=late_us + 1_000)
+
+
+def test_a_rate_is_bytes_over_the_time_in_which_anything_ran() -> None:
+    rate = Rate()
+    rate.began(0)
+    rate.began(WINDOW_US // 2)  # both at once: the time counts once
+    rate.ended(1_000, WINDOW_US)
+    rate.ended(1_000, WINDOW_US)
+    first = rate.bytes_per_s
+    assert first == 1_000 * 1_000_000 // WINDOW_US
+    rate.began(100 * WINDOW_US)  # idle in between
+    rate.ended(1_000, 101 * WINDOW_US)
+    second = 2_000 * 1_000_000 // WINDOW_US  # what came after the first sample, over its time
+    assert rate.bytes_per_s == first + (second - first) // 4
+
+
+def test_failed_transfers_teach_no_rate_of_their_own() -> None:
+    rate = Rate()
+    rate.began(0)
+    rate.ended(0, 10 * WINDOW_US)
+    assert rate.bytes_per_s == 0
+    rate.began(10 * WINDOW_US)
+    rate.ended(1_000_000, 20 * WINDOW_US)
+    assert rate.bytes_per_s == 1_000_000 * 1_000_000 // (20 * WINDOW_US), "the time that failed counts"
+
+
+def test_deadlines_come_in_order_and_can_be_moved_and_dropped() -> None:
+    due: Deadlines[str] = Deadlines()
+    for what, at_us in (("b", 5), ("a", 5), ("c", 1), ("d", 2)):
+        due.set(what, at_us)
+    due.set("c", 9)
+    due.drop("d")
+    due.drop("nothing")
+    assert due.next_us() == 5
+    assert due.pop(4) is None
+    assert [due.pop(5), due.pop(5), due.pop(5)] == ["b", "a", None]
+    assert due.pop(9) == "c"
+    assert due.next_us() is None
+
+
+def test_the_known_names_are_the_last_that_were_asked_for() -> None:
+    known = Known(most=2)
+    names = [("f", bytes([i]) * 32) for i in range(3)]
+    known.add(names[0])
+    known.add(names[1])
+    known.add(names[0])
+    known.add(names[2])
+    assert [name in known for name in names] == [True, False, True]
+    known.forget(names[0])
+    known.forget(names[0])
+    assert len(known) == 1
+    known.clear()
+    assert len(known) == 0

@@ -1,0 +1,169 @@
+"""`headrace auth`: private files, kept passwords, nothing overwritten unasked."""
+
+from __future__ import annotations
+
+import stat
+import tomllib
+from hashlib import sha256
+from pathlib import Path
+
+import bcrypt
+import pytest
+
+from services.gateway.routes import read_keys
+from services.launcher.cli import main
+from services.launcher.commands import auth
+from services.launcher.commands.auth import Plan, Tls
+from shared.errors import SetupError
+from shared.nats import access
+
+URL = "nats://nats:4222"
+USERS = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway", "operator"]
+
+
+def make(folder: Path, *tenants: str, force: bool = False, tls: Tls | None = None) -> list[str]:
+    said: list[str] = []
+    auth.generate(folder, Plan(URL, "default", tenants, force, tls), said.append)
+    return said
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_folder_for_each_user_and_nobody_else_may_look(tmp_path: Path) -> None:
+    make(tmp_path / "a" / "auth", "acme")
+    folder = tmp_path / "a" / "auth"
+    expected = {f"{name}/headrace.toml" for name in USERS}
+    expected |= {f"tenants/{t}/{name}" for t in ("acme", "public") for name in ("headrace.toml", "api_key")}
+    assert set(contents(folder)) == expected | {"nats/nats.conf", "nats/users.conf", "gateway/keys"}
+    modes = {stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*") if p.is_file()}
+    folders = {stat.S_IMODE(p.stat().st_mode) for p in (folder, *folder.rglob("*")) if p.is_dir()}
+    assert (modes, folders) == ({0o600}, {0o700})
+
+
+def test_the_server_knows_the_passwords_only_as_hashes(tmp_path: Path) -> None:
+    make(tmp_path)
+    users = (tmp_path / "nats" / "users.conf").read_text()
+    for name in [*USERS, "public"]:
+        url = auth.url_of(tmp_path, name)
+        password, user = access.password_of(url), access.parse(url).user
+        assert len(password) == 43
+        assert password not in users
+        (line,) = [line for line in users.splitlines() if f'user: "{user}"' in line]
+        assert bcrypt.checkpw(password.encode(), line.split('"')[3].encode())
+
+
+def test_again_changes_nothing(tmp_path: Path) -> None:
+    make(tmp_path, "acme")
+    before = contents(tmp_path)
+    assert make(tmp_path) == []
+    assert contents(tmp_path) == before
+
+
+def test_a_new_tenant_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    make(tmp_path)
+    before = contents(tmp_path)
+    said = make(tmp_path, "a.b")
+    assert [line.partition(": ")[0] for line in said] == [
+        str(tmp_path / "tenants/a=2Eb/headrace.toml"), str(tmp_path / "nats/users.conf")
+    ]  # fmt: skip
+    after = contents(tmp_path)
+    assert {name for name in before if before[name] != after[name]} == {"nats/users.conf", "gateway/keys"}
+    assert 'user: "a=2Eb"' in after["nats/users.conf"]
+
+
+def test_the_gateway_knows_each_tenant_by_the_hash_of_its_key(tmp_path: Path) -> None:
+    make(tmp_path, "a.b", "in two words")
+    keys = tmp_path / "gateway" / "keys"
+    own = (tmp_path / "tenants/a=2Eb/api_key").read_text().strip()
+    hashed = sha256(own.encode()).hexdigest()
+    assert own.startswith("hr-")
+    assert read_keys(keys.read_text())[hashed] == "a.b"
+    assert sorted(read_keys(keys.read_text()).values()) == ["a.b", "public"]  # the third has no line
+    keys.write_text("# mine\nelse hr-1\n" + keys.read_text())
+    make(tmp_path)
+    assert keys.read_text().startswith("# mine\nelse hr-1\n")
+    assert sorted(read_keys(keys.read_text()).values()) == ["a.b", "else", "public"]
+
+
+def test_force_makes_all_anew(tmp_path: Path) -> None:
+    make(tmp_path)
+    before = contents(tmp_path)
+    make(tmp_path, force=True)
+    after = contents(tmp_path)
+    assert {name for name in before if before[name] == after[name]} == {"nats/nats.conf"}
+
+
+def test_another_address_is_refused_and_shows_no_password(tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(SetupError, match=r"is for nats://nats:4222, not for nats://other:1: .*--force"):
+        auth.generate(tmp_path, Plan("nats://other:1", "default"), print)
+
+
+def test_the_configuration_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "nats").mkdir()
+    (tmp_path / "nats" / "nats.conf").write_text("port: 4222\n")
+    with pytest.raises(SetupError, match=r"nats\.conf is not of `headrace auth`"):
+        make(tmp_path)
+    assert contents(tmp_path) == {"nats/nats.conf": "port: 4222\n"}
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "scheduler" / "headrace.toml").write_text("nats_url = ")
+    with pytest.raises(SetupError, match=r"scheduler/headrace\.toml cannot be read"):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["headrace-tokenizer", "headrace-", ""])
+def test_names_of_services_are_no_tenants(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SetupError, match="cannot be a tenant"):
+        make(tmp_path, name)
+
+
+def test_the_files_are_read_as_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["auth", str(tmp_path), "--nats-url", "nats://h:1"]) == 0
+    capsys.readouterr()
+    assert main(["auth", str(tmp_path), "--show", "public", "--nats-url", "nats://127.0.0.1:9"]) == 0
+    shown = capsys.readouterr().out.strip()
+    given = tomllib.loads((tmp_path / "tenants/public/headrace.toml").read_text())
+    assert set(given) == {"nats_url"}
+    assert shown == given["nats_url"].replace("@h:1", "@127.0.0.1:9")
+    assert main(["auth", str(tmp_path), "--show", "nobody"]) == 1
+    assert "there are no credentials in" in capsys.readouterr().err
+
+
+def test_tls_needs_both_files(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="--tls-cert and --tls-key"):
+        auth.tls_of("cert.pem", "")
+    make(tmp_path, tls=auth.tls_of("/c.pem", "/k.pem"))
+    assert 'tls { cert_file: "/c.pem", key_file: "/k.pem" }' in (tmp_path / "nats/nats.conf").read_text()
+
+
+def test_up_without_users_says_how_to_make_them(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="run `headrace auth"):
+        auth.authorization(tmp_path)
+
+
+def test_urls() -> None:
+    one = access.parse("tls://headrace-executor:pw@h:4222?ca=/ca.pem")
+    assert one == access.Login(("tls://headrace-executor:pw@h:4222",), "headrace-executor", "/ca.pem")
+    assert one.inbox_prefix == "_INBOX.headrace-executor"
+    assert access.parse("nats://a:1, nats://b:2") == access.Login(("nats://a:1", "nats://b:2"))
+    assert access.parse("nats://a:1").inbox_prefix == "_INBOX"
+    assert access.shown("nats://u:p@a:1,nats://u:p@b:2") == "nats://a:1,nats://b:2"
+    assert access.as_user("nats://x:y@a:1,tls://b:2?ca=f", "u", "p") == "nats://u:p@a:1,tls://u:p@b:2?ca=f"
+    tenants = [access.tenant_of(f"nats://{u}h:1", "public") for u in ("", "headrace-operator:p@", "a=20b:p@")]
+    assert tenants == ["public", "public", "a b"]
+    with pytest.raises(SetupError, match="is no tenant"):
+        access.tenant_of("nats://a.b:p@h:1", "public")
+    with pytest.raises(SetupError, match=r"no certificates in /nowhere\.pem"):
+        access.Login((), ca="/nowhere.pem").tls()
+
+
+def test_no_tenant_reaches_a_mailbox_or_another_tenant() -> None:
+    allowed = access.of_tenant("acme")
+    assert all(".acme." in p or p == "headrace.v1.models" for p in allowed.publish)
+    assert allowed.subscribe == ("_INBOX.acme.>",)
+    assert not allowed.answers

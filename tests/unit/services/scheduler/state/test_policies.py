@@ -1,0 +1,101 @@
+"""Policies by name: what is found, what a wrong name says, and what the small ones decide."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.state import policies
+from services.scheduler.state.policies import STALL_US, WHERE, FillView, Option, Policy, Share, load, parse
+from shared.errors import SetupError
+
+
+def test_every_name_is_a_function() -> None:
+    found = {load(kind, name) for kind, (_, names, _) in WHERE.items() for name in names}
+    assert len(found) == sum(len(names) for _, names, _ in WHERE.values())
+
+
+def test_what_is_not_named_stays() -> None:
+    assert str(parse("")) == "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix,tier=tiered"
+    assert parse("kv=reserve, rank=fcfs") == Policy(kv="reserve", rank="fcfs")
+    assert parse("fill=static", Policy(kv="reserve")) == Policy(fill="static", kv="reserve")
+
+
+def test_a_policy_of_ones_own() -> None:
+    policy = parse("kv=services.scheduler.state.policies:reserve")
+    assert policy.the("kv") is policies.reserve
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("speed=high", "there is no 'speed', only rank, fill, kv, victim, place"),
+        ("rank=best", "rank='best' is none of vtc, fcfs, nor module:function"),
+        ("rank=no.such:thing", "cannot be loaded"),
+        ("rank=services.scheduler.state.policies:nothing", "cannot be loaded"),
+        ("rank=services.scheduler.state.policies:STALL_US", "is no function of"),
+        (
+            "rank=services.scheduler.state.policies:mixed",
+            "is no function of .arrival_us, number, served_tokens.: see .*policies.py",
+        ),
+    ],
+)
+def test_a_wrong_policy_says_what_is_wrong(text: str, why: str) -> None:
+    with pytest.raises(SetupError, match=why):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("fill", "view", "share"),
+    [
+        (policies.mixed, FillView(3, 2, 0), Share(True, "budget")),
+        (policies.prefill_first, FillView(3, 2, 0), Share(False, "whole")),
+        (policies.prefill_first, FillView(3, 2, STALL_US), Share(True, "none")),
+        (policies.prefill_first, FillView(3, 0, 0), Share(True, "none")),
+        (policies.decode_first, FillView(3, 2, 0), Share(True, "block")),
+        (policies.decode_first, FillView(0, 2, 0), Share(True, "whole")),
+        (policies.static, FillView(3, 2, 0), Share(False, "whole")),
+        (policies.static, FillView(3, 0, 0), Share(True, "whole")),
+    ],
+)
+def test_what_a_step_is_made_of(fill: object, view: FillView, share: Share) -> None:
+    assert fill(view) == share  # type: ignore[operator]  # one of the functions above
+
+
+def test_promises() -> None:
+    sizes = [(3, 20, 4), (4, 20, 4), (20, 20, 4)]
+    assert [policies.on_demand(*size) for size in sizes] == [1, 2, 5]
+    assert [policies.greedy(*size) for size in sizes] == [1, 2, 5]
+    assert [policies.reserve(*size) for size in sizes] == [5, 5, 5]
+    assert [policies.by_chunk(*size) for size in [*sizes, (3_000, 4_000, 16)]] == [1, 2, 5, 64]
+
+
+@pytest.mark.parametrize(
+    ("paused", "pressed", "chance_pm", "recompute_us", "what"),
+    [
+        (True, True, 1_000, 101, "copy"),
+        (True, True, 1_000, 99, "drop"),  # a copy takes 100
+        (True, True, 1_000, 0, "copy"),  # nothing is known yet
+        (True, False, 1_000, 101, "keep"),
+        (False, True, 250, 401, "copy"),
+        (False, True, 250, 399, "drop"),
+        (False, True, 249, 10_000, "drop"),  # it would push out what is wanted
+        (False, False, 250, 401, "copy"),  # ahead of need
+        (False, False, 249, 10_000, "keep"),
+    ],
+)
+def test_what_becomes_of_a_block(
+    paused: bool, pressed: bool, chance_pm: int, recompute_us: int, what: str
+) -> None:
+    view = policies.TierView(paused, pressed, True, chance_pm, 100, recompute_us)
+    assert policies.tiered(view) == what
+    assert policies.recompute(view) == policies.forget(view) == "drop"
+    assert policies.swap(view) == ("copy" if paused else "drop" if pressed else "keep")
+
+
+def test_places() -> None:
+    load = policies.LOAD_TOKENS
+    options = [Option("e1", 0, 9, 1), Option("e2", 2 * load + 1, 5, 3), Option("e3", 2 * load + 1, 6, 3)]
+    assert policies.prefix(options).source == "e3"
+    assert policies.prefix([*options, Option("e4", 2 * load, 9, 2)]).source == "e4"
+    assert policies.room(options).source == "e1"
+    assert policies.room([Option("e1", 0, 9, 2), Option("e2", 0, 9, 1)]).source == "e2"

@@ -1,0 +1,205 @@
+"""The queue against plain lists: its order, ageing, units set aside, its counters."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field
+
+import pytest
+
+from services.scheduler.state.policies import Policy
+from services.scheduler.state.requests import Request, Sequence
+from services.scheduler.state.waiting_queue import Unit, Waiting
+from shared.messages import Tokenized, ints
+
+AGE_US = (0, 500, 900)
+MODELS = ("m", "n")
+
+
+def make_unit(number: int, tenant: str, level: int, now_us: int, **more: int) -> Unit:
+    """A unit as intake or a pause makes it."""
+    model, tokens = MODELS[more.get("model", 0)], more.get("tokens", 3)
+    asked = Tokenized(
+        request=f"r{number}", attempt=1, tenant=tenant, model=model, inbox="i", timeout_us=1, max_tokens=1,
+        tokens=ints([5] * tokens),
+    )  # fmt: skip
+    request = Request(asked, "", "t", more.get("arrival_us", now_us), 10**9, level)
+    sequences = [
+        Sequence(
+            number + choice, request, choice, 0, array("i", [5] * tokens), tokens, tokens + 1, frozenset()
+        )
+        for choice in range(more.get("n", 1))
+    ]
+    unit = Unit(request, sequences, number, resumes=bool(more.get("resumes", 0)))
+    for sequence in sequences:
+        sequence.unit = unit.number
+    return unit
+
+
+@dataclass
+class Plain:
+    """The queue as the documents describe it, with a sort at each question."""
+
+    rank: str
+    waiting: Waiting
+    units: list[tuple[Unit, int, int]] = field(default_factory=list)  # unit, level it counts as, since when
+    parked: list[Unit] = field(default_factory=list)
+    ages: tuple[int, ...] = AGE_US
+
+    def age(self, now_us: int) -> None:
+        aged = []
+        for unit, level, since_us in self.units:
+            moves = self.ages[level] and now_us - since_us >= self.ages[level]
+            aged.append((unit, level - 1, now_us) if moves else (unit, level, since_us))
+        self.units = aged
+
+    def first(self, model: str) -> Unit | None:
+        here = [(unit, level) for unit, level, _ in self.units if unit.request.asked.model == model]
+        return min(here, key=lambda pair: self._key(*pair), default=(None, 0))[0]
+
+    def _key(self, unit: Unit, level: int) -> tuple[int, ...]:
+        served = self.waiting.served.of((unit.request.asked.tenant, level))
+        rank = (served,) if self.rank == "vtc" and not unit.resumes else ()
+        return level, not unit.resumes, *rank, unit.request.arrival_us, unit.number
+
+    def ahead(self, model: str, client: tuple[str, int]) -> tuple[int, int]:
+        """Units and tokens: all of the higher classes, and of each client of this one as much as `client` has
+        itself."""
+        first: list[int] = []
+        queued: dict[str, list[int]] = {}
+        for unit, level, _ in self.units:
+            if unit.request.asked.model == model and level <= client[1]:
+                tokens = len(unit.sequences[0].tokens)
+                if level < client[1] or unit.resumes:
+                    first.append(tokens)
+                else:
+                    queued.setdefault(unit.request.asked.tenant, []).append(tokens)
+        own = queued.get(client[0], [])
+        in_turn = self.rank == "vtc"
+        units = [min(len(of), len(own)) if in_turn else len(of) for of in queued.values()]
+        tokens_of = [min(sum(of), sum(own)) if in_turn else sum(of) for of in queued.values()]
+        return len(first) + sum(units), sum(first) + sum(tokens_of)
+
+    def remove(self, unit: Unit) -> None:
+        self.units = [entry for entry in self.units if entry[0] is not unit]
+        self.parked = [other for other in self.parked if other is not unit]
+
+
+def compare(waiting: Waiting, plain: Plain) -> None:
+    everyone = [unit for unit, _, _ in plain.units] + plain.parked
+    assert {unit.number for unit in waiting} == {unit.number for unit in everyone}
+    assert len(waiting) == len(everyone)
+    assert waiting.held_tokens == sum(len(s.tokens) for unit in everyone for s in unit.sequences)
+    for model in MODELS:
+        assert waiting.first(model) is plain.first(model)
+        for client in (("a", 0), ("b", 1), ("c", 2), ("nobody", 1)):
+            assert waiting.ahead(model, client) == plain.ahead(model, client)
+
+
+@pytest.mark.parametrize("rank", ["vtc", "fcfs"])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
+    dice, now_us = random.Random(seed), 0
+    ages = AGE_US if seed % 2 else (0, 0, 0)  # none where units are set aside: that begins anew or does not
+    waiting = Waiting(Policy(rank=rank), ages)
+    plain = Plain(rank, waiting, ages=ages)
+    for number in range(1, 1_500, 3):
+        now_us += dice.choice((0, 1, 40))
+        waiting.age(now_us)
+        plain.age(now_us)
+        what = dice.random()
+        everyone = [unit for unit, _, _ in plain.units] + plain.parked
+        if what < 0.45 or not everyone:
+            resumes = dice.random() < 0.15
+            unit = make_unit(
+                number, dice.choice("abcd"), dice.randrange(3), now_us, tokens=dice.randint(1, 9),
+                n=1 if resumes else dice.randint(1, 3), resumes=resumes, model=dice.random() < 0.2,
+                arrival_us=now_us - dice.randint(0, 900) * resumes,
+            )  # fmt: skip
+            waiting.add(unit, now_us)
+            plain.units.append((unit, unit.request.level, now_us))
+        elif what < 0.75 and plain.units:  # the first is admitted, and its client served
+            first = waiting.first(dice.choice(MODELS))
+            if first is not None:
+                waiting.remove(first)
+                plain.remove(first)
+                waiting.served.charge_input(first.client, dice.randint(0, 50))
+        elif what < 0.85:
+            unit = dice.choice(everyone)
+            if len(unit.sequences) == 1:
+                plain.remove(unit)
+            waiting.drop(unit.sequences[0])
+        elif what < 0.9:
+            for tenant in "abcd":
+                waiting.served.charge_output((tenant, dice.randrange(3)), dice.randint(0, 40))
+        elif what < 0.96 and plain.units and not any(ages):
+            unit, _, _ = dice.choice(plain.units)
+            waiting.park(unit)
+            plain.remove(unit)
+            plain.parked.append(unit)
+        else:
+            waiting.unpark(now_us)
+            back = [(unit, unit.request.level, now_us) for unit in plain.parked]
+            plain.units, plain.parked = plain.units + back, []
+        compare(waiting, plain)
+
+
+def test_a_unit_that_waits_rises_one_class_at_a_time() -> None:
+    waiting = Waiting(Policy(), AGE_US)
+    unit = make_unit(1, "a", 2, 0)
+    waiting.add(unit, 0)
+    levels = []
+    for now_us in (899, 900, 1_399, 1_400, 10_000):
+        waiting.age(now_us)
+        assert unit.line is not None
+        levels.append((unit.line.level, unit.client))
+    assert levels == [(2, ("a", 2)), (1, ("a", 1)), (1, ("a", 1)), (0, ("a", 0)), (0, ("a", 0))]
+    assert unit.request.level == 2
+
+
+def test_who_rises_does_not_spoil_the_counters_of_its_own_class() -> None:
+    """Counters of two classes say nothing about each other."""
+    waiting = Waiting(Policy(), AGE_US)
+    waiting.add(make_unit(1, "busy", 0, 0), 0)
+    waiting.served.charge_input(("busy", 0), 1_000_000)
+    waiting.add(make_unit(2, "old", 1, 0), 0)
+    waiting.add(make_unit(3, "other", 1, 400), 400)
+    waiting.age(500)
+    assert waiting.served.of(("old", 0)) == 1_000_000
+    assert waiting.served.of(("old", 1)) == 0
+    waiting.add(make_unit(4, "new", 1, 600), 600)
+    assert waiting.served.of(("new", 1)) == 0
+
+
+def test_what_was_paused_sets_no_counter() -> None:
+    waiting = Waiting(Policy(), AGE_US)
+    waiting.served.charge_input(("heavy", 0), 1_000)
+    waiting.add(make_unit(1, "heavy", 0, 0, resumes=1), 0)
+    waiting.add(make_unit(2, "light", 0, 1), 1)
+    assert waiting.served.of(("light", 0)) == 0
+
+
+def test_who_comes_to_an_empty_queue_gets_no_credit_either() -> None:
+    """The last to leave it was served: Sheng et al., algorithm 2, line 9."""
+    waiting = Waiting(Policy(), AGE_US)
+    unit = make_unit(1, "heavy", 0, 0)
+    waiting.add(unit, 0)
+    waiting.remove(unit)
+    waiting.served.charge_input(("heavy", 0), 1_000)
+    waiting.add(make_unit(2, "light", 0, 1), 1)
+    assert waiting.served.of(("light", 0)) == 1_000
+
+
+def test_clients_that_come_and_go_leave_nothing_behind() -> None:
+    waiting = Waiting(Policy(), AGE_US)
+    waiting.add(make_unit(1, "first", 0, 0), 0)
+    for number in range(2, 2_000):
+        unit = make_unit(number, f"c{number % 50}", 0, number)
+        waiting.add(unit, number)
+        waiting.remove(unit)
+    (line,) = waiting.lines.values()
+    assert len(line.heads) < 200
+    first = waiting.first("m")
+    assert first is not None
+    assert first.number == 1

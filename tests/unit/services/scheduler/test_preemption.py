@@ -1,0 +1,188 @@
+"""Who is paused, when and why; and what must not wait for want of another event."""
+
+from __future__ import annotations
+
+import pytest
+from support.scheduler.world import World
+
+from services.scheduler import admission, headroom
+from services.scheduler.headroom import spare_blocks
+from services.scheduler.state import policies, requests
+from services.scheduler.state.policies import Policy
+from services.scheduler.state.requests import PIN_AFTER, PeerDraining, Ticked
+from services.scheduler.state.state import Limits, State
+from services.scheduler.state.waiting_queue import Unit
+
+NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
+
+
+def pauses(world: World, request: str) -> int:
+    return sum(s.pauses for s in world.scheduler.state.requests["public", request].sequences)
+
+
+def test_the_latest_of_the_lowest_class_is_paused() -> None:
+    world = World(Limits(classes=NEVER))
+    world.add_engine(blocks=9, slots=3)
+    world.ask("batch", [5, 6], 20, slo_class="batch")
+    world.ask("late", [5, 7], 20, slo_class="standard")
+    world.ask("early", [5, 8], 20, slo_class="interactive")
+    counts = {"batch": 0, "late": 0, "early": 0}
+    for _ in range(200):
+        for name in counts:
+            if ("public", name) in world.scheduler.state.requests:
+                counts[name] = max(counts[name], pauses(world, name))
+        world.deliver()
+    assert counts["early"] == 0
+    assert 0 < counts["batch"] <= PIN_AFTER
+    for name in counts:
+        world.assert_answers(name)
+    world.assert_idle()
+
+
+def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
+    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve")))
+    world.add_engine(blocks=8, slots=2)
+    world.ask("batch", [5] * 4, 12, slo_class="batch")
+    world.ask("standard", [6] * 4, 12)
+    world.ask("now", [7] * 4, 12, slo_class="interactive")
+    assert (pauses(world, "batch"), pauses(world, "standard")) == (1, 0)
+    decision = next(s for s in world.scheduler.state.sequences.values() if s.pauses).decisions[-1]
+    assert decision.what == "pause"
+    assert "class interactive needs its place; latest of 2: seq 1 (batch" in decision.why
+    world.ask("another", [8] * 4, 12, slo_class="standard")
+    assert (pauses(world, "standard"), pauses(world, "now")) == (0, 0), "nobody for one of the same class"
+    world.run()
+    for name in ("batch", "standard", "now", "another"):
+        world.assert_answers(name)
+
+
+@pytest.mark.parametrize("overlap", ["single", "run_ahead", "two_batch"])
+def test_who_takes_a_place_where_no_step_is_in_flight_starts_at_once(overlap: str) -> None:
+    """Found by the machine: the result that let a higher class pause the only one that ran was the last
+    event; nothing was in flight, so nothing came that would have started anybody."""
+    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve"), overlap=overlap))
+    world.add_engine(blocks=8, slots=3)
+    world.ask("first", [4] * 4, 2, slo_class="interactive")  # 2 blocks
+    world.ask("batch", [5] * 4, 20, slo_class="batch")  # 6 blocks
+    world.ask("large", [6] * 4, 28, slo_class="interactive")  # all 8: it needs both to go
+    world.run()
+    for name in ("first", "batch", "large"):
+        world.assert_answers(name)
+    world.assert_idle()
+
+
+def test_whose_last_token_is_on_its_way_needs_no_block() -> None:
+    """Its KV ends at a block boundary: the token after it is the last, and is never computed."""
+    world = World(Limits(classes=NEVER, window=4, overlap="run_ahead"))
+    world.add_engine()
+    world.ask("ends", [6] * 5, 4)
+    (executor,) = world.scheduler.state.executors.values()
+    assert [(s.computed, len(s.table), s.planned_length) for s in executor.running] == [(8, 2, 9)]
+    assert headroom.needy(executor) == []
+    world.run()
+    world.assert_answers("ends")
+
+
+def test_whom_a_draining_executor_alone_could_hold_holds_up_nobody() -> None:
+    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve", place="room")))
+    world.add_engine("large", blocks=16, slots=1)
+    world.add_engine("little", blocks=4, slots=1)
+    world.ask("runs", [5] * 20, 20)
+    world.ask("large", [6] * 20, 20)
+    world.handle(PeerDraining("executor", "large"))
+    world.ask("small", [7], 3)
+    assert [s.request.asked.request for s in world.scheduler.state.executors["little"].running] == ["small"]
+
+
+def test_a_new_incarnation_with_the_same_numbers_takes_who_waits() -> None:
+    """Admission remembers what it saw when the first had to wait; an executor that has done nothing yet
+    looks the same before and after its restart."""
+    world = World(Limits(classes=NEVER))
+    world.add_engine("e1")
+    world.add_engine("e2")
+    world.handle(PeerDraining("executor", "e1"))
+    world.ask("a", [5], 3)
+    world.crash("e2")
+    world.handle(Ticked())
+    world.add_engine("e1", epoch=2)
+    world.run()
+    world.assert_answers("a")
+
+
+def three_at_once(policy: Policy) -> tuple[World, int, int]:
+    """Three prompts of 12 tokens that want 5 blocks each of 12: the most pauses of one, and the most blocks
+    that admission kept free beyond what the next step lacked."""
+    world = World(Limits(classes=NEVER, policy=policy))
+    world.add_engine(blocks=12, slots=3)
+    state, most, spare = world.scheduler.state, 0, 0
+    (executor,) = state.executors.values()
+    executor.growth_pm = 1_000
+    asked = ("a", "b", "c")
+    for number, name in enumerate(asked):
+        world.ask(name, [number + 5] * 12, 8)
+    while world.deliver():
+        most = max([most, *(s.pauses for s in state.sequences.values())])
+        spare = max(spare, spare_blocks(state, executor) - len(headroom.needy(executor)))
+        assert policy.kv == "on_demand" or not any(
+            s.pinned or s.spared_until_us for s in state.sequences.values()
+        )
+        executor.ledger.check()
+    for name in asked:
+        world.assert_answers(name)
+    world.assert_idle()
+    return world, most, spare
+
+
+def test_a_greedy_admission_keeps_nothing_free_and_spares_nobody() -> None:
+    _, pauses_most, spare = three_at_once(Policy(kv="on_demand", tier="recompute"))
+    assert (pauses_most, spare > 0) == (0, True)
+    _, pauses_most, spare = three_at_once(Policy(kv="greedy", tier="recompute"))
+    assert (pauses_most > 0, spare) == (True, 0)
+
+
+def test_admission_by_the_chunk_pauses_within_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "CHUNK_TOKENS", 4)
+    _, pauses_most, spare = three_at_once(Policy(kv="by_chunk", tier="recompute"))
+    assert (pauses_most > 0, spare) == (True, 0)
+
+
+@pytest.mark.parametrize(("tier", "again"), [("recompute", False), ("forget", True)])
+def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: str, again: bool) -> None:
+    world, _, _ = three_at_once(Policy(kv="greedy", tier=tier))
+    hits = [
+        dict(decision.numbers)["hit_tokens"]
+        for trace in world.scheduler.state.recent.traces.values()
+        for choice in trace.facts.choices
+        if choice.close is not None
+        for decision in choice.close.decisions
+        if decision.what == "resume"
+    ]
+    assert hits
+    assert all(tokens == 0 for tokens in hits) is again
+
+
+@pytest.mark.parametrize("kv", ["greedy", "on_demand"])
+def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, found = admission._start, list[int]()
+
+    def watched(state: State, offer: admission.Offer, unit: Unit) -> None:
+        ledger, short = offer.executor.ledger, headroom.needy(offer.executor)
+        start(state, offer, unit)
+        assert len(short) <= ledger.free_blocks - ledger.reserved
+        found.append(len(short))
+
+    monkeypatch.setattr(admission, "_start", watched)
+    world = World(Limits(classes=NEVER, policy=Policy(kv=kv, tier="recompute")))
+    world.add_engine(blocks=24, slots=8)
+    (executor,) = world.scheduler.state.executors.values()
+    for number in range(12):
+        world.ask(f"r{number}", [number + 5] * (5 + number % 4), 12 + number % 5)
+    executor.growth_pm = 0
+    while world.deliver():
+        executor.growth_pm = 0
+    for number in range(12):
+        world.assert_answers(f"r{number}")
+    assert len(found) > 12, "nobody came back"
+    assert any(found), "no row needed a place when another started"

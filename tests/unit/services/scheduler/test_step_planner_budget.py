@@ -1,0 +1,93 @@
+"""How many prompt tokens a step takes: hand-computed from a cost that is known exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from support.scheduler.known_costs import Known
+from support.scheduler.world import World
+
+from services.scheduler.state.policies import Share
+from services.scheduler.state.state import Limits
+from services.scheduler.step_columns import Columns
+from services.scheduler.step_planner import COLD_TOKENS, chunk_budget
+from shared.step_model import StepModel, StepShape
+
+PER_TOKEN = StepModel(weights_us=0, token_ns=100_000)  # 100 us a token
+SLOW = StepModel(weights_us=0, token_ns=1_000_000)
+
+
+def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **more: int) -> int:
+    """The chunk budget beside so many decodes of class standard: 100 ms between tokens."""
+    world = World(Limits(step_tokens=more.get("step_tokens", 4_096)))
+    world.add_engine(slots=256, blocks=2_048, max_step_tokens=4_096, block_tokens=16, max_context=4_096)
+    (executor,) = world.scheduler.state.executors.values()
+    waiting = more.get("waiting", 1)
+    for i in range(decodes + waiting):
+        world.ask(f"r{i}", [5] * 40, 3)
+    running = list(executor.running)
+    executor.costs = Known(model, 0)
+    executor.costs.seen = more.get("seen", 1_000)
+    columns = Columns("run_ahead", more.get("half"))
+    for s in running[:decodes]:
+        columns.slots.append(s.slot)
+        columns.starts.append(0)
+        columns.counts.append(1)
+        columns.sampled.append((s, s.placement))
+    for s in running[-waiting:]:
+        s.computed = 0
+    columns.shape = StepShape(decodes, decodes, decodes, decodes)
+    return chunk_budget(world.scheduler.state, executor, columns, running[-waiting:], Share(True, share))  # type: ignore[arg-type]  # a literal
+
+
+def test_the_most_that_keeps_the_time_between_tokens() -> None:
+    # 100 ms hold 1,000 tokens: 936 beside 64 decodes, 928 in blocks of 16; with them 992, in tiles of 64: 960
+    assert budget(64) == 960 - 64
+
+
+def test_half_of_it_where_steps_alternate() -> None:
+    # 50 ms hold 500 tokens: 436 beside 64 decodes, in blocks 432; 496 in tiles: 448
+    assert budget(64, half=0) == 448 - 64
+
+
+def test_a_tile_may_end_within_a_block() -> None:
+    # 452 beside 60 decodes fill a step of 512, 448 in blocks would leave a tile of 64 unused
+    assert budget(60, step_tokens=512) == 512 - 60
+
+
+def test_a_tile_that_would_break_the_promise_is_left_out() -> None:
+    # 50 ms hold 500 tokens: 432 beside 68 decodes, in tiles 448; 444 would fill 512, and take 51.2 ms
+    assert budget(68, half=0) == 448 - 68
+
+
+def test_where_decodes_alone_take_longer_prompts_go_on_beside_them() -> None:
+    # 200 decodes take 200 ms where 100 were promised, a prompt of 40 tokens waits: 200 + 100 + 200 * 0.04 ms
+    assert budget(200, model=SLOW) == 104
+    assert budget(200, step_tokens=201) == 16  # one block, though the step is full of decodes
+
+
+def test_a_promise_that_decodes_nearly_break_is_no_reason_to_starve_prompts() -> None:
+    # 90 decodes leave 10 ms of 100; they are given 45, and 3.6 for the 40 tokens that wait
+    assert budget(90, model=SLOW) == 48
+
+
+def test_prompts_get_more_time_the_more_of_them_wait() -> None:
+    # 1,000 tokens take a second: 90 + 45 + 90 ms, so 135 tokens, and with 102 a tile of 64 is full
+    assert budget(90, model=SLOW, waiting=25) == 192 - 90
+
+
+def test_a_cold_start_is_careful() -> None:
+    assert budget(8, seen=0) == COLD_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("share", "tokens"), [("whole", lambda decodes: 4_096 - decodes), ("block", lambda decodes: 16)]
+)
+def test_other_shares(share: str, tokens: Callable[[int], int]) -> None:
+    assert budget(8, share) == tokens(8)
+
+
+def test_alone_it_may_take_half_a_second() -> None:
+    # 5,000 tokens fit in 500 ms: the step's own limit counts, 4,096
+    assert budget(0) == 4_096

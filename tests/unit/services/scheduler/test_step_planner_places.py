@@ -1,0 +1,149 @@
+"""Whether a step waits for places that are being copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.scheduler.fake_tier import FakeTier
+from support.scheduler.world import World
+
+from services.scheduler.state.state import Executor, Limits
+from services.scheduler.step_planner import OVERDUE, in_time
+
+STEP_US, STORE_US = 60_000, 1_000
+ASKED = {"first": [5] * 7, "second": [6] * 7}  # two blocks each, and both grow by one at a time
+
+
+def only(world: World) -> Executor:
+    (executor,) = world.scheduler.state.executors.values()
+    return executor
+
+
+@pytest.fixture
+def short() -> World:
+    """Two rows on four blocks want a fifth and a sixth: one has just been paused, and its blocks, which no
+    tier holds, are being copied down."""
+    limits = Limits(overlap="single")
+    world = World(replace(limits, policy=replace(limits.policy, kv="greedy")), now_us=1_000)
+    world.add_engine(blocks=4, max_context=16)
+    world.add_tier(FakeTier(capacity=64))
+    executor = only(world)
+    for request, prompt in ASKED.items():
+        world.ask(request, prompt, 8)
+    while not world.scheduler.state.meter.preemptions:
+        executor.pace.step_us, executor.down.store_us = STEP_US, STORE_US
+        assert world.deliver_tier() or world.deliver(), "nobody was paused"
+    return world
+
+
+def test_a_row_is_in_the_step_for_which_its_place_comes_in_time(short: World) -> None:
+    executor, planned = only(short), len(short.plans)
+    assert executor.holds
+    assert not executor.in_flight
+    while len(short.plans) == planned:
+        assert short.deliver_tier() or short.deliver_copy()
+    (left,) = executor.running
+    assert short.plans[-1].slots.tolist() == [left.slot]
+    short.run()
+    for request in ASKED:
+        short.assert_answers(request)
+    short.assert_idle()
+    assert short.scheduler.state.meter.recomputed_tokens == 0
+
+
+def test_nobody_starts_on_places_that_a_step_waits_for(short: World) -> None:
+    executor = only(short)
+    while executor.holds:
+        assert len(executor.running) == 1
+        assert short.deliver_tier() or short.deliver_copy()
+    assert executor.in_flight
+
+
+def test_no_step_waits_for_long(short: World) -> None:
+    short.tick(OVERDUE * STORE_US + STEP_US)
+    assert not only(short).holds
+
+
+def test_no_step_waits_for_a_copy_that_costs_more_than_the_step(short: World) -> None:
+    only(short).down.store_us = 2 * STEP_US
+    short.tick(10)
+    assert not only(short).holds
+
+
+def test_how_long_stores_take_is_learned(short: World) -> None:
+    executor = only(short)
+    executor.down.store_us = 0
+    began_us = min(job.began_us for job in short.scheduler.state.tiers.jobs.values())
+    while not executor.down.store_us:
+        assert short.deliver_tier() or short.deliver_copy() or short.deliver()
+    assert executor.down.store_us == short.now_us - began_us
+
+
+LOOP_US = 100
+
+
+@pytest.fixture
+def ahead() -> World:
+    """Steps run ahead; somebody has just been paused while one is in flight."""
+    limits = Limits(overlap="run_ahead", window=2)
+    world = World(replace(limits, policy=replace(limits.policy, kv="greedy")), now_us=1_000)
+    world.add_engine(blocks=12, slots=6)
+    world.add_tier(FakeTier(capacity=64))
+    for number in range(4):
+        world.ask(f"r{number}", [number + 3] * 6, 18)
+    while not world.scheduler.state.meter.preemptions:
+        assert world.deliver_tier() or world.deliver(), "nobody was paused"
+    return world
+
+
+def test_a_victim_is_copied_while_the_steps_that_name_it_run(ahead: World) -> None:
+    executor = only(ahead)
+    assert executor.in_flight
+    fenced = [job for job in ahead.scheduler.state.tiers.jobs.values() if not job.up]
+    assert fenced
+    for job in fenced:
+        assert job.after_step == 0
+        assert all(executor.ledger.is_fenced(block) for block in job.blocks)
+    while ahead.scheduler.state.tiers.jobs:
+        assert ahead.deliver_tier() or ahead.deliver_copy()
+    free = executor.ledger.free_blocks
+    ahead.deliver()
+    assert executor.ledger.clean
+    assert executor.ledger.free_blocks + sum(len(s.table) for s in executor.running) >= free
+    ahead.run()
+    for number in range(4):
+        ahead.assert_answers(f"r{number}")
+    assert ahead.scheduler.state.meter.recomputed_tokens <= ahead.scheduler.state.meter.preemptions
+
+
+def test_a_plan_waits_for_a_copy_that_is_over_before_the_step_that_runs(ahead: World) -> None:
+    executor, state = only(ahead), ahead.scheduler.state
+    (flight,) = list(executor.in_flight)[:1]
+    executor.in_flight.clear()
+    executor.in_flight.append(flight)
+    flight.predicted_us, executor.pace.last_us = STEP_US, state.now_us
+    executor.costs.loop_us, executor.down.store_us = LOOP_US, STORE_US
+    assert in_time(state, executor, 1)
+    executor.down.store_us = STEP_US
+    assert not in_time(state, executor, 1), "it ends too late"
+    executor.down.store_us = STORE_US
+    state.now_us += OVERDUE * STORE_US
+    assert not in_time(state, executor, 1), "it is overdue"
+    state.now_us -= OVERDUE * STORE_US
+    executor.costs.loop_us = 0
+    assert not in_time(state, executor, 1), "nobody knows how long a plan is on its way"
+    executor.costs.loop_us = STEP_US
+    assert not in_time(state, executor, 1), "the plan would come too late"
+    executor.costs.loop_us, state.stuck = LOOP_US, ()
+    assert not in_time(state, executor, 0), "nobody waits for a place"
+    executor.in_flight.clear()
+    assert not in_time(state, executor, 1), "the device would stand still"
+
+
+def test_who_was_paused_knows_where_its_blocks_are_before_its_turn(ahead: World) -> None:
+    state = ahead.scheduler.state
+    while not any(unit.resumes and unit.answers for unit in state.waiting):
+        assert ahead.deliver_tier() or ahead.deliver_copy() or ahead.deliver(), "nobody asked"
+    (unit,) = [unit for unit in state.waiting if unit.resumes and unit.answers]
+    assert not unit.turn_us, "it asked at its turn"

@@ -1,0 +1,309 @@
+"""The tokenizer's core on a fake clock: nobody's inbox is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.text_models import served
+
+from services.tokenizer.core import (
+    ASK_AGAIN_US,
+    GIVE_UP_US,
+    RESEND_US,
+    WAIT_US,
+    Command,
+    Fail,
+    Schedulers,
+    Send,
+    Tick,
+    TokenizerCore,
+)
+from services.tokenizer.prepare import ServedModel, Submission, prepared
+from shared.errors import BadRequest
+from shared.kv_blocks import rendezvous
+from shared.messages import Accepted, Cancel, Rejected, Tokenized
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return served(tmp_path_factory.mktemp("core"))
+
+
+@pytest.fixture
+def core(model: ServedModel) -> TokenizerCore:
+    core = TokenizerCore(model)
+    core.handle(Schedulers(("s1", "s2")), 0)
+    return core
+
+
+def submission(request: str = "r1", tenant: str = "t", **fields: Any) -> Submission:
+    body = {"prompt": "Hello", "request_id": request, **fields}
+    return Submission(tenant, f"inbox.{request}", json.dumps(body).encode(), "fresh", 7, 1, "trace")
+
+
+def sent(commands: list[Command]) -> Tokenized:
+    (command,) = commands
+    assert isinstance(command, Send)
+    assert isinstance(command.message, Tokenized)
+    return command.message
+
+
+def failure(commands: list[Command]) -> tuple[str, str, int, str]:
+    fail = commands[0]
+    assert isinstance(fail, Fail)
+    return fail.inbox, fail.request, fail.error.code, fail.error.message
+
+
+def test_a_request_goes_to_one_scheduler_with_its_trace(core: TokenizerCore) -> None:
+    (command,) = core.handle(submission(), 0)
+    assert isinstance(command, Send)
+    assert (command.scheduler, command.trace) == (rendezvous("r1", ("s1", "s2")), "trace")
+    assert core.pending == 1
+    assert core.handle(Accepted(tenant="t", request="r1", attempt=1), 5) == []
+    assert core.pending == 0
+    assert core.prompt_tokens == len(sent([command]).tokens)
+
+
+def test_a_bad_request_is_answered_under_its_id(core: TokenizerCore) -> None:
+    assert failure(core.handle(submission(temperature=9), 0))[1:3] == ("r1", 400)
+    broken = dataclasses.replace(submission(), body=b"{")
+    assert failure(core.handle(broken, 0))[1:3] == ("fresh", 400)
+    assert (core.pending, core.failed, core.requests) == (0, 2, 2)
+
+
+def test_an_error_holds_nothing_of_the_request(model: ServedModel) -> None:
+    """A traceback would keep the body, of many megabytes perhaps, until the collector runs."""
+    for body in (b"nonsense", b'{"prompt": ""}', b'{"prompt": "x", "n": "y"}', rb'{"prompt": "\ud800"}'):
+        error = prepared(Submission("t", "inbox", body, "fresh", 7, 1, ""), model).outcome
+        assert isinstance(error, BadRequest)
+        assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)
+
+
+def test_without_a_scheduler_the_answer_is_503(model: ServedModel) -> None:
+    inbox, _, code, message = failure(TokenizerCore(model).handle(submission(), 0))
+    assert (inbox, code) == ("inbox.r1", 503)
+    assert message.startswith("no scheduler answers for model 'tiny'")
+
+
+def test_an_id_in_use_is_409_for_the_same_tenant_only(core: TokenizerCore) -> None:
+    core.handle(submission(), 0)
+    assert failure(core.handle(submission(), 1))[2] == 409
+    assert sent(core.handle(submission(tenant="other"), 1)).tenant == "other"
+    core.handle(Accepted(tenant="t", request="r1", attempt=1), 2)
+    assert sent(core.handle(submission(), 3)).request == "r1"
+
+
+def test_silence_is_asked_once_more_then_503_and_a_cancel(core: TokenizerCore) -> None:
+    first = sent(core.handle(submission(), 0))
+    assert core.handle(Tick(), RESEND_US - 1) == []
+    again = sent(core.handle(Tick(), RESEND_US))
+    assert again == dataclasses.replace(first, timeout_us=60_000_000 - RESEND_US)
+    assert core.handle(Tick(), GIVE_UP_US - 1) == []
+    commands = core.handle(Tick(), GIVE_UP_US)
+    assert failure(commands)[2] == 503
+    scheduler = rendezvous("r1", ("s1", "s2"))
+    assert commands[1] == Send(scheduler, Cancel(tenant="t", request="r1"), "trace")
+    assert core.pending == 0
+    assert core.handle(Accepted(tenant="t", request="r1", attempt=1), GIVE_UP_US + 1) == []
+
+
+def test_a_time_limit_shorter_than_that_is_408(core: TokenizerCore) -> None:
+    core.handle(submission(timeout_s=0.5), 0)
+    assert failure(core.handle(Tick(), 500_000))[2] == 408
+
+
+def test_a_vanished_scheduler_is_replaced_as_a_new_attempt(core: TokenizerCore) -> None:
+    core.handle(submission(), 0)
+    chosen = rendezvous("r1", ("s1", "s2"))
+    other = "s1" if chosen == "s2" else "s2"
+    assert core.handle(Schedulers(()), 10) == []
+    (command,) = core.handle(Schedulers((other,)), 20)
+    assert isinstance(command, Send)
+    assert command.scheduler == other
+    assert sent([command]).attempt == 2
+    core.handle(Accepted(tenant="t", request="r1", attempt=1), 30)  # of the vanished one, late
+    assert core.pending == 1
+    core.handle(Accepted(tenant="t", request="r1", attempt=2), 40)
+    assert core.pending == 0
+
+
+def test_after_a_death_requests_wait_for_whoever_comes_instead(core: TokenizerCore) -> None:
+    core.handle(submission(), 0)
+    assert core.handle(Schedulers((), died=True), 10) == []
+    assert core.handle(submission("r2"), 20) == []
+    assert core.handle(Tick(), WAIT_US) == []  # far over GIVE_UP_US
+    commands = core.handle(Schedulers(("s3",)), WAIT_US + 5)
+    assert [c.scheduler for c in commands if isinstance(c, Send)] == ["s3", "s3"]
+    attempts = {c.message.request: c.message.attempt for c in commands if isinstance(c.message, Tokenized)}
+    assert attempts == {"r1": 2, "r2": 1}  # nobody had been asked for r2
+
+
+def test_but_not_for_ever(core: TokenizerCore) -> None:
+    core.handle(Schedulers((), died=True), 10)
+    core.handle(submission(), 20)
+    (fail,) = core.handle(Tick(), 10 + WAIT_US)  # and no Cancel: nobody has heard of it
+    assert failure([fail])[2] == 503
+    assert failure(core.handle(submission("r2"), 11 + WAIT_US))[2] == 503
+
+
+def test_nor_longer_than_their_own_limit(core: TokenizerCore) -> None:
+    core.handle(Schedulers((), died=True), 10)
+    core.handle(submission(timeout_s=2), 20)
+    assert core.handle(Tick(), 2_000_019) == []
+    assert failure(core.handle(Tick(), 2_000_020))[2] == 408
+
+
+def test_one_that_leaves_of_its_own_accord_is_not_waited_for(core: TokenizerCore) -> None:
+    core.handle(Schedulers(()), 10)
+    assert failure(core.handle(submission(), 20))[2] == 503
+
+
+def test_a_new_scheduler_that_cannot_serve_yet_is_asked_again(core: TokenizerCore) -> None:
+    """Its executors have not said hello."""
+    core.handle(Schedulers((), died=True), 0)
+    core.handle(Schedulers(("s3",)), 0)
+    assert sent(core.handle(submission(), 10)).attempt == 1
+    refused = Rejected(tenant="t", request="r1", attempt=1, code=503, message="no executor is ready")
+    assert core.handle(refused, 20) == []
+    assert core.handle(Tick(), 20 + ASK_AGAIN_US - 1) == []
+    assert sent(core.handle(Tick(), 20 + ASK_AGAIN_US)).attempt == 2
+    late = dataclasses.replace(refused, attempt=2)
+    (fail,) = core.handle(late, WAIT_US)
+    assert failure([fail])[3] == "no executor is ready"
+
+
+def test_a_new_one_beside_others_may_stand_for_a_dead_one_that_is_not_missed_yet(core: TokenizerCore) -> None:
+    """Its executors are still with that one."""
+    core.handle(Schedulers(("s1", "s2", "s3")), 0)
+    name = next(f"r{i}" for i in range(99) if rendezvous(f"r{i}", ("s1", "s2", "s3")) == "s3")
+    assert sent(core.handle(submission(name), 10)).attempt == 1
+    refused = Rejected(tenant="t", request=name, attempt=1, code=503, message="no executor is ready")
+    assert core.handle(refused, 20) == []
+    (again,) = core.handle(Tick(), 20 + ASK_AGAIN_US)
+    assert isinstance(again, Send)
+    assert again.scheduler == rendezvous(name, ("s1", "s2"))  # not the one that has just refused
+
+
+def test_one_that_has_refused_is_not_told_to_cancel(core: TokenizerCore) -> None:
+    """It holds nothing, and would refuse the client's next try."""
+    core.handle(Schedulers(("s3",), died=True), 0)
+    core.handle(submission(), 10)
+    refused = Rejected(tenant="t", request="r1", attempt=1, code=503, message="no executor is ready")
+    core.handle(refused, WAIT_US - 100)
+    (fail,) = core.handle(Tick(), WAIT_US)
+    assert failure([fail])[2:] == (503, "no executor is ready")
+
+
+def test_other_refusals_are_final_also_then(core: TokenizerCore) -> None:
+    core.handle(Schedulers((), died=True), 0)
+    core.handle(Schedulers(("s3",)), 0)
+    core.handle(submission(), 10)
+    refused = Rejected(tenant="t", request="r1", attempt=1, code=400, message="too long")
+    assert failure(core.handle(refused, 20))[2] == 400
+
+
+def test_a_rejection_reaches_the_client(core: TokenizerCore) -> None:
+    core.handle(submission(), 0)
+    answer = Rejected(tenant="t", request="r1", attempt=1, code=429, message="full", retry_after_ms=250)
+    (fail,) = core.handle(answer, 1)
+    assert isinstance(fail, Fail)
+    assert (fail.error.code, fail.error.message, fail.error.retry_after_ms) == (429, "full", 250)
+    assert core.handle(answer, 2) == []
+
+
+def test_a_cancel_of_a_pending_request_is_499(core: TokenizerCore) -> None:
+    core.handle(submission(), 0)
+    assert core.handle(Cancel(tenant="other", request="r1"), 1) == []
+    assert failure(core.handle(Cancel(tenant="t", request="r1"), 1))[2] == 499
+    assert core.handle(Cancel(tenant="t", request="r1"), 1) == []
+
+
+class Intake(RuleBasedStateMachine):
+    """Every request gets exactly one of: a scheduler's acceptance, or an error on its inbox."""
+
+    model: ServedModel
+
+    @initialize()
+    def begin(self) -> None:
+        self.core = TokenizerCore(self.model)
+        self.now_us = 0
+        self.waiting: dict[str, int] = {}  # request -> attempt last sent
+        self.count = 0
+
+    def apply(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Fail):
+                if command.error.code != 409:
+                    self.waiting.pop(command.request)
+            elif isinstance(command.message, Tokenized):
+                assert command.scheduler in self.live
+                assert command.message.request in self.waiting
+                self.waiting[command.message.request] = command.message.attempt
+
+    live: tuple[str, ...] = ()
+
+    @rule(live=st.sets(st.sampled_from(["s1", "s2", "s3"])), died=st.booleans())
+    def schedulers(self, live: set[str], died: bool) -> None:
+        self.live = tuple(sorted(live))
+        self.apply(self.core.handle(Schedulers(self.live, died), self.now_us))
+
+    @rule()
+    def request(self) -> None:
+        self.count += 1
+        self.waiting[f"r{self.count}"] = 0
+        self.apply(self.core.handle(submission(f"r{self.count}"), self.now_us))
+
+    @rule(by=st.sampled_from([1000, ASK_AGAIN_US, RESEND_US, GIVE_UP_US, WAIT_US]))
+    def pass_time(self, by: int) -> None:
+        self.now_us += by
+        self.apply(
+            [
+                c
+                for c in self.core.handle(Tick(), self.now_us)
+                if isinstance(c, Fail) or c.scheduler in self.live
+            ]
+        )
+
+    @rule(
+        pick=st.integers(0, 99),
+        attempt=st.integers(0, 1),
+        accept=st.booleans(),
+        code=st.sampled_from([429, 503]),
+    )
+    def answer(self, pick: int, attempt: int, accept: bool, code: int) -> None:
+        asked = sorted(name for name, tried in self.waiting.items() if tried)
+        if not asked:
+            return
+        name = asked[pick % len(asked)]
+        tried = self.waiting[name] - attempt
+        if accept:
+            self.core.handle(Accepted(tenant="t", request=name, attempt=tried), self.now_us)
+            if attempt == 0:
+                del self.waiting[name]
+        else:
+            rejected = Rejected(tenant="t", request=name, attempt=tried, code=code, message="full")
+            self.apply(self.core.handle(rejected, self.now_us))
+
+    @rule(pick=st.integers(0, 99))
+    def cancel(self, pick: int) -> None:
+        if self.waiting:
+            name = sorted(self.waiting)[pick % len(self.waiting)]
+            self.apply(self.core.handle(Cancel(tenant="t", request=name), self.now_us))
+
+    @invariant()
+    def nobody_is_forgotten(self) -> None:
+        if hasattr(self, "core"):
+            assert self.core.pending == len(self.waiting)
+
+
+def test_no_request_is_forgotten(model: ServedModel) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    machine = type("IntakeOfTiny", (Intake,), {"model": model})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, deadline=None))

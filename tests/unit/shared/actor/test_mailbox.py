@@ -1,0 +1,209 @@
+"""An actor's mailbox: incarnations, lost and damaged messages, what is too long, who comes back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from support.actor_fleet import INTERVAL_US, Fleet, Recorder, cancel, watched_fleet
+
+from shared import codec
+from shared.actor.mailbox import REMIND_BEATS, RETIRED_US
+from shared.actor.membership import MISSED_BEATS
+from shared.actor.stream import ANNOUNCEMENTS
+from shared.codec import Envelope
+from shared.errors import PayloadTooLarge
+from shared.messages import Accepted, Beat, Message, Open, Resend, StreamReset, ints
+from shared.nats.interface import BusFault
+from shared.nats.memory import MemoryBus
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with watched_fleet() as fleet:
+        yield fleet
+
+
+async def test_a_new_incarnation_is_announced_before_its_messages(fleet: Fleet) -> None:
+    actor = Recorder()
+    runtime = await fleet.started(actor)
+    fleet.put(Envelope("scheduler.s", 5, 1, cancel("a")))
+    fleet.put(Envelope("scheduler.s", 6, 1, cancel("b")))
+    fleet.put(Envelope("scheduler.s", 5, 2, cancel("late")))
+    await fleet.broker.settle()
+    assert [t for t in actor.told if t[0] in ("receive", "restart")] == [
+        ("receive", "a"),
+        ("restart", "scheduler.s"),
+        ("receive", "b"),
+    ]
+    assert runtime.port.epoch_of("scheduler.s") == 6
+    assert runtime.port.epoch_of("scheduler.nobody") == 0
+
+
+async def test_a_beat_of_a_new_incarnation_announces_it_as_well_and_only_once(fleet: Fleet) -> None:
+    actor = Recorder()
+    await fleet.started(actor)
+    await fleet.started(Recorder("scheduler"), "s")
+    again = await fleet.started(Recorder("scheduler"), "s")
+    fleet.put(Envelope("scheduler.s", again.port.epoch, 1, cancel("a")))
+    old = Beat(kind="scheduler", actor="s", host_id="h", state="draining")
+    fleet.outside.publish("hr.f.beat.scheduler.s", codec.encode(Envelope("scheduler.s", 1, 0, old)))
+    await fleet.broker.settle()
+    assert actor.of("restart") == ["scheduler.s"]
+    assert actor.of("receive") == ["a"]
+    assert actor.of("peer").count("scheduler.s draining") == 0
+
+
+async def test_messages_outside_a_stream_need_no_order(fleet: Fleet) -> None:
+    actor = Recorder()
+    await fleet.started(actor)
+    fleet.put(Envelope("client.c", 1, 0, cancel("a")))
+    fleet.put(Envelope("client.c", 1, 0, cancel("a")))
+    await fleet.broker.settle()
+    assert actor.of("receive") == ["a", "a"]
+
+
+async def test_junk_in_the_mailbox_is_counted_and_dropped(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = await fleet.started(Recorder())
+    fleet.outside.publish("hr.f.executor.a.in.Junk", b"junk")
+    parts = list(codec.split(long_open()))
+    fleet.put(Envelope("scheduler.s", 1, 1, parts[1]))
+    await fleet.broker.settle()
+    assert runtime.port.wire_errors == 2
+    assert "dropped 4 bytes on hr.f.executor.a.in.Junk" in caplog.text
+    assert "dropped a message of scheduler.s: part 1 of Open does not follow" in caplog.text
+
+
+async def test_halves_of_two_messages_are_never_joined(fleet: Fleet) -> None:
+    actor = Recorder()
+    runtime = await fleet.started(actor)
+    first, second = codec.split(long_open())
+    fleet.put(Envelope("scheduler.s", 1, 1, first))
+    fleet.put(Envelope("scheduler.s", 1, 0, StreamReset(next_seq=4, lost=True)))
+    fleet.put(Envelope("scheduler.s", 1, 4, second))
+    fleet.put(Envelope("scheduler.s", 1, 5, cancel("next")))
+    await fleet.broker.settle()
+    assert actor.of("lost") == ["scheduler.s"]
+    assert actor.of("receive") == ["next"]
+    assert runtime.port.wire_errors == 1
+
+
+async def test_who_comes_back_is_told_again_how_far_its_stream_has_come(fleet: Fleet) -> None:
+    """The lost tail and all its announcements were lost: without another, nobody would ever know."""
+    sender = await fleet.started(Recorder("scheduler"), "s")
+    actor = Recorder()
+    receiver = await fleet.started(actor)
+    sender.port.send("executor.a", cancel("one"))
+    await fleet.broker.settle()
+    fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
+    sender.port.send("executor.a", cancel("two"))
+    for _ in range(MISSED_BEATS + 1):
+        fleet.clock.advance(INTERVAL_US)
+        sender.beat()
+        await fleet.broker.settle()
+        sender.upkeep()
+        receiver.upkeep()
+    await fleet.broker.settle()
+    assert (actor.of("receive"), actor.of("lost")) == (["one"], [])
+    receiver.beat()
+    await fleet.broker.settle()
+    fleet.clock.advance(INTERVAL_US)
+    sender.upkeep()
+    await fleet.broker.settle()
+    assert (actor.of("receive"), actor.of("lost")) == (["one"], ["scheduler.s"])
+
+
+def long_open() -> Message:
+    return Open(seq=1, request="r", attempt=0, tenant="t", model="m", inbox="i", tokens=ints(range(20_000)))
+
+
+async def test_a_message_over_the_limit_is_refused_before_it_takes_a_number(fleet: Fleet) -> None:
+    sender = await fleet.started(Recorder("scheduler"), "s")
+    receiver = Recorder()
+    await fleet.started(receiver)
+    with pytest.raises(PayloadTooLarge):
+        sender.port.send("executor.a", Accepted(tenant="t", request="r" * 70_000, attempt=0))
+    sender.port.send("executor.a", cancel("next"))
+    await fleet.broker.settle()
+    assert receiver.of("receive") == ["next"]
+
+
+async def test_a_source_that_vanished_long_ago_is_forgotten(fleet: Fleet) -> None:
+    runtime = await fleet.started(Recorder())
+    fleet.put(Envelope("scheduler.s", 5, 1, cancel("a")))
+    await fleet.broker.settle()
+    fleet.clock.advance(RETIRED_US)
+    runtime.port.upkeep()
+    assert runtime.port.epoch_of("scheduler.s") == 5
+    fleet.clock.advance(1)
+    runtime.port.upkeep()
+    assert runtime.port.epoch_of("scheduler.s") == 0
+
+
+async def test_a_resend_for_a_stream_that_never_was_is_answered_with_nothing(fleet: Fleet) -> None:
+    actor = Recorder()
+    runtime = await fleet.started(actor)
+    got: list[str] = []
+    await fleet.outside.subscribe("hr.f.scheduler.s.in.*", lambda d: got.append(d.subject))
+    fleet.put(Envelope("scheduler.s", 5, 0, Resend(first_seq=4)))
+    await fleet.broker.settle()
+    runtime.port.forget("scheduler.nobody")
+    assert got == []
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fleet: Fleet, who: str) -> None:
+    """A broker that hangs for a while before it dies takes all of them along."""
+    actor, sender = Recorder(), Recorder("scheduler")
+    receiving = await fleet.started(actor)
+    sending = await fleet.started(sender, "s")
+    sending.port.send("executor.a", cancel("one"))
+    await fleet.broker.settle()
+    fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
+    sending.port.send("executor.a", cancel("two"))
+    for _ in range(2 * ANNOUNCEMENTS):
+        await everybody_beats(fleet)
+    assert actor.of("receive") == ["one"]
+    bus = {"sender": sending, "receiver": receiving}[who].bus
+    assert isinstance(bus, MemoryBus)
+    bus.report(BusFault("reconnected", "back"))
+    await everybody_beats(fleet)
+    assert actor.of("receive", "lost") == ["one", "two"]
+
+
+async def test_a_tail_lost_with_its_announcements_shows_in_the_end(fleet: Fleet) -> None:
+    """Nobody was cut off: the reader's mailbox overflowed, say."""
+    actor = Recorder()
+    await fleet.started(actor)
+    sending = await fleet.started(Recorder("scheduler"), "s")
+    fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
+    sending.port.send("executor.a", cancel("one"))
+    for _ in range(REMIND_BEATS + 1):
+        await everybody_beats(fleet)
+    assert actor.of("receive", "lost") == ["one"]
+
+
+async def test_reconnecting_brings_nothing_twice(fleet: Fleet) -> None:
+    actor = Recorder()
+    receiving = await fleet.started(actor)
+    sending = await fleet.started(Recorder("scheduler"), "s")
+    for name in ("one", "two"):
+        sending.port.send("executor.a", cancel(name))
+    await fleet.broker.settle()
+    for runtime in (receiving, sending):
+        assert isinstance(runtime.bus, MemoryBus)
+        runtime.bus.report(BusFault("reconnected", "back"))
+        await everybody_beats(fleet)
+    assert actor.of("receive", "lost") == ["one", "two"]
+
+
+async def everybody_beats(fleet: Fleet) -> None:
+    fleet.clock.advance(INTERVAL_US)
+    for runtime in fleet.runtimes:
+        runtime.beat()
+    await fleet.broker.settle()
+    for runtime in fleet.runtimes:
+        runtime.upkeep()
+    await fleet.broker.settle()

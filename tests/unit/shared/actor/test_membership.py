@@ -1,0 +1,79 @@
+"""Who is alive: beats come, stop coming, and belong to incarnations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shared.actor.membership import Peers
+from shared.messages import Beat
+
+BEAT = Beat(kind="executor", actor="e0", host_id="h", state="ready", model="m", interval_us=100)
+
+
+def test_news_are_a_new_actor_incarnation_state_or_arena() -> None:
+    peers = Peers()
+    told = [
+        peers.hear(5, BEAT, 0),
+        peers.hear(5, BEAT, 1),
+        peers.hear(5, replace(BEAT, load=(("rows", 3),)), 2),
+        peers.hear(5, replace(BEAT, state="draining"), 3),
+        peers.hear(6, replace(BEAT, state="draining"), 4),
+        peers.hear(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1), 5),
+    ]
+    assert told == [True, False, False, True, True, True]
+
+
+def test_a_past_incarnation_is_not_heard() -> None:
+    peers = Peers()
+    peers.hear(6, BEAT, 0)
+    assert not peers.hear(5, replace(BEAT, state="draining"), 1)
+    peer = peers.get("executor.e0")
+    assert peer is not None
+    assert (peer.epoch, peer.beat.state, peer.heard_us) == (6, "ready", 0)
+
+
+def test_three_missed_beats_of_its_own_interval_end_a_peer() -> None:
+    peers = Peers()
+    peers.hear(1, BEAT, 0)
+    peers.hear(1, replace(BEAT, actor="slow", interval_us=1000), 0)
+    assert peers.expire(300) == []
+    assert [p.source for p in peers.expire(301)] == ["executor.e0"]
+    assert peers.get("executor.e0") is None
+    assert peers.expire(301) == []
+    assert peers.hear(1, BEAT, 302), "the same incarnation comes back: news again"
+
+
+def test_who_says_goodbye_is_gone_at_once() -> None:
+    peers = Peers()
+    for actor, state in (("b", "stopped"), ("a", "failed"), ("c", "draining")):
+        peers.hear(1, replace(BEAT, actor=actor, state=state), 0)
+    assert [p.source for p in peers.expire(0)] == ["executor.a", "executor.b"]
+    assert peers.get("executor.c") is not None
+
+
+def test_pardon_starts_the_silence_anew() -> None:
+    peers = Peers()
+    peers.hear(1, BEAT, 0)
+    peers.pardon(10_000)
+    assert peers.expire(10_300) == []
+    assert len(peers.expire(10_301)) == 1
+
+
+def test_ready_lists_by_kind_and_model() -> None:
+    peers = Peers()
+    peers.hear(1, replace(BEAT, actor="b"), 0)
+    peers.hear(1, replace(BEAT, actor="a", model="other"), 0)
+    peers.hear(1, replace(BEAT, actor="c", state="starting"), 0)
+    peers.hear(1, replace(BEAT, kind="tokenizer", actor="t"), 0)
+    assert peers.ready("executor") == ["a", "b"]
+    assert peers.ready("executor", "m") == ["b"]
+    assert peers.ready("scheduler") == []
+
+
+def test_models_are_those_of_ready_actors() -> None:
+    peers = Peers()
+    peers.hear(1, replace(BEAT, actor="b"), 0)
+    peers.hear(1, replace(BEAT, actor="a", model="other"), 0)
+    peers.hear(1, replace(BEAT, actor="c", model="third", state="starting"), 0)
+    peers.hear(1, replace(BEAT, actor="d", model=""), 0)
+    assert peers.models("executor") == ["m", "other"]

@@ -1,0 +1,286 @@
+"""Text to ids and back, against plain-Python BPE, the gguf library and Hugging Face's own decoder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.text_models import (
+    CONTROLS,
+    TEMPLATE,
+    plain_bpe,
+    trained,
+    write_bpe_gguf,
+    write_hf_folder,
+    write_sentencepiece_gguf,
+)
+from tokenizers import decoders
+
+from shared.errors import SetupError
+from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, ModelFiles, resolve, served_name
+from shared.vocab.gguf import read_metadata
+from shared.vocab.vocab_files import gguf_parts, pre_tokenizer
+from shared.vocab.vocabulary import Vocabulary, byte_characters, load_vocabulary
+
+TOKENS, MERGES = trained()
+TRICKY = [
+    "Hello, world!  two  spaces\n\n\ttabs \r\n end ",
+    "日本語のテキスト、漢字とかな。中文 한국어",
+    "🎉🚀👩‍💻 e\u0301 ½ ² Ⅳ ٣٤ 12345 3.14",
+    "it's we'll THEY'VE don't",
+    "",
+]
+TEXTS = st.text(
+    alphabet=st.one_of(st.sampled_from(" \n'a1Zé½漢🎉٣"), st.characters(exclude_categories=["Cs"]))
+)
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    path = write_bpe_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf")
+    return load_vocabulary(ModelFiles("m", path))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    path = write_hf_folder(tmp_path_factory.mktemp("hf") / "model")
+    return load_vocabulary(ModelFiles("model", path))
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_bpe_equals_plain_python(smollm: Vocabulary, folder: Vocabulary, text: str) -> None:
+    assert smollm.encode(text) == plain_bpe(text, TOKENS, MERGES, single_digits=True)
+    assert folder.encode(text) == plain_bpe(text, TOKENS, MERGES, single_digits=False)
+
+
+@given(TEXTS)
+def test_bpe_equals_plain_python_on_any_text(smollm: Vocabulary, text: str) -> None:
+    ids = smollm.encode(text)
+    assert ids == plain_bpe(text, TOKENS, MERGES, single_digits=True)
+    assert smollm.decode(ids) == text
+
+
+@given(st.lists(st.integers(3, len(TOKENS) - 1)))
+def test_decode_equals_hugging_face(smollm: Vocabulary, ids: list[int]) -> None:
+    assert smollm.decode(ids) == decoders.ByteLevel().decode([TOKENS[i] for i in ids])
+
+
+def test_control_tokens_are_text_unless_asked_for(smollm: Vocabulary) -> None:
+    text = "<|im_start|>hi<|im_end|>"
+    plain = smollm.encode(text)
+    assert not set(plain) & {0, 1, 2}
+    assert smollm.decode(plain) == text
+    ids = smollm.encode(text, special=True)
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert smollm.decode(ids) == "hi"
+
+
+@pytest.mark.parametrize("name", ["smollm", "folder"])
+def test_facts(name: str, request: pytest.FixtureRequest) -> None:
+    vocabulary: Vocabulary = request.getfixturevalue(name)
+    assert vocabulary.size == len(TOKENS)
+    assert vocabulary.special_tokens == {token: i for i, token in enumerate(CONTROLS)}
+    assert (vocabulary.bos_token, vocabulary.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert vocabulary.eos_ids == ((2,) if name == "smollm" else (2, 0))
+    assert (vocabulary.chat_template, vocabulary.context_tokens) == (TEMPLATE, 128)
+    assert vocabulary.prefix_ids == ()
+    assert vocabulary.token_bytes[1] == b""
+
+
+def test_equal_vocabularies_have_equal_digests(
+    smollm: Vocabulary, folder: Vocabulary, tmp_path: Path
+) -> None:
+    other = load_vocabulary(ModelFiles("s", write_sentencepiece_gguf(tmp_path / "s.gguf", {"▁a": -1.0})))
+    assert smollm.digest == folder.digest
+    assert other.digest != smollm.digest
+
+
+def test_byte_characters_are_those_of_the_tokenizers_library() -> None:
+    assert sorted(byte_characters()) == sorted(pre_alphabet())
+    assert byte_characters()[ord(" ")] == "Ġ"
+
+
+def pre_alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel.alphabet()
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("gpt-2", "It's 1234 a  b", ["It", "'s", "Ġ1234", "Ġa", "Ġ", "Ġb"]),
+        ("smollm", "a 1234", ["a", "Ġ", "1", "2", "3", "4"]),
+        ("llama-bpe", "It'S 1234567 a\n\n b", ["It", "'S", "Ġ", "123", "456", "7", "Ġa", "ĊĊ", "Ġb"]),
+        ("qwen2", "x1234 (y)", ["x", "1", "2", "3", "4", "Ġ(", "y", ")"]),
+    ],
+)
+def test_words_of_each_family(pre: str, text: str, words: list[str]) -> None:
+    assert [word for word, _ in pre_tokenizer(pre).pre_tokenize_str(text)] == words
+
+
+def test_an_unknown_pre_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"'viking'.*llama-bpe.*tokenizer\.json"):
+        load_vocabulary(ModelFiles("m", write_bpe_gguf(tmp_path / "m.gguf", pre="viking")))
+
+
+# ---- SentencePiece ------------------------------------------------------------------------------
+
+PIECES = {
+    "▁": -1.0, "h": -9.0, "e": -9.0, "l": -9.0, "o": -9.0, "t": -9.0, "he": -3.0, "▁t": -2.0, "the": -5.0,
+    "▁the": -4.0, "ll": -2.5, "hell": -6.0, "▁hello": -7.0, "lo": -2.2, "hello": -8.0, "el": -2.1,
+}  # fmt: skip
+
+
+def highest_score_first(text: str) -> list[str]:
+    """SentencePiece BPE as in llama.cpp: merge the neighbours whose whole scores highest, leftmost first."""
+    symbols = list("▁" + text.replace(" ", "▁"))
+    while True:
+        scored = [
+            (-PIECES[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in PIECES
+        ]
+        if not scored:
+            return symbols
+        _, at = min(scored)
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    path = write_sentencepiece_gguf(tmp_path_factory.mktemp("sp") / "s.gguf", PIECES)
+    return load_vocabulary(ModelFiles("s", path))
+
+
+@given(st.text(alphabet="helot ", min_size=1))
+def test_sentencepiece_equals_score_merging(sentencepiece: Vocabulary, text: str) -> None:
+    names = [list(PIECES)[i - 259] for i in sentencepiece.encode(text)]
+    assert names == highest_score_first(text)
+
+
+@given(TEXTS)
+def test_sentencepiece_round_trip_with_byte_fallback(sentencepiece: Vocabulary, text: str) -> None:
+    if "▁" not in text:  # SentencePiece cannot tell it from a space
+        assert sentencepiece.decode(sentencepiece.encode(text)) == text
+
+
+def test_sentencepiece_facts(sentencepiece: Vocabulary) -> None:
+    assert sentencepiece.prefix_ids == (1,)
+    assert sentencepiece.strips_leading_space
+    assert sentencepiece.token_bytes[3 + 0xE9] == b"\xe9"
+    assert sentencepiece.chat_template == ""
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def test_metadata_equals_the_gguf_library(tmp_path: Path) -> None:
+    path = write_bpe_gguf(tmp_path / "m.gguf")
+    fields = gguf.GGUFReader(path).fields
+    expected = {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
+    assert read_metadata(path) == expected
+
+
+def test_all_value_types(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    values = {"u8": 7, "i8": -7, "u16": 9, "i16": -9, "u32": 1, "i32": -1, "u64": 2**40, "i64": -(2**40)}
+    for name, value in values.items():
+        long_name = name.replace("u", "uint") if name[0] == "u" else name.replace("i", "int")
+        getattr(writer, f"add_{long_name}")(name, value)
+    writer.add_float32("f32", 0.5)
+    writer.add_float64("f64", 0.1)
+    writer.add_bool("yes", True)
+    writer.add_array("flags", [True, False])
+    writer.add_array("floats", [0.5, 0.25])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    expected = {**values, "f32": 0.5, "f64": 0.1, "yes": True, "flags": [True, False], "floats": [0.5, 0.25]}
+    assert {k: v for k, v in read_metadata(tmp_path / "t.gguf").items() if k in expected} == expected
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 200, -3])
+def test_a_cut_gguf_file_is_a_setup_error(tmp_path: Path, keep: int) -> None:
+    path = write_bpe_gguf(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(SetupError, match="GGUF"):
+        read_metadata(path)
+
+
+def test_resolve_finds_paths_names_and_hub_ids(tmp_path: Path) -> None:
+    file = write_bpe_gguf(tmp_path / "tiny.gguf")
+    assert resolve(str(file), tmp_path) == ModelFiles("tiny", file)
+    cached = tmp_path / "models" / CATALOGUE[DEFAULT_MODEL].file
+    cached.parent.mkdir()
+    cached.write_bytes(file.read_bytes())
+    assert resolve(DEFAULT_MODEL, tmp_path) == ModelFiles(DEFAULT_MODEL, cached)
+    hub = write_hf_folder(tmp_path / "models" / "owner--name")
+    assert resolve("owner/name", tmp_path) == ModelFiles("owner/name", hub)
+    assert served_name(str(hub)) == "owner--name"
+
+
+def test_missing_models_say_how_to_get_them(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=rf"{tmp_path}/models/.*`headrace pull {DEFAULT_MODEL}`"):
+        resolve(DEFAULT_MODEL, tmp_path)
+    with pytest.raises(SetupError, match=r"there is no model at /nowhere/x\.gguf"):
+        resolve("/nowhere/x.gguf", tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SetupError, match=r"no config\.json"):
+        resolve(str(tmp_path / "empty"), tmp_path)
+
+
+def test_unreadable_vocabularies_are_setup_errors(tmp_path: Path) -> None:
+    folder = write_hf_folder(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(SetupError, match="not valid JSON"):
+        load_vocabulary(ModelFiles("m", folder))
+    (folder / "tokenizer_config.json").unlink()
+    source = (folder / "tokenizer.json").read_text()
+    body = {**json.loads(source), "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
+    (folder / "tokenizer.json").write_text(json.dumps(body))
+    with pytest.raises(SetupError, match="WordPiece"):
+        load_vocabulary(ModelFiles("m", folder))
+    (folder / "tokenizer.json").write_text(source[:100])
+    with pytest.raises(SetupError, match="is not a tokenizer"):
+        load_vocabulary(ModelFiles("m", folder))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(SetupError, match=r"no tokenizer\.json"):
+        load_vocabulary(ModelFiles("m", folder))
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "bert")
+    writer.add_tokenizer_model("bert")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(SetupError, match="'bert'"):
+        load_vocabulary(ModelFiles("b", tmp_path / "b.gguf"))
+
+
+def test_other_files_and_value_types_are_setup_errors(tmp_path: Path) -> None:
+    path = write_bpe_gguf(tmp_path / "m.gguf")
+    data = path.read_bytes()
+    for damaged in (b"GGML" + data[4:], data[:4] + b"\x01" + data[5:], data.replace(b"smollm", b"\xff" * 6)):
+        path.write_bytes(damaged)
+        with pytest.raises(SetupError, match="GGUF"):
+            read_metadata(path)
+    key = (21).to_bytes(8, "little") + b"general.architecture."
+    path.write_bytes(data[:16] + (1).to_bytes(8, "little") + key + (99).to_bytes(4, "little"))
+    with pytest.raises(SetupError, match="unknown value type 99"):
+        read_metadata(path)
+
+
+def test_tokens_outside_the_byte_alphabet_are_their_own_text(tmp_path: Path) -> None:
+    parts = gguf_parts(write_bpe_gguf(tmp_path / "m.gguf"))
+    odd = ["漢字", "two words", "Ġa", "\xad"]
+    fields = {name: getattr(parts, name) for name in parts.__slots__} | {
+        "tokens": odd,
+        "special": frozenset(),
+    }
+    vocabulary = Vocabulary(type(parts)(**fields))
+    assert vocabulary.token_bytes == ["漢字".encode(), b"two words", b" a", "\xad".encode()]
+    assert vocabulary.decode([0, 2]) == decoders.ByteLevel().decode([odd[0], odd[2]])
+    with pytest.raises(SetupError, match="empty"):
+        Vocabulary(type(parts)(**(fields | {"tokens": []})))
