@@ -1,8 +1,11 @@
-"""The detokenizer's shell: the mailbox to the core, its frames to the clients.
+"""The detokenizer actor gives its mailbox to the core, and sends the core's frames to the clients.
 
-Frames are built once per turn of the event loop, so a detokenizer that lags behind its mailbox
-merges the steps it finds waiting; while more than `backlog_limit_bytes` wait to leave this process
-none are built at all, except the last one of a request.
+Frames are built once per turn of the event loop, so a detokenizer that lags behind its mailbox merges the
+steps that wait there. While more than `backlog_limit_bytes` wait to leave this process no frame is built,
+except the last one of a request.
+
+Beside the core stand `Readers`, which hears of the clients, `Endings`, which sees the last frame of a request
+leave, and `answer`, which turns ids into text by request and reply.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 log = logging.getLogger("headrace.detokenizer")
 
 LOOK_AGAIN_S = 0.02  # how soon a full backlog is looked at again
+TURNS = 2  # of the event loop after a last frame: one for the writer of the bus, one for its flusher
+SMALL_BYTES = 65_536  # leave in one write; there is always something under way on a busy bus
+MAX_LOOKS = 100  # then the broker takes nothing, and others have noticed
+MAX_QUESTION_BYTES = 1_048_576  # answered on the event loop: some 50 ms of it
 
 
 class DetokenizerActor(Actor):
@@ -176,49 +183,9 @@ def tell(port: Port, command: Tell) -> Rejected | None:
     return None
 
 
-def build(settings: Settings) -> DetokenizerActor:
-    """The detokenizer that the configuration asks for. Raises SetupError."""
-    vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
-    vocabulary.decode([])  # builds the table now rather than at the first request
-    name = settings.model_name or served_name(settings.model)
-    return DetokenizerActor(vocabulary, name, settings.backlog_limit_bytes)
-
-
-MAX_QUESTION_BYTES = 1_048_576  # answered on the event loop: some 50 ms of it
-
-
-def answer(bus: Bus, model: str, vocabulary: Vocabulary, asked: Delivery) -> None:
-    """Reply with the text of the ids in `asked`, or a typed error."""
-    if not subjects.is_inbox(asked.reply):
-        return
-    try:
-        bus.publish(asked.reply, to_json({"model": model, "text": decode_body(asked.data, vocabulary)}))
-    except HeadraceError as error:  # the text may be over the server's limit, too
-        bus.publish(asked.reply, error_reply(error, "", ""), headers=end_headers(error))
-
-
-def decode_body(data: bytes, vocabulary: Vocabulary) -> str:
-    """The text that a `detokenize` request asks for: `{"tokens": [ids]}`. Raises BadRequest,
-    PayloadTooLarge."""
-    if len(data) > MAX_QUESTION_BYTES:
-        raise PayloadTooLarge(
-            f"a question of {len(data)} bytes is over {MAX_QUESTION_BYTES}: ask in smaller parts",
-            param="tokens",
-        )
-    try:
-        tokens = json.loads(data)["tokens"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise BadRequest('send {"tokens": [1, 2, 3]}', param="tokens") from None
-    valid = isinstance(tokens, list) and all(type(t) is int and 0 <= t < vocabulary.size for t in tokens)
-    if not valid:
-        raise BadRequest(
-            f"`tokens`: a list of ids from 0 to {vocabulary.size - 1} is expected", param="tokens"
-        )
-    return vocabulary.decode(tokens)
-
-
 class Readers:
-    """What comes from clients, to the core."""
+    """Tells the core what the bus shows of the readers of this shard's streams: a reader has gone, cancels,
+    or is back."""
 
     def __init__(self, port: Port, core: DetokenizerCore, run: Callable[[list[Command]], None]) -> None:
         self._port = port
@@ -228,7 +195,7 @@ class Readers:
         self._replaying = False
 
     async def listen(self) -> None:
-        """Subscribe to the news of them."""
+        """Subscribe to the news of the readers."""
         await self._port.bus.subscribe(subjects.gone_all(self._port.actor), self._on_gone)
         await self._port.bus.subscribe(subjects.CANCEL_ALL, self._on_cancel)
 
@@ -272,14 +239,12 @@ class Readers:
             self._core.orphans.cancelled(*names)
 
 
-TURNS = 2  # of the event loop: one for the writer of the bus, one for its flusher
-SMALL_BYTES = 65_536  # leave in one write; there is always something under way on a busy bus
-
-MAX_LOOKS = 100  # then the broker takes nothing, and others have noticed
-
-
 class Endings:
-    """Requests whose last frame is on its way out of this process."""
+    """Requests whose last frame is on its way out of this process.
+
+    The detokenizer has the last stamp of every request. When the frame has left, it tells the scheduler (in
+    Ended), and it sends the spans of a request that is traced.
+    """
 
     def __init__(self, port: Port, on_empty: Callable[[], None]) -> None:
         self._port = port
@@ -342,3 +307,41 @@ def facts_of(request: RequestText, reply: Reply, detokenizer: str) -> RequestFac
         reply=reply,
         error=request.error,
     )
+
+
+def answer(bus: Bus, model: str, vocabulary: Vocabulary, asked: Delivery) -> None:
+    """Reply to `headrace.v1.detokenize.…` with the text of the ids in `asked`, or a typed error."""
+    if not subjects.is_inbox(asked.reply):
+        return
+    try:
+        bus.publish(asked.reply, to_json({"model": model, "text": decode_body(asked.data, vocabulary)}))
+    except HeadraceError as error:  # the text may be over the server's limit, too
+        bus.publish(asked.reply, error_reply(error, "", ""), headers=end_headers(error))
+
+
+def decode_body(data: bytes, vocabulary: Vocabulary) -> str:
+    """The text that a `detokenize` request asks for: `{"tokens": [ids]}`. Raises BadRequest,
+    PayloadTooLarge."""
+    if len(data) > MAX_QUESTION_BYTES:
+        raise PayloadTooLarge(
+            f"a question of {len(data)} bytes is over {MAX_QUESTION_BYTES}: ask in smaller parts",
+            param="tokens",
+        )
+    try:
+        tokens = json.loads(data)["tokens"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise BadRequest('send {"tokens": [1, 2, 3]}', param="tokens") from None
+    valid = isinstance(tokens, list) and all(type(t) is int and 0 <= t < vocabulary.size for t in tokens)
+    if not valid:
+        raise BadRequest(
+            f"`tokens`: a list of ids from 0 to {vocabulary.size - 1} is expected", param="tokens"
+        )
+    return vocabulary.decode(tokens)
+
+
+def build(settings: Settings) -> DetokenizerActor:
+    """The detokenizer that the configuration asks for. Raises SetupError."""
+    vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
+    vocabulary.decode([])  # builds the table now rather than at the first request
+    name = settings.model_name or served_name(settings.model)
+    return DetokenizerActor(vocabulary, name, settings.backlog_limit_bytes)

@@ -1,4 +1,7 @@
-"""Who is open on this shard: requests by key and number, sequences by scheduler and number."""
+"""An `OpenTable` holds the open requests of one shard. The commands are what the core tells its shell to do.
+
+A request is found by its key or its number, a sequence by its scheduler and its number there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""One request as the detokenizer sees it: its choices, and when they are all closed its end."""
+"""A `RequestText` is the reply of one request: its choices, the bytes that its client gets, and its end.
+
+The shapes follow the OpenAI API; a stream frame adds what NATS needs:
+
+    accepted  {"type":"accepted","request_id","attempt","frame","model","created"}
+    delta     {"type":"delta","request_id","attempt","frame","choices":[
+                  {"index","first","count","delta":{"role"?,"content"},"finish_reason":null}]}
+    done      {"type":"done","request_id","attempt","frame","model","created","choices":[
+                  {"index","tokens","finish_reason"}],"usage","timings"}
+    error     {"type":"error","request_id","attempt","frame","error":{…}}
+
+A completion has `"text"` in the place of `"delta"`; choices that asked for it have `"logprobs"`. The
+concatenated texts of a choice are its whole answer. `done` and `error` carry the header `Headrace-End: 1`.
+Deltas are the hot path, so their JSON is put together by hand around the escaped text.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +29,7 @@ from shared.replies import error_reply, to_json
 from shared.vocab.vocabulary import Vocabulary
 
 MAX_SENT = 256  # pieces kept for a reader that missed them; then they become one: 200 bytes a piece add up
+REPLAYS = 1_000  # attempts that one detokenizer may begin: the next one's are higher than all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +168,6 @@ class RequestText:
 def slowest(timings: Iterable[Timings]) -> Timings:
     """The timings of the choice that took longest."""
     return max(timings, key=lambda t: t.queue_us + t.prefill_us + t.decode_us)
-
-
-REPLAYS = 1_000  # attempts that one detokenizer may begin: the next one's are higher than all of them
 
 
 class FrameMaker:

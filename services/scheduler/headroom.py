@@ -1,8 +1,8 @@
-"""Room for growth: how many blocks admission leaves free for what the running sequences will need.
+"""Admission asks here what a unit needs of an executor, and how many blocks must stay free.
 
-Who runs goes first: what the rows of the next step lack is never given to one that joins, or each that joins
-would push out another at once. And admission that looks at present needs alone pauses sequence after sequence
-later on.
+The running sequences go first: what the rows of the next step lack is never given to one that joins, or each
+that joins would push out another at once. And admission that looks at present needs alone pauses sequence
+after sequence later on.
 
 Of a sequence that an end-of-sequence token may end, a share of the expected growth is kept free. That removed
 more stalls than any victim rule in simulation; the share adapts: each pause for want of a block adds to it,
@@ -26,104 +26,6 @@ from services.scheduler.state.waiting_queue import Unit
 LEAST_PM, MOST_PM = 50, 1_000  # per mille of the expected growth
 PAUSE_ADDS_PM = 100
 STEP_DIVIDES = 512
-
-
-def most_spare_blocks(state: State, executor: Executor, joining: Sequence) -> int:
-    """At least as many as `spare_blocks`, without a look at every row."""
-    if state.limits.policy.greedy:
-        return len(executor.running)
-    if state.limits.policy.foresees and (executor.sure_lengths or joining.sure_length):
-        return executor.ledger.blocks
-    each = max(state.mean_output, executor.hello.block_tokens) // executor.hello.block_tokens + 2
-    return max(len(executor.running) * each * executor.growth_pm // 1000, len(executor.running))
-
-
-def spare_blocks(state: State, executor: Executor, joining: Iterable[Sequence] = ()) -> int:
-    """Blocks that admission of `joining` must leave free. None on an empty executor for what may end at any
-    token, or nothing large could ever start."""
-    least = len(needy(executor))
-    if state.limits.policy.greedy:
-        return least
-    alone = not executor.running  # then it may have all: see needs.holds
-    foresees = state.limits.policy.foresees and not alone
-    expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output
-    for s in executor.running:  # once an admission, over every row
-        if foresees and s.sure_length:
-            continue
-        length = len(s.tokens)
-        left, most = mean + s.prompt_tokens - length, s.max_length - length
-        if left < block_tokens:
-            left = block_tokens
-        more = length + (left if left < most else most) - (len(s.table) + s.reserved) * block_tokens
-        if more > 0:
-            expected += more
-    spare = expected * executor.growth_pm // (1000 * block_tokens)
-    if foresees:
-        ends = [_end(s, len(s.table) + s.reserved, block_tokens) for s in executor.running if s.sure_length]
-        ends += [
-            _end(s, on_demand(len(s.tokens), s.max_length, block_tokens), block_tokens)
-            for s in joining
-            if s.sure_length
-        ]
-        spare += _peak_blocks(ends, block_tokens, state.limits.window)
-    return max(spare, least)
-
-
-def needy(executor: Executor) -> list[Sequence]:
-    """Sequences whose next token needs a block that nobody promised them."""
-    block_tokens = executor.hello.block_tokens
-    return [
-        s
-        for s in executor.running
-        if not s.reserved
-        and s.leader is None
-        and s.planned_length < s.max_length
-        and s.computed >= len(s.table) * block_tokens
-    ]
-
-
-class _End(NamedTuple):
-    """When a row ends, in steps; the tokens that fit into what it holds; those that its end frees."""
-
-    left: int
-    spare: int
-    frees: int
-
-
-def _end(s: Sequence, blocks: int, block_tokens: int) -> _End:
-    length, held = len(s.tokens), blocks * block_tokens
-    return _End(
-        s.max_length - length, held - length, max(held - s.cached_tokens, 0)
-    )  # a cached part is shared
-
-
-def _peak_blocks(rows: list[_End], block_tokens: int, late: int) -> int:
-    """The most that these will need at one time beyond what they hold now; that one has ended is seen `late`
-    steps after. A row that was promised all it may need takes nothing more, and gives nothing to others
-    before its end."""
-    growing = [row for row in rows if row.spare < row.left]
-    alive, spare, freed, peak = len(growing), sum(row.spare for row in growing), 0, 0
-    for row in sorted(rows):  # it is highest just before somebody ends; a last block may hold a single token
-        peak = max(peak, alive * (row.left + late + block_tokens - 1) - spare - freed)
-        if row.spare < row.left:
-            alive, spare = alive - 1, spare - row.spare
-        freed += row.frees
-    return peak // block_tokens
-
-
-def paused(executor: Executor) -> None:
-    """A sequence had to be paused for want of a block."""
-    executor.growth_pm = min(MOST_PM, executor.growth_pm + PAUSE_ADDS_PM)
-
-
-def stepped(executor: Executor) -> None:
-    """A step went by."""
-    executor.growth_pm = max(LEAST_PM, executor.growth_pm - executor.growth_pm // STEP_DIVIDES)
-
-
-def learn(state: State, generated: int) -> None:
-    """A sequence has ended after so many tokens."""
-    state.mean_output = max(1, (15 * state.mean_output + generated) // 16)
 
 
 def promises(state: State, executor: Executor, unit: Unit) -> list[int]:
@@ -154,3 +56,100 @@ def holds(executor: Executor, unit: Unit) -> bool:
     total = [reserve(len(s.tokens), s.max_length, hello.block_tokens) for s in unit.sequences]
     blocks = sum(total) - shared * (len(total) - 1)
     return blocks <= hello.blocks and len(total) <= hello.slots and head.max_length <= hello.max_context
+
+
+def spare_blocks(state: State, executor: Executor, joining: Iterable[Sequence] = ()) -> int:
+    """Blocks that admission of `joining` must leave free. None on an empty executor for what may end at any
+    token, or nothing large could ever start."""
+    least = len(needy(executor))
+    if state.limits.policy.greedy:
+        return least
+    alone = not executor.running  # then it may have all: see holds
+    foresees = state.limits.policy.foresees and not alone
+    expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output
+    for s in executor.running:  # once an admission, over every row
+        if foresees and s.sure_length:
+            continue
+        length = len(s.tokens)
+        left, most = mean + s.prompt_tokens - length, s.max_length - length
+        if left < block_tokens:
+            left = block_tokens
+        more = length + (left if left < most else most) - (len(s.table) + s.reserved) * block_tokens
+        if more > 0:
+            expected += more
+    spare = expected * executor.growth_pm // (1000 * block_tokens)
+    if foresees:
+        ends = [_end(s, len(s.table) + s.reserved, block_tokens) for s in executor.running if s.sure_length]
+        ends += [
+            _end(s, on_demand(len(s.tokens), s.max_length, block_tokens), block_tokens)
+            for s in joining
+            if s.sure_length
+        ]
+        spare += _peak_blocks(ends, block_tokens, state.limits.window)
+    return max(spare, least)
+
+
+def most_spare_blocks(state: State, executor: Executor, joining: Sequence) -> int:
+    """At least as many as `spare_blocks`, without a look at every row."""
+    if state.limits.policy.greedy:
+        return len(executor.running)
+    if state.limits.policy.foresees and (executor.sure_lengths or joining.sure_length):
+        return executor.ledger.blocks
+    each = max(state.mean_output, executor.hello.block_tokens) // executor.hello.block_tokens + 2
+    return max(len(executor.running) * each * executor.growth_pm // 1000, len(executor.running))
+
+
+def needy(executor: Executor) -> list[Sequence]:
+    """Sequences whose next token needs a block that nobody promised them."""
+    block_tokens = executor.hello.block_tokens
+    return [
+        s
+        for s in executor.running
+        if not s.reserved
+        and s.leader is None
+        and s.planned_length < s.max_length
+        and s.computed >= len(s.table) * block_tokens
+    ]
+
+
+class _End(NamedTuple):
+    """When a row ends, in steps; the tokens that fit into what it holds; those that its end frees."""
+
+    left: int
+    spare: int
+    frees: int
+
+
+def _end(s: Sequence, blocks: int, block_tokens: int) -> _End:
+    length, held = len(s.tokens), blocks * block_tokens
+    # a cached part is shared
+    return _End(s.max_length - length, held - length, max(held - s.cached_tokens, 0))
+
+
+def _peak_blocks(rows: list[_End], block_tokens: int, late: int) -> int:
+    """The most that these will need at one time beyond what they hold now; that one has ended is seen `late`
+    steps after. A row that was promised all it may need takes nothing more, and gives nothing to others
+    before its end."""
+    growing = [row for row in rows if row.spare < row.left]
+    alive, spare, freed, peak = len(growing), sum(row.spare for row in growing), 0, 0
+    for row in sorted(rows):  # it is highest just before somebody ends; a last block may hold a single token
+        peak = max(peak, alive * (row.left + late + block_tokens - 1) - spare - freed)
+        if row.spare < row.left:
+            alive, spare = alive - 1, spare - row.spare
+        freed += row.frees
+    return peak // block_tokens
+
+
+def paused(executor: Executor) -> None:
+    """A sequence had to be paused for want of a block."""
+    executor.growth_pm = min(MOST_PM, executor.growth_pm + PAUSE_ADDS_PM)
+
+
+def stepped(executor: Executor) -> None:
+    """A step went by."""
+    executor.growth_pm = max(LEAST_PM, executor.growth_pm - executor.growth_pm // STEP_DIVIDES)
+
+
+def learn(state: State, generated: int) -> None:
+    """A sequence has ended after so many tokens."""
+    state.mean_output = max(1, (15 * state.mean_output + generated) // 16)

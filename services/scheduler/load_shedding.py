@@ -1,4 +1,8 @@
-"""The door: who may not come in, why, and when to try again. What is refused holds nothing."""
+"""The door refuses requests, and says why and when to try again. What is refused holds nothing.
+
+A request is refused that can never be served here, that finds no room to wait, or whose first token would
+come after the limit of its class: `ttft_us` predicts when that is.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from shared.step_model import StepShape
 REFUSED_US = 10_000_000  # longer than a tokenizer asks
 MAX_REFUSED = 10_000
 RETRY_AFTER_MS = 1_000
+CHUNK_TOKENS = 256  # of the chunk by which the speed of prefill is judged
+SURE_STEPS = 64  # seen by an executor before anybody is refused on its account
 
 Refusal = tuple[int, str, int]  # code, message, retry after ms
 
@@ -123,10 +129,6 @@ def _too_large(executors: list[Executor], asked: Tokenized, prompt: int) -> str:
     )
 
 
-CHUNK_TOKENS = 256
-SURE_STEPS = 64  # seen by an executor before anybody is refused on its account
-
-
 @dataclass(frozen=True, slots=True)
 class Queue:
     """What has to start on one executor, up to and with the request in question."""
@@ -137,7 +139,14 @@ class Queue:
 
 
 def ttft_us(state: State, asked: Tokenized, level: int) -> int:
-    """The predicted time to the first token; 0 while too little is known."""
+    """The predicted time to the first token of a request that comes in now; 0 while too little is known.
+
+        prompt tokens ahead of it and its own, by the speed of prefill beside the present decodes
+        + the wait for a slot and for blocks, by the answers that run and how long answers are
+        + one loop
+
+    Ahead are the prompts that run and those that wait in its class and higher ones.
+    """
     executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
     if not executors or any(e.costs.seen < max(SURE_STEPS, MIN_SEEN) for e in executors):
         return 0

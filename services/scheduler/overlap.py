@@ -1,4 +1,4 @@
-"""Which rows may be in flight together: the overlap mode of an executor, by the cost of each.
+"""`mode_of` chooses the overlap mode of an executor by cost: which rows may be in flight together.
 
     single      step n+1 is planned when the result of n is back          period T + L
     run_ahead   the same device-fed rows in up to W steps at once         max(T, (T + L) / W)
@@ -8,6 +8,10 @@ T is a step's time, L the way there and back with the host's work on the result.
 its next input needs the host (logits processors): it is planned again only after its result, so run_ahead
 takes such rows into every other step only. `auto` takes what promises most rows a second, and leaves the
 mode it is in for 3 % at least. A guard measures: a mode that is slower than single is dropped.
+
+In two_batch a sequence keeps its half, A or B, so that its rows meet the same others. `balance` keeps the
+halves even by the KV they read, plus a constant for the row: where they are uneven the longer one sets the
+pace of both.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ MARGIN_PM = 30
 MIN_SEEN = 16  # steps, before costs mean anything
 PROBE_EVERY, PROBE_STEPS = 4_096, 16
 WORSE_PM = 20
+
+ROW_TOKENS = 256  # a row costs about as much as reading so many tokens of context
+UNEVEN_PM = 150  # of what both halves read
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +160,6 @@ def _step_us(costs: Costs, load: Load, rows: int) -> int:
 
 def _rate(rows: int, period_us: int) -> int:
     return rows * 1_000_000_000 // max(period_us, 1)
-
-
-ROW_TOKENS = 256  # a row costs about as much as reading so many tokens of context
-UNEVEN_PM = 150
 
 
 def balance(executor: Executor, half: int, ready: list[Sequence]) -> list[Sequence]:

@@ -1,5 +1,8 @@
-"""Preemption: when blocks are short somebody is paused, never dropped. It waits with all its tokens, and
-comes back by prefix lookup: what its blocks still hold, here or in a tier below, is not computed again.
+"""Preemption pauses sequences when blocks are short, and drops none.
+
+A paused sequence waits with all its tokens, and comes back by prefix lookup: what its blocks still hold, here
+or in a tier below, is not computed again. `withdraw` is how any sequence leaves its executor, and
+`wait_again` how it gets back into the queue.
 
 Nobody is paused for one of a lower class. Whoever has just come back is spared, and so is who would free
 nothing, where there is another. After three pauses a sequence is pinned: promised all it may ever need, so
@@ -135,8 +138,9 @@ def _reload_us(executor: Executor, s: Sequence) -> int:
 
 
 def withdraw(state: State, sequence: Sequence, known_tokens: int) -> None:
-    """Take a sequence off its executor. The KV of its first `known_tokens` tokens is, or is being, computed:
-    full blocks of it can serve others, or the sequence itself when it comes back."""
+    """Take a sequence off its executor: blocks and slot go back behind the fence, full blocks stay cached.
+    The KV of its first `known_tokens` tokens is, or is being, computed: full blocks of it can serve others,
+    or the sequence itself when it comes back."""
     executor = state.executors.get(sequence.executor)
     if executor is not None and sequence in executor.running:
         prefix_cache.register(executor, sequence, min(sequence.computed, known_tokens))

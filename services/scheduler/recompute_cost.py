@@ -1,4 +1,8 @@
-"""What it would cost to compute tokens again, by the costs that the executor has shown."""
+"""`Recompute` predicts what it costs to compute tokens again, by the costs that the executor has shown.
+
+When a paused sequence comes back it is spared for a while (`returned`), and what its return cost is compared
+with what was predicted (`owes`, `stepped`).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,11 @@ from services.scheduler.state.state import Executor, InFlight, State
 from services.scheduler.state.waiting_queue import Unit
 from shared.step_model import StepShape
 
-CHUNK_TOKENS = 256  # until chunks have been planned
+CHUNK_TOKENS = 256  # of a chunk, until chunks have been planned
 MANY_CHUNKS = 8
+
+SPARED_US = 2_000_000  # at least: whoever is paused again at once has come back for nothing
+SPARED_TIMES = 4  # the cost of its return
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +85,6 @@ def decode_shape(executor: Executor) -> StepShape:
     decodes = [s.computed for s in executor.running if not s.prefilling and not s.loading]
     cached = sum(decodes)
     return StepShape(len(decodes), len(decodes), cached + len(decodes), cached)
-
-
-SPARED_US = 2_000_000  # at least: whoever is paused again at once has come back for nothing
-SPARED_TIMES = 4  # the cost of its return
 
 
 def returned(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> None:

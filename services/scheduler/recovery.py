@@ -1,4 +1,8 @@
-"""Executors and detokenizers come and go; what they held is rebuilt from the scheduler's record."""
+"""Executors, detokenizers and other schedulers come and go; their requests go on here.
+
+What an executor or a detokenizer held is rebuilt from this scheduler's record. The requests of another
+scheduler that has died come with `take`, from their detokenizers.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +145,14 @@ def close_again(state: State, sequences: list[Sequence]) -> None:
 
 
 def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
-    """Go on with a request at the detokenizer `source`, or refuse it; asked again, it is opened again."""
+    """Go on with a request at the detokenizer `source`, or refuse it; asked again, it is opened again.
+
+    The scheduler of such a request has died. Its detokenizer knows what was asked and every token that its
+    client may have read, and asks for the rest (see services/detokenizer/failover.py). To this scheduler its
+    choices are what they would be after the death of their executor: sequences that wait with all their
+    tokens. Where a tier still holds their blocks these are brought back, the others are computed again; the
+    stream goes on behind its last token.
+    """
     key = (asked.tenant, asked.request)
     if state.tombstones.get(key, 0) < state.now_us - asked.age_us + arrival.TOMBSTONE_US:
         state.tombstones.pop(key, None)  # of an earlier request with this id

@@ -1,7 +1,7 @@
-"""The tokenizer's shell: public subjects to the core, its commands to schedulers and clients.
+"""The tokenizer actor gives public subjects to the core, and the core's commands to schedulers and clients.
 
-Tokenizers of one model are a queue group: more processes, more throughput. A second group hears the
-requests for every model and answers those that nobody serves.
+Tokenizers of one model are a queue group: more processes, more throughput. A second group hears the requests
+for every model and answers those that nobody serves. Requests wait in a `Mailbox` for their turn.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ from shared.vocab.vocabulary import load_vocabulary
 log = logging.getLogger("headrace.tokenizer")
 
 TICK_S = 0.1
+RETRY_AFTER_MS = 1_000
+MAX_WAITING = 8_192  # requests: as many as the bus keeps unread
+
+Take = Callable[[Delivery, int], None]  # with the wall stamp of its arrival
 
 
 class TokenizerActor(Actor):
@@ -192,36 +196,12 @@ class TokenizerActor(Actor):
             self._handle(Cancel(tenant=names[0], request=names[1]))
 
 
-def load_model(settings: Settings) -> ServedModel:
-    """Vocabulary and template of the configured model, ready for the first request.
-
-    Raises SetupError when the model is missing or of an unknown family."""
-    vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
-    for special in (False, True):  # both forms now: see Vocabulary.encode
-        vocabulary.encode("warm up", special=special)
-    return ServedModel(
-        name=settings.model_name or served_name(settings.model),
-        vocabulary=vocabulary,
-        template=ChatTemplate(vocabulary),
-        max_context=settings.max_context or vocabulary.context_tokens,
-        default_timeout_us=int(settings.request_timeout_s * 1e6),
-        processors=tuple(processor_targets(settings.logits_processors)),
-    )
-
-
-def build(settings: Settings) -> TokenizerActor:
-    """The tokenizer that the configuration asks for. Raises SetupError."""
-    return TokenizerActor(load_model(settings))
-
-
-RETRY_AFTER_MS = 1_000
-MAX_WAITING = 8_192  # as many as the bus keeps unread
-
-Take = Callable[[Delivery, int], None]  # with the wall stamp of its arrival
-
-
 class Mailbox:
-    """The requests that one tokenizer has received and not looked at."""
+    """The requests that one tokenizer has received and not looked at.
+
+    One is taken in each turn of the event loop: between two of them beats, cancels and answers get through,
+    and each request is stamped as it comes, not as it is taken up.
+    """
 
     def __init__(self, clock: Clock, take: Take) -> None:
         self._clock = clock
@@ -258,3 +238,25 @@ class Mailbox:
             return
         asyncio.get_running_loop().call_soon(self._next)
         self._take(*self._waiting.popleft())
+
+
+def load_model(settings: Settings) -> ServedModel:
+    """Vocabulary and template of the configured model, ready for the first request.
+
+    Raises SetupError when the model is missing or of an unknown family."""
+    vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
+    for special in (False, True):  # both forms now: see Vocabulary.encode
+        vocabulary.encode("warm up", special=special)
+    return ServedModel(
+        name=settings.model_name or served_name(settings.model),
+        vocabulary=vocabulary,
+        template=ChatTemplate(vocabulary),
+        max_context=settings.max_context or vocabulary.context_tokens,
+        default_timeout_us=int(settings.request_timeout_s * 1e6),
+        processors=tuple(processor_targets(settings.logits_processors)),
+    )
+
+
+def build(settings: Settings) -> TokenizerActor:
+    """The tokenizer that the configuration asks for. Raises SetupError."""
+    return TokenizerActor(load_model(settings))

@@ -1,4 +1,8 @@
-"""The small questions: which models are there, how a prompt becomes tokens, who serves this model."""
+"""`Asking` answers the small questions: which models are there, how a prompt becomes tokens, who serves it.
+
+`refuse` sends the last message of a request that gets no further than the tokenizer, and the spans of its
+short life.
+"""
 
 from __future__ import annotations
 

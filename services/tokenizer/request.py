@@ -132,10 +132,10 @@ class GenerateRequest(BaseModel):
     slo_class: Literal["interactive", "standard", "batch"] = "standard"
     finish_detached: bool = False
     logits_processors: list[ProcessorRequest] = Field(default_factory=list, max_length=MAX_PROCESSORS)
-    response_format: Any = None  # these three become one: see structured_output.py
+    response_format: Any = None  # these five become one grammar: see structured_output.py
     structured_outputs: Any = None
     grammar: str = ""
-    tools: Any = None  # see structured_output.py
+    tools: Any = None
     tool_choice: Any = None
 
     @model_validator(mode="after")

@@ -1,10 +1,12 @@
-"""Structured output: what a request asks for as the one form that executors compile. Pure.
+"""`grammar_of` turns what a request asks of its output into the one form that executors compile. Pure.
 
 response_format      {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": …}}
 structured_outputs   {"json": …} | {"regex": …} | {"choice": [...]} | {"grammar": …} | {"json_object": true}
 grammar              EBNF, as llama.cpp names it
-tools, tool_choice   see structured_output.py
+tools, tool_choice   functions that the model may call: see `Tools`
 ──▶ {"kind": "json" | "regex" | "ebnf" | "tags", "source": …}, JSON in Tokenized.grammar
+
+A JSON schema that cannot be followed to the letter is refused, and the keyword is named: see `followed`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,16 @@ from typing import Any
 
 from shared.errors import BadRequest
 
+Schema = dict[str, Any]
+
 MAX_GRAMMAR_CHARS = 32_768  # with its kind: more would leave no room for other options
+MAX_TOOLS = 128
+MAX_DEPTH = 32  # of a schema
+MAX_LENGTH, MAX_ITEMS = 1_024, 256  # of what is written out in a grammar: more would take seconds to compile
+FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # those that end by themselves
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
+BEGIN, END = "<tool_call>", "</tool_call>"
+
 _FIELDS = ("response_format", "structured_outputs", "grammar")
 
 
@@ -113,18 +123,133 @@ def _packed(kind: str, source: str) -> str:
     return json.dumps({"kind": kind, "source": source}, ensure_ascii=False)
 
 
-Schema = dict[str, Any]
-
-MAX_DEPTH = 32
-MAX_LENGTH, MAX_ITEMS = 1_024, 256  # of what is written out in a grammar: more would take seconds to compile
-FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # those that end by themselves
-_DATE = (
-    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
-    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_HOW = (
+    "You may call functions. They are, as JSON, in <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
+    'To call one, answer with a JSON object in tags:\n<tool_call>\n{{"name": <function>, "arguments": '
+    "<object>}}\n</tool_call>"
 )
-_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = f"{_HOUR}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
-_SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}  # RFC 3339
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of a request as it gave them, the schema of each one's arguments, and which may be called.
+
+    tool_choice   auto: text, and in it `<tool_call>\\n{"name": …, "arguments": …}\\n</tool_call>`
+                  required, or a function by name: nothing but the one object `{"name": …, "arguments": …}`
+                  none: as if there were no tools
+
+    The markup is the one that most open models were trained on (Hermes). A chat template that knows tools
+    gets them; for any other they are put into the system message.
+    """
+
+    given: tuple[dict[str, Any], ...]
+    schemas: dict[str, Schema | bool]
+    choice: str  # auto, required
+
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """`kind` and `source` as executors compile them."""
+        if self.choice == "auto":
+            tags = [
+                {
+                    "begin": f'{BEGIN}\n{{"name": {json.dumps(n)}, "arguments": ',
+                    "schema": s,
+                    "end": f"}}\n{END}",
+                }
+                for n, s in self.schemas.items()
+            ]
+            return {"kind": "tags", "source": json.dumps({"trigger": BEGIN, "tags": tags})}
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": schema},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, schema in self.schemas.items()
+        ]
+        return {"kind": "json", "source": json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})}
+
+
+def read_tools(fields: dict[str, Any]) -> Tools | None:
+    """The tools that a request may call; None when it has none or calls none. Raises BadRequest."""
+    given, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
+    schemas = _schemas(given)
+    match choice:
+        case {"type": "function", "function": {"name": str() as name}} if name in schemas:
+            return Tools(tuple(given), {name: schemas[name]}, "required")
+        case "none":
+            return None
+        case "auto" | "required" if schemas or choice == "auto":
+            return Tools(tuple(given), schemas, choice) if schemas else None
+    raise BadRequest(
+        '`tool_choice`: none, auto, required or {"type": "function", "function": {"name": …}} of one of '
+        "`tools` is expected",
+        param="tool_choice",
+    )
+
+
+def _schemas(given: Any) -> dict[str, Schema | bool]:
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        raise BadRequest(f"`tools`: a list of at most {MAX_TOOLS} functions is expected", param="tools")
+    schemas: dict[str, Schema | bool] = {}
+    for tool in given:
+        match tool:
+            case {"type": "function", "function": {"name": str() as name, **rest}} if _NAME.fullmatch(name):
+                parameters = rest.get("parameters") or {"type": "object", "additionalProperties": True}
+                schemas[name] = followed(parameters, "tools")
+            case _:
+                raise BadRequest(
+                    '`tools`: {"type": "function", "function": {"name": …, "parameters": …}} with a name of '
+                    "letters, digits, _ and - is expected",
+                    param="tools",
+                )
+    if len(schemas) < len(given):
+        raise BadRequest("`tools`: two functions have the same name", param="tools")
+    return schemas
+
+
+def told(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+    """The conversation for a template that knows no tools: they are in its system message."""
+    text = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools.given))
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def spelled(message: dict[str, Any]) -> dict[str, Any]:
+    """A turn in which an assistant has called functions, with the calls as its text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    texts = [f"{BEGIN}\n{json.dumps(_call(call), ensure_ascii=False)}\n{END}" for call in calls]
+    content = "\n".join([message["content"], *texts] if message["content"] else texts)
+    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
+
+
+def parsed(message: dict[str, Any]) -> dict[str, Any]:
+    """The same turn for a template that knows tools: arguments as the objects that their texts hold."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [{"type": "function", "function": _call(call)} for call in calls]}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    match call:
+        case {"function": {"name": str() as name, "arguments": arguments}}:
+            try:
+                value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            except (ValueError, RecursionError):
+                value = arguments
+            return {"name": name, "arguments": value}
+    raise BadRequest(
+        '`messages`: a tool call is {"type": "function", "function": {"name": …, "arguments": …}}',
+        param="messages",
+    )
+
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"}
@@ -150,11 +275,26 @@ _PYTHON: dict[str, Callable[[object], bool]] = {
     "boolean": lambda v: isinstance(v, bool),
     "null": lambda v: v is None,
 }
+_DATE = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = f"{_HOUR}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
+_SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}  # RFC 3339
 
 
 def followed(schema: Any, param: str) -> Schema | bool:
-    """The schema as the grammar engine gets it. Raises BadRequest for what it cannot follow; `param` is
-    the field of the request."""
+    """The schema as the grammar engine gets it. Raises BadRequest for what it cannot follow; `param` is the
+    field of the request.
+
+    The grammar engine ignores what it does not know, and an answer would then look right and not be. What it
+    does know was tried out (tests/unit/services/tokenizer/test_structured_output_walks.py): random walks
+    through the grammar of each keyword here must validate. A schema is also made tighter where that is
+    allowed: an object with named properties gets no others, which any schema that allows others accepts; a
+    time ends after nine digits of a second, where the engine's own form would go on for as long as the model
+    likes, and a date is one that there is.
+    """
     return _Reader(schema, param).read(schema, "", 0)
 
 
@@ -300,7 +440,12 @@ _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:|\?P?<\w+>|\?)?|\)\?
 
 
 def without_optional_groups(pattern: str) -> str:
-    """The pattern with `(…)?` written as `(|…)`. One that is no regular expression comes back as it may."""
+    """A schema's `pattern` with `(…)?` written as `(|…)`, which the grammar engine follows rightly. One that
+    is no regular expression comes back as it may.
+
+    XGrammar 0.2.8 lets `(b1+)?` begin in the middle where the group ends with a repetition: `a(b1+)?Z` then
+    allows `a1Z`. It has `(|b1+)` right, which is the same.
+    """
     written: list[str] = []
     opened: list[int] = []  # where in `written` each open group begins
     for part in _PART.findall(pattern):
@@ -313,125 +458,3 @@ def without_optional_groups(pattern: str) -> str:
                 part = ")"
         written.append(part)
     return "".join(written)
-
-
-MAX_TOOLS = 128
-BEGIN, END = "<tool_call>", "</tool_call>"
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_HOW = (
-    "You may call functions. They are, as JSON, in <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
-    'To call one, answer with a JSON object in tags:\n<tool_call>\n{{"name": <function>, "arguments": '
-    "<object>}}\n</tool_call>"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """The tools of a request as it gave them, the schema of each one's arguments, and which may be called."""
-
-    given: tuple[dict[str, Any], ...]
-    schemas: dict[str, Schema | bool]
-    choice: str  # auto, required
-
-    @property
-    def grammar(self) -> dict[str, Any]:
-        """`kind` and `source` as executors compile them."""
-        if self.choice == "auto":
-            tags = [
-                {
-                    "begin": f'{BEGIN}\n{{"name": {json.dumps(n)}, "arguments": ',
-                    "schema": s,
-                    "end": f"}}\n{END}",
-                }
-                for n, s in self.schemas.items()
-            ]
-            return {"kind": "tags", "source": json.dumps({"trigger": BEGIN, "tags": tags})}
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, schema in self.schemas.items()
-        ]
-        return {"kind": "json", "source": json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})}
-
-
-def read_tools(fields: dict[str, Any]) -> Tools | None:
-    """The tools that a request may call; None when it has none or calls none. Raises BadRequest."""
-    given, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
-    schemas = _schemas(given)
-    match choice:
-        case {"type": "function", "function": {"name": str() as name}} if name in schemas:
-            return Tools(tuple(given), {name: schemas[name]}, "required")
-        case "none":
-            return None
-        case "auto" | "required" if schemas or choice == "auto":
-            return Tools(tuple(given), schemas, choice) if schemas else None
-    raise BadRequest(
-        '`tool_choice`: none, auto, required or {"type": "function", "function": {"name": …}} of one of '
-        "`tools` is expected",
-        param="tool_choice",
-    )
-
-
-def _schemas(given: Any) -> dict[str, Schema | bool]:
-    if not isinstance(given, list) or len(given) > MAX_TOOLS:
-        raise BadRequest(f"`tools`: a list of at most {MAX_TOOLS} functions is expected", param="tools")
-    schemas: dict[str, Schema | bool] = {}
-    for tool in given:
-        match tool:
-            case {"type": "function", "function": {"name": str() as name, **rest}} if _NAME.fullmatch(name):
-                parameters = rest.get("parameters") or {"type": "object", "additionalProperties": True}
-                schemas[name] = followed(parameters, "tools")
-            case _:
-                raise BadRequest(
-                    '`tools`: {"type": "function", "function": {"name": …, "parameters": …}} with a name of '
-                    "letters, digits, _ and - is expected",
-                    param="tools",
-                )
-    if len(schemas) < len(given):
-        raise BadRequest("`tools`: two functions have the same name", param="tools")
-    return schemas
-
-
-def told(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
-    """The conversation for a template that knows no tools: they are in its system message."""
-    text = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools.given))
-    if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
-
-
-def spelled(message: dict[str, Any]) -> dict[str, Any]:
-    """A turn in which an assistant has called functions, with the calls as its text."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not calls:
-        return message
-    texts = [f"{BEGIN}\n{json.dumps(_call(call), ensure_ascii=False)}\n{END}" for call in calls]
-    content = "\n".join([message["content"], *texts] if message["content"] else texts)
-    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
-
-
-def parsed(message: dict[str, Any]) -> dict[str, Any]:
-    """The same turn for a template that knows tools: arguments as the objects that their texts hold."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [{"type": "function", "function": _call(call)} for call in calls]}
-
-
-def _call(call: Any) -> dict[str, Any]:
-    match call:
-        case {"function": {"name": str() as name, "arguments": arguments}}:
-            try:
-                value = json.loads(arguments) if isinstance(arguments, str) else arguments
-            except (ValueError, RecursionError):
-                value = arguments
-            return {"name": name, "arguments": value}
-    raise BadRequest(
-        '`messages`: a tool call is {"type": "function", "function": {"name": …, "arguments": …}}',
-        param="messages",
-    )

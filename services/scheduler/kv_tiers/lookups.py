@@ -1,5 +1,11 @@
-"""In which tier is what a waiting unit needs? Asked when it arrives, so that the remote tier can begin to
-bring it; asked again at its turn, if the answer is old and the device does not hold it all."""
+"""This module asks the tiers for what a waiting unit needs, and begins and ends jobs for its neighbours.
+
+A tier is asked when the unit arrives, so that the remote tier can begin to bring what is missing; it is asked
+again at the unit's turn, if the answer is old and the device does not hold it all.
+
+A job is a copy of blocks up (load.py) or down (store.py): `fresh` begins one, and `finish` ends it, whatever
+it has come to.
+"""
 
 from __future__ import annotations
 

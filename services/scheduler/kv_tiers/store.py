@@ -1,7 +1,8 @@
-"""Copy blocks down before their place is given out, or give them up: like a kernel that writes back its
-dirty pages, so that whoever needs a page finds a clean one.
+"""This module copies blocks down before their place is given out, or gives them up.
 
-An unheld block without a copy below waits until its place is wanted; then store.py decides. What a paused
+A kernel writes back its dirty pages likewise, so that whoever needs a page finds a clean one.
+
+An unheld block without a copy below waits until its place is wanted; then `choose` decides. What a paused
 sequence leaves is copied while the steps that still name it run.
 """
 
@@ -32,8 +33,12 @@ from shared.messages import (
 
 LEASE_US = 10_000_000
 EAGER_BYTES = 8 << 20  # of a copy that nobody waits for: on a CPU it takes a core from the steps, for 2 ms
+JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: what comes next does not wait long
+JOB_BLOCKS = 128
 TRY_BLOCKS = 4  # of a copy that is to show how fast the link is now
 MAX_JOBS = 2  # at once: one is copied while the next is asked for
+LOOKED_AT = 256  # dirty blocks, at one time; or twice as many as are wanted
+GROUP = 16  # blocks of a sequence that are judged alike
 EAGER_US = 20_000  # between two looks where no place is wanted
 EAGER_SHARE = 20  # of the time, one part for copies that nobody waits for
 QUIET_US = 200_000  # without a request: the next turn of a chat may come at once
@@ -263,12 +268,6 @@ def _end(state: State, job: Job, places: list[int], *, release: bool = True) -> 
             ledger.give_up(block)
 
 
-JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: what comes next does not wait long
-JOB_BLOCKS = 128
-LOOKED_AT = 256  # dirty blocks, at one time; or twice as many as are wanted
-GROUP = 16  # blocks of a sequence that are judged alike
-
-
 @dataclass(frozen=True, slots=True)
 class _Look:
     """How things are while blocks are judged."""
@@ -282,7 +281,12 @@ class _Look:
 
 def choose(state: State, executor: Executor, pressed: int, room: int) -> list[int]:
     """The blocks to copy now: dirty ones, and where that is not enough settled ones. Dirty ones that are not
-    worth it become free."""
+    worth it become free.
+
+    The policy of kind `tier` judges them in groups, by cost: a copy (measured rate, with half the queue), or
+    computing it again (by the length before it), times the chance that somebody will want it. Blocks of
+    paused sequences will be wanted; of ended ones as often as prompts have found their beginnings cached.
+    """
     ledger = executor.ledger
     look = _Look(
         pressed=pressed,

@@ -1,4 +1,4 @@
-"""The event log as bytes: what happened to a scheduler, enough to do it again.
+"""The event log keeps what happens to a scheduler as bytes, enough to do it again.
 
     frame        length u32 | crc32 u32 | msgpack record
     records      HEADER format, version, facts · SNAPSHOT events so far, page, pages, bytes
@@ -6,6 +6,9 @@
 
 A log is a row of *stretches*: a header, a snapshot, the events after it with a hash now and then. Any stretch
 suffices to go on from. What a crash tore at the end is ignored; damage before is an error.
+
+`attach` puts a `Recorder` in the place of a scheduler's core. It writes to a `Sink`: a file, or a subject of
+the bus. `read` gives the records of a log, `freeze` and `thaw` turn a state into plain data and back.
 """
 
 from __future__ import annotations
@@ -41,15 +44,44 @@ from shared.errors import BadRequest, EngineError, HeadraceError, SetupError, Wi
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 
+log = logging.getLogger("headrace.replay")
+
 FORMAT, VERSION = "headrace.events", 2  # 1: before the modules moved, whose names a snapshot holds
 PAGE_BYTES = 48 * 1024  # of a snapshot: with its frame under the payload limit of any server
 DIGEST_BYTES = 8
 MAX_RECORD_BYTES = 1 << 30
 HEADER, SNAPSHOT, EVENT, HASH = range(4)
+
+HASH_EVERY = 1_000  # events, and as many for each sequence that is held:
+HASH_EVERY_PER_SEQUENCE = 10  # the hash of a state takes about 90 us for each: so it costs 10 us an event
+SNAPSHOT_EVERY = 100_000  # events
+
+ON_BUS = "nats"  # value of the setting: publish it; anything else is a file
+FILE_FLUSH_US = 1_000_000
+BATCH_US = 256_000
+BATCH_BYTES = 60 * 1024  # with its headers below 64 KiB
+OFFSET_HEADER = "Headrace-Offset"  # bytes of the log before these, so that a loss shows
+BEGINS_HEADER = "Headrace-Snapshot"  # these bytes begin a stretch of the log
+
+HASH_BYTES = 16
+NO_DECISIONS = (Meter, Recent, Steps)  # what the state only tells: no part of its hash
+TUPLE, ARRAY, RECORD = range(3)  # values
+LIST, DICT, ORDERED, SET, FROZENSET, DEQUE, ENUM, FUNCTION, ERROR, INSTANCE = range(10)  # objects
+
 _FRAME = struct.Struct("<II")
 _EVENTS = {cls.__name__: cls for cls in get_args(Event)}
 _FIELDS = {name: tuple(f.name for f in dataclasses.fields(cls)) for name, cls in _EVENTS.items()}
 _pack = msgpack.Packer().pack
+
+Frozen = list[Any]
+
+
+class LogError(BadRequest):
+    """A file is no event log, is damaged, or is of another version."""
+
+
+class FreezeError(EngineError):
+    """Something in the state, or in a snapshot, has no frozen form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +118,191 @@ class StateHash:
 
 
 Record = Header | Snapshot | Happened | StateHash
+
+
+async def attach(core: Scheduler, port: Port, event_log: str, model: str) -> Recorder:
+    """The core of a running scheduler with its log, as the setting `event_log` says: in a file, or on the
+    subject of this scheduler, where a request brings a snapshot. Raises SetupError for a file that cannot be
+    written."""
+    facts = {"scheduler": port.actor, "epoch": port.epoch, "model": model}
+    facts["wall_offset_us"] = port.clock.wall_us() - port.clock.now_us()
+    if event_log != ON_BUS:
+        return Recorder(core, FileSink(Path(event_log)), facts)
+    sink = BusSink(port.bus, subjects.events(port.actor))
+    recorder = Recorder(core, sink, facts)
+
+    def on_asked(asked: Delivery) -> None:
+        recorder.begin(port.clock.now_us())
+        sink.push()  # at once: an idle scheduler has no event that would take it along
+        if subjects.is_inbox(asked.reply):
+            port.bus.publish(asked.reply, b"")
+
+    await port.bus.subscribe(subjects.events_snapshot(port.actor), on_asked)
+    return recorder
+
+
+class Sink(Protocol):
+    """Where the bytes of a log go: a file, or a subject that `headrace record` listens to."""
+
+    def begin(self) -> None:
+        """What is written next can be read without what came before."""
+
+    def write(self, data: bytes, now_us: int) -> None:
+        """Take whole frames. Does not wait."""
+
+    def flush(self, now_us: int) -> None:
+        """Pass on what has waited long enough."""
+
+    def close(self) -> None:
+        """Pass on everything."""
+
+
+class Recorder:
+    """A core with a log of what a scheduler is told and what it answers. Stands where the core stands.
+
+    A record is written when its event has been handled; one that the core fails on is kept as well, since it
+    is the one that somebody will ask for.
+    """
+
+    def __init__(self, core: Scheduler, sink: Sink, facts: Mapping[str, Any]) -> None:
+        self._core = core
+        self._sink = sink
+        self._facts = facts
+        self._events = 0
+        self._hashed = 0  # events until the last hash
+        self._begun = False
+
+    @property
+    def state(self) -> State:
+        """Of the core."""
+        return self._core.state
+
+    @property
+    def idle(self) -> bool:
+        """As the core's."""
+        return self._core.idle
+
+    def handle(self, event: Event, now_us: int) -> list[Send]:
+        """As the core's."""
+        if not self._begun:
+            self.begin(now_us)
+        commands: list[Send] = []
+        try:
+            commands = self._core.handle(event, now_us)
+        finally:
+            self._events += 1
+            self._sink.write(happened(now_us, event, commands), now_us)
+        if self._events - self._hashed >= HASH_EVERY + HASH_EVERY_PER_SEQUENCE * len(self.state.sequences):
+            self._hashed = self._events
+            self._sink.write(state_hash_frame(self._events, state_hash(self.state)), now_us)
+        if self._events % SNAPSHOT_EVERY == 0:
+            self.begin(now_us)
+        return commands
+
+    def begin(self, now_us: int) -> None:
+        """Begin a stretch: a header and a snapshot, from which a reader who has just come can go on."""
+        self._begun = True
+        self._sink.begin()
+        self._sink.write(header(self._facts), now_us)
+        for page in snapshot_pages(self._events, snapshot(self.state)):
+            self._sink.write(page, now_us)
+
+    def upkeep(self, now_us: int) -> None:
+        """Once a beat."""
+        self._sink.flush(now_us)
+
+    def close(self) -> None:
+        """The last word; the log is complete."""
+        self._sink.close()
+
+
+class FileSink:
+    """A new file; one that is there stays, and the name gets a number. Raises SetupError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = _create(path.expanduser())
+        self._flushed_us = 0
+        log.info("the event log goes to %s", self.path)
+
+    def begin(self) -> None:
+        """A reader of a file finds every stretch by itself."""
+
+    def write(self, data: bytes, now_us: int) -> None:
+        """Into the buffer."""
+        self._file.write(data)
+        self.flush(now_us)
+
+    def flush(self, now_us: int) -> None:
+        """To the file, once a second."""
+        if now_us - self._flushed_us >= FILE_FLUSH_US:
+            self._flushed_us = now_us
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _create(path: Path) -> tuple[Path, BinaryIO]:
+    if path.is_dir():
+        raise SetupError(f"the event log {path} is a folder: name a file in `event_log`")
+    tried, number = path, 1
+    while True:
+        try:
+            return tried, tried.open("xb", buffering=256 * 1024)
+        except FileExistsError:
+            number += 1
+            tried = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        except OSError as error:
+            raise SetupError(
+                f"the event log {path} cannot be written ({error.strerror}): name another file in `event_log`"
+            ) from None
+
+
+class BusSink:
+    """Messages on a subject: pieces of one stream of bytes, each with its offset."""
+
+    def __init__(self, bus: Bus, subject: str) -> None:
+        self._bus = bus
+        self._subject = subject
+        self._waiting = bytearray()
+        self._offset = 0
+        self._begins = False
+        self._sent_us = 0
+
+    def begin(self) -> None:
+        """What is written next begins a message of its own."""
+        self.push()
+        self._begins = True
+
+    def write(self, data: bytes, now_us: int) -> None:
+        """Whole frames share a message as far as they fit; only a long one is cut."""
+        if self._waiting and len(self._waiting) + len(data) > BATCH_BYTES:
+            self.push()
+        self._waiting += data
+        if len(self._waiting) >= BATCH_BYTES:
+            self.push()
+        self.flush(now_us)
+
+    def flush(self, now_us: int) -> None:
+        """Send what waits, some times a second."""
+        if now_us - self._sent_us >= BATCH_US:
+            self._sent_us = now_us
+            self.push()
+
+    def close(self) -> None:
+        self.push()
+
+    def push(self) -> None:
+        """Send all that waits, now."""
+        data, self._waiting = bytes(self._waiting), bytearray()
+        for start in range(0, len(data), BATCH_BYTES):
+            headers = {OFFSET_HEADER: str(self._offset)}
+            if self._begins:
+                headers[BEGINS_HEADER] = "1"
+                self._begins = False
+            piece = data[start : start + BATCH_BYTES]
+            self._bus.publish(self._subject, piece, headers=headers)
+            self._offset += len(piece)
 
 
 def header(facts: Mapping[str, Any]) -> bytes:
@@ -196,224 +413,6 @@ def _event(row: list[Any]) -> Event:
     return made
 
 
-HASH_EVERY = 1_000  # events, and as many for each sequence that is held:
-HASH_EVERY_PER_SEQUENCE = (
-    10  # the hash of a state takes about 90 us for each, so that it costs 10 us an event
-)
-SNAPSHOT_EVERY = 100_000  # events
-
-
-class Sink(Protocol):
-    """Where the bytes of a log go."""
-
-    def begin(self) -> None:
-        """What is written next can be read without what came before."""
-
-    def write(self, data: bytes, now_us: int) -> None:
-        """Take whole frames. Does not wait."""
-
-    def flush(self, now_us: int) -> None:
-        """Pass on what has waited long enough."""
-
-    def close(self) -> None:
-        """Pass on everything."""
-
-
-class Recorder:
-    """A core with a log."""
-
-    def __init__(self, core: Scheduler, sink: Sink, facts: Mapping[str, Any]) -> None:
-        self._core = core
-        self._sink = sink
-        self._facts = facts
-        self._events = 0
-        self._hashed = 0  # events until the last hash
-        self._begun = False
-
-    @property
-    def state(self) -> State:
-        """Of the core."""
-        return self._core.state
-
-    @property
-    def idle(self) -> bool:
-        """As the core's."""
-        return self._core.idle
-
-    def handle(self, event: Event, now_us: int) -> list[Send]:
-        """As the core's."""
-        if not self._begun:
-            self.begin(now_us)
-        commands: list[Send] = []
-        try:
-            commands = self._core.handle(event, now_us)
-        finally:
-            self._events += 1
-            self._sink.write(happened(now_us, event, commands), now_us)
-        if self._events - self._hashed >= HASH_EVERY + HASH_EVERY_PER_SEQUENCE * len(self.state.sequences):
-            self._hashed = self._events
-            self._sink.write(state_hash_frame(self._events, state_hash(self.state)), now_us)
-        if self._events % SNAPSHOT_EVERY == 0:
-            self.begin(now_us)
-        return commands
-
-    def begin(self, now_us: int) -> None:
-        """Begin a stretch: a header and a snapshot, from which a reader who has just come can go on."""
-        self._begun = True
-        self._sink.begin()
-        self._sink.write(header(self._facts), now_us)
-        for page in snapshot_pages(self._events, snapshot(self.state)):
-            self._sink.write(page, now_us)
-
-    def upkeep(self, now_us: int) -> None:
-        """Once a beat."""
-        self._sink.flush(now_us)
-
-    def close(self) -> None:
-        """The last word; the log is complete."""
-        self._sink.close()
-
-
-log = logging.getLogger("headrace.replay")
-
-FILE_FLUSH_US = 1_000_000
-BATCH_US = 256_000
-BATCH_BYTES = 60 * 1024  # with its headers below 64 KiB
-OFFSET_HEADER = "Headrace-Offset"  # bytes of the log before these, so that a loss shows
-BEGINS_HEADER = "Headrace-Snapshot"  # these bytes begin a stretch of the log
-
-
-class FileSink:
-    """A new file; one that is there stays, and the name gets a number. Raises SetupError."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._file = _create(path.expanduser())
-        self._flushed_us = 0
-        log.info("the event log goes to %s", self.path)
-
-    def begin(self) -> None:
-        """A reader of a file finds every stretch by itself."""
-
-    def write(self, data: bytes, now_us: int) -> None:
-        """Into the buffer."""
-        self._file.write(data)
-        self.flush(now_us)
-
-    def flush(self, now_us: int) -> None:
-        """To the file, once a second."""
-        if now_us - self._flushed_us >= FILE_FLUSH_US:
-            self._flushed_us = now_us
-            self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _create(path: Path) -> tuple[Path, BinaryIO]:
-    if path.is_dir():
-        raise SetupError(f"the event log {path} is a folder: name a file in `event_log`")
-    tried, number = path, 1
-    while True:
-        try:
-            return tried, tried.open("xb", buffering=256 * 1024)
-        except FileExistsError:
-            number += 1
-            tried = path.with_name(f"{path.stem}-{number}{path.suffix}")
-        except OSError as error:
-            raise SetupError(
-                f"the event log {path} cannot be written ({error.strerror}): name another file in `event_log`"
-            ) from None
-
-
-class BusSink:
-    """Messages on a subject: pieces of one stream of bytes, each with its offset."""
-
-    def __init__(self, bus: Bus, subject: str) -> None:
-        self._bus = bus
-        self._subject = subject
-        self._waiting = bytearray()
-        self._offset = 0
-        self._begins = False
-        self._sent_us = 0
-
-    def begin(self) -> None:
-        """What is written next begins a message of its own."""
-        self.push()
-        self._begins = True
-
-    def write(self, data: bytes, now_us: int) -> None:
-        """Whole frames share a message as far as they fit; only a long one is cut."""
-        if self._waiting and len(self._waiting) + len(data) > BATCH_BYTES:
-            self.push()
-        self._waiting += data
-        if len(self._waiting) >= BATCH_BYTES:
-            self.push()
-        self.flush(now_us)
-
-    def flush(self, now_us: int) -> None:
-        """Send what waits, some times a second."""
-        if now_us - self._sent_us >= BATCH_US:
-            self._sent_us = now_us
-            self.push()
-
-    def close(self) -> None:
-        self.push()
-
-    def push(self) -> None:
-        """Send all that waits, now."""
-        data, self._waiting = bytes(self._waiting), bytearray()
-        for start in range(0, len(data), BATCH_BYTES):
-            headers = {OFFSET_HEADER: str(self._offset)}
-            if self._begins:
-                headers[BEGINS_HEADER] = "1"
-                self._begins = False
-            piece = data[start : start + BATCH_BYTES]
-            self._bus.publish(self._subject, piece, headers=headers)
-            self._offset += len(piece)
-
-
-ON_BUS = "nats"  # value of the setting: publish it; anything else is a file
-
-
-async def attach(core: Scheduler, port: Port, event_log: str, model: str) -> Recorder:
-    """The core with its log: in a file, or on the subject of this scheduler, where a request brings a
-    snapshot. Raises SetupError for a file that cannot be written."""
-    facts = {"scheduler": port.actor, "epoch": port.epoch, "model": model}
-    facts["wall_offset_us"] = port.clock.wall_us() - port.clock.now_us()
-    if event_log != ON_BUS:
-        return Recorder(core, FileSink(Path(event_log)), facts)
-    sink = BusSink(port.bus, subjects.events(port.actor))
-    recorder = Recorder(core, sink, facts)
-
-    def on_asked(asked: Delivery) -> None:
-        recorder.begin(port.clock.now_us())
-        sink.push()  # at once: an idle scheduler has no event that would take it along
-        if subjects.is_inbox(asked.reply):
-            port.bus.publish(asked.reply, b"")
-
-    await port.bus.subscribe(subjects.events_snapshot(port.actor), on_asked)
-    return recorder
-
-
-class LogError(BadRequest):
-    """A file is no event log, is damaged, or is of another version."""
-
-
-class FreezeError(EngineError):
-    """Something in the state, or in a snapshot, has no frozen form."""
-
-
-HASH_BYTES = 16
-NO_DECISIONS = (Meter, Recent, Steps)  # what the state only tells: no part of its hash
-_OURS = ("services.scheduler.", "shared.")
-_BUILT_IN = (list, dict, OrderedDict, set, frozenset, deque, FunctionType)
-_PLAIN = frozenset({int, str, bool, float, bytes, type(None)})
-TUPLE, ARRAY, RECORD = range(3)  # values
-LIST, DICT, ORDERED, SET, FROZENSET, DEQUE, ENUM, FUNCTION, ERROR, INSTANCE = range(10)  # objects
-
-Frozen = list[Any]
-
-
 def state_hash(state: State) -> bytes:
     """What tells this state from any other that could decide otherwise."""
     with _uncollected():
@@ -424,11 +423,6 @@ def snapshot(state: State) -> bytes:
     """The whole state. Raises FreezeError for what has no frozen form."""
     with _uncollected():
         return _pack_frozen(freeze(state))
-
-
-def freeze(root: Any, left_out: tuple[type, ...] = ()) -> Frozen:
-    """`root` and all it reaches as plain data; instances of `left_out` count as None."""
-    return _Freezer(left_out).run(root)
 
 
 @contextmanager
@@ -450,23 +444,23 @@ def _pack_frozen(frozen: Frozen) -> bytes:
         raise FreezeError(f"a number of the state is over 64 bits: {error}") from error
 
 
-def name_of(thing: Any) -> str:
-    """The name under which a class or a function of ours is frozen. Raises FreezeError for any other."""
-    name = f"{thing.__module__}:{thing.__qualname__}"
-    if find(name) is not thing:
-        raise FreezeError(
-            f"{name} has no frozen form: keep plain data, dataclasses and functions of a module"
-        )
-    return name
+_PLAIN = frozenset({int, str, bool, float, bytes, type(None)})
+_BUILT_IN = (list, dict, OrderedDict, set, frozenset, deque, FunctionType)
 
 
-def find(name: str) -> Any:
-    """What `name_of` named, None when no loaded module of ours has it."""
-    module, _, within = name.partition(":")
-    found = sys.modules.get(module) if module.startswith(_OURS) else None
-    for part in within.split("."):
-        found = getattr(found, part, None)
-    return found
+def freeze(root: Any, left_out: tuple[type, ...] = ()) -> Frozen:
+    """`root` and all it reaches as plain data; instances of `left_out` count as None. `thaw` is the way back.
+
+        [classes, objects]   classes: [name, field names]    objects: one row each, the root first
+        value in a row       a plain one as itself · [i] = object i · [TUPLE, values]
+                             · [ARRAY, typecode, bytes] · [RECORD, class, values]
+
+    Hashes tell two states apart by it, and snapshots bring one back. What can change is an object, numbered
+    in the order of the first visit, breadth first: cycles and chains of any length are fine, and what was
+    shared stays shared. Tuples, columns and frozen dataclasses are values: equal states give equal bytes
+    whether or not they share them. Nothing here knows a field by its name.
+    """
+    return _Freezer(left_out).run(root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,6 +560,28 @@ def _ordered(values: Iterable[Any]) -> list[Any]:
         raise FreezeError(f"a set without an order: {error}") from error
 
 
+_OURS = ("services.scheduler.", "shared.")
+
+
+def name_of(thing: Any) -> str:
+    """The name under which a class or a function of ours is frozen. Raises FreezeError for any other."""
+    name = f"{thing.__module__}:{thing.__qualname__}"
+    if find(name) is not thing:
+        raise FreezeError(
+            f"{name} has no frozen form: keep plain data, dataclasses and functions of a module"
+        )
+    return name
+
+
+def find(name: str) -> Any:
+    """What `name_of` named, None when no loaded module of ours has it."""
+    module, _, within = name.partition(":")
+    found = sys.modules.get(module) if module.startswith(_OURS) else None
+    for part in within.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 _WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, msgpack.UnpackException)
 _CONTAINERS = {LIST: list, DICT: dict, ORDERED: OrderedDict, SET: set}
 
@@ -582,7 +598,11 @@ def restore(data: bytes) -> State:
 
 
 def thaw(frozen: Frozen) -> Any:
-    """What `freeze` was given, made anew. Raises FreezeError for a class that is not known here."""
+    """What `freeze` was given, made anew. Raises FreezeError for a class that is not known here.
+
+    There is no pickle: only containers, and classes and functions that loaded modules of the scheduler and of
+    shared/ hold under the same name. No constructor of theirs is called.
+    """
     return _Thawer(*frozen).run()
 
 

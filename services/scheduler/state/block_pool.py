@@ -1,4 +1,4 @@
-"""The blocks of one executor and what they hold: a pool that is a prefix cache of its own leavings.
+"""A `Ledger` gives out the blocks and slots of one executor. Its pool is a prefix cache of its own leavings.
 
             take ┌──────────────── empty ◀──────────────┐ no key
                  ▼                                       │
@@ -18,6 +18,9 @@ from another tier is a fence, too: a block that is being copied is given to nobo
 
 With `write_back` an unheld block with a key and without a copy below is *dirty*: it is given out only
 once it has been copied, or somebody has judged that it is not worth it.
+
+`BlockPool` has these states, `CopiedPool` adds the tiers below, `SettledPool` what they may take early, and
+`Ledger` slots and promises.
 """
 
 from __future__ import annotations
@@ -38,9 +41,8 @@ class BlockPool:
     acked_step: int = 0
     evicted: int = 0  # cached blocks that had to make room, since the start
     write_back: bool = False  # a tier below takes copies
-    lost: dict[bytes, None] = field(
-        init=False, default_factory=dict
-    )  # keys evicted without a copy, oldest first
+    # keys evicted without a copy, oldest first
+    lost: dict[bytes, None] = field(init=False, default_factory=dict)
     _empty: list[int] = field(init=False)
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # next to evict first
     _fences: dict[int, dict[int, None]] = field(init=False, default_factory=dict)  # step -> its blocks
@@ -223,7 +225,11 @@ def _note_lost(lost: dict[bytes, None], keys: Iterable[bytes | None]) -> None:
 
 @dataclass(kw_only=True)
 class CopiedPool(BlockPool):
-    """Adds to the pool what a copy begins, ends and leaves behind."""
+    """The pool as the tiers below see it: which blocks have copies there, and which are being copied.
+
+    Clean blocks can be dropped for nothing, dirty ones cost a copy or a recompute. `dirty` lists them in the
+    order in which they should be dealt with: the oldest release first, in it the tail of a table first.
+    """
 
     @property
     def dirty_blocks(self) -> int:
@@ -336,7 +342,11 @@ class CopiedPool(BlockPool):
 
 @dataclass(kw_only=True)
 class SettledPool(CopiedPool):
-    """Adds to the pool which fenced blocks are settled."""
+    """Adds to the pool which fenced blocks a tier below may take before their fence is lifted.
+
+    A fenced block is *settled* where what its key names was there before the steps that fence it: they read
+    it, or write behind it. A copy of it is made while they run, so that it is free as soon as they are back.
+    """
 
     _settled: dict[int, None] = field(init=False, default_factory=dict)  # the tail of a table first
 
@@ -393,7 +403,14 @@ class SettledPool(CopiedPool):
 
 @dataclass(kw_only=True)
 class Ledger(SettledPool):
-    """Block ids 0..blocks-1, slot ids 0..slots-1."""
+    """The one place where the blocks and slots of an executor are given out. Block ids 0..blocks-1, slot ids
+    0..slots-1.
+
+    It adds to the pool what admission needs: slots, fenced like blocks, and *promises*. A promised block is
+    free but spoken for, so `allocate` out of a promise never fails; `try_allocate` takes only what nobody was
+    promised. A sequence that starts on cached blocks is promised those it lacks; the ones it adopts may stop
+    being free by that (`free_taken_by`), which `can_admit` has to count too.
+    """
 
     slots: int
     block_tokens: int

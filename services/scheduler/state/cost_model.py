@@ -1,4 +1,4 @@
-"""What a step will cost, learned while serving.
+"""`Costs` predicts what a step will cost, and `Pace` measures how fast an executor goes: both while serving.
 
 The estimate has the form of `shared.step_model`: a step costs by its rows, its tokens (more where the
 machine becomes compute-bound), the cached tokens that it reads and the pairs that its chunks attend to.
@@ -183,7 +183,8 @@ class Speed:
 
 @dataclass(slots=True)
 class Pace:
-    """Rows that came back and the time they took, while the executor had work."""
+    """How fast an executor goes in its overlap mode: the rows that came back and the time they took, while it
+    had work. The guard of ../overlap.py judges by it."""
 
     mode: str = ""
     since_step: int = 0  # the mode was chosen then

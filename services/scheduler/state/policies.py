@@ -1,16 +1,25 @@
-"""The policies: pure functions, each known by a name, each replaceable in the configuration. They are in
-`policies/`, a file for each kind.
+"""The policies are pure functions, each known by a name, each replaceable in the configuration.
 
     policy = "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix,tier=tiered"
 
-rank    who is admitted next                    ranks.py        vtc, fcfs
-fill    what a step is made of                  fills.py        mixed, prefill_first, decode_first, static
-kv      how many blocks a sequence is promised  promises.py     on_demand, foreseen, greedy, by_chunk,
-                                                                reserve
-victim  who is paused when blocks are short     victims.py      latest, least_computed
-place   which executor runs a unit              places.py       prefix, room
-tier    what becomes of blocks without a copy   tiers.py        tiered, swap, recompute, forget
-A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler.
+rank    who is admitted next within a class?                   vtc, fcfs
+fill    what is the next step of an executor made of?          mixed, prefill_first, decode_first, static
+kv      how many blocks is a sequence promised at admission?   on_demand, foreseen, greedy, by_chunk, reserve
+victim  who is paused first when blocks are short?             latest, least_computed
+place   which of the executors that can run a unit gets it?    prefix, room
+tier    what becomes of a block without a copy below?          tiered, swap, recompute, forget
+
+A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler. The
+signatures:
+
+rank    (arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]: of a waiting unit and what its
+        client has been served; less is sooner. It must not fall while a unit waits
+fill    (view: FillView) -> Share
+kv      (tokens: int, max_length: int, block_tokens: int) -> int, blocks; `tokens` are known now, `max_length`
+        is the most there may ever be
+victim  (candidates: list[Sequence]) -> list[Sequence], the first victim first
+place   (options: list[Option]) -> Option; there is at least one
+tier    (view: TierView) -> str, one of copy, drop, keep; of an unheld block
 """
 
 from __future__ import annotations
@@ -42,6 +51,13 @@ WHERE = {  # module, names, arguments
     "place": ("services.scheduler.state.policies", ("prefix", "room"), ("options",)),
     "tier": ("services.scheduler.state.policies", ("tiered", "swap", "recompute", "forget"), ("view",)),
 }
+GREEDY = ("greedy", "by_chunk")  # see Policy.greedy
+STALL_US = 1_000_000  # so long prompts go before decodes: see prefill_first
+CHUNK_TOKENS = 1_024  # the first chunk, to by_chunk
+# Tokens of prefix hit that one running sequence outweighs; without it all requests with a common beginning
+# pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6).
+LOAD_TOKENS = 512
+EAGER_PM = 250  # likely enough to be wanted by another: less, and a copy would push better ones out below
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +102,6 @@ def parse(text: str, base: Policy | None = None) -> Policy:
     return policy
 
 
-def _takes(function: Callable[..., Any], arguments: int) -> bool:
-    """True when it can be called with so many arguments, as far as can be told."""
-    try:
-        inspect.signature(function).bind(*range(arguments))
-    except TypeError:
-        return False
-    except ValueError:
-        return True  # of a builtin that does not say
-    return True
-
-
 @cache
 def load(kind: str, name: str) -> Callable[..., Any]:
     """The function of a kind by its name. Raises SetupError."""
@@ -117,10 +122,28 @@ def load(kind: str, name: str) -> Callable[..., Any]:
             f"setting policy: {kind}={module}:{name} is no function of ({', '.join(arguments)}): see "
             f"{WHERE[kind][0].replace('.', '/')}.py"
         )
-    return found  # type: ignore[no-any-return]  # each kind has its own signature, see its file
+    return found  # type: ignore[no-any-return]  # each kind has its own signature
 
 
-STALL_US = 1_000_000
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    """True when it can be called with so many arguments, as far as can be told."""
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # of a builtin that does not say
+    return True
+
+
+def vtc(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
+    """The client that has been served least, then arrival: see Served in waiting_queue.py."""
+    return served_tokens, arrival_us, number
+
+
+def fcfs(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
+    """First come, first served, whichever client asks."""
+    return arrival_us, number
 
 
 class FillView(NamedTuple):
@@ -139,57 +162,34 @@ class Share(NamedTuple):
 
 
 def mixed(view: FillView) -> Share:
-    """Stall-free batching (Sarathi-Serve, Agrawal et al. 2024)."""
+    """Decodes, and prompt chunks as long as the strictest class keeps its time between tokens: stall-free
+    batching (Sarathi-Serve, Agrawal et al. 2024)."""
     return Share(True, "budget")
 
 
 def prefill_first(view: FillView) -> Share:
-    """Best time to first token, worst time between tokens."""
+    """Prompts whole and alone, until the decodes have stood still for STALL_US: best time to first token,
+    worst time between tokens."""
     if view.prompts and view.stalled_us < STALL_US:
         return Share(not view.prompts, "whole")
     return Share(True, "none" if view.decodes else "whole")
 
 
 def decode_first(view: FillView) -> Share:
-    """Best time between tokens, worst time to first token."""
+    """Decodes; a prompt goes on by one block a step while anything decodes: best time between tokens, worst
+    time to first token."""
     return Share(True, "block" if view.decodes else "whole")
 
 
 def static(view: FillView) -> Share:
-    """All prompts of the batch, then all its tokens."""
+    """All prompts of the batch, then all its tokens: request-level batching, where nobody joins a batch that
+    has begun (see `joins`). The baseline."""
     return Share(not view.prompts, "whole")
 
 
 def joins(fill: str, begun: bool) -> bool:
     """True when a unit may join an executor that has (not) begun on those it runs."""
     return fill != "static" or not begun
-
-
-LOAD_TOKENS = 512  # of prefix hit that one running sequence outweighs; without it all requests with a common
-# beginning pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6)
-
-
-class Option(NamedTuple):
-    """What an executor has for a unit. A tuple, since one is made at each admission."""
-
-    source: str
-    hit_tokens: int  # of its prompt, in this executor's prefix cache
-    room_blocks: int  # free and promised to nobody
-    running: int
-
-
-def prefix(options: list[Option]) -> Option:
-    """Where most of its prompt is cached, less what runs there; among equals, where the most room is."""
-    return max(options, key=lambda o: (o.hit_tokens - LOAD_TOKENS * o.running, o.room_blocks, o.source))
-
-
-def room(options: list[Option]) -> Option:
-    """Where the most room is."""
-    return max(options, key=lambda o: (o.room_blocks, -o.running, o.source))
-
-
-CHUNK_TOKENS = 1_024
-GREEDY = ("greedy", "by_chunk")
 
 
 def on_demand(tokens: int, max_length: int, block_tokens: int) -> int:
@@ -220,17 +220,35 @@ def reserve(tokens: int, max_length: int, block_tokens: int) -> int:
     return blocks_for(max_length, block_tokens)
 
 
-def vtc(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
-    """The client that has been served least, then arrival: see waiting_queue.py."""
-    return served_tokens, arrival_us, number
+def latest(candidates: list[Sequence]) -> list[Sequence]:
+    """The latest arrival of the lowest class. Cost rules brought no goodput over this one in simulation, and
+    were worse in one scenario of three; what removed stalls was admission that keeps room for growth
+    (headroom.py)."""
+    return sorted(candidates, key=lambda s: (-s.request.level, -s.request.arrival_us, -s.seq))
 
 
-def fcfs(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
-    """First come, first served, whichever client asks."""
-    return arrival_us, number
+def least_computed(candidates: list[Sequence]) -> list[Sequence]:
+    """Of the lowest class, whose loss costs least to compute again."""
+    return sorted(candidates, key=lambda s: (-s.request.level, s.computed, -s.request.arrival_us, -s.seq))
 
 
-EAGER_PM = 250  # likely enough to be wanted by another: less, and a copy would push better ones out below
+class Option(NamedTuple):
+    """What an executor has for a unit. A tuple, since one is made at each admission."""
+
+    source: str
+    hit_tokens: int  # of its prompt, in this executor's prefix cache
+    room_blocks: int  # free and promised to nobody
+    running: int
+
+
+def prefix(options: list[Option]) -> Option:
+    """Where most of its prompt is cached, less what runs there; among equals, where the most room is."""
+    return max(options, key=lambda o: (o.hit_tokens - LOAD_TOKENS * o.running, o.room_blocks, o.source))
+
+
+def room(options: list[Option]) -> Option:
+    """Where the most room is."""
+    return max(options, key=lambda o: (o.room_blocks, -o.running, o.source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +264,9 @@ class TierView:
 
 
 def tiered(view: TierView) -> str:
-    """By cost."""
+    """By cost: a block stays until its place is wanted; then it is copied down, where that is cheaper than
+    computing it again, or given up. What others are likely to want is copied before, while the link is
+    idle."""
     known = view.recompute_us > 0
     worth = view.recompute_us * view.chance_pm > 1000 * view.copy_us
     if view.pressed:
@@ -257,27 +277,20 @@ def tiered(view: TierView) -> str:
 
 
 def swap(view: TierView) -> str:
-    """Whatever it costs."""
+    """Whatever it costs, the blocks of a paused sequence are copied at once and leave the device. A
+    baseline."""
     if view.paused:
         return "copy"
     return "drop" if view.pressed else "keep"
 
 
 def recompute(view: TierView) -> str:
-    """Never."""
+    """Nothing is copied or asked for; what a paused sequence had stays cached until its place is taken. A
+    baseline."""
     return "drop"
 
 
 def forget(view: TierView) -> str:
-    """Never; ../preemption.py sees to the rest."""
+    """Nothing is copied, and nothing of a paused sequence stays cached (../preemption.py forgets it): all of
+    it is computed again, as in vLLM without prefix caching. A baseline."""
     return "drop"
-
-
-def least_computed(candidates: list[Sequence]) -> list[Sequence]:
-    """Of the lowest class, whose loss costs least to compute again."""
-    return sorted(candidates, key=lambda s: (-s.request.level, s.computed, -s.request.arrival_us, -s.seq))
-
-
-def latest(candidates: list[Sequence]) -> list[Sequence]:
-    """The latest arrival of the lowest class."""
-    return sorted(candidates, key=lambda s: (-s.request.level, -s.request.arrival_us, -s.seq))

@@ -1,8 +1,12 @@
-"""Requests and sequences as the scheduler knows them. The token record here is the authority.
+"""Requests and sequences are kept here as the scheduler knows them. The token record here is the authority.
 
 tokens:   prompt ........ | generated, applied .... |
 computed: KV planned up to here, advanced when a step is planned
 planned_length: len(tokens) + tokens that steps in flight will sample
+
+With them are the service class of a request (`SloClass`), the time when a sequence is looked at again
+(`Due`), what is left of requests that ended (`Recent`), and what goes into the scheduler's core (`Event`) and
+comes out (`Send`). Time comes in with each event.
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ from shared.telemetry.traces import LEAVES, Choice, Reply, RequestFacts
 MAX_DECISIONS = 64  # kept for the trace: they travel in one Close
 MAX_CHUNKS = 32  # likewise; later ones count as part of the last
 PIN_AFTER = 3  # pauses
+KEPT = 1_000  # requests that ended
+
+NAMES = ("interactive", "standard", "batch")  # of service classes, by level, the highest first
+DEFAULT = "interactive=10000/50/0,standard=60000/100/20000,batch=0/500/60000"
 
 
 class Phase(Enum):
@@ -281,13 +289,15 @@ def facts_of(request: Request, now_us: int) -> RequestFacts:
     )
 
 
-NAMES = ("interactive", "standard", "batch")  # by level, the highest first
-DEFAULT = "interactive=10000/50/0,standard=60000/100/20000,batch=0/500/60000"
-
-
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """The promise to one class, in microseconds; see the top of this file."""
+    """What the clients of one service class were promised, and what follows from it.
+
+    ttft_us   longest predicted wait for the first token; a request that would wait longer is refused at once
+              with a time to retry, one that has waited so long is given up. 0: it may wait for ever
+    tbt_us    longest time between two tokens: prompt chunks beside its decodes are cut to keep it
+    age_us    after so long in the queue a request counts as one class higher. 0: never
+    """
 
     name: str
     ttft_us: int
@@ -331,7 +341,11 @@ def _wrong(part: str, why: str) -> str:
 
 @dataclass(slots=True)
 class Due:
-    """Times in us, the earliest first."""
+    """What has a time limit: a heap of when each sequence is looked at again, in us, the earliest first.
+
+    An entry is a lower bound: a sequence that is looked at and is not due yet says when to look again. So a
+    limit that moves costs nothing until it comes up.
+    """
 
     heap: list[tuple[int, int]] = field(default_factory=list)  # at_us, sequence
 
@@ -342,9 +356,6 @@ class Due:
     def pop(self, now_us: int) -> int | None:
         """A sequence whose time has come."""
         return heapq.heappop(self.heap)[1] if self.heap and self.heap[0][0] <= now_us else None
-
-
-KEPT = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +369,8 @@ class Trace:
 
 @dataclass(slots=True)
 class Recent:
-    """A ring of the last KEPT requests by (tenant, request)."""
+    """The last KEPT requests that ended, by (tenant, request): answers late resends and
+    `headrace.v1.trace.<request>`."""
 
     traces: OrderedDict[tuple[str, str], Trace] = field(default_factory=OrderedDict)
 

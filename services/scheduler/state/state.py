@@ -25,7 +25,7 @@ class Limits:
     """The scheduler's settings."""
 
     window: int = 2  # most steps in flight per executor
-    overlap: str = "auto"  # auto, single, run_ahead, two_batch: see overlap.py
+    overlap: str = "auto"  # auto, single, run_ahead, two_batch: see ../overlap.py
     comm: str = "auto"  # auto, off, two_stream: see ../step_planner.py
     step_tokens: int = 1024  # most tokens of one step: decode rows and prompt chunks together
     max_waiting: int = 1024  # requests
@@ -74,7 +74,7 @@ class Executor:
     decoded_us: int = 0  # when a step with decodes was last planned
     up: Link = field(default_factory=Link)  # from the tier below
     down: Link = field(default_factory=Link)
-    holds: bool = False  # its next step waits for places that are being copied: see tiers.places
+    holds: bool = False  # its next step waits for places that are being copied: see worth_waiting
     looked_us: int = 0  # when its dirty blocks were last judged
     eager_us: int = 0  # no copy that nobody waits for is made before
     ahead_us: int = 0  # nothing of those that run is copied before: the tier took none of it

@@ -1,4 +1,4 @@
-"""What is kept of each step for traces: a ring of the last ones, and which of them become spans.
+"""`Steps` keeps the last steps for traces, in a ring, and chooses those that become spans.
 
 Spans of steps: the first step of each second, and every step with a prompt chunk of a traced request,
 but at most one each SPAN_EVERY_US, so that their cost has a bound at any load.
@@ -107,7 +107,8 @@ def step_trace(step: StepSpan) -> str:
 
 
 def step_spans(step: StepSpan) -> list[SpanRecord]:
-    """The span of a step, linked to the requests it serves; of one in two halves, what these did when."""
+    """The span of a step, linked to the requests it serves; of one in two halves, what these did when. Its
+    component is the executor, though the scheduler sends it, from the stamps in its result."""
     return [_whole(step), *_pieces(step.record)]
 
 

@@ -1,8 +1,9 @@
-"""Which tiers there are below the executors, and every job that has been asked for and not answered.
+"""`Tiers` knows the tiers below the executors, and every job that has been asked for and not answered.
 
 A store:  ask KvReserve ─ KvReserved ▸ KvCopy ─ KvCopied ▸ KvCommit ─ KvStored
 A load:   ask KvPrefetch ─ KvReady ▸ KvCopy ─ KvCopied ▸ KvRelease
-The blocks of a job are fenced from its first message to its last (`begin_copy`, `end_copy`).
+The blocks of a job are fenced from its first message to its last (`begin_copy`, `end_copy`). A `Link`
+predicts how long a copy takes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,16 @@ ANSWER_US = 200_000  # for an answer that needs no remote tier; it may lie behin
 MISSES = 3  # answers missed in a row: then nothing is asked for a while
 REST_US = 1_000_000
 REMOTE = 2  # the tier of a key that L2 alone has
+
+GUESS_BYTES_PER_US = 10_000.0  # until a copy has been measured: it has to be tried to be known
+GUESS_EACH_US = 500.0
+MEMORY = 1 - 1 / 32  # of the fit, per copy
+MIB = float(1 << 20)
+TOLD_BYTES, TOLD_US = 32 << 20, 10_000  # a copy of either length tells the rate
+TRIES = 8  # of others, and no more is to be learnt
+STALE_US = 5_000_000  # a small copy in so long a time costs little, however slow the link is
+
+Place = tuple[str, str]  # kv_offload id, and the fingerprint of an engine above: keys of two are not the same
 
 
 class Phase(Enum):
@@ -80,9 +91,6 @@ class Tier:
             self.answer_us += (took_us - self.answer_us) // 8
 
 
-Place = tuple[str, str]  # kv_offload id, and the fingerprint of an engine above: keys of two are not the same
-
-
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """A question that is not answered."""
@@ -110,7 +118,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Tiers:
-    """All of it."""
+    """All tiers, jobs and lookups."""
 
     by_host: dict[str, Tier] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
@@ -140,18 +148,15 @@ class Tiers:
         return next((tier for tier in self.by_host.values() if tier.source == source), None)
 
 
-GUESS_BYTES_PER_US = 10_000.0  # until a copy has been measured: it has to be tried to be known
-GUESS_EACH_US = 500.0
-MEMORY = 1 - 1 / 32
-MIB = float(1 << 20)
-TOLD_BYTES, TOLD_US = 32 << 20, 10_000  # a copy of either length tells the rate
-TRIES = 8  # of others, and no more is to be learnt
-STALE_US = 5_000_000  # a small copy in so long a time costs little, however slow the link is
-
-
 @dataclass(slots=True)
 class Link:
-    """`pending_bytes` have been asked for and not answered."""
+    """One direction of the way between a device and the tier below: how long a copy will take.
+
+        predicted = what is queued + each + bytes * per byte
+
+    Both coefficients are a least squares fit over the last copies, which fade; sums of products only, so that
+    a replay of the same events finds the same numbers. `pending_bytes` have been asked for and not answered.
+    """
 
     pending_bytes: int = 0
     pending_jobs: int = 0

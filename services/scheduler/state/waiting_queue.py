@@ -1,10 +1,10 @@
-"""The queue: one line for each model and class, in it one for each client, in the order of a rank.
+"""`Waiting` is the queue: a line for each model and class, in it one for each client, in the order of a rank.
 
     line (model, level):   paused, by arrival  ▸  clients ── units by arrival
                                                      └── heap of each client's first unit, by rank
 Only first units compete, so that a decision costs O(log clients) whatever waits behind them. A rank is a
-pure function of a unit and of what its client has been served, and falls as neither moves on: a heap entry
-is then a lower bound, and is looked at again when it comes up.
+pure function of a unit and of what its client has been served (`Served`), and falls as neither moves on: a
+heap entry is then a lower bound, and is looked at again when it comes up.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.transfers import Answer, Place
 
-INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of the paper: a decoded token costs about two of a prompt
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of the paper, see Served: a decoded token costs about two of a prompt
 MAX_CLIENTS = 10_000  # then those that would be lifted anyhow are forgotten
 
-# tenant, level
+Client = tuple[str, int]  # tenant, and the level it counts as: counters of two levels say nothing together
 
 
 @dataclass(slots=True)
 class Served:
-    """What each client has been served, in weighted tokens."""
+    """What each client has been served, in weighted tokens: fairness among the clients of a class by the
+    Virtual Token Counter (Sheng et al. 2024, arXiv 2401.00588).
+
+    Each token that a client is served adds to its counter; the client whose counter is least is next. A
+    client that comes back is lifted to the least counter of those that wait: idleness earns no credit. Prompt
+    tokens from the prefix cache and tokens computed again after our own preemption cost it nothing.
+    """
 
     counters: dict[Client, int] = field(default_factory=dict)
     floors: dict[int, int] = field(default_factory=dict)  # by level: nobody comes in below
@@ -55,9 +61,6 @@ class Served:
         if len(self.counters) >= MAX_CLIENTS:
             self.counters = {c: n for c, n in self.counters.items() if n > self.floors.get(c[1], 0)}
         self.counters[client] = max(self.counters.get(client, 0), floor)
-
-
-Client = tuple[str, int]  # tenant, and the level it counts as: counters of two levels say nothing together
 
 
 @dataclass(slots=True, eq=False)
@@ -266,7 +269,7 @@ class Waiting:
         return None
 
     def _rank(self, unit: Unit) -> tuple[int, ...]:
-        return self.policy.the("rank")(*unit.order, self.served.of(unit.client))  # type: ignore[no-any-return]  # ranks.py
+        return self.policy.the("rank")(*unit.order, self.served.of(unit.client))  # type: ignore[no-any-return]  # policies.py
 
 
 def tokens_of(unit: Unit) -> int:
