@@ -1,8 +1,9 @@
-"""The native API from the client's side: requests, streams, cancels. For gateway, CLI and benches.
+"""Client speaks the native API from the client's side: requests, streams, cancels.
 
-One wildcard inbox serves every request of a client. Frames are checked: a missing number is an
-error, never a silent hole; a stream that starts over (its detokenizer died) says `accepted` again.
-What a reader does not take is bounded: a slow one is ended, and slows nobody else.
+The gateway, the command line and benches use it. One wildcard inbox serves every request of a client. Frames
+are checked: a missing number is an error, never a silent hole; a stream that starts over (its detokenizer
+died) says `accepted` again. What a reader does not take is bounded: a slow one is ended, and slows nobody
+else.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ ASK_TIMEOUT_S = 10.0  # of a small question
 RETURN_S = 30.0  # after our own connection was cut, for a stream to go on: far longer than any replay
 HOLE_S = 3.0  # wait for a stream with a hole to start over; after a broker's return that takes one
 
+MAX_UNREAD_BYTES = 2_097_152  # of one request: some 10,000 frames, a hundred seconds of a fast stream
+
 _CUT = "the connection to the nats-server was cut, and the answer did not go on: send it again"
 
 Body = dict[str, Any]
@@ -37,6 +40,12 @@ class NoAnswer(DeadlineExceeded):
 
 class MissingFrame(EngineError):
     """A frame never came, and the stream did not start over."""
+
+
+class SlowReader(HeadraceError):
+    """More frames waited for their reader than are kept for it: its request was ended."""
+
+    code, type = 408, "slow_reader"
 
 
 @dataclass(slots=True)
@@ -276,18 +285,12 @@ def _message(delivery: Delivery, model: str) -> Body:
     return message
 
 
-MAX_UNREAD_BYTES = 2_097_152  # of one request: some 10,000 frames, a hundred seconds of a fast stream
-
-
-class SlowReader(HeadraceError):
-    """More frames waited for their reader than are kept for it: its request was ended."""
-
-    code, type = 408, "slow_reader"
-
-
 class Unread:
-    """A queue of at most MAX_UNREAD_BYTES and one message. What finds no room is the end: `on_full` is
-    called at once, and the reader finds SlowReader in the place of all that waited."""
+    """What came for one request and was not read yet: a queue of at most MAX_UNREAD_BYTES and one message.
+
+    What finds no room is the end: `on_full` is called at once, and the reader finds SlowReader in the place
+    of all that waited. So neither the memory nor the work of a slow reader is at the expense of the others.
+    """
 
     __slots__ = ("_bytes", "_came", "_deliveries", "_failure", "_on_full", "count")
 

@@ -1,10 +1,15 @@
-"""Messages to bytes and back: a positional msgpack array, version first.
+"""The codec turns messages to bytes and back: a positional msgpack array, version first.
 
     [version, kind, source, epoch, seq, trace, field, field, ...]
 
 Columns ride as raw little-endian bytes, nested records as arrays. A decoder ignores fields that it
 does not know (a newer sender) and fills missing ones with their defaults (an older sender); another
 major version, an unknown kind or a wrong type is a WireError.
+
+`flaw` says what a message promises beyond its types: columns of one length, counts that add up, sane numbers.
+That is checked once, where bytes become a message, so that no actor meets a row that is not there. Whatever
+depends on the receiver's state (is this slot open?) is the receiver's to check. The check runs for each
+message of each step: a few microseconds at 256 rows.
 """
 
 from __future__ import annotations
@@ -49,6 +54,22 @@ MAX_MESSAGE_BYTES = 64 * 1024
 PAGE_TOKENS = 12_000  # 48 kB of ids: with the other fields under MAX_MESSAGE_BYTES
 MAX_OPTIONS_BYTES = 56 * 1024  # of a Tokenized without its tokens: its Open and SlotOpen fit as well
 _ENVELOPE_BYTES = 1_024  # more than source, numbers and trace take
+
+# what `flaw` takes for sane
+MAX_PARTS = 256  # of one token list: 3 million tokens
+MAX_CHOICES = 1_024
+MAX_BLOCKS, MAX_SLOTS = 2**24, 2**16  # of one executor: 16 M blocks of 2 MiB are 32 TiB
+MAX_INTERVAL_US = 3_600_000_000
+MAX_NUMBER = 2**53  # of a stream
+MAX_PROCESSORS, MAX_PROCESSOR_CHARS = 8, 4_096  # of one request; a name with its arguments
+MAX_ROW_ERROR_CHARS = 1_000
+MAX_STAGES = 64  # of a pipeline
+MAX_PIECES = 256  # of a step in halves, in its result
+
+_SEED_END = 2**64
+_USUAL = 1_024  # rows: shorter columns of these contents, the usual ones, are compared as bytes
+_ONES = array("i", [1] * _USUAL).tobytes()
+_COUNTING = array("i", range(_USUAL)).tobytes()
 
 Paged = Tokenized | Open | SlotOpen  # the kinds whose `tokens` may need several parts
 
@@ -313,22 +334,6 @@ _LAYOUTS = {cls.__name__: _Layout(cls) for cls in get_args(messages.Message)}
 
 KINDS = tuple(_LAYOUTS)
 assert isinstance(messages.Message, UnionType)
-
-
-MAX_PARTS = 256  # of one token list: 3 million tokens
-MAX_CHOICES = 1_024
-MAX_BLOCKS, MAX_SLOTS = 2**24, 2**16  # of one executor: 16 M blocks of 2 MiB are 32 TiB
-MAX_INTERVAL_US = 3_600_000_000
-MAX_NUMBER = 2**53  # of a stream
-MAX_PROCESSORS, MAX_PROCESSOR_CHARS = 8, 4_096  # of one request; a name with its arguments
-MAX_ROW_ERROR_CHARS = 1_000
-MAX_STAGES = 64  # of a pipeline
-MAX_PIECES = 256  # of a step in halves, in its result
-
-_SEED_END = 2**64
-_USUAL = 1_024  # rows: shorter columns of these contents, the usual ones, are compared as bytes
-_ONES = array("i", [1] * _USUAL).tobytes()
-_COUNTING = array("i", range(_USUAL)).tobytes()
 
 
 def flaw(message: object) -> str:

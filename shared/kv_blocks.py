@@ -1,4 +1,4 @@
-"""Names of KV blocks: a hash chain over the tokens, so that equal prefixes have equal names everywhere.
+"""KV blocks have names: a hash chain over the tokens, so that equal prefixes have equal names everywhere.
 
     root = blake3("kv1" ‖ len ‖ fingerprint ‖ len ‖ salt)       key 0 ──▶ key 1 ──▶ key 2 ...
     key i = blake3(key i-1 ‖ tokens of block i as u32 little-endian)    (key -1 is the root)
@@ -7,6 +7,9 @@ A key names all tokens up to the end of its block, under one model layout (the f
 the block size) and one tenant (the salt): another tenant cannot even find out that a block is cached.
 Only full blocks have keys, and the partial tail of a paused sequence, which is never shared. The same in
 every process and on every machine, unlike Python's `hash()`.
+
+Block arithmetic of the paged KV cache, the seeds of choices and the rendezvous hash that picks a shard are
+here, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,20 @@
-"""Columns: per-row integers and floats as arrays, which the wire carries as raw bytes."""
+"""Every message that crosses the wire is a frozen dataclass of this module.
+
+    liveness             the beat of every actor
+    requests and text    client -> tokenizer -> scheduler -> detokenizer -> client
+    steps                what the scheduler asks of an executor, and what comes back
+    key-value tiers      scheduler <-> kv_offload, and the copies an executor makes
+
+The order of the fields is their position on the wire and is frozen by golden bytes (tests/contract). New
+fields go last and have a default. Per-row integers and floats are columns: arrays, which the wire carries as
+raw bytes.
+
+Units are in the names: `_us` are durations for decisions, `_wall_us` wall-clock stamps for spans only. A
+*sequence* (one choice of one request, int32) is the unit of slots, token indices and results; a *token index*
+counts the generated tokens of a sequence from 0. A message that carries token lists longer than
+`codec.PAGE_TOKENS` travels in parts, numbered `part`/`parts`, each with its slice of `tokens`; the first part
+carries the other fields.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +29,11 @@ if TYPE_CHECKING:
     FloatArray = array[float]
 else:  # array.array cannot be subscripted before Python 3.12
     IntArray = FloatArray = array
+
+MOVED = 410  # code of a Rejected: another detokenizer has this request by now, and its client is told there
+
+ROW_REFUSED = "refused: "  # begins a row error that is a 400, not a 500
+PIECE_LANES = ("compute A", "compute B", "comm A", "comm B")  # of the halves of a step, on two streams
 
 FEW = 16  # values; more are packed at a third of what it costs `array` to parse each
 Ints = Annotated[IntArray, "i"]  # int32 column, little-endian bytes on the wire
@@ -55,9 +76,6 @@ class Beat:
     arena_generation: int = 0  # kv_offload: the present one; executor: the one it has mapped
     tiers: tuple[str, ...] = ()
     rates: tuple[int, ...] = ()  # bytes per second per tier
-
-
-MOVED = 410  # code of a Rejected: another detokenizer has this request by now, and its client is told there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,10 +330,6 @@ class Ended:
     first_wall_us: int = 0  # the first text was sent, or joined an answer that is not streamed
     built_wall_us: int = 0  # the last frame was built
     sent_wall_us: int = 0  # it has left the process
-
-
-ROW_REFUSED = "refused: "  # begins a row error that is a 400, not a 500
-PIECE_LANES = ("compute A", "compute B", "comm A", "comm B")  # of the halves of a step, on two streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A TCP port to listen on, or a typed error that says who should change what."""
+"""Every process takes its ports, its list of logits processors and its log from here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from shared.errors import SetupError
 
 HTTP = "set `http` to another host:port, or to off"  # of the gateway
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # where whoever listens everywhere is found
+
+PROCESSOR_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+_TARGET = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+
+ROOT = "headrace"
 
 
 def bind(
@@ -53,12 +58,13 @@ def _refused(host: str, port: int, error: OSError, who: str, mend: str) -> Setup
     return SetupError(f"{who} cannot listen on {host}:{port} ({why}): free the port, or {mend}")
 
 
-PROCESSOR_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
-_TARGET = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
-
-
 def processor_targets(setting: str) -> Mapping[str, str]:
-    """`name=module:attribute,...` as {name: "module:attribute"}. Raises SetupError."""
+    """The logits processors that a fleet offers: `name=module:attribute,...` as {name: "module:attribute"}.
+    Raises SetupError.
+
+    The setting `logits_processors` is read by tokenizers (names) and executors (code) alike. A request can
+    only name what is listed there.
+    """
     targets: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in setting.split(","))):
         name, _, target = (part.strip() for part in entry.partition("="))
@@ -73,11 +79,9 @@ def processor_targets(setting: str) -> Mapping[str, str]:
     return targets
 
 
-ROOT = "headrace"
-
-
 def setup(component: str, *, level: str = "info", as_json: bool = False) -> None:
-    """Send the log of this process to stderr. Calling again replaces the earlier set-up."""
+    """Send the log of this process to stderr: one line an event, for people or as JSON, with the component's
+    name. Calling again replaces the earlier set-up."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines(component) if as_json else _Lines(component))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

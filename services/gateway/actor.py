@@ -1,4 +1,9 @@
-"""The gateway's shell: an HTTP server and a native client in one actor."""
+"""The gateway actor runs an HTTP server and a native client in one process.
+
+uvicorn gets a socket, and neither signals nor an event loop of its own. The gateway listens itself, so that a
+port that is taken is a typed error, and so that the kernel bounds what a peer may hold up: UNSENT_BYTES, for
+at most STALL_MS. A peer that takes nothing for longer, or that is not there any more, loses its connection.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,13 @@ from shared.config import Settings
 from shared.errors import SetupError, drain_over
 from shared.processes import bind, http_url
 from shared.telemetry.readings import Readings
+
+BACKLOG = 2_048
+STALL_MS = 30_000
+UNSENT_BYTES = 262_144  # of a connection, in the kernel, which would take 4 MB by itself
+LEAVE_S = 0.5  # for last words to clients that read
+KEEP_ALIVE_S = 75  # of an idle connection: longer than a proxy in front keeps its own
+_PROBES = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (3, "TCP_KEEPCNT"))
 
 
 class GatewayActor(Actor):
@@ -114,14 +126,6 @@ def build(settings: Settings) -> GatewayActor:
     if address is None:
         raise SetupError("the setting `http` is off: give the gateway a host:port")
     return GatewayActor(address, Keys(settings.http_keys), settings.request_timeout_s)
-
-
-BACKLOG = 2_048
-STALL_MS = 30_000
-UNSENT_BYTES = 262_144  # of a connection, in the kernel, which would take 4 MB by itself
-LEAVE_S = 0.5  # for last words to clients that read
-KEEP_ALIVE_S = 75  # of an idle connection: longer than a proxy in front keeps its own
-_PROBES = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (3, "TCP_KEEPCNT"))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,7 +1,8 @@
-"""The ASGI application: routes, and what surrounds every request of them.
+"""The ASGI application routes HTTP requests, and an edge surrounds each of them.
 
 The edge gives each request its id and trace, counts it, turns typed errors into responses, and sends the
-request's spans when its last byte has been handed over.
+request's spans when its last byte has been handed over. The endpoints of `about`, which say something about
+this gateway, need no key.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
 
 OTHER = "other"  # the route of whatever has none
 
+_ROUTES = frozenset(document("")["paths"])
+
 
 def build_app(desk: Desk) -> ASGIApp:
     """The application of one gateway."""
@@ -41,6 +44,48 @@ def build_app(desk: Desk) -> ASGIApp:
     ]
     handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
     return Edge(Starlette(routes=routes, exception_handlers=handlers), desk)  # type: ignore[arg-type]  # its handlers are typed for Exception alone
+
+
+def about(desk: Desk) -> list[Route]:
+    """Health, readiness, metrics, version, and the description of all there is."""
+    version = _version()
+    described = document(version)
+
+    async def health(_: Request) -> Response:
+        return _state(desk.health.why)
+
+    async def ready(_: Request) -> Response:
+        return _state(desk.health.unready)
+
+    async def metrics(_: Request) -> Response:
+        return Response(to_prometheus(desk.meter.readings()), headers={"Content-Type": CONTENT_TYPE})
+
+    async def tell_version(_: Request) -> Response:
+        return answer({"version": version})
+
+    async def openapi(_: Request) -> Response:
+        return answer(described)
+
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/version", tell_version, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+    ]
+
+
+def _state(why: str) -> Response:
+    if why:
+        return answer({"status": "unavailable", "reason": why}, 503, {"Retry-After": "1"})
+    return answer({"status": "ok"})
+
+
+def _version() -> str:
+    try:
+        return metadata.version("headrace")
+    except metadata.PackageNotFoundError:
+        return "0"
 
 
 async def _refused(request: Request, error: HeadraceError) -> Response:
@@ -117,52 +162,7 @@ class Edge:
             desk.tracer.export(visit.trace, visit.parent_span, visits.spans(visit, desk.component))
 
 
-_ROUTES = frozenset(document("")["paths"])
-
-
 def _route(path: str) -> str:
     if path.startswith("/v1/models/"):
         return "/v1/models/{model}"
     return path if path in _ROUTES else OTHER
-
-
-def about(desk: Desk) -> list[Route]:
-    """Health, readiness, metrics, version, and the description of all there is."""
-    version = _version()
-    described = document(version)
-
-    async def health(_: Request) -> Response:
-        return _state(desk.health.why)
-
-    async def ready(_: Request) -> Response:
-        return _state(desk.health.unready)
-
-    async def metrics(_: Request) -> Response:
-        return Response(to_prometheus(desk.meter.readings()), headers={"Content-Type": CONTENT_TYPE})
-
-    async def tell_version(_: Request) -> Response:
-        return answer({"version": version})
-
-    async def openapi(_: Request) -> Response:
-        return answer(described)
-
-    return [
-        Route("/health", health, methods=["GET"]),
-        Route("/ready", ready, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-        Route("/version", tell_version, methods=["GET"]),
-        Route("/openapi.json", openapi, methods=["GET"]),
-    ]
-
-
-def _state(why: str) -> Response:
-    if why:
-        return answer({"status": "unavailable", "reason": why}, 503, {"Retry-After": "1"})
-    return answer({"status": "ok"})
-
-
-def _version() -> str:
-    try:
-        return metadata.version("headrace")
-    except metadata.PackageNotFoundError:
-        return "0"

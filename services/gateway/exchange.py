@@ -1,4 +1,9 @@
-"""JSON responses: answers, and refusals of the OpenAI form."""
+"""A Visit records one HTTP request from its first byte to its last, and a Meter counts all visits.
+
+A Visit holds the tenant, the id and the stamps of a request; `spans` is its trace. The Meter names what it
+counts as OpenTelemetry does, and `/metrics` writes that for Prometheus. Responses are JSON: answers, and
+refusals of the OpenAI form.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +24,12 @@ from shared.telemetry import traces as c
 from shared.telemetry.readings import Attributes, Reading, Readings, Spread
 from shared.telemetry.traces import SpanRecord
 
-
-def answer(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON response."""
-    return Response(to_json(body), status, headers, "application/json")
-
-
-def refusal(error: HeadraceError, request_id: str) -> Response:
-    """An error, with its headers."""
-    return answer(body_of(error, request_id), status_of(error), headers_of(error))
-
-
 ID_HEADER = "x-request-id"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # as the native protocol wants it
 _ID_BYTES = 12
+
+BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+OURS = "headrace.gateway"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,8 +81,14 @@ def spans(visit: Visit, component: str) -> list[SpanRecord]:
     ]
 
 
-BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-OURS = "headrace.gateway"
+def answer(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(to_json(body), status, headers, "application/json")
+
+
+def refusal(error: HeadraceError, request_id: str) -> Response:
+    """An error, with its headers."""
+    return answer(body_of(error, request_id), status_of(error), headers_of(error))
 
 
 @dataclass(slots=True)

@@ -1,4 +1,8 @@
-"""The native requests of one HTTP request: their answers together, or their frames as they come."""
+"""Talk makes the native requests of one HTTP request: their answers together, or their frames as they come.
+
+`read_body` reads the body of the HTTP request within bounds of size and time. `unless_gone` works for an HTTP
+client that may go away: when it does the work is cancelled, and the native request with it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,12 @@ from shared.errors import Cancelled, PayloadTooLarge
 
 GRACE_S = 5.0  # beyond a request's own time limit, whose end the services tell themselves
 
+BODY_TIMEOUT_S = 30.0
+HEADROOM_BYTES = 4_096  # of the server's limit: for what a native request says besides
+
 Tagged = tuple[int, Body]  # number of the prompt, frame
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +105,6 @@ async def _merged(streams: Sequence[AsyncGenerator[Body]]) -> AsyncGenerator[Tag
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-T = TypeVar("T")
-
-
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, once the body of the request has been read. Raises Cancelled when the client
     disconnects before."""
@@ -118,10 +124,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
-
-
-BODY_TIMEOUT_S = 30.0
-HEADROOM_BYTES = 4_096  # of the server's limit: for what a native request says besides
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -1,8 +1,13 @@
-"""From the body of an HTTP request to requests of the native protocol. Pure.
+"""The body of an HTTP request becomes requests of the native protocol. Pure.
 
 The fields have the same names and pass as they are: the tokenizer judges them. What is different here: a
 completion may hold several prompts, each of which becomes a request; `stream_options` belongs to streams
 alone, where usage is told only when asked for; a model need not be named where there is one.
+
+A model writes its calls of functions into its text, and `ToolText` finds them there:
+
+    whole     nothing but one object {"name": …, "arguments": …}: some function had to be called
+    tagged    text, and in it <tool_call>…</tool_call> with such an object each
 """
 
 from __future__ import annotations
@@ -16,6 +21,10 @@ from services.gateway.errors import Unprocessable
 from shared.errors import BadRequest
 
 MAX_PROMPTS = 64  # of one completion
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+WHOLE, TAGGED = "whole", "tagged"
+_CALL = re.compile(re.escape(BEGIN) + r"(.*?)" + re.escape(END), re.DOTALL)
 
 Body = dict[str, Any]
 
@@ -31,7 +40,7 @@ class Call:
     include_usage: bool = False  # of a stream
     n: int = 1  # choices of each prompt
     echo: bool = False  # the text begins with the prompt
-    tools: str = ""  # how functions are called in its text: see openai_request.py
+    tools: str = ""  # how functions are called in its text: see `how_called`
 
     @property
     def model(self) -> str:
@@ -116,11 +125,6 @@ def _bodies(native: Body) -> list[Body]:
     return [{**native, "prompt": p, "request_id": name} for p, name in zip(prompts, names, strict=True)]
 
 
-BEGIN, END = "<tool_call>", "</tool_call>"
-WHOLE, TAGGED = "whole", "tagged"
-_CALL = re.compile(re.escape(BEGIN) + r"(.*?)" + re.escape(END), re.DOTALL)
-
-
 def how_called(fields: dict[str, Any]) -> str:
     """WHOLE, TAGGED, or empty for a request that calls no functions; the tokenizer judges the fields."""
     choice = fields.get("tool_choice", "auto")
@@ -131,7 +135,7 @@ def how_called(fields: dict[str, Any]) -> str:
 
 @dataclass(slots=True)
 class ToolText:
-    """The text of one choice: what of it is content, and at its end the calls in it."""
+    """The text of one choice: what of it is content, and at its end the calls in it, as OpenAI has them."""
 
     how: str
     name: str  # of the choice: its calls are named after it

@@ -1,4 +1,7 @@
-"""The frames of native streams as the chunks of one OpenAI stream. Pure.
+"""Native answers and frames become answers and streams of the exact shapes of the OpenAI API.
+
+`answer` builds one JSON answer. ChunkMaker turns the frames of native streams into the chunks of one OpenAI
+stream, which EventStream sends; all but EventStream is pure:
 
     accepted          nothing: the first chunk waits for the first word, so that a refusal has its status
     delta             a chunk for each choice; before the first one with the role, or the echoed prompt
@@ -29,6 +32,13 @@ from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 
 Body = dict[str, Any]
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would wait for a page full of them
+]
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
@@ -222,16 +232,15 @@ def _choice(call: Call, index: int, choice: Body, echoed: str) -> Body:
     return {"index": index, "message": message, **tail}
 
 
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would wait for a page full of them
-]
-DONE = b"data: [DONE]\n\n"
-
-
 class EventStream(Response):
-    """The chunks of one call, as they come."""
+    """The chunks of one call as server-sent events, as they come: the response that a streaming request gets.
+
+    The status waits for the first chunk: what fails before it is refused like any other request, what fails
+    later ends the stream with an event `{"error": …}` and without `[DONE]`. A client that goes away cancels
+    the request. One that reads too slowly holds up nobody: frames wait for it in the native client, which
+    ends the request when they are too many (shared/client.py: Unread); the kernel ends a connection that
+    takes nothing at all.
+    """
 
     media_type = "text/event-stream"
 

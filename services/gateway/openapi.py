@@ -1,4 +1,8 @@
-"""The OpenAPI document of the gateway: every path, every answer it can give."""
+"""The OpenAPI document describes every path of the gateway and every answer it can give.
+
+COMPONENTS are the JSON Schemas of requests and answers. Their limits are the tokenizer's, and a test holds
+them equal (tests/unit/services/gateway/test_openapi.py).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,11 @@ from typing import Any
 from services.gateway.openai_request import MAX_PROMPTS
 
 Json = dict[str, Any]
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+_TOKENS: Schema = {"type": "array", "items": COUNT}
 
 _WHY = {
     400: "a field is wrong; `param` names it",
@@ -119,13 +128,6 @@ def _content(media_type: str, description: str) -> Json:
 
 def _ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
-
-
-Schema = dict[str, Any]
-
-TEXT: Schema = {"type": "string"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-_TOKENS: Schema = {"type": "array", "items": COUNT}
 
 
 def _number(least: float, most: float, kind: str = "number", **more: Any) -> Schema:

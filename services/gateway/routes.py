@@ -1,4 +1,7 @@
-"""What the endpoints work with, and the endpoints that ask a model."""
+"""Desk holds what the endpoints work with, and serves the endpoints that ask a model.
+
+Keys says in whose name a request comes.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,14 @@ from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
 from shared.telemetry.otel import Tracer
 
+log = logging.getLogger("headrace.gateway")
+
 MAX_ACTIVE = 8_192  # requests of one gateway
 RETRY_AFTER_MS = 1_000
 VISIT = "headrace.visit"  # where a request's Visit is kept in its scope
+
+HASHED = "sha256:"
+_HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def visit_of(request: Request) -> Visit:
@@ -158,12 +166,6 @@ def _unknown(model: str, served: list[str]) -> UnknownModel:
     return UnknownModel(f"no service serves model {model!r:.80}; there is {there:.200}", param="model")
 
 
-log = logging.getLogger("headrace.gateway")
-
-HASHED = "sha256:"
-_HEX = re.compile(r"[0-9a-f]{64}")
-
-
 def read_keys(text: str) -> dict[str, str]:
     """Tenants by the hash of their keys. Raises ValueError that names the line."""
     tenants: dict[str, str] = {}
@@ -183,7 +185,15 @@ def read_keys(text: str) -> dict[str, str]:
 
 
 class Keys:
-    """The keys of one gateway; an empty path lets everybody in, as the default tenant."""
+    """Who may use the API: a file of lines `tenant key`, read again when it changes. An empty path lets
+    everybody in, as the default tenant.
+
+        acme   hr-3f9c…                    the key as the client sends it, as `Authorization: Bearer hr-3f9c…`
+        acme   sha256:9b74c9897bac…        or only its SHA-256 in hex, so that the file holds no secret
+        # a comment
+
+    Keys are looked up by their hash: how long that takes says nothing about the keys.
+    """
 
     def __init__(self, path: str) -> None:
         """Raises SetupError when the file cannot be used."""

@@ -1,6 +1,7 @@
-"""The shell of kv_offload: one per host. Mailbox to core, core to mailbox, and to the threads of L2.
+"""The shell of kv_offload, one per host, joins the core to its mailbox and to the threads of L2.
 
-The arena opens on a thread; until it is there every lookup answers that nothing is stored.
+The arena opens on a thread; until it is there every lookup answers that nothing is stored. The functions
+behind `build` are what kv_offload tells about itself: beats, `headrace status`, `headrace kv` and metrics.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from shared.messages import Message
 from shared.telemetry.readings import Attributes, Reading, Readings
 
 log = logging.getLogger("headrace.kv_offload")
+
+OURS = "headrace.kv_offload"
 
 Connect = Callable[[], Remote]
 
@@ -193,9 +196,6 @@ def _without_password(url: str) -> str:
     """As it may be shown to whoever asks for the status."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-OURS = "headrace.kv_offload"
 
 
 def load(state: State) -> tuple[tuple[str, int], ...]:

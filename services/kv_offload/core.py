@@ -1,6 +1,6 @@
 """kv_offload: events in, commands out. No await, no clock, no socket, no randomness, no thread.
 
-    core = KvCore(arena, l2=True)                  # store.Arena; CountingArena in a simulation
+    core = KvCore(arena, l2=True)                  # interface.Arena; CountingArena in a simulation
     for command in core.handle(event, now_us): …   # in order, each done before the next
     core.due_us()                                  # when it wants a Ticked; None: when something happens
 

@@ -1,4 +1,7 @@
-"""What goes into the core of kv_offload and what comes out. Time comes in with each event."""
+"""Events go into the core of kv_offload, and commands come out. Time comes in with each event.
+
+Deadlines tells the core what is due when.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Generic, TypeVar
 from shared.messages import Message
 
 Name = tuple[str, bytes]  # a value's name everywhere: fingerprint of the KV layout, key of the block
+
+T = TypeVar("T")
 
 
 # ---- events -------------------------------------------------------------------------------------
@@ -143,11 +148,8 @@ L2Command = L2Has | L2Get | L2Put | L2Delete | L2Probe
 Command = Send | L2Command | Abandon | Fill
 
 
-T = TypeVar("T")
-
-
 class Deadlines(Generic[T]):
-    """At most one deadline for each thing."""
+    """At most one deadline for each thing; a deadline can be moved and dropped. Pure."""
 
     def __init__(self) -> None:
         self._due: dict[T, int] = {}

@@ -1,4 +1,4 @@
-"""Which server and model a client command means: flags, then settings, then a running `headrace up`."""
+"""A client command finds its server and model here: by flags, then settings, then a running `headrace up`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from shared.nats.subjects import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from shared.config import Settings
-
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -70,7 +69,7 @@ def _tell(fault: BusFault) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """One running `headrace up`."""
+    """The note that `headrace up` leaves so that a second shell finds its server without a flag."""
 
     pid: int
     fleet: str

@@ -1,6 +1,7 @@
-"""Service processes: started together, restarted with back-off, drained in order, never orphaned.
+"""Supervisor runs service processes: starts all, restarts with back-off, drains in order, orphans none.
 
-A service is kept running until its own turn in the drain comes: those before it may still need it.
+A service is kept running until its own turn in the drain comes: those before it may still need it. No child
+process outlives its parent (`die_with_parent`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ BACKOFF_LAST_S = 30.0
 HEALTHY_S = 60.0  # a service that ran this long starts its back-off anew
 LINE_LIMIT_BYTES = 1024 * 1024
 KILL_GRACE_S = 3.0  # after the drain's time limit, for the services' own way out
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
 
 LogLine = Callable[[str, str], None]  # service name, line
 
@@ -190,10 +194,6 @@ def ended_how(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
-
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None]:

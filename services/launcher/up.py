@@ -1,4 +1,4 @@
-"""`headrace up`: a nats-server and every service as processes of this machine, until a signal comes."""
+"""`headrace up` runs a nats-server and every service as processes of this machine, until a signal comes."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ from shared.processes import bind, http_url
 from shared.vocab.files import resolve
 
 _FEW_CORES = 4
+
+TELL_EVERY_S = 10.0
 
 
 def up(settings: Settings, users: Path | None = None) -> int:
@@ -242,7 +244,11 @@ def _check_model(settings: Settings) -> None:
 
 
 async def keep_running(server: NatsServer, tell: Callable[[str], None]) -> None:
-    """Restart `server` whenever it ends, with back-off, until cancelled. Run on the main thread."""
+    """Restart `server` on its ports whenever it ends, with back-off, until cancelled. Run on the main thread.
+
+    The services reconnect by themselves and repair their streams, so a restart costs the requests in
+    flight a pause, not their answers.
+    """
     loop, backoff_s = asyncio.get_running_loop(), BACKOFF_FIRST_S
     while True:
         started_at = loop.time()
@@ -279,11 +285,13 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
     return await status
 
 
-TELL_EVERY_S = 10.0
-
-
 class Readiness:
-    """Watches the beats of a fleet, and probes it."""
+    """Watches the beats of a fleet, and probes it: it is ready when a real request of one token has been
+    answered through NATS.
+
+    The attempts follow the beats: nothing is polled. Every kind a request passes through has to say
+    "ready" first.
+    """
 
     def __init__(self, bus: Bus, fleet: str) -> None:
         self._bus = bus

@@ -1,1 +1,3 @@
-"""What every service is made of: a runtime, a mailbox, numbered streams, the fleet's members."""
+"""What every service is made of: a runtime (runtime.py), a mailbox (mailbox.py), numbered streams (stream.py)
+and the fleet's members (membership.py).
+"""

@@ -1,4 +1,8 @@
-"""Who is alive, from beats. Pure: time comes in as an argument."""
+"""Peers learns from beats which actors live. Pure: time comes in as an argument.
+
+To succeed a request needs a ready service of each kind that it passes (NEEDED), and proof by a real one
+(`probe`). kv_offload is not among them, since without it requests are merely recomputed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from dataclasses import dataclass
 from shared.messages import Beat
 
 MISSED_BEATS = 3
+
+NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
+PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -69,10 +76,6 @@ class Peers:
 
 def _news(beat: Beat) -> tuple[str, str, int]:
     return beat.state, beat.arena, beat.arena_generation
-
-
-NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
-PROBE_TIMEOUT_S = 60.0
 
 
 def missing(peers: Peers) -> list[str]:

@@ -1,9 +1,9 @@
-"""The life of an actor: start, ready, drain, stop; beats, signals, status.
+"""Runtime gives an actor its life: start, ready, drain, stop; beats, signals, status.
 
-A service subclasses Actor. `shared.actor.runtime.run` makes it a process (uvloop, NATS, signals);
-`Runtime` alone places it on any bus, as the tests do with MemoryBus. Handlers are plain functions
-called one at a time on the event loop, the first one when `start` has run up to its first await.
-An exception in a handler fails the actor, never just the message: a supervisor restarts it.
+A service subclasses Actor. `run` makes it a process (uvloop, NATS, signals, garbage collector); `Runtime`
+alone places it on any bus, as the tests do with MemoryBus. Handlers are plain functions called one at a time
+on the event loop, the first one when `start` has run up to its first await. An exception in a handler fails
+the actor, never just the message: a supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,18 @@ from shared.telemetry.otel import Tracer
 from shared.telemetry.readings import Reading, Readings, process_readings
 
 log = logging.getLogger("headrace.actor")
-P = ParamSpec("P")
+process_log = logging.getLogger("headrace.process")
 
 DEAF_BEATS = 1.5  # an actor hears its own beats; without them the silence of others says nothing
+VERSION = "0.1.0"  # as discovery tells it
+
+GC_THRESHOLDS = (50_000, 20, 10)  # objects made beyond those freed, then rounds of each generation
+FORCED = 130  # exit status behind a second signal
+HURRY_S = 1.5  # from it to the end, whatever still runs
+FLUSH_S = 2.0  # for the last spans and the last metrics, once nothing else is left to do
+
+P = ParamSpec("P")
+Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
 
 
 @dataclass(slots=True)
@@ -319,16 +328,6 @@ async def _drained(actor: Actor, limit_s: float, hurried: asyncio.Event) -> bool
     return False
 
 
-process_log = logging.getLogger("headrace.process")
-
-GC_THRESHOLDS = (50_000, 20, 10)  # objects made beyond those freed, then rounds of each generation
-FORCED = 130  # exit status behind a second signal
-HURRY_S = 1.5  # from it to the end, whatever still runs
-FLUSH_S = 2.0  # for the last spans and the last metrics, once nothing else is left to do
-
-Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
     """How to run an actor as a process."""
@@ -445,9 +444,6 @@ def _end() -> None:
     os._exit(FORCED)  # at once: an orderly exit would wait for threads
 
 
-VERSION = "0.1.0"
-
-
 def identity(port: Port) -> dict[str, object]:
     """Who answers."""
     return {"kind": port.kind, "id": port.actor, "epoch": port.epoch, "fleet": port.fleet}
@@ -456,7 +452,11 @@ def identity(port: Port) -> dict[str, object]:
 async def answer(
     bus: Bus, port: Port, state: Callable[[], str], status: Callable[[], dict[str, object]]
 ) -> None:
-    """Answer PING, INFO and STATS for everybody, for this kind, and for this actor."""
+    """Answer PING, INFO and STATS for everybody, for this kind, and for this actor.
+
+    Discovery by the NATS services protocol ($SRV.PING, INFO, STATS), as `nats micro ls` asks for it. Spec:
+    nats-architecture-and-design ADR-32. Answered over Bus, so it works on any transport.
+    """
     name = f"headrace-{port.kind}"
     head: dict[str, object] = {"name": name, "id": port.actor, "version": VERSION, "metadata": {}}
 

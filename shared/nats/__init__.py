@@ -1,1 +1,3 @@
-"""The transport: its interface, NATS, an in-memory double, subjects and access."""
+"""The transport: its interface (interface.py), NATS (bus.py), an in-memory double (memory.py), subjects
+(subjects.py), logins and permissions (access.py).
+"""

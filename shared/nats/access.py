@@ -1,4 +1,4 @@
-"""What each service, tenant and operator may publish and read at the nats-server: what it needs, no more.
+"""Each service, tenant and operator has a login at the nats-server and the permissions it needs, no more.
 
     tenant ──generate, cancel, tokenize, detokenize of its own name──▶ tokenizer, detokenizer, scheduler
     tenant ◀──────────────── replies below its own inbox ───────────── tokenizer, detokenizer
@@ -6,6 +6,14 @@
 
 So a tenant can neither ask in another's name nor read another's replies, and no tenant reaches a mailbox. A
 service that answers only whoever asks it may publish to that reply subject once, and to no other inbox.
+
+A nats-server URL says besides the address who connects, and by which certificates:
+
+    nats://USER:PASSWORD@HOST:PORT            a user of `headrace auth`, or any other
+    tls://USER:PASSWORD@HOST:PORT?ca=FILE     the same, the server's certificate checked with FILE
+
+A user reads replies below an inbox of its own, `_INBOX.USER`: the server lets nobody else subscribe there.
+Tenants are users by their (escaped) name; the names of services begin with `headrace-`.
 """
 
 from __future__ import annotations
@@ -19,7 +27,37 @@ from shared.nats.subjects import PUBLIC, token, untoken
 
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 SERVICE_PREFIX = "headrace-"
+OPERATOR = "operator"
 INBOX = "_INBOX"
+
+_MAILBOXES = {
+    "tokenizer": ("scheduler",),
+    "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
+    "executor": ("scheduler",),
+    "kv_offload": ("scheduler",),
+    "detokenizer": ("scheduler",),
+    "gateway": (),
+}  # who sends to whom
+SERVICES = tuple(_MAILBOXES)
+_READS = {
+    "tokenizer": (
+        f"{PUBLIC}.generate.*.*",
+        f"{PUBLIC}.cancel.*.*",
+        f"{PUBLIC}.tokenize.*.*",
+        f"{PUBLIC}.models",
+        "hr.*.beat.tokenizer.*",
+    ),
+    "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
+    "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", "_R.*.*"),
+}
+# The inbox of a request travels to the detokenizer in a message; the tokenizer's answer comes seconds later.
+_WRITES = {
+    "tokenizer": (f"{INBOX}.>", "hr.beat_ask"),
+    "scheduler": (f"{PUBLIC}.events.*",),
+    "detokenizer": (f"{INBOX}.>",),
+}
+_ASKS = tuple(f"{PUBLIC}.{verb}.*.*" for verb in ("generate", "cancel", "tokenize", "detokenize"))
+_LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,37 +120,6 @@ def tenant_of(url: str, default: str) -> str:
 def _at(parts: SplitResult, user: str) -> SplitResult:
     host = parts.netloc.rpartition("@")[2]
     return parts._replace(netloc=f"{user}@{host}" if user else host)
-
-
-_MAILBOXES = {
-    "tokenizer": ("scheduler",),
-    "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
-    "executor": ("scheduler",),
-    "kv_offload": ("scheduler",),
-    "detokenizer": ("scheduler",),
-    "gateway": (),
-}  # who sends to whom
-SERVICES = tuple(_MAILBOXES)
-OPERATOR = "operator"
-_READS = {
-    "tokenizer": (
-        f"{PUBLIC}.generate.*.*",
-        f"{PUBLIC}.cancel.*.*",
-        f"{PUBLIC}.tokenize.*.*",
-        f"{PUBLIC}.models",
-        "hr.*.beat.tokenizer.*",
-    ),
-    "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
-    "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", "_R.*.*"),
-}
-# The inbox of a request travels to the detokenizer in a message; the tokenizer's answer comes seconds later.
-_WRITES = {
-    "tokenizer": (f"{INBOX}.>", "hr.beat_ask"),
-    "scheduler": (f"{PUBLIC}.events.*",),
-    "detokenizer": (f"{INBOX}.>",),
-}
-_ASKS = tuple(f"{PUBLIC}.{verb}.*.*" for verb in ("generate", "cancel", "tokenize", "detokenize"))
-_LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Bus over a nats-server, through the public API of nats-py alone.
+"""NatsBus is the Bus over a nats-server, through the public API of nats-py alone.
 
     publish() ──▶ outbox ──writer task──▶ nats-py buffer ──flusher──▶ socket
 
@@ -41,6 +41,10 @@ OUTBOX_LIMIT_BYTES = 64 * 1024 * 1024  # what a server that is away may cost in 
 FLUSH_TIMEOUT_S = 10
 CLOSE_TIMEOUT_S = 1.0
 CANCEL_AGAIN_S = 0.05
+
+_VIOLATION = "authorization violation"
+_DENIED = "permissions violation"
+_DENIED_READING = "permissions violation for subscription"
 
 
 class _Client(NatsClient):
@@ -329,17 +333,12 @@ async def _drained(subscription: Any) -> None:  # nats-py leaves its drain witho
     await subscription.drain()
 
 
-_VIOLATION = "authorization violation"
-_DENIED = "permissions violation"
-_DENIED_READING = "permissions violation for subscription"
-
-
 class Refused(nats_errors.Error):
     """The server knows these credentials not, or we trust the server not: to try again would not help."""
 
 
 class Faults:
-    """Turns what nats-py reports into BusFaults."""
+    """Turns what nats-py reports into BusFaults: one for each burst, and none for what is no news."""
 
     def __init__(self) -> None:
         self.handlers: list[FaultHandler] = []

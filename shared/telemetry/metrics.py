@@ -1,8 +1,11 @@
-"""Readings as Prometheus reads them. Pure. Spec: the text exposition format 0.0.4.
+"""Readings leave a process by a page for Prometheus, by OTLP to a collector, or by both.
 
-Names follow the OpenTelemetry specification's way to Prometheus: dots become `_`, the unit is the end of the
-name (`_seconds`, `_bytes`), counters end in `_total`. What vLLM counts, too, has vLLM's name with `headrace:`
-in place of `vllm:`, so that a dashboard made for the one shows the other.
+The environment says which of them. The page has the text exposition format 0.0.4. Names follow the
+OpenTelemetry specification's way to Prometheus: dots become `_`, the unit is the end of the name (`_seconds`,
+`_bytes`), counters end in `_total`. What vLLM counts, too, has vLLM's name with `headrace:` in place of
+`vllm:`, so that a dashboard made for the one shows the other.
+
+Beside otel.py this is the only file that imports OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -67,6 +70,13 @@ _AS_IN_VLLM = {  # its production metrics, https://docs.vllm.ai/en/stable/usage/
 _UNITS = {"s": "_seconds", "By": "_bytes", "By/s": "_bytes_per_second"}
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
+PATH = "/metrics"
+PATIENCE_S = 10.0  # for one request and its answer
+MAX_HEAD_BYTES = 16_384
+MAX_CONNECTIONS = 16
+
+SCOPE = "headrace"
+
 
 def to_prometheus(readings: Readings) -> str:
     """The whole page, readings of one name together."""
@@ -118,14 +128,24 @@ def _number(value: float) -> str:
     return repr(value) if isinstance(value, float) and not value.is_integer() else str(int(value))
 
 
-PATH = "/metrics"
-PATIENCE_S = 10.0  # for one request and its answer
-MAX_HEAD_BYTES = 16_384
-MAX_CONNECTIONS = 16
+async def scrape_point(readings: Callable[[], Readings]) -> ScrapePoint | None:
+    """The page of this process, None when it is not asked for. Raises SetupError when its port is taken."""
+    address = prometheus_address(os.environ)
+    if address is None:
+        return None
+    point = ScrapePoint(*address, readings)
+    await point.start()
+    logging.getLogger("headrace.process").info("metrics at %s", point.url)
+    return point
 
 
 class ScrapePoint:
-    """Serves readings at `address` from `start` to `stop`."""
+    """Serves readings at `address` from `start` to `stop`, by the process's own event loop: an answer shows
+    that it runs.
+
+    One request a connection, GET or HEAD of /metrics; a scrape every few seconds needs no web framework. The
+    page is made when it is asked for.
+    """
 
     def __init__(self, host: str, port: int, readings: Callable[[], Readings]) -> None:
         """Port 0 is any free one. Raises SetupError when it is taken."""
@@ -203,11 +223,43 @@ def _response(
     return head.encode() + (b"" if bare else body)
 
 
-SCOPE = "headrace"
+class MeterSink(Protocol):
+    """Sends the newest readings from a thread of its own, every OTEL_METRIC_EXPORT_INTERVAL."""
+
+    def put(self, readings: Readings) -> None:
+        """These are the newest. Never blocks."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Send the newest, waiting for at most `timeout_s`."""
+
+
+def from_env(kind: str, actor: str) -> MeterSink | None:
+    """The sink of the process `kind.actor`, None when metrics are not asked for or cannot be sent; the log
+    says then how to mend it."""
+    if not is_on(os.environ, METRICS):
+        return None
+    protocol = protocol_of(os.environ, METRICS)
+    if protocol not in (HTTP, GRPC):
+        log.warning("metrics: off, the protocol %s is not known here: use %s or %s", protocol, HTTP, GRPC)
+        return None
+    try:
+        return OtelMeterSink(kind, actor, protocol)
+    except ImportError as error:
+        log.warning("metrics: off, %s needs a package (%s): pip install %s", protocol, error, GRPC_PACKAGE)
+    except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
+        log.warning("metrics: off, the OTEL_* variables cannot be used: %s", error)
+    return None
 
 
 class OtelMeterSink:
-    """See shared.telemetry.metrics.MeterSink. Raises ImportError when the exporter's package is missing."""
+    """Sends readings to an OTLP collector by the OpenTelemetry SDK: see MeterSink. Raises ImportError when
+    the exporter's package is missing.
+
+        put(readings) ──▶ the newest ◀── PeriodicExportingMetricReader's thread ──▶ OTLP over HTTP (or gRPC)
+
+    Counters and gauges are observed by the SDK. Histograms are counted where they happen and cannot be
+    observed, so the exporter adds them to what the SDK has collected; they are cumulative.
+    """
 
     def __init__(self, kind: str, actor: str, protocol: str) -> None:
         self._readings: Readings = ()
@@ -313,42 +365,3 @@ def _exporter(protocol: str) -> MetricExporter:
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 
     return OTLPMetricExporter()
-
-
-class MeterSink(Protocol):
-    """Sends the newest readings from a thread of its own, every OTEL_METRIC_EXPORT_INTERVAL."""
-
-    def put(self, readings: Readings) -> None:
-        """These are the newest. Never blocks."""
-
-    def stop(self, timeout_s: float) -> None:
-        """Send the newest, waiting for at most `timeout_s`."""
-
-
-def from_env(kind: str, actor: str) -> MeterSink | None:
-    """The sink of the process `kind.actor`, None when metrics are not asked for or cannot be sent; the log
-    says then how to mend it."""
-    if not is_on(os.environ, METRICS):
-        return None
-    protocol = protocol_of(os.environ, METRICS)
-    if protocol not in (HTTP, GRPC):
-        log.warning("metrics: off, the protocol %s is not known here: use %s or %s", protocol, HTTP, GRPC)
-        return None
-    try:
-        return OtelMeterSink(kind, actor, protocol)
-    except ImportError as error:
-        log.warning("metrics: off, %s needs a package (%s): pip install %s", protocol, error, GRPC_PACKAGE)
-    except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
-        log.warning("metrics: off, the OTEL_* variables cannot be used: %s", error)
-    return None
-
-
-async def scrape_point(readings: Callable[[], Readings]) -> ScrapePoint | None:
-    """The page of this process, None when it is not asked for. Raises SetupError when its port is taken."""
-    address = prometheus_address(os.environ)
-    if address is None:
-        return None
-    point = ScrapePoint(*address, readings)
-    await point.start()
-    logging.getLogger("headrace.process").info("metrics at %s", point.url)
-    return point

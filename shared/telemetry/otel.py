@@ -1,9 +1,11 @@
-"""Spans to an OTLP collector by the OpenTelemetry SDK; with metrics.py the only files that import it.
+"""Spans go to an OTLP collector by the OpenTelemetry SDK, if the standard OTEL_* variables ask for them.
 
-    export() ──▶ queue of the SDK's batch processor ──its thread──▶ OTLP over HTTP (or gRPC)
+The variables say whether this process sends spans and metrics, how, and where to. On:
+OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set, OTEL_SDK_DISABLED is not `true` and
+OTEL_TRACES_EXPORTER, a list, is empty or names `otlp`; of metrics METRICS in place of TRACES. Metrics are
+also served to Prometheus when their list names `prometheus`. The rest is read by the SDK itself.
 
-A collector that is away costs a line of the log each minute: spans wait in the bounded queue, then the
-oldest are dropped.
+Beside metrics.py this is the only file that imports OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -31,6 +33,16 @@ from shared.errors import SetupError
 from shared.telemetry import traces
 from shared.telemetry.traces import SpanRecord
 
+log = logging.getLogger("headrace.tracing")
+
+TRACES, METRICS = "traces", "metrics"  # signals
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+HTTP, GRPC = "http/protobuf", "grpc"
+GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
+PROMETHEUS_HOST, PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_HOST", "OTEL_EXPORTER_PROMETHEUS_PORT"
+_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 9464  # as the specification says
+
 SWITCH_S = 0.000_5  # the thread that encodes spans may hold up the event loop so long, not the usual 5 ms
 QUEUE_SPANS = 8_192  # defaults of OTEL_BSP_*: a second of spans, sent each second
 DELAY_MS = 1_000
@@ -42,8 +54,94 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _OK = Status(StatusCode.UNSET)
 
 
+def is_on(env: Mapping[str, str], signal: str = TRACES) -> bool:
+    """Whether these variables ask for spans, or for metrics."""
+    wanted = _exporters(env, signal) or {"otlp"}
+    return any(env.get(name) for name in _of(ENDPOINTS, signal)) and "otlp" in wanted and not _disabled(env)
+
+
+def prometheus_address(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where these variables want metrics to be served, None when they do not. Raises SetupError."""
+    if "prometheus" not in _exporters(env, METRICS) or _disabled(env):
+        return None
+    port = env.get(PROMETHEUS_PORT) or str(_DEFAULT_PORT)
+    if not port.isdecimal() or int(port) > 65_535:
+        raise SetupError(f"{PROMETHEUS_PORT}={port} is not a port: set it to 1-65535, or 0 for any free one")
+    return env.get(PROMETHEUS_HOST) or _DEFAULT_HOST, int(port)
+
+
+def protocol_of(env: Mapping[str, str], signal: str = TRACES) -> str:
+    """How they travel; not checked."""
+    return next((p for name in _of(PROTOCOLS, signal) if (p := env.get(name))), HTTP)
+
+
+def endpoint(env: Mapping[str, str], protocol: str, signal: str = TRACES) -> str:
+    """Where they go, as the specification derives it."""
+    own, common = _of(ENDPOINTS, signal)
+    if given := env.get(own):
+        return given
+    base = env.get(common, "")
+    return base if protocol == GRPC else f"{base.rstrip('/')}/v1/{signal}"
+
+
+def _exporters(env: Mapping[str, str], signal: str) -> set[str]:
+    names = env.get(f"OTEL_{signal.upper()}_EXPORTER", "").lower().split(",")
+    return {name.strip() for name in names} - {""}
+
+
+def _disabled(env: Mapping[str, str]) -> bool:
+    return env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+
+
+def _of(names: tuple[str, ...], signal: str) -> tuple[str, ...]:
+    return tuple(name.replace(TRACES.upper(), signal.upper()) for name in names)
+
+
+class Tracer(Protocol):
+    """Decides which requests are traced, and sends their spans from a thread of its own."""
+
+    def begin(self, given: str) -> tuple[str, str]:
+        """For a request that came with the traceparent `given` (or none): the traceparent that names
+        its root span, and the id of that span's parent."""
+
+    def export(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> None:
+        """Send one tree: its root is the span that `trace` names, below `parent_span`. Never blocks."""
+
+    def test(self) -> None:
+        """Send a span, and log whether it arrived. Returns at once."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Send what waits, for at most `timeout_s`."""
+
+
+def from_env(kind: str, actor: str) -> Tracer | None:
+    """The tracer of the process `kind.actor`, None when spans are not asked for or cannot be sent; the
+    log says then how to mend it."""
+    if not is_on(os.environ):
+        return None
+    protocol = protocol_of(os.environ)
+    if protocol not in (HTTP, GRPC):
+        log.warning("traces: off, %s=%s is not known here: use %s or %s", PROTOCOLS[1], protocol, HTTP, GRPC)
+        return None
+
+    try:
+        return OtelTracer(kind, actor, protocol)
+    except ImportError as error:
+        mend = f"pip install {GRPC_PACKAGE}, or set {PROTOCOLS[1]}={HTTP}"
+        log.warning("traces: off, the protocol %s needs a package (%s): %s", protocol, error, mend)
+    except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
+        log.warning("traces: off, the OTEL_* variables cannot be used: %s", error)
+    return None
+
+
 class OtelTracer:
-    """See shared.telemetry.otel.Tracer. Raises ImportError when the exporter's package is missing."""
+    """See Tracer. Raises ImportError when the exporter's package is missing.
+
+        export() ──▶ queue of the SDK's batch processor ──its thread──▶ OTLP over HTTP (or gRPC)
+
+    A collector that is away costs a line of the log each minute: spans wait in the bounded queue, then the
+    oldest are dropped.
+    """
 
     def __init__(self, kind: str, actor: str, protocol: str) -> None:
         self._protocol = protocol
@@ -217,94 +315,3 @@ def _child_id(root: int, index: int) -> int:
     """The id of the span `index` below a root: the same whoever builds it."""
     digest = hashlib.blake2b(root.to_bytes(8, "big") + index.to_bytes(4, "big"), digest_size=8).digest()
     return int.from_bytes(digest, "big") or 1
-
-
-log = logging.getLogger("headrace.tracing")
-
-TRACES, METRICS = "traces", "metrics"  # signals
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-HTTP, GRPC = "http/protobuf", "grpc"
-GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
-PROMETHEUS_HOST, PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_HOST", "OTEL_EXPORTER_PROMETHEUS_PORT"
-_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 9464  # as the specification says
-
-
-def is_on(env: Mapping[str, str], signal: str = TRACES) -> bool:
-    """Whether these variables ask for spans, or for metrics."""
-    wanted = _exporters(env, signal) or {"otlp"}
-    return any(env.get(name) for name in _of(ENDPOINTS, signal)) and "otlp" in wanted and not _disabled(env)
-
-
-def prometheus_address(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where these variables want metrics to be served, None when they do not. Raises SetupError."""
-    if "prometheus" not in _exporters(env, METRICS) or _disabled(env):
-        return None
-    port = env.get(PROMETHEUS_PORT) or str(_DEFAULT_PORT)
-    if not port.isdecimal() or int(port) > 65_535:
-        raise SetupError(f"{PROMETHEUS_PORT}={port} is not a port: set it to 1-65535, or 0 for any free one")
-    return env.get(PROMETHEUS_HOST) or _DEFAULT_HOST, int(port)
-
-
-def protocol_of(env: Mapping[str, str], signal: str = TRACES) -> str:
-    """How they travel; not checked."""
-    return next((p for name in _of(PROTOCOLS, signal) if (p := env.get(name))), HTTP)
-
-
-def endpoint(env: Mapping[str, str], protocol: str, signal: str = TRACES) -> str:
-    """Where they go, as the specification derives it."""
-    own, common = _of(ENDPOINTS, signal)
-    if given := env.get(own):
-        return given
-    base = env.get(common, "")
-    return base if protocol == GRPC else f"{base.rstrip('/')}/v1/{signal}"
-
-
-def _exporters(env: Mapping[str, str], signal: str) -> set[str]:
-    names = env.get(f"OTEL_{signal.upper()}_EXPORTER", "").lower().split(",")
-    return {name.strip() for name in names} - {""}
-
-
-def _disabled(env: Mapping[str, str]) -> bool:
-    return env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-
-
-def _of(names: tuple[str, ...], signal: str) -> tuple[str, ...]:
-    return tuple(name.replace(TRACES.upper(), signal.upper()) for name in names)
-
-
-class Tracer(Protocol):
-    """Decides which requests are traced, and sends their spans from a thread of its own."""
-
-    def begin(self, given: str) -> tuple[str, str]:
-        """For a request that came with the traceparent `given` (or none): the traceparent that names
-        its root span, and the id of that span's parent."""
-
-    def export(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> None:
-        """Send one tree: its root is the span that `trace` names, below `parent_span`. Never blocks."""
-
-    def test(self) -> None:
-        """Send a span, and log whether it arrived. Returns at once."""
-
-    def stop(self, timeout_s: float) -> None:
-        """Send what waits, for at most `timeout_s`."""
-
-
-def from_env(kind: str, actor: str) -> Tracer | None:
-    """The tracer of the process `kind.actor`, None when spans are not asked for or cannot be sent; the
-    log says then how to mend it."""
-    if not is_on(os.environ):
-        return None
-    protocol = protocol_of(os.environ)
-    if protocol not in (HTTP, GRPC):
-        log.warning("traces: off, %s=%s is not known here: use %s or %s", PROTOCOLS[1], protocol, HTTP, GRPC)
-        return None
-
-    try:
-        return OtelTracer(kind, actor, protocol)
-    except ImportError as error:
-        mend = f"pip install {GRPC_PACKAGE}, or set {PROTOCOLS[1]}={HTTP}"
-        log.warning("traces: off, the protocol %s needs a package (%s): %s", protocol, error, mend)
-    except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
-        log.warning("traces: off, the OTEL_* variables cannot be used: %s", error)
-    return None

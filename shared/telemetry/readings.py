@@ -1,4 +1,4 @@
-"""Measured values as plain data: what a service counts, before anything is sent anywhere."""
+"""Readings are measured values as plain data: what a service counts, before anything is sent anywhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Attributes = tuple[tuple[str, str], ...]
+
+_STARTED_S = time.time()  # when this was imported: at the process's start
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,9 @@ class Spread:
 Readings = Sequence[Reading | Spread]
 
 
-_STARTED_S = time.time()  # when this was imported: at the process's start
-
-
 def process_readings() -> Iterator[Reading]:
-    """CPU time and start everywhere, memory and open files on Linux."""
+    """What a process costs its machine, under the names that Prometheus's client libraries have given it: CPU
+    time and start everywhere, memory and open files on Linux."""
     yield Reading("process.cpu", time.process_time(), "s", grows=True)
     yield Reading("process.start_time", _STARTED_S, "s")
     statm = Path("/proc/self/statm")

@@ -1,7 +1,24 @@
-"""A span as plain data: what is measured is built here and tested as a table, and sent elsewhere.
+"""Spans are plain data: what is measured is built here and tested as a table, and sent elsewhere. Pure.
 
 A list of records is one tree: the first is its root, `parent` is an index into the list. Times are
 wall-clock microseconds, from stamps that the messages carry.
+
+The spans of one request come from the stamps and durations of its messages:
+
+    chat smollm2 ─────────────────────────────────────────────────────────────────────
+      received ─ tokenize ── transit ─ queue ──── prefill ─────────── decode ────── detokenize ─ send
+                                                    prefill wait ─      (first token ── on its way to
+                                                      prefill chunk 1 ──   the client, under decode)
+                                                        prefill chunk 2 ───
+
+Each boundary is the stamp of the process that crosses it; stages of the scheduler are durations of its
+monotonic clock, laid end to end from the arrival of the request there. A pause is a span from the decision
+to the one that takes the sequence up again, a restore one from asking a tier for blocks to having them, or to
+going on without. With several choices each has a span of its own around its prefill and decode.
+
+Spans of several processes join into one trace by W3C Trace Context 1. A trace is a string, the `traceparent`
+itself, carried in the NATS header at the edges and in the envelope inside; an empty string means not traced
+and costs nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +35,80 @@ from shared.nats import subjects
 Value = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Value]
 ROOT = 0
+
+LEAVES = ("pause", "requeue")  # decisions that take a sequence off its executor
+RESTORE = "restore"  # the decision at the end of one, with its `took_us`
+
+HEADER = "traceparent"
+SAMPLED = 1  # bit of the flags
+NO_PARENT = "0" * 16  # span id in the place of a root's parent
+MAX_CHARS = 256  # it travels in every message of the request; version 00 has 55
+
+_SPAN_ID = re.compile(r"[0-9a-f]{16}")
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+# The names on spans: OpenTelemetry's semantic conventions as far as they are used, and our own. Sources:
+# semantic conventions for generative AI and for messaging (both in development, hence one place to follow
+# them in), for errors and for resources. Written out rather than imported: the package that holds them is
+# large, and marks these names deprecated whenever they move.
+
+# generative AI
+GEN_AI_OPERATION = "gen_ai.operation.name"
+GEN_AI_PROVIDER = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL = "gen_ai.request.model"
+GEN_AI_REQUEST_CHOICES = "gen_ai.request.choice.count"
+GEN_AI_RESPONSE_MODEL = "gen_ai.response.model"
+GEN_AI_RESPONSE_ID = "gen_ai.response.id"
+GEN_AI_FINISH_REASONS = "gen_ai.response.finish_reasons"
+GEN_AI_FIRST_CHUNK_S = "gen_ai.response.time_to_first_chunk"
+GEN_AI_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+GEN_AI_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+OPERATIONS = {"chat": "chat", "completion": "text_completion"}  # Open.format -> gen_ai.operation.name
+PROVIDER = "headrace"
+
+# messaging
+MESSAGING_SYSTEM = "messaging.system"
+MESSAGING_DESTINATION = "messaging.destination.name"
+MESSAGING_TEMPLATE = "messaging.destination.template"
+MESSAGING_TEMPORARY = "messaging.destination.temporary"
+MESSAGING_OPERATION = "messaging.operation.name"
+MESSAGING_OPERATION_TYPE = "messaging.operation.type"
+MESSAGING_GROUP = "messaging.consumer.group.name"
+MESSAGING_MESSAGE_ID = "messaging.message.id"
+NATS = "nats"
+GENERATE_TEMPLATE = "headrace.v1.generate.{tenant}.{model}"
+
+# HTTP
+HTTP_METHOD = "http.request.method"
+HTTP_ROUTE = "http.route"
+HTTP_STATUS = "http.response.status_code"
+
+# errors and resources
+ERROR_TYPE = "error.type"
+SERVICE_NAME = "service.name"
+SERVICE_INSTANCE = "service.instance.id"
+
+# our own: also on spans, since not every viewer shows resources and links
+COMPONENT = "component"  # the service whose time it is
+REQUEST_ID = "request.id"
+TENANT = "tenant"
+BATCH_ID = "batch.id"  # <executor>:<step>, the same on a step and on the chunks in it
+EXECUTOR = "executor"
+CHOICE = "choice"
+STEP = "step"
+STEPS = "steps"
+TOKENS = "tokens"
+TOKENS_PER_SECOND = "tokens_per_second"
+ROWS = "rows"
+PREFILL_TOKENS = "prefill_tokens"
+OVERLAP_MODE = "overlap.mode"
+OVERLAP_COMM = "overlap.comm"
+MICRO_BATCH = "micro_batch"
+FORWARD_US = "forward_us"
+SAMPLE_US = "sample_us"
+WAIT_US = "wait_us"
+WHY = "why"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +183,6 @@ def to_body(spans: Sequence[SpanRecord]) -> list[dict[str, Any]]:
         }
         for span in spans
     ]
-
-
-LEAVES = ("pause", "requeue")  # decisions that take a sequence off its executor
-RESTORE = "restore"  # the decision at the end of one, with its `took_us`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,77 +447,9 @@ def _stage(name: str, start_us: int, end_us: int, component: str, kind: str = "i
     return SpanRecord(name, start_us, end_us, ROOT, {COMPONENT: component}, kind=kind)
 
 
-# generative AI
-GEN_AI_OPERATION = "gen_ai.operation.name"
-GEN_AI_PROVIDER = "gen_ai.provider.name"
-GEN_AI_REQUEST_MODEL = "gen_ai.request.model"
-GEN_AI_REQUEST_CHOICES = "gen_ai.request.choice.count"
-GEN_AI_RESPONSE_MODEL = "gen_ai.response.model"
-GEN_AI_RESPONSE_ID = "gen_ai.response.id"
-GEN_AI_FINISH_REASONS = "gen_ai.response.finish_reasons"
-GEN_AI_FIRST_CHUNK_S = "gen_ai.response.time_to_first_chunk"
-GEN_AI_INPUT_TOKENS = "gen_ai.usage.input_tokens"
-GEN_AI_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
-GEN_AI_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
-OPERATIONS = {"chat": "chat", "completion": "text_completion"}  # Open.format -> gen_ai.operation.name
-PROVIDER = "headrace"
-
-# messaging
-MESSAGING_SYSTEM = "messaging.system"
-MESSAGING_DESTINATION = "messaging.destination.name"
-MESSAGING_TEMPLATE = "messaging.destination.template"
-MESSAGING_TEMPORARY = "messaging.destination.temporary"
-MESSAGING_OPERATION = "messaging.operation.name"
-MESSAGING_OPERATION_TYPE = "messaging.operation.type"
-MESSAGING_GROUP = "messaging.consumer.group.name"
-MESSAGING_MESSAGE_ID = "messaging.message.id"
-NATS = "nats"
-GENERATE_TEMPLATE = "headrace.v1.generate.{tenant}.{model}"
-
-# HTTP
-HTTP_METHOD = "http.request.method"
-HTTP_ROUTE = "http.route"
-HTTP_STATUS = "http.response.status_code"
-
-# errors and resources
-ERROR_TYPE = "error.type"
-SERVICE_NAME = "service.name"
-SERVICE_INSTANCE = "service.instance.id"
-
-# our own: also on spans, since not every viewer shows resources and links
-COMPONENT = "component"  # the service whose time it is
-REQUEST_ID = "request.id"
-TENANT = "tenant"
-BATCH_ID = "batch.id"  # <executor>:<step>, the same on a step and on the chunks in it
-EXECUTOR = "executor"
-CHOICE = "choice"
-STEP = "step"
-STEPS = "steps"
-TOKENS = "tokens"
-TOKENS_PER_SECOND = "tokens_per_second"
-ROWS = "rows"
-PREFILL_TOKENS = "prefill_tokens"
-OVERLAP_MODE = "overlap.mode"
-OVERLAP_COMM = "overlap.comm"
-MICRO_BATCH = "micro_batch"
-FORWARD_US = "forward_us"
-SAMPLE_US = "sample_us"
-WAIT_US = "wait_us"
-WHY = "why"
-
-
 def batch_id(executor: str, step: int) -> str:
     """What names one step of one executor."""
     return f"{executor}:{step}"
-
-
-HEADER = "traceparent"
-SAMPLED = 1  # bit of the flags
-NO_PARENT = "0" * 16  # span id in the place of a root's parent
-MAX_CHARS = 256  # it travels in every message of the request; version 00 has 55
-
-_SPAN_ID = re.compile(r"[0-9a-f]{16}")
-_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 def from_headers(headers: Mapping[str, str]) -> str:

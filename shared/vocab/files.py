@@ -1,4 +1,9 @@
-"""Models that Headrace knows by a short name, and where `headrace pull` gets their files."""
+"""The name of a model leads to its files: a catalogue name, a .gguf file, or a Hugging Face folder.
+
+The catalogue holds the models that Headrace knows by a short name, and where `headrace pull` gets their
+files. Nothing is downloaded here: a model that is not on this machine is a SetupError that names the place
+looked at and the command that fills it.
+"""
 
 from __future__ import annotations
 

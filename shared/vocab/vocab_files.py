@@ -1,4 +1,10 @@
-"""What a vocabulary is made of, whichever file it was read from."""
+"""A vocabulary has the same VocabularyParts, whether a Hugging Face folder or a GGUF file holds it.
+
+Of GGUF files two families are read: byte-level BPE (`gpt2`: GPT-2, Llama 3, Qwen, SmolLM) and SentencePiece
+BPE with byte fallback (`llama`: Llama 2, Mistral), whose merges follow from the tokens' scores. How text is
+cut into words before BPE merges goes by llama.cpp's name in `tokenizer.ggml.pre`; each entry of _BY_NAME is
+the pipeline of the model's own tokenizer.json (llama.cpp's `llama-vocab.cpp` holds the same patterns).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,14 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 
 from shared.errors import SetupError
 from shared.vocab.gguf import read_metadata
+
+_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +47,8 @@ class VocabularyParts:
 
 
 def hf_parts(folder: Path) -> VocabularyParts:
-    """Read the vocabulary of a model folder. Raises SetupError when tokenizer.json is missing or is
-    of a family that cannot be decoded token by token."""
+    """Read the vocabulary of a model folder (tokenizer.json and its companions). Raises SetupError when
+    tokenizer.json is missing or is of a family that cannot be decoded token by token."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise SetupError(f"{folder} has no tokenizer.json; Headrace reads no other tokenizer format there")
@@ -107,12 +121,8 @@ def _json(file: Path) -> dict[str, Any]:
     return dict(loaded)
 
 
-_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-
-
 def gguf_parts(path: Path) -> VocabularyParts:
-    """Read the vocabulary of a GGUF file. Raises SetupError for a family that is not supported."""
+    """Read the vocabulary of a GGUF file's metadata. Raises SetupError for a family that is not supported."""
     data = read_metadata(path)
     builders: dict[str, Callable[[dict[str, Any]], Callable[[], Tokenizer]]] = {
         "gpt2": _byte_level,
@@ -207,12 +217,6 @@ def _add_special(tokenizer: Tokenizer, data: dict[str, Any]) -> None:
 
     tokenizer.add_special_tokens(added(_CONTROL, special=True))
     tokenizer.add_tokens(added(_USER_DEFINED, special=False))
-
-
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def pre_tokenizer(pre: str) -> PreTokenizer:

@@ -44,7 +44,7 @@ class FreeList:
 
 
 class PlainArena:
-    """See `store.Arena`. `capacity_bytes` is a multiple of 4096."""
+    """See `interface.Arena`. `capacity_bytes` is a multiple of 4096."""
 
     def __init__(self, host: str, generation: int, capacity_bytes: int) -> None:
         self.name = segment_name(host, generation)
@@ -84,8 +84,8 @@ class PlainArena:
 
 
 class CountingArena:
-    """See `store.Arena`. Offsets without memory: `view` has nothing to show. kv_offload starts on one of no
-    bytes, and keeps it where L1 is off."""
+    """See `interface.Arena`. Offsets without memory: `view` has nothing to show. kv_offload starts on one of
+    no bytes, and keeps it where L1 is off."""
 
     name = ""
 
@@ -121,7 +121,7 @@ class CountingArena:
 
 
 class MemoryRemote:
-    """See `store.Remote`."""
+    """See `interface.Remote`."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

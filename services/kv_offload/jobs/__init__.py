@@ -1,1 +1,1 @@
-"""What executors and schedulers ask of L1: stores, loads, leases."""
+"""What executors and schedulers ask of L1: store.py, load.py (lookups, too) and leases.py."""

@@ -1,1 +1,3 @@
-"""The remote tier: what is known of it, what is asked of it, and the threads that carry it."""
+"""The remote tier: what is known of it (state.py), what is asked of it (dispatch.py), and the threads that
+carry it (worker.py).
+"""

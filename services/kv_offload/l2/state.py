@@ -1,7 +1,8 @@
-"""What the core knows of L2 and wants of it: queues, calls in flight, remembered names. Pure.
+"""L2 holds what the core knows of the remote tier and wants of it. Pure.
 
-`dispatch.py` makes commands of it. Order: lookups first (two places are theirs), then values that somebody
-waits for, then values asked for at arrival, deletes, and last copies of L1 (write-behind).
+It has queues, calls in flight and remembered names; l2/dispatch.py makes commands of it. Order: lookups first
+(two places are theirs), then values that somebody waits for, then values asked for at arrival, deletes, and
+last copies of L1 (write-behind).
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from dataclasses import dataclass, field
 from services.kv_offload.events import Deadlines, Name
 from services.kv_offload.l1_cache import Entry
 
+WAITING = 4_096  # names in each queue; beyond it the oldest is dropped
+
+LeaseId = tuple[str, int, int]  # scheduler (kind.id), its epoch, job
+Queue = OrderedDict[Name, None]
+
 FAILURES = 3
 PROBE_US = 1_000_000
 HANGING_PROBES = 3  # beyond these the next one waits PATIENCE_US
@@ -20,7 +26,14 @@ PROMPT_US = 500_000  # a canary slower than this says that L2 is back, not that 
 
 
 class Breaker:
-    """Counts failures, says when to probe."""
+    """Counts failures, and says when L2 is not asked and when to probe.
+
+        closed ──3 failures in a row──▶ open ──a canary that works──▶ closed
+
+    While it is open nothing of a request touches L2. A canary (put, get, compare, over new connections) goes
+    out about once a second. One that hangs keeps its thread, so few may hang at a time: a server that wakes
+    up answers one of those, and the next canary goes out at once.
+    """
 
     def __init__(self) -> None:
         self.open = False
@@ -68,7 +81,12 @@ REMEMBERED = 262_144
 
 
 class Known:
-    """A set that forgets what was not asked for longest."""
+    """Names that L2 is known to hold: put there by this process, or found there.
+
+    Bounded, since L2 may hold far more than this host ever asks for: the set forgets what was not asked for
+    longest, and of names not in it L2 itself is asked. It may be wrong (L2 evicts as it likes): then a get
+    finds nothing, and the name is forgotten.
+    """
 
     def __init__(self, most: int = REMEMBERED) -> None:
         self._most = most
@@ -101,7 +119,7 @@ WEIGHT = 4  # a new sample counts 1/4
 
 
 class Rate:
-    """Bytes a second while at least one transfer runs."""
+    """How fast a tier moves bytes, learnt from what was moved: bytes a second while a transfer runs."""
 
     def __init__(self) -> None:
         self.bytes_per_s = 0
@@ -130,12 +148,6 @@ class Rate:
         if self._running:
             self._busy_us += now_us - self._since_us
         self._since_us = now_us
-
-
-WAITING = 4_096  # names in each queue; beyond it the oldest is dropped
-
-LeaseId = tuple[str, int, int]  # scheduler (kind.id), its epoch, job
-Queue = OrderedDict[Name, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,26 @@
-"""The threads that talk to L2. Each has a connection and scratch memory of its own.
+"""Threads talk to L2, each over a connection and with scratch memory of its own.
 
     loop: run(command) ──▶ worker: errand ──▶ loop: done(errand), then the worker is free again
 
 A call that hangs costs its thread and nothing else: the core gives the call up at its deadline, the lane
 starts another thread when it needs one, and with STUCK threads hanging `check` says that the process must
 be replaced: there is no way to end a thread, and a new process costs L1 its contents, no request its answer.
+
+A value in L2 has a header, by which its reader can tell that it is whole, and the one that was asked for:
+
+    at   bytes  field (numbers little-endian)
+     0       4  magic "HRKV"
+     4       2  version
+     6       2  length of the header
+     8      32  fingerprint of the KV layout, hex, padded with zeros
+    40      32  key of the block
+    72       8  length of the payload
+    80       4  valid tokens
+    84      12  zeros
+    96      32  blake3 of the 96 bytes before and the payload
+
+The store neither checks nor signs values, so every field is compared on promotion: a flipped byte, a
+shortened value, one swapped with another's, or one of another layout is deleted, counted, and a miss.
 """
 
 from __future__ import annotations
@@ -27,6 +43,19 @@ STUCK = 16
 GREETING = 0  # the call of the first canary; the core counts from 1
 GREET_S = 2.0  # for it: an L2 that is slower is met by the breaker
 CLOSE_S = 2.0  # for threads to end; they are daemons, and none is waited for longer
+
+MAGIC = b"HRKV"
+VERSION = 1
+HEADER_BYTES = 128
+_FIELDS = struct.Struct("<4sHH32s32sQI12x")
+_DIGEST_BYTES = 32
+
+SIZE_KEY = bytes(32)  # under it lies how long the values of a fingerprint are
+CANARY = ("0" * 32, b"\xff" * 32)
+CANARY_PAYLOAD = bytes(range(256))
+_SIZE_BYTES = 8
+
+Buffer = bytes | bytearray | memoryview
 
 
 class _Worker:
@@ -152,14 +181,13 @@ class Lane:
         self._idle.append(worker)
 
 
-SIZE_KEY = bytes(32)  # under it lies how long the values of a fingerprint are
-CANARY = ("0" * 32, b"\xff" * 32)
-CANARY_PAYLOAD = bytes(range(256))
-_SIZE_BYTES = 8
-
-
 class Errand:
-    """One command and what came of it."""
+    """What a worker thread does for one command, and what came of it: bytes between L1 and L2, with headers
+    built and verified.
+
+    A get lands in memory of the worker's own, and only a whole, right value is ever copied on. A put first
+    copies the value out of the arena: what is sent cannot change while it is sent.
+    """
 
     def __init__(self, command: L2Command, view: Callable[[bytes], memoryview]) -> None:
         self.command = command
@@ -256,15 +284,6 @@ def canary(remote: Remote) -> bool:
     except RefusedWrite:
         return True  # it has said what it holds
     return bool(remote.get(name, memoryview(back))) and bytes(back) == value
-
-
-MAGIC = b"HRKV"
-VERSION = 1
-HEADER_BYTES = 128
-_FIELDS = struct.Struct("<4sHH32s32sQI12x")
-_DIGEST_BYTES = 32
-
-Buffer = bytes | bytearray | memoryview
 
 
 def build(name: Name, valid_tokens: int, payload: Buffer) -> bytes:

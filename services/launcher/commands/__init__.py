@@ -1,1 +1,1 @@
-"""One file for each `headrace` command."""
+"""The `headrace` commands, one file each; chat.py also holds `request`, status.py also `kv`."""

@@ -1,4 +1,4 @@
-"""`headrace auth`: credentials of every service and tenant, and the nats-server's side of them.
+"""`headrace auth` makes the credentials of every service and tenant, and the nats-server's side of them.
 
     DIR/nats/nats.conf, users.conf        for the server: users, hashed passwords, permissions
     DIR/tokenizer/headrace.toml, ...      for one service each: `nats_url` with its user and password
@@ -8,7 +8,8 @@
     DIR/tenants/NAME/api_key              and for HTTP
 
 A folder for each, so that each can be given away alone. Run again it keeps every password, adds what is
-missing, and brings the server's side up to date; `--force` makes all of them anew.
+missing, and brings the server's side up to date; `--force` makes all of them anew. The server's files hold
+passwords only as bcrypt hashes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ API_KEY = "api_key"
 _UNWRITABLE = re.compile(r"[\s#]")  # no line of that file can name such a tenant
 PASSWORD_BYTES = 32
 
+# The passwords are 256 random bits, which no work factor could make harder to guess; the least one keeps the
+# return of a whole fleet after a restart of the server from costing it seconds.
+BCRYPT_ROUNDS = 4
+ANSWER_WITHIN = "1m"
+HEAD = "# made by `headrace auth`: "
+
 Tell = Callable[[str], None]
 
 
@@ -48,6 +55,22 @@ class Plan:
     tenants: tuple[str, ...] = ()  # beside those that are there
     force: bool = False
     tls: Tls | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """Who may connect, and what for."""
+
+    password: str
+    permissions: Permissions
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files that the server reads: its certificate and its key."""
+
+    certificate: str
+    key: str
 
 
 def generate(folder: Path, plan: Plan, tell: Tell) -> None:
@@ -173,29 +196,6 @@ def _write(path: Path, text: str) -> None:
         draft.replace(path)
     except OSError as error:
         raise SetupError(f"{path} cannot be written: {error}") from None
-
-
-# The passwords are 256 random bits, which no work factor could make harder to guess; the least one keeps the
-# return of a whole fleet after a restart of the server from costing it seconds.
-BCRYPT_ROUNDS = 4
-ANSWER_WITHIN = "1m"
-HEAD = "# made by `headrace auth`: "
-
-
-@dataclass(frozen=True, slots=True)
-class User:
-    """Who may connect, and what for."""
-
-    password: str
-    permissions: Permissions
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Files that the server reads: its certificate and its key."""
-
-    certificate: str
-    key: str
 
 
 def users_conf(users: Mapping[str, User]) -> str:

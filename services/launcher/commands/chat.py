@@ -1,7 +1,8 @@
-"""`headrace chat`: a conversation on the terminal. Ctrl-C stops an answer, Ctrl-D ends the chat.
+"""`headrace chat` holds a conversation on the terminal, and `headrace request` sends one request.
 
-The connection lives on an event loop of its own thread, so that it answers the server's pings
-while the main thread waits for the next line.
+Of a chat Ctrl-C stops an answer, and Ctrl-D ends the chat. The connection lives on an event loop of its own
+thread, so that it answers the server's pings while the main thread waits for the next line. A request is JSON
+in, JSON out; with --stream one JSON line for each frame.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""`headrace status`: what every service says about itself, asked over NATS."""
+"""`headrace status` and `headrace kv` print what the services say about themselves, asked over NATS.
+
+`status` shows every service, `kv` what each KV tier holds, what it was good for, and how well its use was
+predicted. Pages are the addresses at which Prometheus reads the processes of `headrace up`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,14 @@ from shared.telemetry.otel import PROMETHEUS_HOST, PROMETHEUS_PORT, prometheus_a
 WAIT_S = 0.5  # answers come within milliseconds; a service busy with a start may take longer
 _ORDER = ("gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
 _IDENTITY = ("kind", "id", "state", "epoch", "fleet")
+
+Facts = dict[str, Any]
+NOBODY = (
+    "no kv_offload runs in this fleet: what device memory loses is computed again.",
+    "`headrace up` starts one; elsewhere run `headrace serve kv_offload` on each host with an executor",
+)
+OFF = "off: nothing is kept below device memory. Start it with --l1 auto, or a size in MiB"
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 async def status(target: Target, fleet: str, *, as_json: bool) -> None:
@@ -94,15 +106,6 @@ def _print_table(rows: list[tuple[str, str, str]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     for service, state, rest in rows:
         print(f"{service:<{widths[0]}}  {state:<{widths[1]}}  {rest}".rstrip())
-
-
-Facts = dict[str, Any]
-NOBODY = (
-    "no kv_offload runs in this fleet: what device memory loses is computed again.",
-    "`headrace up` starts one; elsewhere run `headrace serve kv_offload` on each host with an executor",
-)
-OFF = "off: nothing is kept below device memory. Start it with --l1 auto, or a size in MiB"
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 async def kv(target: Target, fleet: str, *, as_json: bool) -> None:
@@ -241,7 +244,12 @@ def _share(l1: Facts) -> str:
 
 
 class Pages:
-    """The address of each service, none when `env` asks for no pages. From port 0 on each gets a free one."""
+    """Where Prometheus reads each service: a port each, from the standard one upwards; none when `env` asks
+    for no pages. From port 0 on each gets a free one.
+
+    A service that is started again keeps its port, which is held for it until the run ends: some start
+    seconds later, and the ports of outgoing connections come out of the same range as free ones.
+    """
 
     def __init__(self, env: Mapping[str, str], names: Sequence[str]) -> None:
         """Raises SetupError when a port is taken."""

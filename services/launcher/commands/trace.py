@@ -1,5 +1,8 @@
-"""`headrace trace ID`: where the time of one request went, from the scheduler's own record. Needs neither
-OpenTelemetry nor any viewer."""
+"""`headrace trace ID` shows where the time of one request went, from the scheduler's own record.
+
+It needs neither OpenTelemetry nor any viewer. A trace is drawn as a waterfall, with `--overlap` as lanes of
+some steps, or written as a timeline for a viewer; the drawing is pure.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,38 @@ from shared.telemetry.traces import covered_us
 WAIT_S = 1.0  # for a scheduler that knows the request; those that do not answer as fast
 
 Body = dict[str, Any]
+Span = dict[str, Any]
+Event = dict[str, Any]
+Interval = tuple[int, int]
+
+# of the waterfall
+MIN_BAR, MAX_BAR = 20, 100
+_COLOURS = {"received": 33, "tokenize": 33, "transit": 2, "queue": 35, "prefill wait": 2, "decode": 32}
+_CYAN, _RED = 36, 31
+_SHOWN = (("tokens", "tokens"), ("step", "step"), ("tokens_per_second", "tokens/s"))
+
+# of the timeline
+REQUEST_PID = 1
+HALVES_LANE, WAIT_LANE = 90, 99
+
+# of the lanes of some steps
+STEPS = 8  # drawn
+RAN = ("prefill", "decode")  # spans of a request while it has steps of its own: in the queue it has none
+TRANSPORT, HOST = "transport", "host"
+COMPUTE = ("compute A", "compute B")
+LANES = (TRANSPORT, *COMPUTE, HOST)
+MIN_WIDTH, LABEL = 40, 11
+_MARKS = {
+    "plan": "▸",
+    "result": "◂",
+    "forward": "█",
+    "sample": "▓",
+    "queued": "·",
+    "host A": "A",
+    "host B": "B",
+    **dict(zip(PIECE_LANES, "██▒▒", strict=True)),
+}
+_BOTH = {frozenset("▸◂"): "◆", frozenset("AB"): "#"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +133,8 @@ def _write(path: Path, text: str) -> None:
         raise BadRequest(f"{path} cannot be written: {error.strerror}") from None
 
 
-Span = dict[str, Any]
-
-MIN_BAR, MAX_BAR = 20, 100
-_COLOURS = {"received": 33, "tokenize": 33, "transit": 2, "queue": 35, "prefill wait": 2, "decode": 32}
-_CYAN, _RED = 36, 31
-_SHOWN = (("tokens", "tokens"), ("step", "step"), ("tokens_per_second", "tokens/s"))
-
-
 def draw_waterfall(body: dict[str, Any], width: int) -> list[str]:
-    """The lines for a terminal of `width` columns."""
+    """The lines for a terminal of `width` columns: a bar for each span, then the decisions with reasons."""
     spans: list[Span] = body["spans"]
     rows = [(depth, span) for depth, span in _tree(spans) if span["parent"] is not None]
     labels = [f"{'  ' * (depth - 1)}{span['name']}" for depth, span in rows]
@@ -200,14 +227,18 @@ def _ms(us: float) -> str:
     return f"{us / 1000:.1f} ms"
 
 
-Event = dict[str, Any]
-
-REQUEST_PID = 1
-HALVES_LANE, WAIT_LANE = 90, 99
-
-
 def timeline(body: dict[str, Any]) -> dict[str, Any]:
-    """The document for a trace with its steps."""
+    """A trace with its steps as Chrome's trace-event JSON, a timeline in ui.perfetto.dev and vizviewer.
+
+        request r1      stages | prefill chunks …
+        executor e      in flight A:0 | queued ··· forward ████ sample █ returned ·|
+                        in flight A:1 |       queued ······ forward ████ sample █ returned ·|
+                        waiting for a plan        ░
+                        compute A, comm A, …      of steps in halves, their first pieces
+
+    A step occupies the lane `step % window` of its executor from the sending of its plan until its result is
+    applied, so the lanes are the micro-batches in flight. Format: "Trace Event Format", Google, 2016.
+    """
     origin_us = body["spans"][0]["start_us"]
     events = [*_request(body, origin_us)]
     for pid, (executor, columns) in enumerate(body.get("steps", {}).items(), REQUEST_PID + 1):
@@ -278,28 +309,6 @@ def _name(kind: str, pid: int, tid: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-STEPS = 8  # drawn
-RAN = ("prefill", "decode")  # spans of a request while it has steps of its own: in the queue it has none
-TRANSPORT, HOST = "transport", "host"
-COMPUTE = ("compute A", "compute B")
-LANES = (TRANSPORT, *COMPUTE, HOST)
-MIN_WIDTH, LABEL = 40, 11
-_MARKS = {
-    "plan": "▸",
-    "result": "◂",
-    "forward": "█",
-    "sample": "▓",
-    "queued": "·",
-    "host A": "A",
-    "host B": "B",
-    **dict(zip(PIECE_LANES, "██▒▒", strict=True)),
-}
-_BOTH = {frozenset("▸◂"): "◆", frozenset("AB"): "#"}
-
-
-Interval = tuple[int, int]
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Something that lasted, on a lane."""
@@ -313,7 +322,10 @@ class Piece:
 
 def overlap(body: Body, most: int = STEPS) -> Body:
     """The steps in the middle of a request, as pieces on lanes, and how much was hidden; times count from
-    the first piece. Raises UnknownRequest when none of its steps is kept any more."""
+    the first piece. Raises UnknownRequest when none of its steps is kept any more.
+
+    From the stamps of each step, executor's and scheduler's, by wall clock.
+    """
     whole, *stages = body["spans"]
     ran = [span for span in stages if span["name"] in RAN] or [whole]
     middle_us = (min(span["start_us"] for span in ran) + max(span["end_us"] for span in ran)) // 2
@@ -339,7 +351,21 @@ def overlap(body: Body, most: int = STEPS) -> Body:
 
 
 def draw_overlap(found: Body, width: int) -> list[str]:
-    """The lines for a terminal of `width` columns."""
+    """The lines for a terminal of `width` columns: steps as lanes, so that what runs under what is seen.
+
+        transport  ▸▸    ◂◂▸▸           ▸ a plan on its way  ◂ a result  ◆ both
+        compute A  ████▓▓      ████▓▓   █ forward  ▓ sample  · the plan waits for the device
+        compute B  ··    ████▓▓
+        host             AAAA  BBBB     logits processors of A, of B; # both
+
+    A step of several ranks may come in halves that talk under each other's compute; one such step is drawn
+    below:
+
+        compute A  ████    ████
+        compute B      ████    ████
+        comm A         ▒▒▒     ▒▒▒
+        comm B             ▒▒▒
+    """
     columns, took_us = max(width - LABEL, MIN_WIDTH), max(found["took_us"], 1)
     steps = sorted({piece["step"] for piece in found["pieces"]})
     lines = [

@@ -5,7 +5,7 @@ hash of that whole prefix, so any block that is shared, copied, reused or fenced
 tokens, and `expected_tokens` tells from the prompt alone what they must be.
 
 `copy` moves token ids between blocks and the arena, so that the same holds of blocks that went down to a tier
-and came back. The fences of copies are asserted in ../scheduler/tier_side.py.
+and came back. The fences of copies are asserted in tests/support/scheduler/tier_side.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The scheduler's core among fakes: paged engines, a detokenizer, clients, and a clock; and kv_offload, where
-a test adds it (see tier_side.py).
+a test adds it (see tests/support/scheduler/tier_side.py).
 """
 
 from __future__ import annotations
