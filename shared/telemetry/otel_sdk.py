@@ -1,0 +1,361 @@
+"""Spans and metrics go to an OTLP collector by the OpenTelemetry SDK; nothing else imports it.
+
+    export() ──▶ queue of the SDK's batch processor ──its thread──▶ OTLP over HTTP (or gRPC)
+    put(readings) ──▶ the newest ◀── PeriodicExportingMetricReader's thread ──▶ OTLP over HTTP (or gRPC)
+
+Imported only when the OTEL_* variables ask for one of both: see otel.py. A collector that is away costs a
+line of the log each minute: spans wait in the bounded queue, then the oldest are dropped. Counters and gauges
+are observed by the SDK. Histograms are counted where they happen and cannot be observed, so the exporter adds
+them to what the SDK has collected; they are cumulative.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    PeriodicExportingMetricReader,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
+from opentelemetry.trace.status import Status, StatusCode
+
+from shared.telemetry import traces
+from shared.telemetry.otel import ENDPOINTS, GRPC, METRICS, endpoint, log
+from shared.telemetry.readings import Reading, Readings, Spread
+from shared.telemetry.traces import SpanRecord
+
+SWITCH_S = 0.000_5  # the thread that encodes spans may hold up the event loop so long, not the usual 5 ms
+QUEUE_SPANS = 8_192  # defaults of OTEL_BSP_*: a second of spans, sent each second
+DELAY_MS = 1_000
+TEST_TIMEOUT_S = 3
+QUIET_S = 60.0  # between two lines about spans that do not arrive
+_KINDS = {kind.name.lower(): kind for kind in SpanKind}
+_ERRNO = re.compile(r"\[Errno \d+\] ([^\"')]+)")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_OK = Status(StatusCode.UNSET)
+SCOPE = "headrace"
+
+
+class OtelTracer:
+    """See Tracer. Raises ImportError when the exporter's package is missing.
+
+        export() ──▶ queue of the SDK's batch processor ──its thread──▶ OTLP over HTTP (or gRPC)
+
+    A collector that is away costs a line of the log each minute: spans wait in the bounded queue, then the
+    oldest are dropped.
+    """
+
+    def __init__(self, kind: str, actor: str, protocol: str) -> None:
+        self._protocol = protocol
+        self._resource = process_resource(kind, actor)
+        self._reasons = _Reasons()
+        provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
+        self._sampler = provider.sampler  # as OTEL_TRACES_SAMPLER says
+        self._ids = provider.id_generator
+        sys.setswitchinterval(SWITCH_S)
+        self._scope = InstrumentationScope("headrace")
+        self._processor = BatchSpanProcessor(
+            _Exporter(_exporter(protocol), self._reasons, endpoint(os.environ, protocol)),
+            max_queue_size=None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else QUEUE_SPANS,
+            schedule_delay_millis=None if "OTEL_BSP_SCHEDULE_DELAY" in os.environ else DELAY_MS,
+        )
+
+    def begin(self, given: str) -> tuple[str, str]:
+        """The client's trace goes on where its flags and the sampler say so; else one begins here."""
+        context = Context()
+        trace_id, parent = self._ids.generate_trace_id(), traces.NO_PARENT
+        if given:
+            remote = _context(given, is_remote=True)
+            context = set_span_in_context(NonRecordingSpan(remote), context)
+            trace_id, parent = remote.trace_id, traces.span_id(given)
+        decision = self._sampler.should_sample(context, trace_id, "request", SpanKind.SERVER).decision
+        root = self._ids.generate_span_id()
+        sampled = decision is Decision.RECORD_AND_SAMPLE
+        return traces.make(f"{trace_id:032x}", f"{root:016x}", sampled=sampled), parent
+
+    def export(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> None:
+        """Queue one tree of spans."""
+        for span in self._readable(trace, parent_span, spans):
+            self._processor.on_end(span)
+
+    def test(self) -> None:
+        """Send one span by an exporter of its own, so that nothing waits for it."""
+        threading.Thread(target=self._test, name="trace-test", daemon=True).start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Flush; a collector that hangs is not waited for longer than that, one that is away not at all."""
+        flush = threading.Thread(target=self._processor.shutdown, name="trace-flush", daemon=True)
+        flush.start()
+        flush.join(0 if self._reasons.trouble else timeout_s)
+
+    def _test(self) -> None:
+        trace, _ = self.begin("")
+        now_us = time.time_ns() // 1000
+        exporter = _exporter(self._protocol, TEST_TIMEOUT_S)
+        spans = self._readable(trace, traces.NO_PARENT, [SpanRecord("headrace start", now_us, now_us, None)])
+        arrived = exporter.export(spans) is SpanExportResult.SUCCESS
+        exporter.shutdown()
+        where = endpoint(os.environ, self._protocol)
+        if arrived:
+            self._reasons.trouble = False
+            log.info("traces: a test span arrived at %s", where)
+        else:
+            mend = f"start a collector there, or correct {ENDPOINTS[1]}"
+            log.warning("traces: a test span did not arrive at %s (%s): %s", where, self._reasons.last, mend)
+
+    def _readable(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> list[ReadableSpan]:
+        root = _context(trace)
+        above = traces.span_number(parent_span)
+        ids = [root.span_id, *(_child_id(root.span_id, i) for i in range(1, len(spans)))]
+        contexts = [SpanContext(root.trace_id, span_id, False, _SAMPLED) for span_id in ids]
+        remote = SpanContext(root.trace_id, above, True, _SAMPLED) if above else None
+        return [
+            ReadableSpan(
+                span.name,
+                contexts[i],
+                remote if span.parent is None else contexts[span.parent],
+                self._resource,
+                span.attributes,
+                [Event(e.name, e.attributes, e.at_us * 1000) for e in span.events],
+                [Link(_context(link)) for link in span.links],
+                _KINDS[span.kind],
+                status=Status(StatusCode.ERROR, span.error) if span.error else _OK,
+                start_time=span.start_us * 1000,
+                end_time=span.end_us * 1000,
+                instrumentation_scope=self._scope,
+            )
+            for i, span in enumerate(spans)
+        ]
+
+
+class _Exporter(SpanExporter):
+    """Tells of spans that do not arrive, once a minute, and of the first that do again."""
+
+    def __init__(self, inner: SpanExporter, reasons: _Reasons, where: str) -> None:
+        self._inner, self._reasons, self._where = inner, reasons, where
+        self._lost = 0
+        self._quiet_until_s = 0.0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """On the processor's thread."""
+        result = self._inner.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            if self._lost:
+                log.info("traces: %s takes spans again; %d were lost", self._where, self._lost)
+            self._lost, self._quiet_until_s, self._reasons.trouble = 0, 0.0, False
+            return result
+        self._lost += len(spans)
+        if time.monotonic() >= self._quiet_until_s:
+            self._quiet_until_s = time.monotonic() + QUIET_S
+            why = self._reasons.last
+            log.warning("traces: %d spans did not arrive at %s (%s)", self._lost, self._where, why)
+        return result
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class _Reasons(logging.Handler):
+    """Keeps what the SDK would log about a failed export, each time it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = "no answer"
+        self.trouble = False  # since the last export that arrived
+        sdk = logging.getLogger("opentelemetry")
+        sdk.handlers[:] = [self]
+        sdk.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Remember the line in place of printing it; what is not about an export is for the user."""
+        text = record.getMessage()
+        if not record.name.startswith(("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")):
+            log.warning("traces: %s", text)
+            return
+        self.trouble = True
+        if "retries or shutdown" not in text:  # says less than the attempts before it
+            cause = _ERRNO.search(text)  # the rest of such a line is the names of classes around it
+            self.last = cause.group(1) if cause else text[:200]
+
+
+def _exporter(protocol: str, timeout_s: float | None = None) -> SpanExporter:
+    if protocol == GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter(timeout=timeout_s)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(timeout=timeout_s)
+
+
+def process_resource(kind: str, actor: str) -> Resource:
+    """What the variables say, and for the rest this process."""
+    own = Resource({traces.SERVICE_INSTANCE: f"{kind}.{actor}"})
+    found = own.merge(Resource.create())
+    if str(found.attributes[traces.SERVICE_NAME]).startswith("unknown_service"):
+        found = found.merge(Resource({traces.SERVICE_NAME: f"headrace-{kind}"}))
+    return _ProcessResource(found.attributes, found.schema_url)
+
+
+class _ProcessResource(Resource):
+    """The one resource of a process. The encoder looks it up for each span, and the SDK's own hash dumps
+    all attributes as JSON each time: a sixth of the whole encoding."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _context(trace: str, *, is_remote: bool = False) -> SpanContext:
+    _, trace_id, span_id, flags = trace.split("-")[:4]
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote, TraceFlags(int(flags, 16)))
+
+
+def _child_id(root: int, index: int) -> int:
+    """The id of the span `index` below a root: the same whoever builds it."""
+    digest = hashlib.blake2b(root.to_bytes(8, "big") + index.to_bytes(4, "big"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") or 1
+
+
+class OtelMeterSink:
+    """Sends readings to an OTLP collector by the OpenTelemetry SDK: see MeterSink. Raises ImportError when
+    the exporter's package is missing.
+
+        put(readings) ──▶ the newest ◀── PeriodicExportingMetricReader's thread ──▶ OTLP over HTTP (or gRPC)
+
+    Counters and gauges are observed by the SDK. Histograms are counted where they happen and cannot be
+    observed, so the exporter adds them to what the SDK has collected; they are cumulative.
+    """
+
+    def __init__(self, kind: str, actor: str, protocol: str) -> None:
+        self._readings: Readings = ()
+        self._known: set[str] = set()
+        where = endpoint(os.environ, protocol, METRICS)
+        self._reader = PeriodicExportingMetricReader(
+            _WithSpreads(_metric_exporter(protocol), self._spreads, where)
+        )
+        self._provider = MeterProvider([self._reader], process_resource(kind, actor), shutdown_on_exit=False)
+        self._meter = self._provider.get_meter(SCOPE)
+
+    def put(self, readings: Readings) -> None:
+        """Replace the readings; a name that is new becomes an instrument."""
+        self._readings = readings
+        for reading in readings:
+            if isinstance(reading, Reading) and reading.name not in self._known:
+                self._known.add(reading.name)
+                make: Callable[..., Any] = (
+                    self._meter.create_observable_counter
+                    if reading.grows
+                    else self._meter.create_observable_gauge
+                )
+                make(reading.name, [self._observer(reading.name)], reading.unit)
+
+    def stop(self, timeout_s: float) -> None:
+        """Send once more; a collector that hangs is not waited for longer than that."""
+        last = threading.Thread(target=self._provider.shutdown, name="metrics-flush", daemon=True)
+        last.start()
+        last.join(timeout_s)
+
+    def _observer(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_: CallbackOptions) -> Iterable[Observation]:
+            return [
+                Observation(r.value, dict(r.attributes))
+                for r in self._readings
+                if isinstance(r, Reading) and r.name == name
+            ]
+
+        return observe
+
+    def _spreads(self) -> list[Spread]:
+        return [reading for reading in self._readings if isinstance(reading, Spread)]
+
+
+class _WithSpreads(MetricExporter):
+    """Adds the histograms, and tells when metrics begin and cease to arrive."""
+
+    def __init__(self, inner: Any, spreads: Callable[[], list[Spread]], where: str) -> None:
+        super().__init__(inner._preferred_temporality, inner._preferred_aggregation)  # as the variables say
+        self._inner, self._spreads, self._where = inner, spreads, where
+        self._began_ns = time.time_ns()
+        self._arrived: bool | None = None
+
+    def export(
+        self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any
+    ) -> MetricExportResult:
+        """On the reader's thread."""
+        found: MetricExportResult = self._inner.export(
+            self._completed(metrics_data), timeout_millis, **kwargs
+        )
+        arrived = found is MetricExportResult.SUCCESS
+        if arrived is not self._arrived:
+            self._arrived = arrived
+            if arrived:
+                log.info("metrics: arrive at %s", self._where)
+            else:
+                log.warning("metrics: do not arrive at %s: start a collector there", self._where)
+        return found
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:
+        return bool(self._inner.force_flush(timeout_millis))
+
+    def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+        self._inner.shutdown(timeout_millis, **kwargs)
+
+    def _completed(self, data: MetricsData) -> MetricsData:
+        """In the one scope there is: the encoder takes each scope once."""
+        (group,) = data.resource_metrics
+        (scope,) = group.scope_metrics
+        more = [_metric(spread, self._began_ns, time.time_ns()) for spread in self._spreads()]
+        whole = replace(scope, metrics=[*scope.metrics, *more])
+        return MetricsData([replace(group, scope_metrics=[whole])])
+
+
+def _metric(spread: Spread, began_ns: int, now_ns: int) -> Metric:
+    point = HistogramDataPoint(
+        attributes=dict(spread.attributes),
+        start_time_unix_nano=began_ns,
+        time_unix_nano=now_ns,
+        count=sum(spread.counts),
+        sum=spread.total,
+        bucket_counts=spread.counts,
+        explicit_bounds=spread.bounds,
+        min=None,  # type: ignore[arg-type]  # not kept, and optional on the wire
+        max=None,  # type: ignore[arg-type]  # likewise
+    )
+    return Metric(spread.name, None, spread.unit, Histogram([point], AggregationTemporality.CUMULATIVE))
+
+
+def _metric_exporter(protocol: str) -> MetricExporter:
+    if protocol == GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
+
+        return GrpcExporter()
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+    return OTLPMetricExporter()
