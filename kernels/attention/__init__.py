@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache."""
+"""Attention over the paged KV cache; its blocks are read, written and copied here, too."""
 
 from kernels.attention.ref import (
     FP8,

@@ -1,10 +1,15 @@
-"""Paged attention of prompt chunks on a GPU, in Triton: causal, over the tokens before the chunk and itself.
+"""A prompt chunk attends to paged KV on a GPU, in Triton: causally, to the tokens before it and to itself.
 
 One program takes a tile of a chunk's tokens with all query heads of one kv head: the rows of its matrix are
 (token, query head), so that K and V are read once for the group. Chunks of any length and with any prefix
 share one launch; tiles are named by columns, and a tile of no tokens ends at once, so that a graph may hold
-more tiles than a step has. A chunk of one token is a decode. Where the tiles of a step are too few to fill
-the device, several programs share a tile's KV (kernels.attention.prefill).
+more tiles than a step has. A chunk of one token is a decode.
+
+Where the tiles of a step are too few to fill the device, several programs share a tile's KV, each a part of
+it: a short chunk behind a long prefix has few tiles, and each would walk all of the prefix while most of the
+device idles. The host says in how many parts each tile's KV is walked (it knows all lengths), as more entries
+in the list of tiles. A part leaves its sum, its maximum and its mass, as in decode, and a second kernel
+merges the parts of a tile, in their order: the same plan gives the same bits.
 """
 
 from __future__ import annotations
@@ -15,6 +20,36 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+_ROWS = 4  # of a tile, merged by one program; divides the rows of every layout
+_PARTS = 16  # of a row, merged at a time
+
+
+@triton.jit
+def part_of(
+    part: tl.tensor, parts: tl.tensor, tokens: tl.tensor, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """From where to where part `part` of `tokens` of KV goes, in whole tiles: the last may end past them."""
+    each = ((tokens + TILE - 1) // TILE + parts - 1) // parts * TILE
+    return part * each, part * each + each
+
+
+@triton.jit
+def keep_part(
+    partial: tl.tensor,
+    sums: tl.tensor,
+    place: tl.tensor,
+    acc: tl.tensor,
+    top: tl.tensor,
+    mass: tl.tensor,
+    ROWS: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+) -> None:
+    """Leave what a part has found of its rows in PartsRoom, at entry * kv_heads + kv head."""
+    m, d = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
+    tl.store(partial + (place * ROWS + m)[:, None] * DIM_PAD + d[None, :], acc)
+    tl.store(sums + place * (2 * ROWS) + m, top)
+    tl.store(sums + place * (2 * ROWS) + ROWS + m, mass)
 
 
 @triton.jit(do_not_specialize=["table_blocks", "layer"])
@@ -119,100 +154,6 @@ def _attend(
         tl.store(out + at_query, done, mask=in_query)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTuning:
-    """How the kernel is laid out on a device. `rows`: of a program, tokens times query heads of a kv head.
-
-    `one_loop`: all tiles of KV go through one loop, which masks. Then a query's result is the same bits
-    whatever chunk it comes in: its tiles are the same from position 0 on, each is computed by the same
-    instructions, and what it may not see has a weight of exactly zero (`exp2(-1e30 - top)`) and a `shrink` of
-    exactly one, so that it changes nothing. Of two loops each may round `dot * scale - top` its own way. Such
-    a layout takes no split tiles: how a sum is cut would depend on the rest of the step.
-
-    `per_sm`: programs that one multiprocessor holds at once, by which the host plans the splits."""
-
-    rows: int = 64
-    tile_tokens: int = 64
-    stages: int = 3
-    warps: int = 4
-    one_loop: bool = False
-    per_sm: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTiles:
-    """Tiles of chunks, `[tiles]` int32 each; `tables` `[slots, blocks]` int32. A tile has at most
-    `tile_queries` tokens. With `split` a tile may have several entries; None: each has one."""
-
-    slots: Tensor
-    rows: Tensor  # the token row of its first token
-    starts: Tensor  # the position of its first token
-    counts: Tensor  # 0: no tile
-    tables: Tensor
-    split: PrefillSplit | None = None
-
-
-def tile_queries(heads: int, kv_heads: int, tuning: PrefillTuning) -> int:
-    """Tokens in a tile of queries."""
-    return tuning.rows // (heads // kv_heads)
-
-
-def attend_prefill(
-    query: Tensor, kv: Tensor, layer: int, tiles: PrefillTiles, tuning: PrefillTuning, out: Tensor
-) -> None:
-    """Attention of the tokens of `tiles` with their queries `[tokens, heads, head_dim]` into `out`, of the
-    same shape; other rows of `out` stay as they are. KV of the chunks is in the cache already. Raises
-    ValueError for tiles that may be split and a layout of one loop."""
-    _, heads, dim = query.shape
-    kv_heads, block_tokens = kv.shape[4], kv.shape[3]
-    split = tiles.split
-    if split is not None and tuning.one_loop:
-        raise ValueError("a layout of one loop, whose bits depend on the query alone, takes no split tiles")
-    parts = (None,) * 4 if split is None else (split.part, split.parts, split.room.partial, split.room.sums)
-    _attend[(kv_heads, len(tiles.counts))](
-        query, kv, tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts, *parts, out,
-        tiles.tables.shape[1], layer, kv.stride(0), dim**-0.5 * 1.4426950408889634,
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
-        TAIL_STAGES=tuning.stages if tuning.one_loop else 1, ONE_LOOP=tuning.one_loop,
-        SPLIT=split is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tuning.warps,
-    )  # fmt: skip
-    if split is not None:
-        merge_parts(tiles.rows, tiles.counts, split, out)
-
-
-_ROWS = 4  # of a tile, merged by one program; divides the rows of every layout
-_PARTS = 16  # of a row, merged at a time
-
-
-@triton.jit
-def part_of(
-    part: tl.tensor, parts: tl.tensor, tokens: tl.tensor, TILE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """From where to where part `part` of `tokens` of KV goes, in whole tiles: the last may end past them."""
-    each = ((tokens + TILE - 1) // TILE + parts - 1) // parts * TILE
-    return part * each, part * each + each
-
-
-@triton.jit
-def keep_part(
-    partial: tl.tensor,
-    sums: tl.tensor,
-    place: tl.tensor,
-    acc: tl.tensor,
-    top: tl.tensor,
-    mass: tl.tensor,
-    ROWS: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-) -> None:
-    """Leave what a part has found of its rows in PartsRoom, at entry * kv_heads + kv head."""
-    m, d = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
-    tl.store(partial + (place * ROWS + m)[:, None] * DIM_PAD + d[None, :], acc)
-    tl.store(sums + place * (2 * ROWS) + m, top)
-    tl.store(sums + place * (2 * ROWS) + ROWS + m, mass)
-
-
 @triton.jit
 def _merge(
     tile_rows: tl.tensor,
@@ -262,6 +203,26 @@ def _merge(
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """How the kernel is laid out on a device. `rows`: of a program, tokens times query heads of a kv head.
+
+    `one_loop`: all tiles of KV go through one loop, which masks. Then a query's result is the same bits
+    whatever chunk it comes in: its tiles are the same from position 0 on, each is computed by the same
+    instructions, and what it may not see has a weight of exactly zero (`exp2(-1e30 - top)`) and a `shrink` of
+    exactly one, so that it changes nothing. Of two loops each may round `dot * scale - top` its own way. Such
+    a layout takes no split tiles: how a sum is cut would depend on the rest of the step.
+
+    `per_sm`: programs that one multiprocessor holds at once, by which the host plans the splits."""
+
+    rows: int = 64
+    tile_tokens: int = 64
+    stages: int = 3
+    warps: int = 4
+    one_loop: bool = False
+    per_sm: int = 2
+
+
+@dataclass(frozen=True, slots=True)
 class PartsRoom:
     """Where the parts of a layer's results lie until they are merged. Entry i of the list has place i."""
 
@@ -282,11 +243,54 @@ class PrefillSplit:
     room: PartsRoom
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """Tiles of chunks, `[tiles]` int32 each; `tables` `[slots, blocks]` int32. A tile has at most
+    `tile_queries` tokens. With `split` a tile may have several entries; None: each has one."""
+
+    slots: Tensor
+    rows: Tensor  # the token row of its first token
+    starts: Tensor  # the position of its first token
+    counts: Tensor  # 0: no tile
+    tables: Tensor
+    split: PrefillSplit | None = None
+
+
+def tile_queries(heads: int, kv_heads: int, tuning: PrefillTuning) -> int:
+    """Tokens in a tile of queries."""
+    return tuning.rows // (heads // kv_heads)
+
+
 def parts_room(entries: int, kv_heads: int, rows: int, dim: int, device: torch.device) -> PartsRoom:
     """Room for so many entries of tiles of `rows` rows (see PrefillTuning) with heads of `dim`."""
     padded = max(16, int(triton.next_power_of_2(dim)))
     partial = torch.zeros(entries, kv_heads, rows, padded, dtype=torch.float32, device=device)
     return PartsRoom(partial, torch.zeros(entries, kv_heads, 2, rows, dtype=torch.float32, device=device))
+
+
+def attend_prefill(
+    query: Tensor, kv: Tensor, layer: int, tiles: PrefillTiles, tuning: PrefillTuning, out: Tensor
+) -> None:
+    """Attention of the tokens of `tiles` with their queries `[tokens, heads, head_dim]` into `out`, of the
+    same shape; other rows of `out` stay as they are. KV of the chunks is in the cache already. Raises
+    ValueError for tiles that may be split and a layout of one loop."""
+    _, heads, dim = query.shape
+    kv_heads, block_tokens = kv.shape[4], kv.shape[3]
+    split = tiles.split
+    if split is not None and tuning.one_loop:
+        raise ValueError("a layout of one loop, whose bits depend on the query alone, takes no split tiles")
+    parts = (None,) * 4 if split is None else (split.part, split.parts, split.room.partial, split.room.sums)
+    _attend[(kv_heads, len(tiles.counts))](
+        query, kv, tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts, *parts, out,
+        tiles.tables.shape[1], layer, kv.stride(0), dim**-0.5 * 1.4426950408889634,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
+        TAIL_STAGES=tuning.stages if tuning.one_loop else 1, ONE_LOOP=tuning.one_loop,
+        SPLIT=split is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tuning.warps,
+    )  # fmt: skip
+    if split is not None:
+        merge_parts(tiles.rows, tiles.counts, split, out)
 
 
 def merge_parts(rows: Tensor, counts: Tensor, split: PrefillSplit, out: Tensor) -> None:

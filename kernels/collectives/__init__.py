@@ -1,1 +1,1 @@
-"""Columns of which each rank has some, handed out to all ranks."""
+"""Kernels that store to all ranks: a sum with the norm behind it, and columns of which each rank has some."""

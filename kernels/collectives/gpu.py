@@ -1,4 +1,7 @@
-"""The sum of a product's parts over GPUs, the residual add and the norm behind it, in one kernel, in Triton.
+"""GPUs store to each other's memory, in Triton: sums with the norm behind them, and columns.
+
+`spread_add_rms_norm_` is the sum of a product's parts over GPUs, the residual add and the norm, in one
+kernel:
 
     rank 0   row 0: part ─┐                      ┌─▶ row 0's norm          row r belongs to rank r % ranks: it
     rank 1   row 0: part ─┴─▶ rank 0: add, norm ─┴─▶ row 0's norm          alone keeps that row's residual
@@ -10,6 +13,9 @@ that holds nothing holds EMPTY, a pattern that no number has (of the two zeros i
 who takes something out writes EMPTY again. Calls alternate between two halves of the boxes: that somebody
 writes to a half again is later than everybody's call between, and so than what emptied it. Numbers that say
 themselves that they have come: "LL" of NCCL, and TensorRT-LLM's Lamport all-reduce.
+
+`hand_out` stores columns that a rank has computed to where every rank of the group wants them. Each GPU then
+has the whole rows in their order, without a copy that puts together what has come.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from kernels.launch import begin, ready
 
 EMPTY = -(1 << 15)  # in 16 bits, what boxes are filled with: -0.0 in both types of float
 _EMPTY_32 = -((1 << 31) - (1 << 15))  # the same pattern twice: a float32 as good as zero
+_BLOCK = 2048  # columns that a program hands out
 
 
 @triton.jit
@@ -139,6 +146,27 @@ def _spread_norm(
         _empty(own + norms + at, inside, WIDTH, 1, BITS, NOTHING)
 
 
+@triton.jit(do_not_specialize=["rank"])
+def _hand_out(
+    own: tl.tensor,
+    addresses: tl.tensor,
+    rank: tl.tensor,
+    width: tl.tensor,
+    whole: tl.tensor,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = rank * width + at
+    exists = (at < width) & (column < whole)
+    value = tl.load(own + row * width + at, mask=exists, other=0.0)
+    for step in tl.static_range(RANKS):  # from the next rank on: each is written to by one at a time
+        address = tl.load(addresses + (rank + step + 1) % RANKS)
+        there = tl.multiple_of(address.to(tl.pointer_type(own.dtype.element_ty)), 16)
+        tl.store(there + row * whole + column, value, mask=exists)
+
+
 @dataclass(frozen=True, slots=True)
 class Boxes:
     """The letter boxes of a group as rank `rank` of `size` has them, each of two halves of `half_bytes`, and
@@ -185,30 +213,6 @@ def spread_add_rms_norm_(
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out
-
-
-_BLOCK = 2048
-
-
-@triton.jit(do_not_specialize=["rank"])
-def _hand_out(
-    own: tl.tensor,
-    addresses: tl.tensor,
-    rank: tl.tensor,
-    width: tl.tensor,
-    whole: tl.tensor,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = rank * width + at
-    exists = (at < width) & (column < whole)
-    value = tl.load(own + row * width + at, mask=exists, other=0.0)
-    for step in tl.static_range(RANKS):  # from the next rank on: each is written to by one at a time
-        address = tl.load(addresses + (rank + step + 1) % RANKS)
-        there = tl.multiple_of(address.to(tl.pointer_type(own.dtype.element_ty)), 16)
-        tl.store(there + row * whole + column, value, mask=exists)
 
 
 def hand_out(own: Tensor, addresses: Tensor, rank: int, whole: int) -> None:

@@ -1,11 +1,20 @@
-"""Products of few rows with a large weight on a GPU, in Triton: bound by reading the weight.
+"""`matmul` and `matmul_fixed` are products with a large weight on a GPU, in Triton.
 
-A library's kernels for such shapes leave bandwidth where the weight is small: too few programs, or one wave
-and a piece. Here the weight takes the place of the wide operand of the matrix instruction (`weight @ x.T`),
-and `splits` programs share a column tile, each with a part of the inner dimension, so that one wave fills
-every multiprocessor. Their sums are left apart, in float32: what reads them (norm, rotation) adds them up.
+`matmul` is bound by reading the weight. A library's kernels for such shapes leave bandwidth where the weight
+is small: too few programs, or one wave and a piece. Here the weight takes the place of the wide operand of
+the matrix instruction (`weight @ x.T`), and `splits` programs share a column tile, each with a part of the
+inner dimension, so that one wave fills every multiprocessor. Their sums are left apart, in float32: what
+reads them (norm, rotation) adds them up. Of a joined gate and up a program may compute some columns of both,
+and leave `silu(gate) * up` of them.
 
-Of a joined gate and up a program may compute some columns of both, and leave `silu(gate) * up` of them.
+In `matmul_fixed` no row sees the others: for any number of rows the same bits. A library takes another
+kernel, or splits the inner dimension otherwise, when the number of rows is another. Here each element is one
+sum over the inner dimension from its start to its end, in float32, in the matrix instruction's own steps, by
+one program: neither the number of rows nor a row's place in them changes it.
+
+Layouts may still go by the number of rows: they say which elements a program computes and how it loads what
+it needs, not in which order an element is summed. Those of one device all have tiles of 64 rows or more where
+the type has matrix instructions, so that they take the same one.
 """
 
 from __future__ import annotations
@@ -18,6 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import begin, prefetch, ready
+
+_GROUP = 8  # row tiles that share the columns of the weight in the second-level cache
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -104,9 +115,6 @@ def matmul(x: Tensor, weight: Tensor, tuning: MatmulTuning) -> Tensor:
         CHAINED=tuning.chained, launch_pdl=tuning.chained, num_warps=tuning.warps,
     )  # fmt: skip
     return out
-
-
-_GROUP = 8  # row tiles that share the columns of the weight in the second-level cache
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -1,7 +1,9 @@
-"""Inputs of a step on a GPU, in Triton: from columns that the host wrote, and from the state of the slots.
+"""A step's inputs are worked out on a GPU, in Triton: from the host's columns and the state of the slots.
 
 The host knows slot, position and place in the batch of every token, and the id of those that it feeds. Ids
 that the step before has chosen, and whether a slot is done, are known on the device alone.
+
+`stamp` writes the device's clock.
 """
 
 from __future__ import annotations
@@ -65,6 +67,11 @@ def _move(source: tl.tensor, target: tl.tensor, count: tl.tensor, BLOCK: tl.cons
     tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
 
 
+@triton.jit
+def _stamp(target: tl.tensor) -> None:
+    tl.store(target, globaltimer())
+
+
 @dataclass(frozen=True, slots=True)
 class SlotState:
     """State of the slots on the device, int32; the last slot is nobody's: always done, its table the spare
@@ -107,11 +114,6 @@ def move(source: Tensor, target: Tensor) -> None:
     copy engine would have them wait behind the KV blocks that it is copying: up to 0.7 ms."""
     count = source.numel()
     _move[(triton.cdiv(count, 4 * _BLOCK),)](source, target, count, BLOCK=4 * _BLOCK, num_warps=4)
-
-
-@triton.jit
-def _stamp(target: tl.tensor) -> None:
-    tl.store(target, globaltimer())
 
 
 def stamp(target: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits."""
+"""Choosing tokens from logits, by counter-based random numbers."""
 
 from kernels.sampling.ref import GROUP_TOKENS, draw, gumbel, keep_likely, penalize, philox
 

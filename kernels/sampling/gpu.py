@@ -1,4 +1,4 @@
-"""Sampling on a GPU, in Triton: filters, the draw and the end of a slot, in two launches for any batch.
+"""Sampling on a GPU, in Triton, is filters, the draw and the end of a slot, in two launches for any batch.
 
     1. groups of 256 logits each: their maximum and mass                            reads all logits once
     2. one program a row: which group, which token; last token, done, id and done   reads what it needs
@@ -9,9 +9,9 @@ Philox(seed, position, level), so it depends on neither batch nor slot.
 Filters come down to a least logit. The k-th largest of the group maxima is at most the k-th largest logit, so
 top-k and what top-p keeps of it lie in the few groups whose maximum is at least that; for top-p alone the
 same is tried with the 96 best groups. Their logits at or above that bound are the candidates, and the least
-one kept is found by bisection of its bits: exact, no sort, no random number of rounds. A row whose filter
-keeps more than there is room for (a flat distribution, a large top-k) is bisected over all its logits, by the
-same program: slower, as exact.
+one kept is found by bisection of its key: exact, no sort, no random number of rounds. Keys are the bits of a
+float32 in an order that integers have. A row whose filter keeps more than there is room for (a flat
+distribution, a large top-k) is bisected over all its logits, by the same program: slower, as exact.
 """
 
 from __future__ import annotations
@@ -29,171 +29,6 @@ _PER_PROGRAM = 8  # groups of pass 1
 _TRIED = 96  # groups whose logits are candidates
 _CANDIDATES = 2048  # logits that it bisects
 _SCAN = 16  # groups read at a time
-
-
-@triton.jit
-def _groups(
-    logits: tl.tensor,
-    slots: tl.tensor,
-    filters: tl.tensor,
-    maxima: tl.tensor,
-    masses: tl.tensor,
-    vocab: tl.tensor,
-    groups: tl.tensor,
-    GROUP: tl.constexpr,
-    COUNT: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
-    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    value = tl.load(logits + row * vocab + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
-    temperature = tl.load(filters + tl.load(slots + row).to(tl.int64) * 4)
-    temperature = tl.where(temperature > 0, temperature, 1.0)
-    most = tl.max(value, 1)
-    finite = tl.where(most > -float("inf"), most, 0.0)
-    mass = tl.sum(tl.exp((value - finite[:, None]) / temperature), 1)
-    tl.store(maxima + row * groups + group, most, mask=group < groups)
-    tl.store(masses + row * groups + group, mass, mask=group < groups)
-
-
-@triton.jit
-def _choose(
-    logits: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    filters: tl.tensor,
-    seeds: tl.tensor,
-    maxima: tl.tensor,
-    masses: tl.tensor,
-    listed: tl.tensor,
-    candidates: tl.tensor,
-    last_tokens: tl.tensor,
-    done: tl.tensor,
-    max_lengths: tl.tensor,
-    stop_ids: tl.tensor,
-    ids: tl.tensor,
-    dones: tl.tensor,
-    vocab: tl.tensor,
-    groups: tl.tensor,
-    GROUPS_PAD: tl.constexpr,
-    GROUP: tl.constexpr,
-    TRIED: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    SCAN: tl.constexpr,
-    STOPS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    position, seed = tl.load(positions + row), tl.load(seeds + slot)
-    heat = tl.load(filters + slot * 4)
-    top_k, top_p = tl.load(filters + slot * 4 + 1).to(tl.int32), tl.load(filters + slot * 4 + 2)
-    min_p = tl.load(filters + slot * 4 + 3)
-    temperature = tl.where(heat > 0, heat, 1.0)
-    logits += row * vocab
-    g = tl.arange(0, GROUPS_PAD)
-    most = tl.load(maxima + row * groups + g, mask=g < groups, other=-float("inf"))
-    mass = tl.load(masses + row * groups + g, mask=g < groups, other=0.0)
-    best = tl.max(most, 0)
-    least = tl.full([], LOWEST, tl.int64)
-    if heat > 0:
-        if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
-            listed += row * GROUPS_PAD
-            least = least_kept(
-                logits, most, mass, listed, candidates + row * CANDIDATES, temperature, top_k, top_p, min_p,
-                vocab, groups, GROUPS_PAD, GROUP, TRIED, CANDIDATES, SCAN,
-            )  # fmt: skip
-            count = list_groups(key_of(most), least, listed, groups, GROUPS_PAD)
-            chosen = draw_group(
-                logits, listed, count, least, best, temperature, seed, position, vocab, GROUP, SCAN
-            )  # fmt: skip
-        else:
-            score = tl.log(mass) + (most - best) / temperature + noise(seed, g, position, 1)
-            chosen = tl.argmax(tl.where((g < groups) & (mass > 0), score, -float("inf")), 0)
-    else:
-        chosen = tl.argmax(most, 0)
-    token = chosen * GROUP + tl.arange(0, GROUP)
-    value = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
-    score = value
-    if heat > 0:
-        score = (value - best) / temperature + noise(seed, token, position, 0)
-        score = tl.where((token < vocab) & (key_of(value) >= least.to(tl.int32)), score, -float("inf"))
-    answer = chosen * GROUP + tl.argmax(score, 0)
-
-    before = tl.load(done + slot)
-    s = tl.arange(0, STOPS)
-    stopped = tl.sum((tl.load(stop_ids + slot * STOPS + s) == answer).to(tl.int32), 0) > 0
-    stopped = stopped | (position + 1 >= tl.load(max_lengths + slot))
-    tl.store(ids + row, tl.where(before != 0, -1, answer))
-    tl.store(dones + row, tl.where(before != 0, 2, stopped.to(tl.int32)))
-    if before == 0:
-        tl.store(last_tokens + slot, answer)
-        tl.store(done + slot, stopped.to(tl.int32))
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """How each slot's tokens are chosen and when it ends: `[slots, ...]` each. State of it is changed."""
-
-    filters: Tensor  # [slots, 4] float32: temperature, top-k, top-p, min-p; temperature 0 is greedy
-    seeds: Tensor  # int64, the bits of a uint64
-    max_lengths: Tensor  # int32
-    stop_ids: Tensor  # [slots, stops] int32, -1 where there is none; stops a power of two
-    last_tokens: Tensor  # int32
-    done: Tensor  # int32
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Room of the kernels for up to `rows` rows."""
-
-    maxima: Tensor  # [rows, groups]
-    masses: Tensor
-    listed: Tensor  # [rows, groups], groups rounded up
-    candidates: Tensor  # [rows, candidates]
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Columns of a step's result, `[rows]` int32."""
-
-    ids: Tensor
-    done: Tensor
-
-
-def scratch(rows: int, vocab: int, device: torch.device) -> Scratch:
-    """Room for steps of up to `rows` rows."""
-    groups = triton.cdiv(vocab, GROUP_TOKENS)
-    return Scratch(
-        maxima=torch.empty(rows, groups, device=device),
-        masses=torch.empty(rows, groups, device=device),
-        listed=torch.empty(rows, _padded(groups), dtype=torch.int32, device=device),
-        candidates=torch.empty(rows, _CANDIDATES, device=device),
-    )
-
-
-def choose(
-    logits: Tensor, slots: Tensor, positions: Tensor, choices: Choices, room: Scratch, chosen: Chosen
-) -> None:
-    """A token for each row of `logits` `[rows, vocab]`: that of slot `slots[row]` for place `positions[row]`
-    of its sequence. Slots that are done get id -1 and done 2, as in a StepResult; others move on."""
-    rows, vocab = logits.shape
-    groups = triton.cdiv(vocab, GROUP_TOKENS)
-    _groups[(rows, triton.cdiv(groups, _PER_PROGRAM))](
-        logits, slots, choices.filters, room.maxima, room.masses, vocab, groups,
-        GROUP=GROUP_TOKENS, COUNT=_PER_PROGRAM, num_warps=4,
-    )  # fmt: skip
-    _choose[(rows,)](
-        logits, slots, positions, choices.filters, choices.seeds, room.maxima, room.masses, room.listed,
-        room.candidates, choices.last_tokens, choices.done, choices.max_lengths, choices.stop_ids,
-        chosen.ids, chosen.done, vocab, groups, GROUPS_PAD=_padded(groups), GROUP=GROUP_TOKENS, TRIED=_TRIED,
-        CANDIDATES=_CANDIDATES, SCAN=_SCAN, STOPS=choices.stop_ids.shape[1], num_warps=8,
-    )  # fmt: skip
-
-
-def _padded(groups: int) -> int:
-    return max(16, int(triton.next_power_of_2(groups)))
-
-
 LOWEST = tl.constexpr(-0x7FFFFFFF)  # below the key of minus infinity
 
 
@@ -413,3 +248,166 @@ def least_kept(
             )  # fmt: skip
         least = tl.maximum(least, kept_least)
     return least
+
+
+@triton.jit
+def _groups(
+    logits: tl.tensor,
+    slots: tl.tensor,
+    filters: tl.tensor,
+    maxima: tl.tensor,
+    masses: tl.tensor,
+    vocab: tl.tensor,
+    groups: tl.tensor,
+    GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value = tl.load(logits + row * vocab + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    temperature = tl.load(filters + tl.load(slots + row).to(tl.int64) * 4)
+    temperature = tl.where(temperature > 0, temperature, 1.0)
+    most = tl.max(value, 1)
+    finite = tl.where(most > -float("inf"), most, 0.0)
+    mass = tl.sum(tl.exp((value - finite[:, None]) / temperature), 1)
+    tl.store(maxima + row * groups + group, most, mask=group < groups)
+    tl.store(masses + row * groups + group, mass, mask=group < groups)
+
+
+@triton.jit
+def _choose(
+    logits: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    filters: tl.tensor,
+    seeds: tl.tensor,
+    maxima: tl.tensor,
+    masses: tl.tensor,
+    listed: tl.tensor,
+    candidates: tl.tensor,
+    last_tokens: tl.tensor,
+    done: tl.tensor,
+    max_lengths: tl.tensor,
+    stop_ids: tl.tensor,
+    ids: tl.tensor,
+    dones: tl.tensor,
+    vocab: tl.tensor,
+    groups: tl.tensor,
+    GROUPS_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRIED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    SCAN: tl.constexpr,
+    STOPS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    position, seed = tl.load(positions + row), tl.load(seeds + slot)
+    heat = tl.load(filters + slot * 4)
+    top_k, top_p = tl.load(filters + slot * 4 + 1).to(tl.int32), tl.load(filters + slot * 4 + 2)
+    min_p = tl.load(filters + slot * 4 + 3)
+    temperature = tl.where(heat > 0, heat, 1.0)
+    logits += row * vocab
+    g = tl.arange(0, GROUPS_PAD)
+    most = tl.load(maxima + row * groups + g, mask=g < groups, other=-float("inf"))
+    mass = tl.load(masses + row * groups + g, mask=g < groups, other=0.0)
+    best = tl.max(most, 0)
+    least = tl.full([], LOWEST, tl.int64)
+    if heat > 0:
+        if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
+            listed += row * GROUPS_PAD
+            least = least_kept(
+                logits, most, mass, listed, candidates + row * CANDIDATES, temperature, top_k, top_p, min_p,
+                vocab, groups, GROUPS_PAD, GROUP, TRIED, CANDIDATES, SCAN,
+            )  # fmt: skip
+            count = list_groups(key_of(most), least, listed, groups, GROUPS_PAD)
+            chosen = draw_group(
+                logits, listed, count, least, best, temperature, seed, position, vocab, GROUP, SCAN
+            )  # fmt: skip
+        else:
+            score = tl.log(mass) + (most - best) / temperature + noise(seed, g, position, 1)
+            chosen = tl.argmax(tl.where((g < groups) & (mass > 0), score, -float("inf")), 0)
+    else:
+        chosen = tl.argmax(most, 0)
+    token = chosen * GROUP + tl.arange(0, GROUP)
+    value = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    score = value
+    if heat > 0:
+        score = (value - best) / temperature + noise(seed, token, position, 0)
+        score = tl.where((token < vocab) & (key_of(value) >= least.to(tl.int32)), score, -float("inf"))
+    answer = chosen * GROUP + tl.argmax(score, 0)
+
+    before = tl.load(done + slot)
+    s = tl.arange(0, STOPS)
+    stopped = tl.sum((tl.load(stop_ids + slot * STOPS + s) == answer).to(tl.int32), 0) > 0
+    stopped = stopped | (position + 1 >= tl.load(max_lengths + slot))
+    tl.store(ids + row, tl.where(before != 0, -1, answer))
+    tl.store(dones + row, tl.where(before != 0, 2, stopped.to(tl.int32)))
+    if before == 0:
+        tl.store(last_tokens + slot, answer)
+        tl.store(done + slot, stopped.to(tl.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How each slot's tokens are chosen and when it ends: `[slots, ...]` each. State of it is changed."""
+
+    filters: Tensor  # [slots, 4] float32: temperature, top-k, top-p, min-p; temperature 0 is greedy
+    seeds: Tensor  # int64, the bits of a uint64
+    max_lengths: Tensor  # int32
+    stop_ids: Tensor  # [slots, stops] int32, -1 where there is none; stops a power of two
+    last_tokens: Tensor  # int32
+    done: Tensor  # int32
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Room of the kernels for up to `rows` rows."""
+
+    maxima: Tensor  # [rows, groups]
+    masses: Tensor
+    listed: Tensor  # [rows, groups], groups rounded up
+    candidates: Tensor  # [rows, candidates]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Columns of a step's result, `[rows]` int32."""
+
+    ids: Tensor
+    done: Tensor
+
+
+def scratch(rows: int, vocab: int, device: torch.device) -> Scratch:
+    """Room for steps of up to `rows` rows."""
+    groups = triton.cdiv(vocab, GROUP_TOKENS)
+    return Scratch(
+        maxima=torch.empty(rows, groups, device=device),
+        masses=torch.empty(rows, groups, device=device),
+        listed=torch.empty(rows, _padded(groups), dtype=torch.int32, device=device),
+        candidates=torch.empty(rows, _CANDIDATES, device=device),
+    )
+
+
+def choose(
+    logits: Tensor, slots: Tensor, positions: Tensor, choices: Choices, room: Scratch, chosen: Chosen
+) -> None:
+    """A token for each row of `logits` `[rows, vocab]`: that of slot `slots[row]` for place `positions[row]`
+    of its sequence. Slots that are done get id -1 and done 2, as in a StepResult; others move on."""
+    rows, vocab = logits.shape
+    groups = triton.cdiv(vocab, GROUP_TOKENS)
+    _groups[(rows, triton.cdiv(groups, _PER_PROGRAM))](
+        logits, slots, choices.filters, room.maxima, room.masses, vocab, groups,
+        GROUP=GROUP_TOKENS, COUNT=_PER_PROGRAM, num_warps=4,
+    )  # fmt: skip
+    _choose[(rows,)](
+        logits, slots, positions, choices.filters, choices.seeds, room.maxima, room.masses, room.listed,
+        room.candidates, choices.last_tokens, choices.done, choices.max_lengths, choices.stop_ids,
+        chosen.ids, chosen.done, vocab, groups, GROUPS_PAD=_padded(groups), GROUP=GROUP_TOKENS, TRIED=_TRIED,
+        CANDIDATES=_CANDIDATES, SCAN=_SCAN, STOPS=choices.stop_ids.shape[1], num_warps=8,
+    )  # fmt: skip
+
+
+def _padded(groups: int) -> int:
+    return max(16, int(triton.next_power_of_2(groups)))

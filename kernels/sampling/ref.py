@@ -1,12 +1,15 @@
-"""Sampling in torch: penalties, filters, and a draw by the Gumbel-max trick.
+"""Sampling in torch is penalties, filters, and a draw by the Gumbel-max trick.
 
 The draw has two levels. The largest of `logit + Gumbel` over a group of tokens is distributed as
 `logsumexp(group) + Gumbel`, and which token attains it does not depend on its size (Gumbel max-stability;
 Maddison et al. 2014, arXiv:1411.0030). So one noise per group of 256 tokens chooses the group, and one per
 token of that group the token: exact, and 448 Philox calls in place of 49,152 for the default model.
 
-Noise is Philox with the sequence's seed as key and the counter (index, position, level): index is the
-token at level 0 and the group at level 1, position the place of the new token in its sequence.
+Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with the
+sequence's seed as key and the counter (index, position, level): index is the token at level 0 and the group
+at level 1, position the place of the new token in its sequence. Random numbers are a function of a key and a
+counter and have no state: a draw does not depend on the batch, the slot, the step, or on what was drawn
+before.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ GROUP_TOKENS = 256
 _SORTED = (256, 2048)  # largest logits sorted for a top-k up to this, else all: 0.2, 0.5, 4 ms a row
 _BINS, _BINS_PER_UNIT = 4096, 128  # for top-p: down to 32 below the largest logit, e^-32 of its probability
 _LEVEL_TOKEN, _LEVEL_GROUP = 0, 1
+
+# Of Philox.
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+_MUL_A, _MUL_B = 0xD2511F53, 0xCD9E8D57
+_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 
 
 def penalize(logits: Tensor, seen: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
@@ -128,14 +137,9 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return token.gather(1, (inside + noise).argmax(-1, keepdim=True)).squeeze(1)
 
 
-_MASK = 0xFFFFFFFF
-_ROUNDS = 10
-_MUL_A, _MUL_B = 0xD2511F53, 0xCD9E8D57
-_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
-
-
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: int) -> Tensor:
-    """Word 0 of the block at counter (c0, c1, c2, 0) for key `seed`: uint32 values in int64.
+    """Word 0 of the block at counter (c0, c1, c2, 0) for key `seed`: uint32 values in int64. Words are those
+    of Triton's `tl.philox(seed, c0, c1, c2, c3)`: the key is the seed's low and high half.
 
     `seed`, `c0` and `c1` are int64 and broadcast together; a seed is the bits of a uint64.
     """

@@ -1,5 +1,5 @@
 """Memory that ranks on CPUs share, in files: what GPUs map of each other, for
-services.executor.parallel.ranks."""
+services.executor.parallel.ranks.Copies."""
 
 from __future__ import annotations
 

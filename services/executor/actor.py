@@ -1,6 +1,6 @@
-"""The executor's shell: mailbox to device thread, results to the scheduler.
+"""The executor actor takes messages from its mailbox to the device thread and sends results to the scheduler.
 
-It has one scheduler. It says hello with empty slots until that scheduler welcomes this incarnation
+An executor has one scheduler. It says hello with empty slots until that scheduler welcomes this incarnation
 of its device state; a restarted or lost scheduler, a lost stream or a reset makes a new incarnation.
 """
 
@@ -40,6 +40,9 @@ log = logging.getLogger("headrace.executor")
 STOP_WITHIN_S = 5.0
 STUCK_US = 120_000_000  # far above any step; a process whose device call never returns must be replaced
 MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the engine's
+SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
+OURS = "headrace.executor"
+_US = 1e6
 
 
 class ExecutorActor(Actor):
@@ -257,12 +260,8 @@ class ExecutorActor(Actor):
 
 def build(settings: Settings) -> ExecutorActor:
     """The executor that the configuration asks for. Its engine is built on the device thread."""
-
     alarm = Alarm()
     return ExecutorActor(engine_builder(settings, alarm), settings.host_id, alarm)
-
-
-SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
 
 
 def engine_builder(settings: Settings, alarm: Alarm | None = None) -> Callable[[], Backend]:
@@ -293,6 +292,7 @@ def _sim(settings: Settings) -> Backend:
 
 
 def _torch(settings: Settings, alarm: Alarm) -> Backend:
+    """torch is imported only here, and only when needed."""
     device, ranks = settings.device_and_ranks
     try:
         from services.executor.checkpoint.loader import TorchOptions, device_of
@@ -337,7 +337,8 @@ def _torch(settings: Settings, alarm: Alarm) -> Backend:
 
 
 def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) -> ExecHello:
-    """The facts of an engine as the scheduler needs them."""
+    """The message by which an executor introduces an incarnation of its device state: the facts of its engine
+    as the scheduler needs them."""
     return ExecHello(
         executor=executor,
         exec_epoch=exec_epoch,
@@ -359,10 +360,6 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
     )
 
 
-OURS = "headrace.executor"
-_US = 1e6
-
-
 @dataclass(frozen=True, slots=True)
 class Counts:
     """What the actor itself counts."""
@@ -373,7 +370,11 @@ class Counts:
 
 
 def readings(counts: Counts, device: DeviceThread, arenas: ArenaSide) -> Readings:
-    """Everything, for export."""
+    """What an executor shows of itself as metrics: how busy its device is, and what it copies.
+
+    `device.idle` is the time that the device thread waited for a plan: over the sum of `device.idle` and
+    `device.busy` it gives the idle share under load. It is counted when the plan comes, so it stands still
+    while nobody asks for anything."""
     return [
         Reading(f"{OURS}.steps", counts.steps, "{step}", grows=True),
         Reading(f"{OURS}.failed_steps", counts.failed_steps, "{step}", grows=True),

@@ -1,11 +1,12 @@
-"""The device thread: runs plans strictly in order, off the event loop.
+"""The device thread runs plans strictly in order, off the event loop.
 
     loop thread:   SlotOpen, StepPlan n, StepPlan n+1, SlotClose ... ──▶ queue
     device thread: take -> forward -> sample -> StepResult ──▶ loop thread
+
 With two plans queued, the next step starts while the result of the last is still on its way. A step with
 rows whose tokens need the host is sampled on the host lane instead, and what follows it meanwhile, too. So
-is one whose sampling an engine has queued behind its forward: the lane waits for the ids, and the next plan
-of the same slots is queued on the device before they come.
+is a step whose sampling an engine has queued behind its forward: the lane waits for the ids, and the next
+plan of the same slots is queued on the device before the ids come.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from services.executor.host_thread import MOST_PENDING, HostLane
 from shared.clock import Clock
 from shared.errors import EngineError
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
+
+MAX_ERROR_CHARS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +176,13 @@ class DeviceThread:
             self._broken = error
 
 
-MAX_ERROR_CHARS = 1_000
-
-
 class Step:
-    """An engine's error in either half becomes the error of the result."""
+    """One step on its way: its forward, then its sampling, perhaps on another thread, and the times they
+    took.
+
+        plan arrives ── queued ──▶ start ── forward ──▶ (host lane) ── processors ── sample ──▶ end
+
+    An engine's error in either half becomes the error of the result."""
 
     def __init__(
         self, backend: Backend, plan: StepPlan, clock: Clock, *, wait_us: int = 0, queued_us: int = 0

@@ -1,10 +1,15 @@
-"""What an engine must do to run plans. SimBackend and TorchBackend pass the same contract tests.
+"""An engine runs plans behind `Backend`; SimBackend and TorchBackend pass the same contract tests.
 
-Every method is called from one thread, the device thread, in the order of the messages, but `sample`: it
-may run on the host lane, of one step at a time and in step order, while the device thread goes on. Whatever
-the device thread then forwards, opens or closes is of other slots than those sampled: both threads write
-entries of their own slots in state that they share. Plans are strictly ordered by step. The methods of its
-copier belong to a third thread, the copy lane (services.executor.kv_transfer.worker).
+Every method of an engine is called from one thread, the device thread, in the order of the messages, but
+`sample`: it may run on the host lane, of one step at a time and in step order, while the device thread goes
+on. Whatever the device thread then forwards, opens or closes is of other slots than those sampled: both
+threads write entries of their own slots in state that they share. Plans are strictly ordered by step. The
+methods of its copier belong to a third thread, the copy lane (services.executor.kv_transfer.worker).
+
+`plan_flaw`, `open_flaw` and `copy_flaw` find what must not reach an engine: slots that are not open, blocks,
+positions and tokens that do not exist. On a device such an index kills the process or writes into another
+sequence's memory; here it costs the step, or the copy. They are called on the event loop, while the device
+computes.
 """
 
 from __future__ import annotations
@@ -26,6 +31,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.cuda import Event
 
+WARM_ROWS = 64  # matrix products are compiled up to here: larger steps take so long that it does not show
+MOST = 32  # pieces: of some four layers
+COMPUTE, COMM = (0, 1), (2, 3)  # the lanes of A and B, see shared.messages.PIECE_LANES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:
@@ -45,6 +54,16 @@ class BackendInfo:
     max_context: int
     stages: int = 1  # of a pipeline: so many steps are computed at once
     two_stream_tokens: int = 0  # see ExecHello
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some compute or talk of a half of a step: when it began, from the step's start on, and how long it
+    took."""
+
+    lane: int
+    from_us: int
+    took_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,14 +221,13 @@ def _numbers(column: Ints) -> NDArray[np.uint32]:
     return np.frombuffer(column, dtype=np.uint32)
 
 
-WARM_ROWS = 64  # matrix products are compiled up to here: larger steps take so long that it does not show
-
 _GREEDY = Sampling(temperature=0.0)
 _FILTERED = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, frequency_penalty=0.1)
 
 
 def warm_up_steps(info: BackendInfo) -> Iterator[tuple[SlotOpen, list[StepPlan]]]:
-    """Slots to open, each with the plans to run after it. They use slot 0 and the first blocks."""
+    """Steps that touch every code path once: first chunk, chunk with prefix, decode, every sampler. Slots to
+    open, each with the plans to run after it; they use slot 0 and the first blocks."""
     tokens = min(info.max_step_tokens, info.max_context - 3, 2 * info.block_tokens)
     if tokens < 2:
         return
@@ -247,21 +265,10 @@ def _plan(start: int, count: int, blocks: int) -> StepPlan:
     )
 
 
-MOST = 32  # pieces: of some four layers
-COMPUTE, COMM = (0, 1), (2, 3)  # the lanes of A and B, see shared.messages.PIECE_LANES
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Something that lasted, from the step's start on."""
-
-    lane: int
-    from_us: int
-    took_us: int
-
-
 class Notes:
-    """Of one step. A lane may be noted on a thread of its own."""
+    """What the two halves of one step did when: their compute, and their talks under it. For traces. A lane
+    may be noted on a thread of its own. Only the first pieces of a step are given: they show how it went on,
+    and a step of a deep model has hundreds."""
 
     def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now_ns = now_ns

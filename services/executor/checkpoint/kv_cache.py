@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor, block-major.
+"""The paged KV cache is one tensor, block-major; here are its formats and its fingerprint, too.
 
     kv [block][layer][K|V][token][kv_head][head_dim]
 
@@ -31,6 +31,13 @@ from shared.messages import Ints
 LAYOUT = "block.layer.kv.token.head.dim"
 _CPU_BYTES = 1 << 30
 _GPU_SHARE = 0.9  # of the memory free once the weights are loaded; the rest is for activations
+TOKENS = 128  # of the pass that finds the scales of fp8
+_STRIDE = 7919  # a prime: its tokens are spread over the vocabulary
+HEADROOM = 2.0  # of the largest number seen; that of a power of two comes on top. What is over it saturates
+_LEAST_CAPABILITY = (8, 9)  # of a GPU that converts e4m3
+_FORMAT = "headrace-kv-1"  # of the fingerprint
+_SAMPLES = 1024  # of each tensor, evenly spread
+_CHARACTERS = 32  # of a fingerprint
 
 
 class KvCache:
@@ -78,15 +85,18 @@ def fitting_blocks(size_bytes: int, device: torch.device, most: int) -> int:
     return max(1, min(budget // size_bytes - 1, most))
 
 
-TOKENS = 128  # of the pass
-_STRIDE = 7919  # a prime: they are spread over the vocabulary
-HEADROOM = 2.0  # of the largest number seen; that of a power of two comes on top. What is over it saturates
-_LEAST_CAPABILITY = (8, 9)  # of a GPU that converts e4m3
-
-
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """`scales` `[layers, K|V, kv_heads]` float32: what a kept number stands for, over itself; None: 1."""
+    """How KV is kept: as the model computes it, or in fp8 (e4m3), which halves bf16 in every tier. `scales`
+    `[layers, K|V, kv_heads]` float32: what a kept number stands for, over itself; None: 1.
+
+    fp8 needs scales, one for K and one for V of each layer and kv head. They are found at load, in one short
+    pass over fixed tokens, and never change: a block means the same at any time, and on any engine of the
+    same fingerprint, which the scales are part of. They are powers of two: fp8 is a floating point format
+    that a finer scale makes no finer, and a product with a power of two is exact. So no kernel has to know
+    the scales. They go into the weights: the rows that give K and V are divided, what reads K and V (the
+    queries, `out`) is multiplied, and not a bit of a result changes but by the rounding of K and V. Where
+    keys are normalised (Qwen3) the heads of a layer have one scale of K: they share the norm's weight."""
 
     dtype: torch.dtype
     scales: Tensor | None = None
@@ -169,6 +179,19 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     return torch.stack(found)
 
 
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of one sequence, `[tokens, heads, head_dim]` each: `[tokens, heads * head_dim]`. By
+    hand, for what the library takes differs by device."""
+    tokens, heads, dim = query.shape
+    shared = heads // key.shape[1]
+    q, k, v = (each.transpose(0, 1) for each in (query, key, value))
+    k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    scores = (q @ k.mT * dim**-0.5).masked_fill(later, -torch.inf)
+    attended = torch.matmul(scores.softmax(-1), v)
+    return attended.transpose(0, 1).reshape(tokens, heads * dim)
+
+
 def _mlp(x: Tensor, layer: LayerWeights, shapes: Shapes) -> Tensor:
     if layer.router is None:
         return F.linear(swiglu(F.linear(x, layer.gate_up.float())), layer.down.float())
@@ -198,29 +221,14 @@ def _scaled(layer: LayerWeights, rows: Tensor, columns: Tensor) -> LayerWeights:
     return replace(layer, qkv=layer.qkv * rows[:, None], qkv_bias=bias, out=layer.out * columns)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of one sequence, `[tokens, heads, head_dim]` each: `[tokens, heads * head_dim]`. By
-    hand, for what the library takes differs by device."""
-    tokens, heads, dim = query.shape
-    shared = heads // key.shape[1]
-    q, k, v = (each.transpose(0, 1) for each in (query, key, value))
-    k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
-    later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
-    scores = (q @ k.mT * dim**-0.5).masked_fill(later, -torch.inf)
-    attended = torch.matmul(scores.softmax(-1), v)
-    return attended.transpose(0, 1).reshape(tokens, heads * dim)
-
-
-_FORMAT = "headrace-kv-1"
-_SAMPLES = 1024  # of each tensor, evenly spread
-_CHARACTERS = 32
-
-
 def fingerprint(
     model: str, shapes: Shapes, weights: Weights, block_tokens: int, kept: KvFormat, ranks: Ranks = SOLO
 ) -> str:
-    """Hex digest of model name, weights, dtype, shapes with rope, block size, layout, and how KV is kept.
-    Several ranks have one, of all their digests in order: their blocks go together, and to as many ranks."""
+    """Digest of everything that makes KV bytes interchangeable between engines, in hex: model name, weights,
+    dtype, shapes with rope, block size, layout, and how KV is kept.
+    The weights go in as shapes and as a sample of the loaded values of every tensor, so that the same model
+    gives the same digest from one file or many, and any other quantisation or finetune another one. Several
+    ranks have one, of all their digests in order: their blocks go together, and to as many ranks."""
     digest = hashlib.sha256()
     parts = (_FORMAT, model, repr(shapes), str(weights.embedding.dtype), str(block_tokens), LAYOUT)
     experts = () if shapes.experts is None else (repr(shapes.experts),)

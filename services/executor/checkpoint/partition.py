@@ -1,4 +1,4 @@
-"""Which part of a model each rank of a tensor-parallel group holds and computes.
+"""Each rank of several holds a part of a model: a run of layers (see Stage), or of every layer a `shard`:
 
     q, k, v, gate, up   rows of its heads and of its part of the MLP's width: no rank needs the others'
     out, down           the columns that read those: their products are parts of a sum over all ranks
@@ -29,7 +29,6 @@ from shared.errors import SetupError
 if TYPE_CHECKING:
     from torch.distributed import Work
 
-
 _UNIT = 16  # a rank's part of a width is a multiple of this where the width is: what matrix units take
 
 
@@ -46,6 +45,9 @@ class Cut:
         return whole.narrow(self.dim, self.begin, self.end - self.begin).clone()
 
 
+_NOTHING = Cut(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """A rank's part. `shapes` are those of what it holds: with its heads, KV heads and MLP width, and of all
@@ -58,6 +60,40 @@ class Shard:
 
 
 ShardOf = Callable[[Shapes], Shard]  # which part of a model to load
+
+
+class Stage:
+    """Stage `index` of `count` of a pipeline; `index` is also its rank. Rows go through the stages one after
+    the other. A stage that is alone sends and receives nothing.
+
+        stage 0: embedding, layers ── residual stream ──▶ stage 1: layers ── ··· ──▶ last: layers, norm, head
+
+    What goes from one stage to the next is the sum that the next layer's norm reads, no more. A stage waits
+    for the one before it in its own stream of work (gloo on CPUs, NCCL on GPUs). Nothing ever goes back that
+    way: tokens come back through the hosts, so that no GPU waits for a stage behind."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count = index, count
+        self.first, self.last = index == 0, index + 1 == count
+        self._sent: Work | None = None  # on a CPU: it holds what it sends
+
+    def receive(self, rows: Tensor) -> Tensor:
+        """Fill `rows` with what the stage before has sent; `rows` itself. On a GPU it is queued."""
+        torch.distributed.recv(rows, self.index - 1)
+        return rows
+
+    def send(self, rows: Tensor) -> None:
+        """Give `rows` to the stage behind. On a GPU it is queued, and ends when that one receives; on a CPU
+        `rows` is not to be changed, and the send before must have ended first."""
+        if rows.is_cuda:
+            torch.distributed.send(rows, self.index + 1)
+            return
+        if self._sent is not None:
+            self._sent.wait()
+        self._sent = torch.distributed.isend(rows, self.index + 1)
+
+
+WHOLE = Stage(0, 1)
 
 
 def all_of_it(whole: Shapes) -> Shard:
@@ -100,6 +136,36 @@ def shard(whole: Shapes, rank: int, size: int) -> Shard:
     return Shard(shapes=local, head_rows=rows, cuts=cuts)
 
 
+def stage_shard(whole: Shapes, stage: Stage) -> Shard:
+    """What a stage holds: the first one the embedding, the last one the head (which may be the embedding),
+    each its layers. Raises SetupError as `layers_of`."""
+    if stage.count == 1:
+        return all_of_it(whole)
+    first, end = layers_of(whole, stage.index, stage.count)
+    cuts = {}
+    if not (stage.first or (stage.last and whole.tied)):
+        cuts["embedding"] = _NOTHING
+    if not stage.last:
+        cuts["head"] = _NOTHING
+    local = replace(whole, layers=end - first)
+    return Shard(shapes=local, head_rows=whole.vocab if stage.last else 0, cuts=cuts, first_layer=first)
+
+
+def layers_of(whole: Shapes, index: int, count: int) -> tuple[int, int]:
+    """The layers of a stage, from the first to behind the last. Stages have as many weights to read as can
+    be; those of the head, which the last one has, count as layers. Raises SetupError for fewer layers than
+    stages."""
+    if whole.layers < count:
+        raise SetupError(f"{count} stages are too many for {whole.layers} layers: use fewer")
+    head = whole.vocab * whole.hidden / _layer_weights(whole)
+
+    def begin(stage: int) -> int:
+        even = round((whole.layers + head) * stage / count)
+        return min(max(even, stage), whole.layers - (count - stage))
+
+    return begin(index), begin(index + 1)
+
+
 def gathered_logits(own: Tensor, vocab: int, ranks: Ranks) -> Tensor:
     """Logits `[samples, vocab]` from every rank's `[samples, head rows]`, which end with those of padding."""
     if ranks.size == 1 or not len(own):
@@ -129,66 +195,6 @@ def _share(units: int, rank: int, size: int) -> tuple[int, int]:
 
 def _rows(heads: tuple[int, int], head_dim: int) -> Cut:
     return Cut(0, heads[0] * head_dim, heads[1] * head_dim)
-
-
-_NOTHING = Cut(0, 0, 0)
-
-
-class Stage:
-    """Stage `index` of `count`, which is also its rank. One that is alone sends and receives nothing."""
-
-    def __init__(self, index: int, count: int) -> None:
-        self.index, self.count = index, count
-        self.first, self.last = index == 0, index + 1 == count
-        self._sent: Work | None = None  # on a CPU: it holds what it sends
-
-    def receive(self, rows: Tensor) -> Tensor:
-        """Fill `rows` with what the stage before has sent; `rows` itself. On a GPU it is queued."""
-        torch.distributed.recv(rows, self.index - 1)
-        return rows
-
-    def send(self, rows: Tensor) -> None:
-        """Give `rows` to the stage behind. On a GPU it is queued, and ends when that one receives; on a CPU
-        `rows` is not to be changed, and the send before must have ended first."""
-        if rows.is_cuda:
-            torch.distributed.send(rows, self.index + 1)
-            return
-        if self._sent is not None:
-            self._sent.wait()
-        self._sent = torch.distributed.isend(rows, self.index + 1)
-
-
-WHOLE = Stage(0, 1)
-
-
-def layers_of(whole: Shapes, index: int, count: int) -> tuple[int, int]:
-    """The layers of a stage, from the first to behind the last. Stages have as many weights to read as can
-    be; those of the head, which the last one has, count as layers. Raises SetupError for fewer layers than
-    stages."""
-    if whole.layers < count:
-        raise SetupError(f"{count} stages are too many for {whole.layers} layers: use fewer")
-    head = whole.vocab * whole.hidden / _layer_weights(whole)
-
-    def begin(stage: int) -> int:
-        even = round((whole.layers + head) * stage / count)
-        return min(max(even, stage), whole.layers - (count - stage))
-
-    return begin(index), begin(index + 1)
-
-
-def stage_shard(whole: Shapes, stage: Stage) -> Shard:
-    """What a stage holds: the first one the embedding, the last one the head (which may be the embedding),
-    each its layers. Raises SetupError as `layers_of`."""
-    if stage.count == 1:
-        return all_of_it(whole)
-    first, end = layers_of(whole, stage.index, stage.count)
-    cuts = {}
-    if not (stage.first or (stage.last and whole.tied)):
-        cuts["embedding"] = _NOTHING
-    if not stage.last:
-        cuts["head"] = _NOTHING
-    local = replace(whole, layers=end - first)
-    return Shard(shapes=local, head_rows=whole.vocab if stage.last else 0, cuts=cuts, first_layer=first)
 
 
 def _layer_weights(whole: Shapes) -> int:

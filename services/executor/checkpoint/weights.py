@@ -1,10 +1,13 @@
-"""The weights of a model as the forward pass wants them, from any file that can name its tensors.
+"""Weights are a model as the forward pass wants it, from any file that can name its tensors.
 
 Projections that read the same input are joined, so that a layer is four matrix products:
 
     qkv [(heads + 2 * kv_heads) * head_dim, hidden] · out · gate_up [2 * intermediate, hidden] · down
 
 Those of experts are stacked: gate_up [experts, 2 * width, hidden], down [experts, hidden, width].
+
+`load_hf` reads a Hugging Face folder, config.json and one or more *.safetensors files. `load_dummy` draws
+random weights in the shapes of a config.json: for benchmarks of models that are not on this machine.
 """
 
 from __future__ import annotations
@@ -30,6 +33,36 @@ from shared.errors import SetupError
 # with a cut, what that leaves of it. The parts of experts come as they are kept: "experts_gate_up" and
 # "experts_down".
 ReadTensor = Callable[[str, int, Cut | None], Tensor]
+
+# The names of the parts in a Hugging Face folder.
+_MODEL = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+_LAYER = {
+    "attention_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "out": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+# The router and, of each expert, gate, up and down.
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+}
+_SPREAD = 0.02  # of random weights, as models are initialised: activations stay in range
+_SEED = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,34 +132,6 @@ def assemble(shard: Shard, read: ReadTensor, dtype: torch.dtype, device: torch.d
     )
 
 
-_MODEL = {
-    "embedding": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-}
-_LAYER = {
-    "attention_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "out": "self_attn.o_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
-# The router and, of each expert, gate, up and down.
-_EXPERTS = {
-    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
-}
-
-
 def load_hf(
     folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
 ) -> tuple[Shapes, Weights]:
@@ -155,6 +160,31 @@ def load_hf(
         return torch.stack([
             torch.cat([tensors.read(f"{expert}.{name}.weight", None) for name in names]) for expert in each
         ])  # fmt: skip
+
+    shard = shard_of(shapes)
+    return shard.shapes, assemble(shard, read, dtype, device)
+
+
+def load_dummy(
+    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
+) -> tuple[Shapes, Weights]:
+    """Shapes of a part of `folder`/config.json, and weights drawn on `device`, each tensor with a
+    seed of its own: any part of the model is a part of the same; norms are ones. Raises
+    SetupError for a model that is not supported or a folder without a config."""
+    try:
+        shapes = from_hf(json.loads((folder / "config.json").read_text()))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SetupError(f"{folder} has no config.json, where dummy weights find their shapes") from error
+    generator = torch.Generator(device)
+    sizes = _sizes(shapes)
+
+    def read(part: str, layer: int, cut: Cut | None) -> Tensor:
+        if part.endswith("norm"):
+            return torch.ones(sizes[part], dtype=dtype, device=device)
+        generator.manual_seed(zlib.crc32(f"{_SEED} {layer} {part}".encode()))
+        values = torch.empty(sizes[part], device=device)  # float32: the same numbers in every dtype
+        values = values.normal_(0.0, _SPREAD, generator=generator).to(dtype)
+        return values if cut is None else cut.of(values)
 
     shard = shard_of(shapes)
     return shard.shapes, assemble(shard, read, dtype, device)
@@ -199,35 +229,6 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
     if not found:
         raise SetupError(f"{folder} has no *.safetensors file; other weight formats are not supported")
     return found
-
-
-_SPREAD = 0.02  # as models are initialised: activations stay in range
-_SEED = 7
-
-
-def load_dummy(
-    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
-) -> tuple[Shapes, Weights]:
-    """Shapes of a part of `folder`/config.json, and weights drawn on `device`, each tensor with a
-    seed of its own: any part of the model is a part of the same; norms are ones. Raises
-    SetupError for a model that is not supported or a folder without a config."""
-    try:
-        shapes = from_hf(json.loads((folder / "config.json").read_text()))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise SetupError(f"{folder} has no config.json, where dummy weights find their shapes") from error
-    generator = torch.Generator(device)
-    sizes = _sizes(shapes)
-
-    def read(part: str, layer: int, cut: Cut | None) -> Tensor:
-        if part.endswith("norm"):
-            return torch.ones(sizes[part], dtype=dtype, device=device)
-        generator.manual_seed(zlib.crc32(f"{_SEED} {layer} {part}".encode()))
-        values = torch.empty(sizes[part], device=device)  # float32: the same numbers in every dtype
-        values = values.normal_(0.0, _SPREAD, generator=generator).to(dtype)
-        return values if cut is None else cut.of(values)
-
-    shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, read, dtype, device)
 
 
 def _sizes(shapes: Shapes) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""From the columns of a plan to the tensors of a forward pass.
+"""A BatchBuilder makes the tensors of a forward pass from the columns of a plan and the state of the Slots.
 
 Tokens are laid out decode rows first, grouped by context length, then prompt chunks one after the other:
 
@@ -27,6 +27,7 @@ from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan, ints
 
 _Column = NDArray[np.int64]
+_NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +178,16 @@ class BatchBuilder:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._cache.tensor.device)
 
 
-_NO_TOKEN = -1
-
-
 class Slots:
-    """State of every slot. Tables are `[slots, blocks]`; entries never set point at the spare block."""
+    """The slots of running sequences: their tokens and block tables on the host, their last token on the
+    device. Tables are `[slots, blocks]`; entries never set point at the spare block.
+
+    A slot's end (stop id or length) is found on the device when a token is sampled. The plan after may have
+    been made without knowing it: its rows for that slot are then no-ops, which is why `done` lives here. The
+    host lane advances slots while the device thread reads and opens others. Nothing is guarded, since each
+    writes entries of its own slots only, in place: the tensors by index, the dict by key. Two things move:
+    `_stop_ids` may be widened by a new slot, which leaves both the old and the new tensor right for the
+    others. `tables` is the device thread's alone."""
 
     def __init__(
         self, count: int, table_blocks: int, spare: int, max_context: int, device: torch.device

@@ -1,4 +1,4 @@
-"""The operators of a layer in kernels compiled for this CPU. Needs Numba."""
+"""Kernels compiled for this CPU do a layer's operators, or all layers in one call. They need Numba."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class CompiledOperators:
 
 
 def compiled_layers(layers: Sequence[Layer], shapes: Shapes, norm: Tensor) -> CompiledLayers | None:
-    """None where a layer has what there is no kernel for: a bias, norms of queries and keys, experts, or
-    products of a library."""
+    """All layers in one; None where a layer has what there is no kernel for: a bias, norms of queries and
+    keys, experts, or products of a library."""
     normed = any(layer.q_norm is not None for layer in layers)
     if normed or not all(isinstance(layer.mlp, Dense) for layer in layers):
         return None
@@ -53,7 +53,9 @@ def compiled_layers(layers: Sequence[Layer], shapes: Shapes, norm: Tensor) -> Co
 
 
 class CompiledLayers:
-    """See services.executor.cpu.layers.LayersInOne."""
+    """See services.executor.cpu.layers.LayersInOne. One call of machine code: see
+    kernels.cpu_jit.batched_launch. Started one by one from Python, the 270 kernels of a decode step of a 135M
+    model take 3 of 13 ms to start."""
 
     def __init__(
         self, layers: Sequence[Layer], products: Sequence[_Product], shapes: Shapes, norm: Tensor

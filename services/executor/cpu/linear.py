@@ -17,7 +17,7 @@ rows of this model. Larger numbers are therefore padded, by 3 % on average, to 5
 that decode steps and the last tokens of a cached prompt come to are compiled at start.
 
 F.linear on bf16 has no matrix kernel here, one row at a time; oneDNN has where there are bf16 instructions.
-On GPUs it is best and is used. With Numba there are kernels of our own, see compiled_products: on machines
+On GPUs it is best and is used. With Numba there are kernels of our own, see compiled_linear.py: on machines
 with AVX-512 none of the above is used.
 """
 

@@ -1,4 +1,4 @@
-"""The two halves of a step on GPUs, each one's talk under the other's compute; and how they talk then.
+"""On GPUs the two halves of a step talk each under the other's compute; how they talk goes by the model.
 
     dense models         NCCL with few thread blocks, each of which holds a processor
     of experts           copies between GPUs, which hold none, where these map each other's memory: a grouped
@@ -34,6 +34,18 @@ log = logging.getLogger("headrace.executor")
 
 BLOCKS = 16  # of a collective that has a limit
 MEETING = 2  # processors that are left for the programs with which copies wait for each other
+_HIGH = -1  # a talk waits for no compute: its few programs get processors before the other stream's
+
+
+class Noting(Protocol):
+    """What two halves of a step did when, on a GPU. See services.executor.engine.Notes.
+
+    Of steps that are launched one kernel after the other by events (CudaNotes); of those in a graph by
+    kernels that write the device's clock (StampedNotes), for the events of a graph are those of its next
+    replay, too."""
+
+    def on(self, lane: int) -> AbstractContextManager[None]:
+        """Note what is queued on the current stream within this. The first MOST pieces are."""
 
 
 class TwoStreams:
@@ -81,11 +93,13 @@ def _copies(ranks: Ranks, device: torch.device, most_bytes: int) -> Copies | Non
     return copies if all(ranks.exchange(copies is not None)) else None
 
 
-_HIGH = -1  # a talk waits for no compute: its few programs get processors before the other stream's
-
-
 class Lanes:
-    """The stream that talks. One for a thread that computes."""
+    """Two streams: programs compute on one, in turn, and talk on another, of high priority, under each other.
+
+        compute   A ─── B ─── A ─── B ───     waits for A's talk before A goes on
+        talk            A     B     A         waits for the compute that it sends
+
+    Owns the stream that talks. One for a thread that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._talking = Stream(device, priority=_HIGH)  # type: ignore[no-untyped-call]  # torch annotates it not
@@ -113,13 +127,6 @@ class Lanes:
 def _wait(compute: Stream, done: Event, talk: Talk) -> None:
     """Until then the `talk` holds its tensors."""
     compute.wait_event(done)
-
-
-class Noting(Protocol):
-    """Either."""
-
-    def on(self, lane: int) -> AbstractContextManager[None]:
-        """Note what is queued on the current stream within this. The first MOST pieces are."""
 
 
 class CudaNotes:
@@ -182,7 +189,12 @@ class StampedNotes:
 
 @contextmanager
 def spare(count: int) -> Iterator[None]:
-    """Within this, products of torch and cuBLAS use `count` of the processors less; 0: all."""
+    """Within this, products of torch and cuBLAS use `count` of the processors less; 0: all. What runs beside
+    the products has the processors that they leave free.
+
+    A product with a program for each processor, one of which must wait for a processor that talks, runs twice
+    as long; on fewer processors it runs a few per cent longer. Counts at the launch, so at the capture of a
+    graph."""
     if not count:
         yield
         return

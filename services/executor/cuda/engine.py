@@ -1,4 +1,4 @@
-"""The CUDA engine behind the Backend protocol: a step's forward and its sampling are queued together.
+"""The CUDA engine queues a step's forward and its sampling together, behind the Backend protocol.
 
     forward: words to set, forward graph, sample graph, ids on their way ──▶ returns at once
     sample:  waits for the ids                                  (the next step is queued behind already)
@@ -39,7 +39,6 @@ from shared.messages import Ints, SlotOpen, StepPlan, ints
 
 if TYPE_CHECKING:
     from services.executor.cuda.comm_overlap import TwoStreams
-
 
 log = logging.getLogger("headrace.executor")
 
@@ -269,6 +268,30 @@ class CudaBackend:
             self.__dict__.pop(name, None)  # the memory goes with the last reference
 
 
+class PlainRows:
+    """Rows that the kernel samples in a step whose other rows torch samples. The kernel and torch round
+    differently, so which of the two draws a row's token must not depend on the other rows.
+
+    Has scratch of its own: the steps that are all of such rows may be sampled at the same time. Belongs to
+    the thread that samples."""
+
+    def __init__(self, rows: int, vocab: int, choices: Choices, dtype: torch.dtype) -> None:
+        """`dtype`: of the logits as the model gives them."""
+        self._choices, self._dtype = choices, dtype
+        self._scratch = scratch(rows, vocab, choices.seeds.device)
+
+    def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        """Ids and done `[2, rows]`, as in a StepResult. Row i of `logits` `[rows, vocab]`, those of the model
+        in float32, is for `slots[i]`, and its token takes place `positions[i]`."""
+        # Both columns begin at 16 bytes: what graphs hold is compiled for that.
+        spare = [0] * (-len(slots) % 4)
+        columns = torch.tensor((slots + spare, positions + spare), dtype=torch.int32, device=logits.device)
+        found = torch.empty_like(columns)
+        chosen = Chosen(found[0], found[1])
+        choose(logits.to(self._dtype), columns[0], columns[1], self._choices, self._scratch, chosen)
+        return found[:, : len(slots)]
+
+
 def _check_alike(shapes: Shapes, ranks: Ranks) -> None:
     """Raises SetupError for ranks with different numbers of heads: they would cut steps up differently, and
     wait for each other in different graphs."""
@@ -287,25 +310,3 @@ def _check_same(pending: Pending, ids: Ints) -> None:
         return
     if (here := answer[0, : len(ids)].tolist()) != list(ids):
         raise EngineError(f"step {pending.plan.step}: the leader chose {list(ids)}, this rank {here}")
-
-
-class PlainRows:
-    """Has scratch of its own: the steps that are all of such rows may be sampled at the same time. Belongs to
-    the thread that samples."""
-
-    def __init__(self, rows: int, vocab: int, choices: Choices, dtype: torch.dtype) -> None:
-        """`dtype`: of the logits as the model gives them."""
-        self._choices, self._dtype = choices, dtype
-        self._scratch = scratch(rows, vocab, choices.seeds.device)
-
-    def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
-        """Ids and done `[2, rows]`, as in a StepResult. Row i of `logits` `[rows, vocab]`, those of the model
-        in float32, is for `slots[i]`, and its token takes place `positions[i]`."""
-        spare = [0] * (
-            -len(slots) % 4
-        )  # both columns begin at 16 bytes: what graphs hold is compiled for that
-        columns = torch.tensor((slots + spare, positions + spare), dtype=torch.int32, device=logits.device)
-        found = torch.empty_like(columns)
-        chosen = Chosen(found[0], found[1])
-        choose(logits.to(self._dtype), columns[0], columns[1], self._choices, self._scratch, chosen)
-        return found[:, : len(slots)]

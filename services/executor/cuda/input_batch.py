@@ -1,4 +1,8 @@
-"""From the columns of a plan to words that a graph reads: one pinned buffer, one copy to the device.
+"""A step goes from the columns of a plan to words that a graph reads: one pinned buffer, one copy.
+
+    plan ─▶ Cutter: tiles, the room of a graph ─▶ Staging: pinned words ─▶ words on the device ─▶ ForwardStep
+
+The words:
 
     sample rows, slots, positions [3 * slots] | token slots, positions, ids [3 * tokens], decode rows |
     tiles: slots, rows, starts, counts, and where they may be split part, parts, merges [4 or 7 * tiles] |
@@ -36,6 +40,15 @@ Words = NDArray[np.int32]
 TILE_COLUMNS, SPLIT_COLUMNS = 4, 7  # slots, rows, starts, counts; and part, parts, merges
 DENSE_TOKENS = 1024  # a prompt's first chunk from here on is attended by cuDNN, which reads no block table
 DENSE_STEP = 512  # but for what is over a multiple of this: cuDNN plans each length once, for 80 ms
+RING = 8  # steps whose inputs or answers may lie in pinned memory at once: more than are ever in flight
+LONG_TOKENS = 4096
+_CHUNKS = 32  # of a mixed graph beside decodes: each may end in a tile that is not full
+
+# In the time that a program takes for one tile of KV, as measured on an H200 (docs/benchmarks/gpu.md):
+_START = 1  # what a program takes beside its tiles
+_MERGE = 2  # to merge anything
+_PARTS = 10  # to write and to read the parts of as many programs as the device runs at once
+_ROUNDS = 2  # of such programs in a step with parts, at most: the room for parts is bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,11 @@ class Arranged:
     columns: Words  # [3, tokens]: slots, positions, ids
     chunks: tuple[Chunk, ...]
     samples: Words  # [3, samples]: token rows, slots, positions of the new tokens
+
+
+NO_TILES: Words = np.zeros((4, 0), dtype=np.int32)
+UNSET: tuple[Words, Words] = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
+IDLE = Arranged(0, 0, np.zeros((3, 0), dtype=np.int32), (), np.zeros((3, 0), dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +128,12 @@ def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> Arranged
     return Arranged(tokens, len(decode), columns, chunks, samples)
 
 
+def _numbers(column: Ints) -> NDArray[np.int64]:
+    return np.array(column, dtype=np.int64)
+
+
 def samples_of(first: Arranged, second: Arranged, behind: int, order: Sequence[int]) -> Words:
-    """The samples of both halves of a step in the `order` of parallel/step_split.py; the tokens of the
+    """The samples of both halves of a step in the `order` of step_split.Halves; the tokens of the
     second begin `behind` those of the first."""
     moved = second.samples + np.array([[behind], [0], [0]], dtype=np.int32)
     return np.concatenate((first.samples, moved), 1)[:, list(order)]
@@ -140,33 +162,6 @@ def tiles_of(chunks: tuple[Chunk, ...], size: int) -> Words:
     return np.array(found, dtype=np.int32).reshape(-1, 4).T
 
 
-def fill(buffer: Words, layout: Layout, step: Arranged, tiles: Words, nobody: int) -> None:
-    """Write a step into the first `layout.words` words of `buffer`. `tiles` may lack the columns of splits:
-    then none is split."""
-    samples = buffer[: layout.token_at].reshape(3, -1)
-    samples[0], samples[1], samples[2] = 0, nobody, 0
-    samples[:, : step.samples.shape[1]] = step.samples
-    columns = buffer[layout.token_at : layout.token_at + 3 * layout.tokens].reshape(3, -1)
-    columns[0, step.tokens :], columns[1:, step.tokens :] = nobody, 0
-    columns[:, : step.tokens] = step.columns
-    buffer[layout.token_at + 3 * layout.tokens] = step.decode_rows
-    if layout.tiles:
-        named = buffer[layout.tile_at : layout.words].reshape(layout.tile_columns, -1)
-        named[:] = 0
-        named[: len(tiles), : tiles.shape[1]] = tiles
-
-
-def _numbers(column: Ints) -> NDArray[np.int64]:
-    return np.array(column, dtype=np.int64)
-
-
-# In the time that a program takes for one tile of KV, as measured on an H200 (docs/benchmarks/gpu.md):
-_START = 1  # what a program takes beside its tiles
-_MERGE = 2  # to merge anything
-_PARTS = 10  # to write and to read the parts of as many programs as the device runs at once
-_ROUNDS = 2  # of such programs in a step with parts, at most: the room for parts is bounded
-
-
 @dataclass(frozen=True, slots=True)
 class SplitRoom:
     """What bounds the splits of a step."""
@@ -184,7 +179,12 @@ def split_room(tuning: PrefillTuning, kv_heads: int, processors: int) -> SplitRo
 
 
 def split_tiles(tiles: Words, room: SplitRoom) -> Words:
-    """`tiles` as `tiles_of` gives them, `[4, tiles]`, with a split for each that gains by it.
+    """`tiles` as `tiles_of` gives them, `[4, tiles]`, with a split for each that gains by it: in how many
+    parts its KV is walked, so that a few tiles fill the device.
+
+    A short chunk behind a long prefix is a tile or two, each of which would walk the whole prefix alone. The
+    host knows all lengths, so it decides: it cuts KV into parts of one length, the one with which attention
+    is predicted to take least. Tiles that fill the device stay whole: merging parts costs something, too.
 
     `[7, entries]` then, at most `room.entries`, those with much to do first: with the columns part, parts and
     merges of `kernels.attention.prefill.PrefillSplit`; the same `tiles` where none is split."""
@@ -228,15 +228,6 @@ def _part_tiles(lengths: list[int], room: SplitRoom) -> int:
     return chosen
 
 
-RING = 8  # steps whose inputs or answers may lie in pinned memory at once: more than are ever in flight
-LONG_TOKENS = 4096
-_CHUNKS = 32  # of a mixed graph beside decodes: each may end in a tile that is not full
-
-NO_TILES: Words = np.zeros((4, 0), dtype=np.int32)
-UNSET: tuple[Words, Words] = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
-IDLE = Arranged(0, 0, np.zeros((3, 0), dtype=np.int32), (), np.zeros((3, 0), dtype=np.int32))
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A step's tiles, and where they and its tokens lie. `dense`: what cuDNN attends."""
@@ -247,7 +238,7 @@ class Cut:
 
 
 class Cutter:
-    """Of one engine."""
+    """Cuts the tokens of one engine's steps into tiles of attention."""
 
     def __init__(self, loaded: Loaded, tuning: DeviceTuning, rows: int) -> None:
         """`rows`: the most that are sampled in a step."""
@@ -298,6 +289,22 @@ class Cutter:
         tiles = self.tiles(rest)
         room, split = -(-tiles.shape[1] // 4) * 4, len(tiles) == SPLIT_COLUMNS
         return Cut(Layout(self.samples, padded(step.tokens), room, split), tiles, dense)
+
+
+def fill(buffer: Words, layout: Layout, step: Arranged, tiles: Words, nobody: int) -> None:
+    """Write a step into the first `layout.words` words of `buffer`. `tiles` may lack the columns of splits:
+    then none is split."""
+    samples = buffer[: layout.token_at].reshape(3, -1)
+    samples[0], samples[1], samples[2] = 0, nobody, 0
+    samples[:, : step.samples.shape[1]] = step.samples
+    columns = buffer[layout.token_at : layout.token_at + 3 * layout.tokens].reshape(3, -1)
+    columns[0, step.tokens :], columns[1:, step.tokens :] = nobody, 0
+    columns[:, : step.tokens] = step.columns
+    buffer[layout.token_at + 3 * layout.tokens] = step.decode_rows
+    if layout.tiles:
+        named = buffer[layout.tile_at : layout.words].reshape(layout.tile_columns, -1)
+        named[:] = 0
+        named[: len(tiles), : tiles.shape[1]] = tiles
 
 
 class Staging:

@@ -1,4 +1,4 @@
-"""The forward pass of the Llama family on a GPU: as services.executor.cpu.model, in fused kernels.
+"""CudaModel is the forward pass of the Llama family on a GPU: services.executor.cpu.model in fused kernels.
 
     residual = embedding[ids]
     for each layer:  qkv │ rotate, write KV │ attention │ out │ add, norm │ gate, up │ swiglu │ down │ add …
@@ -41,6 +41,8 @@ from services.executor.parallel.coroutines import Program, Sums, alone
 from services.executor.parallel.peer_memory import PeerMemory
 from services.executor.parallel.ranks import Ranks, Spread
 from services.executor.parallel.step_split import Chunk
+
+log = logging.getLogger("headrace.executor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,10 @@ def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out:
 
 
 class Products(Protocol):
-    """`x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]`; or, unless
+    """Matrix products with the weights: the quickest for so many rows, or the same bits for any number of
+    rows.
+
+    `x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]`; or, unless
     it is asked for `whole`, `[splits, rows, width]` in float32, to be added up by what reads it."""
 
     def __call__(
@@ -230,12 +235,13 @@ def _by_row(tuning: DeviceTuning, processors: int) -> Products:
     return product
 
 
-log = logging.getLogger("headrace.executor")
-
-
 class SharedLogits:
-    """Room for `[rows, vocab]` on every rank. The next `gather` of any rank writes over what it held: between
-    two of them all ranks wait for each other in some sum, which is later than what reads the first."""
+    """The logits of a group of GPUs: every rank computes those of its part of the vocabulary, and stores them
+    to all ranks' memory itself. No NVLink multicast.
+
+    Has room for `[rows, vocab]` on every rank. The next `gather` of any rank writes over what it held:
+    between two of them all ranks wait for each other in some sum, which is later than what reads the
+    first."""
 
     def __init__(self, ranks: Ranks, like: Tensor, rows: int, vocab: int) -> None:
         """All ranks do this at once, for logits of the dtype and device of `like`. Raises what torch says

@@ -1,4 +1,4 @@
-"""An engine of several ranks behind the Backend protocol: the leader's part, and the orders to the others.
+"""The leader of a group drives several ranks as one engine behind the Backend protocol, by orders.
 
     device thread:  SlotOpen, StepPlan, ... ──▶ orders ──▶ followers        then the same here
     who samples:    ids chosen here         ──▶ Took   ──▶ followers        before the result is delivered
@@ -8,11 +8,15 @@ penalties); on a GPU the others are chosen on every rank at once, from the same 
 reaches the followers' records before anything that builds on it, for the leader sends in the order in which
 it does things itself.
 
-Where they are stages the last one chooses all tokens (LastStage), and the leader hears of them:
+Where ranks are stages the last one chooses all tokens (LastStage), and the leader hears of them:
 
     device thread:  StepPlan ──▶ orders ──▶ stages; the first layers here, and on to the next plan
     who samples:    waits    ◀── Sampled ── last stage
                     Took     ──▶ orders ──▶ stages between
+
+The orders are the types of `Order`, the scheduler's SlotOpen and StepPlan among them. A follower is told
+nothing else, and hears neither NATS nor the scheduler, so that all ranks see one sequence of plans, slots and
+resets, whatever is lost, repeated or refused on the way to the leader.
 """
 
 from __future__ import annotations
@@ -39,6 +43,103 @@ from services.executor.engine import Backend, BackendInfo, Copier, Pending, Step
 from services.executor.parallel.ranks import LEADER, Ranks, join, meeting
 from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan
+
+log = logging.getLogger("headrace.executor")
+
+END_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The first order: which rank to be, of how many, and the port of the store where they meet."""
+
+    options: TorchOptions
+    rank: int
+    size: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Forget a slot."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What was chosen in a step: columns as in StepResult."""
+
+    step: int
+    ids: Ints
+    done: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A step that the leader could not compute, before any rank needed another, or could not sample."""
+
+    step: int
+
+
+class Do(Enum):
+    """Orders without more to say."""
+
+    WARM_UP = "warm up"
+    RESET = "reset"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Map this arena, and answer."""
+
+    name: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy this rank's part of blocks to or from the arena, where the whole blocks begin at `offsets`."""
+
+    to_arena: bool
+    blocks: Sequence[int]
+    offsets: Sequence[int]
+
+
+class Copies(Enum):
+    """Orders about copies without more to say. Each is answered."""
+
+    FINISH = "finish"
+    DETACH = "detach"
+
+
+CopyOrder = Attach | Move | Copies
+Order = Join | SlotOpen | Close | StepPlan | Took | Failed | Do | CopyOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of one follower to Attach or Copies: the time as Copier.finish gives it, or what went wrong."""
+
+    took_us: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Of the last stage of a pipeline, unasked: what it chose in a step, or what went wrong."""
+
+    step: int
+    output: StepOutput | None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A follower's last words."""
+
+    why: str
 
 
 class RankBackend(Backend, Protocol):
@@ -175,13 +276,16 @@ def for_followers(opened: SlotOpen) -> SlotOpen:
     return replace(opened, processors=(), grammar="", logprobs=max(1, opened.logprobs))
 
 
-log = logging.getLogger("headrace.executor")
-
-END_WITHIN_S = 5.0
-
-
 class Members:
-    """The followers of one leader. `tell` may be called by any thread, `answers` by one at a time."""
+    """The followers of one leader: their processes, what they are told, and their end.
+
+        leader ── orders ──▶ rank 1, rank 2, ...      one pipe each; a closed pipe ends the follower
+               ◀─ answers ──                          its end, however it comes, is the end of the group
+
+    A group lives and dies as one. A rank that is gone cannot be replaced: the KV of every sequence is cut
+    across all ranks, and the others may be waiting for that rank in the middle of a sum, on a GPU for ever.
+
+    `tell` may be called by any thread, `answers` by one at a time."""
 
     def __init__(self, count: int, environment: Mapping[str, str], lost: Callable[[str], None]) -> None:
         """Start them. `lost` is called once, on a thread of its own, when one is gone before `end`."""
@@ -294,101 +398,14 @@ class Members:
         self._lost(why)
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
-    """The first order: which rank to be, of how many, and the port of the store where they meet."""
-
-    options: TorchOptions
-    rank: int
-    size: int
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Forget a slot."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Took:
-    """What was chosen in a step: columns as in StepResult."""
-
-    step: int
-    ids: Ints
-    done: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A step that the leader could not compute, before any rank needed another, or could not sample."""
-
-    step: int
-
-
-class Do(Enum):
-    """Orders without more to say."""
-
-    WARM_UP = "warm up"
-    RESET = "reset"
-    END = "end"
-
-
-@dataclass(frozen=True, slots=True)
-class Attach:
-    """Map this arena, and answer."""
-
-    name: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Copy this rank's part of blocks to or from the arena, where the whole blocks begin at `offsets`."""
-
-    to_arena: bool
-    blocks: Sequence[int]
-    offsets: Sequence[int]
-
-
-class Copies(Enum):
-    """Orders about copies without more to say. Each is answered."""
-
-    FINISH = "finish"
-    DETACH = "detach"
-
-
-CopyOrder = Attach | Move | Copies
-Order = Join | SlotOpen | Close | StepPlan | Took | Failed | Do | CopyOrder
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Of one follower to Attach or Copies: the time as Copier.finish gives it, or what went wrong."""
-
-    took_us: int = 0
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """Of the last stage of a pipeline, unasked: what it chose in a step, or what went wrong."""
-
-    step: int
-    output: StepOutput | None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A follower's last words."""
-
-    why: str
-
-
 class GroupCopier:
-    """The leader's. See services.executor.engine.Copier."""
+    """The leader's copier: every rank copies its part of each block to and from the arena. See
+    services.executor.engine.Copier.
+
+        a block in the arena:  [rank][layer][K|V][token][kv_head of that rank][head_dim]
+
+    For the tiers a block is one thing, of the bytes of all ranks: a copy has ended when it has on every rank,
+    and failed if it has on any. So a block is in a tier whole or not at all."""
 
     def __init__(self, own: Copier, members: Members, size: int) -> None:
         self._own, self._members = own, members
@@ -429,7 +446,7 @@ class GroupCopier:
 
 
 class PartCopier:
-    """A follower's: its part lies `before` bytes into each block in the arena."""
+    """A follower's copier: its part lies `before` bytes into each block in the arena."""
 
     def __init__(self, own: Copier, before: int) -> None:
         self._own, self._before = own, before

@@ -1,7 +1,6 @@
-"""Blocks of a cache in a CPU's memory, to and from the arena: one memcpy a block, on one core.
+"""A copier moves blocks of a cache to and from the arena: HostCopier on a CPU, CudaCopier on a GPU.
 
-By numpy and not by torch: torch would copy with as many threads as it computes with, and take them from
-the step that runs beside it. Both let go of the GIL meanwhile.
+A Mapping attaches a copier to at most one arena.
 """
 
 from __future__ import annotations
@@ -22,9 +21,22 @@ from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.engine import Copier
 from shared.errors import EngineError
 
+log = logging.getLogger("headrace.executor")
+NO_ARENA = ("", 0)  # name and generation
+PIN_BYTES = 256 << 20  # pinned at a time, in 80 ms
+_PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+
+Addresses = NDArray[np.uint64]
+
 
 class HostCopier:
-    """See services.executor.engine.Copier."""
+    """Copies between a CPU's memory and the arena: one memcpy a block, on one core. See
+    services.executor.engine.Copier.
+
+    By numpy and not by torch: torch would copy with as many threads as it computes with, and take them from
+    the step that runs beside the copy. Both let go of the GIL meanwhile."""
 
     piece_bytes = 4 << 20  # 0.6 ms; the rate is the same from 0.5 to 8 MiB
 
@@ -56,13 +68,12 @@ class HostCopier:
         return 0
 
 
-log = logging.getLogger("headrace.executor")
-
-PIN_BYTES = 256 << 20  # pinned at a time, in 80 ms
-
-
 class CudaCopier:
-    """See services.executor.engine.Copier."""
+    """Copies between a GPU's memory and the arena, on a stream of their own. See
+    services.executor.engine.Copier.
+
+    Through pinned memory the GPU's copy engines move all blocks of a piece (CopyEngine). An arena that cannot
+    be pinned is copied block by block through the driver's own buffers: a fifth of the rate."""
 
     piece_bytes = 32 << 20  # 0.7 ms on an H200 at 48 GB/s; 4 MiB give 36, 128 MiB 50
 
@@ -199,13 +210,6 @@ def _unpin(view: Tensor, engine: CopyEngine, size_bytes: int) -> None:
             log.error("the arena stays pinned: cuMemHostUnregister gives CUDA error %d", error)
 
 
-_PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
-_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
-
-Addresses = NDArray[np.uint64]
-
-
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes of cuda.h."""
 
@@ -218,7 +222,12 @@ class _Attributes(ctypes.Structure):
 
 
 class CopyEngine:
-    """The driver's copies. The calling thread has made the device current."""
+    """Many copies between a GPU's memory and pinned memory of the host, by its copy engines, in one call of
+    the CUDA driver. The calling thread has made the device current.
+
+    A kernel that reads and writes pinned memory by itself is as fast, but what it writes stands in the way of
+    the step beside it: docs/benchmarks/kv_copies.md. One call a copy costs the host up to 7 µs each, which
+    for blocks of 64 KiB is most of the time."""
 
     def __init__(self) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -277,11 +286,9 @@ def _check(error: int) -> None:
         raise EngineError(f"the CUDA driver refuses a copy of KV blocks: error {error} of cuda.h")
 
 
-NO_ARENA = ("", 0)  # name and generation
-
-
 class Mapping:
-    """The arena in use, None where there is none or it could not be had."""
+    """Which arena a copier is attached to: at most one, changed as a whole. `arena` is the one in use, None
+    where there is none or it could not be had."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier

@@ -1,11 +1,14 @@
-"""The copy lane: blocks between the cache and the host's arena, beside the steps.
+"""The copy lane copies blocks between the cache and the host's arena, beside the steps.
 
     device thread: step 7 ────┐ step 8 ──────── step 9 ...
     copy lane:                └ KvCopy(after_step=7): piece, piece, piece ─▶ KvCopied
 
-It takes the oldest copy whose step has been computed; one that still waits for its step holds nobody up.
-A copy stops between two pieces: a new incarnation may use its blocks for something else, so that
-incarnation is not announced before the lane is quiet; a new arena ends the mapping that it copies through.
+The lane takes the oldest copy whose step has been computed; one that still waits for its step holds nobody
+up. A copy stops between two pieces: a new incarnation may use its blocks for something else, so that
+incarnation is not announced before the lane is quiet; a new arena ends the mapping that the copy goes
+through.
+
+`ArenaSide` is the actor's side of the lane.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from shared.messages import ArenaReleased, KvCopied, KvCopy
 log = logging.getLogger("headrace.executor")
 
 MOST_QUEUED = 4_096  # copies; a scheduler has a few for each sequence
+_KEEP = 7 / 8  # of a rate: of what was known before each copy: the last dozen copies count
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +222,9 @@ class CopyLane:
         return "ok", len(copy.blocks)
 
 
-_KEEP = 7 / 8  # of what was known before each copy: the last dozen copies count
-
-
 class CopyRate:
-    """Counts of one direction, and its rate in bytes a microsecond, which is MB/s."""
+    """How fast copies go in one direction, learnt from those that were made: counts, and a rate in bytes a
+    microsecond, which is MB/s."""
 
     def __init__(self) -> None:
         self.copies = 0
@@ -243,11 +246,14 @@ class CopyRate:
         return round(self._recent_bytes / self._recent_us) if self._recent_us else 0
 
 
-P = ParamSpec("P")
-
-
 class ArenaSide:
-    """Of one executor, from the moment that its engine is built."""
+    """The actor's side of the KV tiers: which arena to map, which copies to make, and whom to tell. Of one
+    executor, from the moment that its engine is built.
+
+        Beat of kv_offload ──▶ on_peer ──▶ copy lane: map        ──▶ ArenaReleased of the one before
+        KvCopy             ──▶ copy    ──▶ copy lane: pieces ... ──▶ KvCopied
+
+    Everything here is called on the event loop; the lane's answers come back through the loop."""
 
     def __init__(self, backend: Backend, port: Port, host_id: str, quiet: Callable[[], None]) -> None:
         """`quiet` is called when the last copy of an earlier incarnation has ended."""

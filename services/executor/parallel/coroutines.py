@@ -1,4 +1,4 @@
-"""A forward pass as a program that stops where ranks talk, so that another one's compute can run meanwhile.
+"""A forward pass is a program that stops where ranks talk, so that another one's compute can run meanwhile.
 
     alone      A compute ─ talk ─ compute ─ talk ─ …
     together   compute   A ─── B ─── A ─── B ─── A …
@@ -26,6 +26,7 @@ Talk = Callable[[], object]
 Program = Generator[Talk, None, Tensor]
 Say = Callable[[int, Talk], Callable[[], object]]  # have a program's talk said; wait for it
 Watch = Callable[[int], AbstractContextManager[object]]  # around what a program computes between two talks
+_Said = SimpleQueue[Exception | None]  # gets one when a talk is said
 
 
 class Sums(Protocol):
@@ -84,11 +85,15 @@ def _nothing() -> None:
     """There is nothing to wait for."""
 
 
-_Said = SimpleQueue[Exception | None]  # gets one, when it is
-
-
 class HostLanes:
-    """The thread that talks. One for a thread that computes."""
+    """Two threads: programs compute on one, in turn, and talk on another, under each other. For ranks of
+    CPUs.
+
+        compute   A ─── B ─── A ─── B ───
+        talk            A     B     A         one at a time, in the same order on all ranks
+
+    While gloo waits for what comes it needs no core, and no lock of Python's. Owns the thread that talks. One
+    for a thread that computes."""
 
     def __init__(self) -> None:
         self._talks: SimpleQueue[tuple[Callable[[], None], _Said] | None] = SimpleQueue()

@@ -1,5 +1,8 @@
-"""The letter boxes of one rank of several GPUs: memory that all of them have mapped, in which the sum between
-ranks, the residual add and the norm are one kernel (kernels.collectives.gpu). No NVLink multicast."""
+"""The GPUs of one host map each other's memory, and ranks talk through it: torch's symmetric memory.
+
+A PeerMemory is such memory as it is. In LetterBoxes a sum between ranks, the residual add and the norm are
+one kernel (kernels.collectives.gpu). ShortSums are sums alone. Nothing here uses NVLink multicast.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,47 @@ from kernels.collectives.gpu import EMPTY, Boxes
 
 log = logging.getLogger("headrace.executor")
 
+# Of letter boxes.
 LIMIT_BYTES = 2 << 20  # of a sum: up to here it is quicker than a sum and a norm apart, as measured on H200
 ONE_HOP_BYTES = 128 << 10  # of a sum: over them two hops are quicker
 _ROWS = 1024  # each a program that waits for those of the other ranks: a GPU runs as many at once
 _HALF_BYTES = 2 * LIMIT_BYTES + (1 << 18)  # norms, parts, and the rows by which these are rounded up
 
+# Of the meetings over PeerMemory.
+MEET_WITHIN_MS = 60_000  # then the device traps, and the process ends: the group starts anew
+
+# Of short sums.
+LIMITS = {2: 4 << 20, 4: 2 << 20}  # bytes of a sum by ranks: over them NCCL is quicker, as measured on H200
+_MORE_RANKS = 256 << 10
+_ALIGNED_BYTES = 16
+
+
+class PeerMemory:
+    """Memory of the GPUs of one host, mapped by all of its ranks. See
+    services.executor.parallel.ranks.Memory. What is called is queued on the current stream, and may be
+    captured."""
+
+    def __init__(self, bytes_each: int, device: torch.device, group: distributed.ProcessGroup) -> None:
+        """Made by all ranks together. RuntimeError where GPUs cannot map each other's memory."""
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # needs rights not every host gives
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self._mine = symmetric.empty(bytes_each, dtype=torch.uint8, device=device)
+        self._shared = symmetric.rendezvous(self._mine, group)
+        self._all = [self._shared.get_buffer(rank, (bytes_each,), torch.uint8) for rank in range(self.size)]
+
+    def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
+        return self._all[rank].narrow(0, at, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def meet(self) -> None:
+        self._shared.barrier(channel=0, timeout_ms=MEET_WITHIN_MS)
+
 
 class LetterBoxes:
-    """Owns the memory. Made by all ranks at once; raises what torch says where GPUs cannot map each other's.
-    Whoever writes first must wait until all ranks have made theirs."""
+    """The letter boxes of one rank of several GPUs. Owns the memory. Made by all ranks at once; raises what
+    torch says where GPUs cannot map each other's. Whoever writes first must wait until all ranks have made
+    theirs."""
 
     def __init__(self, rank: int, size: int, device: torch.device, half_bytes: int = _HALF_BYTES) -> None:
         import torch.distributed._symmetric_memory as symmetric
@@ -53,37 +88,13 @@ def letter_boxes(rank: int, size: int, device: torch.device) -> LetterBoxes | No
         return None
 
 
-MEET_WITHIN_MS = 60_000  # then the device traps, and the process ends: the group starts anew
-
-
-class PeerMemory:
-    """See services.executor.parallel.ranks.Memory. What is called is queued on the current stream, and may be
-    captured."""
-
-    def __init__(self, bytes_each: int, device: torch.device, group: distributed.ProcessGroup) -> None:
-        """Made by all ranks together. RuntimeError where GPUs cannot map each other's memory."""
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # needs rights not every host gives
-        import torch.distributed._symmetric_memory as symmetric
-
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self._mine = symmetric.empty(bytes_each, dtype=torch.uint8, device=device)
-        self._shared = symmetric.rendezvous(self._mine, group)
-        self._all = [self._shared.get_buffer(rank, (bytes_each,), torch.uint8) for rank in range(self.size)]
-
-    def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
-        return self._all[rank].narrow(0, at, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-    def meet(self) -> None:
-        self._shared.barrier(channel=0, timeout_ms=MEET_WITHIN_MS)
-
-
-LIMITS = {2: 4 << 20, 4: 2 << 20}  # bytes of a sum by ranks: over them NCCL is quicker, as measured on H200
-_MORE_RANKS = 256 << 10
-_ALIGNED_BYTES = 16
-
-
 class ShortSums:
-    """The buffer of one rank. Raises what torch says where GPUs cannot map each other's memory."""
+    """Short sums over the GPUs of one host: every GPU reads the others' numbers itself, in one launch. This
+    is the buffer of one rank. Raises what torch says where GPUs cannot map each other's memory.
+
+    A ring passes what is short around in as many hops as for what is long. In which order a GPU adds up is
+    its own business, so residual streams may differ in their last bits between ranks. Logits are gathered and
+    not summed, which is why that never changes a token on one rank alone."""
 
     def __init__(self, size: int, device: torch.device, limit_bytes: int = 0) -> None:
         """All ranks do this at once. `limit_bytes` 0: as measured."""

@@ -1,10 +1,12 @@
-"""The ranks of an executor: processes that compute one model together, and what they say to each other.
+"""The ranks of an executor are processes that compute one model together, and talk to each other.
 
-A rank of `Solo` is alone and says nothing: it never imports torch.distributed. `join` makes the others: gloo
-between CPUs, NCCL between GPUs. Every rank makes the same calls in the same order, on one thread; on a GPU a
-call is queued on the current stream and may be captured in a graph.
+A rank of `Solo` is alone and says nothing: it joins no process group. `join` makes the others: gloo between
+CPUs, NCCL between GPUs. Every rank makes the same calls in the same order, on one thread; on a GPU a call is
+queued on the current stream and may be captured in a graph.
 
 Small host objects go through the store over which the ranks have met, so that no GPU is asked for them.
+
+`Collectives` and `Copies` are what ranks say in the middle of a pass, into tensors that are there.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
     from services.executor.parallel.peer_memory import LetterBoxes, ShortSums
 
-
 T = TypeVar("T")
 
 log = logging.getLogger("headrace.executor")
@@ -39,6 +40,15 @@ LEAVE_WITHIN_S = 5.0
 _ONE_HOST = "127.0.0.1"
 # Over NVLink it needs rights that not every host gives, and more than one process that uses it may hang.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+# Their older names warn where there are the newer.
+_all_gather: Callable[..., object] = getattr(
+    distributed, "all_gather_single", distributed.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., object] = getattr(
+    distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
+)
+_ALIGNED = 256  # bytes: where a tensor begins in the memory of Copies
 
 
 class Ranks(Protocol):
@@ -62,6 +72,19 @@ class Ranks(Protocol):
 
     def close(self) -> None:
         """Leave. A second call does nothing."""
+
+
+class Memory(Protocol):
+    """Memory of as many bytes on every rank; every rank can read and write that of all."""
+
+    rank: int
+    size: int
+
+    def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
+        """A rank's memory from byte `at` on. RuntimeError if that is more than it has."""
+
+    def meet(self) -> None:
+        """What comes after this sees what all ranks did before their call of it."""
 
 
 class Solo:
@@ -112,10 +135,7 @@ class Spread:
 
     def all_gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.size, *x.shape)
-        gather: Callable[[Tensor, Tensor], object] = getattr(
-            torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
-        )  # its older name warns where it has the newer
-        gather(found.flatten(0, 1), x.contiguous())
+        _all_gather(found.flatten(0, 1), x.contiguous())
         return found
 
     def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
@@ -137,9 +157,8 @@ class Spread:
             torch.distributed.destroy_process_group()
             return
         gc.collect()  # NCCL ends after the last graph that sums, which may lie in some cycle
-        abort = (
-            torch.distributed.distributed_c10d._abort_process_group
-        )  # orderly it would wait for the others
+        # Orderly it would wait for the others.
+        abort = torch.distributed.distributed_c10d._abort_process_group
         leaving = threading.Thread(target=abort, name="leave", daemon=True)
         leaving.start()
         leaving.join(LEAVE_WITHIN_S)
@@ -165,7 +184,6 @@ def join(
 ) -> Spread:
     """Become rank `rank` of `size` on this host, with `device`. `store`: the leader's, or its port for the
     others; `sums`: there will be many short ones. Returns when all are there. One group a process."""
-    from torch import distributed
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     on_gpu = device.type == "cuda"
@@ -198,17 +216,12 @@ def _patience() -> timedelta:
     return timedelta(seconds=MEET_WITHIN_S)
 
 
-# Their older names warn where there are the newer.
-_all_gather: Callable[..., object] = getattr(
-    distributed, "all_gather_single", distributed.all_gather_into_tensor
-)
-_reduce_scatter: Callable[..., object] = getattr(
-    distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
-)
-
-
 class Collectives:
-    """Over a process group of torch.distributed, the default one unless told. All tensors are contiguous."""
+    """What ranks say to each other in the middle of a pass: into tensors that are there, on the current
+    stream. A stream of its own may then carry it, and the tensors stay those of the stream that made them
+    (services.executor.parallel.coroutines).
+
+    Over a process group of torch.distributed, the default one unless told. All tensors are contiguous."""
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         self._group = group
@@ -236,24 +249,17 @@ class Collectives:
         distributed.all_to_all_single(out, x, list(came), list(sent), group=self._group)
 
 
-_ALIGNED = 256  # bytes: where a tensor begins
-
-
-class Memory(Protocol):
-    """Memory of as many bytes on every rank; every rank can read and write that of all."""
-
-    rank: int
-    size: int
-
-    def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
-        """A rank's memory from byte `at` on. RuntimeError if that is more than it has."""
-
-    def meet(self) -> None:
-        """What comes after this sees what all ranks did before their call of it."""
-
-
 class Copies:
-    """What services.executor.parallel.ranks says, said by copies. All tensors are contiguous."""
+    """What Collectives says, said by plain copies, in memory that all ranks can address. All tensors are
+    contiguous.
+
+        all-gather       all come │ lay out what I have │ all have │ take what the others laid out
+        reduce-scatter   all come │ put each part into its owner's slots │ all have │ add up my slots
+
+    Between GPUs of one host the copy engines carry a copy: it takes no processor from compute beside it,
+    where a collective's kernel takes some, and a product that has a program for each processor then runs
+    twice as long. "All come" stands first, so that nobody still reads what was said before, whatever that was
+    and in whichever graph; a rank never writes what another one may be reading."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

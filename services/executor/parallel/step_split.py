@@ -1,6 +1,9 @@
-"""A step's chunks as two halves of as many tokens; the cut may go through a prompt.
+"""A step's chunks are split into two halves of as many tokens; the cut may go through a prompt.
 
 The second half of a cut prompt attends to the KV of the first, which must be there first in every layer.
+
+`two_stream_tokens` measures at an engine's start from how many tokens on its prefill steps are quicker in
+halves.
 """
 
 from __future__ import annotations
@@ -16,7 +19,15 @@ from services.executor.parallel.ranks import Ranks
 from shared.kv_blocks import blocks_for
 from shared.messages import SlotOpen, StepPlan, ints
 
+log = logging.getLogger("headrace.executor")
 CUT_TOKENS = 64  # the first half has a multiple of this: a product's tile of rows
+LEAST = 1024  # tokens: below, halves read weights twice and gain nothing
+PROMPT = 2048
+REPEATS = 3
+_STRIDE = 7919  # a prime: tokens are spread over the vocabulary
+NEVER = 1 << 30
+MARGIN = 0.98  # of the one stream's time: what is less is noise, and `off` is simpler
+Times = dict[int, tuple[float, float]]  # by tokens: a step's time whole and in halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +104,19 @@ def _rows(plan: StepPlan, chunks: Sequence[Chunk], samples: Sequence[int]) -> St
     )
 
 
-log = logging.getLogger("headrace.executor")
-
-LEAST = 1024  # tokens: below, halves read weights twice and gain nothing
-PROMPT = 2048
-REPEATS = 3
-_STRIDE = 7919  # a prime: tokens are spread over the vocabulary
-
-Times = dict[int, tuple[float, float]]  # by tokens: a step's time whole and in halves
-
-
 def two_stream_tokens(
     backend: Backend,
     ranks: Ranks,
     prepare: Callable[[int], None] = lambda tokens: None,
     now_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
-    """What the ranks say in their hello. `prepare` is told the tokens of the steps that come next: from the
-    longest on, until halves gain nothing. Leaves slots open."""
+    """From how many tokens on an engine's prefill steps are quicker in two halves: what the ranks say in
+    their hello. `prepare` is told the tokens of the steps that come next: from the longest on, until halves
+    gain nothing. Leaves slots open.
+
+    All ranks measure at once, the same steps in the same order, and the slowest rank's times count: a step
+    ends when all have. The two ways take turns, so that neither has the cooler device. Prompts are as long as
+    prompts are, of tokens that differ, for a router sends equal ones to the same experts."""
     slowest: Times = {}
     for tokens in reversed(sizes(backend.info)):
         prepare(tokens)
@@ -125,6 +131,21 @@ def two_stream_tokens(
         ", ".join(f"{tokens} {one / 1e6:.1f} {two / 1e6:.1f}" for tokens, (one, two) in slowest.items()),
     )
     return since
+
+
+def crossover(times: Mapping[int, tuple[float, float]], margin: float = MARGIN) -> int:
+    """The least number of tokens from which on two streams took less than `margin` of one's time wherever
+    they were measured; NEVER if not even at the most. `times`: by tokens, one stream's and two streams'.
+
+    Both are measured at a few sizes. Halves of few tokens are slower (the weights are read twice, a talk is
+    mostly its latency), those of many are quicker, and between there is one size from which on it stays
+    so."""
+    found = NEVER
+    for tokens, (one, two) in sorted(times.items(), reverse=True):
+        if two >= margin * one:
+            break
+        found = tokens
+    return found
 
 
 def sizes(info: BackendInfo) -> list[int]:
@@ -193,18 +214,3 @@ def _step(info: BackendInfo, tokens: int) -> tuple[list[SlotOpen], StepPlan]:
         table_blocks=ints(range(sum(counts))),
     )
     return opened, plan
-
-
-NEVER = 1 << 30
-MARGIN = 0.98  # of the one stream's time: what is less is noise, and `off` is simpler
-
-
-def crossover(times: Mapping[int, tuple[float, float]], margin: float = MARGIN) -> int:
-    """The least number of tokens from which on two streams took less than `margin` of one's time wherever
-    they were measured; NEVER if not even at the most. `times`: by tokens, one stream's and two streams'."""
-    found = NEVER
-    for tokens, (one, two) in sorted(times.items(), reverse=True):
-        if two >= margin * one:
-            break
-        found = tokens
-    return found

@@ -1,4 +1,4 @@
-"""Structured output: which tokens may follow, for slots that were opened with a grammar.
+"""A grammar says which tokens may follow, for slots that were opened with one: structured output.
 
     SlotOpen ──▶ compile, on a thread of its own; equal grammars once ──▶ a matcher for each slot
     refused  ──▶ the matcher takes the slot's new tokens, then the one just chosen, if that may follow
@@ -39,6 +39,7 @@ _NONE = -1
 _CONTROL = frozenset(range(0x20))
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 MAX_WHY_CHARS = 120  # 256 of them fit in a result
+Tokens = Callable[[int], Sequence[int]]  # of a slot, so far
 
 
 @dataclass(slots=True)
@@ -181,6 +182,50 @@ class Grammars:
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
 
 
+def choose(
+    grammars: Grammars,
+    sampler: Sampler,
+    logits: Tensor,
+    slots: list[int],
+    positions: list[int],
+    tokens: Tokens,
+) -> tuple[Tensor, int, dict[int, str]]:
+    """As Sampler.choose, within the slots' grammars: ids `[rows]`, the time on the host in us, and why rows
+    failed, by index; the id of such a row means nothing.
+
+        logits ── choose ──▶ may it follow? ── yes ──▶ it stays: no mask was made
+                                           └── no ───▶ mask ── choose again, independently
+
+    Inside of strings and numbers most of what a model wants may follow, and a mask costs a walk over the
+    vocabulary. The chances are those of a masked draw: where the tokens that may follow have the mass A, p(t)
+    + (1 - A) p(t) / A = p(t) / A. And a likeliest token that may follow is the likeliest of those that may.
+    Not so for filters (top-k, top-p, min-p), which count what they leave: rows with one are masked first."""
+    rows = grammars.rows_of(slots)
+    if not rows:
+        return sampler.choose(logits, slots, positions), 0, {}
+    began_ns = time.monotonic_ns()
+    first = [row for row in rows if sampler.filters(slots[row])]
+    failures: dict[int, str] = {}
+    if first:
+        logits = logits.clone()
+        failures |= grammars.mask(logits, first, slots, tokens)
+    choosing_ns = time.monotonic_ns()
+    ids = sampler.propose(logits, slots, positions)
+    chosen = ids.tolist()
+    chosen_ns = time.monotonic_ns()
+    again, failed = grammars.refused(chosen, [row for row in rows if row not in first], slots, tokens)
+    failures |= failed
+    if again:
+        at = torch.tensor(again, device=logits.device)
+        some, theirs = logits[at], [slots[row] for row in again]
+        failed = grammars.mask(some, range(len(again)), theirs, tokens)
+        failures |= {again[k]: why for k, why in failed.items()}
+        ids[at] = sampler.propose(some, theirs, [positions[row] for row in again], again=True)
+    sampler.remember(slots, ids)
+    host_us = (time.monotonic_ns() - chosen_ns + choosing_ns - began_ns) // 1000
+    return ids, host_us, failures
+
+
 def _each(rows: Sequence[int], do: Callable[[int], None]) -> dict[int, str]:
     """Call `do` for each row; why rows failed, by index."""
     failures: dict[int, str] = {}
@@ -247,42 +292,3 @@ def _line(error: Exception) -> str:
     """What an error says, without the place in the compiled library where its text begins."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return _PLACE.sub("", lines[-1] if lines else type(error).__name__)[:MAX_WHY_CHARS]
-
-
-Tokens = Callable[[int], Sequence[int]]  # of a slot, so far
-
-
-def choose(
-    grammars: Grammars,
-    sampler: Sampler,
-    logits: Tensor,
-    slots: list[int],
-    positions: list[int],
-    tokens: Tokens,
-) -> tuple[Tensor, int, dict[int, str]]:
-    """As Sampler.choose, within the slots' grammars: ids `[rows]`, the time on the host in us, and why rows
-    failed, by index; the id of such a row means nothing."""
-    rows = grammars.rows_of(slots)
-    if not rows:
-        return sampler.choose(logits, slots, positions), 0, {}
-    began_ns = time.monotonic_ns()
-    first = [row for row in rows if sampler.filters(slots[row])]
-    failures: dict[int, str] = {}
-    if first:
-        logits = logits.clone()
-        failures |= grammars.mask(logits, first, slots, tokens)
-    choosing_ns = time.monotonic_ns()
-    ids = sampler.propose(logits, slots, positions)
-    chosen = ids.tolist()
-    chosen_ns = time.monotonic_ns()
-    again, failed = grammars.refused(chosen, [row for row in rows if row not in first], slots, tokens)
-    failures |= failed
-    if again:
-        at = torch.tensor(again, device=logits.device)
-        some, theirs = logits[at], [slots[row] for row in again]
-        failed = grammars.mask(some, range(len(again)), theirs, tokens)
-        failures |= {again[k]: why for k, why in failed.items()}
-        ids[at] = sampler.propose(some, theirs, [positions[row] for row in again], again=True)
-    sampler.remember(slots, ids)
-    host_us = (time.monotonic_ns() - chosen_ns + choosing_ns - began_ns) // 1000
-    return ids, host_us, failures

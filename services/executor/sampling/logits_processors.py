@@ -1,4 +1,4 @@
-"""Logits processors: the extension point for custom sampling. See docs/processors.md.
+"""Logits processors are the extension point for custom sampling. See docs/processors.md.
 
 A processor is a class of yours, loaded by name at start and built for each sequence that asks for it. It
 sees a row of logits on the host before penalties, bias and sampling. Rows with one are *host-fed*: they are
@@ -24,8 +24,9 @@ from shared.processes import processor_targets
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 MAX_WAIT_MS = 10_000
+SIDE_BY_SIDE = 32  # rows whose processors wait at one time
+MAX_WHY_BYTES = 160  # 256 of them fit in a result
 
 
 class LogitsProcessor(Protocol):
@@ -85,10 +86,6 @@ def _load(name: str, target: str) -> MakeProcessor:
     return make
 
 
-SIDE_BY_SIDE = 32  # rows whose processors wait at one time
-MAX_WHY_BYTES = 160  # 256 of them fit in a result
-
-
 @dataclass(frozen=True, slots=True)
 class HostRow:
     """A sampled row for its slot's processors, which change `logits` `[vocab]` float32 in place. `tokens`
@@ -117,7 +114,12 @@ class _Chain:
 
 
 class Chains:
-    """Which slots have processors. Slots are opened and closed on the device thread while the host lane runs
+    """The logits processors of open slots, and their run over the rows of a step.
+
+    A slot's processors are built when its first row comes, on the host lane: what a constructor does must not
+    stop the device. Whatever a plugin raises is that row's failure, said in words.
+
+    Slots are opened and closed on the device thread while the host lane runs
     the rows of others: an entry is one slot's, and whoever changes a slot waits for its rows first."""
 
     def __init__(self, known: Mapping[str, MakeProcessor]) -> None:

@@ -1,4 +1,4 @@
-"""How each slot's next token is chosen: the slots' sampling parameters, applied to the logits of a step.
+"""The sampler chooses each slot's next token: it applies the slots' parameters to the logits of a step.
 
 Order: penalties, logit bias, then the most likely token, or temperature, top-k, top-p, min-p and a draw.
 Work that no row asked for is not done. A draw depends on the slot's seed, the position and the logits only.
@@ -163,7 +163,8 @@ class Logprobs:
 
 def logprobs(logits: Tensor, ids: Tensor, asked: list[int]) -> Logprobs:
     """For each row of `logits` `[rows, vocab]` the log probability of `ids[row]`; `asked[row]` is 0 for
-    none, else 1 plus the number of alternatives."""
+    none, else 1 plus the number of alternatives. They are those of the model: of the logits before penalties,
+    bias, temperature and filters."""
     rows = [i for i, wanted in enumerate(asked) if wanted]
     if not rows:
         return Logprobs()

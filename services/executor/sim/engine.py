@@ -1,9 +1,16 @@
-"""An engine without weights: a latency model and reproducible tokens. Ships in the product.
+"""The simulated engine has no weights: a latency model and reproducible tokens. It ships in the product.
 
-A step takes the time of its shape (see sim_timing), slept through as a GPU would be waited for; in a
-pipeline it passes one stage after the other, and another step may be in the stage that it has left. The
-next token depends on the slot's seed, its position and the token before, so that the same request gives
-the same tokens in any batch, slot or order of steps.
+A step takes the time of its shape (SimTiming), slept through as a GPU would be waited for; in a pipeline it
+passes one stage after the other, and another step may be in the stage that it has left. The next token
+depends on the slot's seed, its position and the token before, so that the same request gives the same tokens
+in any batch, slot or order of steps.
+
+The setting `sim` says how long the steps and the copies take:
+
+    step=5000,token=20          µs for each step, and more for each of its tokens
+    h200-8b                     a preset of shared.step_model
+    h200-8b,stages=2,host_row=30    a pipeline of two; 30 µs of logits processors for each row that waits
+    step=5000,block=65536,d2h=5000,h2d=5000  bytes of a KV block; MB/s from the device, and to it (0: no time)
 """
 
 from __future__ import annotations
@@ -30,11 +37,15 @@ from shared.step_model import PRESETS, StepModel, StepShape, shape_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in SplitMix64
 _MASK = (1 << 64) - 1
 _NO_GRAMMARS = f"{ROW_REFUSED}the simulated engine follows no grammar: ask an engine with weights"
 FIRST_TEXT_ID = 256  # below are control tokens in most vocabularies
+_WORDS = 4
+SIGNATURE_BYTES = 8 * _WORDS  # what a simulated block holds
+_FREE_PIECE_BYTES = 64 << 20  # copied in one call where copies take no time
+_KEYS = ("step", "token", "stages", "host_row", "block", "d2h", "h2d")
+_MOST_US = 60_000_000  # the most of any number in the setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +79,8 @@ class SimBackend:
     def __init__(self, options: SimOptions) -> None:
         self._options = options
         self._slots: dict[int, _Slot] = {}
-        self._grammars: set[int] = (
-            set()
-        )  # slots that were opened with one: its tokens are not chosen by logits
+        # Slots that were opened with one: its tokens are not chosen by logits.
+        self._grammars: set[int] = set()
         self._timing = sim_timing(options.timing)
         self._free_s = [0.0] * self._timing.stages  # when each stage has nothing left to do
         self._host_rows = SimHostRows(options.processors, options.vocab, self._timing.host_row_us)
@@ -194,88 +204,6 @@ def _sleep_until(at_s: float) -> None:
         time.sleep(left_s)
 
 
-_WORDS = 4
-SIGNATURE_BYTES = 8 * _WORDS
-_FREE_PIECE_BYTES = 64 << 20  # where copies take no time
-
-
-class SimBlocks:
-    """The blocks and the tables of all slots. Its Copier half belongs to the copy lane."""
-
-    def __init__(self, blocks: int, block_tokens: int, slots: int, max_context: int) -> None:
-        self._block_tokens = block_tokens
-        self.signatures: NDArray[np.int64] = np.zeros((blocks, _WORDS), dtype=np.int64)
-        self._tables: NDArray[np.int32] = np.zeros((slots, blocks_for(max_context, block_tokens)), np.int32)
-
-    def write(self, plan: StepPlan, rows: Sequence[int], sequences: Sequence[int]) -> None:
-        """Apply a plan's tables and copies, then write what its forward `rows` write. `sequences` are those
-        of the rows."""
-        at = 0
-        for slot, begin, count in zip(plan.table_slots, plan.table_first, plan.table_counts, strict=True):
-            self._tables[slot, begin : begin + count] = plan.table_blocks[at : at + count]
-            at += count
-        if plan.copy_from:
-            self.signatures[_numbers(plan.copy_to)] = self.signatures[_numbers(plan.copy_from)]
-        if not rows:
-            return
-        slots, starts = _numbers(plan.slots)[rows], _numbers(plan.starts)[rows]
-        ends = starts + _numbers(plan.counts)[rows]
-        first, last = starts // self._block_tokens, (ends - 1) // self._block_tokens
-        spans = last - first + 1
-        row = np.repeat(np.arange(len(rows)), spans)  # of each block that is written
-        index = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(spans) - spans, spans)
-        written = np.empty((len(row), _WORDS), np.int64)
-        written[:, 0] = np.asarray(sequences)[row]
-        written[:, 1] = index
-        written[:, 2] = np.minimum(ends[row], (index + 1) * self._block_tokens)
-        written[:, 3] = plan.step
-        self.signatures[self._tables[slots[row], index]] = written
-
-
-class SimCopier:
-    """See services.executor.engine.Copier."""
-
-    def __init__(self, blocks: SimBlocks, times: SimCopies) -> None:
-        self._signatures = blocks.signatures
-        self._times = times
-        slower_mb_s = min(times.d2h_mb_s, times.h2d_mb_s)
-        self.piece_bytes = slower_mb_s * 1_000 or _FREE_PIECE_BYTES  # a millisecond's
-        self._arena: NDArray[np.uint8] | None = None
-
-    def attach(self, arena: Arena) -> None:
-        self._arena = np.frombuffer(arena.view, dtype=np.uint8)
-
-    def detach(self) -> None:
-        self._arena = None
-
-    def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
-        assert self._arena is not None, "no arena is attached"
-        due_s = time.monotonic() + self._times.store_s(len(blocks))
-        for block, offset in zip(blocks, offsets, strict=True):
-            self._arena[offset : offset + SIGNATURE_BYTES] = self._signatures[block].view(np.uint8)
-        _sleep_until(due_s)
-
-    def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
-        assert self._arena is not None, "no arena is attached"
-        due_s = time.monotonic() + self._times.load_s(len(blocks))
-        for block, offset in zip(blocks, offsets, strict=True):
-            self._signatures[block].view(np.uint8)[:] = self._arena[offset : offset + SIGNATURE_BYTES]
-        _sleep_until(due_s)
-
-    def finish(self) -> int:
-        """Nothing is left to wait for: copies are over when they return."""
-        return 0
-
-
-def _numbers(column: Sequence[int]) -> NDArray[np.int32]:
-    return np.asarray(column, dtype=np.int32)
-
-
-_KEYS = ("step", "token", "stages", "host_row", "block", "d2h", "h2d")
-_MOST_US = 60_000_000  # the most of any number here
-_LEAST_BLOCK_BYTES = 32  # what a simulated block holds
-
-
 @dataclass(frozen=True, slots=True)
 class SimCopies:
     """Blocks of so many bytes, copied at these rates."""
@@ -342,14 +270,93 @@ def sim_timing(setting: str) -> SimTiming:
 
 def _copies(numbers: dict[str, int], usual: SimCopies) -> SimCopies:
     block_bytes = numbers.get("block", usual.block_bytes)
-    if 0 < block_bytes < _LEAST_BLOCK_BYTES:
-        raise SetupError(f"sim: block={block_bytes} is less than {_LEAST_BLOCK_BYTES} bytes; 0 for no copies")
+    if 0 < block_bytes < SIGNATURE_BYTES:
+        raise SetupError(f"sim: block={block_bytes} is less than {SIGNATURE_BYTES} bytes; 0 for no copies")
     rates = numbers.get("d2h", usual.d2h_mb_s), numbers.get("h2d", usual.h2d_mb_s)
     return SimCopies(block_bytes, *rates)
 
 
+class SimBlocks:
+    """The KV blocks and the tables of all slots. Each block holds a signature of what was last written to it,
+    and no more. Its Copier half belongs to the copy lane.
+
+        signature [sequence, index in the sequence, tokens so far, step]   of 8 bytes each"""
+
+    def __init__(self, blocks: int, block_tokens: int, slots: int, max_context: int) -> None:
+        self._block_tokens = block_tokens
+        self.signatures: NDArray[np.int64] = np.zeros((blocks, _WORDS), dtype=np.int64)
+        self._tables: NDArray[np.int32] = np.zeros((slots, blocks_for(max_context, block_tokens)), np.int32)
+
+    def write(self, plan: StepPlan, rows: Sequence[int], sequences: Sequence[int]) -> None:
+        """Apply a plan's tables and copies, then write what its forward `rows` write. `sequences` are those
+        of the rows."""
+        at = 0
+        for slot, begin, count in zip(plan.table_slots, plan.table_first, plan.table_counts, strict=True):
+            self._tables[slot, begin : begin + count] = plan.table_blocks[at : at + count]
+            at += count
+        if plan.copy_from:
+            self.signatures[_numbers(plan.copy_to)] = self.signatures[_numbers(plan.copy_from)]
+        if not rows:
+            return
+        slots, starts = _numbers(plan.slots)[rows], _numbers(plan.starts)[rows]
+        ends = starts + _numbers(plan.counts)[rows]
+        first, last = starts // self._block_tokens, (ends - 1) // self._block_tokens
+        spans = last - first + 1
+        row = np.repeat(np.arange(len(rows)), spans)  # of each block that is written
+        index = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(spans) - spans, spans)
+        written = np.empty((len(row), _WORDS), np.int64)
+        written[:, 0] = np.asarray(sequences)[row]
+        written[:, 1] = index
+        written[:, 2] = np.minimum(ends[row], (index + 1) * self._block_tokens)
+        written[:, 3] = plan.step
+        self.signatures[self._tables[slots[row], index]] = written
+
+
+def _numbers(column: Sequence[int]) -> NDArray[np.int32]:
+    return np.asarray(column, dtype=np.int32)
+
+
+class SimCopier:
+    """See services.executor.engine.Copier. Copies take the time that the setting `sim` gives, and move the
+    signature for real: what comes back from the arena is what was stored there, or a test can tell."""
+
+    def __init__(self, blocks: SimBlocks, times: SimCopies) -> None:
+        self._signatures = blocks.signatures
+        self._times = times
+        slower_mb_s = min(times.d2h_mb_s, times.h2d_mb_s)
+        self.piece_bytes = slower_mb_s * 1_000 or _FREE_PIECE_BYTES  # a millisecond's
+        self._arena: NDArray[np.uint8] | None = None
+
+    def attach(self, arena: Arena) -> None:
+        self._arena = np.frombuffer(arena.view, dtype=np.uint8)
+
+    def detach(self) -> None:
+        self._arena = None
+
+    def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        assert self._arena is not None, "no arena is attached"
+        due_s = time.monotonic() + self._times.store_s(len(blocks))
+        for block, offset in zip(blocks, offsets, strict=True):
+            self._arena[offset : offset + SIGNATURE_BYTES] = self._signatures[block].view(np.uint8)
+        _sleep_until(due_s)
+
+    def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        assert self._arena is not None, "no arena is attached"
+        due_s = time.monotonic() + self._times.load_s(len(blocks))
+        for block, offset in zip(blocks, offsets, strict=True):
+            self._signatures[block].view(np.uint8)[:] = self._arena[offset : offset + SIGNATURE_BYTES]
+        _sleep_until(due_s)
+
+    def finish(self) -> int:
+        """Nothing is left to wait for: copies are over when they return."""
+        return 0
+
+
 class SimHostRows:
-    """The processors of open slots. `process` is the host lane's, the rest the device thread's."""
+    """The logits processors of open slots: they run on zero logits, and what they make of them is not looked
+    at. `Wait` is not run but slept for, all rows of a step at once, so that a row may take 30 µs.
+
+    `process` is the host lane's, the rest the device thread's."""
 
     def __init__(self, known: Mapping[str, MakeProcessor], vocab: int, host_row_us: int) -> None:
         """`host_row_us`: of a `Wait` that names no time."""
