@@ -30,7 +30,7 @@ from shared.errors import BadRequest, Overloaded, SetupError, UnknownModel
 from shared.nats import subjects
 from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
-from shared.telemetry.otel import Tracer
+from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.gateway")
 

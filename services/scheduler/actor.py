@@ -33,8 +33,8 @@ from shared.messages import Cancel, Message, Tokenized
 from shared.nats import subjects
 from shared.nats.interface import Delivery
 from shared.replies import to_json
-from shared.telemetry.otel import Tracer
 from shared.telemetry.readings import Readings
+from shared.telemetry.tracer import Tracer
 from shared.vocab.files import served_name
 
 TICK_US = 10_000

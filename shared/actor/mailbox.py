@@ -15,7 +15,7 @@ from shared.errors import WireError
 from shared.messages import Beat, Message, Resend, StreamAt, StreamReset
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
-from shared.telemetry.otel import Tracer
+from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.port")
 

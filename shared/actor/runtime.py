@@ -31,10 +31,10 @@ from shared.messages import Beat, Message
 from shared.nats import subjects
 from shared.nats.interface import Bus, BusFault, Delivery
 from shared.replies import to_json
-from shared.telemetry import otel
+from shared.telemetry import tracer as tracing
 from shared.telemetry.metrics import MeterSink, from_env, scrape_point
-from shared.telemetry.otel import Tracer
 from shared.telemetry.readings import Reading, Readings, process_readings
+from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.actor")
 process_log = logging.getLogger("headrace.process")
@@ -358,7 +358,7 @@ def _runner() -> asyncio.Runner:
 
 async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
     actor_id = options.actor_id or secrets.token_hex(4)
-    tracer = otel.from_env(actor.kind, actor_id) if actor.traced else None
+    tracer = tracing.from_env(actor.kind, actor_id) if actor.traced else None
     metrics = from_env(actor.kind, actor_id)
     if tracer is not None:
         tracer.test()

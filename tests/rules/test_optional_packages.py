@@ -18,7 +18,10 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[2:
     ("module", "packages"),
     [
         ("services.launcher.cli", ["nats", "opentelemetry", "torch", "lmcache", "pydantic"]),  # `--help`
-        ("services.launcher.serve", ["nats", "opentelemetry", "torch", "lmcache", "pydantic"]),  # a health check
+        (
+            "services.launcher.serve",
+            ["nats", "opentelemetry", "torch", "lmcache", "pydantic"],
+        ),  # `health`
         ("services.tokenizer.actor", ["opentelemetry", "torch", "lmcache"]),
         ("services.scheduler.actor", ["opentelemetry", "torch", "lmcache", "tokenizers"]),
         ("services.executor.actor", ["opentelemetry", "torch", "lmcache", "numba"]),  # the backend `sim`

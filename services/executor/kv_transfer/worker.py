@@ -8,7 +8,7 @@ up. A copy stops between two pieces: a new incarnation may use its blocks for so
 incarnation is not announced before the lane is quiet; a new arena ends the mapping that the copy goes
 through.
 
-`ArenaSide` is the actor's side of the lane.
+`ArenaSide` is the actor's side of the lane; a `Mapping` attaches the copier to at most one arena.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec
 
+from services.executor.arena import Arena
 from services.executor.engine import Backend, Copier, copy_flaw
-from services.executor.kv_transfer.copiers import NO_ARENA, Mapping
 from shared.actor.mailbox import Port
 from shared.actor.membership import Peer
 from shared.clock import Clock
@@ -30,6 +30,7 @@ from shared.messages import ArenaReleased, KvCopied, KvCopy
 
 log = logging.getLogger("headrace.executor")
 
+NO_ARENA = ("", 0)  # name and generation
 MOST_QUEUED = 4_096  # copies; a scheduler has a few for each sequence
 _KEEP = 7 / 8  # of a rate: of what was known before each copy: the last dozen copies count
 P = ParamSpec("P")
@@ -220,6 +221,53 @@ class CopyLane:
                 return "stale_arena", first
             move(copy.blocks[first : first + piece], copy.offsets[first : first + piece])
         return "ok", len(copy.blocks)
+
+
+class Mapping:
+    """Which arena a copier is attached to: at most one, changed as a whole. `arena` is the one in use, None
+    where there is none or it could not be had."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self.of = NO_ARENA  # what was asked for last
+        self.arena: Arena | None = None
+
+    def change(self, name: str, generation: int) -> int:
+        """Use this arena instead, or none. The generation of which no mapping is left now, 0 if there was
+        none. An arena that cannot be had is logged: nothing is stored then, and the engine goes on."""
+        released = self._unmap()
+        self.of = (name, generation)
+        if self.of != NO_ARENA:
+            self._map(name, generation)
+        return released
+
+    def _map(self, name: str, generation: int) -> None:
+        arena = None
+        try:
+            arena = Arena(name, generation)
+            self._copier.attach(arena)
+        except Exception as error:  # noqa: BLE001 - of a device's driver, too
+            log.error("no arena: %s", error)
+        else:
+            self.arena, arena = arena, None
+        if arena is not None:
+            _close(arena)
+
+    def _unmap(self) -> int:
+        arena, self.arena = self.arena, None
+        if arena is None:
+            return 0
+        self._copier.detach()
+        return arena.generation if _close(arena) else 0
+
+
+def _close(arena: Arena) -> bool:
+    try:
+        arena.close()
+    except BufferError:  # a copier that keeps a view: its memory is lost until the process ends
+        log.error("the arena of generation %d is still in use and stays mapped", arena.generation)
+        return False
+    return True
 
 
 class CopyRate:

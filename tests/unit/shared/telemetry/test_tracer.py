@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from loadtest.otlp_receiver import Receiver
-from shared.telemetry import otel, traces
-from shared.telemetry.otel import Tracer
+from shared.telemetry import tracer as tracing
+from shared.telemetry import traces
+from shared.telemetry.tracer import Tracer
 from shared.telemetry.traces import SpanEvent, SpanRecord
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -37,7 +38,7 @@ def receiver() -> Iterator[Receiver]:
 def started(env: pytest.MonkeyPatch, receiver: Receiver, **more: str) -> Tracer:
     for name, value in {ENDPOINT: receiver.url, **more}.items():
         env.setenv(name, value)
-    tracer = otel.from_env("detokenizer", "d1")
+    tracer = tracing.from_env("detokenizer", "d1")
     assert tracer is not None
     return tracer
 
@@ -57,7 +58,7 @@ def started(env: pytest.MonkeyPatch, receiver: Receiver, **more: str) -> Tracer:
     ],
 )
 def test_which_variables_turn_it_on(env: dict[str, str], on: bool) -> None:
-    assert otel.is_on(env) is on
+    assert tracing.is_on(env) is on
 
 
 def test_a_request_without_a_trace_gets_one(otel_env: pytest.MonkeyPatch, receiver: Receiver) -> None:
@@ -152,7 +153,7 @@ def test_grpc_without_its_package_says_the_mend(
     otel_env.setenv(ENDPOINT, "http://127.0.0.1:4317")
     otel_env.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     otel_env.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    assert otel.from_env("scheduler", "s") is None
+    assert tracing.from_env("scheduler", "s") is None
     (line,) = [r.getMessage() for r in caplog.records]
     assert "pip install opentelemetry-exporter-otlp-proto-grpc" in line
     assert "\n" not in line
@@ -161,7 +162,7 @@ def test_grpc_without_its_package_says_the_mend(
 def test_another_protocol_is_refused(otel_env: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     otel_env.setenv(ENDPOINT, "http://127.0.0.1:4318")
     otel_env.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
-    assert otel.from_env("scheduler", "s") is None
+    assert tracing.from_env("scheduler", "s") is None
     assert "use http/protobuf or grpc" in caplog.text
 
 
