@@ -32,6 +32,7 @@ from shared.messages import (
     Close,
     Ended,
     ExecHello,
+    Fragment,
     Ints,
     Message,
     Open,
@@ -52,11 +53,13 @@ if sys.byteorder != "little":  # columns would need a byte swap that nothing tes
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
 PAGE_TOKENS = 12_000  # 48 kB of ids: with the other fields under MAX_MESSAGE_BYTES
+FRAGMENT_BYTES = 60_000  # of a message that is cut: with the envelope under MAX_MESSAGE_BYTES
 MAX_OPTIONS_BYTES = 56 * 1024  # of a Tokenized without its tokens: its Open and SlotOpen fit as well
 _ENVELOPE_BYTES = 1_024  # more than source, numbers and trace take
 
 # what `flaw` takes for sane
-MAX_PARTS = 256  # of one token list: 3 million tokens
+MAX_PARTS = 256  # of one token list, or of a message that is cut: 15 MB
+MAX_TOKENS = (MAX_PARTS - 1) * PAGE_TOKENS  # of one sequence: 3 million, whatever fits beside the options
 MAX_CHOICES = 1_024
 MAX_BLOCKS, MAX_SLOTS = 2**24, 2**16  # of one executor: 16 M blocks of 2 MiB are 32 TiB
 MAX_INTERVAL_US = 3_600_000_000
@@ -107,41 +110,66 @@ def _packed(envelope: Envelope) -> bytes:
 
 def encode_all(envelope: Envelope) -> Iterator[bytes]:
     """The wire bytes of a message of any length: its own or, where it needs parts, theirs, numbered from its
-    number on. Raises PayloadTooLarge before the first one."""
+    number on. Raises PayloadTooLarge before the first one: for options of a request over MAX_OPTIONS_BYTES,
+    and for more than MAX_PARTS."""
     message = envelope.message
-    if not isinstance(message, Paged):
-        yield encode(envelope)
-        return
-    if len(message.tokens) <= PAGE_TOKENS:  # most: whether it fits shows at once
+    paged = isinstance(message, Paged)
+    if not isinstance(message, Paged) or len(message.tokens) <= PAGE_TOKENS:  # most: it shows at once
         packed = _packed(envelope)
-        if len(packed) <= MAX_OPTIONS_BYTES:
+        if len(packed) <= (MAX_OPTIONS_BYTES if paged else MAX_MESSAGE_BYTES):
             yield packed
             return
-    for number, part in enumerate(split(message), envelope.seq):
+    for number, part in enumerate(split(message) if paged else _fragments(message), envelope.seq):
         yield encode(dataclasses.replace(envelope, seq=number, message=part))
+
+
+def _fragments(message: Message) -> list[Fragment]:
+    data = msgpack.packb(to_row(message))
+    starts = range(0, len(data), FRAGMENT_BYTES)
+    _check_parts(message, len(starts))
+    return [
+        Fragment(part=part, parts=len(starts), data=data[start : start + FRAGMENT_BYTES])
+        for part, start in enumerate(starts)
+    ]
+
+
+def _check_parts(message: Message, parts: int) -> None:
+    if parts > MAX_PARTS:
+        raise PayloadTooLarge(
+            f"{type(message).__name__} needs {parts} messages, over {MAX_PARTS}: send fewer tokens"
+        )
 
 
 def decode(data: bytes) -> Envelope:
     """The message in `data`. Raises WireError for anything that is not one, or says what cannot be."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"{len(data)} bytes are over {MAX_MESSAGE_BYTES}, the most a message may have")
-    try:
-        row = msgpack.unpackb(data, strict_map_key=True, max_map_len=0)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise WireError(f"not msgpack: {error}") from error
+    row = _unpacked(data)
     if not isinstance(row, list) or len(row) < 6:
         raise WireError("not an envelope: an array of at least 6 fields is expected")
     version, kind, source, epoch, seq, trace = row[:6]
     if type(version) is not int or version != VERSION:
         raise WireError(f"protocol version {version!r} is not {VERSION}: upgrade the older service")
+    header = (_string(source), _integer(epoch), _integer(seq))
+    return Envelope(*header, _sound(kind, row[6:]), _string(trace))
+
+
+def _unpacked(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, strict_map_key=True, max_map_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack: {error}") from error
+
+
+def _sound(kind: Any, fields: list[Any]) -> Message:
+    """The message of a kind with these fields, which keeps its promises."""
     layout = _LAYOUTS.get(kind) if isinstance(kind, str) else None
     if layout is None:
-        raise WireError(f"unknown message kind {kind!r}")
-    header = (_string(source), _integer(epoch), _integer(seq))
-    message = layout.from_row(row[6:])
+        raise WireError(f"unknown message kind {kind!r:.80}")
+    message: Message = layout.from_row(fields)
     if wrong := flaw(message):
         raise WireError(f"{kind}: {wrong}")
-    return Envelope(*header, message, _string(trace))
+    return message
 
 
 def to_row(message: Message) -> list[Any]:
@@ -162,7 +190,7 @@ def from_row(row: list[Any]) -> Message:
 def split(message: Message) -> Iterator[Message]:
     """The message itself, or its parts when its token list is too long for one message. The first
     part carries the options, the others only the required fields. Raises PayloadTooLarge when the
-    options of a request are over MAX_OPTIONS_BYTES."""
+    options of a new request are over MAX_OPTIONS_BYTES, and when there would be more than MAX_PARTS."""
     if not isinstance(message, Paged):
         yield message
         return
@@ -174,6 +202,7 @@ def split(message: Message) -> Iterator[Message]:
         return
     starts = range(first, len(tokens), PAGE_TOKENS)
     parts = 1 + len(starts)
+    _check_parts(message, parts)
     yield dataclasses.replace(message, part=0, parts=parts, tokens=tokens[:first])
     bare = _LAYOUTS[type(message).__name__].bare(message)
     for part, start in enumerate(starts, 1):
@@ -183,7 +212,8 @@ def split(message: Message) -> Iterator[Message]:
 def _options_bytes(message: Paged) -> int:
     row = _LAYOUTS[type(message).__name__].to_row(dataclasses.replace(message, tokens=array("i")))
     size = len(msgpack.packb(row))
-    if isinstance(message, Tokenized) and size > MAX_OPTIONS_BYTES:
+    new = isinstance(message, Tokenized) and not (message.age_us or message.generated)
+    if new and size > MAX_OPTIONS_BYTES:  # of one that goes on a little more is to be told
         raise PayloadTooLarge(
             f"the options of the request take {size} bytes, over {MAX_OPTIONS_BYTES}: "
             "shorten its grammar, stop strings or logit_bias"
@@ -192,16 +222,19 @@ def _options_bytes(message: Paged) -> int:
 
 
 class Assembler:
-    """Joins the parts of paged messages from one source, which arrive in order."""
+    """Joins the parts of long messages from one source, which arrive in order."""
 
     def __init__(self) -> None:
         self._head: Paged | None = None
         self._tokens: array[int] = array("i")
         self._next = 0
+        self._fragments: list[Fragment] = []
 
     def add(self, message: Message) -> Message | None:
         """The whole message once its last part is here, None before. Raises WireError on a part
-        that does not follow."""
+        that does not follow, and where the parts make no sound message."""
+        if isinstance(message, Fragment):
+            return self._join(message)
         if not isinstance(message, Paged) or message.parts == 1:
             return message
         if message.part == 0:
@@ -217,6 +250,24 @@ class Assembler:
             return None
         self._head = None
         return dataclasses.replace(head, part=0, parts=1, tokens=self._tokens)
+
+    def _join(self, fragment: Fragment) -> Message | None:
+        if fragment.part == 0:
+            self._fragments = []
+        fragments = self._fragments
+        if fragment.part != len(fragments) or (fragments and fragments[0].parts != fragment.parts):
+            self._fragments = []
+            raise WireError(f"part {fragment.part} of a message does not follow")
+        fragments.append(fragment)
+        if len(fragments) < fragment.parts:
+            return None
+        self._fragments = []
+        row = _unpacked(b"".join(each.data for each in fragments))
+        kind, *fields = row if isinstance(row, list) and row else [None]
+        message = _sound(kind, fields)
+        if isinstance(message, Fragment | Paged):
+            raise WireError(f"{kind} is not sent in fragments")
+        return message
 
 
 # ---- layouts: how each dataclass becomes a row, worked out once at import -----------------------
@@ -491,6 +542,12 @@ def _exec_hello(m: ExecHello) -> str:
     return "" if sane else "its blocks, slots, sizes or stages are out of range"
 
 
+def _fragment(m: Fragment) -> str:
+    if not 0 <= m.part < m.parts <= MAX_PARTS:
+        return f"part {m.part} of {m.parts} is not one of at most {MAX_PARTS}"
+    return "" if m.data else "it is empty"
+
+
 def _resend(m: Resend) -> str:
     return "" if 0 < m.first_seq < MAX_NUMBER else "its number is out of range"
 
@@ -508,8 +565,8 @@ def _beat(m: Beat) -> str:
 
 
 _CHECKS: dict[str, Callable[[Any], str]] = {
-    "Beat": _beat, "Close": _close, "Ended": _ended, "ExecHello": _exec_hello, "Open": _open,
-    "PromptTokens": _prompt_tokens, "Resend": _resend, "SlotOpen": _slot_open, "StepPlan": _step_plan,
-    "StepResult": _step_result, "StreamAt": _stream_at, "StreamReset": _stream_reset,
+    "Beat": _beat, "Close": _close, "Ended": _ended, "ExecHello": _exec_hello, "Fragment": _fragment,
+    "Open": _open, "PromptTokens": _prompt_tokens, "Resend": _resend, "SlotOpen": _slot_open,
+    "StepPlan": _step_plan, "StepResult": _step_result, "StreamAt": _stream_at, "StreamReset": _stream_reset,
     "Tokenized": _tokenized, "Tokens": _tokens,
 }  # fmt: skip

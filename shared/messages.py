@@ -13,7 +13,7 @@ Units are in the names: `_us` are durations for decisions, `_wall_us` wall-clock
 *sequence* (one choice of one request, int32) is the unit of slots, token indices and results; a *token index*
 counts the generated tokens of a sequence from 0. A message that carries token lists longer than
 `codec.PAGE_TOKENS` travels in parts, numbered `part`/`parts`, each with its slice of `tokens`; the first part
-carries the other fields.
+carries the other fields. Any other message that is too long travels as `Fragment`s of its bytes.
 """
 
 from __future__ import annotations
@@ -509,6 +509,16 @@ class StreamAt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """either way: a piece of a message that is too long for one, such as the plan of a step that sets a long
+    block table. The pieces of a message follow each other; joined, their `data` are its packed row."""
+
+    part: int
+    parts: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuxMsg:
     """scheduler -> executor: reserved for token masks made on another host."""
 
@@ -668,7 +678,7 @@ class ArenaReleased:
 Message = (
     Tokenized | Accepted | Rejected | Cancel | Open | Tokens | PromptTokens | StopFound | Detached
     | Close | Ended | ExecHello | ExecWelcome | ExecReset | SlotOpen | SlotClose | GrammarReady
-    | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | AuxMsg
+    | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | AuxMsg | Fragment
     | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCommit | KvStored
     | KvRelease | KvRenew | KvRenewed | KvGone | KvCopy | KvCopied | ArenaReleased | Beat
 )  # fmt: skip
@@ -689,6 +699,7 @@ __all__ = [
     "ExecReset",
     "ExecWelcome",
     "Floats",
+    "Fragment",
     "GrammarFailed",
     "GrammarReady",
     "Ints",

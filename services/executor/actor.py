@@ -20,7 +20,7 @@ from shared.actor.mailbox import Port
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
-from shared.errors import EngineError, PayloadTooLarge, SetupError
+from shared.errors import EngineError, SetupError
 from shared.messages import (
     ExecHello,
     ExecReset,
@@ -243,19 +243,8 @@ class ExecutorActor(Actor):
         self._failed_in_a_row = self._failed_in_a_row + 1 if result.error else 0
         if result.error:
             log.error("step %d failed: %s", result.step, result.error)
-        try:
-            self._port.send(self._scheduler, result)
-            self._device.published_us = max(0, self._port.clock.wall_us() - result.end_wall_us)
-        except PayloadTooLarge as error:  # alternatives of very many rows; silence would be a hang
-            log.error("the result of step %d cannot be sent: %s", result.step, error)
-            bare = StepResult(
-                exec_epoch=result.exec_epoch,
-                step=result.step,
-                ids=result.ids,
-                done=result.done,
-                error=str(error),
-            )
-            self._port.send(self._scheduler, bare)
+        self._port.send(self._scheduler, result)
+        self._device.published_us = max(0, self._port.clock.wall_us() - result.end_wall_us)
 
 
 def build(settings: Settings) -> ExecutorActor:

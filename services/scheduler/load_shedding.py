@@ -12,6 +12,7 @@ from services.scheduler.overlap import MIN_SEEN
 from services.scheduler.state import requests
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
+from shared.codec import MAX_TOKENS
 from shared.kv_blocks import blocks_for
 from shared.messages import Rejected, Tokenized, rejection
 from shared.step_model import StepShape
@@ -117,7 +118,7 @@ def _too_late(state: State, asked: Tokenized) -> Refusal | None:
 def _fits_ever(executor: Executor, asked: Tokenized, prompt: int) -> bool:
     hello, length = executor.hello, prompt + asked.max_tokens
     blocks = asked.n * blocks_for(length, hello.block_tokens)
-    return length <= hello.max_context and blocks <= hello.blocks and asked.n <= hello.slots
+    return length <= min(hello.max_context, MAX_TOKENS) and blocks <= hello.blocks and asked.n <= hello.slots
 
 
 def _too_large(executors: list[Executor], asked: Tokenized, prompt: int) -> str:

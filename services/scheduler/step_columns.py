@@ -14,7 +14,7 @@ from shared.step_model import StepShape
 
 EMPTY = partial(array, "i")  # as `ints()`, at a third of its cost
 NO_ROWS = StepShape(0, 0, 0, 0)
-MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 of the 64 KiB that a message may have
+MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 KiB; a longer table goes with a plan that has no other
 
 
 @dataclass(slots=True)
@@ -38,6 +38,13 @@ class Columns:
     chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
     shape: StepShape = NO_ROWS  # what of this step costs time
     two_stream: bool = False
+
+    def takes(self, entries: int) -> bool:
+        """Whether a table of so many entries may go with this step: with others of a moderate length, or else
+        beside nothing but the single blocks by which decodes grow. Those are in nearly every step, and a long
+        table must not wait for one without."""
+        tabled = len(self.table_blocks)
+        return tabled + entries < MAX_TABLE_ENTRIES or tabled == len(self.table_slots)
 
     def grow_all(self, executor: Executor, rows: list[Sequence]) -> bool:
         """The next block for each of these decodes at once. False, and nothing done, where the executor lacks

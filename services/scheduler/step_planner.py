@@ -19,7 +19,7 @@ from services.scheduler.state.cost_model import chunk_tokens
 from services.scheduler.state.policies import FillView, Share
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, InFlight, State
-from services.scheduler.step_columns import MAX_TABLE_ENTRIES, Columns, fork
+from services.scheduler.step_columns import Columns, fork
 from shared.messages import ints
 from shared.step_model import StepShape
 
@@ -127,7 +127,7 @@ def _grow(state: State, executor: Executor, columns: Columns, short: list[Sequen
 
 def _grow_one(state: State, executor: Executor, columns: Columns, sequence: Sequence) -> bool:
     unsent = len(sequence.table) - sequence.table_sent
-    if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
+    if unsent and not columns.takes(unsent):
         return False  # a fork of a long prompt: its table travels with a later step
     _charge(state, sequence)
     return columns.grow(executor, sequence, sequence.computed + 1)
@@ -145,7 +145,7 @@ def _add_chunks(
             break
         prefix_cache.catch_up(executor, sequence)
         unsent = len(sequence.table) - sequence.table_sent
-        if columns.table_blocks and len(columns.table_blocks) + unsent >= MAX_TABLE_ENTRIES:
+        if unsent and not columns.takes(unsent):
             continue  # a hit of a long prefix: its table travels with a later step
         count = min(budget, sequence.opened_length - sequence.computed, _room(executor, sequence))
         if count <= 0:

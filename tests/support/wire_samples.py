@@ -17,6 +17,7 @@ from shared.messages import (
     ExecHello,
     ExecReset,
     ExecWelcome,
+    Fragment,
     GrammarFailed,
     GrammarReady,
     KvCommit,
@@ -290,6 +291,7 @@ STEPS: tuple[Message, ...] = (
     Resend(first_seq=42),
     StreamReset(next_seq=57, lost=True),
     StreamAt(last_seq=99),
+    Fragment(part=1, parts=3, data=b"\x93\xa8StepPlan"),
     AuxMsg(step=41, slots=ints([5]), masks=b"\x00\xff"),
 )
 

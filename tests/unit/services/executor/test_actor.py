@@ -14,9 +14,8 @@ from support.actor_fleet import Fleet, Hand, watched_fleet
 from services.executor.actor import STUCK_US, ExecutorActor
 from services.executor.engine import Alarm, Backend, Pending
 from services.executor.sim.engine import SimBackend, SimOptions
-from shared import codec
 from shared.actor.runtime import Facts, Runtime
-from shared.errors import EngineError, PayloadTooLarge
+from shared.errors import EngineError
 from shared.messages import (
     ExecHello,
     ExecReset,
@@ -28,6 +27,7 @@ from shared.messages import (
     SlotOpen,
     StepPlan,
     StepResult,
+    floats,
     ints,
     longs,
 )
@@ -306,24 +306,21 @@ async def test_an_engine_that_is_gone_fails_the_executor_without_an_answer(fleet
     engine.released.set()
 
 
-async def test_a_result_too_large_to_send_is_an_error_not_a_silence(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, hand, hello = await welcomed(fleet)
-    encode = codec.encode
-
-    def strict(envelope: codec.Envelope) -> bytes:
-        if isinstance(envelope.message, StepResult) and not envelope.message.error:
-            raise PayloadTooLarge("StepResult of 70000 bytes is over 65536: send it in smaller parts")
-        return encode(envelope)
-
-    monkeypatch.setattr(codec, "encode", strict)
-    hand.say(opened(), plan(hello.exec_epoch, 1))
-    result = await hand.until(StepResult)
-    assert (result.step, result.error) == (
-        1,
-        "StepResult of 70000 bytes is over 65536: send it in smaller parts",
+async def test_a_result_with_the_alternatives_of_very_many_rows_is_sent(fleet: Fleet) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    rows = 2_000
+    result = StepResult(
+        exec_epoch=hello.exec_epoch,
+        step=1,
+        ids=ints([3]) * rows,
+        done=ints([0]) * rows,
+        logprobs=floats([-0.5]) * rows,
+        top_counts=ints([20]) * rows,
+        top_ids=ints([3] * 20 * rows),
+        top_logprobs=floats([-0.5] * 20 * rows),
     )
+    actor._on_result(result)
+    assert await hand.until(StepResult) == result
 
 
 async def test_an_engine_that_cannot_be_built_fails_the_start(fleet: Fleet) -> None:

@@ -124,7 +124,7 @@ async def test_a_message_over_the_limit_is_refused_before_it_takes_a_number(flee
     receiver = Recorder()
     await fleet.started(receiver)
     with pytest.raises(PayloadTooLarge):
-        sender.port.send("executor.a", Accepted(tenant="t", request="r" * 70_000, attempt=0))
+        sender.port.send("executor.a", Accepted(tenant="t", request="r" * 16_000_000, attempt=0))
     sender.port.send("executor.a", cancel("next"))
     await fleet.broker.settle()
     assert receiver.of("receive") == ["next"]
@@ -207,3 +207,21 @@ async def everybody_beats(fleet: Fleet) -> None:
     for runtime in fleet.runtimes:
         runtime.upkeep()
     await fleet.broker.settle()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_a_long_message_of_any_kind_travels_in_fragments_also_where_one_is_lost(
+    fleet: Fleet, lost: int
+) -> None:
+    sender = await fleet.started(Recorder("scheduler"), "s")
+    receiver = Recorder()
+    await fleet.started(receiver)
+    sender.port.send("executor.a", cancel("before"))
+    await fleet.broker.settle()
+    if lost:
+        fleet.broker.drop("hr.f.executor.a.in.*", times=lost)
+    sender.port.send("executor.a", cancel("x" * 200_000))
+    sender.port.send("executor.a", cancel("after"))
+    await fleet.broker.settle()
+    assert receiver.of("receive") == ["before", "x" * 200_000, "after"]
+    assert receiver.of("lost") == []
