@@ -17,13 +17,23 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shared.errors import BadRequest, DeadlineExceeded, EngineError, HeadraceError, Unavailable, from_code
+from shared.errors import (
+    NO_TEMPLATE,
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    HeadraceError,
+    Unavailable,
+    from_code,
+)
 from shared.nats import subjects
 from shared.nats.interface import Bus, BusFault, Delivery, NoResponders
 
 END_HEADER = "Headrace-End"
 DEFAULT_TIMEOUT_S = 300.0
 ASK_TIMEOUT_S = 10.0  # of a small question
+PROBE_TIMEOUT_S = 60.0
 RETURN_S = 30.0  # after our own connection was cut, for a stream to go on: far longer than any replay
 HOLE_S = 3.0  # wait for a stream with a hole to start over; after a broker's return that takes one
 
@@ -215,6 +225,26 @@ class FrameOrder:
         if self.hole is None:
             self.attempt, self.frame = attempt, number + 1
         return self.hole is None
+
+
+async def probe(client: Client, model: str) -> None:
+    """Ask as a user would, a chat that does not say how long its answer may be, and stop at the first text;
+    a model without a chat template is asked to go on with a prompt. Returns when an answer has begun. Raises
+    as `Client.stream`."""
+    asked: Body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+    try:
+        await _begun(client, asked)
+    except BadRequest as error:
+        if error.message != NO_TEMPLATE:
+            raise
+        await _begun(client, {"model": model, "prompt": "Hello", "temperature": 0})
+
+
+async def _begun(client: Client, body: Body) -> None:
+    with contextlib.suppress(Cancelled):
+        async for frame in client.stream(body, timeout_s=PROBE_TIMEOUT_S):
+            if frame["type"] == "delta":
+                client.cancel(str(frame["request_id"]))  # and hear the end: nothing of it is left then
 
 
 def error_of(body: Mapping[str, Any]) -> HeadraceError:

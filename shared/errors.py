@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+NO_TEMPLATE = "this model has no chat template; send `prompt`"  # for who asks with messages first
+
 
 class HeadraceError(Exception):
     """Base of all errors meant for a user. `code` follows HTTP; `type` is OpenAI's word for it."""

@@ -181,6 +181,7 @@ class Tokenized:
     reasons: tuple[str, ...] = ()  # why each choice has ended, empty where it has not
     age_us: int = 0  # since the first scheduler had it
     first_us: int = 0  # of that until its first token, 0 where there is none
+    open_end: bool = False  # nobody asked for `max_tokens`: a scheduler lowers it to what fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

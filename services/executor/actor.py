@@ -146,8 +146,10 @@ class ExecutorActor(Actor):
             self._say_hello()
 
     def facts(self) -> Facts:
-        model = self._backend.info.model if self._backend is not None else ""
-        load = (("steps", self._steps), ("slots", len(self._open_slots)))
+        info = self._backend.info if self._backend is not None else None
+        context = () if info is None else (("context", info.context),)
+        load = (("steps", self._steps), ("slots", len(self._open_slots)), *context)
+        model = "" if info is None else info.model
         generation = self._arenas.generation if self._arenas is not None else 0
         return Facts(model=model, load=load, arena_generation=generation)
 
@@ -166,6 +168,7 @@ class ExecutorActor(Actor):
             "model": info.model,
             "backend": info.backend,
             "dtype": info.dtype,
+            "context": info.context,
             "scheduler": self._scheduler,
             "steps": self._steps,
             "failed_steps": self._failed_steps,

@@ -55,6 +55,11 @@ class BackendInfo:
     stages: int = 1  # of a pipeline: so many steps are computed at once
     two_stream_tokens: int = 0  # see ExecHello
 
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence that its cache holds."""
+        return min(self.max_context, self.blocks * self.block_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

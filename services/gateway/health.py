@@ -2,15 +2,16 @@
 
     a kind is missing ──▶ all are there ──probe──▶ proven ──a kind goes, or a request met 503──▶ …
 
-A probe is one token of one model; it is repeated with the beats until it is answered, then no more.
+A probe is the beginning of an answer of one model; it is repeated with the beats until it is answered, then
+no more.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from shared.actor.membership import PROBE_TIMEOUT_S, Peers, missing, probe
-from shared.client import Client
+from shared.actor.membership import Peers, missing
+from shared.client import Client, probe
 from shared.errors import HeadraceError
 
 
@@ -65,7 +66,7 @@ class Health:
 
     async def _probe(self, model: str, peers: Peers) -> None:
         try:
-            await self._client.complete(probe(model), timeout_s=PROBE_TIMEOUT_S)
+            await probe(self._client, model)
         except HeadraceError as error:
             self._why = f"a request to {model} failed: {error.message}"
             self._probing = None

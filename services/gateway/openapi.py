@@ -299,7 +299,7 @@ _ASSISTANT = _object(
 )
 _MODEL = _object(
     ["id", "object", "created", "owned_by"],
-    {"id": TEXT, "object": _one_of("model"), "created": COUNT, "owned_by": TEXT},
+    {"id": TEXT, "object": _one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT},
 )
 _ERROR = _object(
     ["message", "type", "param", "code"],

@@ -33,9 +33,9 @@ from services.launcher.supervisor import (
     service_specs,
 )
 from shared import codec
-from shared.actor.membership import PROBE_TIMEOUT_S, Peers, missing, probe
+from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
-from shared.client import Client
+from shared.client import Client, probe
 from shared.clock import SystemClock
 from shared.config import Settings
 from shared.errors import HeadraceError, SetupError, WireError
@@ -100,6 +100,7 @@ class _Up:
         self._url = logins.of(access.OPERATOR)
         self._model = served_model(settings)
         self._http = ""  # URL of the gateway
+        self._context = ""
         self._started_at = time.monotonic()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._supervisor = self._make_supervisor()
@@ -167,6 +168,7 @@ class _Up:
         try:
             readiness = Readiness(bus, self._settings.fleet)
             await readiness.wait(self._model, say)
+            self._context = readiness.context(self._model)
             if (address := self._settings.http_address) is not None:
                 self._http = http_url(address[0], await readiness.gateway_port(say))
         finally:
@@ -185,6 +187,7 @@ class _Up:
         subject = subjects.generate(subjects.DEFAULT_TENANT, self._model)
         rows = {
             "model": self._model,
+            "context": self._context,
             "NATS": access.shown(self._url),
             "monitoring": monitoring,
             "publish to": subject,
@@ -286,8 +289,8 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
 
 
 class Readiness:
-    """Watches the beats of a fleet, and probes it: it is ready when a real request of one token has been
-    answered through NATS.
+    """Watches the beats of a fleet, and probes it: it is ready when a real request has begun to be answered
+    through NATS.
 
     The attempts follow the beats: nothing is polled. Every kind a request passes through has to say
     "ready" first.
@@ -311,13 +314,20 @@ class Readiness:
         while True:
             await self._wait_for_beats(tell)
             try:
-                await client.complete(probe(model), timeout_s=PROBE_TIMEOUT_S)
+                await probe(client, model)
             except HeadraceError as error:
                 if not error.retryable:
                     raise
                 await self._next_beat(tell, error.message)
             else:
                 return
+
+    def context(self, model: str) -> str:
+        """The longest prompt with its answer, for a person; after `wait`."""
+        known = self._peers.most("tokenizer", "model_context", model)
+        real = min(self._peers.most("executor", "context", model) or known, known)
+        why = f": the KV cache holds no more of the model's {known:,}, see kv_blocks" if real < known else ""
+        return f"{real:,} tokens{why}"
 
     async def gateway_port(self, tell: Callable[[str], None]) -> int:
         """The port on which a gateway serves HTTP, once one is ready; after `wait`."""

@@ -23,6 +23,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
     if _known(state, asked):
         accept(state, source, asked)
         return
+    asked = load_shedding.fitted(state, asked)
     rejected = load_shedding.refused(state, asked)
     if rejected is not None:
         state.send(source, rejected, trace)

@@ -6,6 +6,7 @@ come after the limit of its class: `ttft_us` predicts when that is.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from services.scheduler.overlap import MIN_SEEN
@@ -76,10 +77,10 @@ def _refusal(state: State, asked: Tokenized, prompt: int) -> Refusal | None:
         return 503, "the scheduler is draining: send the request again", RETRY_AFTER_MS
     if not prompt:
         return 400, "the prompt is empty: send at least one token", 0
-    executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
+    executors = _serving(state, asked)
     if not executors:
         return 503, f"no executor of {asked.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
-    if not any(_fits_ever(executor, asked, prompt) for executor in executors):
+    if prompt + asked.max_tokens > _most_tokens(executors, asked.n, prompt):
         return 400, _too_large(executors, asked, prompt), 0
     return None
 
@@ -115,18 +116,39 @@ def _too_late(state: State, asked: Tokenized) -> Refusal | None:
     return 429, message, max(RETRY_AFTER_MS, (wait_us - limit_us) // 1000)
 
 
-def _fits_ever(executor: Executor, asked: Tokenized, prompt: int) -> bool:
-    hello, length = executor.hello, prompt + asked.max_tokens
-    blocks = asked.n * blocks_for(length, hello.block_tokens)
-    return length <= min(hello.max_context, MAX_TOKENS) and blocks <= hello.blocks and asked.n <= hello.slots
+def fitted(state: State, asked: Tokenized) -> Tokenized:
+    """The request, with as many `max_tokens` as ever fit where nobody asked for any: its tokenizer has put in
+    what the model's context has room for, which an executor's KV cache may not hold."""
+    if not asked.open_end:
+        return asked
+    prompt = prompt_length(asked)
+    room = _most_tokens(_serving(state, asked), asked.n, prompt) - prompt
+    room = max(room, *asked.generated) if asked.generated else room
+    return dataclasses.replace(asked, max_tokens=room) if 0 < room < asked.max_tokens else asked
+
+
+def _serving(state: State, asked: Tokenized) -> list[Executor]:
+    return [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
+
+
+def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:
+    """The longest that each of `n` choices of a prompt can get on one of the executors, tokens; 0 where none
+    has the slots. They share the full blocks of their prompt, as in headroom.holds."""
+    most = 0
+    for hello in (e.hello for e in executors if n <= e.hello.slots):
+        blocks = (hello.blocks + (n - 1) * (prompt // hello.block_tokens)) // n
+        most = max(most, min(hello.max_context, MAX_TOKENS, blocks * hello.block_tokens))
+    return most
 
 
 def _too_large(executors: list[Executor], asked: Tokenized, prompt: int) -> str:
     context = max(e.hello.max_context for e in executors)
     tokens = max(e.hello.blocks * e.hello.block_tokens for e in executors)
+    least = 1 if asked.open_end else asked.max_tokens
+    cure = "shorten the prompt" if asked.open_end else "ask for fewer max_tokens"
     return (
-        f"{prompt} prompt tokens + {asked.max_tokens} to generate, times {asked.n}, never fit: "
-        f"the context is {context} tokens and the KV cache holds {tokens}; ask for fewer max_tokens"
+        f"{prompt} prompt tokens + {least} to generate, times {asked.n}, never fit: the context is {context} "
+        f"tokens and the KV cache holds {tokens}; {cure}" + (", or for fewer choices" if asked.n > 1 else "")
     )
 
 
@@ -148,7 +170,7 @@ def ttft_us(state: State, asked: Tokenized, level: int) -> int:
 
     Ahead are the prompts that run and those that wait in its class and higher ones.
     """
-    executors = [e for e in state.executors.values() if e.hello.model == asked.model and not e.draining]
+    executors = _serving(state, asked)
     if not executors or any(e.costs.seen < max(SURE_STEPS, MIN_SEEN) for e in executors):
         return 0
     units, tokens = state.waiting.ahead(asked.model, (asked.tenant, level))

@@ -172,6 +172,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
         else:
             state.send(source, rejection(asked, MOVED, ""), trace)
         return
+    asked = load_shedding.fitted(state, asked)
     rejected = load_shedding.refused_again(state, source, asked)
     if rejected is not None:
         state.send(source, rejected, trace)

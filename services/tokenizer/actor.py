@@ -63,7 +63,7 @@ class TokenizerActor(Actor):
         self._handle(Schedulers(tuple(port.peers.ready("scheduler", self._name))))
         subscribe = port.bus.subscribe
         self._mailbox = Mailbox(port.clock, self._take)
-        self._asking = Asking(port, self._model)
+        self._asking = Asking(port, self._model, self._context)
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
             await subscribe(subjects.generate_any_tenant(self._name), self._on_request, queue="tokenizer"),
@@ -90,7 +90,8 @@ class TokenizerActor(Actor):
             self._ticking.result()  # a tick that failed fails the actor, as a message would have
 
     def facts(self) -> Facts:
-        return Facts(model=self._name)
+        known = self._model.max_context
+        return Facts(model=self._name, load=(("context", self._context()), ("model_context", known)))
 
     @property
     def readings(self) -> Readings:
@@ -106,7 +107,8 @@ class TokenizerActor(Actor):
         core = self._core
         return {
             "model": self._name,
-            "models_here": self._asking.served(),
+            "context": self._context(),
+            "models_here": sorted(self._asking.served()),
             "pending": self._pending,
             "requests": core.requests,
             "failed": core.failed,
@@ -126,6 +128,14 @@ class TokenizerActor(Actor):
     @property
     def _pending(self) -> int:
         return self._core.pending + self._beside.waiting + len(self._mailbox)
+
+    def _context(self) -> int:
+        """Tokens of the longest prompt with its answer: what the KV cache of the executors holds may be less
+        than the model can do."""
+        model = self._model
+        return min(
+            self._port.peers.most("executor", "context", model.name) or model.max_context, model.max_context
+        )
 
     def _handle(self, event: Event) -> None:
         self._run(self._core.handle(event, self._port.clock.now_us()))

@@ -19,7 +19,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.tokenizer.structured_output import Tools, parsed, spelled, told
-from shared.errors import BadRequest, SetupError
+from shared.errors import NO_TEMPLATE, BadRequest, SetupError
 from shared.vocab.vocabulary import Vocabulary
 
 # Noncharacters of Unicode, meant for a program's own use; text from outside does not hold them.
@@ -70,7 +70,7 @@ class ChatTemplate:
 
     def _render(self, messages: list[Any], tools: Any, add_generation_prompt: bool, wall_us: int) -> str:
         if self._template is None:
-            raise BadRequest("this model has no chat template; send `prompt`", param="messages")
+            raise BadRequest(NO_TEMPLATE, param="messages")
         try:
             return self._template.render(
                 messages=messages,

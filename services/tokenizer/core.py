@@ -12,7 +12,15 @@ import dataclasses
 from dataclasses import dataclass
 
 from services.tokenizer.prepare import NOWHERE, Origin, Prepared, ServedModel, Submission, prepared
-from shared.errors import Cancelled, DeadlineExceeded, DuplicateRequest, HeadraceError, Unavailable, from_code
+from shared.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    DuplicateRequest,
+    HeadraceError,
+    Unavailable,
+    from_code,
+)
 from shared.kv_blocks import rendezvous
 from shared.messages import Accepted, Cancel, Rejected, Tokenized
 
@@ -21,7 +29,13 @@ GIVE_UP_US = 5_000_000  # longer than it takes to notice a dead scheduler by its
 WAIT_US = 15_000_000  # after a scheduler's death: a new one and its executors take some seconds
 ASK_AGAIN_US = 250_000  # a scheduler that cannot serve yet
 RETRY_AFTER_MS = 1_000
-_REFUSED_FIELD = {400: "max_tokens", 409: "request_id"}  # what a scheduler's refusal is about
+
+
+def _refused_field(code: int, asked: Tokenized) -> str | None:
+    """What a scheduler's refusal is about."""
+    if code == BadRequest.code and asked.open_end:
+        return "messages" if asked.format == "chat" else "prompt"
+    return {BadRequest.code: "max_tokens", DuplicateRequest.code: "request_id"}.get(code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +163,7 @@ class TokenizerCore:
             pending.refused_by, pending.refusal = pending.scheduler, answer.message
             return []
         error = from_code(answer.code, answer.message, answer.retry_after_ms)
-        error.param = _REFUSED_FIELD.get(answer.code)
+        error.param = _refused_field(answer.code, pending.tokenized)
         return [self._fail(pending, error)]
 
     def _cancel(self, cancel: Cancel) -> list[Command]:

@@ -141,6 +141,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         parent_span=submission.parent_span,
         processors=_processors(request, model),
         grammar=request.grammar,
+        open_end=request.max_completion_tokens is None and request.max_tokens is None,
     )
 
 

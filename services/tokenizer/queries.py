@@ -6,6 +6,7 @@ short life.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.tokenizer.core import Fail
@@ -28,9 +29,11 @@ MAX_QUESTION_BYTES = 65_536  # answered on the event loop: at most 0.2 s of it
 class Asking:
     """Answers what needs no scheduler."""
 
-    def __init__(self, port: Port, model: ServedModel) -> None:
+    def __init__(self, port: Port, model: ServedModel, context: Callable[[], int]) -> None:
+        """`context` of this fleet, tokens."""
         self._port = port
         self._model = model
+        self._context = context
         self._fleets: dict[str, Peers] = {}  # tokenizers of every fleet on this server
 
     async def listen(self) -> list[Subscription]:
@@ -73,7 +76,7 @@ class Asking:
             wrong = f"tenant and model are names of 1 to {subjects.MAX_NAME_CHARS} characters, escaped as =XX"
             self._fail(delivery, BadRequest(f"the subject is damaged: {wrong}", param="subject"))
             return
-        there = ", ".join(served)
+        there = ", ".join(sorted(served))
         error = UnknownModel(f"no service serves model {names[1]!r}; ask for one of: {there}", param="model")
         tracer, trace = self._port.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (trace, "") if tracer is None else tracer.begin(trace)
@@ -95,21 +98,23 @@ class Asking:
             peers = self._fleets.setdefault(delivery.subject.split(".")[1], Peers())
             peers.hear(envelope.epoch, envelope.message, self._port.clock.now_us())
 
-    def served(self) -> list[str]:
-        """Models with a tokenizer that is ready in any fleet on this server, this one's included: the
-        public subjects are common to all, and a 404 must be true for all."""
-        names = {self._model.name}
+    def served(self) -> dict[str, int]:
+        """The context, tokens, of each model with a tokenizer that is ready in any fleet on this server, this
+        one's included: the public subjects are common to all, and a 404 must be true for all."""
+        contexts = {self._model.name: self._context()}
         for peers in self._fleets.values():
             peers.expire(self._port.clock.now_us())
-            names.update(peers.models("tokenizer"))
-        return sorted(names)
+            for name in peers.models("tokenizer"):
+                contexts[name] = max(contexts.get(name, 0), peers.most("tokenizer", "context", name))
+        return contexts
 
 
-def models_body(names: list[str]) -> dict[str, Any]:
-    """OpenAI's list of models."""
+def models_body(contexts: Mapping[str, int]) -> dict[str, Any]:
+    """OpenAI's list of models, with vLLM's name for the context: what a prompt and its answer may have."""
+    about = {"object": "model", "created": 0, "owned_by": "headrace"}
     return {
         "object": "list",
-        "data": [{"id": name, "object": "model", "created": 0, "owned_by": "headrace"} for name in names],
+        "data": [{"id": name, **about, "max_model_len": contexts[name]} for name in sorted(contexts)],
     }
 
 

@@ -1,7 +1,7 @@
 """Peers learns from beats which actors live. Pure: time comes in as an argument.
 
 To succeed a request needs a ready service of each kind that it passes (NEEDED), and proof by a real one
-(`probe`). kv_offload is not among them, since without it requests are merely recomputed.
+(shared.client.probe). kv_offload is not among them, since without it requests are merely recomputed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from shared.messages import Beat
 MISSED_BEATS = 3
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
-PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -73,6 +72,12 @@ class Peers:
         beats = (p.beat for p in self._peers.values())
         return sorted({b.model for b in beats if b.kind == kind and b.state == "ready" and b.model})
 
+    def most(self, kind: str, figure: str, model: str) -> int:
+        """The largest figure of this name in the loads of the ready actors of a kind and model; 0 without
+        any."""
+        ready = [self._peers[f"{kind}.{actor}"].beat.load for actor in self.ready(kind, model)]
+        return max((dict(load).get(figure, 0) for load in ready), default=0)
+
 
 def _news(beat: Beat) -> tuple[str, str, int]:
     return beat.state, beat.arena, beat.arena_generation
@@ -81,8 +86,3 @@ def _news(beat: Beat) -> tuple[str, str, int]:
 def missing(peers: Peers) -> list[str]:
     """The kinds of which no actor is ready."""
     return [kind for kind in NEEDED if not peers.ready(kind)]
-
-
-def probe(model: str) -> dict[str, object]:
-    """A request of one token."""
-    return {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}

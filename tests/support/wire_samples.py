@@ -105,6 +105,7 @@ REQUESTS: tuple[Message, ...] = (
         reasons=("", "stop"),
         age_us=3_100_000,
         first_us=250_000,
+        open_end=True,
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(

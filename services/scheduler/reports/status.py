@@ -69,6 +69,7 @@ def _executor(executor: Executor) -> dict[str, object]:
         "model": hello.model,
         "backend": hello.backend,
         "dtype": hello.dtype,
+        "context": min(hello.max_context, ledger.blocks * ledger.block_tokens),
         "epoch": executor.epoch,
         "blocks": ledger.blocks,
         "free_blocks": ledger.free_blocks,

@@ -68,7 +68,24 @@ def test_a_bare_chat(model: ServedModel) -> None:
         seed=99,
         stop_ids=ints([2]),
         tokens=ints(ids),
+        open_end=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "open_end"),
+    [
+        ({}, True),
+        ({"max_tokens": None}, True),
+        ({"max_tokens": 3}, False),
+        ({"max_completion_tokens": 3}, False),
+    ],
+)
+@pytest.mark.parametrize("prompt", [CHAT, {"prompt": "Hi"}], ids=["chat", "completion"])
+def test_a_length_that_nobody_asked_for_is_marked(
+    model: ServedModel, prompt: dict[str, Any], body: dict[str, Any], open_end: bool
+) -> None:
+    assert prepared(model, prompt | body).open_end == open_end
 
 
 def test_every_field(model: ServedModel) -> None:
