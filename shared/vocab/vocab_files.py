@@ -38,7 +38,7 @@ class VocabularyParts:
     tokens: list[str]  # "" for an id that has no token
     special: frozenset[int]  # control tokens: they have no text
     byte_level: bool  # else SentencePiece with byte fallback
-    build: Callable[[], Tokenizer]  # slow (0.2 s), and a detokenizer never needs it
+    build: Callable[[], Tokenizer]  # a new one each time; slow (0.2 s), and a detokenizer never needs it
     prefix_ids: tuple[int, ...]  # put before a plain completion prompt: bos, or nothing
     bos_id: int | None
     eos_ids: tuple[int, ...]
@@ -68,7 +68,7 @@ def hf_parts(folder: Path) -> VocabularyParts:
         tokens=tokens,
         special=frozenset(i for i, token in added.items() if token.special),
         byte_level=_is_byte_level(json.loads(source), file),
-        build=lambda: tokenizer,
+        build=lambda: Tokenizer.from_str(source),
         prefix_ids=tuple(tokenizer.encode("").ids[:1]),
         bos_id=bos,
         eos_ids=_eos_ids(folder, config, vocab),
