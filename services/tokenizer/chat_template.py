@@ -1,16 +1,17 @@
 """Chat template: messages to the text (and ids) of a prompt, by the model's own jinja source.
 
-Runs in jinja's sandbox with the helpers that Hugging Face templates expect. Control tokens written
-by a *user* inside a message stay ordinary text: while the template is rendered they are replaced by
-marks, and where marks are left the text is cut at the template's own control tokens and encoded
-piece by piece.
+Runs in jinja's sandbox with the helpers that Hugging Face templates expect. Control tokens written by a
+*user* inside a message stay ordinary text: while the template is rendered a mark stands for each of them.
+Afterwards the template's own ones get their secret names, by which alone the vocabulary then takes them, and
+the marks become text again: one pass of the model's tokenizer over the whole, with all that it does at the
+borders of its tokens.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -22,9 +23,10 @@ from services.tokenizer.structured_output import Tools, parsed, spelled, told
 from shared.errors import NO_TEMPLATE, BadRequest, SetupError
 from shared.vocab.vocabulary import Vocabulary
 
-# Noncharacters of Unicode, meant for a program's own use; text from outside does not hold them.
-_MARK = "\ufdd0{}\ufdd1"
-_MARKS = re.compile("\ufdd0(\\d+)\ufdd1")
+Trie = dict[str, Any]  # by character; "" where a name ends
+
+_TRUSTED_WITH_MARKUP = ("assistant", "system", "developer")  # what a model wrote, and who built the chat
+_MARKED_UP = ("content", "reasoning_content")
 
 
 class ChatTemplate:
@@ -32,9 +34,13 @@ class ChatTemplate:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._controls = list(vocabulary.special_tokens)
-        longest_first = sorted(self._controls, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._controls = list(vocabulary.controls)
+        self._number = {name: i for i, name in enumerate(self._controls)}
+        self._control = _any_of(self._controls)
+        self._not_markup = _any_of(self._number.keys() - vocabulary.markup)
+        # Plain letters and digits: what filters such as `tojson` do to a text leaves them alone.
+        self._mark = vocabulary.secret + "u{}x"
+        self._marks = re.compile(self._mark.format(r"(\d+)"))
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -55,14 +61,14 @@ class ChatTemplate:
         given = None
         if self._knows_tools:
             messages = [parsed(message) for message in messages]
-            given = None if tools is None else self._guard(list(tools.given))
+            given = None if tools is None else self._guard(list(tools.given), self._control)
         else:
             messages = [spelled(message) for message in messages]
             messages = messages if tools is None else told(messages, tools)
-        text = self._render(self._guard(messages), given, add_generation_prompt, wall_us)
-        if _MARKS.search(text) is None:
-            return self._vocabulary.encode(text, special=True)
-        return self._encode_marked(text)
+        text = self._render([self._guarded(m) for m in messages], given, add_generation_prompt, wall_us)
+        names = self._vocabulary.secret_names
+        text = self._control.sub(lambda found: names[found[0]], text)
+        return self._vocabulary.encode(self._unmarked(text))
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, wall_us: int) -> str:
         """The prompt as text, for people to read. Raises BadRequest."""
@@ -83,33 +89,50 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             # The last four are what templates run into on messages they do not expect.
-            raise BadRequest(f"chat template: {error}", param="messages") from error
+            raise BadRequest(f"chat template: {self._unmarked(str(error))}", param="messages") from error
 
-    def _guard(self, value: Any) -> Any:
+    def _unmarked(self, text: str) -> str:
+        return self._marks.sub(lambda mark: self._controls[int(mark[1])], text)
+
+    def _guarded(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message as the template may have it. Templates cut `<think>` and the like out of what the model
+        wrote before, so these stay as they are there."""
+        trusted = message.get("role") in _TRUSTED_WITH_MARKUP
+        return {
+            self._guard(name, self._control): self._guard(
+                value, self._not_markup if trusted and name in _MARKED_UP else self._control
+            )
+            for name, value in message.items()
+        }
+
+    def _guard(self, value: Any, control: re.Pattern[str]) -> Any:
         """`value` with each control token in its strings replaced by a mark."""
         if isinstance(value, str):
-            return self._control.sub(lambda found: _MARK.format(self._controls.index(found[0])), value)
+            return control.sub(lambda found: self._mark.format(self._number[found[0]]), value)
         if isinstance(value, list):
-            return [self._guard(item) for item in value]
+            return [self._guard(item, control) for item in value]
         if isinstance(value, dict):
-            return {key: self._guard(item) for key, item in value.items()}
+            return {self._guard(key, control): self._guard(item, control) for key, item in value.items()}
         return value
 
-    def _encode_marked(self, text: str) -> list[int]:
-        ids: list[int] = []
-        at = 0
-        for found in self._control.finditer(text):
-            ids += self._plain(text[at : found.start()])
-            ids.append(self._vocabulary.special_tokens[found[0]])
-            at = found.end()
-        return ids + self._plain(text[at:])
 
-    def _plain(self, text: str) -> list[int]:
-        return self._vocabulary.encode(_MARKS.sub(self._unmark, text))
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of `names`, the longest first."""
+    root: Trie = {}
+    for name in names:
+        node = root
+        for char in name:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile(_alternatives(root) if root else r"(?!)")
 
-    def _unmark(self, mark: re.Match[str]) -> str:
-        number = int(mark[1])
-        return self._controls[number] if number < len(self._controls) else mark[0]
+
+def _alternatives(node: Trie) -> str:
+    """As a tree of characters: of a plain list each name is tried, half a second for a hostile megabyte."""
+    ways = [re.escape(char) + _alternatives(rest) for char, rest in node.items() if char]
+    if not ways:
+        return ""
+    return f"(?:{'|'.join(ways)}){'?' if '' in node else ''}"
 
 
 def _raise(message: str) -> NoReturn:

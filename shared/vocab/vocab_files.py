@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,17 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 from shared.errors import SetupError
 from shared.vocab.gguf import read_metadata
 
-_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
+_SPECIAL = (_UNKNOWN, _CONTROL)
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# A token of such a name ends a text whatever the file says of it: llama.cpp's list, but for `</s>` and the
+# like, which in some vocabularies is a piece of text (where it is the end, a key says so).
+_END_NAMES = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"}
+    | {"<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "<｜end▁of▁sentence｜>"}
+)
+_HARMONY = {"<|return|>", "<|call|>"}  # beside these `<|end|>` closes a part of an answer
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # special whatever tokenizer.json says of them
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -37,6 +47,7 @@ class VocabularyParts:
 
     tokens: list[str]  # "" for an id that has no token
     special: frozenset[int]  # control tokens: they have no text
+    added: frozenset[int]  # matched whole in a text before all else; the special ones among them
     byte_level: bool  # else SentencePiece with byte fallback
     build: Callable[[], Tokenizer]  # a new one each time; slow (0.2 s), and a detokenizer never needs it
     prefix_ids: tuple[int, ...]  # put before a plain completion prompt: bos, or nothing
@@ -63,13 +74,15 @@ def hf_parts(folder: Path) -> VocabularyParts:
     for token, i in vocab.items():
         tokens[i] = token
     added = tokenizer.get_added_tokens_decoder()
+    named = {_text_of(value) for name, value in config.items() if name in _NAMED}
     bos = vocab.get(_text_of(config.get("bos_token")))
     return VocabularyParts(
         tokens=tokens,
-        special=frozenset(i for i, token in added.items() if token.special),
+        special=frozenset(i for i, token in added.items() if token.special or token.content in named),
+        added=frozenset(added),
         byte_level=_is_byte_level(json.loads(source), file),
         build=lambda: Tokenizer.from_str(source),
-        prefix_ids=tuple(tokenizer.encode("").ids[:1]),
+        prefix_ids=_prefix_ids(tokenizer, config, bos),
         bos_id=bos,
         eos_ids=_eos_ids(folder, config, vocab),
         chat_template=_chat_template(folder, config),
@@ -89,11 +102,25 @@ def _is_byte_level(source: dict[str, Any], file: Path) -> bool:
 
 
 def _eos_ids(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> tuple[int, ...]:
-    """The end ids of generation_config.json (a chat model may have several), and the tokenizer's."""
-    listed = _json(folder / "generation_config.json").get("eos_token_id")
-    ids = listed if isinstance(listed, list) else [listed]
-    ids.append(vocab.get(_text_of(config.get("eos_token"))))
+    """The tokenizer's end, and those of generation_config.json (a chat model may have several), or of
+    config.json where that one names none."""
+    ids: list[Any] = [vocab.get(_text_of(config.get("eos_token")))]
+    for name in ("generation_config.json", "config.json"):
+        listed = _json(folder / name).get("eos_token_id")
+        if listed is not None:
+            ids += listed if isinstance(listed, list) else [listed]
+            break
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
+
+
+def _prefix_ids(tokenizer: Tokenizer, config: dict[str, Any], bos: int | None) -> tuple[int, ...]:
+    """What the tokenizer puts before a text; `add_bos_token` decides where it is given, as in transformers."""
+    asked = config.get("add_bos_token")
+    if asked is not None:
+        return (bos,) if asked and bos is not None else ()
+    around = tokenizer.encode("a")
+    put = takewhile(lambda pair: pair[1], zip(around.ids, around.special_tokens_mask, strict=True))
+    return tuple(i for i, _ in put)
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str:
@@ -132,21 +159,36 @@ def gguf_parts(path: Path) -> VocabularyParts:
     if model not in builders:
         raise SetupError(f"{path} has a {model!r} vocabulary; Headrace reads {' and '.join(builders)}")
     tokens: list[str] = data["tokenizer.ggml.tokens"]
+    ends = _gguf_ends(data)
     kinds: list[int] = data.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    kinds = [_CONTROL if i in ends else kind for i, kind in enumerate(kinds)]
+    data["tokenizer.ggml.token_type"] = kinds
     bos = data.get("tokenizer.ggml.bos_token_id")
-    ends = [data[f"tokenizer.ggml.{key}"] for key in _END_KEYS if f"tokenizer.ggml.{key}" in data]
-    add_bos = data.get("tokenizer.ggml.add_bos_token", model == "llama")
+    begins = model == "llama" or skips_merges_for_whole_words(data.get("tokenizer.ggml.pre", ""))
+    add_bos = data.get("tokenizer.ggml.add_bos_token", begins)
     return VocabularyParts(
         tokens=tokens,
-        special=frozenset(i for i, kind in enumerate(kinds) if kind == _CONTROL),
+        special=frozenset(i for i, kind in enumerate(kinds) if kind in _SPECIAL),
+        added=frozenset(i for i, kind in enumerate(kinds) if kind in (*_SPECIAL, _USER_DEFINED)),
         byte_level=model == "gpt2",
         build=builders[model](data),
         prefix_ids=(bos,) if add_bos and bos is not None else (),
         bos_id=bos,
-        eos_ids=tuple(dict.fromkeys(ends)),
+        eos_ids=ends,
         chat_template=data.get("tokenizer.chat_template", ""),
         context_tokens=int(data.get(f"{data.get('general.architecture')}.context_length", 0)),
     )
+
+
+def _gguf_ends(data: dict[str, Any]) -> tuple[int, ...]:
+    """The end ids that the keys name, the first one's before all others, and those known by name."""
+    tokens: list[str] = data["tokenizer.ggml.tokens"]
+    keyed = [data[f"tokenizer.ggml.{key}"] for key in _END_KEYS if f"tokenizer.ggml.{key}" in data]
+    names = _END_NAMES.intersection(tokens)
+    if names >= _HARMONY:
+        names -= {"<|end|>"}
+    named = [i for i, token in enumerate(tokens) if token in names]
+    return tuple(dict.fromkeys(i for i in (*keyed, *named) if 0 <= i < len(tokens)))
 
 
 def _byte_level(data: dict[str, Any]) -> Callable[[], Tokenizer]:
@@ -211,12 +253,35 @@ def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str
 def _add_special(tokenizer: Tokenizer, data: dict[str, Any]) -> None:
     tokens, kinds = data["tokenizer.ggml.tokens"], data.get("tokenizer.ggml.token_type", [])
 
-    def added(wanted: int, special: bool) -> list[AddedToken]:
-        chosen = (token for token, kind in zip(tokens, kinds, strict=False) if kind == wanted)
+    def added(wanted: tuple[int, ...], special: bool) -> list[AddedToken]:
+        chosen = (token for token, kind in zip(tokens, kinds, strict=False) if kind in wanted)
         return [AddedToken(token, special=special, normalized=False) for token in chosen]
 
-    tokenizer.add_special_tokens(added(_CONTROL, special=True))
-    tokenizer.add_tokens(added(_USER_DEFINED, special=False))
+    tokenizer.add_special_tokens(added(_SPECIAL, special=True))
+    tokenizer.add_tokens(added((_USER_DEFINED,), special=False))
+
+
+def with_other_names(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
+    """A copy in which some tokens have other names, and can be had by these alone: neither by their old
+    names nor by merges. All ids stay."""
+    source = json.loads(tokenizer.to_str())
+    model = source["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
+    else:  # Unigram's
+        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [
+            [left, right]
+            for left, right in model["merges"]
+            if names.keys().isdisjoint((left, right, left + right))
+        ]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    for token in source["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    source["post_processor"] = None  # it puts tokens by name around a text: nobody asks for that
+    return Tokenizer.from_str(json.dumps(source))
 
 
 def pre_tokenizer(pre: str) -> PreTokenizer:

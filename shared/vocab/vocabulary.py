@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -17,7 +18,10 @@ from tokenizers import Tokenizer
 
 from shared.errors import SetupError
 from shared.vocab.files import ModelFiles
-from shared.vocab.vocab_files import VocabularyParts, gguf_parts, hf_parts
+from shared.vocab.vocab_files import VocabularyParts, gguf_parts, hf_parts, with_other_names
+
+_LOOKS_CONTROL = re.compile(r"<[|｜].+[|｜]>")
+_MARKUP = re.compile(r"</?[a-z_]+>")
 
 
 def load_vocabulary(files: ModelFiles) -> Vocabulary:
@@ -38,11 +42,29 @@ class Vocabulary:
         self.eos_ids = parts.eos_ids
         self.chat_template = parts.chat_template
         self.context_tokens = parts.context_tokens
+        self.secret = secrets.token_hex(8)  # of this process; never in an id or an answer
 
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """Text and id of every control token, such as `<|im_end|>`."""
-        return {self._parts.tokens[i]: i for i in sorted(self.special_ids)}
+    @cached_property
+    def controls(self) -> dict[str, int]:
+        """Text and id of every token that gives a prompt its form, and that a user must not be able to
+        write: control tokens, ends, and of the other added ones those that look like a control token or
+        stand in the chat template (fine-tunes do not mark all of theirs)."""
+        tokens, template = self._parts.tokens, self.chat_template
+        chosen = {*self.special_ids, *self.eos_ids}
+        for i in self._parts.added - chosen:
+            name = tokens[i].strip()
+            if _LOOKS_CONTROL.fullmatch(name) or (name and not name.isalnum() and name in template):
+                chosen.add(i)
+        return {tokens[i]: i for i in sorted(chosen) if tokens[i]}
+
+    @cached_property
+    def markup(self) -> frozenset[str]:
+        """Those of `controls` that a model writes within its own turn, such as `<think>` and `</think>`."""
+        ends = {self._parts.tokens[i] for i in (*self.special_ids, *self.eos_ids)}
+        found = {name for name in self.controls if _MARKUP.fullmatch(name)} - ends
+        return frozenset(
+            name for name in found if {f"<{name.strip('</>')}>", f"</{name.strip('</>')}>"} <= found
+        )
 
     @property
     def bos_token(self) -> str:
@@ -81,9 +103,10 @@ class Vocabulary:
         return max((*names, *map(len, self.token_bytes)))
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of `text`; with `special`, control tokens written in it become their ids.
-        Nothing is put in front (see `prefix_ids`). May be called from several threads once each form has
-        been used. Raises ValueError for a text that is not Unicode (a lone surrogate)."""
+        """Token ids of `text`; with `special`, `controls` written in it become their ids, without it those
+        alone that stand there by their `secret_names`. Nothing is put in front (see `prefix_ids`). May be
+        called from several threads once each form has been used. Raises ValueError for a text that is not
+        Unicode (a lone surrogate)."""
         tokenizer = self._with_controls if special else self._tokenizer
         try:
             # Of the library's entries this one lets other threads run meanwhile, and is the fastest.
@@ -109,12 +132,14 @@ class Vocabulary:
         return self.token_bytes[token].decode("utf-8", "replace")
 
     @cached_property
+    def secret_names(self) -> dict[str, str]:
+        """For each of `controls` a name that nobody outside this process can write."""
+        return {token: f"\ufdd0{self.secret}{i}\ufdd1" for token, i in self.controls.items()}
+
+    @cached_property
     def _tokenizer(self) -> Tokenizer:
-        """Takes control tokens in a text as text. Two objects, since a switch cannot be thrown while
-        another thread encodes."""
-        tokenizer = self._parts.build()
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+        """Takes control tokens in a text as text."""
+        return with_other_names(self._with_controls, self.secret_names)
 
     @cached_property
     def _with_controls(self) -> Tokenizer:

@@ -69,6 +69,6 @@ def test_any_text_equals_plain_python(
 
 def test_facts(model: ServedModel) -> None:
     vocabulary = model.vocabulary
-    assert (vocabulary.size, vocabulary.eos_ids, vocabulary.prefix_ids) == (49152, (2,), ())
+    assert (vocabulary.size, vocabulary.eos_ids, vocabulary.prefix_ids) == (49152, (2, 0), ())
     assert len(vocabulary.special_ids) == 17
     assert (model.name, model.max_context) == (DEFAULT_MODEL, 8192)

@@ -44,19 +44,32 @@ def trained() -> tuple[list[str], list[tuple[str, str]]]:
     return tokens, [tuple(merge) for merge in model["merges"]]
 
 
-def write_bpe_gguf(path: Path, pre: str = "smollm") -> Path:
-    """A GGUF file with the trained vocabulary and no tensors."""
+def write_bpe_gguf(
+    path: Path,
+    pre: str = "smollm",
+    *,
+    kinds: dict[str, int] | None = None,
+    template: str = TEMPLATE,
+    eos_id: int = 2,
+    add_bos: bool | None = None,
+) -> Path:
+    """A GGUF file with the trained vocabulary and no tensors. `kinds` are llama.cpp's token types, of its
+    tokens or of further ones."""
     tokens, merges = trained()
+    typed = dict.fromkeys(CONTROLS, 3) | (kinds or {})
+    tokens += [token for token in typed if token not in tokens]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(CONTEXT)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in CONTROLS else 1 for token in tokens])
+    writer.add_token_types([typed.get(token, 1) for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_eos_token_id(eos_id)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    writer.add_chat_template(template)
     return _finish(writer, path)
 
 
@@ -73,13 +86,15 @@ def write_sentencepiece_gguf(path: Path, pieces: dict[str, float]) -> Path:
     return _finish(writer, path)
 
 
-def write_hf_folder(folder: Path) -> Path:
-    """The trained vocabulary as a Hugging Face model folder."""
+def write_hf_folder(folder: Path, added: tuple[AddedToken, ...] = (), template: str = TEMPLATE) -> Path:
+    """The trained vocabulary as a Hugging Face model folder; `added` replaces or follows its controls."""
     tokens, merges = trained()
     tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in CONTROLS])
+    named = {token: AddedToken(token, special=True) for token in CONTROLS} | {t.content: t for t in added}
+    for token in named.values():  # one by one: their ids follow this order
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     files = {
@@ -88,7 +103,7 @@ def write_hf_folder(folder: Path) -> Path:
         "tokenizer_config.json": {
             "bos_token": {"content": "<|im_start|>"},
             "eos_token": "<|im_end|>",
-            "chat_template": [{"name": "other", "template": "x"}, {"name": "default", "template": TEMPLATE}],
+            "chat_template": [{"name": "other", "template": "x"}, {"name": "default", "template": template}],
         },
     }
     for name, body in files.items():

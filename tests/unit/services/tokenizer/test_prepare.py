@@ -66,7 +66,7 @@ def test_a_bare_chat(model: ServedModel) -> None:
         received_wall_us=WALL_US,
         max_tokens=128 - len(ids),
         seed=99,
-        stop_ids=ints([2]),
+        stop_ids=ints([0, 2]),
         tokens=ints(ids),
         open_end=True,
     )
@@ -387,10 +387,10 @@ def test_control_tokens_in_messages_stay_text(model: ServedModel) -> None:
 
 
 @given(st.text(alphabet="ab \n漢1", max_size=12))
-def test_guarded_and_plain_encoding_agree(model: ServedModel, content: str) -> None:
-    """The piecewise way gives the same ids as the tokenizer's own, where both may be used."""
-    text = model.template.render([{"role": "user", "content": content}], True, WALL_US)
-    assert model.template._encode_marked(text) == model.vocabulary.encode(text, special=True)
+def test_a_chat_is_encoded_as_its_text_is(model: ServedModel, content: str) -> None:
+    messages = [{"role": "user", "content": content}]
+    text = model.template.render(messages, True, WALL_US)
+    assert model.template.encode(messages, None, True, WALL_US) == model.vocabulary.encode(text, special=True)
 
 
 def test_content_parts_are_joined(model: ServedModel) -> None:

@@ -84,9 +84,9 @@ def test_control_tokens_are_text_unless_asked_for(smollm: Vocabulary) -> None:
 def test_facts(name: str, request: pytest.FixtureRequest) -> None:
     vocabulary: Vocabulary = request.getfixturevalue(name)
     assert vocabulary.size == len(TOKENS)
-    assert vocabulary.special_tokens == {token: i for i, token in enumerate(CONTROLS)}
+    assert vocabulary.controls == {token: i for i, token in enumerate(CONTROLS)}
     assert (vocabulary.bos_token, vocabulary.eos_token) == ("<|im_start|>", "<|im_end|>")
-    assert vocabulary.eos_ids == ((2,) if name == "smollm" else (2, 0))
+    assert vocabulary.eos_ids == (2, 0)
     assert (vocabulary.chat_template, vocabulary.context_tokens) == (TEMPLATE, 128)
     assert vocabulary.prefix_ids == ()
     assert vocabulary.token_bytes[1] == b""
