@@ -251,6 +251,7 @@ class Open:
     echo: bool = False  # the text starts with the prompt, which PromptTokens bring
     prompt_logprobs: bool = False
     parent_span: str = ""  # as in Tokenized
+    stop_ids: Ints = field(default_factory=ints)  # they end the text and, but for `include_stop`, have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,8 @@ class SequenceStream:
         self.reason = ""
         self._sent = 0
         self._pieces: list[str] = []
-        self._decoder = TextDecoder(vocabulary)
+        silent = () if opened.include_stop else opened.stop_ids
+        self._decoder = TextDecoder(vocabulary, frozenset(silent))
         # None when not asked for
         self._shape = LogprobShape(vocabulary, opened.format == "chat") if opened.logprobs else None
         self._scores: list[Score] = []
@@ -156,18 +157,22 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 
 class TextDecoder:
-    """Incremental form of `Vocabulary.decode`: the pieces concatenate to the whole, exactly."""
+    """Incremental form of `Vocabulary.decode`: the pieces concatenate to the whole, exactly. The ids in
+    `silent` have no text: each ends its sequence, so nothing follows."""
 
-    __slots__ = ("_rest", "_strip", "_table")
+    __slots__ = ("_rest", "_silent", "_strip", "_table")
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, silent: frozenset[int] = frozenset()) -> None:
         self._table = vocabulary.token_bytes
+        self._silent = silent
         self._rest = b""  # the beginning of a character
         self._strip = vocabulary.strips_leading_space
 
     def feed(self, ids: array[int]) -> str:
         """The text that `ids` complete. Ids outside the vocabulary (a padded output layer may
         produce them) have no text."""
+        if ids and ids[-1] in self._silent:
+            ids = ids[:-1]
         try:
             data = b"".join([self._table[i] for i in ids])
         except IndexError:

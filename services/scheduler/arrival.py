@@ -104,6 +104,7 @@ def open_message(sequence: Sequence) -> Open:
         tokens=sequence.tokens[sequence.prompt_tokens : sequence.prompt_tokens + kept],
         include_usage=asked.include_usage,
         parent_span=asked.parent_span,
+        stop_ids=asked.stop_ids,
     )
 
 

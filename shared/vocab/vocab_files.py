@@ -114,7 +114,7 @@ def _eos_ids(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> tup
 
 
 def _prefix_ids(tokenizer: Tokenizer, config: dict[str, Any], bos: int | None) -> tuple[int, ...]:
-    """What the tokenizer puts before a text; `add_bos_token` decides where it is given, as in transformers."""
+    """What the tokenizer puts before a text. As in transformers `add_bos_token` decides, where given."""
     asked = config.get("add_bos_token")
     if asked is not None:
         return (bos,) if asked and bos is not None else ()

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from support.pipeline.five_actors import Connect, Pipeline
+from support.token_tap import Tap
 
+from services.tokenizer.actor import load_model
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, DuplicateRequest, Unavailable, UnknownModel
 
 CHAT: dict[str, Any] = {
@@ -71,6 +73,24 @@ async def test_a_stop_string_ends_the_answer_before_it(pipeline: Pipeline) -> No
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert reply["choices"][0]["message"]["content"] == full[: full.index(stop)]
     assert reply["usage"]["completion_tokens"] < 40
+    await pipeline.assert_idle()
+
+
+async def test_a_stop_token_ends_the_answer_and_has_no_text(pipeline: Pipeline, connect: Connect) -> None:
+    """Unless its text is asked for; it counts as a token either way."""
+    tap = Tap()
+    await (await connect()).subscribe(f"hr.{pipeline.settings.fleet}.detokenizer.*.in.*", tap.take)
+    body = {**CHAT, "max_tokens": 40}
+    await pipeline.client.complete({**body, "request_id": "full"})
+    ids, text_of_ids = tap.ids["full", 0], load_model(pipeline.settings).vocabulary.decode
+    at = next(i for i in range(5, 40) if ids[i] not in ids[:i] and text_of_ids([ids[i]]))
+    body["stop_token_ids"] = [ids[at]]
+    for more, shown in (({}, ids[:at]), ({"include_stop_str_in_output": True}, ids[: at + 1])):
+        reply = await pipeline.client.complete({**body, **more})
+        assert reply["choices"][0]["finish_reason"] == "stop"
+        assert reply["choices"][0]["message"]["content"] == text_of_ids(shown)
+        assert await text_of(pipeline, {**body, **more}) == text_of_ids(shown)
+        assert reply["usage"]["completion_tokens"] == at + 1
     await pipeline.assert_idle()
 
 

@@ -135,6 +135,7 @@ REQUESTS: tuple[Message, ...] = (
         echo=True,
         prompt_logprobs=True,
         parent_span="00f067aa0ba902b7",
+        stop_ids=ints([0, 2]),
     ),
     Tokens(
         executor="e0",

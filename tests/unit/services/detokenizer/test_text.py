@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.text_models import trained, write_bpe_gguf, write_sentencepiece_gguf
 
 from services.detokenizer.text import SequenceStream, StopFinder, TextDecoder, TokenGap
-from shared.messages import Open
+from shared.messages import Open, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
@@ -46,7 +46,10 @@ def pieces_of(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 def stream_of(
-    vocabulary: Vocabulary, stop: tuple[str, ...] = (), include_stop: bool = False
+    vocabulary: Vocabulary,
+    stop: tuple[str, ...] = (),
+    include_stop: bool = False,
+    stop_ids: tuple[int, ...] = (),
 ) -> SequenceStream:
     return SequenceStream(
         Open(
@@ -58,6 +61,7 @@ def stream_of(
             inbox="i",
             stop=stop,
             include_stop=include_stop,
+            stop_ids=ints(stop_ids),
         ),
         vocabulary,
     )
@@ -127,6 +131,25 @@ def test_stop_index_is_the_token_that_completes_it(letters: Vocabulary) -> None:
     assert (delta.first, delta.count, delta.text) == (0, 6, "a ")
     assert stream.close(8, "length") == 6
     assert stream.reason == "stop"
+
+
+@pytest.mark.parametrize("stop", [(), ("zz", "!")])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_has_no_text_unless_asked_for(
+    letters: Vocabulary, stop: tuple[str, ...], include: bool
+) -> None:
+    """It counts as a token, and as one of a prefix that is sent again; nor does it complete a stop string."""
+    for cuts in ([], [1], [1, 2]):
+        stream = stream_of(letters, stop, include_stop=include, stop_ids=(3 + ord("!"),))
+        ids = [3 + byte for byte in b"ab!"]
+        at = 0
+        for piece in pieces_of(ids, cuts):
+            stream.take(at, array("i", piece))
+            at += len(piece)
+        assert stream.close(3, "stop") == 3
+        assert stream.drain().text == ("ab!" if include else "ab")
+        assert stream.reason == "stop"
+        assert list(stream.ids) == ids
 
 
 def test_an_earlier_close_wins_over_the_stop_string(letters: Vocabulary) -> None:
