@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.tokenizer.structured_output import Tools, parsed, spelled, told
@@ -42,7 +43,7 @@ class ChatTemplate:
         self._mark = vocabulary.secret + "u{}x"
         self._marks = re.compile(self._mark.format(r"(\d+)"))
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
@@ -114,6 +115,16 @@ class ChatTemplate:
         if isinstance(value, dict):
             return {self._guard(key, control): self._guard(item, control) for key, item in value.items()}
         return value
+
+
+class Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks what a model wrote, for those who train on it."""
+
+    tags = {"generation"}  # noqa: RUF012  (as the base class has it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:

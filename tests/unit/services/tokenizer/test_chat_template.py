@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.text_models import CONTROLS, TEMPLATE, write_bpe_gguf, write_hf_folder
 from tokenizers import AddedToken, Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.tokenizer.actor import load_model
 from services.tokenizer.chat_template import ChatTemplate
@@ -132,3 +133,16 @@ def test_tokens_that_swallow_the_space_beside_them(tmp_path: Path, attack: str) 
         file = str(tmp_path / "m" / "tokenizer.json")
         text = ChatTemplate(vocabulary).render(messages, False, WALL_US)
         assert ids == Tokenizer.from_file(file).encode(text, add_special_tokens=False).ids
+
+
+def test_what_a_model_wrote_may_be_named_in_a_template(tmp_path: Path) -> None:
+    template = (
+        "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 2 %}"
+        "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ x }}{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    vocabulary = gguf_of(tmp_path, 3, template)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert ChatTemplate(vocabulary).render(messages, False, WALL_US) == "ab<|im_end|>1"
+    written = render_jinja_template([messages], chat_template=template)[0]
+    assert written == ["ab<|im_end|>1"]
