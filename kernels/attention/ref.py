@@ -32,7 +32,12 @@ def attend_decode(query: Tensor, kv: Tensor, layer: int, tables: Tensor, mask: T
     key, value = (each.to(query.dtype) for each in gather_kv(kv, layer, tables))
     tokens, kv_heads = mask.shape[-1], key.shape[1]
     grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
-    out = F.scaled_dot_product_attention(grouped, key[:, :, :tokens], value[:, :, :tokens], attn_mask=mask)
+    key, value = key[:, :, :tokens], value[:, :, :tokens]
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask)
+    if not out.isfinite().all():  # what a block held before may be NaN, and 0 * NaN is NaN
+        past_end = mask.transpose(-1, -2) < 0
+        key, value = key.masked_fill(past_end, 0.0), value.masked_fill(past_end, 0.0)
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask)
     return out.reshape(rows, heads, dim)
 
 

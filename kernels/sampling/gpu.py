@@ -12,6 +12,9 @@ same is tried with the 96 best groups. Their logits at or above that bound are t
 one kept is found by bisection of its key: exact, no sort, no random number of rounds. Keys are the bits of a
 float32 in an order that integers have. A row whose filter keeps more than there is room for (a flat
 distribution, a large top-k) is bisected over all its logits, by the same program: slower, as exact.
+
+A row whose largest logit is not finite (NaN counts as infinity, which the first pass writes down) has no
+token: it is FLAWED, its slot is done, and it goes through the kernel as a greedy row does, which always ends.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sampling.ref import GROUP_TOKENS
+from kernels.sampling.ref import FLAWED, GROUP_TOKENS
 
 _PER_PROGRAM = 8  # groups of pass 1
 _TRIED = 96  # groups whose logits are candidates
 _CANDIDATES = 2048  # logits that it bisects
 _SCAN = 16  # groups read at a time
+_FLAWED = tl.constexpr(FLAWED)
 LOWEST = tl.constexpr(-0x7FFFFFFF)  # below the key of minus infinity
 
 
@@ -266,6 +270,7 @@ def _groups(
     group = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    value = tl.where(value < float("inf"), value, float("inf"))  # a maximum may pass over a NaN
     temperature = tl.load(filters + tl.load(slots + row).to(tl.int64) * 4)
     temperature = tl.where(temperature > 0, temperature, 1.0)
     most = tl.max(value, 1)
@@ -304,15 +309,16 @@ def _choose(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position, seed = tl.load(positions + row), tl.load(seeds + slot)
-    heat = tl.load(filters + slot * 4)
     top_k, top_p = tl.load(filters + slot * 4 + 1).to(tl.int32), tl.load(filters + slot * 4 + 2)
     min_p = tl.load(filters + slot * 4 + 3)
-    temperature = tl.where(heat > 0, heat, 1.0)
     logits += row * vocab
     g = tl.arange(0, GROUPS_PAD)
     most = tl.load(maxima + row * groups + g, mask=g < groups, other=-float("inf"))
     mass = tl.load(masses + row * groups + g, mask=g < groups, other=0.0)
     best = tl.max(most, 0)
+    sound = (best > -float("inf")) & (best < float("inf"))
+    heat = tl.where(sound, tl.load(filters + slot * 4), 0.0)
+    temperature = tl.where(heat > 0, heat, 1.0)
     least = tl.full([], LOWEST, tl.int64)
     if heat > 0:
         if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
@@ -336,17 +342,18 @@ def _choose(
     if heat > 0:
         score = (value - best) / temperature + noise(seed, token, position, 0)
         score = tl.where((token < vocab) & (key_of(value) >= least.to(tl.int32)), score, -float("inf"))
-    answer = chosen * GROUP + tl.argmax(score, 0)
+    answer = tl.where(sound, chosen * GROUP + tl.argmax(score, 0), -1)
 
     before = tl.load(done + slot)
     s = tl.arange(0, STOPS)
     stopped = tl.sum((tl.load(stop_ids + slot * STOPS + s) == answer).to(tl.int32), 0) > 0
     stopped = stopped | (position + 1 >= tl.load(max_lengths + slot))
+    ended = tl.where(sound, stopped.to(tl.int32), _FLAWED)
     tl.store(ids + row, tl.where(before != 0, -1, answer))
-    tl.store(dones + row, tl.where(before != 0, 2, stopped.to(tl.int32)))
+    tl.store(dones + row, tl.where(before != 0, 2, ended))
     if before == 0:
-        tl.store(last_tokens + slot, answer)
-        tl.store(done + slot, stopped.to(tl.int32))
+        tl.store(last_tokens + slot, tl.maximum(answer, 0))  # read though it is done: it must be a token
+        tl.store(done + slot, tl.where(ended != 0, 1, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +401,8 @@ def choose(
     logits: Tensor, slots: Tensor, positions: Tensor, choices: Choices, room: Scratch, chosen: Chosen
 ) -> None:
     """A token for each row of `logits` `[rows, vocab]`: that of slot `slots[row]` for place `positions[row]`
-    of its sequence. Slots that are done get id -1 and done 2, as in a StepResult; others move on."""
+    of its sequence. Slots that are done get id -1 and done 2, as in a StepResult; others move on, or end with
+    id -1 and done FLAWED."""
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, GROUP_TOKENS)
     _groups[(rows, triton.cdiv(groups, _PER_PROGRAM))](

@@ -173,7 +173,7 @@ COMMON: dict[str, Schema] = {
     "include_stop_str_in_output": {"type": "boolean"},
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 10},
+    "repetition_penalty": _number(0.01, 10),
     "logit_bias": {
         "type": "object",
         "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},

@@ -124,7 +124,11 @@ def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> 
         else:
             refused = reason.startswith(ROW_REFUSED)
             why = reason.removeprefix(ROW_REFUSED) if refused else f"{executor.source}: {reason}"
+            blocks = [block for s in sequence.request.sequences for block in s.table]
             finish.fail(state, sequence.request, 400 if refused else 500, why)
+            if not refused:  # what it has computed may be NaN: nobody begins with that
+                for block in blocks:
+                    executor.ledger.forget(block)
 
 
 def _note(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:

@@ -31,6 +31,7 @@ REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 64
 MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES = 1024, 64, 20, 4096
 MAX_TIMEOUT_S = 86_400
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: in float32 a far smaller one makes infinity
 MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, and an int on every wire
 MAX_ERROR_CHARS = 400  # an error rides in a header as well; what it quotes of a request may be long
 
@@ -121,7 +122,7 @@ class GenerateRequest(BaseModel):
     include_stop_str_in_output: bool = False
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=10)
     logit_bias: dict[TokenKey, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
     logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS + 1)  # 0 = none, else 1 + number of alternatives
     stream: bool = False

@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels.attention import write_rows
 from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.cpu.linear import ROW_TILE
+from services.executor.sampling.sampler import flaw_codes, row_flaws
 from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan, ints
 
@@ -241,21 +242,27 @@ class Slots:
             self.tables[slot, first : first + count] = plan.table_blocks[at : at + count]
             at += count
 
-    def advance(self, slots: list[int], ids: Tensor, positions: list[int]) -> tuple[Ints, Ints]:
-        """Take one sampled token for each of `slots`, at its place `positions` in the sequence.
+    def advance(
+        self, slots: list[int], ids: Tensor, positions: list[int]
+    ) -> tuple[Ints, Ints, dict[int, str]]:
+        """Take one sampled token, or one of FLAWS, for each of `slots`, at its place `positions` in the
+        sequence.
 
-        Returns the ids and the done column of a StepResult, on the host: waits for the device.
+        Returns the ids and the done column of a StepResult, on the host, and why rows have no token, by
+        index: waits for the device.
         """
         at = torch.tensor(slots, device=ids.device)
         lengths = torch.tensor(positions, device=ids.device) + 1
-        before = self.done[at]
+        before, flawed = self.done[at], ids < 0
         stopped = (ids.unsqueeze(1) == self._stop_ids[at]).any(1) | (lengths >= self._max_length[at])
-        self.last_token[at] = torch.where(before, self.last_token[at], ids)
-        self.done[at] = before | stopped
-        column = torch.where(before, _NO_TOKEN, ids)
-        chosen, ended = torch.stack((column, torch.where(before, 2, stopped.long()))).tolist()
+        codes = torch.where(flawed, flaw_codes(ids), stopped.long())
+        self.last_token[at] = torch.where(before | flawed, self.last_token[at], ids)
+        self.done[at] = before | stopped | flawed
+        column = torch.where(before | flawed, _NO_TOKEN, ids)
+        chosen, ended = torch.stack((column, torch.where(before, 2, codes))).tolist()
+        flaws = row_flaws(ended)
         self._note(slots, chosen, positions)
-        return ints(chosen), ints(ended)
+        return ints(chosen), ints(ended), flaws
 
     def take(self, slots: list[int], ids: Ints, done: Ints, positions: list[int]) -> None:
         """As `advance`, with the columns that it has given on another rank."""

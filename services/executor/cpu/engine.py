@@ -114,7 +114,7 @@ class TorchBackend:
         with self._host_rows.beside(pending.forwarded):
             chosen = self._host_rows.choose(self._sampler, logits, slots, positions, self._slots.tokens)
             self._slots.end([slots[row] for row in chosen.failures])
-            ids, done = self._slots.advance(slots, chosen.ids, positions)
+            ids, done, flaws = self._slots.advance(slots, chosen.ids, positions)
             found = logprobs(logits, chosen.ids, [self._asked[slot] for slot in slots])
         return StepOutput(
             ids=ids,
@@ -125,7 +125,7 @@ class TorchBackend:
             top_ids=found.top_ids,
             top_logprobs=found.top_values,
             host_us=chosen.host_us,
-            row_errors=tuple(chosen.failures.items()),
+            row_errors=tuple((flaws | chosen.failures).items()),
             pieces=pending.pieces(),
         )
 

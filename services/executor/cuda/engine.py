@@ -32,7 +32,7 @@ from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import CUT_TOKENS, LEAST, split, two_stream_tokens
 from services.executor.sampling.host_sampling import HostRows
-from services.executor.sampling.sampler import Sampler, logprobs
+from services.executor.sampling.sampler import Sampler, logprobs, row_flaws
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -187,10 +187,13 @@ class CudaBackend:
         pending.forwarded.synchronize()
         self._computed = pending.forwarded  # not before: a copy would wait for a step that has no result yet
         ids, done = answer[:, : len(positions)].tolist()
+        flaws = row_flaws(done)
         for known, token, position in zip(pending.tokens, ids, positions, strict=True):
             if token >= 0 and position == len(known):
                 known.append(token)
-        return StepOutput(ids=ints(ids), done=ints(done), pieces=pending.pieces())
+        return StepOutput(
+            ids=ints(ids), done=ints(done), row_errors=tuple(flaws.items()), pieces=pending.pieces()
+        )
 
     def _sample_by_torch(self, pending: Pending, positions: list[int]) -> StepOutput:
         slots, logits = list(pending.plan.sample_slots), pending.logits
@@ -202,6 +205,7 @@ class CudaBackend:
             answer = self._choose(processed.logits, slots, positions)
             found = logprobs(logits, answer[0], [self._asked[slot] for slot in slots])
             ids, done = answer[1:].tolist()
+        failures = row_flaws(done) | processed.failures
         for slot, token, position in zip(slots, ids, positions, strict=True):
             known = self._slots.tokens(slot)
             if token >= 0 and position == len(known):
@@ -214,7 +218,7 @@ class CudaBackend:
             top_ids=found.top_ids,
             top_logprobs=found.top_values,
             host_us=processed.host_us,
-            row_errors=tuple(processed.failures.items()),
+            row_errors=tuple(failures.items()),
             pieces=pending.pieces(),
         )
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from kernels.inputs.gpu import SlotState
 from kernels.sampling.gpu import Choices
+from services.executor.sampling.sampler import filters_of, flaw_codes
 from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan
 
-STOP_IDS = 32  # of a slot; a power of two
+STOP_IDS = 128  # of a slot; a power of two, and more than a request may ask for with all ends of a model
 _NO_TOKEN = -1
 _SIGN = 1 << 63
 
@@ -79,9 +80,7 @@ class CudaSlots:
         self._set("last", slot, [opened.tokens[-1] if opened.tokens else 0])
         self._set("done", slot, [0])
         self._set("length", slot, [limit])
-        wanted = opened.sampling
-        filters = np.array([wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p], dtype=np.float32)
-        self._set("filter", slot, filters.view(np.int32))
+        self._set("filter", slot, filters_of(opened.sampling).view(np.int32))
         self._set("seed", slot, np.array([(opened.seed ^ _SIGN) - _SIGN], dtype=np.int64).view(np.int32))
         self._set("stop", slot, [*opened.stop_ids, *[_NO_TOKEN] * (STOP_IDS - len(opened.stop_ids))])
 
@@ -156,13 +155,14 @@ def take(choices: Choices, slots: list[int], ids: Ints, done: Ints) -> None:
 def advance(choices: Choices, slots: list[int], ids: Tensor, positions: list[int]) -> tuple[Tensor, Tensor]:
     """What the sampler's kernel does once a token is chosen, in torch: for rows that are sampled outside it.
 
-    Takes one token for each of `slots`, at its place of the sequence; the ids and the done column of a
-    StepResult, on the device."""
+    Takes one token, or one of FLAWS, for each of `slots`, at its place of the sequence; the ids and the done
+    column as the kernel gives them, on the device."""
     at = torch.tensor(slots, device=ids.device)
     lengths = torch.tensor(positions, device=ids.device) + 1
     chosen = ids.int()
-    before = choices.done[at] != 0
+    before, flawed = choices.done[at] != 0, chosen < 0
     stopped = (chosen.unsqueeze(1) == choices.stop_ids[at]).any(1) | (lengths >= choices.max_lengths[at])
-    choices.last_tokens[at] = torch.where(before, choices.last_tokens[at], chosen)
-    choices.done[at] = (before | stopped).int()
-    return torch.where(before, _NO_TOKEN, chosen), torch.where(before, 2, stopped.int())
+    ended = torch.where(flawed, flaw_codes(chosen), stopped.int())
+    choices.last_tokens[at] = torch.where(before, choices.last_tokens[at], chosen.clamp(min=0))
+    choices.done[at] = (before | (ended != 0)).int()
+    return torch.where(before | flawed, _NO_TOKEN, chosen), torch.where(before, 2, ended)

@@ -213,7 +213,8 @@ def choose(
     ids = sampler.propose(logits, slots, positions)
     chosen = ids.tolist()
     chosen_ns = time.monotonic_ns()
-    again, failed = grammars.refused(chosen, [row for row in rows if row not in first], slots, tokens)
+    tried = [row for row in rows if row not in first and chosen[row] >= 0]
+    again, failed = grammars.refused(chosen, tried, slots, tokens)
     failures |= failed
     if again:
         at = torch.tensor(again, device=logits.device)

@@ -37,7 +37,8 @@ class Processed:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Ids `[rows]`, the time on the host, and why rows failed, by index."""
+    """Ids `[rows]` as Sampler.choose gives them, the time on the host, and why rows failed, by index; the id
+    of such a row means nothing."""
 
     ids: Tensor
     host_us: int

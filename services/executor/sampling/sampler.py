@@ -2,6 +2,9 @@
 
 Order: penalties, logit bias, then the most likely token, or temperature, top-k, top-p, min-p and a draw.
 Work that no row asked for is not done. A draw depends on the slot's seed, the position and the logits only.
+
+A row without a finite largest logit (NaN, infinity, nothing left to choose) has no token: its id is one of
+FLAWS. No other row sees it: whatever is computed for several rows at once finds zeros in its place.
 """
 
 from __future__ import annotations
@@ -13,9 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.sampling import draw, keep_likely, penalize
-from shared.messages import Floats, Ints, SlotOpen, floats, ints
+from kernels.sampling import FLAWED, draw, keep_likely, penalize
+from shared.messages import ROW_REFUSED, Floats, Ints, Sampling, SlotOpen, floats, ints
 
+# Ids of rows that have no token, and why. The second is the request's own fault.
+BY_MODEL, BY_REQUEST = -1, -2
+FLAWS = {
+    BY_MODEL: "the logits of this sequence are not finite: NaN, infinity, or no token may follow",
+    BY_REQUEST: f"{ROW_REFUSED}its penalties and logit_bias leave no finite logits: ask for milder ones",
+}
+_COLDEST = 1e-6  # temperature: below it only equal logits would share the draw
+_LEAST = float(np.finfo(np.float32).tiny)  # below it float32 rounds, or a device flushes, to zero
+_MOST_TOP_K = 1 << 24  # exact in float32, and beyond any vocabulary
 _SIGN = 1 << 63
 _AGAIN = 0x5851F42D4C957F2D  # any constant: Philox of another key is another sequence
 _Seeds = NDArray[np.int64]
@@ -43,7 +55,7 @@ class Sampler:
         """Take a slot's sampling; counts start from the tokens it brings."""
         slot, wanted = opened.slot, opened.sampling
         self.close(slot)
-        self._filters[slot] = (wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p)
+        self._filters[slot] = filters_of(wanted)
         self._seeds[slot] = (opened.seed ^ _SIGN) - _SIGN  # the bits of a uint64 as int64
         penalties = (wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty)
         if penalties != (1.0, 0.0, 0.0):
@@ -64,8 +76,8 @@ class Sampler:
         return bool(temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0))
 
     def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
-        """A token for each row of `logits` `[rows, vocab]`, float32: ids `[rows]`. Row i is for `slots[i]`,
-        and its token takes place `positions[i]` of the sequence. `logits` is left as it is."""
+        """A token for each row of `logits` `[rows, vocab]`, float32: ids `[rows]`, or one of FLAWS. Row i is
+        for `slots[i]`, its token takes place `positions[i]` of the sequence. `logits` is left as it is."""
         ids = self.propose(logits, slots, positions)
         self.remember(slots, ids)
         return ids
@@ -77,31 +89,49 @@ class Sampler:
         made `again` is independent of the first one for the same place."""
         adjusted = self._adjust(logits, slots)
         hot = [i for i, slot in enumerate(slots) if self._filters[slot, 0] > 0]
-        if not hot:
-            ids = _likeliest(adjusted)
-        elif len(hot) == len(slots):
-            ids = self._draw(adjusted, slots, positions, self._seeds ^ _AGAIN * again)
+        seeds = self._seeds ^ _AGAIN * again
+        if len(hot) == len(slots):
+            best = adjusted.amax(-1)
+            ids = self._draw(adjusted, best, slots, positions, seeds)
         else:
-            ids = _likeliest(adjusted)
-            rows = torch.tensor(hot, device=self._device)
-            some, places = [slots[i] for i in hot], [positions[i] for i in hot]
-            ids[rows] = self._draw(adjusted[rows], some, places, self._seeds ^ _AGAIN * again)
-        return ids
+            ids = _likeliest(adjusted)  # a NaN is the likeliest of its row
+            best = adjusted.gather(1, ids.unsqueeze(1)).squeeze(1)
+            if hot:
+                rows = torch.tensor(hot, device=self._device)
+                some, places = [slots[i] for i in hot], [positions[i] for i in hot]
+                ids[rows] = self._draw(adjusted[rows], best[rows], some, places, seeds)
+        return self._flagged(ids, best, logits, changed=adjusted is not logits)
 
-    def _draw(self, logits: Tensor, slots: list[int], positions: list[int], seeds: _Seeds) -> Tensor:
+    def _flagged(self, ids: Tensor, best: Tensor, logits: Tensor, *, changed: bool) -> Tensor:
+        """`ids`, and one of FLAWS where the largest logit, `best`, is not finite. `logits` are those before
+        the slots' wishes, which have `changed` some."""
+        sound = best.isfinite()
+        if not sound.is_cuda and bool(sound.all()):  # on a GPU to ask would be to wait
+            return ids
+        why = torch.full_like(ids, BY_MODEL)
+        if changed:
+            why.masked_fill_(logits.amax(-1).isfinite(), BY_REQUEST)
+        return torch.where(sound, ids, why)
+
+    def _draw(
+        self, logits: Tensor, best: Tensor, slots: list[int], positions: list[int], seeds: _Seeds
+    ) -> Tensor:
         step = 1 if self._by_row else len(slots)  # by row: vector tails must not fall by batch size
-        parts = [
-            self._draw_rows(logits[i : i + step], slots[i : i + step], positions[i : i + step], seeds)
-            for i in range(0, len(slots), step)
-        ]
+        cuts = [slice(i, i + step) for i in range(0, len(slots), step)]
+        parts = [self._draw_rows(logits[c], best[c], slots[c], positions[c], seeds) for c in cuts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _draw_rows(self, logits: Tensor, slots: list[int], positions: list[int], seeds: _Seeds) -> Tensor:
+    def _draw_rows(
+        self, logits: Tensor, best: Tensor, slots: list[int], positions: list[int], seeds: _Seeds
+    ) -> Tensor:
         filters = self._filters[slots]
         on_device = torch.from_numpy(filters).to(self._device)
         temperature, top_k, top_p, min_p = on_device.unbind(1)
         # Relative to the largest, so that a tiny temperature cannot overflow.
-        scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(1))
+        scaled = (logits - best.unsqueeze(1)).div_(temperature.unsqueeze(1))
+        unsound = ~best.isfinite()
+        if unsound.is_cuda or bool(unsound.any()):  # see _flagged
+            scaled.masked_fill_(unsound.unsqueeze(1), 0.0)
         if (filters[:, 1] > 0).any() or (filters[:, 2] < 1).any() or (filters[:, 3] > 0).any():
             scaled = keep_likely(scaled, top_k.long(), top_p, min_p)
         keys = torch.from_numpy(seeds[slots]).to(self._device)
@@ -138,9 +168,31 @@ class Sampler:
         counted = [i for i, slot in enumerate(slots) if slot in self._penalties]
         if counted and self._counts is not None and self._seen is not None:
             at = torch.tensor([slots[i] for i in counted], device=self._device)
-            chosen = ids[torch.tensor(counted, device=self._device)]
+            chosen = ids[torch.tensor(counted, device=self._device)].clamp_(min=0)
             self._counts[at, chosen] += 1
             self._seen[at, chosen] = True
+
+
+def filters_of(wanted: Sampling) -> NDArray[np.float32]:
+    """Temperature, top-k, top-p and min-p, as samplers read them: what is too small for float32 becomes what
+    it tends to, a greedy choice, the likeliest token alone, no filter."""
+    temperature = wanted.temperature if wanted.temperature >= _COLDEST else 0.0
+    min_p = wanted.min_p if wanted.min_p >= _LEAST else 0.0
+    top_k = min(wanted.top_k, _MOST_TOP_K)
+    return np.array((temperature, top_k, max(wanted.top_p, _LEAST), min_p), dtype=np.float32)
+
+
+def flaw_codes(ids: Tensor) -> Tensor:
+    """FLAWS among `ids` as they are told in a done column: FLAWED for the first, as the kernel does."""
+    return FLAWED + BY_MODEL - ids
+
+
+def row_flaws(done: list[int]) -> dict[int, str]:
+    """Why rows of such a column have no token, by index; their entries become those of a StepResult."""
+    flaws = {row: FLAWS[FLAWED + BY_MODEL - code] for row, code in enumerate(done) if code >= FLAWED}
+    for row in flaws:
+        done[row] = 2
+    return flaws
 
 
 def _likeliest(logits: Tensor) -> Tensor:
@@ -171,7 +223,8 @@ def logprobs(logits: Tensor, ids: Tensor, asked: list[int]) -> Logprobs:
     at = torch.tensor(rows, device=logits.device)
     table = logits[at].log_softmax(-1)
     chosen = [0.0] * len(asked)
-    for row, value in zip(rows, table.gather(1, ids[at, None]).squeeze(1).tolist(), strict=True):
+    its = ids[at, None].clamp(min=0)  # rows without a token mean nothing
+    for row, value in zip(rows, table.gather(1, its).squeeze(1).tolist(), strict=True):
         chosen[row] = value
     counts = [max(wanted - 1, 0) for wanted in asked]
     top = table.topk(min(max(counts), table.shape[-1]))

@@ -1,12 +1,13 @@
-"""A choice whose logits processor fails takes its request with it: the client has its error by then."""
+"""A choice that fails takes its request with it, since the client has its error by then; and nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from support.scheduler.world import World
 
-from shared.messages import ints
+from shared.messages import ROW_REFUSED, ints
 
 
 def test_the_other_choices_of_a_request_end_with_the_one_that_failed() -> None:
@@ -35,4 +36,42 @@ def test_the_other_choices_of_a_request_end_with_the_one_that_failed() -> None:
     assert closes[0].message == "executor.e1: logits processor x: no"
     world.run()
     world.assert_answers("other")
+    world.assert_idle()
+
+
+@pytest.mark.parametrize(("why", "code", "cached"), [("NaN", 500, 0), (f"{ROW_REFUSED}mild", 400, 12)])
+def test_nobody_begins_with_what_a_sequence_that_failed_has_computed(
+    why: str, code: int, cached: int
+) -> None:
+    world = World()
+    world.add_engine()
+    prompt = list(range(5, 18))
+    world.ask("bystander", [1, 2, 3], 6)
+    world.ask("r", prompt, 4)
+    world.deliver()
+    while world.results["e1"]:
+        (bad,) = [r.sequences[0] for r in world.scheduler.state.requests.values() if r.asked.request == "r"]
+        result = world.results["e1"][0]
+        slots = list(world.plans[result.step - 1].sample_slots)
+        if bad.slot in slots:
+            row = slots.index(bad.slot)
+            ids, done = list(result.ids), list(result.done)
+            ids[row], done[row] = -1, 2
+            world.results["e1"][0] = dataclasses.replace(
+                result, ids=ints(ids), done=ints(done), row_errors=((row, why),)
+            )
+            world.deliver()
+            break
+        world.deliver()
+    (reader,) = world.readers_of("r")
+    assert reader.closed is not None
+    assert reader.closed.code == code
+    world.run()
+    world.assert_answers("bystander")
+    world.ask("again", prompt, 4)
+    world.run()
+    world.assert_answers("again")
+    (reader,) = world.readers_of("again")
+    assert reader.closed is not None
+    assert reader.closed.usage.cached_tokens == cached
     world.assert_idle()

@@ -244,6 +244,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "temperature": 2.5}, "temperature", "less than or equal to 2"),
     ({"prompt": "x", "temperature": float("nan")}, "temperature", "finite"),
     ({"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),
+    ({"prompt": "x", "repetition_penalty": 1e-40}, "repetition_penalty", "greater than or equal to 0.01"),
     ({"prompt": "x", "n": 0}, "n", "greater than or equal to 1"),
     ({"prompt": "x", "n": True}, "n", "valid integer"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.executor.plan_maker import PlanMaker, Row
 
+from kernels.sampling import FLAWED
 from services.executor.cuda.input_batch import Layout, arrange, fill, samples_of, split_dense, tiles_of
 from services.executor.cuda.kernel_configs import (
     WIDE,
@@ -17,6 +18,7 @@ from services.executor.cuda.kernel_configs import (
 )
 from services.executor.cuda.slot_table import STOP_IDS, CudaSlots, advance, end_slots, take
 from services.executor.parallel.step_split import Chunk, split
+from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, FLAWS, row_flaws
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.errors import EngineError
 from shared.messages import Sampling, SlotOpen, ints
@@ -83,8 +85,8 @@ def test_what_another_stage_has_chosen_is_set_with_the_next_step(slots: CudaSlot
 def test_what_a_slot_must_not_ask(slots: CudaSlots) -> None:
     with pytest.raises(EngineError, match="slot 4 is not one of 4 slots"):
         slots.open(opened(4, [1]))
-    with pytest.raises(EngineError, match="slot 0 has 33 stop ids; at most 32"):
-        slots.open(opened(0, [1], stop_ids=ints(range(33))))
+    with pytest.raises(EngineError, match="slot 0 has 129 stop ids; at most 128"):
+        slots.open(opened(0, [1], stop_ids=ints(range(129))))
     with pytest.raises(EngineError, match="slot 3, which is not open"):
         slots.tokens(3)
 
@@ -156,6 +158,22 @@ def test_slots_that_are_sampled_in_torch_end_as_in_the_kernel(slots: CudaSlots) 
     assert slots.choices.last_tokens[:4].tolist() == [5, 6, 7, 2]
     slots.close(0)
     slots.reset()
+
+
+def test_rows_that_torch_gives_no_token_end_as_in_the_kernel(slots: CudaSlots) -> None:
+    made = maker()
+    for slot in range(4):
+        slots.open(opened(slot, [1, 2]))
+    made.tables = {slot: [] for slot in range(4)}
+    settle(slots, made, [Row(0, 0, 1)])
+    end_slots(slots.choices, [3])
+    flawed = torch.tensor([BY_MODEL, 6, BY_REQUEST, BY_MODEL])
+    ids, done = (each.tolist() for each in advance(slots.choices, [0, 1, 2, 3], flawed, [4] * 4))
+    assert (ids, done) == ([-1, 6, -1, -1], [FLAWED, 0, FLAWED + 1, 2])
+    assert slots.choices.done[:4].tolist() == [1, 0, 1, 1]
+    assert slots.choices.last_tokens[:4].min() >= 0  # read though they are done
+    assert row_flaws(done) == {0: FLAWS[BY_MODEL], 2: FLAWS[BY_REQUEST]}
+    assert done == [2, 0, 2, 2]
 
 
 def test_layouts_by_device_and_tokens() -> None:

@@ -1,0 +1,57 @@
+"""The sampler's kernels and rows whose logits are not finite: they end without a token, and alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.executor.gpu_side import DEVICE, normal, words
+
+from kernels.sampling import FLAWED
+from kernels.sampling.gpu import Choices, Chosen, choose, scratch
+
+LEAST = 1.1754944e-38
+FILTERS = [
+    (0, 0, 1, 0), (1, 0, 1, 0), (0.7, 5, 1, 0), (1, 40, 0.9, 0.01), (1.3, 0, 0.8, 0), (1, 0, 1, 0.1),
+    (1, 300, 0.99, 0), (LEAST, 3, LEAST, 1),
+]  # fmt: skip
+VOCAB = 1000
+
+
+def chosen(logits: torch.Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Ids and done of rows with FILTERS, over and over; last tokens and done of their slots."""
+    rows = len(logits)
+    table = torch.tensor((FILTERS * rows)[:rows], dtype=torch.float32, device=DEVICE)
+    seeds = torch.arange(rows, device=DEVICE) * 77
+    last, done = words(*[9] * rows), words(*[0] * rows)
+    stops = torch.full((rows, 4), -1, dtype=torch.int32, device=DEVICE)
+    found = Chosen(words(*[-9] * rows), words(*[-9] * rows))
+    choices = Choices(table, seeds, words(*[1000] * rows), stops, last, done)
+    slots, positions = words(*range(rows)), words(*range(10, 10 + rows))
+    choose(logits, slots, positions, choices, scratch(rows, VOCAB, logits.device), found)
+    return found.ids.tolist(), found.done.tolist(), last.tolist(), done.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_flawed_rows_end_without_a_token_whatever_their_filters(dtype: torch.dtype) -> None:
+    size = len(FILTERS)
+    logits = (normal(6 * size, VOCAB) * 3).to(dtype)
+    sound = chosen(logits)
+    assert sound[1] == [0] * 6 * size
+    logits[0 * size : 1 * size, 700] = math.nan
+    logits[2 * size : 3 * size] = math.nan
+    logits[3 * size : 4 * size, 999] = math.inf
+    logits[5 * size :] = -math.inf
+    flawed = [row // size in (0, 2, 3, 5) for row in range(6 * size)]
+    wanted = [-1 if flaw else token for flaw, token in zip(flawed, sound[0], strict=True)]
+    ids, ended, last, done = chosen(logits)
+    assert ids == wanted
+    assert ended == [FLAWED * flaw for flaw in flawed]
+    assert last == [max(token, 0) for token in wanted]
+    assert done == [int(flaw) for flaw in flawed]
+
+
+def test_the_smallest_filters_leave_the_likeliest_token() -> None:
+    logits = normal(len(FILTERS), VOCAB)
+    assert chosen(logits)[0][-1] == int(logits[-1].argmax())
