@@ -52,9 +52,14 @@ class Visit:
     error: HeadraceError | None = None
 
 
+def is_id(given: str) -> bool:
+    """Whether the native protocol takes it as the id of a request."""
+    return _ID.fullmatch(given) is not None
+
+
 def request_id(given: str) -> str:
     """The id that the client gave if it can be one, else a new one."""
-    return given if _ID.fullmatch(given) else secrets.token_hex(_ID_BYTES)
+    return given if is_id(given) else secrets.token_hex(_ID_BYTES)
 
 
 def spans(visit: Visit, component: str) -> list[SpanRecord]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from services.gateway.errors import Unprocessable
 from shared.errors import BadRequest
+from shared.json_body import read_json
 
 MAX_PROMPTS = 64  # of one completion
 
@@ -51,7 +52,7 @@ class Call:
 def fields_of(data: bytes) -> Body:
     """The fields of a JSON body, without those that are null. Raises BadRequest, Unprocessable."""
     try:
-        fields = json.loads(data)
+        fields = read_json(data)
     except RecursionError:
         raise BadRequest("the body is nested too deeply: send flat values") from None
     except ValueError as error:

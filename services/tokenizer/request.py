@@ -8,8 +8,7 @@ here are listed in docs/limits.md.
 from __future__ import annotations
 
 import difflib
-import json
-import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgpack
@@ -26,6 +25,7 @@ from pydantic import (
 from services.tokenizer.structured_output import grammar_of
 from shared.codec import MAX_PROCESSORS
 from shared.errors import BadRequest
+from shared.json_body import read_json, refuse_odd_values
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 64
@@ -37,9 +37,8 @@ MAX_ERROR_CHARS = 400  # an error rides in a header as well; what it quotes of a
 
 # Fields of other servers that change nothing here.
 _IGNORED = frozenset({"metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"})
-# JSON may escape half a character; most bodies hold none and are not looked at again.
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
+_JUDGED = frozenset({"prompt", "logits_processors"})  # of msgpack, where they are read: no byte passes there
 # Known fields that are answered by 400, unless they ask for what happens anyway.
 _NOT_YET: dict[str, tuple[object, ...]] = {
     "functions": ([],),
@@ -166,33 +165,29 @@ def read_body(body: bytes) -> dict[str, Any]:
     Raises BadRequest."""
     try:
         if body.lstrip()[:1] == b"{":
-            fields = json.loads(body)
+            fields = read_json(body)
         else:
-            fields = msgpack.unpackb(body, strict_map_key=False)
+            fields = msgpack.unpackb(body, strict_map_key=False, object_pairs_hook=_map)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise BadRequest(  # TypeError: a map key that cannot be one
+        raise BadRequest(
             f"the body is neither a JSON object nor a msgpack map: {error!s:.200}; send for example "
             '{"messages":[{"role":"user","content":"Hi"}]}'
         ) from error
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise BadRequest("the body must be a JSON object or a msgpack map with field names")
-    if _HALF.search(body):
-        _refuse_half_characters(fields)
+    if body.lstrip()[:1] != b"{":
+        refuse_odd_values({name: value for name, value in fields.items() if name not in _JUDGED})
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _refuse_half_characters(fields: dict[str, Any]) -> None:
-    for name, value in fields.items():
-        try:
-            json.dumps([name, value], ensure_ascii=False).encode()
-        except RecursionError:
-            raise BadRequest(f"`{name:.40}` is nested too deeply; send a flat value", param=name) from None
-        except UnicodeEncodeError:
-            shown = name.encode("utf-8", "replace").decode()
-            raise BadRequest(
-                f"`{shown:.40}` holds a lone surrogate, one half of a UTF-16 pair: send whole characters",
-                param=shown[:40],
-            ) from None
+def _map(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A map of msgpack with keys that JSON could have. Raises ValueError for any other."""
+    fields = {}
+    for key, value in pairs:
+        if type(key) not in (str, int):
+            raise ValueError(f"a key of a map is {key!r:.40}, a text is expected")
+        fields[key] = value
+    return fields
 
 
 def _logprobs(fields: dict[str, Any]) -> int:

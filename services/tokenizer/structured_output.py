@@ -17,13 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.tokenizer.automaton_size import ebnf_states, regex_states
 from shared.errors import BadRequest
 
 Schema = dict[str, Any]
 
 MAX_GRAMMAR_CHARS = 32_768  # with its kind: more would leave no room for other options
+MAX_STATES = 4_096  # of an automaton, see automaton_size.py; of a schema all patterns and lengths that differ
 MAX_TOOLS = 128
 MAX_DEPTH = 32  # of a schema
+_TOO_DEEP = f"is nested deeper than {MAX_DEPTH}"
 MAX_LENGTH, MAX_ITEMS = 1_024, 256  # of what is written out in a grammar: more would take seconds to compile
 FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # those that end by themselves
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
@@ -48,10 +51,7 @@ def grammar_of(fields: dict[str, Any]) -> str:
         "tools": lambda _: json.dumps(tools.grammar) if tools is not None else "",
     }
     text = read[asked[0]](fields[asked[0]])
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise BadRequest(
-            f"`{asked[0]}` takes {len(text)} characters, over {MAX_GRAMMAR_CHARS}; shorten it", param=asked[0]
-        )
+    _check_chars(text, asked[0])
     if fields.get("ignore_eos") is True:
         raise BadRequest(f"`ignore_eos`: with `{asked[0]}` an answer ends by itself", param="ignore_eos")
     return text
@@ -101,16 +101,33 @@ def _json(schema: Any, param: str) -> str:
 
 
 def _checked_regex(pattern: str, param: str) -> str:
+    _check_chars(pattern, param)
     try:
-        re.compile(pattern)
+        states = regex_states(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise BadRequest(f"`{param}`: the regex is wrong: {error!s:.200}", param=param) from None
+    if states > MAX_STATES:
+        raise BadRequest(f"`{param}`: the regex {_too_large(states)}", param=param)
     return pattern
+
+
+def _check_chars(text: str, param: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise BadRequest(
+            f"`{param}` takes {len(text)} characters, over {MAX_GRAMMAR_CHARS}; shorten it", param=param
+        )
+
+
+def _too_large(states: int) -> str:
+    return f"has {states} states with its repetitions, over {MAX_STATES}: lower their bounds, or use * or +"
 
 
 def _ebnf(text: Any, param: str) -> str:
     if not isinstance(text, str) or not re.search(r"(?m)^\s*root\s*::=", text):
         raise BadRequest(f"`{param}`: EBNF with a rule `root ::= …` is expected", param=param)
+    _check_chars(text, param)
+    if (states := ebnf_states(text)) > MAX_STATES:
+        raise BadRequest(f"`{param}`: the grammar {_too_large(states)}", param=param)
     return _packed("ebnf", text)
 
 
@@ -295,7 +312,10 @@ def followed(schema: Any, param: str) -> Schema | bool:
     time ends after nine digits of a second, where the engine's own form would go on for as long as the model
     likes, and a date is one that there is.
     """
-    return _Reader(schema, param).read(schema, "", 0)
+    reader = _Reader(schema, param)
+    kept = reader.read(schema, "", 0)
+    reader.check_states()
+    return kept
 
 
 class _Reader:
@@ -304,11 +324,17 @@ class _Reader:
     def __init__(self, root: Any, param: str) -> None:
         self._root = root
         self._param = param
+        self._states: dict[object, int] = {}  # of each pattern and length; what is equal is compiled once
+
+    def check_states(self) -> None:
+        """Refuse a schema whose parts are each small enough and together too large. Raises BadRequest."""
+        if (states := sum(self._states.values())) > MAX_STATES:
+            raise self._refused("", f"{_too_large(states)}; that is all lengths and patterns that differ")
 
     def read(self, schema: Any, path: str, depth: int) -> Schema | bool:
         """The part at `path`."""
         if depth > MAX_DEPTH:
-            raise self._refused(path, f"is nested deeper than {MAX_DEPTH}")
+            raise self._refused(path, _TOO_DEEP)
         if schema is True:
             return True
         if not isinstance(schema, dict):
@@ -363,8 +389,21 @@ class _Reader:
         if kept.get("format") in _SPELLED:
             kept["pattern"] = _SPELLED[kept.pop("format")]
         if "pattern" in kept:
+            self._states[kept["pattern"]] = self._pattern_states(kept["pattern"], path)
             kept["pattern"] = without_optional_groups(kept["pattern"])
+        else:
+            lengths = (kept.get("minLength", 0), kept.get("maxLength", 0))
+            self._states[lengths] = max(lengths)
         return kept
+
+    def _pattern_states(self, pattern: str, path: str) -> int:
+        """0 for what Python does not read as a regular expression: its dialect is another one."""
+        if len(pattern) > MAX_GRAMMAR_CHARS:
+            raise self._refused(f"{path}/pattern", f"is over {MAX_GRAMMAR_CHARS} characters")
+        try:
+            return regex_states(pattern)
+        except (re.error, RecursionError, OverflowError):
+            return 0
 
     def _check_limits(self, kept: Schema, path: str) -> None:
         for least, most, limit in (
@@ -399,7 +438,7 @@ class _Reader:
     def _each(self, parts: Any, path: str, depth: int) -> dict[str, Any]:
         if not isinstance(parts, dict):
             raise self._refused(path, "is not an object of schemas")
-        return {name: self.read(part, f"{path}/{name}", depth + 1) for name, part in parts.items()}
+        return {name: self.read(part, f"{path}/{name!s:.80}", depth + 1) for name, part in parts.items()}
 
     def _names(self, kept: Schema, path: str) -> list[str]:
         names = kept.get("required", [])
@@ -414,21 +453,28 @@ class _Reader:
             raise self._refused(f"{path}/type", f"is not one of {', '.join(_BY_TYPE)}")
         return kinds
 
-    def _follow(self, reference: Any, path: str, seen: frozenset[Any] = frozenset()) -> None:
+    def _follow(self, reference: Any, path: str) -> None:
         """Check that a reference leads to a schema, and not round in a circle of references."""
-        if reference in seen:
-            raise self._refused(path, "refers to itself")
+        seen = set[str]()
+        while True:
+            if not isinstance(reference, str) or reference.partition("/")[0] != "#":
+                raise self._refused(path, "is not a reference into this schema, like #/$defs/name")
+            if reference in seen or len(seen) > MAX_DEPTH:
+                raise self._refused(path, "refers to itself" if reference in seen else _TOO_DEEP)
+            seen.add(reference)
+            target = self._target(reference, path)
+            if not isinstance(target, dict) or "$ref" not in target:
+                return
+            reference = target["$ref"]
+
+    def _target(self, reference: str, path: str) -> Any:
         target: Any = self._root
-        steps = reference.split("/") if isinstance(reference, str) else [""]
-        if steps[0] != "#":
-            raise self._refused(path, "is not a reference into this schema, like #/$defs/name")
-        for step in steps[1:]:
+        for step in reference.split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
             if not isinstance(target, dict) or name not in target:
                 raise self._refused(path, f"leads nowhere at {step!r:.40}")
             target = target[name]
-        if isinstance(target, dict) and "$ref" in target:
-            self._follow(target["$ref"], path, seen | {reference})
+        return target
 
     def _refused(self, path: str, why: str) -> BadRequest:
         where = f"the schema's {path:.160}" if path else "the schema"
@@ -436,7 +482,7 @@ class _Reader:
 
 
 # An escape, a set, a group's begin or its end with what makes it optional, or any character.
-_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:|\?P?<\w+>|\?)?|\)\??\??|.", re.DOTALL)
+_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\((?:\?:|\?P?<\w+>|\?)?|\)\??\??|.", re.DOTALL)
 
 
 def without_optional_groups(pattern: str) -> str:

@@ -177,7 +177,19 @@ async def test_bodies_that_are_none(http: httpx.AsyncClient) -> None:
             await http.post(path, content=b"a=b", headers={"content-type": "text/plain"})
         ).status_code == 415
         assert (await http.post(path, content=b'{"model":"\\ud800"}', headers=head)).status_code == 400
+        assert (await http.post(path, content=b'{"x":"\xed\xa0\x80"}', headers=head)).status_code == 400
         assert (await http.get(path)).status_code == 405
+    for odd in (
+        rb'"\ud800"',
+        '"€"'.encode(),
+        rb'"a\r\nb: c"',
+        b'{"a":[]}',
+        b"[5]",
+        b'"' + b"x" * 9000 + b'"',
+    ):
+        body = b'{"prompt":"x","request_id":' + odd + b"}"
+        refused = await http.post("/v1/completions", content=body, headers=head)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id"), odd
     huge = await http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 9_000_000})
     assert (huge.status_code, huge.json()["error"]["code"]) == (413, "payload_too_large")
     nowhere = await http.get("/v2")

@@ -46,6 +46,21 @@ def test_a_body_may_name_its_own_id() -> None:
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"request_id": "\ud800"}',
+        b'{"request_id": "\xed\xa0\x80"}',
+        rb'{"messages": [{"a": {"\udc00": 1}}]}',
+        rb'{"\ud800": 1}',
+        '{"user": "\\ud800"}'.encode("utf-16-le"),
+    ],
+)
+def test_half_a_character_goes_no_further(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        fields_of(body)
+
+
+@pytest.mark.parametrize(
     ("options", "usage", "native"),
     [
         (None, False, {"include_usage": False}),

@@ -16,6 +16,7 @@ import msgpack
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.hostile_values import any_json, as_response_format, as_tool, schemas
 from support.scheduler.world import World
 from support.text_models import write_bpe_gguf
 
@@ -35,6 +36,10 @@ from shared.vocab.vocabulary import load_vocabulary
 
 CONTEXT = 128
 DAY_US = 86_400_000_000  # later than any deadline or tombstone
+
+
+def ask(response_format: dict[str, Any]) -> bytes:
+    return json.dumps({"prompt": "x", "response_format": response_format}).encode()
 
 
 @dataclass
@@ -135,11 +140,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 text = st.text(max_size=30)
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | text,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4),
-    max_leaves=12,
-)
+anything = any_json()
 message = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": text | st.none()},
     optional={"name": anything, "tool_calls": anything},
@@ -174,7 +175,11 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "slo_class": st.sampled_from(["interactive", "standard", "batch"]),
     "finish_detached": st.booleans(),
     "add_generation_prompt": st.booleans(),
-    "tools": st.just([]),
+    "tools": st.just([]) | st.lists(st.builds(as_tool, schemas()), max_size=2),
+    "tool_choice": st.sampled_from(["none", "auto", "required"]),
+    "response_format": st.builds(as_response_format, schemas()),
+    "structured_outputs": st.builds(lambda value: {"json": value}, schemas())
+    | st.builds(lambda value: {"regex": value}, text),
 }
 
 
@@ -193,7 +198,7 @@ def bodies(draw: st.DrawFn) -> bytes:
     if draw(st.booleans()):
         return json.dumps(body, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
     try:
-        packed: bytes = msgpack.packb(body)
+        packed: bytes = msgpack.packb(draw(st.sampled_from([body, {**body, "metadata": b"\xff"}])))
     except (ValueError, OverflowError):  # a surrogate, a big integer: msgpack has no form for them
         return json.dumps(body).encode()
     return packed
@@ -208,6 +213,13 @@ event = st.tuples(st.just("submit"), bodies() | st.binary(max_size=80)) | st.tup
 @example([("submit", b'{"prompt": "x", "top_k": 1' + b"0" * 400 + b"}")])
 @example([("submit", rb'{"messages":[{"role":"user","content":"x","name":"\ud800"}]}')])
 @example([("submit", b"\x81\x90\x01")])
+@example([("submit", b'{"prompt": "x", "request_id": "\xed\xa0\x80"}')])
+@example([("submit", '{"prompt": "x", "user": "\\ud800"}'.encode("utf-16-le"))])
+@example([("submit", ask(as_response_format({"$ref": []})))])
+@example([("submit", ask(as_response_format({"$ref": {"$ref": "#"}})))])
+@example([("submit", msgpack.packb({"prompt": "x", "response_format": as_response_format({"const": b"x"})}))])
+@example([("submit", msgpack.packb({"messages": [{"role": "user", "content": "x", "name": b"x"}]}))])
+@example([("submit", msgpack.packb({"prompt": "x", "metadata": msgpack.Timestamp(1)}))])
 def test_every_request_has_one_end_and_nothing_is_held(
     model: ServedModel, events: list[tuple[str, bytes]]
 ) -> None:

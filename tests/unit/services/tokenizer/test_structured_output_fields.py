@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from support.hostile_values import as_response_format, deep, schemas
 
 from loadtest.structured_schemas import SCHEMAS
 from services.tokenizer.request import read_request
@@ -31,6 +35,87 @@ def schema(value: Any) -> dict[str, Any]:
 def source(fields: dict[str, Any]) -> Any:
     packed = json.loads(grammar_of(fields))
     return packed["kind"], json.loads(packed["source"]) if packed["kind"] == "json" else packed["source"]
+
+
+def circle(length: int) -> dict[str, Any]:
+    defs = {str(i): {"$ref": f"#/$defs/{(i + 1) % length}"} for i in range(length)}
+    return {"$ref": "#/$defs/0", "$defs": defs}
+
+
+@given(schemas())
+@example({"$ref": []})
+@example({"$ref": {}})
+@example({"anyOf": [{"$ref": "#/anyOf"}]})
+@example({"$ref": "#", "$defs": {"$ref": ["#"]}})
+@example({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": [[]]}}})
+@example({"type": [[]]})
+@example({"type": "string", "format": {}})
+@example({"type": "object", "properties": {"a": True}, "required": [[]]})
+@example({"enum": [deep()]})
+@example({"const": deep(), "type": "array"})
+@example(deep())
+@example(circle(100))
+@example(circle(5000))
+def test_any_schema_is_followed_or_refused_by_its_name(value: Any) -> None:
+    """By the root alone, with its own name for the place; nothing else leaves."""
+    text, param = json.dumps({"kind": "json"}), "response_format"
+    try:
+        text = grammar_of({"response_format": as_response_format(value)})
+    except BadRequest as error:
+        param = error.param
+    assert (json.loads(text)["kind"], param) == ("json", "response_format")
+
+
+SWAP = "".join(f"[^{chr(97 + (i + 1) % 26)}]{{0,900}}{chr(97 + (i + 1) % 26)}" for i in range(26))
+
+
+@pytest.mark.parametrize(
+    ("fields", "states"),
+    [
+        ({"structured_outputs": {"regex": SWAP}}, 23_400),
+        ({"structured_outputs": {"regex": "((a[0-9]{0,50}){0,50}|b){1,50}"}}, 125_000),
+        ({"structured_outputs": {"regex": "[a-z]" * 5000}}, 5_000),
+        ({"structured_outputs": {"regex": "(?:.{65}){64,}"}}, 4_225),
+        ({"structured_outputs": {"regex": r"(\w{0,200}(?=a)){0,40}"}}, 8_000),
+        ({"grammar": 'root ::= ([^a]{0,100} "x"){0,100}'}, 10_100),
+        ({"grammar": "root ::= part{1,90000} \npart ::= [a-z]"}, 90_000),
+        ({"structured_outputs": {"grammar": "root ::= [a-z]{4097}"}}, 4_097),
+        (schema({"type": "string", "pattern": f"^{SWAP}$"}), 23_400),
+        (schema({"anyOf": [{"type": "string", "maxLength": 1000 + i} for i in range(5)]}), 5_010),
+    ],
+)
+def test_what_would_be_a_large_automaton_is_refused(fields: dict[str, Any], states: int) -> None:
+    with pytest.raises(BadRequest, match=f"has {states} states with its repetitions, over 4096") as caught:
+        grammar_of(fields)
+    assert caught.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"regex": "x" * 30_000}},
+        {"structured_outputs": {"regex": "(abc){0,4000}[a-z]*.+(?>.)(?!a)(?P<n>b)(?P=n)"}},
+        {"structured_outputs": {"regex": r"[^a]{4096}"}},
+        {"grammar": 'root ::= ("a" | [b-c] "]{9999}"){1,4} word{0,9} # {9999}\nword ::= "x"{0,99999}'},
+        schema({"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "string", "maxLength": 1024}] * 9}),
+        schema({"type": "string", "pattern": r"^\p{Lu}{9999}$"}),  # of another dialect than Python's
+    ],
+)
+def test_what_is_small_or_free_is_not(fields: dict[str, Any]) -> None:
+    assert grammar_of(fields)
+
+
+@pytest.mark.parametrize("pattern", ["(?i)" + r"[\x00-\uffff]" * 2000, "[" * 30_000, "(" * 30_000])
+def test_a_pattern_is_judged_without_a_search(pattern: str) -> None:
+    """Compiled by Python the first one takes 45 s; read set by set the second one 50 s."""
+    began_s = time.process_time()
+    for fields in (
+        {"structured_outputs": {"regex": pattern}},
+        schema({"type": "string", "pattern": pattern}),
+    ):
+        with contextlib.suppress(BadRequest):
+            grammar_of(fields)
+    assert time.process_time() - began_s < 5
 
 
 def test_nothing_asked_for() -> None:
