@@ -83,8 +83,8 @@ async def take_nothing(address: tuple[str, int], tokens: int) -> socket.socket:
 
 def request_bytes(body: dict[str, Any], request: str) -> bytes:
     """A POST as it goes over the wire."""
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\nx-request-id: {request}\r\n"
+    data = json.dumps({**body, "request_id": request}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: gateway\r\n"
     return f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
 
 

@@ -508,7 +508,7 @@ def _tokenized(m: Tokenized) -> str:
         return "its bias columns differ in length"
     if not len(m.generated) == len(m.reasons) in (0, m.n) or _negative(m.generated):
         return "what it has generated is not told of each choice"
-    if min(m.age_us, m.first_us) < 0:
+    if min(m.age_us, m.first_us, m.waited_us) < 0:
         return "its age is negative"
     return _processors(m) or _parts(m)
 

@@ -182,6 +182,7 @@ class Tokenized:
     age_us: int = 0  # since the first scheduler had it
     first_us: int = 0  # of that until its first token, 0 where there is none
     open_end: bool = False  # nobody asked for `max_tokens`: a scheduler lowers it to what fits
+    waited_us: int = 0  # seen by the tokenizer -> sent by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,8 @@ class DetokenizerActor(Actor):
         )
 
     def receive(self, source: str, message: Message, trace: str) -> None:
-        self._run(self._core.handle(source, message, trace, self._port.clock.wall_us()))
+        clock = self._port.clock
+        self._run(self._core.handle(source, message, trace, clock.wall_us(), clock.now_us()))
         if not self._flush_due:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -123,7 +124,7 @@ class DetokenizerActor(Actor):
         """Find a scheduler for the requests that have none."""
         self._seeking = False
         ready = self._port.peers.ready("scheduler", self._model)
-        self._run(self._core.orphans.turn(ready, self._port.clock.wall_us()))
+        self._run(self._core.orphans.turn(ready, self._port.clock.now_us()))
         if self._core.orphans.active:
             self._seeking = True
             asyncio.get_running_loop().call_later(failover.TURN_S, self._seek)
@@ -133,7 +134,7 @@ class DetokenizerActor(Actor):
             asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._flush)
             return
         self._flush_due = False
-        self._run(self._core.flush(self._port.clock.wall_us()))
+        self._run(self._core.flush(self._port.clock.wall_us(), self._port.clock.now_us()))
 
     def _run(self, commands: list[Command]) -> None:
         finished: Finished | None = None

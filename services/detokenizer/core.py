@@ -41,11 +41,14 @@ class DetokenizerCore:
         self.orphans = Orphans(self._table, self._fail, self._forget)
         self.frames = 0
         self.tokens = 0
-        self._wall_us = 0  # of the present event: for spans only
+        self._now_us = 0  # of the present event
+        self._wall_us = 0  # likewise, for spans only
 
-    def handle(self, scheduler: str, message: Message, trace: str = "", wall_us: int = 0) -> list[Command]:
+    def handle(
+        self, scheduler: str, message: Message, trace: str = "", wall_us: int = 0, now_us: int = 0
+    ) -> list[Command]:
         """Apply one message of the scheduler `kind.id`."""
-        self._wall_us = wall_us
+        self._now_us, self._wall_us = now_us, wall_us
         match message:
             case Tokens():
                 return self._tokens(scheduler, message)
@@ -60,12 +63,12 @@ class DetokenizerCore:
                 return self.orphans.answered(scheduler, message)
         return [Fault(f"{type(message).__name__} of {scheduler} is not for a detokenizer")]
 
-    def flush(self, wall_us: int = 0) -> list[Command]:
+    def flush(self, wall_us: int = 0, now_us: int = 0) -> list[Command]:
         """One frame for each stream that has text waiting."""
         waiting, self._table.waiting = self._table.waiting, {}
         held = self.replay.holds
         for request in waiting.values():
-            request.first_us = request.first_us or wall_us
+            request.begins(now_us, wall_us)
         deltas = [(r, r.delta()) for r in waiting.values() if not held(r.number)]
         return [self._publish(r, delta) for r, delta in deltas if delta]  # a replay may have sent it
 
@@ -130,7 +133,7 @@ class DetokenizerCore:
         request, fresh = self._table.add(scheduler, opened, trace) if read else (None, False)
         if request is None:
             return commands
-        request.opened_us = request.opened_us or self._wall_us
+        request.opens(self._now_us, self._wall_us)
         if fresh and opened.stream:
             commands.append(self._publish(request, request.accepted()))
         if opened.tokens:  # a re-open: everything so far
@@ -164,7 +167,7 @@ class DetokenizerCore:
                 commands += self._gap(scheduler, request, gap)
                 continue
             if not request.opened.stream:
-                request.first_us = request.first_us or self._wall_us
+                request.begins(self._now_us, self._wall_us)
             elif stream.waiting:
                 self._table.waiting[request.number] = request
         return commands
@@ -228,7 +231,7 @@ class DetokenizerCore:
         if held:
             return [Finished(request)]
         if rest:
-            request.first_us = request.first_us or self._wall_us
+            request.begins(self._now_us, self._wall_us)
         commands = [self._publish(request, rest)] if rest else []
         return [*commands, self._publish(request, last, headers), Finished(request)]
 

@@ -89,9 +89,9 @@ class Orphans:
                 self._orphans[key[1:]] = _Orphan(key, request.opened.inbox, void, why)
         return commands
 
-    def turn(self, ready: Sequence[str], wall_us: int) -> list[Command]:
+    def turn(self, ready: Sequence[str], now_us: int) -> list[Command]:
         """Every TURN_S while `active`; `ready` are the ids of the schedulers that could go on."""
-        return [command for name in list(self._orphans) for command in self._turn(name, ready, wall_us)]
+        return [command for name in list(self._orphans) for command in self._turn(name, ready, now_us)]
 
     def answered(self, scheduler: str, answer: Accepted | Rejected) -> list[Command]:
         """What the scheduler says that was asked to go on. After Accepted its Opens follow."""
@@ -154,7 +154,7 @@ class Orphans:
                 return [Tell(scheduler, Detached(seqs=ints([opened.seq]), moved=True))], False
         return [], True
 
-    def _turn(self, name: Name, ready: Sequence[str], wall_us: int) -> Iterator[Command]:
+    def _turn(self, name: Name, ready: Sequence[str], now_us: int) -> Iterator[Command]:
         orphan = self._orphans[name]
         request = self._request_of(orphan)
         orphan.turns_left -= 1
@@ -171,7 +171,7 @@ class Orphans:
         elif ready:
             others = [actor for actor in ready if f"scheduler.{actor}" != orphan.refused_by]
             orphan.asked = f"scheduler.{rendezvous(name[1], others or ready)}"
-            yield Tell(orphan.asked, resumption(request, wall_us), request.trace)
+            yield Tell(orphan.asked, resumption(request, now_us), request.trace)
 
     def _give_up(self, orphan: _Orphan, request: RequestText | None) -> Iterator[Command]:
         """Nobody is to go on, or the one that was thought dead has answered (`request` is None)."""
@@ -208,7 +208,7 @@ def _nobody(orphan: _Orphan) -> Unavailable:
     return Unavailable(f"{orphan.why}, and {why}; send it again")
 
 
-def resumption(request: RequestText, wall_us: int) -> Tokenized:
+def resumption(request: RequestText, now_us: int) -> Tokenized:
     """What another scheduler needs to go on: the request with all its tokens up to here."""
     kept = request.kept
     assert kept is not None  # or it would not be an orphan
@@ -224,8 +224,8 @@ def resumption(request: RequestText, wall_us: int) -> Tokenized:
         tokens=tokens,
         generated=counts,
         reasons=tuple(reasons),
-        age_us=kept.age_us + max(wall_us - request.opened_us, 0),
-        first_us=(kept.first_us or kept.age_us + max(request.first_us - request.opened_us, 0)) * any(counts),
+        age_us=kept.age_us + max(now_us - request.since_us, 0),
+        first_us=(kept.first_us or kept.age_us + max(request.began_us - request.since_us, 0)) * any(counts),
     )
 
 

@@ -45,8 +45,8 @@ class RequestText:
     """The reply of one request. `number` names it on this shard (see subjects.gone)."""
 
     __slots__ = (
-        "_frames", "_reply", "_sent", "choices", "closed", "deaths", "ended", "error", "first_us", "kept",
-        "number", "opened", "opened_us", "trace", "unwanted",
+        "_frames", "_reply", "_sent", "began_us", "choices", "closed", "deaths", "ended", "error", "first_us",
+        "kept", "number", "opened", "opened_us", "since_us", "trace", "unwanted",
     )  # fmt: skip
 
     def __init__(self, opened: Open, number: int, trace: str) -> None:
@@ -65,11 +65,21 @@ class RequestText:
         self.error: HeadraceError | None = None
         self.opened_us = 0  # wall stamps, for its spans
         self.first_us = 0  # the first text was sent, or joined an answer that is not streamed
+        self.since_us = 0  # the same two by the monotonic clock: ages do not jump with the wall clock
+        self.began_us = 0
 
     def add(self, opened: Open, vocabulary: Vocabulary) -> SequenceStream:
         """A choice of this request begins."""
         stream = self.choices[opened.choice] = SequenceStream(opened, vocabulary)
         return stream
+
+    def opens(self, now_us: int, wall_us: int) -> None:
+        """It is open, now for the first time perhaps."""
+        self.opened_us, self.since_us = self.opened_us or wall_us, self.since_us or now_us
+
+    def begins(self, now_us: int, wall_us: int) -> None:
+        """It has text, now for the first time perhaps."""
+        self.first_us, self.began_us = self.first_us or wall_us, self.began_us or now_us
 
     @property
     def seqs(self) -> array[int]:

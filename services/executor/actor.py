@@ -125,6 +125,8 @@ class ExecutorActor(Actor):
             self._say_hello()
 
     def on_peer_gone(self, peer: Peer) -> None:
+        if self._arenas is not None:
+            self._arenas.on_peer_gone(peer)
         if peer.source == self._scheduler:
             others = self._port.peers.ready("scheduler")
             self._scheduler = f"scheduler.{others[0]}" if others else ""

@@ -128,7 +128,7 @@ class Edge:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
                 headers = MutableHeaders(raw=message["headers"])
-                headers[visits.ID_HEADER] = visit.request_id
+                headers[visits.ID_HEADER] = visit.given_id or visit.request_id
                 if visit.trace:
                     headers[traces.HEADER] = visit.trace
             await send(message)
@@ -143,10 +143,12 @@ class Edge:
         headers = Headers(scope=scope)
         tracer, given = self._desk.tracer, traces.from_headers(headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
+        given_id = visits.given_id(headers.get(visits.ID_HEADER, ""))
         return Visit(
             method=scope["method"],
             route=_route(scope["path"]),
-            request_id=visits.request_id(headers.get(visits.ID_HEADER, "")),
+            request_id=visits.fresh_id(given_id),
+            given_id=given_id,
             trace=trace,
             parent_span=parent_span,
             started_us=self._desk.clock.wall_us(),

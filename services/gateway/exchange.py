@@ -27,6 +27,7 @@ from shared.telemetry.traces import SpanRecord
 ID_HEADER = "x-request-id"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # as the native protocol wants it
 _ID_BYTES = 12
+_GIVEN_CHARS = 96  # of a given id that begin the request's own
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 OURS = "headrace.gateway"
@@ -38,7 +39,8 @@ class Visit:
 
     method: str
     route: str  # the path, without what is different in each request
-    request_id: str
+    request_id: str  # the request's own: no other that runs has it
+    given_id: str = ""  # what the client calls it: it may say so of several
     trace: str = ""  # the traceparent of our own span, or what the client sent
     parent_span: str = ""  # above our own span; empty: not traced by us
     started_us: int = 0
@@ -52,14 +54,16 @@ class Visit:
     error: HeadraceError | None = None
 
 
-def is_id(given: str) -> bool:
-    """Whether the native protocol takes it as the id of a request."""
-    return _ID.fullmatch(given) is not None
+def given_id(header: str) -> str:
+    """The id that the client gave if it can be one."""
+    return header if _ID.fullmatch(header) else ""
 
 
-def request_id(given: str) -> str:
-    """The id that the client gave if it can be one, else a new one."""
-    return given if is_id(given) else secrets.token_hex(_ID_BYTES)
+def fresh_id(given: str) -> str:
+    """An id that no other request has. It begins with the one that the client gave: a mesh gives the calls
+    that belong together the same."""
+    drawn = secrets.token_hex(_ID_BYTES)
+    return f"{given[:_GIVEN_CHARS]}.{drawn}" if given else drawn
 
 
 def spans(visit: Visit, component: str) -> list[SpanRecord]:

@@ -15,13 +15,20 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from services.gateway.errors import Unprocessable
+from services.gateway.exchange import given_id
 from shared.errors import BadRequest
 from shared.json_body import read_json
+from shared.nats.subjects import MAX_NAME_CHARS
 
 MAX_PROMPTS = 64  # of one completion
+_LONG_CHARS, _DIGEST_CHARS = (
+    96,
+    24,
+)  # kept of a long id where prompts are numbered behind it, and of its digest
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 WHOLE, TAGGED = "whole", "tagged"
@@ -122,8 +129,18 @@ def _bodies(native: Body) -> list[Body]:
         raise BadRequest(f"`prompt`: {len(prompts)} prompts are over {MAX_PROMPTS}", param="prompt")
     if len(prompts) == 1:
         return [{**native, "prompt": prompts[0]}]
-    names = [f"{native['request_id']}:{i}" for i in range(len(prompts))]
-    return [{**native, "prompt": p, "request_id": name} for p, name in zip(prompts, names, strict=True)]
+    stem = _short(native["request_id"])
+    return [{**native, "prompt": p, "request_id": f"{stem}:{i}"} for i, p in enumerate(prompts)]
+
+
+def _short(request_id: str) -> str:
+    """An id with room for the number of a prompt: a longer one is cut, and stays one that no other has. What
+    is no id stays what it is: the tokenizer refuses it."""
+    if not isinstance(request_id, str) or not given_id(request_id):
+        return request_id
+    if len(request_id) <= MAX_NAME_CHARS - len(f":{MAX_PROMPTS}"):
+        return request_id
+    return request_id[:_LONG_CHARS] + "." + sha256(request_id.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
 def how_called(fields: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from services.gateway import openai_response
 from services.gateway.errors import NotAuthorized
-from services.gateway.exchange import Meter, Visit, answer, is_id
+from services.gateway.exchange import Meter, Visit, answer, given_id
 from services.gateway.health import Health
 from services.gateway.native_call import HEADROOM_BYTES, Talk, read_body, unless_gone
 from services.gateway.openai_request import Call, fields_of, model_of, read_call
@@ -105,7 +105,7 @@ class Desk:
         fields, client = await self._asked(request)
         visit = visit_of(request)
         call = read_call(fields, chat=chat, request_id=visit.request_id)
-        if is_id(call.request_id):  # any other is refused by the tokenizer, and no header could hold it
+        if given_id(call.request_id):  # any other is refused by the tokenizer, and no header could hold it
             visit.request_id = call.request_id
         talk = Talk(client, self.timeout_s, visit.trace)
         echoed = await self._echoed(call, client) if call.echo else ()

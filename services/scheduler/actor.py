@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
 from services.scheduler.kv_tiers import store
 from services.scheduler.reports import status, traces
@@ -143,7 +144,7 @@ class SchedulerActor(Actor):
 
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
-            self._handle(Arrived("client", Cancel(tenant=names[0], request=names[1])))
+            self._handle(Arrived(CLIENT, Cancel(tenant=names[0], request=names[1])))
 
 
 def _tier_event(peer: Peer) -> Event:

@@ -13,7 +13,7 @@ from services.scheduler.state.waiting_queue import Unit
 from shared.kv_blocks import choice_seed, rendezvous
 from shared.messages import Accepted, Cancel, Detached, Open, Tokenized
 
-TOMBSTONE_US = 60_000_000
+CLIENT = "client"  # source of what comes from no service
 MAX_TOMBSTONES = 10_000  # then the oldest go: anybody may cancel what never was
 
 
@@ -108,18 +108,18 @@ def open_message(sequence: Sequence) -> Open:
     )
 
 
-def cancel(state: State, message: Cancel) -> None:
-    """Stop a request; an unknown one leaves a tombstone, since a cancel may overtake it. One that has
-    ended leaves none: its id may be used again."""
+def cancel(state: State, source: str, message: Cancel) -> None:
+    """Stop a request; an unknown one leaves a tombstone, since a client's cancel may overtake it; those of
+    services come behind it. One that has ended or was refused leaves none: its id may be used again."""
     key = (message.tenant, message.request)
     request = state.requests.get(key)
     if request is not None:
         finish.fail(state, request, 499, "cancelled by the client")
-    elif key not in state.recent.traces:
+    elif source == CLIENT and key not in state.recent.traces and key not in state.refused:
         if len(state.tombstones) >= MAX_TOMBSTONES:
             del state.tombstones[next(iter(state.tombstones))]
         state.tombstones.pop(key, None)  # the oldest are first
-        state.tombstones[key] = state.now_us + TOMBSTONE_US
+        state.tombstones[key] = state.now_us
 
 
 def detach(state: State, source: str, message: Detached) -> None:

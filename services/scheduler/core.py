@@ -152,7 +152,7 @@ class Scheduler:
             case Ended():
                 finish.ended(state, source, message)
             case Cancel():
-                arrival.cancel(state, message)
+                arrival.cancel(state, source, message)
             case Detached(seqs=seqs) if not seqs:
                 recovery.detokenizer_missed(state, source)
             case Detached():

@@ -14,6 +14,7 @@ from shared.telemetry.traces import Reply
 
 ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
 # have to tell the client. After that the record closes without its word; memory is long free.
+TOMBSTONE_US = 60_000_000
 
 
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
@@ -86,7 +87,8 @@ def expire(state: State) -> None:
         else:
             state.meter.count_rejected(429)
             fail(state, sequence.request, 429, *_kept_waiting(state, sequence.request))
-    _forget_until(state.tombstones, state.now_us)
+    while state.tombstones and next(iter(state.tombstones.values())) <= state.now_us - TOMBSTONE_US:
+        del state.tombstones[next(iter(state.tombstones))]
     while state.refused and (first := next(iter(state.refused.items())))[1][0] <= state.now_us:
         del state.refused[first[0]]
 
@@ -135,12 +137,6 @@ def send_close(state: State, sequence: Sequence) -> None:
     state.due.watch(due_at_us(sequence), sequence.seq)
     if request.shard and sequence.close is not None:
         state.send(f"detokenizer.{request.shard}", sequence.close, request.trace)
-
-
-def _forget_until(until_us: dict[tuple[str, str], int], now_us: int) -> None:
-    """Drop what is over; the oldest are first."""
-    while until_us and until_us[first := next(iter(until_us))] <= now_us:
-        del until_us[first]
 
 
 def _late(request: Request) -> str:

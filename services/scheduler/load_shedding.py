@@ -20,6 +20,7 @@ from shared.step_model import StepShape
 
 REFUSED_US = 10_000_000  # longer than a tokenizer asks
 MAX_REFUSED = 10_000
+OVERTAKE_US = 200_000  # a cancel is no longer ahead of its request: one from before was of an earlier request
 RETRY_AFTER_MS = 1_000
 CHUNK_TOKENS = 256  # of the chunk by which the speed of prefill is judged
 SURE_STEPS = 64  # seen by an executor before anybody is refused on its account
@@ -30,17 +31,19 @@ Refusal = tuple[int, str, int]  # code, message, retry after ms
 def refused(state: State, asked: Tokenized) -> Rejected | None:
     """The refusal, or None to accept. A resend of what was refused is refused again, whatever has become
     free since: its client has been told."""
-    submission = (asked.tenant, asked.request, asked.received_wall_us, asked.attempt)
-    if submission in state.refused:
-        return state.refused[submission][1]
+    key, submission = (asked.tenant, asked.request), (asked.received_wall_us, asked.attempt)
+    known = state.refused.get(key)
+    if known is not None and known[1] == submission:
+        return known[2]
     refusal = _refusal(state, asked, len(asked.tokens)) or _no_room(state, asked)
     if refusal is None:
         return None
+    state.refused.pop(key, None)  # the oldest are first
     if len(state.refused) >= MAX_REFUSED:
         del state.refused[next(iter(state.refused))]
     state.meter.count_rejected(refusal[0])
     rejected = rejection(asked, *refusal)
-    state.refused[submission] = (state.now_us + REFUSED_US, rejected)
+    state.refused[key] = (state.now_us + REFUSED_US, submission, rejected)
     return rejected
 
 
@@ -66,10 +69,16 @@ def prompt_length(asked: Tokenized) -> int:
     return len(asked.tokens) - sum(asked.generated)
 
 
+def received_us(state: State, asked: Tokenized) -> int:
+    """When a tokenizer saw a request that comes in now, but for the time that messages were on their way."""
+    return state.now_us - asked.age_us - asked.waited_us
+
+
 def _refusal(state: State, asked: Tokenized, prompt: int) -> Refusal | None:
     """Why a request with so many prompt tokens can never be served, or not now; None: it can."""
     key = (asked.tenant, asked.request)
-    if state.tombstones.pop(key, 0) > state.now_us:
+    cancelled_us = state.tombstones.pop(key, None)
+    if cancelled_us is not None and received_us(state, asked) <= cancelled_us + OVERTAKE_US:
         return 499, "cancelled by the client before it arrived", 0
     if key in state.requests:
         return 409, f"a request with the id {asked.request!r} is running: choose another id", 0

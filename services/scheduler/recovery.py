@@ -154,7 +154,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
     stream goes on behind its last token.
     """
     key = (asked.tenant, asked.request)
-    if state.tombstones.get(key, 0) < state.now_us - asked.age_us + arrival.TOMBSTONE_US:
+    if state.tombstones.get(key, 0) < load_shedding.received_us(state, asked):
         state.tombstones.pop(key, None)  # of an earlier request with this id
     request = state.requests.get(key)
     if request is not None and request.detached and not any(s.live for s in request.sequences):

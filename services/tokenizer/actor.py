@@ -16,7 +16,7 @@ from collections.abc import Callable
 from services.tokenizer.background import LONG_BYTES, Beside
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.core import Command, Event, Fail, Schedulers, Send, Tick, TokenizerCore
-from services.tokenizer.prepare import Prepared, ServedModel, Submission, prepared
+from services.tokenizer.prepare import ServedModel, Submission, prepared
 from services.tokenizer.queries import Asking, refuse
 from shared.actor.mailbox import Port
 from shared.actor.membership import Peer
@@ -39,7 +39,7 @@ TICK_S = 0.1
 RETRY_AFTER_MS = 1_000
 MAX_WAITING = 8_192  # requests: as many as the bus keeps unread
 
-Take = Callable[[Delivery, int], None]  # with the wall stamp of its arrival
+Take = Callable[[Delivery, int, int], None]  # with the stamps of its arrival: monotonic, wall
 
 
 class TokenizerActor(Actor):
@@ -55,10 +55,10 @@ class TokenizerActor(Actor):
         self._started = False
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
-        self._beside = Beside(model, self._handle)
 
     async def start(self, port: Port) -> None:
         self._port = port
+        self._beside = Beside(self._model, self._handle, port.clock, self._core.cancels)
         self._started = True
         self._handle(Schedulers(tuple(port.peers.ready("scheduler", self._name))))
         subscribe = port.bus.subscribe
@@ -177,7 +177,7 @@ class TokenizerActor(Actor):
             trace = traces.from_headers(delivery.headers)
             refuse(self._port, self._name, Fail(delivery.reply, secrets.token_urlsafe(16), error, trace))
 
-    def _take(self, delivery: Delivery, received_wall_us: int) -> None:
+    def _take(self, delivery: Delivery, received_us: int, received_wall_us: int) -> None:
         tracer, given = self._port.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
         submission = Submission(
@@ -190,16 +190,16 @@ class TokenizerActor(Actor):
             trace=trace,
             handled_wall_us=self._port.clock.wall_us(),
             parent_span=parent_span,
+            received_us=received_us,
+            handled_us=self._port.clock.now_us(),
         )
         if len(delivery.data) <= LONG_BYTES:
-            self._handle(prepared(submission, self._model))
+            self._handle(prepared(submission, self._model, self._core.cancels))
             return
         try:
             self._beside.put(submission)
         except Overloaded as error:
-            self._handle(
-                Prepared(submission.inbox, submission.fresh_id, error, submission.trace, submission.origin)
-            )
+            self._handle(submission.prepared(submission.fresh_id, error))
 
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
@@ -216,7 +216,7 @@ class Mailbox:
     def __init__(self, clock: Clock, take: Take) -> None:
         self._clock = clock
         self._take = take
-        self._waiting: deque[tuple[Delivery, int]] = deque()
+        self._waiting: deque[tuple[Delivery, int, int]] = deque()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -227,13 +227,13 @@ class Mailbox:
                 f"{MAX_WAITING} requests wait for this tokenizer: try again later",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        wall_us = self._clock.wall_us()
+        stamps = self._clock.now_us(), self._clock.wall_us()
         if not self._empty.is_set():
-            self._waiting.append((delivery, wall_us))
+            self._waiting.append((delivery, *stamps))
             return
         self._empty.clear()
         asyncio.get_running_loop().call_soon(self._next)
-        self._take(delivery, wall_us)
+        self._take(delivery, *stamps)
 
     async def drain(self) -> None:
         """Return when all have had their turn."""

@@ -11,7 +11,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from services.tokenizer.prepare import NOWHERE, Origin, Prepared, ServedModel, Submission, prepared
+from services.tokenizer.prepare import (
+    CANCELLED,
+    LATE,
+    NOWHERE,
+    Cancels,
+    Origin,
+    Prepared,
+    ServedModel,
+    Submission,
+    prepared,
+)
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -83,7 +93,8 @@ class _Pending:
 
     tokenized: Tokenized
     trace: str
-    arrived_us: int
+    received_us: int  # in our mailbox
+    pending_us: int  # since then
     scheduler: str = ""  # asked last
     refused_by: str = ""  # it could not serve
     refusal: str = ""
@@ -99,6 +110,7 @@ class TokenizerCore:
         self._pending: dict[Key, _Pending] = {}
         self._schedulers: tuple[str, ...] = ()
         self._patient_until_us = 0
+        self.cancels = Cancels()
         self.prompt_tokens = 0
         self.requests = 0
         self.failed = 0
@@ -112,7 +124,7 @@ class TokenizerCore:
         """Apply one event."""
         match event:
             case Submission():
-                return self._submit(prepared(event, self._model), now_us)
+                return self._submit(prepared(event, self._model, self.cancels), now_us)
             case Prepared():
                 return self._submit(event, now_us)
             case Accepted():
@@ -121,7 +133,7 @@ class TokenizerCore:
             case Rejected():
                 return self._rejected(event, now_us)
             case Cancel():
-                return self._cancel(event)
+                return self._cancel(event, now_us)
             case Schedulers():
                 return self._scheduled(event, now_us)
             case Tick():
@@ -132,14 +144,18 @@ class TokenizerCore:
         tokenized = submitted.outcome
         if isinstance(tokenized, HeadraceError):
             return [self._refuse(submitted, tokenized)]
-        key = (tokenized.tenant, tokenized.request)
+        key, received_us = (tokenized.tenant, tokenized.request), submitted.received_us or now_us
+        if self.cancels.cover(*key, received_us):
+            return [self._refuse(submitted, Cancelled(CANCELLED))]
+        if now_us - received_us >= tokenized.timeout_us:
+            return [self._refuse(submitted, DeadlineExceeded(LATE))]
         if key in self._pending:
             running = f"request {tokenized.request!r} is running; wait for it or use another request_id"
             return [self._refuse(submitted, DuplicateRequest(running, param="request_id"))]
         if not self._schedulers and now_us >= self._patient_until_us:
             return [self._refuse(submitted, self._nobody())]
         self.prompt_tokens += len(tokenized.tokens)
-        pending = self._pending[key] = _Pending(tokenized, submitted.trace, now_us)
+        pending = self._pending[key] = _Pending(tokenized, submitted.trace, received_us, now_us)
         return [self._ask(pending, now_us)] if self._schedulers else []
 
     def _refuse(self, submitted: Prepared, error: HeadraceError) -> Fail:
@@ -166,18 +182,18 @@ class TokenizerCore:
         error.param = _refused_field(answer.code, pending.tokenized)
         return [self._fail(pending, error)]
 
-    def _cancel(self, cancel: Cancel) -> list[Command]:
-        """The schedulers hear the same cancel and drop the request themselves."""
-        pending = self._pending.pop((cancel.tenant, cancel.request), None)
-        return [] if pending is None else [self._fail(pending, Cancelled("the request was cancelled"))]
+    def _cancel(self, cancel: Cancel, now_us: int) -> list[Command]:
+        """The schedulers hear the same, before the request perhaps; the one that was asked is told again."""
+        key = (cancel.tenant, cancel.request)
+        self.cancels.add(*key, now_us)
+        return self._give_up(key, Cancelled(CANCELLED)) if key in self._pending else []
 
     def _tick(self, now_us: int) -> list[Command]:
         commands: list[Command] = []
         for key, pending in list(self._pending.items()):
-            age_us = now_us - pending.arrived_us
-            if age_us >= pending.tokenized.timeout_us:
-                commands += self._give_up(key, DeadlineExceeded("the request's time limit passed in intake"))
-            elif age_us >= GIVE_UP_US and now_us >= self._patient_until_us:
+            if now_us - pending.received_us >= pending.tokenized.timeout_us:
+                commands += self._give_up(key, DeadlineExceeded(LATE))
+            elif now_us >= max(pending.pending_us + GIVE_UP_US, self._patient_until_us):
                 refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
                 commands += self._give_up(key, refusal if pending.refusal else self._nobody())
             elif pending.resend_us and now_us >= pending.resend_us:
@@ -215,8 +231,9 @@ class TokenizerCore:
 
     def _left(self, pending: _Pending, now_us: int) -> Tokenized:
         """The request with the time it has left now."""
-        left_us = max(1, pending.tokenized.timeout_us - (now_us - pending.arrived_us))
-        return dataclasses.replace(pending.tokenized, timeout_us=left_us)
+        waited_us = now_us - pending.received_us
+        left_us = max(1, pending.tokenized.timeout_us - waited_us)
+        return dataclasses.replace(pending.tokenized, timeout_us=left_us, waited_us=waited_us)
 
     def _give_up(self, key: Key, error: HeadraceError) -> list[Command]:
         """Answer the client, and tell the scheduler in case it got the request after all."""

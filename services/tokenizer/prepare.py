@@ -12,13 +12,16 @@ from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.request import REQUEST_ID, GenerateRequest, read_body, read_request
 from services.tokenizer.structured_output import read_tools
 from shared.codec import MAX_PROCESSOR_CHARS
-from shared.errors import BadRequest, EngineError, HeadraceError
+from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, HeadraceError
 from shared.messages import Sampling, Tokenized, floats, ints
 from shared.vocab.vocabulary import Vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
 
 DEFAULT_COMPLETION_TOKENS = 16  # as in the OpenAI API
+MAX_CANCELS = 10_000  # then the oldest go: anybody may cancel what never was
+CANCELLED = "the request was cancelled"
+LATE = "the request's time limit passed in intake"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,16 @@ class Submission:
     trace: str = ""
     handled_wall_us: int = 0  # taken up; before, it waited in the mailbox
     parent_span: str = ""  # see Tokenized
+    received_us: int = 0  # monotonic, as the two above: these count, those are for spans. 0: not told
+    handled_us: int = 0
 
     @property
     def origin(self) -> Origin:
         return Origin(self.tenant, self.received_wall_us, self.handled_wall_us, self.parent_span)
+
+    def prepared(self, request: str, outcome: Tokenized | HeadraceError) -> Prepared:
+        """What has become of it; `request` is the id to answer under."""
+        return Prepared(self.inbox, request, outcome, self.trace, self.origin, self.received_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,28 @@ class Prepared:
     outcome: Tokenized | HeadraceError
     trace: str = ""
     origin: Origin = NOWHERE
+    received_us: int = 0  # as in Submission
+
+
+class Cancels:
+    """When which request was cancelled last: some wait in a queue here, and nobody else knows of them."""
+
+    def __init__(self) -> None:
+        self._at_us: dict[tuple[str, str], int] = {}  # tenant, request; the oldest first
+
+    def add(self, tenant: str, request: str, now_us: int) -> None:
+        """A request is cancelled now."""
+        self._at_us.pop((tenant, request), None)
+        self._at_us[tenant, request] = now_us
+        if len(self._at_us) > MAX_CANCELS:
+            del self._at_us[next(iter(self._at_us))]
+
+    def cover(self, tenant: str, request: str, received_us: int) -> bool:
+        """Whether a request that came at `received_us` was cancelled since; a later one was not."""
+        return bool(received_us) and self._at_us.get((tenant, request), 0) > received_us
+
+    def __len__(self) -> int:
+        return len(self._at_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +115,14 @@ def request_id_of(fields: dict[str, Any], fresh_id: str) -> str:
     return asked if isinstance(asked, str) and re.fullmatch(REQUEST_ID, asked) else fresh_id
 
 
-def prepared(submission: Submission, model: ServedModel) -> Prepared:
-    """All that needs no state, so that a long one may be worked out beside the event loop."""
+def prepared(submission: Submission, model: ServedModel, cancels: Cancels | None = None) -> Prepared:
+    """All that needs no state but `cancels`, so that a long one may be worked out beside the event loop."""
     request = submission.fresh_id
     try:
         fields = read_body(submission.body)
         request = request_id_of(fields, request)
+        if cancels is not None and cancels.cover(submission.tenant, request, submission.received_us):
+            raise Cancelled(CANCELLED)
         outcome: Tokenized | HeadraceError = prepare(submission, fields, model)
     except HeadraceError as error:
         # Its traceback would hold this frame, and with it the whole body, until the collector runs.
@@ -100,11 +133,12 @@ def prepared(submission: Submission, model: ServedModel) -> Prepared:
     except Exception as error:  # a bug met by one request is that client's 500, never silence
         log.exception("request %s failed", request)
         outcome = EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
-    return Prepared(submission.inbox, request, outcome, submission.trace, submission.origin)
+    return submission.prepared(request, outcome)
 
 
 def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) -> Tokenized:
-    """The request for the scheduler, from the `fields` of its body. Raises BadRequest."""
+    """The request for the scheduler, from the `fields` of its body. Raises BadRequest, and
+    DeadlineExceeded for one that has waited too long to be worth the work."""
     request = read_request(fields)
     if request.model not in (None, model.name):
         raise BadRequest(
@@ -112,9 +146,11 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
             "one, or none",
             param="model",
         )
+    timeout_us = model.default_timeout_us if request.timeout_s is None else int(request.timeout_s * 1e6)
+    if 0 < submission.received_us <= submission.handled_us - timeout_us:
+        raise DeadlineExceeded(LATE)
     prompt = encode_prompt(request, model, submission.received_wall_us)
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
-    timeout_us = model.default_timeout_us if request.timeout_s is None else int(request.timeout_s * 1e6)
     return Tokenized(
         request=request.request_id or submission.fresh_id,
         attempt=1,

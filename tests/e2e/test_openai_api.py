@@ -163,8 +163,9 @@ def test_keys_health_drain_and_trace(start_up: StartUp, tmp_path: Path, receiver
         os.kill(up.child("executor"), signal.SIGCONT)
         assert health(http, 200) == {"status": "ok"}
     with OpenAI(base_url=up.http_url, api_key="secret", max_retries=0) as client:
-        asked: Any = {**STREAMED, "max_tokens": 200, "n": 1, "extra_body": {"ignore_eos": True}}
-        headers = {"x-request-id": "traced", "traceparent": TRACE}
+        asked: Any = {**STREAMED, "max_tokens": 200, "n": 1}
+        asked["extra_body"] = {"ignore_eos": True, "request_id": "traced"}
+        headers = {"traceparent": TRACE}
         chunks = iter(client.chat.completions.create(**asked, extra_headers=headers))
         next(chunks)
         stopping = threading.Thread(target=up.stop, args=(signal.SIGTERM,))

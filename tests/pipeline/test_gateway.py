@@ -19,6 +19,7 @@ from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, gateway_status, healthy, remove_gateway
 
 from shared import client as client_module
+from shared.nats import subjects
 from shared.nats.memory import MemoryBroker
 
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
@@ -202,12 +203,23 @@ async def test_ids_and_traces_in_and_out(http: httpx.AsyncClient, pipeline: Pipe
         "/v1/completions", json=body, headers={"x-request-id": "mine", "traceparent": TRACE}
     )
     assert (given.headers["x-request-id"], given.headers["traceparent"]) == ("mine", TRACE)
-    assert given.json()["id"] == "mine"
-    recent = await pipeline.client.ask("headrace.v1.trace.mine")
+    own = given.json()["id"]
+    assert own.startswith("mine.")
+    recent = await pipeline.client.ask(subjects.trace(own))
     assert recent["trace_id"] == TRACE.split("-")[1]
     drawn = await http.post("/v1/completions", json=body)
     assert drawn.json()["id"] == drawn.headers["x-request-id"]
     assert "traceparent" not in drawn.headers
+
+
+async def test_calls_that_belong_together_may_have_one_id(http: httpx.AsyncClient) -> None:
+    """As a mesh propagates it; of prompts in a list each is a request of its own."""
+    body = {"prompt": ["p", "q"], "max_tokens": 3}
+    head = {"x-request-id": "m" * 127}
+    answers = await asyncio.gather(*(http.post("/v1/completions", json=body, headers=head) for _ in range(8)))
+    assert [a.status_code for a in answers] == [200] * 8
+    assert {a.headers["x-request-id"] for a in answers} == {"m" * 127}
+    assert len({a.json()["id"] for a in answers}) == 8
 
 
 async def test_tokens_there_and_back(http: httpx.AsyncClient) -> None:

@@ -235,6 +235,20 @@ async def test_a_cancel_that_reaches_the_tokenizer_first(world: World) -> None:
     assert runtime.actor.status()["pending"] == 0
 
 
+async def test_a_cancel_that_finds_its_request_in_the_queue(world: World, scheduler: HandScheduler) -> None:
+    """Four short requests in the mailbox, and a long one on its thread; all are cancelled but the first."""
+    subject = subjects.generate("public", "tiny")
+    bodies = [{**CHAT, "request_id": f"r{i}"} for i in range(4)]
+    bodies.append({"prompt": "word " * 4_000, "request_id": "r4"})
+    asked = [asyncio.ensure_future(world.ask(subject, body)) for body in bodies]
+    await asyncio.sleep(0)
+    for i in range(1, 5):
+        world.client.publish(subjects.cancel("public", f"r{i}"), b"")
+    answers = [json.loads((await reply).data) for reply in asked]
+    assert [answer.get("error", {}).get("code") for answer in answers] == [None, 499, 499, 499, 499]
+    assert [message.request for message, _ in scheduler.tokenized] == ["r0"]
+
+
 async def test_questions(world: World, scheduler: HandScheduler) -> None:
     models = json.loads((await world.ask(subjects.MODELS, b"")).data)
     assert [entry["id"] for entry in models["data"]] == ["tiny"]

@@ -106,6 +106,7 @@ REQUESTS: tuple[Message, ...] = (
         age_us=3_100_000,
         first_us=250_000,
         open_end=True,
+        waited_us=4_000,
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(

@@ -318,16 +318,14 @@ class ArenaSide:
         self._host_id = host_id
         self._scheduler = ""
         self._epoch = 0
-        self._since = 0  # the epoch of the kv_offload whose arena it is
+        self._owner, self._since = "", 0  # the kv_offload whose arena it is, and its epoch
         told = Told(
             copied=on_loop(self._on_copied), quiet=on_loop(quiet), unmapped=on_loop(self._on_unmapped)
         )
         self._lane = CopyLane(backend.copier(), port.clock, told)
         self.stepped = self._lane.stepped  # by the threads that compute
         self.close = self._lane.close
-        for actor in port.peers.ready("kv_offload"):
-            if (peer := port.peers.get(f"kv_offload.{actor}")) is not None:
-                self.on_peer(peer)
+        self._look()
 
     @property
     def generation(self) -> int:
@@ -358,8 +356,14 @@ class ArenaSide:
         if peer.epoch < self._since:
             log.warning("%s is a second kv_offload on this host: the later one is used", peer.source)
             return
-        self._since = peer.epoch
+        self._owner, self._since = peer.source, peer.epoch
         self._lane.map(*((beat.arena, beat.arena_generation) if beat.arena else NO_ARENA))
+
+    def on_peer_gone(self, peer: Peer) -> None:
+        """Where the owner of the arena has gone another one may follow, whose clock had gone back perhaps."""
+        if peer.source == self._owner:
+            self._owner, self._since = "", 0
+            self._look()
 
     def copy(self, copy: KvCopy) -> None:
         """Make a copy, or say why not."""
@@ -395,6 +399,11 @@ class ArenaSide:
             "store_mb_s": stored.mb_s,
             "load_mb_s": loaded.mb_s,
         }
+
+    def _look(self) -> None:
+        for actor in self._port.peers.ready("kv_offload"):
+            if (peer := self._port.peers.get(f"kv_offload.{actor}")) is not None:
+                self.on_peer(peer)
 
     def _on_copied(self, epoch: int, copied: KvCopied) -> None:
         if epoch == self._epoch:

@@ -17,12 +17,16 @@ def ready(state: State, tier: Tier) -> None:
         return
     known = state.tiers.by_host.get(tier.host_id)
     if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
+        state.tiers.beside[tier.actor] = tier
         return  # of two on a host the later one counts: it is the one that the executors map
     if known is not None and (known.actor, known.generation) == (tier.actor, tier.generation):
         known.epoch = tier.epoch
         return
     if known is not None:
-        lost(state, known.actor)
+        _end(state, known)
+        if known.actor != tier.actor:
+            state.tiers.beside[known.actor] = known
+    state.tiers.beside.pop(tier.actor, None)
     state.tiers.by_host[tier.host_id] = tier
     for executor in state.executors.values():
         if executor.hello.host_id == tier.host_id:
@@ -30,10 +34,20 @@ def ready(state: State, tier: Tier) -> None:
 
 
 def lost(state: State, actor: str) -> None:
-    """A kv_offload has gone: nothing below is left. Copies that run end in their own time."""
+    """A kv_offload has gone: nothing below is left. Copies that run end in their own time. Another one on its
+    host serves from now on, one that was thought to be older too: a clock may have gone back."""
+    state.tiers.beside.pop(actor, None)
     tier = next((tier for tier in state.tiers.by_host.values() if tier.actor == actor), None)
     if tier is None:
         return
+    _end(state, tier)
+    others = [other for other in state.tiers.beside.values() if other.host_id == tier.host_id]
+    if others:
+        ready(state, max(others, key=lambda other: (other.epoch, other.actor)))
+
+
+def _end(state: State, tier: Tier) -> None:
+    actor = tier.actor
     del state.tiers.by_host[tier.host_id]
     state.tiers.lookups = {job: lookup for job, lookup in state.tiers.lookups.items() if lookup.tier != actor}
     for unit in state.waiting:

@@ -123,9 +123,10 @@ class State:
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     leaving: set[str] = field(default_factory=set)  # detokenizers that drain
     moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
-    tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: until
+    tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: when
     due: Due = field(default_factory=Due)
-    refused: dict[tuple[str, str, int, int], tuple[int, Rejected]] = field(default_factory=dict)  # until
+    # until when, of which submission (received_wall_us, attempt)
+    refused: dict[tuple[str, str], tuple[int, tuple[int, int], Rejected]] = field(default_factory=dict)
     recent: Recent = field(default_factory=Recent)
     steps: Steps = field(default_factory=Steps)
     meter: Meter = field(default_factory=Meter)

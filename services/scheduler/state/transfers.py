@@ -121,6 +121,9 @@ class Tiers:
     """All tiers, jobs and lookups."""
 
     by_host: dict[str, Tier] = field(default_factory=dict)
+    beside: dict[str, Tier] = field(
+        default_factory=dict
+    )  # others of a host, by id: the next when that one goes
     jobs: dict[int, Job] = field(default_factory=dict)
     lookups: dict[int, Lookup] = field(default_factory=dict)  # by job
     mapped: dict[str, int] = field(default_factory=dict)  # executor id -> generation of the arena it maps

@@ -95,11 +95,15 @@ def opens(asked: Tokenized, seq: int, attempt: int = 1) -> list[Message]:
     return [*out]
 
 
-def give(core: DetokenizerCore, scheduler: str, *messages: Message, wall_us: int = 1_000) -> list[Command]:
+def give(
+    core: DetokenizerCore, scheduler: str, *messages: Message, now_us: int = 1_000, step_us: int = 0
+) -> list[Command]:
+    """`step_us`: by so much the wall clock was set."""
+    wall_us = 10**15 + now_us + step_us
     out: list[Command] = []
     for message in messages:
-        out += core.handle(scheduler, message, "trace", wall_us)
-        out += core.flush(wall_us)
+        out += core.handle(scheduler, message, "trace", wall_us, now_us)
+        out += core.flush(wall_us, now_us)
     return out
 
 
@@ -128,7 +132,7 @@ def text(found: list[dict[str, Any]], choice: int = 0) -> str:
 
 
 def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: DetokenizerCore) -> None:
-    seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "abc"), wall_us=51_000))
+    seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "abc"), now_us=51_000))
     assert core.orphans.lost(A, "the scheduler has gone") == []
     out = core.orphans.turn(["b"], 4_001_000)
     assert [(c.scheduler, c.trace) for c in out if isinstance(c, Tell)] == [(B, "trace")]
@@ -473,10 +477,20 @@ def test_a_stop_string_found_on_the_way_is_told_to_the_new_scheduler(core: Detok
 def test_the_age_counts_from_the_first_scheduler(core: DetokenizerCore) -> None:
     """It was opened here 49 s after that, when its first detokenizer had died."""
     kept = dataclasses.replace(ASKED, age_us=49_000_000, first_us=200_000)
-    give(core, A, *opens(ASKED, 5, attempt=2), kept, tokens(5, 0, "ab"), wall_us=50_000_000)
+    give(core, A, *opens(ASKED, 5, attempt=2), kept, tokens(5, 0, "ab"), now_us=50_000_000)
     core.orphans.lost(A, "gone")
     asked = resumed(core.orphans.turn(["b"], 54_000_000))
     assert (asked.age_us, asked.first_us) == (53_000_000, 200_000)
+
+
+@pytest.mark.parametrize("step_us", [3_600_000_000, -3_600_000_000])
+def test_the_age_is_not_of_the_wall_clock(core: DetokenizerCore, step_us: int) -> None:
+    """It is set by an hour between the opening and the first text."""
+    give(core, A, *opens(ASKED, 5), ASKED, now_us=1_000)
+    give(core, A, tokens(5, 0, "ab"), now_us=51_000, step_us=step_us)
+    core.orphans.lost(A, "gone")
+    asked = resumed(core.orphans.turn(["b"], 4_001_000))
+    assert (asked.age_us, asked.first_us, asked.timeout_us) == (4_000_000, 50_000, ASKED.timeout_us)
 
 
 def test_a_request_that_schedulers_die_of_is_not_handed_on_for_ever(core: DetokenizerCore) -> None:

@@ -246,6 +246,23 @@ async def test_the_latest_kv_offload_of_the_host_is_used(world: World) -> None:
         assert len(world.scheduler.of(ArenaReleased)) == 1
 
 
+async def test_an_arena_is_mapped_although_the_clock_went_back(world: World) -> None:
+    """The new kv_offload looks older than the dead one, which is not missed yet."""
+    with segment(ROOM * SIZE) as old, segment(ROOM * SIZE) as new:
+        await world.start(old)
+        assert (await world.copied(world.copy(1))).status == "ok"
+        before = world.offload_runtime
+        world.fleet.clock.advance(-3_600_000_000)
+        await world.begin_offload(new, "k2")
+        world.fleet.clock.advance(3_600_000_000)
+        assert world.actor.facts().arena_generation == old.generation
+        await before.finish(0)
+        world.runtime.upkeep()
+        released = await world.scheduler.until(ArenaReleased)
+        assert released.arena_generation == old.generation
+        assert (await world.copied(world.copy(1))).status == "ok"
+
+
 async def test_no_hello_before_the_copies_of_the_incarnation_before_have_ended(world: World) -> None:
     """The scheduler gives their blocks to others as soon as it hears it."""
     with segment(ROOM * SIZE) as file:

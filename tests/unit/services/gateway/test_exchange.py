@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.errors import NotAuthorized, SlowBody, body_of, headers_of, status_of
-from services.gateway.exchange import Meter, Visit, request_id, spans
+from services.gateway.exchange import Meter, Visit, fresh_id, given_id, spans
 from services.gateway.routes import Keys, read_keys
 from shared.client import SlowReader
 from shared.errors import (
@@ -133,11 +133,18 @@ def test_a_keys_file_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_ids_of_clients_are_kept_where_they_can_be() -> None:
-    assert request_id("a-b:c.1") == "a-b:c.1"
-    for given in ("", "a b", "x" * 129, "é"):
-        made = request_id(given)
-        assert len(made) == 24
-        assert made != request_id(given)
+    assert given_id("a-b:c.1") == "a-b:c.1"
+    for header in ("", "a b", "x" * 129, "é"):
+        assert given_id(header) == ""
+
+
+@pytest.mark.parametrize("given", ["", "mesh-1", "x" * 128])
+def test_requests_with_one_given_id_have_ids_of_their_own(given: str) -> None:
+    """A mesh says one id to all calls that belong together, at the same time."""
+    made = {fresh_id(given) for _ in range(100)}
+    assert len(made) == 100
+    assert all(name.startswith(given[:96]) for name in made)
+    assert all(given_id(f"{name}:63") for name in made), "and have room for the number of a prompt"
 
 
 def visit(**more: object) -> Visit:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from services.gateway.errors import Unprocessable
 from services.gateway.openai_request import MAX_PROMPTS, Call, fields_of, model_of, read_call
+from services.tokenizer.request import REQUEST_ID
 from shared.errors import BadRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -92,6 +94,23 @@ def test_several_prompts_are_several_requests() -> None:
     call = completion(prompt=["a", "b"], n=3)
     assert [(b["prompt"], b["request_id"], b["n"]) for b in call.bodies] == [("a", "r:0", 3), ("b", "r:1", 3)]
     assert call.request_id == "r"
+
+
+@pytest.mark.parametrize("chars", [1, 124, 125, 127, 128])
+def test_an_id_of_any_length_names_several_prompts(chars: int) -> None:
+    ends = ("a", "b")  # two requests that differ in their last character alone
+    calls = [completion(prompt=["p"] * 64, request_id="x" * (chars - 1) + end) for end in ends]
+    names = [body["request_id"] for call in calls for body in call.bodies]
+    assert len(set(names)) == 128
+    assert all(re.fullmatch(REQUEST_ID, name) for name in names)
+    assert calls[0].request_id == "x" * (chars - 1) + "a"
+
+
+@pytest.mark.parametrize("wrong", ["x" * 129, "x" * 100 + " " * 27, "\ud800" * 126, ["x"] * 130, 10**126])
+def test_what_is_no_id_stays_for_the_tokenizer_to_refuse(wrong: object) -> None:
+    (first, _) = completion(prompt=["p", "q"], request_id=wrong).bodies
+    assert first["request_id"] == f"{wrong}:0"
+    assert not re.fullmatch(REQUEST_ID, first["request_id"])
 
 
 def test_too_many_prompts() -> None:

@@ -19,9 +19,10 @@ from shared.nats.interface import Delivery
 async def test_one_each_turn_stamped_on_arrival() -> None:
     clock, taken = FakeClock(), list[tuple[str, int]]()
 
-    def take(delivery: Delivery, received_wall_us: int) -> None:
+    def take(delivery: Delivery, received_us: int, received_wall_us: int) -> None:
         clock.advance(1_000)  # what a request costs
-        taken.append((delivery.subject, received_wall_us - FakeClock(0).wall_us()))
+        assert received_us == received_wall_us - FakeClock(0).wall_us()
+        taken.append((delivery.subject, received_us))
 
     box = Mailbox(clock, take)
     for name in "abc":
@@ -38,7 +39,7 @@ async def test_one_each_turn_stamped_on_arrival() -> None:
 
 async def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "MAX_WAITING", 1)
-    box = Mailbox(FakeClock(), lambda delivery, received_wall_us: None)
+    box = Mailbox(FakeClock(), lambda delivery, *stamps: None)
     box.put(Delivery("a", b""))
     box.put(Delivery("b", b""))
     with pytest.raises(Overloaded, match="1 requests wait for this tokenizer"):

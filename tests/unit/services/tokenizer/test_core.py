@@ -103,7 +103,7 @@ def test_silence_is_asked_once_more_then_503_and_a_cancel(core: TokenizerCore) -
     first = sent(core.handle(submission(), 0))
     assert core.handle(Tick(), RESEND_US - 1) == []
     again = sent(core.handle(Tick(), RESEND_US))
-    assert again == dataclasses.replace(first, timeout_us=60_000_000 - RESEND_US)
+    assert again == dataclasses.replace(first, timeout_us=60_000_000 - RESEND_US, waited_us=RESEND_US)
     assert core.handle(Tick(), GIVE_UP_US - 1) == []
     commands = core.handle(Tick(), GIVE_UP_US)
     assert failure(commands)[2] == 503
@@ -111,6 +111,59 @@ def test_silence_is_asked_once_more_then_503_and_a_cancel(core: TokenizerCore) -
     assert commands[1] == Send(scheduler, Cancel(tenant="t", request="r1"), "trace")
     assert core.pending == 0
     assert core.handle(Accepted(tenant="t", request="r1", attempt=1), GIVE_UP_US + 1) == []
+
+
+def waited(received_us: int, handled_us: int, **fields: Any) -> Submission:
+    return dataclasses.replace(submission(**fields), received_us=received_us, handled_us=handled_us)
+
+
+def test_the_time_in_our_own_queue_is_of_the_limit(core: TokenizerCore) -> None:
+    """Seen at 1 s, taken up 3 s later."""
+    asked = sent(core.handle(waited(1_000_000, 4_000_000, timeout_s=5), 4_000_000))
+    assert (asked.timeout_us, asked.waited_us) == (2_000_000, 3_000_000)
+    assert core.handle(Tick(), 4_900_000) == []
+    assert failure(core.handle(Tick(), 6_000_000))[2] == 408
+
+
+def test_who_waited_longer_than_its_limit_is_408_unread(
+    core: TokenizerCore, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = waited(1_000_000, 91_000_000, timeout_s=5)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.vocabulary), "encode", None)  # nobody works for it any more
+        assert failure(core.handle(late, 91_000_000))[2] == 408
+    long = prepared(waited(1_000_000, 2_000_000, timeout_s=5), model)  # beside the loop, for 4 s
+    assert failure(core.handle(long, 6_000_000))[2] == 408
+    assert core.pending == 0
+
+
+def test_silence_counts_from_the_question(core: TokenizerCore) -> None:
+    core.handle(waited(1_000_000, 51_000_000), 51_000_000)
+    assert sent(core.handle(Tick(), 51_000_000 + RESEND_US)).waited_us == 50_000_000 + RESEND_US
+    assert core.handle(Tick(), 51_000_000 + GIVE_UP_US - 1) == []
+    assert failure(core.handle(Tick(), 51_000_000 + GIVE_UP_US))[2] == 503
+
+
+def test_a_cancel_finds_its_request_in_our_own_queue(
+    core: TokenizerCore, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert core.handle(Cancel(tenant="t", request="r1"), 2_000_000) == []
+    queued = waited(1_000_000, 3_000_000)
+    under_way = prepared(queued, model)  # it was being prepared when the cancel came
+    assert failure(core.handle(under_way, 3_000_000))[2] == 499
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.vocabulary), "encode", None)
+        assert failure(core.handle(queued, 3_000_000))[2] == 499
+    assert sent(core.handle(waited(1_000_000, 3_000_000, tenant="other"), 3_000_000)).request == "r1"
+    assert sent(core.handle(waited(2_500_000, 3_000_000), 3_000_000)).request == "r1", "it is a new one"
+
+
+def test_only_so_many_cancels_are_kept(core: TokenizerCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.tokenizer.prepare.MAX_CANCELS", 3)
+    for i in (0, 1, 2, 0, 3):
+        core.handle(Cancel(tenant="t", request=f"r{i}"), 1_000 + i)
+    assert len(core.cancels) == 3
+    assert [core.cancels.cover("t", f"r{i}", 1) for i in range(4)] == [True, False, True, True]
 
 
 def test_a_time_limit_shorter_than_that_is_408(core: TokenizerCore) -> None:

@@ -6,7 +6,7 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from services.scheduler.kv_tiers import store
-from services.scheduler.state.requests import Arrived, PeerLost, PeerReady
+from services.scheduler.state.requests import Arrived, PeerLost, PeerReady, TierLost, TierReady
 from shared.messages import ArenaReleased
 
 PROMPT = list(range(3, 24))  # five blocks of four, and one token
@@ -69,6 +69,37 @@ def test_one_that_does_not_say_what_it_maps_is_tried() -> None:
     world.map_arena()
     serve(world, "first")
     assert len(world.tier.l1) == 5
+
+
+def owner(world: World) -> str:
+    tier = world.scheduler.state.tiers.by_host.get("h")
+    return "" if tier is None else tier.actor
+
+
+def test_a_tier_whose_clock_went_back_serves_when_the_one_before_is_missed() -> None:
+    """Its first beat comes before that, and no later one is news."""
+    world = fresh()
+    epoch = world.tier.arena.generation
+    world.handle(TierReady("k2", epoch - 3_600_000_000, "h", 7, ("l1",)))
+    assert owner(world) == "k1"
+    world.handle(TierLost("k1"))
+    assert owner(world) == "k2"
+    assert world.scheduler.state.executors["e1"].ledger.write_back
+    world.handle(TierLost("k2"))
+    assert (owner(world), world.scheduler.state.tiers.beside) == ("", {})
+
+
+def test_of_several_on_a_host_the_latest_that_lives_serves() -> None:
+    world = fresh()
+    epoch = world.tier.arena.generation
+    for at, name in ((1, "k2"), (3, "k4"), (2, "k3")):
+        world.handle(TierReady(name, epoch + at, "h", at, ("l1",)))
+    world.handle(TierReady("x", epoch + 9, "elsewhere", 9, ("l1",)))
+    order = [owner(world)]
+    for gone in ("k2", "k4", "k3", "k1"):
+        world.handle(TierLost(gone))
+        order.append(owner(world))
+    assert order == ["k4", "k4", "k3", "k1", ""]
 
 
 def test_an_arena_that_is_released_is_reported_to_its_owner_alone() -> None:
