@@ -37,7 +37,7 @@ def export(files: ModelFiles, folder: Path) -> None:
     vocabulary = load_vocabulary(files)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_named(shapes, weights), folder / "model.safetensors", metadata={"format": "pt"})
-    ends = {"eos_token_id": vocabulary.eos_ids[0]}
+    ends = {"eos_token_id": list(vocabulary.eos_ids)}
     (folder / "config.json").write_text(json.dumps(_config(shapes) | ends, indent=1))
     gguf_parts(files.path).build().save(str(folder / "tokenizer.json"))
     told = {

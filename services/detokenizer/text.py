@@ -61,7 +61,7 @@ class SequenceStream:
         self._sent = 0
         self._pieces: list[str] = []
         silent = () if opened.include_stop else opened.stop_ids
-        self._decoder = TextDecoder(vocabulary, frozenset(silent))
+        self._decoder = TextDecoder(vocabulary, frozenset(silent), goes_on=opened.format == "completion")
         # None when not asked for
         self._shape = LogprobShape(vocabulary, opened.format == "chat") if opened.logprobs else None
         self._scores: list[Score] = []
@@ -158,15 +158,18 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 class TextDecoder:
     """Incremental form of `Vocabulary.decode`: the pieces concatenate to the whole, exactly. The ids in
-    `silent` have no text: each ends its sequence, so nothing follows."""
+    `silent` have no text: each ends its sequence, so nothing follows. Text that `goes_on` with another keeps
+    the space of its first word."""
 
     __slots__ = ("_rest", "_silent", "_strip", "_table")
 
-    def __init__(self, vocabulary: Vocabulary, silent: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, silent: frozenset[int] = frozenset(), goes_on: bool = False
+    ) -> None:
         self._table = vocabulary.token_bytes
         self._silent = silent
         self._rest = b""  # the beginning of a character
-        self._strip = vocabulary.strips_leading_space
+        self._strip = vocabulary.strips_leading_space and not goes_on
 
     def feed(self, ids: array[int]) -> str:
         """The text that `ids` complete. Ids outside the vocabulary (a padded output layer may

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 from support.executor.tiny_models import VOCAB, tiny_model
+from transformers import PreTrainedModel
 
 _PARTS = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -44,7 +46,25 @@ def write_gguf(
     kind: str, path: Path, *, architecture: str = "", extra: dict[str, np.ndarray] | None = None
 ) -> Path:
     """The tiny model of a kind as a GGUF file in float32."""
-    model = tiny_model(kind)
+
+    def vocabulary(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([f"t{i}" for i in range(VOCAB)])
+        writer.add_token_merges([])
+
+    return write_model(tiny_model(kind), path, vocabulary, architecture=architecture, extra=extra)
+
+
+def write_model(
+    model: PreTrainedModel,
+    path: Path,
+    vocabulary: Callable[[gguf.GGUFWriter], None],
+    *,
+    architecture: str = "",
+    extra: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """A model as a GGUF file in float32; `vocabulary` adds the keys of its tokenizer."""
     config = model.config
     arch = architecture or ("llama" if config.model_type == "mistral" else config.model_type)
     writer = gguf.GGUFWriter(path, arch)
@@ -57,10 +77,7 @@ def write_gguf(
     writer.add_key_length(model.model.layers[0].self_attn.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"t{i}" for i in range(VOCAB)])
-    writer.add_token_merges([])
+    vocabulary(writer)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -131,6 +132,17 @@ def test_stop_index_is_the_token_that_completes_it(letters: Vocabulary) -> None:
     assert (delta.first, delta.count, delta.text) == (0, 6, "a ")
     assert stream.close(8, "length") == 6
     assert stream.reason == "stop"
+
+
+@pytest.mark.parametrize("shape", ["chat", "completion"])
+def test_the_space_of_the_first_word(tmp_path: Path, shape: str) -> None:
+    """SentencePiece has one there: an answer begins without it, a completion goes on with it."""
+    path = write_sentencepiece_gguf(tmp_path / "m.gguf", {"▁and": -1.0, "▁so": -2.0})
+    vocabulary = load_vocabulary(ModelFiles("m", path))
+    opened = Open(seq=1, request="r", attempt=1, tenant="t", model="m", inbox="i", format=shape)
+    stream = SequenceStream(opened, vocabulary)
+    stream.take(0, array("i", [259, 260]))
+    assert stream.drain().text == (" and so" if shape == "completion" else "and so")
 
 
 @pytest.mark.parametrize("stop", [(), ("zz", "!")])
