@@ -394,6 +394,19 @@ def test_a_chat_is_encoded_as_its_text_is(model: ServedModel, content: str) -> N
     assert model.template.encode(messages, None, True, WALL_US) == model.vocabulary.encode(text, special=True)
 
 
+def test_what_precedes_a_prompt(tmp_path: Path) -> None:
+    """A text gets the begin token, also where one is written in it; ids and chats are as they come."""
+    begins = model_with(write_bpe_gguf(tmp_path / "b.gguf", "llama-bpe"))
+    plain = begins.vocabulary.encode("Hi")
+    assert list(prepared(begins, {"prompt": "Hi"}).tokens) == [1, *plain]
+    assert list(prepared(begins, {"prompt": "<|im_start|>Hi"}).tokens) == [1, 1, *plain]
+    assert list(prepared(begins, {"prompt": plain}).tokens) == plain
+    chat = prepared(begins, {**CHAT, "add_generation_prompt": False}).tokens
+    assert (chat[0], chat.count(1)) == (1, 1)
+    bare = model_with(tmp_path / "b.gguf", "{{ messages[0].content }}")
+    assert list(prepared(bare, {"messages": [{"role": "user", "content": "Hi"}]}).tokens) == plain
+
+
 def test_content_parts_are_joined(model: ServedModel) -> None:
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "12"}]
     assert prepared(model, {"messages": [{"role": "user", "content": parts}]}) == prepared(model, CHAT)
