@@ -121,7 +121,7 @@ def test_a_recorded_token_counts_once_and_another_one_in_its_place(
     grammars: Grammars, letters: list[int], vocabulary: Vocabulary
 ) -> None:
     a, b, c, *_ = letters
-    (eos,) = vocabulary.eos_ids
+    eos, *_ = vocabulary.eos_ids
     ab_or_ba = grammar_of({"structured_outputs": {"regex": "ab|ba"}})
     grammars.open(opened(0, ab_or_ba))
     assert grammars.refused([a], [0], [0], lambda _: PROMPT) == ([], {})
