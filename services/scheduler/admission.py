@@ -2,6 +2,11 @@
 
 Units are taken strictly in the order of the queue, so that a large one is never overtaken for ever. Where
 one must wait, sequences of lower classes may have to give way.
+
+A request under which executors have died is a suspect: it may be what they die of. From the second death on
+it is on trial, until it has come well past the token where the last one died. An executor tries one at a
+time, beside few that have not shown yet that they do no harm; should it die, the one on trial is to blame,
+and the others are not (recovery.py). So a poison ends after three deaths, and nobody else with it.
 """
 
 from __future__ import annotations
@@ -13,10 +18,14 @@ from services.scheduler.headroom import most_spare_blocks, spare_blocks
 from services.scheduler.kv_tiers import load, lookups
 from services.scheduler.state import policies
 from services.scheduler.state.policies import Option
-from services.scheduler.state.requests import Phase, Sequence
+from services.scheduler.state.requests import Phase, Request, Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.waiting_queue import Unit
 from shared.messages import SlotOpen
+
+SUSPECT = 2  # deaths
+NEIGHBOURS = 4  # beside the one on trial, that have not come PAST yet
+PAST = 8  # tokens of each choice since its place, or since the death: some were on their way when it came
 
 
 @dataclass(slots=True)  # not frozen: to set its fields would cost three times as much
@@ -78,6 +87,8 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
         return None
     if executor.holds:
         return None  # the places that come are for who runs
+    if not _safe(executor, unit):
+        return None
     if ledger.free_slots < len(unit.sequences) or not _joins(state, executor):
         return None
     hits = prefix_cache.lookup(executor, head)
@@ -99,6 +110,36 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
 def _joins(state: State, executor: Executor) -> bool:
     fill = state.limits.policy.fill
     return policies.joins(fill, True) or policies.joins(fill, any(s.computed for s in executor.running))
+
+
+def on_trial(request: Request) -> bool:
+    """Whether executors may die of it. Who has passed once, and was there at the next death, is tried to its
+    end."""
+    if request.deaths < SUSPECT:
+        return False
+    generated = sum(s.generated for s in request.sequences)
+    return request.deaths > SUSPECT or generated <= request.died_at + PAST * len(request.sequences)
+
+
+def tried(executor: Executor) -> Request | None:
+    """The request that is on trial here."""
+    suspects = (s.request for s in executor.running if s.request.deaths >= SUSPECT)
+    return next((request for request in suspects if on_trial(request)), None)
+
+
+def _safe(executor: Executor, unit: Unit) -> bool:
+    """True where no trial is disturbed: neither that of the unit nor one that it would join."""
+    there, trial = tried(executor), on_trial(unit.request)
+    if there is unit.request or (there is None and not trial):
+        return True
+    if there is not None and trial:
+        return False
+    request = there or unit.request
+    unproven = [
+        s for s in executor.running if s.request is not request and len(s.tokens) <= s.opened_length + PAST
+    ]
+    joining = 0 if trial else len(unit.sequences)
+    return len(unproven) + joining <= NEIGHBOURS
 
 
 def _place(state: State, offers: list[Offer]) -> Offer:

@@ -125,7 +125,7 @@ class Scheduler:
                     tiers.maps(state, actor, generation)
                 recovery.executor_back(state, actor)
             case PeerLost("executor", actor):
-                recovery.drop_executor(state, actor, "the executor is gone")
+                recovery.drop_executor(state, actor, "the executor is gone", died=True)
                 state.tiers.mapped.pop(actor, None)
             case TierReady():
                 tier = Tier(event.actor, event.epoch, event.host_id, event.generation)

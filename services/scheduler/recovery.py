@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from services.scheduler import arrival, finish, load_shedding, results
+from services.scheduler import admission, arrival, finish, load_shedding, results
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.preemption import wait_again
@@ -66,17 +66,35 @@ def executor_back(state: State, executor_id: str) -> None:
         state.send(f"executor.{executor_id}", ExecReset(exec_epoch=epoch, why="it was given up for dead"))
 
 
-def drop_executor(state: State, executor_id: str, why: str) -> None:
-    """The executor's memory is gone: its sequences wait again, with all their tokens."""
+def drop_executor(state: State, executor_id: str, why: str, *, died: bool = False) -> None:
+    """The executor's memory is gone: its sequences wait again, with all their tokens. `died`: of something,
+    which may be what it computed."""
     executor = state.executors.pop(executor_id, None)
     if executor is None:
         return
     state.dropped[executor_id] = executor.epoch
     tiers.executor_gone(state, executor)
+    culprits = _blame(executor) if died and not executor.draining else []
     for sequence in executor.running:
         sequence.leave()
         sequence.decide(state.now_us, "requeue", why, tokens=len(sequence.tokens))
         wait_again(state, sequence)
+    for request in culprits:
+        message = f"{request.deaths} executors have died while they computed this request, {executor_id} last"
+        finish.fail(state, request, 500, f"{message}: it is not tried again; their logs may say why")
+
+
+def _blame(executor: Executor) -> list[Request]:
+    """An executor has died: it may be of the request that was on trial, or else of any that ran. Those that
+    it is certain enough of."""
+    tried = admission.tried(executor)
+    suspects = (
+        [tried] if tried is not None else list({id(s.request): s.request for s in executor.running}.values())
+    )
+    for request in suspects:
+        request.deaths += 1
+        request.died_at = sum(s.generated for s in request.sequences)
+    return [] if tried is None else suspects
 
 
 def reset_executor(state: State, executor_id: str, why: str) -> None:

@@ -57,6 +57,8 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
     risen: int = 0  # by so many classes it counts as higher: it has waited for long
+    deaths: int = 0  # of executors that it ran on, and may have been the cause of: see ../admission.py
+    died_at: int = 0  # tokens that it had generated at the last of them
     reply: Reply = field(default_factory=Reply)  # the detokenizer's stamps, once it has ended
 
     @property
