@@ -1,14 +1,17 @@
-"""Every process takes its ports, its list of logits processors and its log from here."""
+"""Every process takes its ports, its list of logits processors, its log and its secret files from here."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import socket
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
 
 from shared.errors import SetupError
 
@@ -77,6 +80,11 @@ def processor_targets(setting: str) -> Mapping[str, str]:
             raise SetupError(f"logits_processors: {name!r} is listed twice; rename one")
         targets[name] = target
     return targets
+
+
+def open_private(path: Path, buffering: int = -1) -> BinaryIO:
+    """A new file that its owner alone may read and write, whatever the umask. Raises OSError."""
+    return open(path, "xb", buffering, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def setup(component: str, *, level: str = "info", as_json: bool = False) -> None:

@@ -161,6 +161,9 @@ class Deadlines(Generic[T]):
         self._due[what] = due_us
         self._serial += 1
         heapq.heappush(self._heap, (due_us, self._serial, what))
+        if len(self._heap) > 64 + 2 * len(self._due):  # most are of what was moved or dropped
+            kept = {entry[2]: entry for entry in reversed(self._heap) if self._due.get(entry[2]) == entry[0]}
+            self._heap = sorted(kept.values(), key=lambda entry: entry[:2])
 
     def drop(self, what: T) -> None:
         """It is not due any more."""

@@ -50,7 +50,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
     unit = Unit(request, list(request.sequences), request.sequences[0].seq)
     for sequence in request.sequences:
         sequence.unit = unit.number
-        state.due.watch(finish.due_at_us(sequence), sequence.seq)
+        state.watch(finish.due_at_us(sequence), sequence.seq)
     state.waiting.add(unit, state.now_us)
     lookups.arrived(state, unit)
     accept(state, source, asked)

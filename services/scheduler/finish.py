@@ -79,7 +79,7 @@ def expire(state: State) -> None:
         if sequence is None:
             continue
         if (at_us := due_at_us(sequence)) > state.now_us:
-            state.due.watch(at_us, seq)
+            state.watch(at_us, seq)
         elif not sequence.live:
             forget(state, sequence)
         elif state.now_us >= sequence.request.deadline_us:
@@ -134,7 +134,7 @@ def send_close(state: State, sequence: Sequence) -> None:
     """(Re)send the Close of a sequence to its shard, and wait for its Ended."""
     request = sequence.request
     sequence.close_deadline_us = state.now_us + ENDED_WITHIN_US
-    state.due.watch(due_at_us(sequence), sequence.seq)
+    state.watch(due_at_us(sequence), sequence.seq)
     if request.shard and sequence.close is not None:
         state.send(f"detokenizer.{request.shard}", sequence.close, request.trace)
 

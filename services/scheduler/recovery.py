@@ -72,7 +72,7 @@ def drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fals
     executor = state.executors.pop(executor_id, None)
     if executor is None:
         return
-    state.dropped[executor_id] = executor.epoch
+    state.note_dropped(executor_id, executor.epoch)
     tiers.executor_gone(state, executor)
     culprits = _blame(executor) if died and not executor.draining else []
     for sequence in executor.running:
@@ -131,7 +131,7 @@ def detokenizer_lost(state: State, shard: str) -> None:
     state.leaving.discard(shard)
     epoch = state.detokenizers.pop(shard, 0)
     lost = [request for request in state.requests.values() if request.shard == shard]
-    state.moved[shard] = (epoch, [s.seq for request in lost for s in request.sequences])
+    state.note_moved(shard, epoch, [s.seq for request in lost for s in request.sequences])
     for request in lost:
         _reopen(state, request.sequences)
 
@@ -246,7 +246,7 @@ def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
             finish.end(state, sequence, sequence.generated, reason)
         else:
             live.append(sequence)
-            state.due.watch(finish.due_at_us(sequence), sequence.seq)
+            state.watch(finish.due_at_us(sequence), sequence.seq)
             why = "its scheduler is gone: this one has its tokens from the detokenizer"
             sequence.decide(state.now_us, "resume", why, tokens=len(sequence.tokens))
     if live and not any(sequence.generated for sequence in request.sequences):

@@ -50,6 +50,7 @@ class Port:
         self.wire_errors = 0
         self.tracer: Tracer | None = None  # None: this process sends no spans
         self._outbound: dict[str, Outbound] = {}
+        self._retired_seq = 0  # the highest number of the streams that are forgotten
         self._sources: dict[str, _Source] = {}
         self._receive: Receive = lambda source, message, trace: None
         self._lost: Told = lambda source: None
@@ -69,7 +70,7 @@ class Port:
     def send(self, to: str, message: Message, trace: str = "") -> None:
         """Send `message` (in parts if long) to the actor `kind.id`. Raises PayloadTooLarge, and sends
         nothing, when it is over the limit all the same."""
-        stream = self._outbound.setdefault(to, Outbound())
+        stream = self._stream(to)
         envelope = Envelope(self.source, self.epoch, stream.next_seq, message, trace)
         for data in codec.encode_all(envelope):
             stream.keep(data, self.clock.now_us())
@@ -82,13 +83,21 @@ class Port:
             self._apply(source, state, state.inbound.overdue(now_us))
             if now_us - state.heard_us > RETIRED_US and self.peers.get(source) is None:
                 del self._sources[source]
-        for to, stream in self._outbound.items():
-            if stream.silent_since(now_us - SILENCE_US):
+        for to, stream in list(self._outbound.items()):
+            if stream.unused_since(now_us - RETIRED_US) and self.peers.get(to) is None:
+                self._retired_seq = max(self._retired_seq, stream.last_seq)
+                del self._outbound[to]
+            elif stream.silent_since(now_us - SILENCE_US):
                 self._send_loose(to, StreamAt(last_seq=stream.last_seq))
         self._upkeeps += 1
         if self._upkeeps % REMIND_BEATS == 0:
             for peer in filter(self.peers.get, self._outbound):
                 self.remind(peer)
+
+    def _stream(self, to: str) -> Outbound:
+        """The stream to a mailbox. One that begins anew has higher numbers than any that was forgotten, its
+        own perhaps: who comes back after all sees that it has missed something."""
+        return self._outbound.setdefault(to, Outbound(self._retired_seq))
 
     def forget(self, to: str) -> None:
         """The peer has gone: what it never read is of no use to it. The numbers go on, since a
@@ -174,7 +183,7 @@ class Port:
             self._send_loose(source, Resend(first_seq=first_seq))
 
     def _resend(self, to: str, first_seq: int) -> None:
-        stream = self._outbound.setdefault(to, Outbound())
+        stream = self._stream(to)
         replay = stream.since(first_seq)
         if replay.next_seq > first_seq:
             self._send_loose(to, StreamReset(next_seq=replay.next_seq, lost=replay.lost))

@@ -32,11 +32,11 @@ class Replay:
 
 
 class Outbound:
-    """The sending end of one stream."""
+    """The sending end of one stream. Numbers begin behind `after`."""
 
-    def __init__(self) -> None:
-        self.last_seq = 0
-        self._first = 1  # the first number meant for the receiver's present incarnation
+    def __init__(self, after: int = 0) -> None:
+        self.last_seq = after
+        self._first = after + 1  # the first number meant for the receiver's present incarnation
         self._sent_us = 0
         self._announce = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=HISTORY)
@@ -70,6 +70,10 @@ class Outbound:
     def remind(self) -> None:
         """Announce the stream's end again: the receiver may have been cut off."""
         self._announce = ANNOUNCEMENTS if self.last_seq else 0
+
+    def unused_since(self, before_us: int) -> bool:
+        """True when nothing was sent since `before_us`."""
+        return self._sent_us <= before_us
 
     def silent_since(self, before_us: int) -> bool:
         """True ANNOUNCEMENTS times after the last message, if there was none since `before_us`."""

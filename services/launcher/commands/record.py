@@ -18,6 +18,7 @@ from shared.client import ask_all
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery, NoResponders
+from shared.processes import open_private
 
 WAIT_S = 2.0
 OFFSET_HEADER, BEGINS_HEADER = "Headrace-Offset", "Headrace-Snapshot"  # as the scheduler sends them
@@ -105,7 +106,7 @@ async def _only_scheduler(bus: Bus) -> str:
 def _created(path: Path) -> Iterator[BinaryIO]:
     """A new file, which goes again if nothing was written: a second try would find it there."""
     try:
-        file = path.open("xb")
+        file = open_private(path)
     except FileExistsError:
         raise BadRequest(f"{path} is there already: name another file") from None
     except OSError as error:

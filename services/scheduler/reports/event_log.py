@@ -43,6 +43,7 @@ from shared.actor.mailbox import Port
 from shared.errors import BadRequest, EngineError, HeadraceError, SetupError, WireError
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
+from shared.processes import open_private
 
 log = logging.getLogger("headrace.replay")
 
@@ -55,9 +56,12 @@ HEADER, SNAPSHOT, EVENT, HASH = range(4)
 HASH_EVERY = 1_000  # events, and as many for each sequence that is held:
 HASH_EVERY_PER_SEQUENCE = 10  # the hash of a state takes about 90 us for each: so it costs 10 us an event
 SNAPSHOT_EVERY = 100_000  # events
+STRETCH_BYTES = 64 << 20  # then a snapshot comes sooner
 
 ON_BUS = "nats"  # value of the setting: publish it; anything else is a file
 FILE_FLUSH_US = 1_000_000
+FILE_BYTES = 256 << 20  # then the next stretch begins another file
+KEPT_FILES = 4  # of one log
 BATCH_US = 256_000
 BATCH_BYTES = 60 * 1024  # with its headers below 64 KiB
 OFFSET_HEADER = "Headrace-Offset"  # bytes of the log before these, so that a loss shows
@@ -170,6 +174,7 @@ class Recorder:
         self._facts = facts
         self._events = 0
         self._hashed = 0  # events until the last hash
+        self._stretch_bytes = 0  # since the snapshot
         self._begun = False
 
     @property
@@ -191,17 +196,19 @@ class Recorder:
             commands = self._core.handle(event, now_us)
         finally:
             self._events += 1
-            self._sink.write(happened(now_us, event, commands), now_us)
+            frame = happened(now_us, event, commands)
+            self._stretch_bytes += len(frame)
+            self._sink.write(frame, now_us)
         if self._events - self._hashed >= HASH_EVERY + HASH_EVERY_PER_SEQUENCE * len(self.state.sequences):
             self._hashed = self._events
             self._sink.write(state_hash_frame(self._events, state_hash(self.state)), now_us)
-        if self._events % SNAPSHOT_EVERY == 0:
+        if self._events % SNAPSHOT_EVERY == 0 or self._stretch_bytes >= STRETCH_BYTES:
             self.begin(now_us)
         return commands
 
     def begin(self, now_us: int) -> None:
         """Begin a stretch: a header and a snapshot, from which a reader who has just come can go on."""
-        self._begun = True
+        self._begun, self._stretch_bytes = True, 0
         self._sink.begin()
         self._sink.write(header(self._facts), now_us)
         for page in snapshot_pages(self._events, snapshot(self.state)):
@@ -217,15 +224,28 @@ class Recorder:
 
 
 class FileSink:
-    """A new file; one that is there stays, and the name gets a number. Raises SetupError."""
+    """A new file; one that is there stays, and the name gets a number. Raises SetupError.
+
+    A stretch that begins when the file has FILE_BYTES goes into the next one, and of more than KEPT_FILES the
+    oldest goes. They hold every prompt: nobody but their owner may read them."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file = _create(path.expanduser())
+        self._path = path.expanduser()
+        self.path, self._file, self._number = _create(self._path)
+        self._files = deque([self.path])
         self._flushed_us = 0
         log.info("the event log goes to %s", self.path)
 
     def begin(self) -> None:
         """A reader of a file finds every stretch by itself."""
+        if self._file.tell() < FILE_BYTES:
+            return
+        self._file.close()
+        self.path, self._file, self._number = _create(self._path, self._number + 1)
+        self._files.append(self.path)
+        log.info("the event log goes on in %s", self.path)
+        if len(self._files) > KEPT_FILES:
+            self._files.popleft().unlink(missing_ok=True)
 
     def write(self, data: bytes, now_us: int) -> None:
         """Into the buffer."""
@@ -242,16 +262,16 @@ class FileSink:
         self._file.close()
 
 
-def _create(path: Path) -> tuple[Path, BinaryIO]:
+def _create(path: Path, number: int = 1) -> tuple[Path, BinaryIO, int]:
+    """The first file from this number on that is not there yet."""
     if path.is_dir():
         raise SetupError(f"the event log {path} is a folder: name a file in `event_log`")
-    tried, number = path, 1
     while True:
+        tried = path.with_name(f"{path.stem}-{number}{path.suffix}") if number > 1 else path
         try:
-            return tried, tried.open("xb", buffering=256 * 1024)
+            return tried, open_private(tried, buffering=256 * 1024), number
         except FileExistsError:
             number += 1
-            tried = path.with_name(f"{path.stem}-{number}{path.suffix}")
         except OSError as error:
             raise SetupError(
                 f"the event log {path} cannot be written ({error.strerror}): name another file in `event_log`"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -346,14 +347,18 @@ class Due:
     """What has a time limit: a heap of when each sequence is looked at again, in us, the earliest first.
 
     An entry is a lower bound: a sequence that is looked at and is not due yet says when to look again. So a
-    limit that moves costs nothing until it comes up.
+    limit that moves costs nothing until it comes up. What has ended leaves its entry behind, for a day
+    perhaps: when most of them are of that kind they go.
     """
 
     heap: list[tuple[int, int]] = field(default_factory=list)  # at_us, sequence
 
-    def watch(self, at_us: int, seq: int) -> None:
-        """Look at a sequence at `at_us`."""
+    def watch(self, at_us: int, seq: int, live: Mapping[int, object]) -> None:
+        """Look at a sequence at `at_us`; those that are not over are in `live`."""
         heapq.heappush(self.heap, (at_us, seq))
+        if len(self.heap) > 64 + 2 * len(live):
+            first = {seq: at_us for at_us, seq in sorted(self.heap, reverse=True) if seq in live}
+            self.heap = sorted((at_us, seq) for seq, at_us in first.items())
 
     def pop(self, now_us: int) -> int | None:
         """A sequence whose time has come."""

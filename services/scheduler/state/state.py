@@ -17,6 +17,9 @@ from services.scheduler.state.waiting_queue import Waiting
 from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
 from shared.step_model import StepShape
 
+MAX_DROPPED = 10_000  # executors that were given up and are not back: most never are
+MAX_MOVED = 100_000  # sequences of detokenizers that were given up, likewise
+
 Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and in which placement
 
 
@@ -134,6 +137,25 @@ class State:
 
     def __post_init__(self) -> None:
         self.waiting = Waiting(self.limits.policy, tuple(c.age_us for c in self.limits.classes))
+
+    def watch(self, at_us: int, seq: int) -> None:
+        """Look at a sequence at `at_us`."""
+        self.due.watch(at_us, seq, self.sequences)
+
+    def note_dropped(self, executor_id: str, epoch: int) -> None:
+        """An executor is given up; of very many the oldest are forgotten."""
+        self.dropped.pop(executor_id, None)
+        self.dropped[executor_id] = epoch
+        if len(self.dropped) > MAX_DROPPED:
+            del self.dropped[next(iter(self.dropped))]
+
+    def note_moved(self, shard: str, epoch: int, seqs: list[int]) -> None:
+        """A detokenizer is given up, and these sequences are read elsewhere; likewise."""
+        self.moved.pop(shard, None)
+        if seqs:
+            self.moved[shard] = (epoch, seqs)
+        while len(self.moved) > 1 and sum(len(moved) for _, moved in self.moved.values()) > MAX_MOVED:
+            del self.moved[next(iter(self.moved))]
 
     def send(self, to: str, message: Message, trace: str = "") -> None:
         """Put a message among the commands of this event."""

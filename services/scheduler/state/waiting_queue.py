@@ -59,7 +59,9 @@ class Served:
         floor = max(self.floors.get(level, 0), least or 0)
         self.floors[level] = floor
         if len(self.counters) >= MAX_CLIENTS:
-            self.counters = {c: n for c, n in self.counters.items() if n > self.floors.get(c[1], 0)}
+            ahead = {c: n - self.floors.get(c[1], 0) for c, n in self.counters.items()}
+            most = sorted((c for c in ahead if ahead[c] > 0), key=lambda c: (-ahead[c], c))
+            self.counters = {c: self.counters[c] for c in most[: MAX_CLIENTS // 2]}
         self.counters[client] = max(self.counters.get(client, 0), floor)
 
 
@@ -224,6 +226,8 @@ class Waiting:
         self.held_tokens += sum(len(s.tokens) for s in unit.sequences)
         if level and self.age_us[level]:
             line.ages.append((now_us + self.age_us[level], unit))
+            if len(line.ages) > 64 + 2 * line.units:  # most are of units that have left since
+                line.ages = deque(entry for entry in line.ages if entry[1].line is line)
         if unit.resumes:
             insort(line.paused, unit, key=lambda paused: paused.order)
             return

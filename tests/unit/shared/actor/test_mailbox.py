@@ -142,6 +142,31 @@ async def test_a_source_that_vanished_long_ago_is_forgotten(fleet: Fleet) -> Non
     assert runtime.port.epoch_of("scheduler.s") == 0
 
 
+async def test_a_stream_to_who_vanished_long_ago_is_forgotten_and_its_numbers_go_on(fleet: Fleet) -> None:
+    """One comes back after all, and one is new: neither takes what is sent for something it knows."""
+    sender = await fleet.started(Recorder("scheduler"), "s")
+    gone, again, new = Recorder(), Recorder(), Recorder()
+    runtimes = [await fleet.started(actor, name) for actor, name in ((gone, "gone"), (again, "again"))]
+    for name, count in (("gone", 5), ("again", 3)):
+        for i in range(count):
+            sender.port.send(f"executor.{name}", cancel(f"{name}{i}"))
+    await fleet.broker.settle()
+    fleet.clock.advance(INTERVAL_US * (MISSED_BEATS + 1) + RETIRED_US)
+    sender.port.peers.expire(fleet.clock.now_us())
+    sender.port.upkeep()
+    assert not sender.port._outbound
+    await fleet.started(new, "new")
+    runtimes[1].beat()
+    for name in ("again", "new"):
+        sender.port.send(f"executor.{name}", cancel("later"))
+    await fleet.broker.settle()
+    assert (again.of("receive"), again.of("lost")) == (
+        ["again0", "again1", "again2", "later"],
+        ["scheduler.s"],
+    )
+    assert (new.of("receive"), new.of("lost")) == (["later"], [])
+
+
 async def test_a_resend_for_a_stream_that_never_was_is_answered_with_nothing(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)

@@ -110,6 +110,21 @@ def test_deadlines_come_in_order_and_can_be_moved_and_dropped() -> None:
     assert due.next_us() is None
 
 
+def test_deadlines_that_are_moved_and_dropped_take_bounded_memory() -> None:
+    """Leases that are renewed, and calls that end in time: none of their entries comes to the top."""
+    due: Deadlines[int] = Deadlines()
+    for at in range(10_000):
+        due.set(-1, 10**9 + at)
+        due.set(-2, 5)
+        due.set(at, 10**10 + at)
+        if at % 10:
+            due.drop(at)
+        assert len(due._heap) <= 80 + 2 * len(due._due)
+    assert due.pop(10**9) == -2
+    assert due.pop(10**10 - 1) == -1
+    assert [due.pop(10**11) for _ in range(1_001)] == [*range(0, 10_000, 10), None]
+
+
 def test_the_known_names_are_the_last_that_were_asked_for() -> None:
     known = Known(most=2)
     names = [("f", bytes([i]) * 32) for i in range(3)]

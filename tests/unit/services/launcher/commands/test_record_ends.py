@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from support.actor_fleet import watched_fleet
+from support.scheduler.world import World
 
+from loadtest.simulator.replay.rerun import rerun_file
 from services.launcher.commands import record as recording
 from services.launcher.session import Target
 from services.scheduler.actor import SchedulerActor
-from services.scheduler.reports.event_log import FileSink
+from services.scheduler.reports import event_log
+from services.scheduler.reports.event_log import FileSink, Recorder
 from services.scheduler.state.state import Limits
 from shared.errors import SetupError, Unavailable
 from shared.nats.interface import Bus
@@ -30,6 +35,49 @@ async def test_a_neighbour_that_speaks_after_the_end_is_no_fault(tmp_path: Path)
         actor.on_restart("executor.e")
         actor.upkeep()
         assert (tmp_path / "events.log").read_bytes() == written
+
+
+def test_a_log_goes_on_in_the_next_file_and_the_oldest_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each can be replayed alone; one of another run, and its number, stay untouched."""
+    for name, value in (("STRETCH_BYTES", 5_000), ("FILE_BYTES", 20_000), ("KEPT_FILES", 3)):
+        monkeypatch.setattr(event_log, name, value)
+    (tmp_path / "e-3.log").write_bytes(b"of another run")
+    sink = FileSink(tmp_path / "e.log")
+    world = World()
+    recorder = Recorder(world.scheduler, sink, {"scheduler": "s"})
+    world.scheduler = recorder  # type: ignore[assignment]  # it stands in the place of the core
+    world.add_engine()
+    for i in range(200):
+        world.ask(f"r{i}", [5, 6, 7], 5)
+        world.run()
+    sink.close()
+    files = sorted(tmp_path.glob("e*.log"), key=lambda path: path.stat().st_mtime_ns)
+    assert (tmp_path / "e-3.log").read_bytes() == b"of another run"
+    logs = [path for path in files if path.name != "e-3.log"]
+    assert len(logs) == 3
+    assert sink.path in logs
+    assert tmp_path / "e.log" not in logs
+    assert {stat.S_IMODE(path.stat().st_mode) for path in logs} == {0o600}
+    most = 20_000 + 2 * 5_000 + len(event_log.snapshot(world.scheduler.state)) * 1.1
+    for path in logs:
+        assert path.stat().st_size < most
+        report = rerun_file(path)
+        assert report.events > 10
+        assert report.difference is None
+
+
+def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
+    """It holds every prompt."""
+    before = os.umask(0)
+    try:
+        with recording._created(tmp_path / "r.log") as file:
+            file.write(b"x")
+        FileSink(tmp_path / "e.log").close()
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
 
 def test_a_folder_is_no_event_log(tmp_path: Path) -> None:

@@ -44,6 +44,17 @@ def test_who_is_forgotten_counts_as_the_least(monkeypatch: pytest.MonkeyPatch) -
     assert served.of(A) == 102
 
 
+def test_clients_that_are_ahead_of_the_others_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks once, and is served less than the one before: none of them is ever behind the floor."""
+    monkeypatch.setattr(waiting_queue, "MAX_CLIENTS", 10)
+    served = Served()
+    for i in range(100):
+        served.lift((f"c{i:02}", 1), None)
+        served.charge_input((f"c{i:02}", 1), 1_000 - i)
+        assert len(served.counters) <= 11
+    assert served.of(("c00", 1)) == 1_000, "who was served most is forgotten last"
+
+
 def worst_gap(rank: str) -> int:
     """The largest difference of what two clients were served while both had requests waiting."""
     slo = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
