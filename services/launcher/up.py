@@ -35,7 +35,7 @@ from services.launcher.supervisor import (
 from shared import codec
 from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
-from shared.client import Client, probe
+from shared.client import Client, ask_all, probe
 from shared.clock import SystemClock
 from shared.config import Settings
 from shared.errors import HeadraceError, SetupError, WireError
@@ -48,6 +48,7 @@ from shared.vocab.files import resolve
 _FEW_CORES = 4
 
 TELL_EVERY_S = 10.0
+STATUS_S = 0.3
 
 
 def up(settings: Settings, users: Path | None = None) -> int:
@@ -101,6 +102,7 @@ class _Up:
         self._model = served_model(settings)
         self._http = ""  # URL of the gateway
         self._context = ""
+        self._same_seed = ""  # what a seed promises
         self._started_at = time.monotonic()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._supervisor = self._make_supervisor()
@@ -169,6 +171,8 @@ class _Up:
             readiness = Readiness(bus, self._settings.fleet)
             await readiness.wait(self._model, say)
             self._context = readiness.context(self._model)
+            dtype = await readiness.dtype()
+            self._same_seed = same_seed(dtype, deterministic=self._settings.deterministic)
             if (address := self._settings.http_address) is not None:
                 self._http = http_url(address[0], await readiness.gateway_port(say))
         finally:
@@ -193,6 +197,7 @@ class _Up:
             "publish to": subject,
             "OpenAI API": f"{self._http}/v1" if self._http else "",
             "metrics": self._pages.shown(),
+            "same seed": self._same_seed,
         }
         for name, value in rows.items():
             if value:
@@ -288,6 +293,16 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
     return await status
 
 
+def same_seed(dtype: str, *, deterministic: bool) -> str:
+    """When a seed gives the same tokens again, of an engine that computes in `dtype`; empty without one."""
+    if deterministic:
+        return "same tokens, whatever runs beside it (deterministic)"
+    if dtype.startswith("f32"):
+        return "same tokens, whatever runs beside it (f32)"
+    beside = f"what runs beside it may change the tokens ({dtype}); with --deterministic it does not"
+    return "" if dtype in ("", "none") else beside
+
+
 class Readiness:
     """Watches the beats of a fleet, and probes it: it is ready when a real request has begun to be answered
     through NATS.
@@ -338,6 +353,11 @@ class Readiness:
                 if "http_port" in load:
                     return load["http_port"]
             await self._next_beat(tell, "gateway")
+
+    async def dtype(self) -> str:
+        """In what an executor computes, empty where none says so; after `wait`."""
+        found = await ask_all(self._bus, subjects.STATUS, STATUS_S)
+        return next((str(status["dtype"]) for status in found if status.get("dtype")), "")
 
     async def _wait_for_beats(self, tell: Callable[[str], None]) -> None:
         while gone := missing(self._peers):

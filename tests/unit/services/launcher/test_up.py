@@ -1,0 +1,43 @@
+"""What `headrace up` tells of the fleet that it has started."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from services.launcher.up import Readiness, same_seed
+from shared.nats import subjects
+from shared.nats.interface import Bus, Delivery
+from shared.nats.memory import MemoryBroker
+from shared.replies import to_json
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "told"),
+    [
+        ("f32", False, "same tokens, whatever runs beside it (f32)"),
+        ("bf16", True, "same tokens, whatever runs beside it (deterministic)"),
+        ("bf16", False, "what runs beside it may change the tokens (bf16); with --deterministic it does not"),
+        ("int8", False, "what runs beside it may change the tokens (int8); with --deterministic it does not"),
+        ("none", False, ""),  # the simulated engine
+        ("", False, ""),
+    ],
+)
+def test_what_a_seed_promises(dtype: str, deterministic: bool, told: str) -> None:
+    assert same_seed(dtype, deterministic=deterministic) == told
+
+
+def answer(bus: Bus, status: dict[str, str], asked: Delivery) -> None:
+    bus.publish(asked.reply, to_json(status))
+
+
+@pytest.mark.parametrize(("kinds", "dtype"), [(("tokenizer", "executor"), "bf16"), (("tokenizer",), "")])
+async def test_the_dtype_is_asked_of_an_executor(kinds: tuple[str, ...], dtype: str) -> None:
+    broker = MemoryBroker()
+    for kind in kinds:
+        bus = broker.connect()
+        status = {"kind": kind} | ({"dtype": "bf16"} if kind == "executor" else {})
+
+        await bus.subscribe(subjects.STATUS, partial(answer, bus, status))
+    assert await Readiness(broker.connect(), "f").dtype() == dtype
