@@ -13,6 +13,7 @@ from pathlib import Path
 from shared.errors import SetupError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,22 @@ def served_name(model: str) -> str:
     if model in CATALOGUE or not looks_like_path:
         return model
     return path.resolve().name.removesuffix(".gguf")
+
+
+def unreadable(file: Path, what: str, error: Exception) -> SetupError:
+    """The error for a `file` that is not what it should be: `what`. Says so where it is a Git LFS pointer, as
+    a clone without Git LFS leaves them in place of large files."""
+    try:
+        with file.open("rb") as opened:
+            pointer = opened.read(len(_LFS)) == _LFS
+    except OSError:
+        return SetupError(f"{file} cannot be read ({error}); fetch the model again")
+    if pointer:
+        return SetupError(
+            f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or fetch "
+            "the model again"
+        )
+    return SetupError(f"{file} is not {what} ({error}); fetch the model again")
 
 
 def _checked(path: Path) -> Path:

@@ -13,7 +13,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from shared.errors import SetupError
+from shared.vocab.files import unreadable
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
@@ -31,24 +31,23 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The metadata, and the byte at which the tensor directory begins. Raises as `read_metadata`."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            cursor = _Cursor(data, path)
+            cursor = _Cursor(data)
             return cursor.header(), cursor.at
     except (struct.error, IndexError, UnicodeDecodeError, ValueError) as error:
-        raise SetupError(f"{path} is not a whole GGUF file ({error}); pull the model again") from error
+        raise unreadable(path, "a whole GGUF file", error) from error
 
 
 class _Cursor:
     """A position in the mapped file."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
+    def __init__(self, data: mmap.mmap) -> None:
         self._data = data
-        self._path = path
         self.at = 0
 
     def header(self) -> dict[str, Any]:
         magic, version = self._data[:4], _U32.unpack_from(self._data, 4)[0]
         if magic != b"GGUF" or version not in (2, 3):
-            raise SetupError(f"{self._path} is not a GGUF file of version 2 or 3")
+            raise ValueError(f"it begins with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
         count = _U64.unpack_from(self._data, 16)[0]  # after the tensor count
         self.at = 24
         return {self._string(): self._value(self._u32()) for _ in range(count)}

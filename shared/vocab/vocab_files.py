@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
 from shared.errors import SetupError
+from shared.vocab.files import unreadable
 from shared.vocab.gguf import read_metadata
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
@@ -67,7 +68,7 @@ def hf_parts(folder: Path) -> VocabularyParts:
     try:
         tokenizer = Tokenizer.from_str(source)
     except Exception as error:  # the library raises nothing narrower
-        raise SetupError(f"{file} is not a tokenizer ({error}); fetch the model again") from error
+        raise unreadable(file, "a tokenizer", error) from error
     config = _json(folder / "tokenizer_config.json")
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     tokens = [""] * (max(vocab.values()) + 1)
@@ -142,10 +143,9 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        loaded = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise SetupError(f"{file} is not valid JSON ({error}); fetch the model again") from error
-    return dict(loaded)
+        return dict(json.loads(file.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise unreadable(file, "valid JSON", error) from error
 
 
 def gguf_parts(path: Path) -> VocabularyParts:

@@ -2,18 +2,23 @@
 
 Supported: the Llama family as Llama 2 and 3, SmolLM2, Mistral, Qwen2 (bias on q, k, v) and Qwen3 (norm on
 each q and k head); with a mixture of experts, Mixtral and Qwen3-MoE. What these loaders do not know they
-refuse, naming it: a model that loads is computed as its authors meant.
+refuse, naming it (known_keys.py): a model that loads is computed as its authors meant.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from services.executor.checkpoint.known_keys import check_gguf, check_hf, rope_type
 from shared.errors import SetupError
+from shared.vocab.files import unreadable
 
+_COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
 SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 IN_GGUF = ("llama", "mistral", "qwen2", "qwen3")  # experts come from safetensors only
 
@@ -68,21 +73,52 @@ def refuse(what: str, kinds: Sequence[str] = SUPPORTED) -> SetupError:
     return SetupError(f"{what} is not supported; supported are models of the kinds {', '.join(kinds)}")
 
 
+# What transformers takes for a key that is absent, where that is not the same for all kinds.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096,
+              "max_window_layers": 28},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096,
+              "max_window_layers": 28, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4, "max_position_embeddings": 32_768, "sliding_window": 4096},
+}  # fmt: skip
+
+
+def read_shapes(folder: Path) -> Shapes:
+    """The shapes of a Hugging Face folder. Raises SetupError where there is no config.json, or one that is
+    damaged or of a model that is not supported."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text("utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+        return from_hf(config)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SetupError(f"{folder} has no config.json: it is not a Hugging Face model folder") from error
+    except KeyError as error:
+        raise SetupError(f"{file} lacks {error}; fetch the model again") from error
+    except SetupError as error:
+        raise SetupError(f"{folder}: {error.message}") from error
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise unreadable(file, "a model's configuration", error) from error
+
+
 def from_hf(config: Mapping[str, Any]) -> Shapes:
-    """Shapes from a Hugging Face config.json. Raises SetupError for what is not supported."""
+    """Shapes from a Hugging Face config.json. Raises SetupError for what is not supported, KeyError,
+    TypeError, ValueError or ArithmeticError for what is not a configuration."""
     kind = str(config.get("model_type", "(none)"))
     if kind not in SUPPORTED:
         raise refuse(f"model type {kind!r}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise refuse(f"activation {config['hidden_act']!r}")
-    if config.get("mlp_bias") or config.get("attention_bias"):
-        raise refuse("a bias on the attention output or the MLP")
+    check_hf(config, kind)
+    config = {**_DEFAULTS[kind], **config}
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     rope: Mapping[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    windowed = kind in ("mistral", "mixtral") or bool(config.get("use_sliding_window"))
-    return Shapes(
+    return _plausible(Shapes(
         architecture=kind,
         layers=int(config["num_hidden_layers"]),
         hidden=int(config["hidden_size"]),
@@ -95,12 +131,38 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
         rope_theta=theta,
         rope_factors=_hf_rope_factors(rope, theta, head_dim),
         max_context=int(config.get("max_position_embeddings", 2048)),
-        sliding_window=int(config.get("sliding_window") or 0) if windowed else 0,
+        sliding_window=_hf_window(kind, config),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2",
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         experts=_hf_experts(kind, config),
-    )
+    ))  # fmt: skip
+
+
+def _plausible(shapes: Shapes) -> Shapes:
+    """The same, or ValueError for numbers that no model has."""
+    counts = {name: getattr(shapes, name) for name in _COUNTS}
+    if min(counts.values()) <= 0 or shapes.heads % shapes.kv_heads or shapes.head_dim % 2:
+        raise ValueError(f"no model has these numbers: {counts}")
+    return shapes
+
+
+def _hf_window(kind: str, config: Mapping[str, Any]) -> int:
+    """The attention window in tokens of the layers that have one, 0 where none has. Up to that many tokens a
+    layer with a window and one without compute the same."""
+    kinds = {*(config.get("layer_types") or ())}
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        raise refuse(f"attention of the types {sorted(kinds)}")
+    window = int(config.get("sliding_window") or 0)
+    if kind.startswith("qwen") and not config.get("use_sliding_window"):
+        window = 0
+    if "sliding_attention" in kinds and not window:
+        raise refuse("sliding attention (layer_types) without a sliding_window")
+    if kind not in ("qwen2", "qwen3"):
+        return window
+    if kinds:
+        return window if "sliding_attention" in kinds else 0
+    return window if int(config["max_window_layers"]) < int(config["num_hidden_layers"]) else 0
 
 
 def _hf_experts(kind: str, config: Mapping[str, Any]) -> ExpertShapes | None:
@@ -124,16 +186,12 @@ def _hf_experts(kind: str, config: Mapping[str, Any]) -> ExpertShapes | None:
 
 
 def _hf_rope_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if float(rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise refuse("partial rotary embedding")
+    kind = rope_type(rope)
     if kind == "default":
         return ()
     factor = float(rope["factor"])
     if kind == "linear":
         return (factor,) * (head_dim // 2)
-    if kind != "llama3":
-        raise refuse(f"rope scaling {kind!r}")
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     original = float(rope["original_max_position_embeddings"])
     plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
@@ -151,21 +209,25 @@ def _llama3_factor(wavelength: float, factor: float, bounds: tuple[float, float]
 def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
     """Shapes from GGUF metadata and the set of tensor names. Raises SetupError for what is not supported.
 
-    Keys as in the GGUF specification. Scaled frequencies come as the tensor `rope_freqs.weight`, which the
-    weights loader reads into `rope_factors`.
+    Keys as in the GGUF specification. Frequencies that are not scaled alike come as the tensor
+    `rope_freqs.weight`, which the weights loader reads into `rope_factors`. Raises KeyError, TypeError or
+    ValueError for what is not a model's metadata.
     """
     kind = str(metadata.get("general.architecture", "(none)"))
     if kind not in IN_GGUF:
         raise refuse(f"GGUF architecture {kind!r}", IN_GGUF)
-    if metadata.get(f"{kind}.rope.scaling.type", "none") not in ("none", "linear"):
-        raise refuse(f"rope scaling {metadata[f'{kind}.rope.scaling.type']!r}")
-    if f"{kind}.expert_count" in metadata:
-        raise refuse("a mixture of experts in a GGUF file", IN_GGUF)
+    check_gguf(metadata, kind)
+    scaling = metadata.get(f"{kind}.rope.scaling.type", "linear")
+    if scaling not in ("none", "linear"):
+        raise refuse(f"rope scaling {scaling!r}", IN_GGUF)
     heads = int(metadata[f"{kind}.attention.head_count"])
     hidden = int(metadata[f"{kind}.embedding_length"])
     head_dim = int(metadata.get(f"{kind}.attention.key_length", hidden // heads))
-    factor = float(metadata.get(f"{kind}.rope.scaling.factor", 1.0))
-    return Shapes(
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if int(metadata.get(f"{kind}.{key}", head_dim)) != head_dim:
+            raise refuse(f"{key} {metadata[f'{kind}.{key}']} with heads of {head_dim}", IN_GGUF)
+    factor = float(metadata.get(f"{kind}.rope.scaling.factor", 0.0)) if scaling == "linear" else 0.0
+    return _plausible(Shapes(
         architecture=kind,
         layers=int(metadata[f"{kind}.block_count"]),
         hidden=hidden,
@@ -176,10 +238,10 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
         vocab=len(metadata["tokenizer.ggml.tokens"]),
         norm_eps=float(metadata[f"{kind}.attention.layer_norm_rms_epsilon"]),
         rope_theta=float(metadata.get(f"{kind}.rope.freq_base", 10000.0)),
-        rope_factors=() if factor == 1.0 else (factor,) * (head_dim // 2),
+        rope_factors=() if factor in (0.0, 1.0) else (factor,) * (head_dim // 2),
         max_context=int(metadata[f"{kind}.context_length"]),
         sliding_window=int(metadata.get(f"{kind}.attention.sliding_window", 0)),
         tied="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-    )
+    ))  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from services.executor.checkpoint.config import Shapes, from_gguf
 from services.executor.checkpoint.partition import Cut, ShardOf, all_of_it
-from services.executor.checkpoint.weights import Weights, assemble
+from services.executor.checkpoint.weights import Weights, assemble, check_tensors, part_sizes, parts_of
 from shared.errors import SetupError
+from shared.vocab.files import unreadable
 from shared.vocab.gguf import read_header
 
 _MODEL = {"embedding": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
@@ -55,24 +57,27 @@ def load_gguf(
     at a time, dequantised. Raises SetupError for an architecture or tensor that is not supported."""
     tensors = GgufTensors(path)
     shapes = _shapes(path, tensors)
-    known = {*_MODEL.values(), _ROPE_FACTORS}
-    known |= {f"blk.{layer}.{name}" for layer in range(shapes.layers) for name in _LAYER.values()}
-    unknown = sorted(tensors.names - known)
-    if unknown:
-        raise SetupError(f"{path} has tensors that this executor does not compute: {', '.join(unknown[:3])}")
+    sizes = part_sizes(shapes)
+    wanted = {_name(part, layer): sizes[part] for part, layer in parts_of(shapes)}
+    found = {name: tensors.shape(name) for name in tensors.names - {_ROPE_FACTORS}}
+    check_tensors(path, found, wanted)
 
     def read(part: str, layer: int, cut: Cut | None) -> Tensor:
         values = whole(part, layer)
         return values if cut is None else cut.of(values)
 
     def whole(part: str, layer: int) -> Tensor:
-        values = tensors.read(_MODEL[part] if layer < 0 else f"blk.{layer}.{_LAYER[part]}")
-        if shapes.architecture in _INTERLEAVED and part in ("q", "k"):
-            return _halves(values, shapes.heads if part == "q" else shapes.kv_heads)
+        values = tensors.read(_name(part, layer))
+        if shapes.architecture in _INTERLEAVED and part in ("q", "k", "q_bias", "k_bias"):
+            return _halves(values, shapes.heads if part.startswith("q") else shapes.kv_heads)
         return values
 
     shard = shard_of(shapes)
     return shard.shapes, assemble(shard, read, dtype, device)
+
+
+def _name(part: str, layer: int) -> str:
+    return _MODEL[part] if layer < 0 else f"blk.{layer}.{_LAYER[part]}"
 
 
 def _shapes(path: Path, tensors: GgufTensors) -> Shapes:
@@ -80,15 +85,22 @@ def _shapes(path: Path, tensors: GgufTensors) -> Shapes:
         shapes = from_gguf(tensors.metadata, tensors.names)
     except KeyError as error:
         raise SetupError(f"{path} lacks the metadata {error}; pull the model again") from error
+    except SetupError as error:
+        raise SetupError(f"{path}: {error.message}") from error
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise unreadable(path, "a GGUF file of a model", error) from error
     if _ROPE_FACTORS not in tensors.names:
         return shapes
-    return dataclasses.replace(shapes, rope_factors=tuple(tensors.read(_ROPE_FACTORS).tolist()))
+    check_tensors(
+        path, {_ROPE_FACTORS: tensors.shape(_ROPE_FACTORS)}, {_ROPE_FACTORS: (shapes.head_dim // 2,)}
+    )
+    factors = zip(tensors.read(_ROPE_FACTORS).tolist(), shapes.rope_factors or repeat(1.0), strict=False)
+    return dataclasses.replace(shapes, rope_factors=tuple(own * linear for own, linear in factors))
 
 
 def _halves(values: Tensor, heads: int) -> Tensor:
-    """Rows of each head from (pair, half) order back to (half, pair) order."""
-    rows, width = values.shape
-    return values.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+    """Rows (or a bias) of each head from (pair, half) order back to (half, pair) order."""
+    return values.view(heads, len(values) // heads // 2, 2, -1).transpose(1, 2).reshape(values.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +125,7 @@ class GgufTensors:
         try:
             self._entries = self._directory(start)
         except (struct.error, UnicodeDecodeError, ValueError) as error:
-            raise SetupError(f"{path} is not a whole GGUF file ({error}); pull the model again") from error
+            raise unreadable(path, "a whole GGUF file", error) from error
 
     @property
     def names(self) -> frozenset[str]:
@@ -124,6 +136,10 @@ class GgufTensors:
     def size_bytes(self) -> int:
         """The size of the file."""
         return int(self._data.size)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there, slowest dimension first."""
+        return self._entries[name].shape
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor as they lie in the file."""

@@ -15,19 +15,20 @@ from __future__ import annotations
 import functools
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.executor.checkpoint.config import Shapes, from_hf
+from services.executor.checkpoint.config import Shapes, read_shapes
 from services.executor.checkpoint.partition import Cut, Shard, ShardOf, all_of_it
 from shared.errors import SetupError
+from shared.vocab.files import unreadable
 
 # A part of a layer (or of the model, with layer -1) as [out, in], in halves-rotating order for q and k;
 # with a cut, what that leaves of it. The parts of experts come as they are kept: "experts_gate_up" and
@@ -61,6 +62,8 @@ _EXPERTS = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
 }
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_NOT_STORED = (".rotary_emb.inv_freq",)  # in old files; they follow from the configuration
 _SPREAD = 0.02  # of random weights, as models are initialised: activations stay in range
 _SEED = 7
 
@@ -132,34 +135,55 @@ def assemble(shard: Shard, read: ReadTensor, dtype: torch.dtype, device: torch.d
     )
 
 
+def parts_of(shapes: Shapes) -> Iterator[tuple[str, int]]:
+    """Every part, with its layer, that `assemble` reads of a whole model."""
+    yield from (("embedding", -1), ("norm", -1), *([("head", -1)] * (not shapes.tied)))
+    parts = ["attention_norm", "mlp_norm", "q", "k", "v", "out"]
+    parts += ["q_bias", "k_bias", "v_bias"] * shapes.qkv_bias + ["q_norm", "k_norm"] * shapes.qk_norm
+    for layer in range(shapes.layers):
+        sparse = shapes.sparse(layer)
+        mlp = ["router", "experts_gate_up", "experts_down"] if sparse else ["gate", "up", "down"]
+        yield from ((part, layer) for part in parts + mlp)
+
+
+def check_tensors(
+    where: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises SetupError where a file has tensors that the model does not compute with, or lacks some, or has
+    them in other shapes."""
+    unknown = sorted(found.keys() - wanted.keys())
+    if unknown:
+        raise SetupError(
+            f"{where} has tensors that this executor does not compute: {', '.join(unknown[:3])}"
+            f"{' …' * (len(unknown) > 3)} ({len(unknown)} in all), so the model is not supported; use "
+            "a plain one, unquantised, without adapters or heads of its own"
+        )
+    for name, size in wanted.items():
+        if name not in found:
+            raise SetupError(f"{where} has no tensor {name!r}: incomplete, or another model; fetch it again")
+        if found[name] != size:
+            raise SetupError(
+                f"{where}: tensor {name!r} is {list(found[name])}, where the model's configuration says "
+                f"{list(size)}; fetch the model again"
+            )
+
+
 def load_hf(
     folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
 ) -> tuple[Shapes, Weights]:
     """Shapes and weights of a part of the model in `folder`: nothing else of it is read. Raises
     SetupError for a model or folder that is not supported or not complete."""
-    try:
-        shapes = from_hf(json.loads((folder / "config.json").read_text()))
-    except FileNotFoundError as error:
-        raise SetupError(f"{folder} has no config.json: it is not a Hugging Face model folder") from error
-    except KeyError as error:
-        raise SetupError(f"{folder / 'config.json'} lacks {error}; fetch the model again") from error
+    shapes = read_shapes(folder)
     tensors = _Tensors(folder)
+    tensors.check(shapes)
 
     def read(part: str, layer: int, cut: Cut | None) -> Tensor:
-        if layer < 0:
-            return tensors.read(_MODEL[part], cut)
-        if part in _LAYER:
-            return tensors.read(f"model.layers.{layer}.{_LAYER[part]}", cut)
-        router, experts, (gate, up, down) = _EXPERTS[shapes.architecture]
-        if part == "router":
-            return tensors.read(f"model.layers.{layer}.{router}.weight", cut)
+        if part not in ("experts_gate_up", "experts_down"):
+            return tensors.read(_hf_name(shapes.architecture, part, layer), cut)
         assert shapes.experts is not None, "the parts of experts are of a model that has them"
-        names = (down,) if part == "experts_down" else (gate, up)
         some = range(shapes.experts.count) if cut is None else range(cut.begin, cut.end)
-        each = (f"model.layers.{layer}.{experts}.{expert}" for expert in some)
-        return torch.stack([
-            torch.cat([tensors.read(f"{expert}.{name}.weight", None) for name in names]) for expert in each
-        ])  # fmt: skip
+        each = (_expert_names(shapes.architecture, part, layer, expert) for expert in some)
+        return torch.stack([torch.cat([tensors.read(name, None) for name in names]) for names in each])
 
     shard = shard_of(shapes)
     return shard.shapes, assemble(shard, read, dtype, device)
@@ -171,12 +195,9 @@ def load_dummy(
     """Shapes of a part of `folder`/config.json, and weights drawn on `device`, each tensor with a
     seed of its own: any part of the model is a part of the same; norms are ones. Raises
     SetupError for a model that is not supported or a folder without a config."""
-    try:
-        shapes = from_hf(json.loads((folder / "config.json").read_text()))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise SetupError(f"{folder} has no config.json, where dummy weights find their shapes") from error
+    shapes = read_shapes(folder)
     generator = torch.Generator(device)
-    sizes = _sizes(shapes)
+    sizes = part_sizes(shapes)
 
     def read(part: str, layer: int, cut: Cut | None) -> Tensor:
         if part.endswith("norm"):
@@ -190,25 +211,81 @@ def load_dummy(
     return shard.shapes, assemble(shard, read, dtype, device)
 
 
+def _hf_name(architecture: str, part: str, layer: int) -> str:
+    if layer < 0:
+        return _MODEL[part]
+    name = f"{_EXPERTS[architecture][0]}.weight" if part == "router" else _LAYER[part]
+    return f"model.layers.{layer}.{name}"
+
+
+def _expert_names(architecture: str, part: str, layer: int, expert: int) -> list[str]:
+    """The tensors that a part of one expert is joined from."""
+    _, experts, (gate, up, down) = _EXPERTS[architecture]
+    names = (down,) if part == "experts_down" else (gate, up)
+    return [f"model.layers.{layer}.{experts}.{expert}.{name}.weight" for name in names]
+
+
+def _hf_sizes(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a folder with such a model has."""
+    sizes = part_sizes(shapes)
+    for part, layer in parts_of(shapes):
+        if part not in ("experts_gate_up", "experts_down"):
+            yield _hf_name(shapes.architecture, part, layer), sizes[part]
+            continue
+        count, rows, width = sizes[part]
+        for expert in range(count):
+            names = _expert_names(shapes.architecture, part, layer, expert)
+            yield from ((name, (rows // len(names), width)) for name in names)
+
+
 class _Tensors:
     """The tensors of a folder; its files stay open, for experts are many small tensors."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files = _files_by_tensor(folder)
-        self._open = functools.cache(functools.partial(safe_open, framework="pt"))
+        self._open = functools.cache(_opened)
+        self._files: dict[str, Path] = {}
+        for file in _weight_files(folder):
+            names = self._open(file).keys()
+            twice = sorted(self._files.keys() & names)
+            if twice:
+                raise SetupError(f"{folder} has tensor {twice[0]!r} twice, also in {file}; fetch it again")
+            self._files.update(dict.fromkeys(names, file))
+
+    def check(self, shapes: Shapes) -> None:
+        """Raises SetupError unless the folder has the tensors of such a model, no others, in plain types."""
+        sizes = {}
+        for name, file in self._files.items():
+            stored = self._open(file).get_slice(name)
+            if stored.get_dtype() not in _PLAIN:
+                raise SetupError(
+                    f"{file}: tensor {name!r} is {stored.get_dtype()}; quantised safetensors are not "
+                    "supported; use the unquantised model or a GGUF file of it"
+                )
+            if not name.endswith(_NOT_STORED):
+                sizes[name] = tuple(stored.get_shape())
+        again = sizes.pop(_MODEL["head"], None) if shapes.tied else None
+        check_tensors(self._folder, sizes, dict(_hf_sizes(shapes)))
+        if again and not torch.equal(self.read(_MODEL["head"], None), self.read(_MODEL["embedding"], None)):
+            raise SetupError(
+                f"{self._folder}: config.json says tie_word_embeddings, but {_MODEL['head']!r} is stored and "
+                "is not the embedding; if it is meant, set the key to false, else fetch the model again"
+            )
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
-        """Of a tensor what `cut` leaves. Raises SetupError for one that is not there or is quantised."""
-        if name not in self._files:
-            raise SetupError(f"{self._folder} has no tensor {name!r}; fetch the model again")
-        opened: Any = self._open(self._files[name])
+        """Of a tensor what `cut` leaves."""
+        opened = self._open(self._files[name])
         tensor: Tensor = opened.get_tensor(name) if cut is None else _part(opened, name, cut)
-        if not tensor.is_floating_point():
-            raise SetupError(
-                f"tensor {name!r} is {tensor.dtype}; quantised safetensors are not supported, use GGUF"
-            )
         return tensor
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError as error:
+        raise SetupError(f"{file} is missing: the model is incomplete; fetch it again") from error
+    except (SafetensorError, OSError) as error:
+        raise unreadable(file, "a whole safetensors file", error) from error
 
 
 def _part(opened: Any, name: str, cut: Cut) -> Tensor:
@@ -217,21 +294,27 @@ def _part(opened: Any, name: str, cut: Cut) -> Tensor:
     return taken
 
 
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor: from the index of a sharded model, else from the files themselves."""
+def _weight_files(folder: Path) -> list[Path]:
+    """The files with a folder's weights, chosen as transformers does: model.safetensors, or those that the
+    index of a sharded model names; else whatever is there, but Mistral's copy in names of its own."""
+    if (folder / "adapter_config.json").is_file():
+        raise SetupError(f"{folder} has an adapter (adapter_config.json); merge it into the model first")
     index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
     if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as opened:
-            found.update(dict.fromkeys(opened.keys(), path))
+        try:
+            names = {*json.loads(index.read_text("utf-8"))["weight_map"].values()}
+            return [folder / name for name in sorted(names)]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise unreadable(index, "an index of safetensors files", error) from error
+    found = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
     if not found:
         raise SetupError(f"{folder} has no *.safetensors file; other weight formats are not supported")
     return found
 
 
-def _sizes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+def part_sizes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """The shape of every part that `assemble` asks for."""
     hidden, wide = shapes.hidden, shapes.intermediate
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim

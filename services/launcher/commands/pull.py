@@ -26,6 +26,8 @@ _PIECE_BYTES = 1024 * 1024
 _HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
                  "tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.json", "merges.txt")  # fmt: skip
 
+_HUB_DOUBLES = ("consolidated*",)  # Mistral's second copy of the weights, in names of its own
+
 
 def pull(model: str, cache_dir: Path, tell: Tell) -> Path:
     """Make sure `model` is in the cache; its path. Raises SetupError with what went wrong."""
@@ -114,7 +116,12 @@ def _pull_hub(model: str, place: Path, tell: Tell) -> Path:
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as folder:
         draft = Path(folder) / "model"
         try:
-            snapshot_download(model, local_dir=draft, allow_patterns=list(_HUB_PATTERNS))
+            snapshot_download(
+                model,
+                local_dir=draft,
+                allow_patterns=list(_HUB_PATTERNS),
+                ignore_patterns=list(_HUB_DOUBLES),
+            )
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise SetupError(

@@ -43,9 +43,14 @@ def llama_cpp_permute(weights: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    kind: str, path: Path, *, architecture: str = "", extra: dict[str, np.ndarray] | None = None
+    kind: str,
+    path: Path,
+    *,
+    architecture: str = "",
+    extra: dict[str, np.ndarray] | None = None,
+    more: dict[str, object] | None = None,
 ) -> Path:
-    """The tiny model of a kind as a GGUF file in float32."""
+    """The tiny model of a kind as a GGUF file in float32, with `extra` tensors and `more` metadata."""
 
     def vocabulary(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
@@ -53,7 +58,7 @@ def write_gguf(
         writer.add_token_list([f"t{i}" for i in range(VOCAB)])
         writer.add_token_merges([])
 
-    return write_model(tiny_model(kind), path, vocabulary, architecture=architecture, extra=extra)
+    return write_model(tiny_model(kind), path, vocabulary, architecture=architecture, extra=extra, more=more)
 
 
 def write_model(
@@ -63,8 +68,9 @@ def write_model(
     *,
     architecture: str = "",
     extra: dict[str, np.ndarray] | None = None,
+    more: dict[str, object] | None = None,
 ) -> Path:
-    """A model as a GGUF file in float32; `vocabulary` adds the keys of its tokenizer."""
+    """A model as a GGUF file in float32; `vocabulary` adds the keys of its tokenizer. `extra`: more tensors; `more`: metadata instead."""
     config = model.config
     arch = architecture or ("llama" if config.model_type == "mistral" else config.model_type)
     writer = gguf.GGUFWriter(path, arch)
@@ -78,6 +84,9 @@ def write_model(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     vocabulary(writer)
+    for key, value in (more or {}).items():
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -95,7 +104,7 @@ def _converted(name: str, values: np.ndarray, config: object, arch: str) -> tupl
     if name in _TOP:
         return _TOP[name], values
     _, _, layer, part = name.split(".", 3)
-    if arch == "llama" and part.endswith(("q_proj.weight", "k_proj.weight")):
+    if arch == "llama" and part.startswith(("self_attn.q_proj", "self_attn.k_proj")):
         heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads
         values = llama_cpp_permute(values, heads)
     return f"blk.{layer}.{_PARTS[part]}", values

@@ -33,6 +33,29 @@ def test_a_gguf_file_holds_the_same_model_as_its_folder(kind: str, tmp_path: Pat
         assert torch.equal(ours.down, theirs.down)
 
 
+def test_biases_of_q_and_k_are_put_back_like_their_weights(tmp_path: Path) -> None:
+    """llama.cpp's converter permutes both where it writes the architecture llama."""
+    _, weights = load_gguf(write_gguf("qwen2", tmp_path / "m.gguf", architecture="llama"), torch.float32, CPU)
+    _, hf_weights = load_hf(save_tiny("qwen2", tmp_path), torch.float32, CPU)
+    for ours, theirs in zip(weights.layers, hf_weights.layers, strict=True):
+        assert torch.equal(ours.qkv, theirs.qkv)
+        assert ours.qkv_bias is not None
+        assert torch.equal(ours.qkv_bias, theirs.qkv_bias)
+
+
+def test_a_bias_of_one_layer_alone_is_refused(tmp_path: Path) -> None:
+    extra = {"blk.1.attn_q.bias": np.zeros(64, dtype=np.float32)}
+    path = write_gguf("llama", tmp_path / "m.gguf", extra=extra)
+    with pytest.raises(SetupError, match=r"does not compute: blk\.1\.attn_q\.bias"):
+        load_gguf(path, torch.float32, CPU)
+
+
+def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:
+    path = write_gguf("llama", tmp_path / "m.gguf", more={"tokenizer.ggml.tokens": ["a"] * 140})
+    with pytest.raises(SetupError, match=r"'token_embd.weight' is \[131, 64\], where .* says \[140, 64\]"):
+        load_gguf(path, torch.float32, CPU)
+
+
 def test_scaled_frequencies_come_from_the_rope_tensor(tmp_path: Path) -> None:
     """llama.cpp stores Llama 3's scaling as divisors of the frequencies."""
     model = tiny_model("llama3-rope")
@@ -80,5 +103,5 @@ def test_a_tensor_we_would_not_compute_is_refused(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     path = write_gguf("llama", tmp_path / "m.gguf")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(SetupError, match=r"not a whole GGUF file .*past the end.*pull the model again"):
+    with pytest.raises(SetupError, match=r"not a whole GGUF file .*past the end.*fetch the model again"):
         load_gguf(path, torch.float32, CPU)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.executor.tiny_models import KINDS, save_tiny, tiny_model
 
 from services.executor.checkpoint.config import ExpertShapes, from_hf
@@ -54,7 +54,10 @@ def test_the_older_spelling_of_rope_settings_reads_the_same() -> None:
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"attention_bias": True}, "a bias on the attention output or the MLP is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial rotary embedding is not supported"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor = 0\.5 in config\.json is not",
+        ),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(change: dict[str, Any], message: str) -> None:
@@ -74,6 +77,78 @@ def test_folders_that_are_not_whole_say_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(SetupError, match="lacks 'num_attention_heads'"):
         load_hf(tmp_path, torch.float32, CPU)
+
+
+def rewritten(folder: Path, **change: torch.Tensor | None) -> Path:
+    """The folder with tensors changed, added, or (None) taken out; dots are written as two underscores."""
+    state = load_file(folder / "model.safetensors")
+    named = {name.replace("__", "."): tensor for name, tensor in change.items()}
+    kept = {name: tensor for name, tensor in {**state, **named}.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(SetupError) as caught:
+        load_hf(folder, torch.float32, CPU)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_is_claimed_or_the_folder_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = save_tiny(kind, tmp_path)
+    load_hf(folder, torch.float32, CPU)
+    for name in ("model.layers.0.self_attn.q_proj.weight_scale_inv", "score.weight", "model.layers.3.mlp.x"):
+        assert f"does not compute: {name} (1 in all)" in refusal(rewritten(folder, **{name: torch.ones(2)}))
+        rewritten(folder, **{name: None})
+    rewritten(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))  # old files have it
+    load_hf(folder, torch.float32, CPU)
+
+
+def test_quantised_tensors_are_refused_without_a_word_in_the_configuration(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    for dtype, said in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")):
+        rewritten(folder, **{name: torch.ones(64, 112).to(dtype)})
+        assert f"tensor '{name}' is {said}; quantised" in refusal(folder)
+
+
+def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    rewritten(folder, model__embed_tokens__weight=torch.ones(140, 64))
+    assert "'model.embed_tokens.weight' is [140, 64], where the model's configuration says [131, 64]" in (
+        refusal(folder)
+    )
+
+
+def test_a_tie_must_agree_with_what_is_stored(tmp_path: Path) -> None:
+    folder = save_tiny("llama-9-3-tied", tmp_path)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rewritten(folder, lm_head__weight=embedding.clone())
+    _, weights = load_hf(folder, torch.float32, CPU)
+    assert weights.head is weights.embedding
+    rewritten(folder, lm_head__weight=embedding * 2)
+    assert "says tie_word_embeddings, but 'lm_head.weight' is stored and is not the embedding" in refusal(
+        folder
+    )
+    folder = rewritten(save_tiny("llama", tmp_path / "b"), lm_head__weight=None)
+    assert "has no tensor 'lm_head.weight'" in refusal(folder)
+
+
+def test_an_adapter_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    (folder / "adapter_config.json").write_text("{}")
+    assert "adapter_config.json); merge it into the model first" in refusal(folder)
+
+
+def test_mistrals_own_copy_of_the_weights_is_not_read(tmp_path: Path) -> None:
+    folder = save_tiny("mistral", tmp_path)
+    save_file({"tok_embeddings.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    load_hf(folder, torch.float32, CPU)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    load_hf(folder, torch.float32, CPU)
+    (folder / "weights.safetensors").unlink()
+    assert "has no *.safetensors file" in refusal(folder)
 
 
 def options(folder: Path, **more: Any) -> TorchOptions:
@@ -146,7 +221,8 @@ def test_which_layers_have_experts() -> None:
     assert shapes.experts == ExpertShapes(
         count=128, per_token=8, width=40, renormalise=False, dense_layers=(0, 2, 3, 4)
     )
-    mixtral = from_hf({**CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    experts = {"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
+    mixtral = from_hf({**CONFIG, **experts, "model_type": "mixtral"})
     assert mixtral.experts == ExpertShapes(count=8, per_token=2, width=96, renormalise=True)
     assert not from_hf(CONFIG).sparse(0)
 

@@ -119,16 +119,22 @@ def test_a_hub_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_hub_repository_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
 
-    def download(model: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+    def download(
+        model: str, *, local_dir: Path, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> None:
         (local_dir / ".cache").mkdir(parents=True)
-        (local_dir / "config.json").write_text(model)
-        assert "*.safetensors" in allow_patterns
+        there = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "README.md"]
+        for name in filter_repo_objects(
+            there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
+            (local_dir / name).write_text(model)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     place = pull("owner/name", tmp_path, lambda text: None)
     assert place == tmp_path / "models/owner--name"
-    assert [p.name for p in place.iterdir()] == ["config.json"]
+    assert {p.name for p in place.iterdir()} == {"config.json", "model-00001-of-00002.safetensors"}
     told: list[str] = []
     assert pull("owner/name", tmp_path, told.append) == place
     assert told == [f"owner/name is here already: {place}"]
