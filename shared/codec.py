@@ -538,7 +538,7 @@ def _slot_open(m: SlotOpen) -> str:
 def _exec_hello(m: ExecHello) -> str:
     sizes = (m.block_tokens, m.max_step_tokens, m.max_context, m.vocab)
     sane = 1 <= m.blocks <= MAX_BLOCKS and 1 <= m.slots <= MAX_SLOTS and min(sizes) >= 1
-    sane = sane and 1 <= m.stages <= MAX_STAGES and m.two_stream_tokens >= 0
+    sane = sane and 1 <= m.stages <= MAX_STAGES and min(m.two_stream_tokens, m.max_stop_ids) >= 0
     return "" if sane else "its blocks, slots, sizes or stages are out of range"
 
 

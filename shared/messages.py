@@ -362,6 +362,7 @@ class ExecHello:
     bytes_per_block: int = 0
     stages: int = 1  # pipeline stages: so many steps can be computed at once
     two_stream_tokens: int = 0  # StepPlan.two_stream is quicker from so many tokens on; 0: it is not offered
+    max_stop_ids: int = 0  # of a slot; 0: any number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from services.executor.device_thread import DeviceThread, Reset
-from services.executor.engine import Alarm, Backend, BackendInfo, open_flaw, plan_flaw
+from services.executor.device_thread import Barred, DeviceThread, Reset
+from services.executor.engine import Alarm, Backend, BackendInfo, open_flaw, plan_flaw, sequence_flaw
 from services.executor.kv_transfer.worker import ArenaSide
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
@@ -22,6 +22,7 @@ from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
 from shared.messages import (
+    ROW_REFUSED,
     ExecHello,
     ExecReset,
     ExecWelcome,
@@ -231,7 +232,8 @@ class ExecutorActor(Actor):
             case SlotOpen(slot=slot):
                 self._open_slots.add(slot)
                 self._empty.clear()
-                self._device.put(message)
+                flaw = sequence_flaw(message, info)
+                self._device.put(Barred(message, ROW_REFUSED + flaw) if flaw else message)
             case SlotClose(slot=slot):
                 self._open_slots.discard(slot)
                 if not self._open_slots:
@@ -351,6 +353,7 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
         bytes_per_block=info.bytes_per_block,
         stages=info.stages,
         two_stream_tokens=info.two_stream_tokens,
+        max_stop_ids=info.max_stop_ids,
     )
 
 

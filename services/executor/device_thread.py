@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from services.executor.engine import Backend, Pending, StepOutput
+from services.executor.engine import Backend, Pending, StepOutput, stand_in
 from services.executor.host_thread import MOST_PENDING, HostLane
+from services.executor.sampling.logits_processors import cut_why
 from shared.clock import Clock
 from shared.errors import EngineError
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
@@ -39,7 +40,15 @@ class Refused:
     error: Exception
 
 
-Work = SlotOpen | SlotClose | StepPlan | Reset | Refused | None  # None ends the thread
+@dataclass(frozen=True, slots=True)
+class Barred:
+    """A slot for a sequence that the engine must not see: each of its rows is a row error."""
+
+    opened: SlotOpen
+    why: str
+
+
+Work = SlotOpen | Barred | SlotClose | StepPlan | Reset | Refused | None  # None ends the thread
 Deliver = Callable[[StepResult], None]
 
 
@@ -58,6 +67,7 @@ class DeviceThread:
         self._lane = HostLane()
         self._staged = False  # a pipeline: the last stage of a step runs under the first of the next
         self._host_fed: set[int] = set()  # slots with logits processors
+        self._barred: dict[int, str] = {}  # slots whose sequence could not be opened, and why
         self._began_us = 0
         self.busy_us = 0
         self.idle_us = 0
@@ -125,7 +135,9 @@ class DeviceThread:
         if self._lane.busy:
             self._lane.wait_for({*plan.slots, *plan.sample_slots})
         self._began_us = began_us = self._clock.now_us()
-        step = Step(backend, plan, self._clock, wait_us=wait_us, queued_us=began_us - arrived_us)
+        barred = {slot: why for slot, why in self._barred.items() if slot in plan.sample_slots}
+        queued_us = began_us - arrived_us
+        step = Step(backend, plan, self._clock, wait_us=wait_us, queued_us=queued_us, barred=barred)
         refused, self._broken = self._broken, None
         step.forward(refused)
         self.idle_us += wait_us
@@ -150,30 +162,49 @@ class DeviceThread:
             self._began_us = 0
         self._deliver(result)
 
-    def _set_slots(self, backend: Backend, work: SlotOpen | SlotClose | Reset | Refused) -> None:
-        """An error here has no answer of its own: it becomes that of the next step."""
+    def _set_slots(self, backend: Backend, work: SlotOpen | Barred | SlotClose | Reset | Refused) -> None:
+        """An error here has no answer of its own: one of a sequence becomes that of its rows, any other that
+        of the next step."""
         try:
             match work:
-                case SlotOpen(slot=slot):
-                    self._lane.wait_for((slot,))
-                    self._host_fed.discard(slot)
-                    if work.processors:
-                        self._host_fed.add(slot)
-                    backend.open_slot(work)
+                case SlotOpen():
+                    self._open(backend, work)
+                case Barred(opened=opened, why=why):
+                    self._bar(backend, opened, why)
                 case SlotClose(slot=slot):
-                    self._lane.wait_for((slot,))
-                    self._host_fed.discard(slot)
+                    self._free(slot)
                     backend.close_slot(slot)
                 case Reset():
                     self._lane.drain()
                     self._broken = None
                     self._host_fed.clear()
+                    self._barred.clear()
                     backend.reset()
                     work.done()
                 case Refused(error=error):
                     self._broken = error
         except Exception as error:  # noqa: BLE001 - a dead thread would leave every client waiting
             self._broken = error
+
+    def _open(self, backend: Backend, opened: SlotOpen) -> None:
+        self._free(opened.slot)
+        if opened.processors:
+            self._host_fed.add(opened.slot)
+        try:
+            backend.open_slot(opened)
+        except Exception as error:  # noqa: BLE001 - of this sequence, say no memory for its penalties
+            self._bar(backend, opened, f"the slot cannot be opened: {type(error).__name__}: {error}")
+
+    def _bar(self, backend: Backend, opened: SlotOpen, why: str) -> None:
+        self._free(opened.slot)
+        backend.open_slot(stand_in(opened, backend.info.vocab))
+        self._barred[opened.slot] = cut_why(why)
+
+    def _free(self, slot: int) -> None:
+        """Wait until no step samples the slot, and forget what is known of it here."""
+        self._lane.wait_for((slot,))
+        self._host_fed.discard(slot)
+        self._barred.pop(slot, None)
 
 
 class Step:
@@ -185,13 +216,22 @@ class Step:
     An engine's error in either half becomes the error of the result."""
 
     def __init__(
-        self, backend: Backend, plan: StepPlan, clock: Clock, *, wait_us: int = 0, queued_us: int = 0
+        self,
+        backend: Backend,
+        plan: StepPlan,
+        clock: Clock,
+        *,
+        wait_us: int = 0,
+        queued_us: int = 0,
+        barred: Mapping[int, str] | None = None,
     ) -> None:
-        """`wait_us`: the device had nothing to do before; `queued_us`: the plan lay here."""
+        """`wait_us`: the device had nothing to do before; `queued_us`: the plan lay here; `barred`: slots
+        whose rows are errors, and why."""
         self._backend = backend
         self._plan = plan
         self._clock = clock
         self._wait_us, self._queued_us = wait_us, queued_us
+        self._barred = barred or {}
         self._start_wall_us, self._start_us = clock.wall_us(), clock.now_us()
         self._forwarded_us = self._start_us
         self._pending: Pending | None = None
@@ -227,7 +267,17 @@ class Step:
             output = self._backend.sample(self._pending)
         except Exception as error:  # noqa: BLE001 - as above
             return self._failed(error)
-        return self._result(output, sampling_us, published_us)
+        return self._result(self._without_barred(output), sampling_us, published_us)
+
+    def _without_barred(self, output: StepOutput) -> StepOutput:
+        rows = {row: self._barred[s] for row, s in enumerate(self._plan.sample_slots) if s in self._barred}
+        if not rows:
+            return output
+        ids, done = output.ids[:], output.done[:]
+        for row in rows:
+            ids[row], done[row] = -1, 2
+        errors = dict(output.row_errors) | rows
+        return replace(output, ids=ids, done=done, row_errors=tuple(errors.items()))
 
     def _result(self, output: StepOutput, sampling_us: int, published_us: int) -> StepResult:
         end_us = self._clock.now_us()

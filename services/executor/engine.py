@@ -6,14 +6,15 @@ on. Whatever the device thread then forwards, opens or closes is of other slots 
 threads write entries of their own slots in state that they share. Plans are strictly ordered by step. The
 methods of its copier belong to a third thread, the copy lane (services.executor.kv_transfer.worker).
 
-`plan_flaw`, `open_flaw` and `copy_flaw` find what must not reach an engine: slots that are not open, blocks,
-positions and tokens that do not exist. On a device such an index kills the process or writes into another
-sequence's memory; here it costs the step, or the copy. They are called on the event loop, while the device
-computes.
+`plan_flaw`, `open_flaw`, `sequence_flaw` and `copy_flaw` find what must not reach an engine: slots that are
+not open, blocks, positions and tokens that do not exist. On a device such an index kills the process or
+writes into another sequence's memory; here it costs the step, the sequence that brings it, or the copy. They
+are called on the event loop, while the device computes.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ class BackendInfo:
     max_context: int
     stages: int = 1  # of a pipeline: so many steps are computed at once
     two_stream_tokens: int = 0  # see ExecHello
+    max_stop_ids: int = 0  # likewise
 
     @property
     def context(self) -> int:
@@ -149,7 +151,8 @@ class Backend(Protocol):
         """Run every code path once, so that the first request pays for nothing."""
 
     def open_slot(self, opened: SlotOpen) -> None:
-        """Set a slot up from scratch: tokens, sampling, seed, stops. Its block table is empty."""
+        """Set a slot up from scratch: tokens, sampling, seed, stops. Its block table is empty. What this
+        raises is that sequence's error; its `stand_in` is opened then."""
 
     def close_slot(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
@@ -163,7 +166,8 @@ class Backend(Protocol):
     def sample(self, pending: Pending) -> StepOutput:
         """Choose a token for each sample row of that forward, remember it as the slot's last token
         (so the next plan may be device-fed), and wait for the ids to reach the host. Logits processors
-        run first; a row whose processor fails gets a row error, id -1 and done 2, and its slot is done."""
+        run first. A row whose processor fails, or whose logits are not finite, gets a row error, id -1 and
+        done 2, and its slot is done."""
 
     def copier(self) -> Copier:
         """The one that moves this engine's blocks; always the same."""
@@ -193,17 +197,48 @@ def plan_flaw(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
 
 
 def open_flaw(opened: SlotOpen, info: BackendInfo) -> str:
-    """Why the slot cannot be opened on this engine; empty when it can."""
+    """Why there is no such slot on this engine, whatever runs in it; empty when there is."""
     if opened.slot >= info.slots:
         return f"slot {opened.slot} is not one of {info.slots} slots"
     if not opened.tokens:
         return f"slot {opened.slot} is opened without a token"
     if len(opened.tokens) > info.max_context:
         return f"slot {opened.slot} has {len(opened.tokens)} tokens in a context of {info.max_context}"
-    for ids in (opened.tokens, opened.sampling.bias_ids):
-        if ids and int(_numbers(ids).max()) >= info.vocab:
-            return f"slot {opened.slot} has a token outside the vocabulary of {info.vocab}"
     return ""
+
+
+def sequence_flaw(opened: SlotOpen, info: BackendInfo) -> str:
+    """Why this engine cannot compute what the sequence brings; empty when it can. The scheduler's door looks
+    at the same, with what ExecHello says."""
+    for what, ids in (("prompt", opened.tokens), ("logit_bias", opened.sampling.bias_ids)):
+        if ids and (largest := int(_numbers(ids).max())) >= info.vocab:
+            return f"{what}: the weights have {info.vocab} tokens, and no token {largest}"
+    if 0 < info.max_stop_ids < len(opened.stop_ids):
+        return f"stop_token_ids: {len(opened.stop_ids)} with the model's own, over {info.max_stop_ids}"
+    wanted = opened.sampling
+    numbers = (
+        *(wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p, *wanted.bias_values),
+        *(wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty),
+    )
+    return "" if all(map(math.isfinite, numbers)) else "its sampling is not finite"
+
+
+def stand_in(opened: SlotOpen, vocab: int) -> SlotOpen:
+    """The slot of a sequence that cannot be opened, so that plans which name it can be computed: with what
+    the engine knows of its tokens, and no wishes."""
+    tokens = opened.tokens
+    if tokens and int(_numbers(tokens).max()) >= vocab:
+        tokens = ints(token if token < vocab else 0 for token in tokens)
+    return SlotOpen(
+        slot=opened.slot,
+        generation=opened.generation,
+        seq=opened.seq,
+        prompt_tokens=opened.prompt_tokens,
+        computed=opened.computed,
+        max_length=opened.max_length,
+        sampling=_GREEDY,
+        tokens=tokens,
+    )
 
 
 def copy_flaw(copy: KvCopy, info: BackendInfo) -> str:

@@ -89,9 +89,29 @@ def _refusal(state: State, asked: Tokenized, prompt: int) -> Refusal | None:
     executors = _serving(state, asked)
     if not executors:
         return 503, f"no executor of {asked.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
+    if unknown := _unknown(executors, asked):
+        return 400, unknown, 0
     if prompt + asked.max_tokens > _most_tokens(executors, asked.n, prompt):
         return 400, _too_large(executors, asked, prompt), 0
     return None
+
+
+def _unknown(executors: list[Executor], asked: Tokenized) -> str:
+    """What of a request no engine can be asked for, whatever is free; empty when one can."""
+    vocab = max(executor.hello.vocab for executor in executors)
+    for what, ids in (("prompt", asked.tokens), ("logit_bias", asked.sampling.bias_ids)):
+        if ids and (largest := max(ids)) >= vocab:
+            return (
+                f"`{what}`: the weights of {asked.model!r} have {vocab} tokens, and no token {largest}, "
+                "which its tokenizer knows: leave it out"
+            )
+    most = [executor.hello.max_stop_ids for executor in executors]
+    if min(most) and len(asked.stop_ids) > max(most):
+        return (
+            f"`stop_token_ids`: {len(asked.stop_ids)} with the model's own are over the {max(most)} of the "
+            "engine: ask for fewer"
+        )
+    return ""
 
 
 def _no_room(state: State, asked: Tokenized) -> Refusal | None:

@@ -223,6 +223,7 @@ STEPS: tuple[Message, ...] = (
         bytes_per_block=368_640,
         stages=2,
         two_stream_tokens=4_096,
+        max_stop_ids=128,
     ),
     ExecWelcome(exec_epoch=1_700_000_000_000_000),
     ExecReset(exec_epoch=1_700_000_000_000_000, why="plans are lost"),

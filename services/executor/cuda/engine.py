@@ -26,7 +26,7 @@ from services.executor.cuda.graph_runner import Passes
 from services.executor.cuda.input_batch import arrange
 from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_large_heads, row_by_row
 from services.executor.cuda.model import CudaModel
-from services.executor.cuda.slot_table import CudaSlots, advance, end_slots, take
+from services.executor.cuda.slot_table import STOP_IDS, CudaSlots, advance, end_slots, take
 from services.executor.engine import BackendInfo, Copier, Pending, Piece, StepOutput, warm_up_steps
 from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -61,7 +61,7 @@ class CudaBackend:
         shapes, cache = loaded.shapes, loaded.cache
         device, ranks = cache.tensor.device, loaded.ranks
         _check_alike(shapes, ranks)
-        self._info = info_of(options, loaded)
+        self._info = replace(info_of(options, loaded), max_stop_ids=STOP_IDS)
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name, ranks.size)

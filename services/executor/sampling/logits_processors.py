@@ -224,7 +224,11 @@ def _run(chain: _Chain, row: HostRow) -> str:
 
 
 def _why(name: str, error: BaseException) -> str:
-    why = f"logits processor {name}: {type(error).__name__}: {error}"
+    return cut_why(f"logits processor {name}: {type(error).__name__}: {error}")
+
+
+def cut_why(why: str) -> str:
+    """Why a row failed, as short as MAX_WHY_BYTES."""
     return why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
 
 

@@ -70,7 +70,8 @@ def write_model(
     extra: dict[str, np.ndarray] | None = None,
     more: dict[str, object] | None = None,
 ) -> Path:
-    """A model as a GGUF file in float32; `vocabulary` adds the keys of its tokenizer. `extra`: more tensors; `more`: metadata instead."""
+    """A model as a GGUF file in float32, with `extra` tensors and `more` metadata; `vocabulary` adds the
+    keys of its tokenizer."""
     config = model.config
     arch = architecture or ("llama" if config.model_type == "mistral" else config.model_type)
     writer = gguf.GGUFWriter(path, arch)

@@ -242,6 +242,24 @@ async def test_a_failed_step_is_reported_and_counted(fleet: Fleet) -> None:
     assert actor.status()["failed_steps"] == 1
 
 
+async def test_what_no_engine_can_compute_is_the_error_of_its_own_rows(fleet: Fleet) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    good, bad = opened(0), dataclasses.replace(opened(1), tokens=ints([300, 32_000]))
+    for message in (good, bad):
+        hand.say(message)
+    both = dataclasses.replace(
+        plan(hello.exec_epoch, 1), slots=ints([0, 1]), starts=ints([0, 0]), counts=ints([2, 2]),
+        from_device=ints([0, 0]), sample_rows=ints([0, 1]), sample_slots=ints([0, 1]),
+    )  # fmt: skip
+    hand.say(both)
+    result = await hand.until(StepResult)
+    why = "refused: prompt: the weights have 32000 tokens, and no token 32000"
+    assert (result.error, result.row_errors) == ("", ((1, why),))
+    assert result.ids[0] >= 0
+    assert (result.ids[1], list(result.done)) == (-1, [0, 2])
+    assert actor.status()["failed_steps"] == 0
+
+
 async def test_an_engine_that_fails_three_steps_in_a_row_fails_the_executor(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
     hand.say(*(plan(hello.exec_epoch, step, slot=9) for step in (1, 2)))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.executor.scripted_engine import Scripted, opened, plan
 
-from services.executor.device_thread import MAX_ERROR_CHARS, DeviceThread, Reset, Step, Work
+from services.executor.device_thread import MAX_ERROR_CHARS, Barred, DeviceThread, Reset, Step, Work
 from shared.clock import FakeClock
-from shared.messages import SlotClose, StepResult
+from shared.messages import SlotClose, SlotOpen, StepResult
 
 CLOSED = SlotClose(slot=1, generation=1, last_step=2)
 
@@ -65,7 +65,7 @@ def test_an_engine_error_is_the_steps_result_and_the_next_step_runs(part: str) -
     assert (second.error, list(second.ids)) == ("", [2])
 
 
-@pytest.mark.parametrize(("what", "work"), [("open", opened(1)), ("close", CLOSED), ("reset", Reset())])
+@pytest.mark.parametrize(("what", "work"), [("close", CLOSED), ("reset", Reset())])
 def test_an_error_outside_a_step_fails_the_next_step_not_the_thread(what: str, work: Work) -> None:
     key = what if what == "reset" else f"{what} 1"
     backend = Scripted(FakeClock(), {key: ValueError("no such bias id")})
@@ -75,9 +75,39 @@ def test_an_error_outside_a_step_fails_the_next_step_not_the_thread(what: str, w
     assert (second.error, list(second.ids)) == ("", [2])
 
 
+def test_a_slot_that_cannot_be_opened_is_the_error_of_its_own_rows() -> None:
+    backend = Scripted(FakeClock(), {"open 1": MemoryError("no room for 9 counts"), "sample 3": OSError()})
+    first, second, third, fourth = run(
+        backend, opened(1), plan(1), plan(2), plan(3), CLOSED, opened(1), plan(4)
+    )
+    why = "the slot cannot be opened: MemoryError: no room for 9 counts"
+    for result in (first, second):
+        assert (result.error, list(result.ids), list(result.done)) == ("", [-1], [2])
+        assert result.row_errors == ((0, why),)
+    assert (third.error, third.row_errors) == ("OSError: ", ())
+    assert (list(fourth.ids), fourth.row_errors) == ([4], ((0, "no"),))  # what the engine itself says
+    assert backend.calls[1:3] == [("open", 1), ("open", 1)]  # the second is its stand-in
+
+
+def test_a_long_error_of_a_slot_leaves_room_for_those_of_all_others() -> None:
+    (result,) = run(Scripted(FakeClock()), Barred(opened(1), "é" * 900), plan(1))
+    assert result.row_errors == ((0, "é" * 80),)
+
+
+def test_an_engine_that_opens_nothing_fails_the_step() -> None:
+    class Broken(Scripted):
+        def open_slot(self, opened: SlotOpen) -> None:
+            raise RuntimeError("the device is gone")
+
+    first, second = run(Broken(FakeClock()), opened(1), plan(1), plan(2))
+    assert first.error == "RuntimeError: the device is gone"
+    assert (second.error, list(second.ids)) == ("", [2])
+
+
 def test_a_reset_forgets_an_error_before_it() -> None:
-    backend = Scripted(FakeClock(), {"open 1": ValueError("of the incarnation before")})
-    (result,) = run(backend, opened(1), Reset(), plan(1))
+    backend = Scripted(FakeClock(), {"close 1": ValueError("of the incarnation before")})
+    (result,) = run(backend, Barred(opened(1), "likewise"), CLOSED, Reset(), plan(1))
+    assert result.row_errors == ((0, "no"),)
     assert result.error == ""
 
 

@@ -1,0 +1,48 @@
+"""What a sequence brings that an engine must not see, and the slot that stands in for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from services.executor.engine import open_flaw, sequence_flaw, stand_in
+from services.executor.sim.engine import SimBackend, SimOptions
+from shared.messages import Sampling, SlotOpen, floats, ints
+
+INFO = dataclasses.replace(SimBackend(SimOptions(vocab=500, slots=4)).info, max_stop_ids=3)
+GOOD = SlotOpen(
+    slot=3, generation=2, seq=7, prompt_tokens=2, max_length=9, seed=5, tokens=ints([1, 499]), logprobs=3,
+    sampling=Sampling(bias_ids=ints([499]), bias_values=floats([-100])), stop_ids=ints([1, 2, 900]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "flaw"),
+    [
+        ({}, ""),
+        ({"tokens": ints([1, 500])}, "prompt: the weights have 500 tokens, and no token 500"),
+        (
+            {"sampling": Sampling(bias_ids=ints([2, 777]), bias_values=floats([1, 1]))},
+            "logit_bias: the weights have 500 tokens, and no token 777",
+        ),
+        ({"stop_ids": ints([1, 2, 3, 4])}, "stop_token_ids: 4 with the model's own, over 3"),
+        ({"sampling": Sampling(temperature=math.inf)}, "its sampling is not finite"),
+        ({"sampling": Sampling(repetition_penalty=math.nan)}, "its sampling is not finite"),
+        ({"sampling": Sampling(bias_ids=ints([2]), bias_values=floats([math.nan]))}, "not finite"),
+    ],
+)
+def test_a_sequence_that_the_engine_cannot_compute(change: dict[str, object], flaw: str) -> None:
+    opened = dataclasses.replace(GOOD, **change)
+    assert (flaw in sequence_flaw(opened, INFO)) if flaw else not sequence_flaw(opened, INFO)
+    assert sequence_flaw(stand_in(opened, INFO.vocab), INFO) == ""
+    assert open_flaw(stand_in(opened, INFO.vocab), INFO) == ""
+
+
+def test_a_stand_in_keeps_its_place_and_the_tokens_that_exist() -> None:
+    stood = stand_in(dataclasses.replace(GOOD, tokens=ints([1, 500]), processors=("{}",)), 500)
+    assert list(stood.tokens) == [1, 0]
+    assert (stood.slot, stood.generation, stood.seq, stood.max_length) == (3, 2, 7, 9)
+    assert (stood.sampling.temperature, stood.logprobs, stood.processors) == (0.0, 0, ())
+    assert list(stood.stop_ids) == []
