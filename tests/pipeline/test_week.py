@@ -30,7 +30,7 @@ from shared.actor import stream
 from shared.client import Client
 from shared.errors import HeadraceError
 
-SAMPLES = 8
+SAMPLES = 40
 FULL_EARLY = (
     (requests, "KEPT"), (step_log, "KEPT"), (block_pool, "MOST_LOST"), (stream, "HISTORY"),
     (state, "MAX_DROPPED"), (state, "MAX_MOVED"), (prepare, "MAX_CANCELS"), (arrival, "MAX_TOMBSTONES"),

@@ -15,7 +15,7 @@ from typing import Any
 
 PLAIN = (str, bytes, int, float, bool, type(None), type, FunctionType, MethodType, ModuleType)
 OTHERS = {"MemoryBus", "Vocabulary", "ServedModel", "Settings", "Policy"}  # of the process, or of the model
-SLACK = 16  # of what is under way just when it is looked at
+SLACK = 32  # of what is under way just when it is looked at, or waits to be swept
 
 
 def sizes(*roots: Any) -> dict[str, int]:
