@@ -124,6 +124,7 @@ async def live(fleet: VirtualFleet, span: Span) -> tuple[list[dict[str, int]], d
     return samples, ends
 
 
+@pytest.mark.timeout(1800)  # the week takes three to seven minutes
 def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     span = WEEK if "HEADRACE_WEEK" in os.environ else SHORT
     model = served(tmp_path)
