@@ -363,6 +363,7 @@ class ExecHello:
     stages: int = 1  # pipeline stages: so many steps can be computed at once
     two_stream_tokens: int = 0  # StepPlan.two_stream is quicker from so many tokens on; 0: it is not offered
     max_stop_ids: int = 0  # of a slot; 0: any number
+    tells_grammars: bool = False  # GrammarReady or GrammarFailed follows each SlotOpen with a grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,6 +402,7 @@ class SlotOpen:
     parts: int = 1
     tokens: Ints = field(default_factory=ints)
     processors: tuple[str, ...] = ()  # see Tokenized; rows of the slot are host-fed
+    tenant: str = ""  # whose grammar it is: tenants are compiled for in turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,7 +416,8 @@ class SlotClose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarReady:
-    """executor -> scheduler: the slot's grammar is compiled; its rows may be planned."""
+    """executor -> scheduler: the slot's grammar is compiled; its last known token may be planned, from which
+    the next one is sampled."""
 
     slot: int
     generation: int

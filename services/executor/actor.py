@@ -7,12 +7,21 @@ of its device state; a restarted or lost scheduler, a lost stream or a reset mak
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from services.executor.device_thread import Barred, DeviceThread, Reset
-from services.executor.engine import Alarm, Backend, BackendInfo, open_flaw, plan_flaw, sequence_flaw
+from services.executor.engine import (
+    Alarm,
+    Backend,
+    BackendInfo,
+    GrammarNews,
+    open_flaw,
+    plan_flaw,
+    sequence_flaw,
+)
 from services.executor.kv_transfer.worker import ArenaSide
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
@@ -26,6 +35,8 @@ from shared.messages import (
     ExecHello,
     ExecReset,
     ExecWelcome,
+    GrammarFailed,
+    GrammarReady,
     KvCopy,
     Message,
     SlotClose,
@@ -52,12 +63,17 @@ class ExecutorActor(Actor):
     kind = "executor"
 
     def __init__(
-        self, build_backend: Callable[[], Backend], host_id: str, alarm: Alarm | None = None
+        self,
+        build_backend: Callable[[], Backend],
+        host_id: str,
+        alarm: Alarm | None = None,
+        news: GrammarNews | None = None,
     ) -> None:
-        """`alarm` is what the engine rings."""
+        """`alarm` is what the engine rings, `news` whom it tells of grammars."""
         self._build_backend = build_backend
         self._host_id = host_id
         self._alarm = alarm or Alarm()
+        self._news = news or GrammarNews()
         self._backend: Backend | None = None
         self._arenas: ArenaSide | None = None  # since the engine is built
         self._scheduler = ""  # kind.id
@@ -88,6 +104,11 @@ class ExecutorActor(Actor):
             loop.call_soon_threadsafe(self._on_result, result)  # ahead of any copy that waits for the step
             self._arenas.stepped(result.exec_epoch, result.step)
 
+        def on_grammar(news: GrammarReady | GrammarFailed) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._on_grammar, news)
+
+        self._news.tell = on_grammar
         self._device = DeviceThread(self._build_backend, port.clock, on_result)
         self._device.start(on_built)
         self._backend = await built
@@ -242,6 +263,10 @@ class ExecutorActor(Actor):
             case KvCopy() if self._arenas is not None:
                 self._arenas.copy(message)
 
+    def _on_grammar(self, news: GrammarReady | GrammarFailed) -> None:
+        if news.slot in self._open_slots:  # of an earlier use of the slot: its generation says so
+            self._port.send(self._scheduler, news)
+
     def _on_result(self, result: StepResult) -> None:
         if result.exec_epoch != self._exec_epoch:
             return  # of slots that are gone
@@ -256,16 +281,18 @@ class ExecutorActor(Actor):
 
 def build(settings: Settings) -> ExecutorActor:
     """The executor that the configuration asks for. Its engine is built on the device thread."""
-    alarm = Alarm()
-    return ExecutorActor(engine_builder(settings, alarm), settings.host_id, alarm)
+    alarm, news = Alarm(), GrammarNews()
+    return ExecutorActor(engine_builder(settings, alarm, news), settings.host_id, alarm, news)
 
 
-def engine_builder(settings: Settings, alarm: Alarm | None = None) -> Callable[[], Backend]:
+def engine_builder(
+    settings: Settings, alarm: Alarm | None = None, news: GrammarNews | None = None
+) -> Callable[[], Backend]:
     """A function that builds the engine; it runs on the device thread and may take seconds. An engine that
     can be gone while this process lives rings the alarm."""
     if settings.backend == "sim":
         return lambda: _sim(settings)
-    return lambda: _torch(settings, alarm or Alarm())
+    return lambda: _torch(settings, alarm or Alarm(), news or GrammarNews())
 
 
 def _sim(settings: Settings) -> Backend:
@@ -287,7 +314,7 @@ def _sim(settings: Settings) -> Backend:
     return SimBackend(options)
 
 
-def _torch(settings: Settings, alarm: Alarm) -> Backend:
+def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
     """torch is imported only here, and only when needed."""
     device, ranks = settings.device_and_ranks
     try:
@@ -324,6 +351,7 @@ def _torch(settings: Settings, alarm: Alarm) -> Backend:
         overlap_comm=settings.overlap_comm,
         deterministic=settings.deterministic,
         processors=processors,
+        tell=lambda of_grammar: news.tell(of_grammar),
     )
     if ranks == 1:
         return build(options)
@@ -351,6 +379,7 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
         backend=info.backend,
         dtype=info.dtype,
         bytes_per_block=info.bytes_per_block,
+        tells_grammars=info.tells_grammars,
         stages=info.stages,
         two_stream_tokens=info.two_stream_tokens,
         max_stop_ids=info.max_stop_ids,

@@ -26,7 +26,18 @@ from numpy.typing import NDArray
 
 from services.executor.arena import Arena
 from shared.kv_blocks import blocks_for
-from shared.messages import Floats, Ints, KvCopy, Sampling, SlotOpen, StepPlan, floats, ints
+from shared.messages import (
+    Floats,
+    GrammarFailed,
+    GrammarReady,
+    Ints,
+    KvCopy,
+    Sampling,
+    SlotOpen,
+    StepPlan,
+    floats,
+    ints,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +67,7 @@ class BackendInfo:
     stages: int = 1  # of a pipeline: so many steps are computed at once
     two_stream_tokens: int = 0  # see ExecHello
     max_stop_ids: int = 0  # likewise
+    tells_grammars: bool = False  # likewise
 
     @property
     def context(self) -> int:
@@ -112,6 +124,20 @@ class Alarm:
     def ring(self, why: str) -> None:
         """The engine is gone."""
         self.why = self.why or why
+
+
+TellGrammar = Callable[[GrammarReady | GrammarFailed], None]
+
+
+def nobody(news: GrammarReady | GrammarFailed) -> None:
+    """A TellGrammar of an engine that is asked nothing."""
+
+
+@dataclass(slots=True)
+class GrammarNews:
+    """Whom an engine tells that a grammar has been compiled: set once, before it is built."""
+
+    tell: TellGrammar = nobody
 
 
 class Copier(Protocol):

@@ -162,6 +162,7 @@ def _start(state: State, offer: Offer, unit: Unit) -> None:
         sequence.leader = None if sequence is leader else leader
         sequence.opened_after = executor.step
         sequence.opened_length = len(sequence.tokens)
+        sequence.compiling = executor.hello.tells_grammars and bool(sequence.request.asked.grammar)
         if sequence is leader:
             _take_hits(state, offer, unit)
         executor.enter(sequence)
@@ -221,4 +222,5 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         grammar=asked.grammar,
         tokens=sequence.tokens[:],
         processors=asked.processors,
+        tenant=asked.tenant,
     )

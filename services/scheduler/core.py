@@ -5,7 +5,7 @@ handle(event): apply it -> admit what fits -> plan while a window is open -> com
 
 from __future__ import annotations
 
-from services.scheduler import admission, arrival, finish, recovery, step_planner
+from services.scheduler import admission, arrival, finish, recovery, results, step_planner
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state.requests import (
@@ -30,6 +30,8 @@ from shared.messages import (
     Detached,
     Ended,
     ExecHello,
+    GrammarFailed,
+    GrammarReady,
     KvCopied,
     KvFound,
     KvGone,
@@ -147,6 +149,8 @@ class Scheduler:
         match message:
             case StepResult():
                 recovery.step_result(state, source, message)
+            case GrammarReady() | GrammarFailed():
+                results.grammar_ended(state, source, message)
             case StopFound():
                 finish.stop_found(state, message)
             case Ended():

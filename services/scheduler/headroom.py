@@ -107,6 +107,7 @@ def needy(executor: Executor) -> list[Sequence]:
         for s in executor.running
         if not s.reserved
         and s.leader is None
+        and not s.awaits_grammar
         and s.planned_length < s.max_length
         and s.computed >= len(s.table) * block_tokens
     ]

@@ -11,7 +11,7 @@ from services.scheduler.preemption import wait_again, withdraw
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, InFlight, State
 from services.scheduler.state.step_log import StepRecord
-from shared.messages import ROW_REFUSED, StepResult, Tokens, ints
+from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, StepResult, Tokens, ints
 
 MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB that a message may have
 
@@ -35,6 +35,17 @@ def take(state: State, executor: Executor, result: StepResult) -> None:
         executor.early.setdefault(result.step, result)
     while executor.in_flight and executor.in_flight[0].step in executor.early:
         _apply(state, executor, executor.early.pop(executor.in_flight[0].step))
+
+
+def grammar_ended(state: State, source: str, news: GrammarReady | GrammarFailed) -> None:
+    """A slot's grammar has been compiled, or cannot be: then its request ends, and nobody else's."""
+    executor = state.executors.get(source.removeprefix("executor."))
+    for sequence in executor.running if executor is not None else ():
+        if (sequence.slot, sequence.generation) == (news.slot, news.generation):
+            sequence.compiling = False
+            if isinstance(news, GrammarFailed):
+                finish.fail(state, sequence.request, 400, news.message)
+            return
 
 
 def _apply(state: State, executor: Executor, result: StepResult) -> None:

@@ -88,8 +88,8 @@ def ready_rows(executor: Executor, ahead: bool, half: int | None) -> tuple[list[
         decodes = [s for s in decodes if s.computed + 1 == len(s.tokens)]
     elif executor.host_fed:
         decodes = [s for s in decodes if not s.host_fed or s.computed + 1 == len(s.tokens)]
-    # who waits for a leader or a load lacks prompt tokens, too: it cannot be among the decodes
-    return decodes, [s for s in others if s.leader is None and not s.loading]
+    # who waits for a leader, a load or a grammar lacks prompt tokens, too: it cannot be among the decodes
+    return decodes, [s for s in others if s.leader is None and not s.loading and not s.awaits_grammar]
 
 
 def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: list[Sequence]) -> int:
@@ -147,7 +147,8 @@ def _add_chunks(
         unsent = len(sequence.table) - sequence.table_sent
         if unsent and not columns.takes(unsent):
             continue  # a hit of a long prefix: its table travels with a later step
-        count = min(budget, sequence.opened_length - sequence.computed, _room(executor, sequence))
+        left = sequence.opened_length - sequence.compiling - sequence.computed
+        count = min(budget, left, _room(executor, sequence))
         if count <= 0:
             continue  # preemption.py sees to a block
         if count == budget:

@@ -25,7 +25,7 @@ from services.executor.checkpoint.kv_cache import (
 )
 from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
 from services.executor.checkpoint.weights import Weights, load_dummy, load_hf
-from services.executor.engine import BackendInfo
+from services.executor.engine import BackendInfo, TellGrammar, nobody
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars
 from services.executor.sampling.logits_processors import MakeProcessor
@@ -60,6 +60,7 @@ class TorchOptions:
     overlap_comm: str = "auto"  # ranks: off, two_stream, or found out at start from how many tokens on
     deterministic: bool = False  # a row's bits depend on neither its batch nor the cuts of its prompt
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
+    tell: TellGrammar = nobody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +141,14 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         slots=options.slots,
         max_step_tokens=options.max_step_tokens,
         max_context=loaded.context,
+        tells_grammars=True,
     )
 
 
 def grammars_of(options: TorchOptions, loaded: Loaded) -> Grammars:
     """What follows the grammars of requests; the vocabulary is read when the first one comes."""
     files = ModelFiles(options.model_name, options.model_path)
-    return Grammars(lambda: load_vocabulary(files), loaded.shapes.vocab)
+    return Grammars(lambda: load_vocabulary(files), loaded.shapes.vocab, options.tell)
 
 
 def device_of(name: str, rank: int = 0) -> torch.device:

@@ -267,6 +267,7 @@ class CudaBackend:
         self._computed = self._host_rows.forwarded()
 
     def close(self) -> None:
+        self._host_rows.end()
         rows = ("_sampler", "_host_rows", "_plain_rows")
         for name in ("_cache", "_slots", "_passes", *rows, "_copier"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference

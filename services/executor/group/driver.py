@@ -39,10 +39,18 @@ from typing import NoReturn, Protocol
 
 from services.executor.arena import Arena
 from services.executor.checkpoint.loader import TorchOptions, device_of
-from services.executor.engine import Backend, BackendInfo, Copier, Pending, StepOutput
+from services.executor.engine import (
+    Backend,
+    BackendInfo,
+    Copier,
+    Pending,
+    StepOutput,
+    TellGrammar,
+    nobody,
+)
 from services.executor.parallel.ranks import LEADER, Ranks, join, meeting
 from shared.errors import EngineError
-from shared.messages import Ints, SlotOpen, StepPlan
+from shared.messages import GrammarFailed, GrammarReady, Ints, SlotOpen, StepPlan
 
 log = logging.getLogger("headrace.executor")
 
@@ -163,8 +171,8 @@ def build_group(
     seconds. `lost` is called on some thread when one is gone: nothing returns then. Raises SetupError."""
     device = device_of(options.device)
     store = meeting(size)
-    members = Members(size - 1, environment or {}, lost)
-    bare = replace(options, processors={}, device=device.type)
+    members = Members(size - 1, environment or {}, lost, options.tell)
+    bare = replace(options, processors={}, device=device.type, tell=nobody)
     members.tell_each([Join(bare, rank, size, store.port) for rank in range(1, size)])
     with ExitStack() as undo:
         undo.callback(members.end)
@@ -257,8 +265,9 @@ class PipelineBackend(GroupBackend):
         self._info = replace(self._info, stages=ranks.size)
 
     def open_slot(self, opened: SlotOpen) -> None:
-        self._members.tell(opened)
-        self._own.open_slot(opened)
+        bare = for_followers(opened)
+        self._members.tell_each([*[bare] * (self._ranks.size - 2), opened])
+        self._own.open_slot(bare)
 
     def _chosen(self, pending: Pending) -> StepOutput:
         found = self._members.sampled()
@@ -270,7 +279,7 @@ class PipelineBackend(GroupBackend):
 
 
 def for_followers(opened: SlotOpen) -> SlotOpen:
-    """A slot without what only the leader runs. Its rows stay such as a kernel does not sample."""
+    """A slot without what only the rank that samples runs. Its rows stay such as a kernel does not sample."""
     if not (opened.processors or opened.grammar):
         return opened
     return replace(opened, processors=(), grammar="", logprobs=max(1, opened.logprobs))
@@ -287,9 +296,16 @@ class Members:
 
     `tell` may be called by any thread, `answers` by one at a time."""
 
-    def __init__(self, count: int, environment: Mapping[str, str], lost: Callable[[str], None]) -> None:
-        """Start them. `lost` is called once, on a thread of its own, when one is gone before `end`."""
-        self._lost = lost
+    def __init__(
+        self,
+        count: int,
+        environment: Mapping[str, str],
+        lost: Callable[[str], None],
+        tell_grammar: TellGrammar = nobody,
+    ) -> None:
+        """Start them. `lost` is called once, on a thread of its own, when one is gone before `end`;
+        `tell_grammar` there, too, with what the last stage says of grammars."""
+        self._lost, self._tell_grammar = lost, tell_grammar
         self._over = False  # lost or ended
         self._telling = threading.Lock()
         self._answers: queue.SimpleQueue[Answer | EngineError] = queue.SimpleQueue()
@@ -384,6 +400,8 @@ class Members:
                     self._answers.put(said)
                 elif isinstance(said, Sampled):
                     self._sampled.put(said)
+                elif isinstance(said, GrammarReady | GrammarFailed):
+                    self._tell_grammar(said)
                 else:
                     self._gone(f"rank {ranks[pipe]} is gone: {said.why}")
                     return

@@ -187,12 +187,12 @@ def follow(pipe: Connection, orphaned: Callable[[], None], processors: str = "")
         rank, size, first.port, device, ordered=options.deterministic, sums=not options.pipeline
     )
     samples = options.pipeline and rank == size - 1
+    say = _one_at_a_time(pipe.send)
     if samples:
-        options = replace(options, processors=load_processors(processors))
+        options = replace(options, processors=load_processors(processors), tell=say)
     backend = rank_builder(device.type)(options, ranks)
     sizes = ranks.exchange(backend.info.bytes_per_block)
     copier = PartCopier(backend.copier(), sum(sizes[:rank]))
-    say = _one_at_a_time(pipe.send)
     copy = CopyThread(copier, say, enter).put
     follower = LastStage(backend, copy, say, enter, size) if samples else Follower(backend, copy)
     serve(follower, orders, REFUSED_WITHIN_S)

@@ -1,22 +1,19 @@
 """A grammar says which tokens may follow, for slots that were opened with one: structured output.
 
-    SlotOpen ──▶ compile, on a thread of its own; equal grammars once ──▶ a matcher for each slot
+    SlotOpen ──▶ compile, in a process of its own; equal grammars once ──▶ a matcher for each slot
     refused  ──▶ the matcher takes the slot's new tokens, then the one just chosen, if that may follow
     mask     ──▶ the matcher takes the slot's new tokens, the logits of all others become -inf
 
 A matcher needs the token before, and that is known here as soon as it is sampled: unlike rows with
 processors, these are planned like any other, with the next step queued (run-ahead). The first token waits for
-the compilation, and so do the rows in its step. Source: XGrammar, arXiv 2411.15100.
+the compilation: the scheduler is told when it has ended, and plans the row then. Source: XGrammar, arXiv
+2411.15100.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass
 from typing import Any
@@ -25,20 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.executor.engine import TellGrammar, nobody
+from services.executor.sampling.grammar_compiler import (
+    Compilation,
+    GrammarCompiler,
+    GrammarRefusedError,
+    xgrammar,
+)
+from services.executor.sampling.grammar_process import COMPILE_S, line
 from services.executor.sampling.sampler import Sampler
 from shared.errors import EngineError
-from shared.messages import ROW_REFUSED, SlotOpen
+from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, SlotOpen
 from shared.vocab.vocabulary import Vocabulary
 
-COMPILED = 64  # grammars kept, with the tables of tokens that they allow
-COMPILE_S = 20.0  # a grammar that takes longer is refused: others wait meanwhile
-PREPARE_S = 100.0  # once: the library, and the vocabulary as it wants it; two seconds on an idle machine
-CACHE_BYTES = 256 * 1024 * 1024
 _WORD_BITS = 32
 _NONE = -1
-_CONTROL = frozenset(range(0x20))
-_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
-MAX_WHY_CHARS = 120  # 256 of them fit in a result
 Tokens = Callable[[int], Sequence[int]]  # of a slot, so far
 
 
@@ -46,8 +44,7 @@ Tokens = Callable[[int], Sequence[int]]  # of a slot, so far
 class _Row:
     """The grammar of one slot."""
 
-    prepared: Future[Any]
-    compiled: Future[Any]
+    compilation: Compilation
     taken: int  # tokens of the slot that the matcher knows, the prompt among them
     matcher: Any = None
     mute: frozenset[int] = frozenset()  # tokens without a text, of which XGrammar would warn
@@ -57,27 +54,43 @@ class _Row:
 class Grammars:
     """The grammars of open slots. `open` and `close` are the device thread's; who samples has the rest."""
 
-    def __init__(self, load_vocabulary: Callable[[], Vocabulary], vocab: int) -> None:
-        self._load_vocabulary = load_vocabulary
-        self._vocab = vocab
+    def __init__(
+        self, load_vocabulary: Callable[[], Vocabulary], vocab: int, tell: TellGrammar = nobody
+    ) -> None:
+        """`tell` is called on some thread when the compilation for a slot that is open has ended."""
+        self._compiler = GrammarCompiler(load_vocabulary, vocab)
+        self._tell = tell
         self._rows: dict[int, _Row] = {}
-        self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
-        self._compilers: dict[bool, Future[Any]] = {}  # by whether control characters are forbidden
-        self._worker: ThreadPoolExecutor | None = None  # since the first grammar
         self._words = -(-vocab // _WORD_BITS)
 
     def open(self, opened: SlotOpen) -> None:
         """Take a slot's grammar, if it has one, and begin to compile it."""
         self.close(opened.slot)
         if opened.grammar:
-            kind = json.loads(opened.grammar)["kind"]
-            prepared = self._prepare(no_control=kind == "json")
-            compiled = self._compile(opened.grammar, prepared)
-            self._rows[opened.slot] = _Row(prepared, compiled, opened.prompt_tokens)
+            compilation = self._compiler.want(opened.grammar, opened.tenant)
+            row = self._rows[opened.slot] = _Row(compilation, opened.prompt_tokens)
+            compilation.result.add_done_callback(lambda _: self._ended(opened, row))
 
     def close(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
-        self._rows.pop(slot, None)
+        row = self._rows.pop(slot, None)
+        if row is not None:
+            self._compiler.release(row.compilation)
+
+    def end(self) -> None:
+        """End what compiles."""
+        self._compiler.close()
+
+    def _ended(self, opened: SlotOpen, row: _Row) -> None:
+        if self._rows.get(opened.slot) is not row or row.compilation.result.cancelled():
+            return
+        slot, generation = opened.slot, opened.generation
+        error = row.compilation.result.exception()
+        if isinstance(error, GrammarRefusedError):
+            self._tell(GrammarFailed(slot=slot, generation=generation, message=str(error)))
+        else:  # any other error is told by its row
+            took_us = row.compilation.took_us
+            self._tell(GrammarReady(slot=slot, generation=generation, compile_us=took_us))
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
         """The indices of slots with a grammar."""
@@ -132,9 +145,8 @@ class Grammars:
     def _follow(self, row: _Row, tokens: Sequence[int]) -> Any:
         """The slot's matcher, which knows all of its tokens then and no other."""
         if row.matcher is None:
-            row.prepared.result(PREPARE_S)
-            compiled = row.compiled.result(COMPILE_S)
-            row.matcher = _xgrammar().GrammarMatcher(compiled)
+            compiled = row.compilation.result.result(COMPILE_S)
+            row.matcher = xgrammar().GrammarMatcher(compiled)
             row.mute = frozenset(compiled.tokenizer_info.special_token_ids)
         matcher = row.matcher
         if row.ahead != _NONE:
@@ -148,38 +160,6 @@ class Grammars:
                 raise EngineError(f"token {token} does not follow its grammar")
         row.taken = len(tokens)
         return matcher
-
-    def _prepare(self, *, no_control: bool) -> Future[Any]:
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        if no_control not in self._compilers:
-            self._compilers[no_control] = self._worker.submit(self._compiler, no_control)
-        return self._compilers[no_control]
-
-    def _compile(self, text: str, prepared: Future[Any]) -> Future[Any]:
-        known = self._compiled.get(text)
-        if known is None:
-            assert self._worker is not None, "prepared before"
-            known = self._compiled[text] = self._worker.submit(_compiled, text, prepared)
-        self._compiled.move_to_end(text)
-        while len(self._compiled) > COMPILED:
-            self._compiled.popitem(last=False)
-        return known
-
-    def _compiler(self, no_control: bool) -> Any:
-        """JSON never holds a bare control character, which XGrammar allows in strings of bounded length."""
-        xgrammar = _xgrammar()
-        vocabulary = self._load_vocabulary()
-        texts = list(vocabulary.token_bytes)
-        if no_control:
-            texts = [b"" if _CONTROL.intersection(text) else text for text in texts]
-        info = xgrammar.TokenizerInfo(
-            texts,
-            vocab_type=xgrammar.VocabType.RAW,
-            vocab_size=self._vocab,
-            stop_token_ids=list(vocabulary.eos_ids),
-        )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
 
 
 def choose(
@@ -235,46 +215,11 @@ def _each(rows: Sequence[int], do: Callable[[int], None]) -> dict[int, str]:
             do(row)
         except NotInTime:
             failures[row] = f"{ROW_REFUSED}the grammar takes over {COMPILE_S:g} s to compile: simplify it"
-        except Exception as error:  # noqa: BLE001 - one request's grammar must not end the others'
-            known = isinstance(error, EngineError)
-            failures[row] = str(error) if known else f"{ROW_REFUSED}grammar: {_line(error)}"
+        except GrammarRefusedError as error:
+            failures[row] = f"{ROW_REFUSED}{error}"
+        except Exception as error:  # noqa: BLE001 - one request's grammar fails alone
+            failures[row] = str(error) if isinstance(error, EngineError) else f"grammar: {line(error)}"
     return failures
-
-
-def _compiled(text: str, prepared: Future[Any]) -> Any:
-    """On the worker thread, behind what prepares the compiler."""
-    asked, compiler = json.loads(text), prepared.result()
-    if asked["kind"] == "tags":
-        return compiler.compile_structural_tag(_tags(json.loads(asked["source"])))
-    if asked["kind"] == "json":
-        return compiler.compile_json_schema(asked["source"], any_whitespace=False)
-    compile_one = compiler.compile_regex if asked["kind"] == "regex" else compiler.compile_grammar
-    return compile_one(asked["source"])
-
-
-def _tags(asked: dict[str, Any]) -> dict[str, Any]:
-    """Free text in which, behind `trigger`, one of the tags follows: its begin, JSON by a schema, its end."""
-    tags = [
-        {
-            "type": "tag",
-            "begin": tag["begin"],
-            "content": {"type": "json_schema", "json_schema": tag["schema"], "max_whitespace_cnt": 1},
-            "end": tag["end"],
-        }
-        for tag in asked["tags"]
-    ]
-    form = {"type": "triggered_tags", "triggers": [asked["trigger"]], "tags": tags}
-    return {"type": "structural_tag", "format": form}
-
-
-def _xgrammar() -> Any:
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise ValueError(
-            f"this executor has no {error.name}: pip install 'headrace[grammar]' where it runs"
-        ) from None
-    return xgrammar
 
 
 def _forbid(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> None:
@@ -287,9 +232,3 @@ def _forbid(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> None:
     else:
         at = torch.tensor(rows, device=logits.device)
         logits[at] = logits[at].masked_fill_(forbidden, float("-inf"))
-
-
-def _line(error: Exception) -> str:
-    """What an error says, without the place in the compiled library where its text begins."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return _PLACE.sub("", lines[-1] if lines else type(error).__name__)[:MAX_WHY_CHARS]

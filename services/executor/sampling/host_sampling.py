@@ -67,6 +67,10 @@ class HostRows:
         self._chains.close(slot)
         self._grammars.close(slot)
 
+    def end(self) -> None:
+        """End what compiles grammars."""
+        self._grammars.end()
+
     def forwarded(self) -> torch.cuda.Event | None:
         """Mark the end of a forward, on a GPU: copies of its blocks wait for that, too."""
         if not self._marks:

@@ -138,6 +138,7 @@ class Sequence:
     pinned: bool = False  # paused so often that it is promised all it may need, and is nobody's victim
     tail: Tail = NO_TAIL  # of its last pause
     loading: int = 0  # the job that brings blocks of its table from a tier; no row of it is planned before
+    compiling: bool = False  # its executor compiles its grammar, by which its next token is chosen
     spared_until_us: int = 0  # it has just come back: others are paused before it
     owed_us: int = 0  # predicted cost of what is computed again since it came back
     paid_us: int = 0  # of it, as the steps have shown
@@ -171,6 +172,11 @@ class Sequence:
         return self.computed < self.opened_length
 
     @property
+    def awaits_grammar(self) -> bool:
+        """All but its last token is computed or planned, and what would be sampled from that has to wait."""
+        return self.compiling and self.computed + 1 >= self.opened_length
+
+    @property
     def planned_length(self) -> int:
         """Its length once every step in flight is back: a decode samples one, as does the end of a prompt."""
         return self.opened_length if self.computed < self.opened_length else self.computed + 1
@@ -197,6 +203,7 @@ class Sequence:
         self.table, self.table_sent, self.room, self.registered, self.reserved = [], 0, 0, 0, 0
         self.steps += self._decodes
         self.opened_length = self.computed = self.loading = self.owed_us = self.paid_us = 0
+        self.compiling = False
 
     def decide(self, now_us: int, what: str, why: str, **numbers: int) -> None:
         """Note a decision for the request's trace."""

@@ -1,0 +1,121 @@
+"""A row waits for its own grammar, no step does, and no other row."""
+
+from __future__ import annotations
+
+import pytest
+from support.scheduler.world import World
+
+from services.scheduler.state.requests import Arrived, Sequence
+from services.scheduler.state.state import Limits
+from shared.messages import GrammarFailed, GrammarReady
+
+PROMPT = list(range(10, 19))  # two blocks, and the token from which the first one of the answer is sampled
+MODES = ("single", "run_ahead", "two_batch")
+
+
+@pytest.fixture(params=MODES)
+def world(request: pytest.FixtureRequest) -> World:
+    world = World(Limits(overlap=request.param))
+    world.add_engine(tells_grammars=True)
+    return world
+
+
+def slots_of(world: World, request: str) -> list[Sequence]:
+    running = world.scheduler.state.executors["e1"].running
+    return [s for s in running if s.request.asked.request == request]
+
+
+def ready(world: World, sequence: Sequence, generation: int = 0) -> None:
+    number = generation or sequence.generation
+    news = GrammarReady(slot=sequence.slot, generation=number, compile_us=1)
+    world.handle(Arrived("executor.e1", news))
+
+
+def test_others_are_answered_while_a_grammar_is_compiled(world: World) -> None:
+    world.ask("structured", PROMPT, 3, grammar="g")
+    world.ask("free", PROMPT, 5)
+    world.run()
+    world.assert_answers("free")
+    (waiting,) = slots_of(world, "structured")
+    assert (waiting.computed, waiting.generated) == (len(PROMPT) - 1, 0)
+    steps = len(world.plans)
+    world.ask("later", [1, 2, 3], 2)
+    world.run()
+    world.assert_answers("later")
+    assert all(waiting.slot not in plan.slots for plan in world.plans[steps:])
+    ready(world, waiting, generation=waiting.generation - 1 or 99)  # of an earlier use of the slot
+    world.run()
+    assert waiting.generated == 0
+    ready(world, waiting)
+    world.run()
+    world.assert_answers("structured")
+    world.assert_idle()
+
+
+def test_one_that_is_there_in_time_costs_no_step(world: World) -> None:
+    world.ask("structured", list(range(100, 160)), 2, grammar="g")
+    (waiting,) = slots_of(world, "structured")
+    assert waiting.compiling
+    ready(world, waiting)
+    world.run()
+    world.assert_answers("structured")
+
+
+def test_one_that_fails_ends_its_request_alone(world: World) -> None:
+    world.ask("structured", PROMPT, 3, grammar="g", n=2)
+    world.ask("free", PROMPT, 5)
+    _, follower = slots_of(world, "structured")
+    news = GrammarFailed(slot=follower.slot, generation=follower.generation, message="unbalanced")
+    world.handle(Arrived("executor.e1", news))
+    world.handle(Arrived("executor.e1", news))
+    world.run()
+    world.assert_answers("free")
+    for reader in world.readers_of("structured"):
+        assert reader.closed is not None
+        assert (reader.closed.code, reader.closed.message) == (400, "unbalanced")
+    world.assert_idle()
+
+
+def test_choices_wait_with_the_first_of_them(world: World) -> None:
+    world.ask("structured", PROMPT, 3, grammar="g", n=3)
+    world.run()
+    assert all(s.generated == 0 for s in slots_of(world, "structured"))
+    for sequence in slots_of(world, "structured"):
+        ready(world, sequence)
+    world.run()
+    world.assert_answers("structured")
+    world.assert_idle()
+
+
+def test_on_another_executor_it_is_compiled_again(world: World) -> None:
+    world.ask("structured", PROMPT, 3, grammar="g")
+    world.run()
+    (waiting,) = slots_of(world, "structured")
+    ready(world, waiting)
+    world.crash("e1")
+    world.add_engine(epoch=2, tells_grammars=True)
+    world.run()
+    (again,) = slots_of(world, "structured")
+    assert again.compiling
+    ready(world, again)
+    world.run()
+    world.assert_answers("structured")
+    world.assert_idle()
+
+
+def test_a_cancel_and_a_time_limit_wait_for_no_grammar(world: World) -> None:
+    world.ask("structured", PROMPT, 3, grammar="g", timeout_us=1_000_000)
+    world.run()
+    world.tick(2_000_000)
+    (reader,) = world.readers_of("structured")
+    assert reader.closed is not None
+    world.run()
+    world.assert_idle()
+
+
+def test_of_an_executor_that_says_nothing_rows_are_planned_at_once() -> None:
+    world = World()
+    world.add_engine()
+    world.ask("structured", PROMPT, 3, grammar="g")
+    world.run()
+    world.assert_answers("structured")
