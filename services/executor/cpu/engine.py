@@ -145,7 +145,8 @@ class TorchBackend:
         self._computed = self._host_rows.forwarded()
 
     def close(self) -> None:
-        self._host_rows.end()
+        if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
+            rows.end()
         if self._lanes is not None:
             self._lanes.close()
         for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "_copier"):

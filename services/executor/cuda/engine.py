@@ -267,9 +267,10 @@ class CudaBackend:
         self._computed = self._host_rows.forwarded()
 
     def close(self) -> None:
-        self._host_rows.end()
-        rows = ("_sampler", "_host_rows", "_plain_rows")
-        for name in ("_cache", "_slots", "_passes", *rows, "_copier"):
+        if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
+            rows.end()
+        for_rows = ("_sampler", "_host_rows", "_plain_rows")
+        for name in ("_cache", "_slots", "_passes", *for_rows, "_copier"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference
 
 

@@ -1,10 +1,11 @@
-"""`GrammarCompiler` has grammars compiled, one at a time, in a process that can be killed (grammar_process).
+"""`GrammarCompiler` has grammars compiled, in processes that can be killed (grammar_process).
 
     want ──▶ known by its digest? ──▶ there at once
-         ──▶ the tenant's queue ── tenants in turn ──▶ the process ──▶ read back here ──▶ kept, by its digest
+         ──▶ the tenant's queue ── tenants in turn ──▶ a lane: its process ──▶ read back here ──▶ kept
 
-A tenant whose grammars take long waits behind itself: another one waits for one of them at most. What was
-refused is kept, too. Thread and process begin with the first grammar. Nobody waits for either at the end.
+A lane is a thread and its process; the first grammar begins one, and one more is begun while a tenant waits
+for another's. A tenant has one lane at most, so that one whose grammars take long waits behind itself. What
+was refused is kept, too. Nobody waits for a lane at the end.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from services.executor.sampling.grammar_process import Job, Outcome, Texts
 from shared.errors import EngineError
 from shared.vocab.vocabulary import Vocabulary
 
+LANES = 2
 COMPILED = 64  # grammars kept, with the tables of tokens that they allow
 KEPT_BYTES = 256 * 1024 * 1024  # of those
 GRACE_S = 10.0  # beyond the limit of one grammar, for a process that begins or does not answer
@@ -61,15 +63,15 @@ class GrammarCompiler:
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], vocab: int) -> None:
         self._load_vocabulary = load_vocabulary
         self._vocab = vocab
-        self._changed = threading.Condition()  # of the next four
+        self._infos: dict[bool, Any] = {}
+        self._changed = threading.Condition()  # of all that follows
         self._known: OrderedDict[bytes, Compilation] = OrderedDict()
         self._queues: OrderedDict[str, deque[Compilation]] = (
             OrderedDict()
-        )  # by tenant, whose turn is next first
-        self._thread: threading.Thread | None = None
+        )  # tenants, whose turn is next first
+        self._busy: set[str] = set()  # tenants that have a lane
+        self._lanes: list[_Lane] = []
         self._closed = False
-        self._infos: dict[bool, Any] = {}
-        self._process: _Process | None = None
 
     def want(self, text: str, tenant: str) -> Compilation:
         """A grammar for one more slot."""
@@ -79,13 +81,10 @@ class GrammarCompiler:
             if found is None or found.result.cancelled():
                 found = self._known[key] = Compilation(text)
                 self._queues.setdefault(tenant, deque()).append(found)
-                self._changed.notify_all()
+                self._staff()
             found.wanted += 1
             self._known.move_to_end(key)
             self._trim()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
-                self._thread.start()
         return found
 
     def release(self, compilation: Compilation) -> None:
@@ -94,13 +93,20 @@ class GrammarCompiler:
             compilation.wanted -= 1
 
     def close(self) -> None:
-        """End the process, and the thread after it. Waits for neither."""
+        """End the processes, and the threads after them. Waits for none."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            process = self._process
-        if process is not None:
-            process.kill()
+            lanes = list(self._lanes)
+        for lane in lanes:
+            lane.end()
+
+    def _staff(self) -> None:
+        """Wake a lane for who waits and has none, or begin one."""
+        waits = not self._closed and any(tenant not in self._busy for tenant in self._queues)
+        if waits and len(self._lanes) == len(self._busy) < LANES:
+            self._lanes.append(_Lane(self._run))
+        self._changed.notify_all()
 
     def _trim(self) -> None:
         """Forget the least recently used that are over; who uses one keeps it."""
@@ -112,65 +118,58 @@ class GrammarCompiler:
                 del self._known[key]
                 kept_bytes -= one.kept_bytes
 
-    def _run(self) -> None:
-        while (compilation := self._next()) is not None:
+    def _run(self, lane: _Lane) -> None:
+        while (turn := self._next()) is not None:
+            tenant, compilation = turn
             began_ns = time.monotonic_ns()
             try:
-                found: Any = self._compile(compilation.text)
+                found: Any = self._compile(lane, compilation.text)
+                compilation.kept_bytes = int(found.memory_size_bytes)
             except Exception as error:  # noqa: BLE001 - one request's grammar must not end the others'
                 found = error
             compilation.took_us = (time.monotonic_ns() - began_ns) // 1000
+            with self._changed:
+                self._busy.discard(tenant)
+                self._changed.notify_all()
             if not isinstance(found, Exception):
-                compilation.kept_bytes = int(found.memory_size_bytes)
                 compilation.result.set_result(found)
                 continue
             if not isinstance(found, GrammarRefusedError):
                 self._forget(compilation)
             compilation.result.set_exception(found)
 
-    def _next(self) -> Compilation | None:
-        """The next one of the tenant whose turn it is; None at the end."""
+    def _next(self) -> tuple[str, Compilation] | None:
+        """The next one of the tenant whose turn it is, who has no lane; None at the end."""
         with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._queues or self._closed)
-                if self._closed:
-                    return None
-                tenant, queue = self._queues.popitem(last=False)
+            while not self._closed:
+                tenant = next((tenant for tenant in self._queues if tenant not in self._busy), None)
+                if tenant is None:
+                    self._changed.wait()
+                    continue
+                queue = self._queues.pop(tenant)
                 compilation = queue.popleft()
                 if queue:
                     self._queues[tenant] = queue  # behind the others
                 if compilation.wanted > 0:
-                    return compilation
+                    self._busy.add(tenant)
+                    self._staff()
+                    return tenant, compilation
                 compilation.result.cancel()
+        return None
 
     def _forget(self, compilation: Compilation) -> None:
         with self._changed:
             for key in [key for key, one in self._known.items() if one is compilation]:
                 del self._known[key]
 
-    def _compile(self, text: str) -> Any:
-        """On the thread. Raises GrammarRefusedError, EngineError."""
+    def _compile(self, lane: _Lane, text: str) -> Any:
+        """On the lane. Raises GrammarRefusedError, EngineError."""
         no_control = json.loads(text)["kind"] == "json"
         info = self._info(no_control)
-        outcome = self._sent(Job(no_control, text))
+        outcome = lane.compile(Job(no_control, text), self._texts)
         if outcome.refused:
             raise GrammarRefusedError(_PLACE.sub("", outcome.refused)[:MAX_WHY_CHARS])
         return xgrammar().CompiledGrammar.deserialize_json(outcome.compiled.decode(), info)
-
-    def _sent(self, job: Job) -> Outcome:
-        if self._process is None:
-            process = _Process()
-            with self._changed:
-                self._process = process
-                if self._closed:
-                    process.kill()
-        assert self._process is not None, "begun before"
-        try:
-            return self._process.compile(job, self._texts)
-        except (EOFError, OSError):
-            self._process.kill()
-            self._process = None
-            raise EngineError("the compiler of grammars has died: ask again") from None
 
     def _info(self, no_control: bool) -> Any:
         if no_control not in self._infos:
@@ -190,6 +189,37 @@ class GrammarCompiler:
         if no_control:
             texts = [b"" if _CONTROL.intersection(text) else text for text in texts]
         return Texts(no_control, texts, self._vocab, list(vocabulary.eos_ids))
+
+
+class _Lane:
+    """A thread, and the process that compiles for it; after one that died it begins another."""
+
+    def __init__(self, run: Callable[[_Lane], None]) -> None:
+        self.process: _Process | None = None
+        self._ended = False
+        self._changing = threading.Lock()  # of both
+        self.thread = threading.Thread(target=run, args=(self,), name="grammars", daemon=True)
+        self.thread.start()
+
+    def compile(self, job: Job, texts: Callable[[bool], Texts]) -> Outcome:
+        """Raises EngineError when the process has ended meanwhile."""
+        with self._changing:
+            if self._ended:
+                raise EngineError("this executor ends")
+            process = self.process = self.process or _Process()
+        try:
+            return process.compile(job, texts)
+        except (EOFError, OSError):
+            process.kill()
+            self.process = None
+            raise EngineError("the compiler of grammars has died: ask again") from None
+
+    def end(self) -> None:
+        """End the process, and what it compiles. No other one begins."""
+        with self._changing:
+            self._ended = True
+            if self.process is not None:
+                self.process.kill()
 
 
 class _Process:

@@ -20,6 +20,8 @@ from shared.messages import (
     ExecHello,
     ExecReset,
     ExecWelcome,
+    GrammarFailed,
+    GrammarReady,
     KvCopied,
     KvCopy,
     Message,
@@ -357,7 +359,7 @@ async def test_build_makes_the_simulated_engine_from_the_settings(monkeypatch: p
 
     made: dict[str, Any] = {}
     monkeypatch.setattr(
-        executor_actor, "engine_builder", lambda *given: made.update(zip(("s", "a"), given, strict=True))
+        executor_actor, "engine_builder", lambda *given: made.update(zip("san", given, strict=True))
     )
     from shared.config import Settings
 
@@ -365,7 +367,26 @@ async def test_build_makes_the_simulated_engine_from_the_settings(monkeypatch: p
     actor = executor_actor.build(settings)
     assert actor._host_id == "h9"
     assert made["s"] is settings
-    assert made["a"] is actor._alarm
+    assert (made["a"], made["n"]) == (actor._alarm, actor._news)
+
+
+async def test_what_the_engine_says_of_grammars_goes_to_the_scheduler_while_their_slot_is_open(
+    fleet: Fleet,
+) -> None:
+    actor, hand, hello = await welcomed(fleet)
+    hand.say(opened(3), plan(hello.exec_epoch, 1, slot=3))
+    await hand.until(StepResult)
+    ready = GrammarReady(slot=3, generation=1, compile_us=5)
+    failed = GrammarFailed(slot=3, generation=1, message="unbalanced")
+    lane = threading.Thread(target=lambda: [actor._news.tell(it) for it in (ready, failed)])
+    lane.start()
+    assert await hand.until(GrammarFailed) == failed
+    assert hand.of(GrammarReady) == [ready]
+    hand.say(SlotClose(slot=3, generation=1, last_step=1), opened(4), plan(hello.exec_epoch, 2, slot=4))
+    await hand.until(StepResult, 2)
+    actor._news.tell(ready)
+    await fleet.broker.settle()
+    assert hand.of(GrammarReady) == [ready]
 
 
 async def test_the_next_result_tells_how_long_publishing_the_last_one_took(fleet: Fleet) -> None:

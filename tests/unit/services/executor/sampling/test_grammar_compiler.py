@@ -53,13 +53,13 @@ def result(compilation: Compilation) -> object:
 
 
 def process_of(compiler: GrammarCompiler) -> int:
-    assert compiler._process is not None
-    return compiler._process.pid
+    process = compiler._lanes[0].process
+    assert process is not None
+    return process.pid
 
 
 def test_nothing_runs_before_the_first_grammar(compiler: GrammarCompiler) -> None:
-    assert compiler._thread is None
-    assert compiler._process is None
+    assert compiler._lanes == []
 
 
 def test_a_grammar_over_its_time_or_memory_is_refused_and_the_next_one_is_not(
@@ -102,9 +102,9 @@ def test_tenants_are_compiled_for_in_turn(compiler: GrammarCompiler, monkeypatch
     order: list[str] = []
     compile_one = compiler._compile
 
-    def noted(text: str) -> object:
+    def noted(lane: grammar_compiler._Lane, text: str) -> object:
         order.append(text)
-        return compile_one(text)
+        return compile_one(lane, text)
 
     monkeypatch.setattr(compiler, "_compile", noted)
     with compiler._changed:  # nothing begins before all are here
@@ -119,6 +119,14 @@ def test_tenants_are_compiled_for_in_turn(compiler: GrammarCompiler, monkeypatch
     again = compiler.want(gone.text, "modest")
     assert again is not gone
     result(again)
+
+
+def test_one_that_takes_long_keeps_its_own_tenant_waiting_and_no_other(compiler: GrammarCompiler) -> None:
+    slow = [compiler.want(regex(SLOW + "x" * i), "greedy") for i in range(3)]
+    for tenant in ("a", "b"):
+        result(compiler.want(regex(tenant), tenant))
+    assert [one.result.done() for one in slow] == [False] * 3
+    assert len(compiler._lanes) == 2
 
 
 def test_equal_grammars_are_compiled_once_and_what_was_refused_is_kept(compiler: GrammarCompiler) -> None:
@@ -179,7 +187,7 @@ words = SimpleNamespace(token_bytes=[bytes([i]) for i in range(256)] * 100, eos_
 compiler = GrammarCompiler(lambda: words, 25600)
 compiler.want('{{"kind": "regex", "source": "a"}}', "t").result.result()
 compiler.want('{{"kind": "regex", "source": "{SLOW * 2}"}}', "t")
-print(compiler._process.pid, flush=True)
+print(compiler._lanes[0].process.pid, flush=True)
 threading.Event().wait()
 """
 
@@ -206,9 +214,9 @@ def test_the_end_waits_for_no_compilation(vocabulary: Vocabulary) -> None:
     slow = compiler.want(regex(SLOW), "t")
     compiler.close()
     assert gone(process)
-    assert compiler._thread is not None
-    compiler._thread.join(10)
-    assert not compiler._thread.is_alive()
+    (lane,) = compiler._lanes
+    lane.thread.join(10)
+    assert not lane.thread.is_alive()
     assert not slow.result.running()
 
 

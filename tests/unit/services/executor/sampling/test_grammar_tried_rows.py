@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 from support.default_model import model_path
@@ -10,7 +14,7 @@ from services.executor.sampling import grammar
 from services.executor.sampling.grammar import Grammars
 from services.executor.sampling.sampler import Sampler
 from services.tokenizer.structured_output import grammar_of
-from shared.messages import Sampling, SlotOpen, ints
+from shared.messages import GrammarFailed, GrammarReady, Sampling, SlotOpen, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
@@ -35,8 +39,17 @@ def letters(vocabulary: Vocabulary) -> list[int]:
 
 
 @pytest.fixture
-def grammars(vocabulary: Vocabulary) -> Grammars:
-    return Grammars(lambda: vocabulary, PADDED)
+def told() -> queue.SimpleQueue[GrammarReady | GrammarFailed]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def grammars(
+    vocabulary: Vocabulary, told: queue.SimpleQueue[GrammarReady | GrammarFailed]
+) -> Iterator[Grammars]:
+    grammars = Grammars(lambda: vocabulary, PADDED, told.put)
+    yield grammars
+    grammars.end()
 
 
 def opened(slot: int, grammar: str = FEW, temperature: float = 1.0, top_k: int = 0) -> SlotOpen:
@@ -152,3 +165,27 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(grammars: Grammars,
     assert failures[0].startswith("refused: grammar: ")
     assert ids[1] == letters[0]
     assert host_us > 0
+
+
+def test_the_end_of_each_compilation_is_told_once_for_each_slot_that_waits(
+    grammars: Grammars, told: queue.SimpleQueue[GrammarReady | GrammarFailed]
+) -> None:
+    grammars.open(opened(0))
+    first = told.get(timeout=60)
+    assert isinstance(first, GrammarReady)
+    assert (first.slot, first.generation) == (0, 1)
+    assert first.compile_us > 0
+    grammars.open(opened(1))  # known: told at once
+    assert told.get_nowait() == replace(first, slot=1)
+    grammars.open(opened(2, grammar=""))
+    grammars.open(opened(3, grammar_of({"grammar": "root ::= nothing"})))
+    grammars.open(opened(4, grammar_of({"grammar": "root ::= nowhere"})))
+    grammars.close(4)
+    failed = told.get(timeout=60)
+    assert isinstance(failed, GrammarFailed)
+    assert failed.slot == 3
+    assert failed.message.startswith("grammar: ")
+    grammars.open(opened(5, grammar_of({"structured_outputs": {"regex": "[ab]"}})))
+    last = told.get(timeout=60)
+    assert (type(last), last.slot) == (GrammarReady, 5)
+    assert told.empty()
