@@ -12,16 +12,8 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from services.executor.device_thread import Barred, DeviceThread, Reset
-from services.executor.engine import (
-    Alarm,
-    Backend,
-    BackendInfo,
-    GrammarNews,
-    open_flaw,
-    plan_flaw,
-    sequence_flaw,
-)
+from services.executor.device_thread import DeviceThread, Reset, checked
+from services.executor.engine import Alarm, Backend, BackendInfo, GrammarNews, open_flaw, plan_flaw
 from services.executor.kv_transfer.worker import ArenaSide
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
@@ -31,7 +23,6 @@ from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
 from shared.messages import (
-    ROW_REFUSED,
     ExecHello,
     ExecReset,
     ExecWelcome,
@@ -253,8 +244,7 @@ class ExecutorActor(Actor):
             case SlotOpen(slot=slot):
                 self._open_slots.add(slot)
                 self._empty.clear()
-                flaw = sequence_flaw(message, info)
-                self._device.put(Barred(message, ROW_REFUSED + flaw) if flaw else message)
+                self._device.put(checked(message, info))
             case SlotClose(slot=slot):
                 self._open_slots.discard(slot)
                 if not self._open_slots:

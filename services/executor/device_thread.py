@@ -16,12 +16,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from services.executor.engine import Backend, Pending, StepOutput, stand_in
+from services.executor.engine import Backend, BackendInfo, Pending, StepOutput, sequence_flaw, stand_in
 from services.executor.host_thread import MOST_PENDING, HostLane
 from services.executor.sampling.logits_processors import cut_why
 from shared.clock import Clock
 from shared.errors import EngineError
-from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
+from shared.messages import ROW_REFUSED, SlotClose, SlotOpen, StepPlan, StepResult, ints
 
 MAX_ERROR_CHARS = 1_000
 
@@ -46,6 +46,12 @@ class Barred:
 
     opened: SlotOpen
     why: str
+
+
+def checked(opened: SlotOpen, info: BackendInfo) -> SlotOpen | Barred:
+    """The slot as a device thread may be given it."""
+    flaw = sequence_flaw(opened, info)
+    return Barred(opened, ROW_REFUSED + flaw) if flaw else opened
 
 
 Work = SlotOpen | Barred | SlotClose | StepPlan | Reset | Refused | None  # None ends the thread

@@ -14,7 +14,6 @@ are called on the event loop, while the device computes.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 
 WARM_ROWS = 64  # matrix products are compiled up to here: larger steps take so long that it does not show
 MOST = 32  # pieces: of some four layers
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
 COMPUTE, COMM = (0, 1), (2, 3)  # the lanes of A and B, see shared.messages.PIECE_LANES
 
 
@@ -246,7 +246,7 @@ def sequence_flaw(opened: SlotOpen, info: BackendInfo) -> str:
         *(wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p, *wanted.bias_values),
         *(wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty),
     )
-    return "" if all(map(math.isfinite, numbers)) else "its sampling is not finite"
+    return "" if all(abs(number) <= MOST_FLOAT32 for number in numbers) else "its sampling is not finite"
 
 
 def stand_in(opened: SlotOpen, vocab: int) -> SlotOpen:

@@ -29,6 +29,7 @@ GOOD = SlotOpen(
         ),
         ({"stop_ids": ints([1, 2, 3, 4])}, "stop_token_ids: 4 with the model's own, over 3"),
         ({"sampling": Sampling(temperature=math.inf)}, "its sampling is not finite"),
+        ({"sampling": Sampling(frequency_penalty=-1e300)}, "its sampling is not finite"),  # in float32
         ({"sampling": Sampling(repetition_penalty=math.nan)}, "its sampling is not finite"),
         ({"sampling": Sampling(bias_ids=ints([2]), bias_values=floats([math.nan]))}, "not finite"),
     ],
