@@ -156,8 +156,9 @@ class Sampler:
 
     def _count(self, opened: SlotOpen) -> None:
         if self._counts is None or self._seen is None:
-            self._counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
-            self._seen = torch.zeros(self._size, dtype=torch.bool, device=self._device)
+            with torch.inference_mode(False):  # a warm-up is in it: what it makes cannot be set later
+                self._counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
+                self._seen = torch.zeros(self._size, dtype=torch.bool, device=self._device)
         tokens = torch.tensor(opened.tokens, dtype=torch.int64, device=self._device)
         self._seen[opened.slot] = False
         self._seen[opened.slot, tokens] = True
