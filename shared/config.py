@@ -96,6 +96,12 @@ class Settings(BaseSettings):
     step_tokens: int = Field(1024, ge=1, description="most tokens in a step, prompt chunks and decodes")
     policy: str = Field("", description="scheduling policies: rank=,fill=,kv=,victim=,place=; see docs")
     slo: str = Field("", description="classes: name=ttft/tbt/age in ms; interactive, standard, batch")
+    model_digest: str = Field(
+        "", description="only executors with this digest of weights and modes serve; empty: the first's"
+    )
+    accept_mixed: bool = Field(
+        False, description="executors of other weights or modes serve beside the first"
+    )
     event_log: str = Field("", description="write every event and command: a file, or nats; see replay")
     logits_processors: str = Field("", description="name=module:class,... that requests may name")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; beyond: 429")

@@ -183,6 +183,7 @@ class Tokenized:
     first_us: int = 0  # of that until its first token, 0 where there is none
     open_end: bool = False  # nobody asked for `max_tokens`: a scheduler lowers it to what fits
     waited_us: int = 0  # seen by the tokenizer -> sent by it
+    model_digest: str = ""  # of the executors that compute it, as in ExecHello
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +365,7 @@ class ExecHello:
     two_stream_tokens: int = 0  # StepPlan.two_stream is quicker from so many tokens on; 0: it is not offered
     max_stop_ids: int = 0  # of a slot; 0: any number
     tells_grammars: bool = False  # GrammarReady or GrammarFailed follows each SlotOpen with a grammar
+    model_digest: str = ""  # hex: weights, dtype, KV format, deterministic: where equal, so are answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,6 +373,15 @@ class ExecWelcome:
     """scheduler -> executor: hello heard; `exec_epoch` says of which incarnation."""
 
     exec_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecRefused:
+    """scheduler -> executor: hello heard, and it stays out: executors with another `model_digest` serve. It
+    goes on saying hello, and hears ExecWelcome when that changes."""
+
+    exec_epoch: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -684,7 +695,7 @@ class ArenaReleased:
 
 Message = (
     Tokenized | Accepted | Rejected | Cancel | Open | Tokens | PromptTokens | StopFound | Detached
-    | Close | Ended | ExecHello | ExecWelcome | ExecReset | SlotOpen | SlotClose | GrammarReady
+    | Close | Ended | ExecHello | ExecWelcome | ExecRefused | ExecReset | SlotOpen | SlotClose | GrammarReady
     | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | AuxMsg | Fragment
     | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCommit | KvStored
     | KvRelease | KvRenew | KvRenewed | KvGone | KvCopy | KvCopied | ArenaReleased | Beat
@@ -703,6 +714,7 @@ __all__ = [
     "Detached",
     "Ended",
     "ExecHello",
+    "ExecRefused",
     "ExecReset",
     "ExecWelcome",
     "Floats",

@@ -54,7 +54,11 @@ def shapes_of(kind: str, layers: int, *, tiny: bool) -> Shapes:
     """The whole model's."""
     config = {"ep": QWEN3_30B_A3B, "tp": LLAMA_8B}[kind]
     shapes = from_hf(
-        {**config, **(_TINY if tiny else {}), **({"num_hidden_layers": layers} if layers else {})}
+        {
+            **config,
+            **({k: v for k, v in _TINY.items() if k in config or k == "head_dim"} if tiny else {}),
+            **({"num_hidden_layers": layers} if layers else {}),
+        }
     )
     return replace(shapes, rope_factors=()) if tiny else shapes
 

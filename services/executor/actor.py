@@ -24,6 +24,7 @@ from shared.config import Settings
 from shared.errors import EngineError, SetupError
 from shared.messages import (
     ExecHello,
+    ExecRefused,
     ExecReset,
     ExecWelcome,
     GrammarFailed,
@@ -70,6 +71,7 @@ class ExecutorActor(Actor):
         self._scheduler = ""  # kind.id
         self._last_resort = ""  # a scheduler that drains: its last requests need an executor, too
         self._welcomed = False
+        self._kept_out = ""  # why the scheduler lets others serve
         self._exec_epoch = 0
         self._last_step = 0
         self._steps = 0
@@ -111,7 +113,12 @@ class ExecutorActor(Actor):
             return  # of a scheduler that this executor does not belong to (any more)
         match message:
             case ExecWelcome(exec_epoch=epoch):
-                self._welcomed = self._welcomed or epoch == self._exec_epoch  # else of an earlier one
+                if epoch == self._exec_epoch:  # else of an earlier one
+                    self._welcomed, self._kept_out = True, ""
+            case ExecRefused(exec_epoch=epoch, why=why) if epoch == self._exec_epoch:
+                if why != self._kept_out:
+                    log.warning("kept out by %s: %s", source, why)
+                self._kept_out = why
             case ExecReset(exec_epoch=epoch, why=why) if epoch == self._exec_epoch:
                 log.warning("reset by the scheduler: %s", why)
                 self._begin_incarnation()
@@ -184,7 +191,9 @@ class ExecutorActor(Actor):
             "backend": info.backend,
             "dtype": info.dtype,
             "context": info.context,
+            "model_digest": info.model_digest,
             "scheduler": self._scheduler,
+            **({"kept_out": self._kept_out} if self._kept_out else {}),
             "steps": self._steps,
             "failed_steps": self._failed_steps,
             "open_slots": len(self._open_slots),
@@ -211,7 +220,7 @@ class ExecutorActor(Actor):
         if self._arenas is None:
             return
         self._exec_epoch = epoch = max(self._port.clock.wall_us(), self._exec_epoch + 1)
-        self._welcomed = False
+        self._welcomed, self._kept_out = False, ""
         self._last_step = 0
         self._open_slots.clear()
         self._empty.set()
@@ -373,6 +382,7 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
         stages=info.stages,
         two_stream_tokens=info.two_stream_tokens,
         max_stop_ids=info.max_stop_ids,
+        model_digest=info.model_digest,
     )
 
 

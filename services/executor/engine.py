@@ -68,6 +68,7 @@ class BackendInfo:
     two_stream_tokens: int = 0  # see ExecHello
     max_stop_ids: int = 0  # likewise
     tells_grammars: bool = False  # likewise
+    model_digest: str = ""  # likewise
 
     @property
     def context(self) -> int:

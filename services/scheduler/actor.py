@@ -190,6 +190,8 @@ def build(settings: Settings) -> SchedulerActor:
         max_waiting_tokens=settings.max_waiting_tokens,
         policy=policies.parse(settings.policy),
         classes=requests.parse(settings.slo),
+        model_digest=settings.model_digest,
+        accept_mixed=settings.accept_mixed,
     )
     model = settings.model_name or served_name(settings.model)
     return SchedulerActor(limits, model, settings.event_log)

@@ -13,14 +13,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler import headroom, preemption, prefix_cache, recompute_cost
+from services.scheduler import (
+    arrival,
+    finish,
+    headroom,
+    model_kinds,
+    preemption,
+    prefix_cache,
+    recompute_cost,
+)
 from services.scheduler.headroom import most_spare_blocks, spare_blocks
 from services.scheduler.kv_tiers import load, lookups
+from services.scheduler.load_shedding import RETRY_AFTER_MS
 from services.scheduler.state import policies
 from services.scheduler.state.policies import Option
 from services.scheduler.state.requests import Phase, Request, Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.waiting_queue import Unit
+from shared.errors import Unavailable
 from shared.messages import SlotOpen
 
 SUSPECT = 2  # deaths
@@ -62,8 +72,10 @@ def _admit(state: State, unit: Unit) -> bool:
             return False
         _start(state, _place(state, offers), unit)
         return True
-    model = unit.request.asked.model
-    if not any(e.hello.model == model and not e.draining and headroom.holds(e, unit) for e in executors):
+    if why := model_kinds.stranded(state, unit.request):
+        finish.fail(state, unit.request, Unavailable.code, why, RETRY_AFTER_MS)
+        return True
+    if not any(model_kinds.serves(e, unit.request) and headroom.holds(e, unit) for e in executors):
         state.waiting.park(unit)  # it was accepted for a larger executor, now gone or about to go
         return True
     if preemption.give_way(state, unit):
@@ -83,7 +95,7 @@ def _seen(state: State, unit: Unit) -> tuple[int, ...]:
 
 def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     hello, ledger, head = executor.hello, executor.ledger, unit.sequences[0]
-    if hello.model != unit.request.asked.model or executor.draining or head.max_length > hello.max_context:
+    if head.max_length > hello.max_context or not model_kinds.serves(executor, unit.request):
         return None
     if executor.holds:
         return None  # the places that come are for who runs
@@ -150,8 +162,11 @@ def _place(state: State, offers: list[Offer]) -> Offer:
 
 
 def _start(state: State, offer: Offer, unit: Unit) -> None:
-    executor, leader = offer.executor, unit.sequences[0]
+    executor, leader, request = offer.executor, unit.sequences[0], unit.request
     state.waiting.remove(unit)
+    if request.model_digest != executor.hello.model_digest:
+        request.model_digest = executor.hello.model_digest
+        arrival.leave_asked(state, request)
     for sequence, blocks in zip(unit.sequences, offer.promises, strict=True):
         executor.ledger.reserve(blocks)
         executor.generation += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from services.scheduler import finish, load_shedding, prefix_cache
+from services.scheduler import finish, load_shedding, model_kinds, prefix_cache
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.state import requests
 from services.scheduler.state.requests import Request, Sequence
@@ -40,6 +40,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: in
         start_by_us=state.now_us + limit_us if limit_us else 0,
         transit_us=transit_us,
         attempt=asked.attempt,
+        model_digest=model_kinds.expected(state, asked.model),
     )
     request.sequences = [new_sequence(state, request, choice) for choice in range(asked.n)]
     state.requests[key] = request
@@ -65,11 +66,21 @@ def assign_shard(state: State, request: Request) -> None:
 
 
 def open_at_shard(state: State, request: Request) -> None:
-    """Open the sequences of a request at its detokenizer, and leave there what was asked: should this
-    scheduler die, that one asks another to go on."""
+    """Open the sequences of a request at its detokenizer, and leave there what was asked."""
     open_sequences(state, request)
+    request.opened_us = state.now_us
+    leave_asked(state, request)
+
+
+def leave_asked(state: State, request: Request) -> None:
+    """Leave at its detokenizer, if one is alive, what was asked and which executors compute it: should this
+    scheduler die, that one asks another to go on."""
+    if not request.shard:
+        return
     asked = request.asked
-    if age_us := state.now_us - request.arrival_us:  # not the first time
+    if request.model_digest != asked.model_digest:
+        asked = dataclasses.replace(asked, model_digest=request.model_digest)
+    if (age_us := request.opened_us - request.arrival_us) > 0:  # not the first time
         began_us = [s.first_token_us - request.arrival_us for s in request.sequences if s.first_token_us]
         asked = dataclasses.replace(asked, age_us=age_us, first_us=min(began_us, default=0))
     state.send(f"detokenizer.{request.shard}", asked, request.trace)

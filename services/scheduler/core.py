@@ -118,8 +118,10 @@ class Scheduler:
                 recovery.detokenizer_ready(state, actor, epoch)
             case PeerDraining("detokenizer", actor):
                 recovery.detokenizer_leaves(state, actor)
-            case PeerDraining("executor", actor) if actor in state.executors:
-                state.executors[actor].draining = True
+            case PeerDraining("executor", actor):
+                if actor in state.executors:
+                    state.executors[actor].draining = True
+                recovery.executor_leaves(state, actor)
             case PeerLost("detokenizer", actor):
                 recovery.detokenizer_lost(state, actor)
             case PeerReady("executor", actor, _, generation):
@@ -128,6 +130,7 @@ class Scheduler:
                 recovery.executor_back(state, actor)
             case PeerLost("executor", actor):
                 recovery.drop_executor(state, actor, "the executor is gone", died=True)
+                recovery.executor_leaves(state, actor)
                 state.tiers.mapped.pop(actor, None)
             case TierReady():
                 tier = Tier(event.actor, event.epoch, event.host_id, event.generation)

@@ -12,7 +12,7 @@ that each would free, those that a tier below holds, and what bringing back or c
 
 from __future__ import annotations
 
-from services.scheduler import headroom, prefix_cache
+from services.scheduler import headroom, model_kinds, prefix_cache
 from services.scheduler.headroom import lacking
 from services.scheduler.recompute_cost import Recompute
 from services.scheduler.state.requests import PIN_AFTER, Phase, Sequence
@@ -44,9 +44,9 @@ def make_room(state: State, executor: Executor) -> int:
 def give_way(state: State, unit: Unit) -> bool:
     """Pause sequences of lower classes, as many as the unit needs to start on their executor. True when some
     were: where no step is in flight their memory is free at once."""
-    level, model = unit.request.level, unit.request.asked.model
+    level = unit.request.level
     for executor in state.executors.values():
-        if executor.hello.model != model or executor.draining or not any(executor.levels[level + 1 :]):
+        if not any(executor.levels[level + 1 :]) or not model_kinds.serves(executor, unit.request):
             continue
         candidates = _candidates(state, executor, level + 1)
         blocks, slots = lacking(state, executor, unit)

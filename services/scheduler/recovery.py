@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from services.scheduler import admission, arrival, finish, load_shedding, results
+from services.scheduler import admission, arrival, finish, load_shedding, model_kinds, results
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.preemption import wait_again
@@ -21,6 +21,7 @@ from shared.messages import (
     MOVED,
     Close,
     ExecHello,
+    ExecRefused,
     ExecReset,
     ExecWelcome,
     StepResult,
@@ -31,19 +32,25 @@ from shared.messages import (
 
 
 def hello(state: State, source: str, message: ExecHello) -> None:
-    """An executor with empty slots. A repeated hello of a known incarnation is only welcomed."""
+    """An executor with empty slots. A repeated hello of a known incarnation is only welcomed. One that
+    does not compute as the others do stays out, and is told why."""
     if source != f"executor.{message.executor}":
         return  # it speaks for another
     known, epoch = state.executors.get(message.executor), message.exec_epoch
     if known is None or known.epoch != epoch:
         if known is not None:
             drop_executor(state, message.executor, "the executor restarted")
+        state.dropped.pop(message.executor, None)
+        if why := model_kinds.refusal(state, message):
+            state.outside[message.executor] = message
+            state.send(source, ExecRefused(exec_epoch=epoch, why=why))
+            return
+        model_kinds.joined(state, message)
         ledger = Ledger(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
         state.executors[message.executor] = executor = Executor(message, epoch, ledger)
         tiers.joined(state, executor)
         state.waiting.unpark(state.now_us)
         state.stuck = ()  # the new one may have the same numbers as the old
-    state.dropped.pop(message.executor, None)
     state.send(source, ExecWelcome(exec_epoch=epoch))
 
 
@@ -64,6 +71,12 @@ def executor_back(state: State, executor_id: str) -> None:
     epoch = state.dropped.get(executor_id)
     if epoch is not None:
         state.send(f"executor.{executor_id}", ExecReset(exec_epoch=epoch, why="it was given up for dead"))
+
+
+def executor_leaves(state: State, executor_id: str) -> None:
+    """It is gone, or gets nothing new. If it was the last of its kind another one takes over."""
+    for waiting in model_kinds.left(state, executor_id):
+        hello(state, f"executor.{waiting.executor}", waiting)
 
 
 def drop_executor(state: State, executor_id: str, why: str, *, died: bool = False) -> None:
@@ -223,6 +236,7 @@ def _request(state: State, source: str, asked: Tokenized, trace: str) -> Request
         level=requests.level_of(asked.slo_class),
         attempt=asked.attempt,
         shard=source.removeprefix("detokenizer."),
+        model_digest=asked.model_digest,
     )
     for choice, count in enumerate(asked.generated):
         sequence = arrival.new_sequence(state, request, choice)

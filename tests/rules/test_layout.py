@@ -20,9 +20,9 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "admission", "arrival", "finish", "headroom", "kv_tiers", "load_shedding", "overlap",
-            "preemption", "prefix_cache", "recompute_cost", "recovery", "results", "step_columns",
-            "step_planner",
+            "admission", "arrival", "finish", "headroom", "kv_tiers", "load_shedding",
+            "model_kinds", "overlap", "preemption", "prefix_cache", "recompute_cost", "recovery", "results",
+            "step_columns", "step_planner",
         ),
         ("core",),
         ("reports",),

@@ -15,6 +15,7 @@ from shared.messages import (
     Detached,
     Ended,
     ExecHello,
+    ExecRefused,
     ExecReset,
     ExecWelcome,
     Fragment,
@@ -107,6 +108,7 @@ REQUESTS: tuple[Message, ...] = (
         first_us=250_000,
         open_end=True,
         waited_us=4_000,
+        model_digest="cc77",
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
@@ -225,7 +227,9 @@ STEPS: tuple[Message, ...] = (
         two_stream_tokens=4_096,
         max_stop_ids=128,
         tells_grammars=True,
+        model_digest="cc77",
     ),
+    ExecRefused(exec_epoch=1_700_000_000_000_008, why="other weights serve"),
     ExecWelcome(exec_epoch=1_700_000_000_000_000),
     ExecReset(exec_epoch=1_700_000_000_000_000, why="plans are lost"),
     SlotOpen(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -23,7 +24,14 @@ from torch import Tensor
 
 from services.executor.checkpoint.config import Shapes, from_gguf
 from services.executor.checkpoint.partition import Cut, ShardOf, all_of_it
-from services.executor.checkpoint.weights import Weights, assemble, check_tensors, part_sizes, parts_of
+from services.executor.checkpoint.weights import (
+    StoredTensor,
+    Weights,
+    assemble,
+    check_tensors,
+    part_sizes,
+    parts_of,
+)
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 from shared.vocab.gguf import read_header
@@ -74,6 +82,17 @@ def load_gguf(
 
     shard = shard_of(shapes)
     return shard.shapes, assemble(shard, read, dtype, device)
+
+
+def stored_gguf(path: Path) -> tuple[Shapes, Iterator[StoredTensor]]:
+    """The shapes of the whole model in a file, and every tensor as the file has it, in order of names. Raises
+    SetupError as `load_gguf`."""
+    tensors = GgufTensors(path)
+    stored = (
+        (name, f"{tensors.kind(name)} {tensors.shape(name)}", tensors.raw(name))
+        for name in sorted(tensors.names)
+    )
+    return _shapes(path, tensors), stored
 
 
 def _name(part: str, layer: int) -> str:
@@ -140,6 +159,10 @@ class GgufTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor that is there, slowest dimension first."""
         return self._entries[name].shape
+
+    def kind(self, name: str) -> str:
+        """The type of a tensor that is there."""
+        return str(self._entries[name].kind.name)
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor as they lie in the file."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import kernels.cpu_jit
 from kernels.attention import FP8
-from services.executor.checkpoint.config import Shapes
-from services.executor.checkpoint.gguf import load_gguf
+from services.executor.checkpoint.config import Shapes, read_shapes
+from services.executor.checkpoint.gguf import load_gguf, stored_gguf
 from services.executor.checkpoint.kv_cache import (
     KvCache,
     allocate,
@@ -24,7 +26,7 @@ from services.executor.checkpoint.kv_cache import (
     kv_format,
 )
 from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
-from services.executor.checkpoint.weights import Weights, load_dummy, load_hf
+from services.executor.checkpoint.weights import StoredTensor, Weights, load_dummy, load_hf, stored_hf
 from services.executor.engine import BackendInfo, TellGrammar, nobody
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars
@@ -35,6 +37,9 @@ from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import load_vocabulary
 
 log = logging.getLogger("headrace.executor")
+
+_DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
+_PIECES, _PIECE_BYTES = 8192, 64  # that a digest samples of a model: as many, but for models of many tensors
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
@@ -124,14 +129,43 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     )  # fmt: skip
 
 
+def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
+    """Digest of what decides which tokens are chosen, in hex: weights, shapes with rope, dtype, KV format,
+    deterministic mode. Of how many ranks the executor is and how its KV lies in memory is not in it.
+
+    Of the weights names, types and shapes go in, and of each tensor's bytes in the file a sample, spread
+    evenly: some 512 kB in all, in a tenth of a second, where the whole would take seconds for each GB. A
+    change that leaves all of these bytes alone is missed: of one row, say. The same weights in another
+    file format are another kind."""
+    stored: Iterable[StoredTensor] = ()
+    if options.dummy or options.model_path.suffix != ".gguf":
+        shapes = read_shapes(options.model_path)
+        stored = () if options.dummy else stored_hf(options.model_path)
+    else:
+        shapes, stored = stored_gguf(options.model_path)
+    digest = hashlib.sha256()
+    modes = f"dummy {options.dummy} deterministic {options.deterministic}"
+    for fact in (_DIGEST, repr(shapes), repr(shapes.experts), dtype, kv_dtype, modes):
+        digest.update(fact.encode() + b"\0")
+    tensors = list(stored)
+    pieces = max(4, _PIECES // max(1, len(tensors)))
+    for name, kind, data in tensors:
+        digest.update(f"{name} {kind}\0".encode())
+        starts = np.linspace(0, max(0, len(data) - _PIECE_BYTES), pieces).astype(np.int64)
+        for start in dict.fromkeys(starts.tolist()):
+            digest.update(data[start : start + _PIECE_BYTES].tobytes())
+    return digest.hexdigest()[:_DIGEST_CHARACTERS]
+
+
 def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
     """The facts of an engine over what was loaded."""
     cache = loaded.cache
     kept = _NAMES[cache.tensor.dtype]
+    computed = "int8" if loaded.int8 else _NAMES[cache.activations]
     return BackendInfo(
         backend="torch",
         model=options.model_name,
-        dtype="/".join(dict.fromkeys(("int8" if loaded.int8 else _NAMES[cache.activations], kept))),
+        dtype="/".join(dict.fromkeys((computed, kept))),
         fingerprint=loaded.fingerprint,
         vocab_digest=_vocab_digest(options),
         vocab=loaded.shapes.vocab,
@@ -142,6 +176,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         max_step_tokens=options.max_step_tokens,
         max_context=loaded.context,
         tells_grammars=True,
+        model_digest=model_digest(options, computed, kept),
     )
 
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -34,6 +36,8 @@ from shared.vocab.files import unreadable
 # with a cut, what that leaves of it. The parts of experts come as they are kept: "experts_gate_up" and
 # "experts_down".
 ReadTensor = Callable[[str, int, Cut | None], Tensor]
+
+StoredTensor = tuple[str, str, NDArray[np.uint8]]  # as a file has it: name, type and shape, bytes (mapped)
 
 # The names of the parts in a Hugging Face folder.
 _MODEL = {
@@ -286,6 +290,19 @@ def _opened(file: Path) -> Any:
         raise SetupError(f"{file} is missing: the model is incomplete; fetch it again") from error
     except (SafetensorError, OSError) as error:
         raise unreadable(file, "a whole safetensors file", error) from error
+
+
+def stored_hf(folder: Path) -> Iterator[StoredTensor]:
+    """Every tensor of a folder, in order of names. Raises SetupError as `load_hf`."""
+    found: list[StoredTensor] = []
+    for file in _weight_files(folder):
+        data = np.memmap(file, mode="r", dtype=np.uint8)
+        size = int.from_bytes(data[:8].tobytes(), "little")
+        for name, entry in json.loads(data[8 : 8 + size].tobytes()).items():
+            if name != "__metadata__":
+                begin, end = (8 + size + at for at in entry["data_offsets"])
+                found.append((name, f"{entry['dtype']} {entry['shape']}", data[begin:end]))
+    return iter(sorted(found, key=lambda tensor: tensor[0]))
 
 
 def _part(opened: Any, name: str, cut: Cut) -> Tensor:

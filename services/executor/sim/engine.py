@@ -105,6 +105,7 @@ class SimBackend:
             max_step_tokens=o.max_step_tokens,
             max_context=o.max_context,
             stages=self._timing.stages,
+            model_digest=hashlib.sha256(f"sim {o.model} {o.vocab}".encode()).hexdigest()[:32],
         )
 
     def warm_up(self) -> None:

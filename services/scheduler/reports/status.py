@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from services.scheduler import model_kinds
 from services.scheduler.recompute_cost import Recompute
 from services.scheduler.state.counters import Histogram
 from services.scheduler.state.requests import NAMES, Phase
 from services.scheduler.state.state import Executor, State
+from shared.messages import ExecHello
 from shared.telemetry import traces as c
 from shared.telemetry.readings import Attributes, Reading, Readings, Spread
 
@@ -54,10 +56,22 @@ def status(state: State) -> dict[str, object]:
         "closing": phases.count(Phase.CLOSING),
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(e) for name, e in sorted(state.executors.items())},
+        "kept_out": {name: _kept_out(state, hello) for name, hello in sorted(state.outside.items())},
         "tiers": {
             name: _link_status(state, e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)
         },
         "measured": measured(state),
+    }
+
+
+def _kept_out(state: State, hello: ExecHello) -> dict[str, object]:
+    """An executor that does not compute as those of its model do that serve."""
+    digest, dtype = hello.model_digest, hello.dtype
+    return {
+        "model": hello.model,
+        "dtype": dtype,
+        "model_digest": digest,
+        "why": model_kinds.refusal(state, hello),
     }
 
 
@@ -70,6 +84,7 @@ def _executor(executor: Executor) -> dict[str, object]:
         "backend": hello.backend,
         "dtype": hello.dtype,
         "context": min(hello.max_context, ledger.blocks * ledger.block_tokens),
+        "model_digest": hello.model_digest,
         "epoch": executor.epoch,
         "blocks": ledger.blocks,
         "free_blocks": ledger.free_blocks,

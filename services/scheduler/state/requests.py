@@ -55,6 +55,8 @@ class Request:
     transit_us: int = 0
     attempt: int = 1  # of the reply stream: one more each time another detokenizer takes over
     shard: str = ""  # detokenizer id, "" while none is alive
+    opened_us: int = 0  # at its detokenizer, for the last time
+    model_digest: str = ""  # of the executors that have generated its tokens, or are expected to
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
     risen: int = 0  # by so many classes it counts as higher: it has waited for long

@@ -35,6 +35,8 @@ class Limits:
     max_waiting_tokens: int = 1_048_576
     policy: Policy = field(default_factory=Policy)
     classes: tuple[SloClass, ...] = field(default_factory=lambda: requests.parse(""))
+    model_digest: str = ""  # of the executors that may serve; empty: of the first one
+    accept_mixed: bool = False  # or any
 
 
 @dataclass(slots=True)
@@ -106,6 +108,15 @@ class Executor:
 
 
 @dataclass(slots=True)
+class Kind:
+    """Executors of one model that compute the same: see ../model_kinds.py. `members` also has those that are
+    being reset, and will be back at once."""
+
+    digest: str
+    members: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
 class State:
     """The whole state; `now_us` is the time of the event being handled."""
 
@@ -122,6 +133,8 @@ class State:
     reuse_pm: int = 500  # of a prompt, found in some cache: a moving average, per mille
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
+    kinds: dict[str, Kind] = field(default_factory=dict)  # model -> what serves it
+    outside: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
     dropped: dict[str, int] = field(default_factory=dict)  # executors given up: id -> their epoch
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     leaving: set[str] = field(default_factory=set)  # detokenizers that drain

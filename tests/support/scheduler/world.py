@@ -34,7 +34,9 @@ from shared.messages import (
     Close,
     Ended,
     ExecHello,
+    ExecRefused,
     ExecReset,
+    ExecWelcome,
     KvCopy,
     Open,
     Rejected,
@@ -91,6 +93,7 @@ class World:
     plans: list[StepPlan] = field(default_factory=list)
     unanswered: dict[str, dict[int, tuple[set[int], ...]]] = field(default_factory=dict)  # see _named
     resets: list[str] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)  # engines that are kept out, and why
     moved: list[tuple[str, int]] = field(default_factory=list)
     auto_end: bool = True
     events: int = 0
@@ -104,9 +107,15 @@ class World:
             self.handle(PeerReady("detokenizer", shard, 1))
 
     def add_engine(
-        self, name: str = "e1", epoch: int = 1, host: str = "h", kind: str = "f", **facts: int
+        self,
+        name: str = "e1",
+        epoch: int = 1,
+        host: str = "h",
+        kind: str = "f",
+        digest: str = "",
+        **facts: int,
     ) -> None:
-        """`kind` is its fingerprint."""
+        """`kind` is its fingerprint, `digest` its model digest."""
         values = {"blocks": 32, "block_tokens": 4, "slots": 4, "max_step_tokens": 64, "max_context": 64}
         values["bytes_per_block"] = 256
         hello = ExecHello(
@@ -117,6 +126,7 @@ class World:
             fingerprint=kind,
             vocab_digest="v",
             vocab=1000,
+            model_digest=digest,
             **{**values, **facts},
         )
         self.engines[name] = PagedEngine(hello)
@@ -312,6 +322,10 @@ class World:
                 self.plans.append(plan)
                 self._check_fences(name, plan)
                 self.results[name].append(self._timed(plan, self.engines[name].run(plan)))
+            case ExecRefused(why=why):
+                self.refusals[name] = why
+            case ExecWelcome():
+                self.refusals.pop(name, None)
             case ExecReset():
                 self.resets.append(name)
                 self._forget_copies(name)  # it says hello when they have ended, and tells of none

@@ -18,6 +18,7 @@ from shared.actor.runtime import Facts, Runtime
 from shared.errors import EngineError
 from shared.messages import (
     ExecHello,
+    ExecRefused,
     ExecReset,
     ExecWelcome,
     GrammarFailed,
@@ -101,6 +102,28 @@ async def test_it_says_hello_until_it_is_welcome(fleet: Fleet) -> None:
     await fleet.broker.settle()
     assert len(hand.of(ExecHello)) == 3
     assert actor.status()["scheduler"] == "scheduler.s"
+
+
+async def test_one_that_is_kept_out_says_why_and_goes_on_saying_hello(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    hand = HandScheduler()
+    await fleet.started(hand, "s")
+    actor, runtime = await executor(fleet)
+    hello = await hand.until(ExecHello)
+    assert len(hello.model_digest) == 32
+    refused = ExecRefused(exec_epoch=hello.exec_epoch, why="other weights serve")
+    for count in (2, 3):
+        hand.say(refused, plan(hello.exec_epoch, 1))
+        await fleet.broker.settle()
+        assert actor.status()["kept_out"] == "other weights serve"
+        runtime.upkeep()
+        await hand.until(ExecHello, count)
+    assert caplog.text.count("kept out by scheduler.s: other weights serve") == 1
+    assert not hand.of(StepResult)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    await fleet.broker.settle()
+    assert "kept_out" not in actor.status()
 
 
 async def test_it_waits_for_a_scheduler(fleet: Fleet) -> None:

@@ -1,0 +1,62 @@
+"""The model digest: equal where the same tokens are chosen, another where weights or modes are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from support.executor.tiny_gguf import write_gguf
+from support.executor.tiny_models import save_tiny, tiny_model
+
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.cpu.engine import build
+
+
+def digest(path: Path, **more: Any) -> str:
+    fields = {"model_name": "m", "device": "cpu", "blocks": 8, "slots": 2, **more}
+    return build(TorchOptions(model_path=path, **fields)).info.model_digest
+
+
+def test_what_does_not_change_answers_does_not_change_it(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "a")
+    wanted = digest(folder)
+    assert len(wanted) == 32
+    same: tuple[dict[str, Any], ...] = (
+        {"model_name": "other"}, {"block_tokens": 8}, {"blocks": 16}, {"slots": 4}, {"max_context": 32},
+    )  # fmt: skip
+    assert {digest(folder, **change) for change in same} == {wanted}
+    assert digest(save_tiny("llama", tmp_path / "b", max_shard_size="200KB")) == wanted
+
+
+def test_weights_and_modes_change_it(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "a")
+    modes: tuple[dict[str, Any], ...] = (
+        {}, {"dtype": "bf16"}, {"kv_dtype": "fp8"}, {"deterministic": True}, {"dummy": True},
+    )  # fmt: skip
+    found = {digest(folder, **mode) for mode in modes}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    found.add(digest(folder))
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+        state = tiny_model("llama").state_dict()
+        state[name] = state[name] * 1.01
+        save_file(state, folder / "model.safetensors")
+        found.add(digest(folder))
+    gguf = write_gguf("llama", tmp_path / "m.gguf")
+    found |= {
+        digest(gguf),
+        digest(write_gguf("llama3-rope", tmp_path / "n.gguf")),
+        digest(gguf, dtype="bf16"),
+    }
+    assert len(found) == 11
+
+
+def test_it_tells_how_tokens_are_routed(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3-moe", tmp_path)
+    before = digest(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 2}))
+    assert digest(folder) != before
