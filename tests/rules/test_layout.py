@@ -55,8 +55,8 @@ HANGING = (
     "services/scheduler/kv_tiers/", "services/scheduler/reports/",
     "services/detokenizer/failover.py", "services/detokenizer/reconnect.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 76, 16_900
-PRODUCT_FILES, PRODUCT_LINES = 187, 38_200  # 38,000 once the memory bus is in tests/support
+PATH_FILES, PATH_LINES = 81, 18_800
+PRODUCT_FILES, PRODUCT_LINES = 191, 40_300
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

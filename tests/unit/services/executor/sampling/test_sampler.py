@@ -90,7 +90,7 @@ def test_a_slot_opens_after_the_warm_up_which_is_in_inference_mode() -> None:
     warmed = sampler()
     with torch.inference_mode():
         warmed.open(opened(0, [1, 2], 1, frequency_penalty=0.1))
-    warmed.open(opened(0, [3, 4, 4], 1, frequency_penalty=100.0))
+    warmed.open(opened(0, [3, 4, 4], 1, temperature=0.0, frequency_penalty=100.0))
     logits = torch.zeros(1, VOCAB)
     logits[0, 4], logits[0, 9] = 5.0, 1.0
     assert warmed.choose(logits, [0], [3]).item() == 9
