@@ -179,12 +179,21 @@ async def test_a_step_that_nobody_planned_costs_the_incarnation_only(
 
 async def test_a_slot_that_does_not_exist_fails_the_next_step_typed(pipeline: Pipeline) -> None:
     want = await pipeline.client.complete(ASK)
-    for slot, tokens in ((BIG, [5]), (3, []), (3, [BIG])):
+    for slot, tokens in ((BIG, [5]), (3, [])):
         opened = SlotOpen(slot=slot, generation=1, seq=1, prompt_tokens=1, tokens=ints(tokens))
         say(pipeline, "scheduler", "executor", opened)
         with pytest.raises(Exception, match=r"step \d+ of executor\.executor-1 failed: EngineError: slot"):
             await pipeline.client.complete(ASK)
         assert (await pipeline.client.complete(ASK))["choices"] == want["choices"]
+    await pipeline.assert_idle()
+
+
+async def test_a_slot_with_a_token_that_the_weights_lack_is_nobody_elses_error(pipeline: Pipeline) -> None:
+    want = await pipeline.client.complete(ASK)
+    opened = SlotOpen(slot=3, generation=1, seq=1, prompt_tokens=1, tokens=ints([BIG]))
+    say(pipeline, "scheduler", "executor", opened)
+    assert (await pipeline.client.complete(ASK))["choices"] == want["choices"]
+    say(pipeline, "scheduler", "executor", SlotClose(slot=3, generation=1, last_step=0))
     await pipeline.assert_idle()
 
 
