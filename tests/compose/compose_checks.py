@@ -17,7 +17,7 @@ from typing import Any
 
 import nats
 import pytest
-from stack import KINDS, MODEL, ROOT, Stack, docker, healthy, inspect
+from compose.stack import KINDS, MODEL, ROOT, Stack, docker, healthy, inspect
 
 CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh says so
 WANTED = ("nats", "redis", *KINDS, "jaeger", "prometheus")

@@ -198,11 +198,11 @@ def test_a_dead_collector_costs_a_line(start_up: StartUp) -> None:
 CHECK = """
 import sys
 from shared.config import load
-from shared import tracing
+from shared.telemetry import tracer
 from services.launcher.serve import KINDS, builder
 for kind in KINDS:
     builder(kind)
-assert tracing.from_env("tokenizer", "a") is None
+assert tracer.from_env("tokenizer", "a") is None
 assert not [m for m in sys.modules if m.startswith("opentelemetry")], "imported"
 """
 
