@@ -40,6 +40,11 @@ COPY --from=lists /kv.txt /tmp/
 RUN pip install -c constraints.txt -r /tmp/kv.txt
 
 FROM base AS executor-cuda-base
+# Triton compiles what starts its kernels with a C compiler, and maps it from its cache: /tmp is mounted noexec.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+ && mkdir -m 0700 /kernels && chown headrace:headrace /kernels
+ENV CC=gcc TRITON_CACHE_DIR=/kernels
 COPY --from=lists /executor.txt /tmp/
 RUN pip install -c constraints.txt -r /tmp/executor.txt triton transformers \
  && pip install -c constraints.txt --no-deps xgrammar apache-tvm-ffi

@@ -122,7 +122,7 @@ def main() -> int:
     args = parser.parse_args()
     found: dict[str, Any] = {"streams": args.streams, "tokens": args.tokens, "after_s": args.after_s}
     found["up"] = " ".join(word.rpartition("/")[2] if word.startswith("/") else word for word in args.up)
-    with running_up(args.up) as (up_pid, url):
+    with running_up(["--tokenizers=1", "--detokenizers=1", *args.up]) as (up_pid, url):
         quiet = asyncio.run(storm(url, up_pid, "", args))
         for victim in ["", *args.victims]:
             streams = asyncio.run(storm(url, up_pid, victim, args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -21,8 +22,11 @@ def pids_of(up_pid: int, kind: str) -> list[int]:
 
 def children(pid: int) -> list[int]:
     """Process ids of the children of a process."""
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
 
 
 def kill(pid: int) -> None:
@@ -36,7 +40,13 @@ async def stop(pid: int, seconds: float) -> None:
     try:
         await asyncio.sleep(seconds)
     finally:
-        os.kill(pid, signal.SIGCONT)
+        send(pid, signal.SIGCONT)
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Signal a process, if it has not ended meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _words(pid: int) -> list[str]:

@@ -75,7 +75,7 @@ class Storm:
                     await self._leave(ask)
                     outcome.end = "left"
                 else:
-                    await self._send(self._client, ask, outcome)
+                    await send(self._client, ask, outcome, self._timeout_s)
                     outcome.end = "answer"
             except NoAnswer as error:
                 outcome.end, outcome.message = "silence", error.message
@@ -101,25 +101,27 @@ class Storm:
                 await asyncio.wait_for(heard.wait(), self._timeout_s)
         await bus.drain()
 
-    async def _send(self, client: Client, ask: Ask, outcome: Outcome) -> None:
-        if not ask.body.get("stream"):
-            reply = await client.complete(ask.body, timeout_s=self._timeout_s)
-            outcome.texts = {c["index"]: c["message"]["content"] for c in reply["choices"]}
-            outcome.tokens = reply["usage"]["completion_tokens"]
-            return
-        async for frame in client.stream(ask.body, timeout_s=self._timeout_s):
-            if frame["type"] == "accepted":
-                outcome.accepted = True
-                outcome.attempts += 1
-                outcome.texts.clear()
-            elif frame["type"] == "delta":
-                for choice in frame["choices"]:
-                    text = outcome.texts.get(choice["index"], "")
-                    outcome.texts[choice["index"]] = text + choice["delta"]["content"]
-                if ask.behaviour == "cancel":
-                    client.cancel(frame["request_id"])
-            elif frame["type"] == "done":
-                outcome.tokens = frame["usage"]["completion_tokens"]
+
+async def send(client: Client, ask: Ask, outcome: Outcome, timeout_s: float) -> None:
+    """Send one request over NATS and fill in what came. Raises as the client does."""
+    if not ask.body.get("stream"):
+        reply = await client.complete(ask.body, timeout_s=timeout_s)
+        outcome.texts = {c["index"]: c["message"]["content"] for c in reply["choices"]}
+        outcome.tokens = reply["usage"]["completion_tokens"]
+        return
+    async for frame in client.stream(ask.body, timeout_s=timeout_s):
+        if frame["type"] == "accepted":
+            outcome.accepted = True
+            outcome.attempts += 1
+            outcome.texts.clear()
+        elif frame["type"] == "delta":
+            for choice in frame["choices"]:
+                text = outcome.texts.get(choice["index"], "")
+                outcome.texts[choice["index"]] = text + choice["delta"]["content"]
+            if ask.behaviour == "cancel":
+                client.cancel(frame["request_id"])
+        elif frame["type"] == "done":
+            outcome.tokens = frame["usage"]["completion_tokens"]
 
 
 def oracle_key(ask: Ask) -> str:

@@ -29,6 +29,7 @@ from shared.errors import PayloadTooLarge, WireError
 from shared.messages import (
     PIECE_LANES,
     Beat,
+    Claims,
     Close,
     Ended,
     ExecHello,
@@ -212,7 +213,10 @@ def split(message: Message) -> Iterator[Message]:
 def _options_bytes(message: Paged) -> int:
     row = _LAYOUTS[type(message).__name__].to_row(dataclasses.replace(message, tokens=array("i")))
     size = len(msgpack.packb(row))
-    new = isinstance(message, Tokenized) and not (message.age_us or message.generated)
+    known = isinstance(message, Tokenized) and (
+        message.age_us or message.generated or message.shard or message.model_digest
+    )
+    new = isinstance(message, Tokenized) and not known
     if new and size > MAX_OPTIONS_BYTES:  # of one that goes on a little more is to be told
         raise PayloadTooLarge(
             f"the options of the request take {size} bytes, over {MAX_OPTIONS_BYTES}: "
@@ -519,6 +523,10 @@ def _open(m: Open) -> str:
     return "a stop string is empty" if "" in m.stop else _parts(m)
 
 
+def _claims(m: Claims) -> str:
+    return "" if len(m.taken) == len(m.ids) else "it does not name each request that is taken"
+
+
 def _close(m: Close) -> str:
     return "" if m.final >= 0 else "its final index is negative"
 
@@ -565,8 +573,8 @@ def _beat(m: Beat) -> str:
 
 
 _CHECKS: dict[str, Callable[[Any], str]] = {
-    "Beat": _beat, "Close": _close, "Ended": _ended, "ExecHello": _exec_hello, "Fragment": _fragment,
-    "Open": _open, "PromptTokens": _prompt_tokens, "Resend": _resend, "SlotOpen": _slot_open,
-    "StepPlan": _step_plan, "StepResult": _step_result, "StreamAt": _stream_at, "StreamReset": _stream_reset,
-    "Tokenized": _tokenized, "Tokens": _tokens,
+    "Beat": _beat, "Claims": _claims, "Close": _close, "Ended": _ended, "ExecHello": _exec_hello,
+    "Fragment": _fragment, "Open": _open, "PromptTokens": _prompt_tokens, "Resend": _resend,
+    "SlotOpen": _slot_open, "StepPlan": _step_plan, "StepResult": _step_result, "StreamAt": _stream_at,
+    "StreamReset": _stream_reset, "Tokenized": _tokenized, "Tokens": _tokens,
 }  # fmt: skip

@@ -48,6 +48,9 @@ class Settings(BaseSettings):
     # gateway
     http: str = Field("127.0.0.1:8000", description="host:port of the OpenAI API; port 0: any free one; off")
     http_keys: str = Field("", description="file of lines `tenant key`: who may use the API; empty: all")
+    tenant_classes: str = Field(
+        "", description="file of lines `tenant class,...`: who may ask in which class"
+    )
     # model
     cache_dir: Path = Field(Path("~/.cache/headrace"), description="where models and run files are kept")
     model: str = Field("smollm2-135m-instruct", description="model to serve: a name, a GGUF file or a folder")
@@ -73,7 +76,7 @@ class Settings(BaseSettings):
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")
     slots: int = Field(0, ge=0, le=256, description="sequences that run at once; 0: 64, 256 on cuda and sim")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer, tokens; 0: the model's")
-    threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the cores")
+    threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the usable cores, fewer if quicker")
     deterministic: bool = Field(False, description="answers do not depend on the batch, bit for bit; slower")
     sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
     # tiers below the device
@@ -108,9 +111,10 @@ class Settings(BaseSettings):
     max_waiting_tokens: int = Field(1_048_576, ge=0, description="prompt tokens that may wait; beyond: 429")
     request_timeout_s: float = Field(300, gt=0, description="time limit of a request that names none, s")
     # processes of `up`
-    tokenizers: int = Field(1, ge=1, le=64, description="tokenizer processes of `up`")
+    gateways: int = Field(1, ge=1, le=64, description="gateway processes of `up`, on one port")
+    tokenizers: int = Field(2, ge=1, le=64, description="tokenizer processes of `up`; two: one may die")
     executors: int = Field(1, ge=1, le=64, description="executor processes of `up`")
-    detokenizers: int = Field(1, ge=1, le=64, description="detokenizer processes of `up`")
+    detokenizers: int = Field(2, ge=1, le=64, description="detokenizer processes of `up`; two: one may die")
 
     @field_validator("cache_dir")
     @classmethod

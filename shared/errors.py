@@ -25,6 +25,12 @@ class BadRequest(HeadraceError):
     code, type = 400, "invalid_request_error"
 
 
+class Forbidden(HeadraceError):
+    """The credentials do not allow it."""
+
+    code, type = 403, "permission_denied"
+
+
 class UnknownModel(HeadraceError):
     """No service serves this model."""
 
@@ -100,7 +106,7 @@ class SetupError(HeadraceError):
 _BY_CODE = {
     error.code: error
     for error in (
-        BadRequest, UnknownModel, DeadlineExceeded, DuplicateRequest, PayloadTooLarge,
+        BadRequest, Forbidden, UnknownModel, DeadlineExceeded, DuplicateRequest, PayloadTooLarge,
         Overloaded, Cancelled, EngineError, Unavailable,
     )
 }  # fmt: skip

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:  # array.array cannot be subscripted before Python 3.12
     IntArray = FloatArray = array
 
-MOVED = 410  # code of a Rejected: another detokenizer has this request by now, and its client is told there
+MOVED = 410  # code of a Rejected or Cancel: another detokenizer has this request, and tells its client
 
 ROW_REFUSED = "refused: "  # begins a row error that is a 400, not a 500
 PIECE_LANES = ("compute A", "compute B", "comm A", "comm B")  # of the halves of a step, on two streams
@@ -76,6 +76,7 @@ class Beat:
     arena_generation: int = 0  # kv_offload: the present one; executor: the one it has mapped
     tiers: tuple[str, ...] = ()
     rates: tuple[int, ...] = ()  # bytes per second per tier
+    scheduler: str = ""  # executor: the id of the one that has welcomed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,8 @@ class Decision:
 class Tokenized:
     """tokenizer -> scheduler: a validated request. Idempotent by (tenant, request, attempt).
 
-    scheduler -> detokenizer, behind its Opens: what was asked, should this scheduler die.
+    scheduler -> detokenizer, behind its Opens: what was asked, should this scheduler die. The same to another
+    detokenizer, should both die (`shard`).
     detokenizer -> another scheduler: go on with it. Then `generated` says how many of the last `tokens` each
     choice has generated, choice by choice, and `timeout_us` counts from the first arrival."""
 
@@ -184,6 +186,7 @@ class Tokenized:
     open_end: bool = False  # nobody asked for `max_tokens`: a scheduler lowers it to what fits
     waited_us: int = 0  # seen by the tokenizer -> sent by it
     model_digest: str = ""  # of the executors that compute it, as in ExecHello
+    shard: str = ""  # of a copy that another detokenizer keeps: the one that has it open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,10 +224,27 @@ def rejection(asked: Tokenized, code: int, message: str, retry_after_ms: int = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """client -> tokenizers and schedulers: stop working. May overtake its request."""
+    """client -> tokenizers and schedulers: stop working. May overtake its request.
+
+    tokenizer, detokenizer -> scheduler: the client has been told that its request has failed; `code` and
+    `message` say how. MOVED: another scheduler has it, and another detokenizer answers it."""
 
     tenant: str
     request: str
+    code: int = 0  # public error code; 0: the client wants no more
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """tokenizer -> the others of its model, a few times a second: which requests the sender has taken and
+    which are done, so that no other one has to take them over. A number names one (tokenizer/standby.py).
+
+    detokenizer -> the others: which it has answered (detokenizer/copies.py)."""
+
+    taken: Longs = field(default_factory=longs)
+    ids: tuple[str, ...] = ()  # of `taken`: the request ids drawn for those that name none
+    done: Longs = field(default_factory=longs)  # in a scheduler's hands, refused, or answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +319,7 @@ class StopFound:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
     """detokenizer -> scheduler: nobody reads the reply subject of these sequences any more. None at all:
-    messages to this detokenizer were lost, and it knows of no sequence but those it named just before."""
+    messages to this detokenizer were lost, and all that it has to answer is to be opened again."""
 
     seqs: Ints
     moved: bool = False  # they are read from another scheduler, which goes on with them
@@ -698,7 +718,7 @@ Message = (
     | Close | Ended | ExecHello | ExecWelcome | ExecRefused | ExecReset | SlotOpen | SlotClose | GrammarReady
     | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | AuxMsg | Fragment
     | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCommit | KvStored
-    | KvRelease | KvRenew | KvRenewed | KvGone | KvCopy | KvCopied | ArenaReleased | Beat
+    | KvRelease | KvRenew | KvRenewed | KvGone | KvCopy | KvCopied | ArenaReleased | Beat | Claims
 )  # fmt: skip
 
 __all__ = [
@@ -709,6 +729,7 @@ __all__ = [
     "Beat",
     "Cancel",
     "Chunk",
+    "Claims",
     "Close",
     "Decision",
     "Detached",

@@ -1,4 +1,4 @@
-"""Every process takes its ports, its list of logits processors, its log and its secret files from here."""
+"""Every process takes its ports, list of logits processors, log, secret files and children from here."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import logging
 import os
 import re
+import site
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from shared.clock import Clock
 from shared.errors import SetupError
 
 HTTP = "set `http` to another host:port, or to off"  # of the gateway
@@ -22,16 +25,24 @@ PROCESSOR_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 _TARGET = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 ROOT = "headrace"
+RARELY_US = 60_000_000
 
 
 def bind(
-    host: str, port: int, who: str = "the gateway", mend: str = HTTP, *, listen: bool = True
+    host: str,
+    port: int,
+    who: str = "the gateway",
+    mend: str = HTTP,
+    *,
+    listen: bool = True,
+    shared: bool = False,
 ) -> socket.socket:
     """A bound socket; port 0 is any free one. Raises SetupError when it is taken or not of this machine;
     `who` wants it, `mend` says what to set then.
 
     Without `listen` it only holds the port: whoever binds it here may listen on it, on Linux, and nobody is
-    given it as any free one."""
+    given it as any free one. With `shared` several processes of this user may listen on it, the kernel gives
+    each connection to one."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -41,6 +52,8 @@ def bind(
         raise _refused(host, port, error, who, mend) from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind(address)
         if listen:
             bound.listen(1)  # two may be bound with SO_REUSEADDR; only one can listen
@@ -82,9 +95,68 @@ def processor_targets(setting: str) -> Mapping[str, str]:
     return targets
 
 
+def ensure_home() -> None:
+    """Give a process whose user has no home, neither by HOME nor by the passwd entry, one below the folder
+    for temporary files, and a name: libraries ask for both. Raises SetupError."""
+    try:
+        Path.home()
+        return
+    except RuntimeError:
+        home = Path(tempfile.gettempdir()) / f"headrace-home-{os.getuid()}"
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+        owner = home.lstat().st_uid
+    except OSError as error:
+        raise SetupError(f"this user has no home folder, and none can be made ({error}): set HOME") from None
+    if owner != os.getuid():
+        raise SetupError(f"this user has no home folder, and {home} is another user's: set HOME")
+    os.environ["HOME"] = str(home)
+    os.environ.setdefault("USER", str(os.getuid()))
+
+
+def module_command(module: str, *args: str) -> list[str]:
+    """Runs a module of ours in a process of its own, which imports nothing from the working directory (-P): a
+    file there may have any name. For an environment of `with_import_path`."""
+    return [sys.executable, "-P", "-m", module, *args]
+
+
+def with_import_path(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` with a PYTHONPATH on which a child finds the code that runs here, then what is there already: the
+    user's processors. Empty entries, which stand for the working directory, go."""
+    root = str(Path(__file__).resolve().parents[1])
+    entries = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if root not in (
+        *entries,
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    ):  # there it is found anyway
+        entries.insert(0, root)
+    return {**env, "PYTHONPATH": os.pathsep.join(entries)}
+
+
 def open_private(path: Path, buffering: int = -1) -> BinaryIO:
     """A new file that its owner alone may read and write, whatever the umask. Raises OSError."""
     return open(path, "xb", buffering, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+class Rarely:
+    """A warning that a stranger may cause at will: logged once in RARELY_US, with how often it came."""
+
+    def __init__(self, log: logging.Logger, clock: Clock) -> None:
+        self._log = log
+        self._clock = clock
+        self._next_us = 0
+        self._kept_back = 0
+
+    def warning(self, text: str, *args: object) -> None:
+        """Log it, unless one was logged a short time ago."""
+        now_us = self._clock.now_us()
+        if now_us < self._next_us:
+            self._kept_back += 1
+            return
+        more = f"; {self._kept_back} more like it since the last line" if self._kept_back else ""
+        self._log.warning(f"{text}{more}", *args)
+        self._next_us, self._kept_back = now_us + RARELY_US, 0
 
 
 def setup(component: str, *, level: str = "info", as_json: bool = False) -> None:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 import pytest
 from coverage import Coverage
 from hypothesis import settings
+from support.children import ended_on_failure
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
@@ -38,13 +39,14 @@ Connect = Callable[[], Awaitable[Bus]]
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """The mark `no_cover` in a worker of pytest-xdist, where pytest-cov 7.1 traces on in spite of it: long
-    runs then take nine times as long."""
+    """A failure ends the test's processes. And the mark `no_cover` in a worker of pytest-xdist, where
+    pytest-cov 7.1 traces on in spite of it: long runs then take nine times as long."""
     coverage = Coverage.current() if item.get_closest_marker("no_cover") and sys.gettrace() else None
     if coverage is not None:
         coverage.stop()
     try:
-        return (yield)
+        with ended_on_failure():
+            return (yield)
     finally:
         if coverage is not None:
             coverage.start()

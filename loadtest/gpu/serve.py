@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import random
@@ -30,21 +31,25 @@ from loadtest.gpu.shape import LLAMA_8B
 from loadtest.real.served import Served, env_of, served
 from loadtest.real.steady import steady
 from loadtest.recompute_tax import arms_of
+from services.scheduler.state.requests import DEFAULT
 
 NO_BOUNDS = "standard=60000/10000/60000"  # ms: prompts come in at once, whatever the steps take
 BATCHES = (1, 32, 64, 128, 256)
 CLOSED, REQUESTS = 64, 192
 KV_BLOCKS, L1_MIB = 8192, 32_768  # of the runs that lack memory: 131,072 tokens
 CHATS_L1_MIB = 49_152  # 96 conversations are 46 GB at the end
-PARTS = "decode,loops,overload,multi_turn,modes"  # and `tax`, by name only
+PARTS = "decode,short,loops,defaults,overload,multi_turn,modes"  # and `tax`, by name only
 TAX_ROUNDS = 2
+SHORT = 80  # answers of one token: as from classifiers and probes
 
 
-async def decode(fleet: Served) -> list[dict[str, Any]]:
-    """Batches of decodes, from the scheduler's record of the steps."""
+async def decode(fleet: Served, short: int = 0) -> list[dict[str, Any]]:
+    """Batches of decodes, each behind `short` answers of one token, from the scheduler's step record."""
     found = []
     for batch in BATCHES:
         name = f"decode-{batch}"
+        if short:
+            await fleet.all(bodies(f"short-{batch}", short, 1))
         await fleet.all(bodies(name, batch, ANSWER))
         one = await steady(fleet, f"{name}-0")
         found.append({"batch": batch, **asdict(one)})
@@ -66,14 +71,16 @@ async def open_loop(fleet: Served, rate: float) -> dict[str, Any]:
     rng = random.Random(17)
     at_s = list(itertools.accumulate(rng.expovariate(rate) for _ in range(REQUESTS)))
     scale = REQUESTS / rate / at_s[-1]
+    asked = bodies(f"open-{rate:g}", REQUESTS, ANSWER)
     loop = asyncio.get_running_loop()
+    gc.collect()
+    gc.freeze()  # the collector of this process would pass over all prompts: 100 ms that no server has cost
     began_s = loop.time()
 
     async def one(due_s: float, body: dict[str, Any]) -> Read:
         await asyncio.sleep(began_s + due_s * scale - loop.time())
         return await read(fleet, body)
 
-    asked = bodies(f"open-{rate:g}", REQUESTS, ANSWER)
     reads = await asyncio.gather(*(one(due, body) for due, body in zip(at_s, asked, strict=True)))
     return {"rate": rate, "requests": REQUESTS, **figures(reads, loop.time() - began_s)}
 
@@ -125,8 +132,16 @@ class Bench:
         if name == "decode":
             async with self.start(step_tokens=4096) as fleet:
                 return {name: await decode(fleet)}
+        if name == "short":
+            found: dict[str, Any] = {}
+            for overlap in ("run_ahead", "auto"):
+                async with self.start(overlap=overlap, step_tokens=4096) as fleet:
+                    found[overlap] = await decode(fleet, SHORT)
+            return {name: found}
         if name == "loops":
             return {f"step_tokens_{size}": await self._loops(size) for size in sizes}
+        if name == "defaults":
+            return {name: await self._loops()}
         if name == "overload":
             return {name: {kv: await self._overload(kv, sizes[0]) for kv in ("on_demand", "foreseen")}}
         if name == "tax":
@@ -156,8 +171,10 @@ class Bench:
                 found[arm.name] = _told(await overload(fleet))
         return found
 
-    async def _loops(self, step_tokens: int) -> dict[str, Any]:
-        async with self.start(step_tokens=step_tokens) as fleet:
+    async def _loops(self, step_tokens: int | None = None) -> dict[str, Any]:
+        """With steps of so many tokens, or by the settings that a user gets: budget and promises follow."""
+        settings = {"step_tokens": step_tokens} if step_tokens else {"slo": DEFAULT}
+        async with self.start(**settings) as fleet:
             await fleet.all(bodies(f"warm-{step_tokens}", 8, 16))
             found = {"closed": _told(await closed_loop(fleet))}
             for rate in (16.0, 32.0):

@@ -1,6 +1,7 @@
 """Servers side by side: `python -m loadtest.peers loadtest/peers/smollm2.toml --rounds 3 --out FOLDER`.
 
-What follows `--` goes to `headrace bench run`; without it 128 tokens in and 96 out, concurrency 1, 8 and 32.
+What follows `--` goes to `headrace bench run`; without it 128 tokens in and 96 out, concurrency 1, 8 and 32,
+two requests for each client.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from loadtest.bench.machine import circumstances
-from loadtest.peers.ratios import rows, starts, table
+from loadtest.peers.ratios import rows, settings, starts, table
 from loadtest.peers.server import read_peers
 from loadtest.peers.turns import take_turns
 from shared.errors import BadRequest, HeadraceError
 
 LOAD = [
     *("--input-len", "128", "--output-len", "96"),
-    *("--num-prompts", "64", "--max-concurrency", "1,8,32", "--num-warmups", "8"),
+    *("--num-prompts", "64", "--per-client", "2", "--max-concurrency", "1,8,32", "--num-warmups", "8"),
 ]
 
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = circumstances() | {"peers": [asdict(peer) for peer in chosen], "load": flags}
     result |= {"rows": rows(turns), "starts": starts(turns)}
     (given.out / "peers.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(table(turns))
+    print(table(turns), "", settings(chosen), sep="\n")
     return 0
 
 

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from loadtest.bench.compare import point_name
+from loadtest.peers.server import Peer
 from loadtest.peers.turns import Turn
 
 FIGURES = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
@@ -30,12 +31,13 @@ def rows(turns: Sequence[Turn]) -> list[Row]:
 
 
 def starts(turns: Sequence[Turn]) -> list[Row]:
-    """For each server: seconds to the first answer, and memory after its load."""
+    """For each server: seconds to the first answer, memory after its load, cores kept busy meanwhile."""
     peers = dict.fromkeys(turn.peer for turn in turns)
     return [
         {"peer": peer}
         | _spread("ready_s", [turn.ready_s for turn in turns if turn.peer == peer])
         | _spread("memory_mib", [turn.memory_bytes / 2**20 for turn in turns if turn.peer == peer])
+        | _spread("cores", [turn.cores for turn in turns if turn.peer == peer])
         for peer in peers
     ]
 
@@ -51,8 +53,22 @@ def table(turns: Sequence[Turn]) -> str:
         if row["peer"] != first and "ratio" in row:
             ratio = [f"{row['ratio']:.2f}", f"{row['ratio_least']:.2f} to {row['ratio_most']:.2f}"]
         lines.append("| " + " | ".join([*cells, *ratio]) + " |")
-    lines += ["", "| server | s to the first answer | memory, MiB |", "|---|---|---|"]
-    lines += [f"| {row['peer']} | {row['ready_s']:.1f} | {row['memory_mib']:,.0f} |" for row in starts(turns)]
+    lines += ["", "| server | s to the first answer | memory, MiB | cores busy |", "|---" * 4 + "|"]
+    lines += [
+        f"| {row['peer']} | {row['ready_s']:.1f} | {row['memory_mib']:,.0f} | {row['cores']:.2f} |"
+        for row in starts(turns)
+    ]
+    return "\n".join(lines)
+
+
+def settings(peers: Sequence[Peer]) -> str:
+    """What each server was started with, as Markdown."""
+    lines = ["| server | command | environment |", "|---" * 3 + "|"]
+    for peer in peers:
+        added = " ".join(f"{name}={value}" for name, value in sorted(peer.env.items()))
+        command = " ".join(peer.command.split())
+        cells = [peer.name, f"`{command}`", f"`{added}`" if added else ""]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 

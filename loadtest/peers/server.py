@@ -23,6 +23,7 @@ from services.launcher.supervisor import die_with_parent
 from shared.errors import BadRequest, SetupError
 
 READY_S, POLL_S, STOP_S = 600.0, 0.1, 30.0
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PROMPT = list(range(300, 308))
 
 
@@ -35,6 +36,20 @@ class Peer:
     command: str
     env: Mapping[str, str] = field(default_factory=dict)
 
+    def environment(self) -> dict[str, str]:
+        """What it adds to the environment, `~` expanded in each part of a path list. Raises SetupError for a
+        preload that is not there: the loader would go on without it, and nobody would see that."""
+        made = {
+            name: ":".join(os.path.expanduser(part) for part in value.split(":"))
+            for name, value in self.env.items()
+        }
+        for path in filter(None, made.get("LD_PRELOAD", "").split(":")):
+            if not Path(path).is_file():
+                raise SetupError(
+                    f"{self.name} preloads {path}, which is not there: docs/peers.md has where from"
+                )
+        return made
+
 
 @dataclass(slots=True)
 class Running:
@@ -46,6 +61,10 @@ class Running:
     def memory_bytes(self) -> int:
         """Of all its processes; what they share counts once (PSS)."""
         return sum(_pss_bytes(pid) for pid in tree(self.process.pid))
+
+    def cpu_s(self) -> float:
+        """That all its processes have used since their start."""
+        return sum(_cpu_s(pid) for pid in tree(self.process.pid))
 
 
 def read_peers(path: Path) -> list[Peer]:
@@ -62,11 +81,12 @@ def running(peer: Peer, log: Path) -> Iterator[Running]:
     """A server for the length of a block; what it prints goes to `log`. Raises SetupError when it ends or
     does not answer."""
     words = [os.path.expanduser(word) for word in shlex.split(peer.command)]
+    environment = {**os.environ, **peer.environment()}
     began_s = time.monotonic()
     with log.open("wb") as out:
         try:
             process = subprocess.Popen(
-                words, env={**os.environ, **peer.env}, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
+                words, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
                 start_new_session=True, preexec_fn=die_with_parent(),
             )  # fmt: skip
         except OSError as error:
@@ -118,4 +138,12 @@ def _pss_bytes(pid: int) -> int:
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return 0
+
+
+def _cpu_s(pid: int) -> float:
+    """In user and system mode, with that of children that have ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        behind_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(int(ticks) for ticks in behind_name[11:15]) / TICKS_A_SECOND
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,14 @@ from shared.errors import SetupError
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One server in one round. `result` as `headrace bench run --json` writes it."""
+    """One server in one round. `result` as `headrace bench run --json` writes it; `cores` are those that it
+    kept busy while it was under load, on average."""
 
     round: int
     peer: str
     ready_s: float
     memory_bytes: int
+    cores: float
     result: dict[str, Any]
 
 
@@ -54,7 +57,9 @@ def take_turn(peer: Peer, number: int, flags: Sequence[str], folder: Path) -> Tu
     with running(peer, folder / f"{name}.log") as server:
         print(f"{peer.name}, round {number + 1}: answers after {server.ready_s:.1f} s", flush=True)
         words = [*client, "--seed", str(number), *flags, "--json", str(out)]
+        began_s, used_s = time.monotonic(), server.cpu_s()
         ended = subprocess.run(words, stdout=subprocess.DEVNULL, check=False)
+        cores = (server.cpu_s() - used_s) / (time.monotonic() - began_s)
         if ended.returncode:
             raise SetupError(f"the load on {peer.name} failed; {out} and {folder / name}.log have the rest")
-        return Turn(number, peer.name, server.ready_s, server.memory_bytes(), document.read(out))
+        return Turn(number, peer.name, server.ready_s, server.memory_bytes(), cores, document.read(out))

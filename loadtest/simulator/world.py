@@ -76,11 +76,8 @@ class World:
         self._ticking = False
         self._idle_ticks = 0
         self._live: dict[str, tuple[SimRequest, int, int]] = {}  # asked, arrival, choices left
-        self._queue = deque(workload.requests if workload.clients else ())
-        for _ in range(workload.clients):
-            self._next_of_client()
-        for asked in () if workload.clients else workload.requests:
-            self._push(FIRST_US + asked.arrival_us, asked)
+        self._queue: deque[SimRequest] = deque()
+        self._expect(workload)
 
     def run(self) -> Readers:
         """Everything, to the last Ended."""
@@ -89,6 +86,21 @@ class World:
             self._handle(Arrived(f"executor.{name}", engine.hello))
         if self.tier is not None:
             self._handle(self.tier.ready)
+        return self._to_the_end()
+
+    def go_on(self, workload: Workload) -> Readers:
+        """Another workload, after all of the one before has ended. Arrivals count from now."""
+        self._expect(workload)
+        return self._to_the_end()
+
+    def _expect(self, workload: Workload) -> None:
+        self._queue.extend(workload.requests if workload.clients else ())
+        for _ in range(workload.clients):
+            self._next_of_client()
+        for asked in () if workload.clients else workload.requests:
+            self._push(self.now_us + asked.arrival_us, asked)
+
+    def _to_the_end(self) -> Readers:
         heap, until_us = self._heap, FIRST_US + self.setup.until_us if self.setup.until_us else 0
         while heap:
             self.now_us, _, event = heappop(heap)

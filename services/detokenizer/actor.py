@@ -28,7 +28,7 @@ from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
 from shared.errors import BadRequest, HeadraceError, PayloadTooLarge
 from shared.messages import Ended, Message, Rejected, Tokenized, rejection
-from shared.nats import subjects
+from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
@@ -43,6 +43,8 @@ LOOK_AGAIN_S = 0.02  # how soon a full backlog is looked at again
 TURNS = 2  # of the event loop after a last frame: one for the writer of the bus, one for its flusher
 SMALL_BYTES = 65_536  # leave in one write; there is always something under way on a busy bus
 MAX_LOOKS = 100  # then the broker takes nothing, and others have noticed
+WATCHED = ("scheduler", "detokenizer")  # with both of a request somebody has to go on with it
+TELL_S = 0.1  # how soon the others hear what is answered
 MAX_QUESTION_BYTES = 1_048_576  # answered on the event loop: some 50 ms of it
 
 
@@ -59,6 +61,7 @@ class DetokenizerActor(Actor):
         self._core = DetokenizerCore(vocabulary)
         self._flush_due = False
         self._seeking = False
+        self._telling = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -77,14 +80,16 @@ class DetokenizerActor(Actor):
         self._run(self._core.handle(source, message, trace, clock.wall_us(), clock.now_us()))
         if not self._flush_due:
             self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._port.guarded(self._flush))
 
     def on_restart(self, source: str) -> None:
-        self._orphaned(self._core.orphans.lost(source, "the scheduler was restarted", void=True))
+        kind = source.partition(".")[0]
+        if kind in WATCHED:
+            self._orphaned(self._core.lost(source, f"the {kind} was restarted", self._lives, void=True))
 
     def on_peer_gone(self, peer: Peer) -> None:
-        if peer.beat.kind == "scheduler":
-            self._orphaned(self._core.orphans.lost(peer.source, "the scheduler has gone"))
+        if (kind := peer.beat.kind) in WATCHED:
+            self._orphaned(self._core.lost(peer.source, f"the {kind} has gone", self._lives))
 
     def on_stream_lost(self, source: str) -> None:
         self._run(self._core.stream_lost(source))
@@ -94,6 +99,7 @@ class DetokenizerActor(Actor):
 
     def upkeep(self) -> None:
         self._readers.upkeep()
+        self._run(self._core.upkeep(self._port.clock.now_us()))
 
     def facts(self) -> Facts:
         return Facts(model=self._model, load=tuple(self._core.load().items()))
@@ -115,6 +121,9 @@ class DetokenizerActor(Actor):
 
     # ---- internals ------------------------------------------------------------------------------
 
+    def _lives(self, source: str) -> bool:
+        return self._port.peers.get(source) is not None
+
     def _orphaned(self, commands: list[Command]) -> None:
         self._run(commands)
         if not self._seeking:
@@ -123,15 +132,24 @@ class DetokenizerActor(Actor):
     def _seek(self) -> None:
         """Find a scheduler for the requests that have none."""
         self._seeking = False
-        ready = self._port.peers.ready("scheduler", self._model)
-        self._run(self._core.orphans.turn(ready, self._port.clock.now_us()))
+        peers, now_us = self._port.peers, self._port.clock.now_us()
+        if not peers.deaf(self._port.source, now_us):  # cut off, nobody could be asked
+            self._run(self._core.orphans.turn(peers.serving(self._model), now_us))
         if self._core.orphans.active:
             self._seeking = True
-            asyncio.get_running_loop().call_later(failover.TURN_S, self._seek)
+            asyncio.get_running_loop().call_later(failover.TURN_S, self._port.guarded(self._seek))
+
+    def _tell_others(self) -> None:
+        """What they need not keep any more."""
+        self._telling = False
+        claims = self._core.copies.report()
+        for actor in self._port.peers.ready(self.kind, self._model):
+            if actor != self._port.actor:
+                self._port.send(f"{self.kind}.{actor}", claims)
 
     def _flush(self) -> None:
         if self._port.bus.backlog_bytes > self._backlog_limit_bytes:
-            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._flush)
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._port.guarded(self._flush))
             return
         self._flush_due = False
         self._run(self._core.flush(self._port.clock.wall_us(), self._port.clock.now_us()))
@@ -155,6 +173,9 @@ class DetokenizerActor(Actor):
                 finished = command
         if finished is not None:
             self._endings.add(finished, None)
+        if not self._telling and self._core.copies.unsent:
+            self._telling = True
+            asyncio.get_running_loop().call_later(TELL_S, self._tell_others)
         if self._core.idle and not self._endings.waiting:
             self._idle.set()
         else:
@@ -197,8 +218,9 @@ class Readers:
 
     async def listen(self) -> None:
         """Subscribe to the news of the readers."""
-        await self._port.bus.subscribe(subjects.gone_all(self._port.actor), self._on_gone)
-        await self._port.bus.subscribe(subjects.CANCEL_ALL, self._on_cancel)
+        bus, guarded = self._port.bus, self._port.guarded
+        await bus.subscribe(subjects.gone_all(self._port.actor), guarded(self._on_gone))
+        await bus.subscribe(subjects.CANCEL_ALL, guarded(self._on_cancel))
 
     def upkeep(self) -> None:
         """Once a beat: ask who still waits for an answer that is not streamed."""
@@ -218,13 +240,13 @@ class Readers:
         self._run([])  # idle or not
         if online and not self._replaying:
             self._replaying = True
-            asyncio.get_running_loop().call_later(TURN_S, self._replay)
+            asyncio.get_running_loop().call_later(TURN_S, self._port.guarded(self._replay))
 
     def _replay(self) -> None:
         self._run(self._core.replay_turn())
         self._replaying = self._core.replay.active
         if self._replaying:
-            asyncio.get_running_loop().call_later(TURN_S, self._replay)
+            asyncio.get_running_loop().call_later(TURN_S, self._port.guarded(self._replay))
 
     def _on_gone(self, delivery: Delivery) -> None:
         name = delivery.subject.rpartition(".")[2]
@@ -238,6 +260,7 @@ class Readers:
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
             self._core.orphans.cancelled(*names)
+            self._core.copies.cancelled(*names)
 
 
 class Endings:
@@ -250,21 +273,22 @@ class Endings:
     def __init__(self, port: Port, on_empty: Callable[[], None]) -> None:
         self._port = port
         self._on_empty = on_empty
+        self._looks = port.guarded(self._look)
         self.waiting = 0
 
     def add(self, finished: Finished, tell: Tell | None) -> None:
         """A request has ended; `tell` is the Ended that completes it, None when nobody waits for one."""
         self.waiting += 1
         built_us = self._port.clock.wall_us()
-        asyncio.get_running_loop().call_soon(self._look, finished.request, tell, built_us, 0)
+        asyncio.get_running_loop().call_soon(self._looks, finished.request, tell, built_us, 0)
 
     def _look(self, request: RequestText, tell: Tell | None, built_us: int, looks: int) -> None:
         loop = asyncio.get_running_loop()
         if looks < TURNS:
-            loop.call_soon(self._look, request, tell, built_us, looks + 1)
+            loop.call_soon(self._looks, request, tell, built_us, looks + 1)
             return
         if self._port.bus.backlog_bytes > SMALL_BYTES and looks < MAX_LOOKS:
-            loop.call_later(LOOK_AGAIN_S, self._look, request, tell, built_us, looks + 1)
+            loop.call_later(LOOK_AGAIN_S, self._looks, request, tell, built_us, looks + 1)
             return
         reply = Reply(
             opened_us=request.opened_us,
@@ -312,7 +336,7 @@ def facts_of(request: RequestText, reply: Reply, detokenizer: str) -> RequestFac
 
 def answer(bus: Bus, model: str, vocabulary: Vocabulary, asked: Delivery) -> None:
     """Reply to `headrace.v1.detokenize.…` with the text of the ids in `asked`, or a typed error."""
-    if not subjects.is_inbox(asked.reply):
+    if not access.answerable(bus, asked):
         return
     try:
         bus.publish(asked.reply, to_json({"model": model, "text": decode_body(asked.data, vocabulary)}))

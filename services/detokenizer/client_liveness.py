@@ -2,8 +2,8 @@
 a client takes the first message there for the answer, so the inbox itself cannot be asked.
 
 Client libraries keep one wildcard inbox for all their requests, `_INBOX.<id>.*` (with credentials
-`_INBOX.<user>.<id>.*`), and drop what comes for a token they do not know. So a message to a sibling of the
-inbox asks the server and not the client:
+`_INBOX.<user>.<id>.*`, our gateway `_INBOX.<tenant>.headrace-gateway.<id>.*`), and drop what comes for a
+token they do not know. So a message to a sibling of the inbox asks the server and not the client:
 
     turn 1   probe "f": 503 = this client listens to the one subject alone, and is never asked again
     turn 2…  probe "p": 503 = not there now; ABSENT_TURNS times in a row = gone
@@ -13,13 +13,16 @@ A client that is never heard this way is governed by its request's time limit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.detokenizer.response import RequestText
+from shared.nats.access import SERVICE_PREFIX
 
 ABSENT_TURNS = 3  # as many as the missed beats of a dead service: a client may be on its way back
-PREFIX, SIBLING = "_INBOX.", "headrace-probe"
+SIBLING = "headrace-probe"
+_WILDCARD = re.compile(rf"_INBOX\.([^.]+\.({SERVICE_PREFIX}[^.]+\.)?)?[^.]+")  # inboxes of client libraries
 PROBE_HEADERS = {"Headrace-Probe": "1"}
 
 
@@ -50,8 +53,8 @@ class Presence:
         probes = []
         for request in plain:
             inbox, number = request.opened.inbox, request.number
-            head, _, _ = inbox.rpartition(".")
-            if not inbox.startswith(PREFIX) or head.count(".") not in (1, 2):
+            head = inbox.rpartition(".")[0]
+            if not _WILDCARD.fullmatch(head):
                 continue
             known = number in before
             reader = self._readers[number] = before.get(number) or _Reader()

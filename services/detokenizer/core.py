@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.detokenizer.copies import Copies
 from services.detokenizer.failover import Orphans
 from services.detokenizer.open_requests import Command, Fault, Finished, OpenTable, Publish, RequestKey, Tell
 from services.detokenizer.reconnect import Replay
 from services.detokenizer.response import RequestText
 from services.detokenizer.text import ScoreReader, TokenGap
-from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
+from shared.errors import Cancelled, HeadraceError, from_code
 from shared.messages import (
     Accepted,
+    Claims,
     Close,
     Detached,
     Ended,
@@ -39,8 +41,10 @@ class DetokenizerCore:
         self._table = OpenTable(vocabulary)
         self.replay = Replay()
         self.orphans = Orphans(self._table, self._fail, self._forget)
+        self.copies = Copies()
         self.frames = 0
         self.tokens = 0
+        self._torn: set[str] = set()  # schedulers that had requests with a hole at the last beat
         self._now_us = 0  # of the present event
         self._wall_us = 0  # likewise, for spans only
 
@@ -56,6 +60,12 @@ class DetokenizerCore:
                 return self._open(scheduler, message, trace)
             case Close():
                 return self._close(scheduler, message)
+            case Tokenized() if message.shard:
+                self.copies.keep(scheduler, message, trace, now_us)
+                return []
+            case Claims():
+                self.copies.told(message)
+                return []
             case Tokenized():
                 self.orphans.keep(scheduler, message)
                 return []
@@ -100,15 +110,36 @@ class DetokenizerCore:
         return [*frames, *(command for number in gone for command in self.client_gone(number))]
 
     def stream_lost(self, scheduler: str) -> list[Command]:
-        """Messages of the scheduler never came. What is open here has a hole, and its client is told; what
-        was opened by one of them is known to the scheduler alone, which opens it again when it hears of a
-        loss without names."""
-        commands: list[Command] = []
+        """Messages of the scheduler never came. It has every token, and opens all its requests again when it
+        hears of that. Until then those that are open here have a hole, and stand still."""
         for key in self._table.of_scheduler(scheduler):
-            commands.append(Tell(scheduler, Detached(seqs=self._table.requests[key].seqs)))
-            why = "a part of the answer was lost between two services; send the request again"
-            commands += self._fail(key, Unavailable(why))
-        return [*commands, Tell(scheduler, Detached(seqs=ints()))]
+            self._table.requests[key].torn = True
+        return [_missed(scheduler)]
+
+    def upkeep(self, now_us: int = 0) -> list[Command]:
+        """Once a beat: ask once more to open again what was not opened within two."""
+        torn = {key[0] for key, request in self._table.requests.items() if request.torn}
+        self.copies.expire(now_us)
+        late = torn & self._torn
+        self._torn = torn - late
+        return [_missed(scheduler) for scheduler in sorted(late)]
+
+    def lost(
+        self, source: str, why: str, lives: Callable[[str], bool], *, void: bool = False
+    ) -> list[Command]:
+        """A scheduler or another detokenizer is silent, or has lost all it knew (`void`)."""
+        commands = self.orphans.lost(source, why, void=void)
+        for copy in self.copies.gone(source, lives, void=void):
+            if self._table.named(copy.asked.tenant, copy.asked.request):
+                continue
+            request = self._table.adopt(copy.scheduler, copy.asked, copy.trace)
+            request.opens(copy.since_us, self._wall_us)
+            if copy.cancelled:
+                request.unwanted = Cancelled("cancelled by the client")
+            elif copy.asked.stream:
+                commands.append(self._publish(request, request.accepted()))
+            commands += self.orphans.lost(copy.scheduler, f"{why}, as its other service has", void=True)
+        return commands
 
     def load(self) -> dict[str, int]:
         """What is here; `sequences` and `requests` are 0 when idle."""
@@ -116,6 +147,7 @@ class DetokenizerCore:
             "sequences": len(self._table.sequences),
             "requests": len(self._table.requests),
             "orphans": len(self.orphans),
+            "copies": len(self.copies),
             "unsure": len(self.replay),
             "frames": self.frames,
             "tokens": self.tokens,
@@ -129,6 +161,7 @@ class DetokenizerCore:
     # ---- messages -------------------------------------------------------------------------------
 
     def _open(self, scheduler: str, opened: Open, trace: str) -> list[Command]:
+        self.copies.opened(opened)
         commands, read = self.orphans.opened(scheduler, opened)
         request, fresh = self._table.add(scheduler, opened, trace) if read else (None, False)
         if request is None:
@@ -160,6 +193,8 @@ class DetokenizerCore:
             if found is None:
                 continue  # failed or closed before
             stream, request = found
+            if request.torn:
+                continue
             try:
                 if stream.take(first, ids[start:at], row):
                     commands.append(Tell(scheduler, StopFound(seq=seq, index=stream.taken)))
@@ -181,6 +216,8 @@ class DetokenizerCore:
         if found is None:  # failed before, or a duplicate: the scheduler still waits for an answer
             return [_ended(scheduler, close, close.final, close.reason)]
         stream, request = found
+        if request.torn:
+            return []  # it comes again behind the Opens
         if close.reason == "error":
             error = from_code(close.code, close.message, close.retry_after_ms)
             request.broken(stream, close)
@@ -226,6 +263,7 @@ class DetokenizerCore:
         rest = request.delta() if waits else b""
         last = build()
         self._table.forget(key)
+        self.copies.answered(request.opened)
         held = self.replay.holds(request.number)
         self.replay.ended(request)
         if held:
@@ -242,6 +280,10 @@ class DetokenizerCore:
 
 def _key(scheduler: str, request: RequestText) -> RequestKey:
     return (scheduler, request.opened.tenant, request.opened.request)
+
+
+def _missed(scheduler: str) -> Tell:
+    return Tell(scheduler, Detached(seqs=ints()))
 
 
 def _ended(scheduler: str, close: Close, index: int, reason: str) -> Tell:

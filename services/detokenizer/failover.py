@@ -25,7 +25,7 @@ from shared.kv_blocks import rendezvous
 from shared.messages import MOVED, Accepted, Cancel, Detached, Open, Rejected, Tokenized, ints
 
 TURN_S = 0.25
-WAIT_TURNS = 60  # 15 s: the death is 3 s old by now, and a new process of any kind is there within some more
+WAIT_TURNS = 120  # 30 s: one that hangs is replaced after 15 s, and its successor has to start
 MOST_DEATHS = 3  # of one request's schedulers: it may be what they die of
 
 Name = tuple[str, str]  # tenant, request
@@ -186,8 +186,12 @@ class Orphans:
             yield from self._fail(orphan.key, request.unwanted or _nobody(orphan))
 
     def _detached(self, orphan: _Orphan) -> list[Command]:
-        """For a scheduler that was only stopped."""
+        """For a scheduler that was only stopped. Of a request that was adopted (copies.py) it has not told us
+        the sequences."""
         seqs = self._table.requests[orphan.key].seqs
+        if not seqs:
+            _, tenant, request = orphan.key
+            return [Tell(orphan.key[0], Cancel(tenant=tenant, request=request, code=MOVED))]
         return [] if orphan.void else [Tell(orphan.key[0], Detached(seqs=seqs, moved=True))]
 
 

@@ -5,6 +5,7 @@ A request is found by its key or its number, a sequence by its scheduler and its
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -53,6 +54,18 @@ class OpenTable:
         self.sequences[scheduler, opened.seq] = (request.add(opened, self._vocabulary), request)
         return request, fresh
 
+    def adopt(self, scheduler: str, asked: Tokenized, trace: str) -> RequestText:
+        """Place a request of which no token is known, as one that its scheduler has lost."""
+        choices = [opened_of(asked, choice) for choice in range(asked.n)]
+        self._last_number += 1
+        key = (scheduler, asked.tenant, asked.request)
+        request = self.requests[key] = RequestText(choices[0], self._last_number, trace)
+        request.kept = dataclasses.replace(asked, shard="")
+        self._list(key, request)
+        for opened in choices:
+            request.add(opened, self._vocabulary)
+        return request
+
     def key_of(self, number: int) -> RequestKey | None:
         """The request with this number, if it is still open."""
         return self._numbers.get(number)
@@ -65,6 +78,7 @@ class OpenTable:
         """Another scheduler goes on with a request, under its own numbers: its Opens bring them."""
         waits = self.requests[key].number in self.waiting
         request = self.forget(key)
+        request.torn = False
         for stream in request.choices.values():
             stream.hand_over()
         new = (scheduler, *key[1:])
@@ -93,6 +107,30 @@ class OpenTable:
     def _list(self, key: RequestKey, request: RequestText) -> None:
         self._numbers[request.number] = key
         self._named.setdefault(key[1:], []).append(key)
+
+
+def opened_of(asked: Tokenized, choice: int) -> Open:
+    """The Open of a choice that nobody has opened yet, for the next attempt at its reader."""
+    return Open(
+        seq=-1,
+        request=asked.request,
+        attempt=asked.attempt + 1,
+        tenant=asked.tenant,
+        model=asked.model,
+        inbox=asked.inbox,
+        choice=choice,
+        choices=asked.n,
+        stream=asked.stream,
+        format=asked.format,
+        stop=asked.stop,
+        include_stop=asked.include_stop,
+        logprobs=asked.logprobs,
+        received_wall_us=asked.received_wall_us,
+        prompt_tokens=len(asked.tokens),
+        include_usage=asked.include_usage,
+        parent_span=asked.parent_span,
+        stop_ids=asked.stop_ids,
+    )
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ class RequestText:
 
     __slots__ = (
         "_frames", "_reply", "_sent", "began_us", "choices", "closed", "deaths", "ended", "error", "first_us",
-        "kept", "number", "opened", "opened_us", "since_us", "trace", "unwanted",
+        "kept", "number", "opened", "opened_us", "since_us", "torn", "trace", "unwanted",
     )  # fmt: skip
 
     def __init__(self, opened: Open, number: int, trace: str) -> None:
@@ -56,6 +56,7 @@ class RequestText:
         self.kept: Tokenized | None = None  # as it was asked: for another scheduler
         self.deaths = 0  # of schedulers that had it, and others went on
         self.unwanted: HeadraceError | None = None  # why nobody should go on with it
+        self.torn = False  # messages of its scheduler were lost, and it has not opened it again yet
         self.choices: dict[int, SequenceStream] = {}  # by index
         self.closed: dict[int, Closed] = {}
         self._frames = FrameMaker(opened)

@@ -1,7 +1,8 @@
 """The executor actor takes messages from its mailbox to the device thread and sends results to the scheduler.
 
-An executor has one scheduler. It says hello with empty slots until that scheduler welcomes this incarnation
-of its device state; a restarted or lost scheduler, a lost stream or a reset makes a new incarnation.
+An executor has one scheduler, of its own model. It says hello with empty slots until that scheduler welcomes
+this incarnation of its device state; a restarted or lost scheduler, a lost stream or a reset makes a new
+incarnation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from services.executor.kv_transfer.worker import ArenaSide
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.actor.mailbox import Port
-from shared.actor.membership import Peer
+from shared.actor.membership import Peer, Peers
 from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
@@ -69,7 +70,6 @@ class ExecutorActor(Actor):
         self._backend: Backend | None = None
         self._arenas: ArenaSide | None = None  # since the engine is built
         self._scheduler = ""  # kind.id
-        self._last_resort = ""  # a scheduler that drains: its last requests need an executor, too
         self._welcomed = False
         self._kept_out = ""  # why the scheduler lets others serve
         self._exec_epoch = 0
@@ -85,6 +85,7 @@ class ExecutorActor(Actor):
         self._port = port
         loop = asyncio.get_running_loop()
         built: asyncio.Future[Backend] = loop.create_future()
+        take_result, take_grammar = port.guarded(self._on_result), port.guarded(self._on_grammar)
 
         def on_built(result: Backend | BaseException) -> None:
             if isinstance(result, BaseException):
@@ -94,19 +95,20 @@ class ExecutorActor(Actor):
 
         def on_result(result: StepResult) -> None:
             assert self._arenas is not None, "a step before the engine was built"
-            loop.call_soon_threadsafe(self._on_result, result)  # ahead of any copy that waits for the step
+            loop.call_soon_threadsafe(take_result, result)  # ahead of any copy that waits for the step
             self._arenas.stepped(result.exec_epoch, result.step)
 
         def on_grammar(news: GrammarReady | GrammarFailed) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._on_grammar, news)
+                loop.call_soon_threadsafe(take_grammar, news)
 
         self._news.tell = on_grammar
         self._device = DeviceThread(self._build_backend, port.clock, on_result)
         self._device.start(on_built)
         self._backend = await built
-        self._arenas = ArenaSide(self._backend, port, self._host_id, self._say_hello)
-        self._begin_incarnation()
+        computing = lambda: self._device.since_us > 0  # noqa: E731
+        self._arenas = ArenaSide(self._backend, port, self._host_id, self._say_hello, computing)
+        self._belong(choice(port.peers, self._backend.info.model))
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         if source != self._scheduler:
@@ -134,23 +136,18 @@ class ExecutorActor(Actor):
     def on_peer(self, peer: Peer) -> None:
         if self._arenas is not None:
             self._arenas.on_peer(peer)
-        if peer.beat.kind == "scheduler" and peer.beat.state == "draining":
-            self._last_resort = peer.source
-        if peer.beat.kind != "scheduler" or peer.beat.state != "ready":
+        if self._backend is None or peer.beat.kind != "scheduler" or peer.beat.state != "ready":
             return
-        if not self._scheduler:
-            self._scheduler = peer.source
-            self._begin_incarnation()
+        if not self._scheduler and peer.beat.model == self._backend.info.model:
+            self._belong(peer.beat.actor)
         elif peer.source == self._scheduler and not self._welcomed:
             self._say_hello()
 
     def on_peer_gone(self, peer: Peer) -> None:
         if self._arenas is not None:
             self._arenas.on_peer_gone(peer)
-        if peer.source == self._scheduler:
-            others = self._port.peers.ready("scheduler")
-            self._scheduler = f"scheduler.{others[0]}" if others else ""
-            self._begin_incarnation()
+        if peer.source == self._scheduler and self._backend is not None:
+            self._belong(choice(self._port.peers, self._backend.info.model))
 
     def upkeep(self) -> None:
         if self._alarm.why:
@@ -161,11 +158,11 @@ class ExecutorActor(Actor):
         for what, since_us in (("step", self._device.since_us), ("copy", copying_us)):
             if since_us and self._port.clock.now_us() - since_us > STUCK_US:
                 raise EngineError(f"a {what} has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
-        if not self._scheduler and self._port.peers.get(self._last_resort) is not None:
-            self._scheduler = self._last_resort
-            self._begin_incarnation()
-        elif not self._welcomed:
+        if self._scheduler:
             self._say_hello()
+        elif self._backend is not None:  # the last requests of one that drains need an executor, too
+            for draining in self._port.peers.draining("scheduler", self._backend.info.model)[:1]:
+                self._belong(draining)
 
     def facts(self) -> Facts:
         info = self._backend.info if self._backend is not None else None
@@ -173,7 +170,8 @@ class ExecutorActor(Actor):
         load = (("steps", self._steps), ("slots", len(self._open_slots)), *context)
         model = "" if info is None else info.model
         generation = self._arenas.generation if self._arenas is not None else 0
-        return Facts(model=model, load=load, arena_generation=generation)
+        scheduler = self._scheduler.removeprefix("scheduler.") if self._welcomed else ""
+        return Facts(model=model, load=load, arena_generation=generation, scheduler=scheduler)
 
     @property
     def readings(self) -> Readings:
@@ -213,6 +211,11 @@ class ExecutorActor(Actor):
             await asyncio.to_thread(self._arenas.close, within_s)
         if self._backend is not None:
             await asyncio.to_thread(self._device.join, within_s)
+
+    def _belong(self, scheduler: str) -> None:
+        """Start over as an executor of this scheduler; "" for none."""
+        self._scheduler = f"scheduler.{scheduler}" if scheduler else ""
+        self._begin_incarnation()
 
     def _begin_incarnation(self) -> None:
         """Empty slots and a new number for them; the scheduler must welcome it first. What still copies
@@ -276,6 +279,20 @@ class ExecutorActor(Actor):
             log.error("step %d failed: %s", result.step, result.error)
         self._port.send(self._scheduler, result)
         self._device.published_us = max(0, self._port.clock.wall_us() - result.end_wall_us)
+
+
+def choice(peers: Peers, model: str) -> str:
+    """The scheduler of a model that a new executor belongs to, "" without one: before all others one that has
+    requests and nobody to compute them, then the one that most executors have chosen, so that a second one
+    stands by."""
+    served = peers.executors_of(model)
+
+    def rank(actor: str) -> tuple[bool, int, str]:
+        peer = peers.get(f"scheduler.{actor}")
+        requests = dict(peer.beat.load).get("requests", 0) if peer is not None else 0
+        return not (requests and not served[actor]), -served[actor], actor
+
+    return min(peers.ready("scheduler", model), key=rank, default="")
 
 
 def build(settings: Settings) -> ExecutorActor:

@@ -141,14 +141,24 @@ class GrammarNews:
     tell: TellGrammar = nobody
 
 
+GiveWay = Callable[[float], bool]
+
+
+def at_once(took_s: float) -> bool:
+    """A GiveWay where no step waits."""
+    return True
+
+
 class Copier(Protocol):
     """Moves whole KV blocks between an engine and the host's arena, while steps run. Nobody else writes or
     reads the blocks of a load, or writes those of a store, until `finish` returns."""
 
     piece_bytes: int  # to copy in one call: about a millisecond's work, so that a stop need not wait longer
 
-    def attach(self, arena: Arena) -> None:
-        """Copy from and to this arena from now on. May take seconds. Errors leave nothing attached."""
+    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
+        """Copy from and to this arena from now on. May take seconds, in slices of some milliseconds: after
+        each `give_way` is called with what it took, returns when the next may begin, and False when nobody
+        wants the arena any more. Raises ArenaError then. Errors leave nothing attached."""
 
     def detach(self) -> None:
         """Let go of the mapping; without one it does nothing."""
@@ -292,7 +302,10 @@ _GREEDY = Sampling(temperature=0.0)
 _FILTERED = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, frequency_penalty=0.1)
 
 
-def warm_up_steps(info: BackendInfo) -> Iterator[tuple[SlotOpen, list[StepPlan]]]:
+WarmUp = tuple[SlotOpen, list[StepPlan]]  # a slot to open, and what runs after it
+
+
+def warm_up_steps(info: BackendInfo) -> Iterator[WarmUp]:
     """Steps that touch every code path once: first chunk, chunk with prefix, decode, every sampler. Slots to
     open, each with the plans to run after it; they use slot 0 and the first blocks."""
     tokens = min(info.max_step_tokens, info.max_context - 3, 2 * info.block_tokens)
@@ -311,6 +324,23 @@ def warm_up_steps(info: BackendInfo) -> Iterator[tuple[SlotOpen, list[StepPlan]]
         )
         blocks = blocks_for(tokens + 1, info.block_tokens)
         yield opened, [_plan(0, half, blocks), _plan(half, tokens - half, 0), _plan(tokens, 1, 0)]
+
+
+def long_steps(info: BackendInfo) -> Iterator[WarmUp]:
+    """A prompt of as many tokens as a step may have, or a sequence, and as many behind it."""
+    longest = min(info.max_step_tokens, (info.context - 1) // 2)
+    if longest < 1:
+        return
+    opened = SlotOpen(
+        slot=0,
+        generation=0,
+        seq=0,
+        prompt_tokens=2 * longest,
+        sampling=_GREEDY,
+        tokens=ints([0]) * (2 * longest),
+    )
+    blocks = blocks_for(2 * longest, info.block_tokens)
+    yield opened, [_plan(0, longest, blocks), _plan(longest, longest, 0)]
 
 
 def _plan(start: int, count: int, blocks: int) -> StepPlan:

@@ -3,6 +3,7 @@
 actor.py             the process: uvicorn and a native client
 app.py               routes, and the edge around every request
 routes.py            the endpoints that ask a model, and the API keys
+connection.py        one connection: what its peer owes, and for how long
 exchange.py          one HTTP request from its first byte to its last, and the counts of all
 openai_request.py    from an HTTP body to native requests
 native_call.py       the native requests of one HTTP request

@@ -3,6 +3,7 @@
 uvicorn gets a socket, and neither signals nor an event loop of its own. The gateway listens itself, so that a
 port that is taken is a typed error, and so that the kernel bounds what a peer may hold up: UNSENT_BYTES, for
 at most STALL_MS. A peer that takes nothing for longer, or that is not there any more, loses its connection.
+What it owes us is bounded in connection.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -17,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.gateway.app import build_app
+from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
 from services.gateway.health import Health
 from services.gateway.routes import Desk, Keys
 from shared.actor.mailbox import Port
@@ -25,14 +28,15 @@ from shared.actor.runtime import Actor, Facts
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import SetupError, drain_over
+from shared.nats import access
 from shared.processes import bind, http_url
 from shared.telemetry.readings import Readings
 
 BACKLOG = 2_048
+MAX_FILES = 65_536
 STALL_MS = 30_000
 UNSENT_BYTES = 262_144  # of a connection, in the kernel, which would take 4 MB by itself
 LEAVE_S = 0.5  # for last words to clients that read
-KEEP_ALIVE_S = 75  # of an idle connection: longer than a proxy in front keeps its own
 _PROBES = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (3, "TCP_KEEPCNT"))
 
 
@@ -42,8 +46,12 @@ class GatewayActor(Actor):
     kind = "gateway"
     traced = True
 
-    def __init__(self, address: tuple[str, int], keys: Keys, timeout_s: float) -> None:
+    def __init__(
+        self, address: tuple[str, int], keys: Keys, timeout_s: float, *, shared: bool = False
+    ) -> None:
+        """`shared`: other gateways listen there, too."""
         self._address = address
+        self._shared = shared
         self._keys = keys
         self._timeout_s = timeout_s
         self._desk: Desk | None = None
@@ -57,10 +65,11 @@ class GatewayActor(Actor):
             health=Health(client),
             timeout_s=self._timeout_s,
             component=port.source,
+            instance=port.actor if self._shared else "",
             tracer=port.tracer,
             clock=port.clock,
         )
-        self._http = HttpServer(build_app(self._desk), listen(*self._address))
+        self._http = HttpServer(build_app(self._desk), listen(*self._address, shared=self._shared))
         await self._http.start()
         self._look()
 
@@ -125,12 +134,28 @@ def build(settings: Settings) -> GatewayActor:
     address = settings.http_address
     if address is None:
         raise SetupError("the setting `http` is off: give the gateway a host:port")
-    return GatewayActor(address, Keys(settings.http_keys), settings.request_timeout_s)
+    user = access.parse(settings.nats_url).user
+    if user.startswith(access.SERVICE_PREFIX) and not settings.http_keys:
+        raise SetupError(
+            f"as {user} the gateway may ask in every tenant's name, and `http_keys` is empty: name the file "
+            "of keys, DIR/gateway/keys of `headrace auth DIR`"
+        )
+    allow_files()
+    shared = settings.gateways > 1
+    return GatewayActor(address, Keys(settings.http_keys), settings.request_timeout_s, shared=shared)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def allow_files() -> None:
+    """As many open files as this process may have: shells and services often begin with 1,024 connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A listening socket; port 0 is any free one. Raises SetupError."""
-    bound = bind(host, port)
+    bound = bind(host, port, shared=shared)
     bound.listen(BACKLOG)
     _bound_peers(bound)  # what is set here holds for what is accepted
     bound.setblocking(False)
@@ -166,26 +191,30 @@ class HttpServer:
     """Serves an application on a socket until it is drained."""
 
     def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn").setLevel(
+            logging.ERROR
+        )  # a line for each bad request is a stranger's to write
         self._bound = bound
         self.address: tuple[str, int] = bound.getsockname()[:2]
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             loop="none",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=int(KEEP_ALIVE_S),
         )
         self._server = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Return when connections are accepted."""
         self._task = asyncio.create_task(self._server.serve([self._bound]))
+        self._sweeping = asyncio.create_task(self._sweep())
         up = asyncio.create_task(self._server.up.wait())
         await asyncio.wait({self._task, up}, return_when=asyncio.FIRST_COMPLETED)
         up.cancel()
@@ -196,6 +225,8 @@ class HttpServer:
         if self._task is not None and self._task.done() and not self._server.should_exit:
             self._task.result()
             raise SetupError("the HTTP server ended by itself")
+        if self._sweeping is not None and self._sweeping.done():
+            self._sweeping.result()
 
     async def drain(self) -> None:
         """Accept nothing new; return when everything running has been answered."""
@@ -212,3 +243,11 @@ class HttpServer:
             for task in list(self._server.server_state.tasks):
                 task.cancel()
             await self._task
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+
+    async def _sweep(self) -> None:
+        loop, connections = asyncio.get_running_loop(), self._server.server_state.connections
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            sweep([*connections], loop.time())

@@ -2,11 +2,12 @@
 
 The edge gives each request its id and trace, counts it, turns typed errors into responses, and sends the
 request's spans when its last byte has been handed over. The endpoints of `about`, which say something about
-this gateway, need no key.
+this gateway, need no key, but for what tells of other people's requests, which is for the operator.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway import exchange as visits
 from services.gateway.errors import NoRoute, WrongMethod
 from services.gateway.exchange import Visit, answer, refusal
+from services.gateway.openai_response import BODY_SEND
 from services.gateway.openapi import document
 from services.gateway.routes import VISIT, Desk, visit_of
 from shared.errors import EngineError, HeadraceError, Unavailable
@@ -27,6 +29,7 @@ from shared.telemetry import traces
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
 
 OTHER = "other"  # the route of whatever has none
+MET_503 = "a request was answered with 503"
 
 _ROUTES = frozenset(document("")["paths"])
 
@@ -57,8 +60,13 @@ def about(desk: Desk) -> list[Route]:
     async def ready(_: Request) -> Response:
         return _state(desk.health.unready)
 
-    async def metrics(_: Request) -> Response:
-        return Response(to_prometheus(desk.meter.readings()), headers={"Content-Type": CONTENT_TYPE})
+    async def metrics(request: Request) -> Response:
+        desk.keys.only_operator(request.headers.get("authorization", ""))
+        readings = desk.meter.readings()
+        if desk.instance:  # whichever is asked next counts for itself
+            own = (("gateway", desk.instance),)
+            readings = [replace(each, attributes=(*own, *each.attributes)) for each in readings]
+        return Response(to_prometheus(readings), headers={"Content-Type": CONTENT_TYPE})
 
     async def tell_version(_: Request) -> Response:
         return answer({"version": version})
@@ -123,6 +131,7 @@ class Edge:
             return
         desk = self._desk
         visit = scope[VISIT] = self._begin(scope)
+        scope[BODY_SEND] = send
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -159,7 +168,8 @@ class Edge:
         visit.ended_us = max(desk.clock.wall_us(), visit.started_us)
         desk.meter.end(visit)
         if isinstance(visit.error, Unavailable):
-            desk.health.doubt(visit.error.message)
+            why = MET_503 if desk.keys.demanded else visit.error.message  # /health needs no key
+            desk.health.doubt(why, visit.model)
         if desk.tracer is not None and visit.asked_us and traces.is_sampled(visit.trace):
             desk.tracer.export(visit.trace, visit.parent_span, visits.spans(visit, desk.component))
 

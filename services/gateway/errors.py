@@ -18,7 +18,7 @@ CONTEXT_LENGTH = "context_length_exceeded"
 DEFAULT_RETRY_MS = 1_000
 _TIMEOUTS = {408: 504}
 _INVALID, _SERVER = "invalid_request_error", "server_error"
-_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class NotAuthorized(HeadraceError):
@@ -39,8 +39,8 @@ class WrongMethod(HeadraceError):
     code, type = 405, "method_not_allowed"
 
 
-class SlowBody(HeadraceError):
-    """The body of a request did not come in time."""
+class SlowRequest(HeadraceError):
+    """The head or the body of a request did not come in time."""
 
     code, type, retryable = 408, "request_timeout", True
     status = 408  # the client was the slow one
@@ -50,6 +50,12 @@ class WrongMediaType(HeadraceError):
     """A body that does not say that it is JSON."""
 
     code, type = 415, "unsupported_media_type"
+
+
+class HeadTooLarge(HeadraceError):
+    """The headers of a request are too long."""
+
+    code, type = 431, "head_too_large"
 
 
 class Unprocessable(HeadraceError):

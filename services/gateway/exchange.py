@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ class Visit:
     answered_us: int = 0  # the last native message came
     ended_us: int = 0
     tenant: str = ""
+    counted: bool = False  # as open, of its tenant
     model: str = ""
     status: int = 0
     error: HeadraceError | None = None
@@ -124,6 +126,7 @@ class Meter:
         self.active = 0
         self.slow_readers = 0
         self.chunks = 0
+        self.open: Counter[str] = Counter()  # requests for an answer, by tenant
         self._took: dict[tuple[str, int], Durations] = {}
         self._first: dict[str, Durations] = {}
 
@@ -131,9 +134,17 @@ class Meter:
         """A request came."""
         self.active += 1
 
+    def enter(self, visit: Visit) -> None:
+        """It asks for an answer, in the name of a tenant."""
+        visit.counted = True
+        self.open[visit.tenant] += 1
+
     def end(self, visit: Visit) -> None:
         """It was answered, or its client has gone."""
         self.active -= 1
+        if visit.counted:
+            self.open[visit.tenant] -= 1
+            self.open += Counter()  # without those of whom nothing is open
         self.slow_readers += isinstance(visit.error, SlowReader)
         took = self._took.setdefault((visit.route, visit.status), Durations())
         took.add((visit.ended_us - visit.started_us) / 1e6)

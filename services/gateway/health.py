@@ -2,8 +2,8 @@
 
     a kind is missing ──▶ all are there ──probe──▶ proven ──a kind goes, or a request met 503──▶ …
 
-A probe is the beginning of an answer of one model; it is repeated with the beats until it is answered, then
-no more.
+Each model goes this way by itself; one that is proven is enough. A probe is the beginning of an answer of one
+model; it is repeated with the beats until it is answered, then no more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Health:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._why = "starting"
-        self._proven: set[str] = set()
+        self._proven: set[str] = set()  # models
+        self._last = ""  # model that was probed
         self._probing: asyncio.Task[None] | None = None
         self.draining = False
         self.online = True
@@ -42,21 +43,26 @@ class Health:
         """The living services have changed, or a beat has passed."""
         if self._probing is not None and self._probing.done():
             self._probing.result()  # it ended by itself only if it failed as nothing should
-        if gone := missing(peers):
-            self.doubt(f"waiting for: {', '.join(gone)}")
-            return
         models = peers.models("tokenizer")
-        self._proven &= set(models)
-        unproven = [model for model in models if model not in self._proven]
-        if not unproven:
+        lacking = {model: missing(peers, model) for model in models}
+        whole = [model for model in models if not lacking[model]]
+        self._proven &= set(whole)
+        if not whole:
+            gone = min(lacking.values(), key=len, default=missing(peers))
+            self._why = f"waiting for: {', '.join(gone)}"
+            return
+        if self._proven:
             self._why = ""
-        elif self._probing is None:
-            self._probing = asyncio.get_running_loop().create_task(self._probe(unproven[0], peers))
+        unproven = [model for model in whole if model not in self._proven]
+        if unproven and self._probing is None:  # in turn
+            self._last = min(unproven, key=lambda model: (model <= self._last, model))
+            self._probing = asyncio.get_running_loop().create_task(self._probe(self._last, peers))
 
-    def doubt(self, why: str) -> None:
-        """A request did not succeed: it has to be proven again that one would."""
-        self._why = why
-        self._proven.clear()
+    def doubt(self, why: str, model: str = "") -> None:
+        """A request (to a model) did not succeed: it has to be proven again that one would."""
+        self._proven -= {model} if model else set(self._proven)
+        if not self._proven:
+            self._why = why
 
     def stop(self) -> None:
         """Probe no more."""
@@ -68,8 +74,8 @@ class Health:
         try:
             await probe(self._client, model)
         except HeadraceError as error:
-            self._why = f"a request to {model} failed: {error.message}"
             self._probing = None
+            self.doubt(f"a request to {model} failed: {error.message}", model)
         else:
             self._proven.add(model)
             self._probing = None

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from services.gateway.errors import SlowBody, WrongMediaType
+from services.gateway.errors import SlowRequest, WrongMediaType
 from services.gateway.openai_request import Body, Call
 from shared.client import Client
 from shared.errors import Cancelled, PayloadTooLarge
@@ -127,7 +127,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """At most `most` bytes of JSON. Raises WrongMediaType, PayloadTooLarge, SlowBody, Cancelled when the
+    """At most `most` bytes of JSON. Raises WrongMediaType, PayloadTooLarge, SlowRequest, Cancelled when the
     client leaves."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media and media != "application/json" and not media.endswith("+json"):
@@ -141,7 +141,7 @@ async def read_body(request: Request, most: int) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await _read(request, most)
     except TimeoutError:
-        raise SlowBody(f"the body did not come within {BODY_TIMEOUT_S:g} s: send it again") from None
+        raise SlowRequest(f"the body did not come within {BODY_TIMEOUT_S:g} s: send it again") from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
 

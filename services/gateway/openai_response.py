@@ -1,7 +1,7 @@
 """Native answers and frames become answers and streams of the exact shapes of the OpenAI API.
 
 `answer` builds one JSON answer. ChunkMaker turns the frames of native streams into the chunks of one OpenAI
-stream, which EventStream sends; all but EventStream is pure:
+stream, as JSON, which EventStream sends; all but EventStream is pure:
 
     accepted          nothing: the first chunk waits for the first word, so that a refusal has its status
     delta             a chunk for each choice; before the first one with the role, or the echoed prompt
@@ -18,11 +18,12 @@ import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
 from typing import Any
 from zlib import crc32
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.errors import body_of
 from services.gateway.exchange import Meter, Visit, refusal
@@ -39,6 +40,9 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would wait for a page full of them
 ]
 DONE = b"data: [DONE]\n\n"
+BODY_SEND = "headrace.send"  # in the scope: the server's own `send`, for bodies, which pass no edge
+_MARK = "\0"
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class _Sent:
     again: int = 0  # characters of the present attempt that were seen, and their checksum
     again_checksum: int = 0
     tokens: int = 0  # whose log probabilities were sent
+    around: tuple[str, str] = ("", "")  # the JSON of a chunk with nothing but text, before and behind it
     tools: ToolText | None = None  # of a request that may call functions
 
     def begin_again(self) -> None:
@@ -92,9 +97,9 @@ class ChunkMaker:
         self._head: Body = {}
         self._tail: Body = {"usage": None} if call.include_usage else {}
 
-    def take(self, prompt: int, frame: Body) -> list[Body]:
-        """The chunks that a frame of the stream of one prompt becomes. Raises EngineError when a stream
-        that started over differs from what was sent."""
+    def take(self, prompt: int, frame: Body) -> list[str]:
+        """The chunks, as JSON, that a frame of the stream of one prompt becomes. Raises EngineError when a
+        stream that started over differs from what was sent."""
         kind = frame["type"]
         indexes = range(prompt * self._call.n, (prompt + 1) * self._call.n)
         if kind == "accepted":
@@ -103,15 +108,16 @@ class ChunkMaker:
                 if index in self._sent:
                     self._sent[index].begin_again()
             return []
-        chunks: list[Body] = []
+        chunks: list[str] = []
         if indexes[0] not in self._sent:
-            chunks = [chunk for index in indexes for chunk in self._first(index, prompt)]
+            chunks = [_json(chunk) for index in indexes for chunk in self._first(index, prompt)]
+        if kind == "delta":
+            for choice in frame["choices"]:
+                chunks += self._delta(indexes[0] + choice["index"], choice)
+            return chunks
         for choice in frame["choices"]:
-            index = indexes[0] + choice["index"]
-            chunks += self._last(index, choice) if kind == "done" else self._delta(index, choice)
-        if kind == "done":
-            chunks += self._end(frame)
-        return chunks
+            chunks += map(_json, self._last(indexes[0] + choice["index"], choice))
+        return [*chunks, *map(_json, self._end(frame))]
 
     def _begin(self, frame: Body) -> Body:
         return {
@@ -127,13 +133,19 @@ class ChunkMaker:
 
     def _first(self, index: int, prompt: int) -> list[Body]:
         sent = self._sent[index] = _Sent()
+        sent.around = self._around(index)
         if self._call.tools:
             sent.tools = ToolText(self._call.tools, f"{self._call.request_id}_{index}")
         if self._call.chat:
             return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None)]
         return [self._chunk(index, {"text": self._echoed[prompt]}, None, None)] if self._echoed else []
 
-    def _delta(self, index: int, choice: Body) -> list[Body]:
+    def _around(self, index: int) -> tuple[str, str]:
+        content: Body = {"delta": {"content": _MARK}} if self._call.chat else {"text": _MARK}
+        before, _, behind = _json(self._chunk(index, content, None, None)).rpartition(quote(_MARK))
+        return before, behind
+
+    def _delta(self, index: int, choice: Body) -> list[str]:
         sent = self._sent[index]
         text = sent.fresh(choice["delta"]["content"] if self._call.chat else choice["text"])
         if sent.tools is not None:
@@ -143,10 +155,11 @@ class ChunkMaker:
             end = choice["first"] + choice["count"]
             logprobs = _unsent(logprobs, end, sent.tokens)
             sent.tokens = max(end, sent.tokens)
-        if not text and logprobs is None:
-            return []
+        if logprobs is None:
+            before, behind = sent.around
+            return [f"{before}{quote(text)}{behind}"] if text else []
         content: Body = {"delta": {"content": text}} if self._call.chat else {"text": text}
-        return [self._chunk(index, content, logprobs, None)]
+        return [_json(self._chunk(index, content, logprobs, None))]
 
     def _last(self, index: int, choice: Body) -> list[Body]:
         sent, reason = self._sent[index], choice["finish_reason"]
@@ -263,7 +276,7 @@ class EventStream(Response):
             self._visit.status = self._visit.status or error.code
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        started, send_body = False, scope.get(BODY_SEND, send)
         try:
             async with aclosing(self._frames) as frames:
                 async for prompt, frame in frames:
@@ -273,23 +286,23 @@ class EventStream(Response):
                         self._visit.first_us = self._clock.wall_us()
                         await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
                     if chunks:
-                        await self._send(send, events(chunks))
+                        await send_body(_body(events(chunks)))
                         self._meter.chunks += len(chunks)
             self._visit.answered_us = self._clock.wall_us()
-            await self._send(send, DONE, last=True)
+            await send_body(_body(DONE, last=True))
         except HeadraceError as error:
             self._visit.error = error
             self._visit.answered_us = self._clock.wall_us()
             if started:
-                await self._send(send, events([body_of(error, self._visit.request_id)]), last=True)
+                await send_body(_body(events([_json(body_of(error, self._visit.request_id))]), last=True))
             else:
                 await refusal(error, self._visit.request_id)(scope, receive, send)
 
-    async def _send(self, send: Send, data: bytes, *, last: bool = False) -> None:
-        await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+def _body(data: bytes, *, last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": not last}
 
 
-def events(chunks: Iterable[dict[str, Any]]) -> bytes:
+def events(chunks: Iterable[str]) -> bytes:
     """Chunks as events."""
-    texts = (json.dumps(chunk, ensure_ascii=False, separators=(",", ":")) for chunk in chunks)
-    return "".join(f"data: {text}\n\n" for text in texts).encode("utf-8", "replace")
+    return "".join([f"data: {chunk}\n\n" for chunk in chunks]).encode("utf-8", "replace")

@@ -20,6 +20,7 @@ _TOKENS: Schema = {"type": "array", "items": COUNT}
 _WHY = {
     400: "a field is wrong; `param` names it",
     401: "no API key, or one that is not known",
+    403: "the credentials do not allow this, or the class that `slo_class` names",
     404: "no such model",
     408: "the body did not come in time",
     409: "a request with this id is running",
@@ -53,7 +54,7 @@ def document(version: str) -> Json:
 
 
 def _paths() -> Json:
-    generating = (*_ASKING, 409, 429, 499)
+    generating = (*_ASKING, 403, 409, 429, 499)
     return {
         "/v1/chat/completions": {"post": _post("Chat", "answer a conversation", generating, stream=True)},
         "/v1/completions": {"post": _post("Completion", "continue a prompt", generating, stream=True)},
@@ -77,7 +78,11 @@ def _paths() -> Json:
         "/ready": {"get": _state("does this gateway take requests?")},
         "/version": {"get": {"summary": "the version", "responses": {"200": _json("Version", "it")}}},
         "/metrics": {
-            "get": {"summary": "for Prometheus", "responses": {"200": _content("text/plain", "figures")}}
+            "get": {
+                "summary": "for Prometheus; where there are keys, with the operator's",
+                "security": [{}, {"key": []}],
+                "responses": {"200": _content("text/plain", "figures"), **_errors((401, 403))},
+            }
         },
         "/openapi.json": {
             "get": {"summary": "this document", "responses": {"200": _content("application/json", "it")}}

@@ -26,8 +26,9 @@ from services.gateway.openai_request import Call, fields_of, model_of, read_call
 from services.gateway.openai_response import ChunkMaker, EventStream
 from shared.client import Client
 from shared.clock import Clock, SystemClock
-from shared.errors import BadRequest, Overloaded, SetupError, UnknownModel
-from shared.nats import subjects
+from shared.errors import BadRequest, Forbidden, Overloaded, SetupError, UnknownModel
+from shared.fair_share import over_share
+from shared.nats import access, subjects
 from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
 from shared.telemetry.tracer import Tracer
@@ -38,6 +39,7 @@ MAX_ACTIVE = 8_192  # requests of one gateway
 RETRY_AFTER_MS = 1_000
 VISIT = "headrace.visit"  # where a request's Visit is kept in its scope
 
+OPERATOR = access.user_of(access.OPERATOR)
 HASHED = "sha256:"
 _HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -57,6 +59,7 @@ class Desk:
     health: Health
     timeout_s: float
     component: str = "gateway"  # as spans name it
+    instance: str = ""  # which of the gateways on this port; empty: the only one
     tracer: Tracer | None = None
     meter: Meter = field(default_factory=Meter)
     clock: Clock = field(default_factory=SystemClock)
@@ -71,14 +74,12 @@ class Desk:
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        self._admit(request)
-        return answer(await self.client.ask(subjects.MODELS))
+        return answer(await _models(self._admit(request)))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{model}`."""
-        self._admit(request)
         name = request.path_params["model"]
-        listed = await self.client.ask(subjects.MODELS)
+        listed = await _models(self._admit(request))
         for entry in listed["data"]:
             if entry["id"] == name:
                 return answer(entry)
@@ -99,11 +100,15 @@ class Desk:
     # ---- internals ------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, *, chat: bool) -> Response:
-        if self.meter.active > MAX_ACTIVE:
-            full = f"{MAX_ACTIVE} requests are open at this gateway: try again later"
+        visit = visit_of(request)
+        self._admit(request)
+        meter, tenant = self.meter, visit.tenant
+        meter.enter(visit)
+        own = meter.open[tenant]
+        if own > 1 and over_share(own, meter.active, MAX_ACTIVE, len(meter.open)):
+            full = f"{meter.active} requests are open at this gateway, {own} of them yours: try again later"
             raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
         fields, client = await self._asked(request)
-        visit = visit_of(request)
         call = read_call(fields, chat=chat, request_id=visit.request_id)
         if given_id(call.request_id):  # any other is refused by the tokenizer, and no header could hold it
             visit.request_id = call.request_id
@@ -128,7 +133,7 @@ class Desk:
         fields = fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES))
         served: list[str] = []
         if not fields.get("model"):
-            served = await self._served()
+            served = await _served(client)
         model = model_of(fields, served)
         visit_of(request).model = model
         try:
@@ -137,15 +142,12 @@ class Desk:
             raise BadRequest("`model` holds a lone surrogate: send whole characters", param="model") from None
         return {**fields, "model": model}, client
 
-    async def _served(self) -> list[str]:
-        return [entry["id"] for entry in (await self.client.ask(subjects.MODELS))["data"]]
-
     async def _ask(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
         """A small question about a model, to which nobody listens where nobody serves it."""
         try:
             return await client.ask(subject, fields)
         except NoResponders:
-            served = await self._served()
+            served = await _served(client)
             if fields["model"] not in served:
                 raise _unknown(fields["model"], served) from None
             raise
@@ -160,6 +162,14 @@ class Desk:
             return str((await client.ask(subject, {"tokens": body["prompt"]}))["text"])
 
         return tuple(await asyncio.gather(*map(text, call.bodies)))
+
+
+async def _models(client: Client) -> dict[str, Any]:
+    return await client.ask(subjects.models(client.tenant))
+
+
+async def _served(client: Client) -> list[str]:
+    return [entry["id"] for entry in (await _models(client))["data"]]
 
 
 def _unknown(model: str, served: list[str]) -> UnknownModel:
@@ -191,6 +201,7 @@ class Keys:
 
         acme   hr-3f9c…                    the key as the client sends it, as `Authorization: Bearer hr-3f9c…`
         acme   sha256:9b74c9897bac…        or only its SHA-256 in hex, so that the file holds no secret
+        headrace-operator   hr-77aa…       reads what tells of all requests; asks as the default tenant
         # a comment
 
     Keys are looked up by their hash: how long that takes says nothing about the keys.
@@ -198,6 +209,7 @@ class Keys:
 
     def __init__(self, path: str) -> None:
         """Raises SetupError when the file cannot be used."""
+        self.demanded = bool(path)
         self._path = Path(path).expanduser() if path else None
         self._stamp = (0, 0)
         self._tenants: Mapping[str, str] = {}
@@ -210,13 +222,22 @@ class Keys:
         """Whose the key in an `Authorization` header is. Raises NotAuthorized."""
         if self._path is None:
             return DEFAULT_TENANT
+        name = self._name_of(authorization)
+        return DEFAULT_TENANT if name == OPERATOR else name
+
+    def only_operator(self, authorization: str) -> None:
+        """Raises NotAuthorized, and Forbidden for a tenant's key."""
+        if self._path is not None and self._name_of(authorization) != OPERATOR:
+            raise Forbidden(f"this tells of everybody's requests: send the key of {OPERATOR} in http_keys")
+
+    def _name_of(self, authorization: str) -> str:
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise NotAuthorized("no API key: send `Authorization: Bearer KEY`")
-        tenant = self._tenants.get(_hash(key.strip()))
-        if tenant is None:
+        name = self._tenants.get(_hash(key.strip()))
+        if name is None:
             raise NotAuthorized("this API key is not known here")
-        return tenant
+        return name
 
     def refresh(self) -> None:
         """Read the file again if it has changed; one that cannot be used changes nothing."""

@@ -16,6 +16,7 @@ from services.kv_offload.backends import arena as arenas
 from services.kv_offload.backends.arena import Opened, Plan
 from services.kv_offload.backends.builtin import CountingArena
 from services.kv_offload.backends.interface import Arena, Remote
+from services.kv_offload.backends.shared_memory import NoRoom
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (
     Abandon,
@@ -59,6 +60,7 @@ class KvOffloadActor(Actor):
         self._lane: Lane | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._problem: Exception | None = None
+        self._why_off = ""  # there are no tiers, though they were asked for
 
     async def start(self, port: Port) -> None:
         self._port = port
@@ -66,7 +68,12 @@ class KvOffloadActor(Actor):
             return
         loop = asyncio.get_running_loop()
         self._opening = loop.run_in_executor(None, arenas.open_arena, self._plan, port.epoch)
-        arena = (await asyncio.shield(self._opening)).arena
+        try:
+            arena = (await asyncio.shield(self._opening)).arena
+        except NoRoom as error:  # recomputing what device memory loses is slower, and all that this costs
+            self._why_off = error.message
+            log.warning("no KV tiers: %s", error.message)
+            return
         if self._connect is not None:
             remote = await asyncio.to_thread(self._connect)  # imports what it needs, finds a wrong URL
             await asyncio.to_thread(remote.close)
@@ -116,8 +123,10 @@ class KvOffloadActor(Actor):
 
     def status(self) -> dict[str, object]:
         stuck = 0 if self._lane is None else self._lane.stuck
-        kept = {"store": self._plan.store, "l2_url": self._l2_url, "stuck_calls": stuck}
-        return {**status(self._core.state), **kept}
+        why = "" if self._lane is None else self._lane.why
+        kept = {"store": self._plan.store, "l2_url": self._l2_url, "l2_error": why, "stuck_calls": stuck}
+        off = {"why_off": self._why_off} if self._why_off else {}
+        return {**status(self._core.state), **kept, **off}
 
     async def stop(self) -> None:
         if self._timer is not None:

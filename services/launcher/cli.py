@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import os
+import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.launcher import console
 from shared.errors import HeadraceError
 
 if TYPE_CHECKING:
+    import argparse
+
     from shared.config import Loaded
 
 
@@ -24,20 +23,43 @@ _CLIENT_SETTINGS = ("nats_url", "fleet", "cache_dir", "model", "model_name")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; its exit status."""
+    if argv is None:  # the process is ours
+        _take_signals()
     args = sys.argv[1:] if argv is None else list(argv)
-    given = _parser(args[0] if args else "").parse_args(args)
     try:
+        if args[:1] == ["health"] and len(args) == 2 and not args[1].startswith("-"):
+            return _health(args[1])  # each few seconds, for ever: argparse alone would double what it costs
+        from shared.processes import ensure_home
+
+        ensure_home()
+        given = _parser(args[0] if args else "").parse_args(args)
         return int(given.run(given) or 0)
     except HeadraceError as error:
         return console.fail(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.hush(sys.stdout)
         return 0
 
 
+def _take_signals() -> None:
+    """SIGINT and SIGTERM interrupt, also where whoever started us has them ignored, as shells do for what
+    they run in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    import asyncio
+
+    asyncio.run(work)
+
+
 def _parser(verb: str) -> argparse.ArgumentParser:
+    import argparse
+    from pathlib import Path
+
     parser = argparse.ArgumentParser(
         prog="headrace", description="An LLM inference server made of actors over NATS."
     )
@@ -47,7 +69,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
         if name == verb and name not in ("pull", "replay", "health", "bench", "eval", "version"):
-            _add_setting_flags(sub, everything=name in _ALL_SETTINGS)
+            _add_setting_flags(sub, everything=name in _ALL_SETTINGS, several_models=name == "up")
         return sub
 
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
@@ -88,11 +110,18 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     auth = add("auth", "make credentials for every service and tenant", _auth)
     auth.add_argument("folder", type=Path, help="where they are kept, a folder for each user")
     auth.add_argument("--tenant", action="append", default=[], help="one more tenant; may be repeated")
+    auth.add_argument(
+        "--classes", default="", metavar="LIST", help="of those tenants; default standard,batch"
+    )
     auth.add_argument("--force", action="store_true", help="new passwords for all")
     auth.add_argument("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
     auth.add_argument("--tls-key", default="", metavar="FILE", help="its key")
     auth.add_argument("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
-    health = add("health", "whether the service of this container does its work; for health checks", _health)
+    health = add(
+        "health",
+        "whether the service of this container does its work, for health checks; kills it when it hangs",
+        lambda given: _health(given.kind),
+    )
     health.add_argument("kind", help="as in `headrace serve KIND`")
     add("doctor", "check this machine, say how to mend it", _doctor)
     config = add("config", "show every setting, and where its value comes from", _config)
@@ -109,7 +138,12 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_setting_flags(parser: argparse.ArgumentParser, *, everything: bool) -> None:
+def _add_setting_flags(
+    parser: argparse.ArgumentParser, *, everything: bool, several_models: bool = False
+) -> None:
+    import argparse
+    from pathlib import Path
+
     from shared.config import PREFIX, Settings
 
     group = parser.add_argument_group("settings", "also as variables and in a TOML file, see --config")
@@ -121,6 +155,9 @@ def _add_setting_flags(parser: argparse.ArgumentParser, *, everything: bool) -> 
         text = text.replace("%", "%%")
         if field.annotation is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif name == "model" and several_models:
+            text = text.replace("model to serve", "model to serve, may be repeated")
+            group.add_argument(flag, dest=name, metavar="X", action="append", default=[], help=text)
         else:
             group.add_argument(flag, dest=name, metavar="X", help=text)
 
@@ -134,7 +171,8 @@ def _load(given: argparse.Namespace) -> Loaded:
 def _up(given: argparse.Namespace) -> int:
     from services.launcher.up import up
 
-    return up(_load(given).settings, given.auth)
+    given.model, *more = given.model or [None]
+    return up(_load(given).settings, given.auth, more)
 
 
 def _chat(given: argparse.Namespace) -> None:
@@ -146,7 +184,7 @@ def _chat(given: argparse.Namespace) -> None:
     named = {"max_tokens": given.max_tokens, "temperature": given.temperature, "seed": given.seed}
     options = {name: value for name, value in named.items() if value is not None}
     if given.question is not None:
-        asyncio.run(ask_once(target, given.question, options, timeout_s))
+        _run(ask_once(target, given.question, options, timeout_s))
     else:
         converse(target, options, timeout_s)
 
@@ -158,7 +196,7 @@ def _request(given: argparse.Namespace) -> None:
     body = read_body(given.body, given.file)
     loaded = _load(given)
     timeout_s = loaded.settings.request_timeout_s
-    asyncio.run(request(find_target(loaded), body, stream=given.stream, timeout_s=timeout_s))
+    _run(request(find_target(loaded), body, stream=given.stream, timeout_s=timeout_s))
 
 
 def _pull(given: argparse.Namespace) -> None:
@@ -173,7 +211,7 @@ def _status(given: argparse.Namespace) -> None:
     from services.launcher.session import find_target
 
     loaded = _load(given)
-    asyncio.run(status(find_target(loaded), loaded.settings.fleet, as_json=given.json))
+    _run(status(find_target(loaded), loaded.settings.fleet, as_json=given.json))
 
 
 def _kv(given: argparse.Namespace) -> None:
@@ -181,7 +219,7 @@ def _kv(given: argparse.Namespace) -> None:
     from services.launcher.session import find_target
 
     loaded = _load(given)
-    asyncio.run(kv(find_target(loaded), loaded.settings.fleet, as_json=given.json))
+    _run(kv(find_target(loaded), loaded.settings.fleet, as_json=given.json))
 
 
 def _trace(given: argparse.Namespace) -> None:
@@ -189,7 +227,7 @@ def _trace(given: argparse.Namespace) -> None:
     from services.launcher.session import find_target
 
     form = Form(as_json=given.json, overlap=given.lanes, perfetto=given.perfetto)
-    asyncio.run(trace(find_target(_load(given)), given.request, form))
+    _run(trace(find_target(_load(given)), given.request, form))
 
 
 def _record(given: argparse.Namespace) -> None:
@@ -197,7 +235,7 @@ def _record(given: argparse.Namespace) -> None:
     from services.launcher.session import find_target
 
     target = find_target(_load(given))
-    asyncio.run(record(target, given.out, given.scheduler, given.seconds))
+    _run(record(target, given.out, given.scheduler, given.seconds))
 
 
 def _replay(given: argparse.Namespace) -> int:
@@ -217,14 +255,16 @@ def _auth(given: argparse.Namespace) -> None:
         print(auth.url_of(given.folder, given.show, settings.nats_url))
         return
     url, tls = settings.nats_url or DEFAULT_NATS_URL, auth.tls_of(given.tls_cert, given.tls_key)
-    plan = auth.Plan(url, settings.fleet, tuple(given.tenant), given.force, tls)
+    classes = auth.classes_of(given.classes)
+    plan = auth.Plan(url, settings.fleet, tuple(given.tenant), given.force, tls, classes)
     auth.generate(given.folder, plan, console.say)
 
 
-def _health(given: argparse.Namespace) -> None:
-    from services.launcher.serve import health
+def _health(kind: str) -> int:
+    from services.launcher.beats import health
 
-    health(given.kind)
+    health(kind)
+    return 0
 
 
 def _doctor(given: argparse.Namespace) -> int:

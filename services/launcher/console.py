@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import TextIO
@@ -39,13 +40,27 @@ def dim(text: str) -> str:
 
 def say(text: str) -> None:
     """A line of the launcher's own on stdout, at once."""
-    print(text, flush=True)
+    _print(text, sys.stdout)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """A line that is lost where nobody reads any more, or where the disk is full: no reason to end."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):
+            hush(stream)
+
+
+def hush(stream: TextIO) -> None:
+    """Its reader has gone, a pipe or a terminal: what is written from now on goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(error: HeadraceError) -> int:
     """Tell an error on stderr; the exit status."""
     head = paint("error", _RED, sys.stderr)
-    print(f"{head} {error.code} {error.type}: {error.message}", file=sys.stderr, flush=True)
+    _print(f"{head} {error.code} {error.type}: {error.message}", sys.stderr)
     return 1
 
 
@@ -61,4 +76,4 @@ class ServiceLines:
         }
 
     def __call__(self, name: str, line: str) -> None:
-        print(line if self._bare else f"{self._heads[name]} {line}", file=sys.stderr, flush=True)
+        _print(line if self._bare else f"{self._heads[name]} {line}", sys.stderr)

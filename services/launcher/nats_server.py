@@ -8,11 +8,11 @@ import signal
 import socket
 import subprocess
 import sysconfig
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.launcher.own_folder import OwnFolder
 from services.launcher.supervisor import die_with_parent
 from shared.errors import SetupError
 
@@ -53,7 +53,7 @@ class NatsServer:
     process: subprocess.Popen[bytes]
     url: str
     monitoring_url: str
-    folder: tempfile.TemporaryDirectory[str] = field(repr=False)
+    folder: OwnFolder = field(repr=False)
     limits: ServerLimits = field(default_factory=ServerLimits, repr=False)
     extra: str = field(default="", repr=False)
 
@@ -115,7 +115,7 @@ def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = ""
     SetupError when the port is taken or the server ends at once, with its own words.
     """
     binary, limits = find_binary(), limits or ServerLimits()
-    run_folder = tempfile.TemporaryDirectory(prefix="headrace-nats-")
+    run_folder = OwnFolder()
     home = Path(run_folder.name)
     (home / CONFIG_NAME).write_text(_config(port, -1, limits, home) + extra)
     try:

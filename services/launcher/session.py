@@ -87,9 +87,12 @@ class RunFile:
 
 
 def path_for(settings: Settings) -> Path:
-    """Where the note of this fleet lies: the user's runtime folder, else the cache."""
+    """Where the note of this fleet lies: the user's runtime folder, else, where that is missing or cannot be
+    written, the cache."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    home = Path(runtime) / "headrace" if runtime and Path(runtime).is_dir() else settings.cache_dir / "run"
+    home = Path(runtime) / "headrace" if runtime else None
+    if home is None or not os.access(home if home.exists() else home.parent, os.W_OK | os.X_OK):
+        home = settings.cache_dir / "run"
     return home / f"{settings.fleet}.json"
 
 

@@ -1,7 +1,7 @@
 """Supervisor runs service processes: starts all, restarts with back-off, drains in order, orphans none.
 
-A service is kept running until its own turn in the drain comes: those before it may still need it. No child
-process outlives its parent (`die_with_parent`).
+A service is kept running until its own turn in the drain comes: those before it may still need it. One that
+hangs is killed, and so started again. No child process outlives its parent (`die_with_parent`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shared.processes import module_command
+
 BACKOFF_FIRST_S = 0.5
 BACKOFF_LAST_S = 30.0
 HEALTHY_S = 60.0  # a service that ran this long starts its back-off anew
 LINE_LIMIT_BYTES = 1024 * 1024
 KILL_GRACE_S = 3.0  # after the drain's time limit, for the services' own way out
+LAST_LINES_S = 1.0  # for what a process that has ended still has in its pipe
+LOOK_S = 1.0  # between two looks for services that hang
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
@@ -85,9 +89,11 @@ class Supervisor:
             if service.task is None and service.spec.kind not in without:
                 service.task = asyncio.get_running_loop().create_task(self._keep(service))
 
-    async def drain(self, order: Sequence[str], timeout_s: float, tell: Callable[[int, str], None]) -> bool:
-        """SIGTERM each kind in turn, the next when the one before has ended; once more when the time is over,
-        so that they tell their clients; then kill what is left.
+    async def drain(
+        self, order: Sequence[Collection[str]], timeout_s: float, tell: Callable[[int, str], None]
+    ) -> bool:
+        """SIGTERM each group of kinds in turn, the next when the one before has ended; once more when the
+        time is over, so that they tell their clients; then kill what is left.
 
         `tell` is called with the seconds left and who is waited for, about once a second. True when
         every service ended by itself and in time.
@@ -95,12 +101,13 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         hurry_at = loop.time() + timeout_s
         clean = True
-        for kind in order:
-            waiting = [s for s in self.services if s.spec.kind == kind]
+        for kinds in order:
+            waiting = [s for s in self.services if s.spec.kind in kinds]
             for service in waiting:
                 service.dismiss(signal.SIGTERM)
             while (left := hurry_at - loop.time()) > 0 and any(not s.ended.is_set() for s in waiting):
-                tell(max(0, round(left)), kind)
+                late = {s.spec.kind: None for s in waiting if not s.ended.is_set()}
+                tell(max(0, round(left)), " and ".join(late))
                 await _all_ended(waiting, min(1.0, left))
             if any(not s.ended.is_set() for s in waiting):
                 clean = False
@@ -115,6 +122,19 @@ class Supervisor:
         for service in self.services:
             service.dismiss(signal.SIGKILL)
         await asyncio.gather(*(s.task for s in self.services if s.task is not None))
+
+    async def watch(self, silent_s: Callable[[str, int], float]) -> None:
+        """Kill whoever hangs, until cancelled: `silent_s` of a name and a process id is how long it has been
+        hanging, or 0."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for service in self.services:
+                if service.leaving.is_set() or service.process is None or service.ended.is_set():
+                    continue
+                if hung_s := silent_s(service.spec.name, service.process.pid):
+                    why = f"has not beaten for {hung_s:.0f} s and used no CPU: killed"
+                    self._log_line(service.spec.name, why)
+                    service.send(signal.SIGKILL)
 
     async def _keep(self, service: Service) -> None:
         backoff_s = BACKOFF_FIRST_S
@@ -145,21 +165,42 @@ class Supervisor:
             service.ended.set()
 
     async def _run_process(self, service: Service) -> int:
-        process = service.process = await asyncio.create_subprocess_exec(
-            *service.spec.argv,
+        """Wait for the process, then for its lines: what it has started may hold the pipe for longer."""
+        loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(LINE_LIMIT_BYTES)
+        ours, theirs = os.pipe()
+        pipe, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(ours, "rb", 0)
+        )
+        try:
+            try:
+                process = service.process = await self._spawn(service.spec, theirs)
+            finally:
+                os.close(theirs)
+            if service.leaving.is_set():  # asked to stop while the process was being made
+                service.send(signal.SIGKILL)
+            copying = loop.create_task(self._copy_lines(service.spec.name, lines))
+            status = await process.wait()
+            await asyncio.wait({copying}, timeout=LAST_LINES_S)
+            if not copying.done():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has left behind serves nobody
+                await asyncio.wait({copying}, timeout=LAST_LINES_S)
+            pipe.close()
+            await copying
+            return status
+        finally:
+            pipe.close()
+
+    async def _spawn(self, spec: ServiceSpec, stdout: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *spec.argv,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=stdout,
             stderr=asyncio.subprocess.STDOUT,
-            env={**self._env, **service.spec.env},
-            limit=LINE_LIMIT_BYTES,
+            env={**self._env, **spec.env},
             start_new_session=True,  # Ctrl-C is for the launcher, which drains in order
             preexec_fn=die_with_parent(signal.SIGKILL),  # nobody is left to drain for
         )
-        if service.leaving.is_set():  # asked to stop while the process was being made
-            service.send(signal.SIGKILL)
-        assert process.stdout is not None
-        await self._copy_lines(service.spec.name, process.stdout)
-        return await process.wait()
 
     async def _copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
         while True:
@@ -172,14 +213,16 @@ class Supervisor:
             self._log_line(name, line.decode(errors="replace").rstrip())
 
 
-def service_specs(counts: Mapping[str, int]) -> list[ServiceSpec]:
-    """The processes of a pipeline, given how many of each kind."""
+def service_specs(
+    counts: Mapping[str, int], suffix: str = "", env: Mapping[str, str] | None = None
+) -> list[ServiceSpec]:
+    """The processes of a pipeline, given how many of each kind; `suffix` ends their names."""
     specs = []
     for kind, count in counts.items():
         for i in range(count):
-            name = kind if count == 1 else f"{kind}-{i}"
-            argv = (sys.executable, "-m", "services.launcher.serve", kind, "--name", name)
-            specs.append(ServiceSpec(name, kind, argv))
+            name = (kind if count == 1 else f"{kind}-{i}") + suffix
+            argv = module_command("services.launcher.serve", kind, "--name", name)
+            specs.append(ServiceSpec(name, kind, tuple(argv), env or {}))
     return specs
 
 

@@ -10,23 +10,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from services.launcher import console, nats_server, session
+from services.launcher import console, nats_server, own_folder, session
+from services.launcher.beats import HANGS_S, Silences, Watch, ticks_of
 from services.launcher.commands import auth
 from services.launcher.commands.status import Pages
 from services.launcher.console import ServiceLines, say
 from services.launcher.nats_server import NatsServer
+from services.launcher.own_folder import OwnFolder
 from services.launcher.serve import KINDS
 from services.launcher.session import RunFile
 from services.launcher.supervisor import (
     BACKOFF_FIRST_S,
     BACKOFF_LAST_S,
     HEALTHY_S,
+    LOOK_S,
     ServiceSpec,
     Supervisor,
     ended_how,
@@ -38,36 +42,49 @@ from shared.actor.runtime import FORCED
 from shared.client import Client, ask_all, probe
 from shared.clock import SystemClock
 from shared.config import Settings
+from shared.cores import usable_cores
 from shared.errors import HeadraceError, SetupError, WireError
 from shared.messages import Beat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
-from shared.processes import bind, http_url
+from shared.processes import bind, http_url, with_import_path
 from shared.vocab.files import resolve
 
+SHARED = ("gateway", "kv_offload")  # by all models; the other kinds are processes of one model
 _FEW_CORES = 4
+_EDGE = ("gateway", "tokenizer")  # together: what the one refuses while it drains the other must not take
+DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 
 TELL_EVERY_S = 10.0
 STATUS_S = 0.3
+ANSWER_S = 1.5  # for a nats-server that is well
 
 
-def up(settings: Settings, users: Path | None = None) -> int:
+def up(settings: Settings, users: Path | None = None, more: Sequence[str] = ()) -> int:
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
-    `users`, a folder of `headrace auth`, each service has its own credentials."""
-    _check_model(settings)
+    `users`, a folder of `headrace auth`, each service has its own credentials, and HTTP wants an API key.
+    `more` models are served beside that of the settings."""
+    if users is not None and not settings.http_keys:
+        settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
+    models = served_models(settings, more)
     if settings.http_address is not None:
-        bind(*settings.http_address).close()  # a port that is taken is told before anything starts
+        bound = bind(*settings.http_address)  # a port that is taken is told before anything starts
+        if settings.gateways > 1:  # all on the one that is free now
+            http = f"{settings.http.rpartition(':')[0]}:{bound.getsockname()[1]}"
+            settings = settings.model_copy(update={"http": http})
+        bound.close()
+    own_folder.sweep()
     with ExitStack() as stack:
         server = None
         if not settings.nats_url:
-            extra = auth.authorization(users) if users else ""
+            extra = auth.authorization(users, settings.fleet) if users else ""
             port = settings.port
             server = (
                 nats_server.start(port, extra=extra) if port else nats_server.start_by_default(extra=extra)
             )
             stack.callback(server.stop)
         url = server.url if server else settings.nats_url
-        return asyncio.run(_run(settings, server, _Logins(url, users)))
+        return asyncio.run(_run(settings, models, server, _Logins(url, users)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,44 +99,68 @@ class _Logins:
         return auth.url_of(self.users, name, self.url) if self.users else self.url
 
 
-def served_model(settings: Settings) -> str:
-    """The name clients ask for. Raises SetupError when the model is not on this machine."""
-    return settings.model_name or resolve(settings.model, settings.cache_dir).name
+def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str]:
+    """The models by the names that clients ask for. Raises SetupError when one is not on this machine, when
+    two have the same name, and for settings that fit one model alone."""
+    event_file = "" if settings.event_log == "nats" else settings.event_log
+    of_one = {
+        "model_name": settings.model_name, "model_digest": settings.model_digest, "event_log": event_file,
+    }  # fmt: skip
+    if more and (given := [name for name, value in of_one.items() if value]):
+        raise SetupError(f"{given[0]} is for one model: leave it out with several")
+    found: dict[str, str] = {}
+    for model in (settings.model, *more):
+        _check_model(settings, model)
+        name = settings.model_name or resolve(model, settings.cache_dir).name
+        if name in found:
+            raise SetupError(f"{found[name]} and {model} would both be served as {name!r}: rename one")
+        found[name] = model
+    return found
 
 
-async def _run(settings: Settings, server: NatsServer | None, logins: _Logins) -> int:
-    return await _Up(settings, server, logins).run()
+async def _run(
+    settings: Settings, models: Mapping[str, str], server: NatsServer | None, logins: _Logins
+) -> int:
+    return await _Up(settings, models, server, logins).run()
 
 
 class _Up:
     """One run: services, readiness, signals."""
 
-    def __init__(self, settings: Settings, server: NatsServer | None, logins: _Logins) -> None:
+    def __init__(
+        self, settings: Settings, models: Mapping[str, str], server: NatsServer | None, logins: _Logins
+    ) -> None:
+        """`models` by name; the first is that of the settings."""
         self._settings = settings
+        self._models = models
         self._server = server
         self._logins = logins
         self._url = logins.of(access.OPERATOR)
-        self._model = served_model(settings)
         self._http = ""  # URL of the gateway
-        self._context = ""
+        self._contexts: dict[str, str] = {}  # by model
         self._same_seed = ""  # what a seed promises
         self._started_at = time.monotonic()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self._folder = OwnFolder()
+        self._watch = Watch(self._folder.name)
         self._supervisor = self._make_supervisor()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._signals.put_nowait, number)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._signals.put_nowait, number)
         self._supervisor.start(without=self._later())
         note = session.path_for(self._settings)
         async with AsyncExitStack() as stack:
+            stack.callback(self._folder.cleanup)
             stack.callback(self._pages.close)
             stack.push_async_callback(self._supervisor.kill)
             stack.callback(session.remove, note, os.getpid())
+            stack.callback(loop.create_task(self._supervisor.watch(self._watch.silent_s)).cancel)
             if self._server is not None:
-                kept = loop.create_task(keep_running(self._server, say))
-                stack.callback(kept.cancel)
+                stack.callback(loop.create_task(keep_running(self._server, say)).cancel)
+                stack.callback(loop.create_task(watch_server(self._server, say)).cancel)
             asked = loop.create_task(self._signals.get())
             ready = loop.create_task(self._become_ready())
             failed = self._supervisor.first_failure
@@ -139,28 +180,43 @@ class _Up:
     def _later(self) -> tuple[str, ...]:
         """Kinds that start when requests are answered: importing LMCache keeps a core busy for seconds, which
         the executor wants to load the model."""
-        few_cores = (os.cpu_count() or 1) <= _FEW_CORES
+        few_cores = usable_cores() <= _FEW_CORES
         return ("kv_offload",) if few_cores and self._settings.backend != "sim" else ()
 
     def _make_supervisor(self) -> Supervisor:
         s = self._settings
-        gateways = int(s.http_address is not None)
         counts = {
-            "gateway": gateways,
+            "gateway": s.gateways if s.http_address is not None else 0,
             "tokenizer": s.tokenizers,
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
-        specs = service_specs({kind: counts.get(kind, 1) for kind in KINDS})
+        specs = service_specs({kind: counts.get(kind, 1) for kind in SHARED})
+        of_model = {kind: counts.get(kind, 1) for kind in KINDS if kind not in SHARED}
+        for name, model in self._models.items():
+            suffix = f"@{name}" if len(self._models) > 1 else ""
+            specs += service_specs(of_model, suffix, {"HEADRACE_MODEL": model})
+        specs.sort(key=lambda spec: KINDS.index(spec.kind))
         self._pages = Pages(os.environ, [spec.name for spec in specs])
-        specs = [replace(spec, env=self._env_of(spec)) for spec in specs]
-        env = {**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"}
+        specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
+        env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})
         lines = ServiceLines([spec.name for spec in specs], bare=s.log_json)
         return Supervisor(specs, env, lines)
 
+    def _argv_of(self, spec: ServiceSpec) -> tuple[str, ...]:
+        return (*spec.argv, "--beats", self._watch.path(spec.name))
+
     def _env_of(self, spec: ServiceSpec) -> dict[str, str]:
         page = self._pages.variables(spec.name)
-        return {"HEADRACE_NATS_URL": self._logins.of(spec.kind), **page}
+        own = {"HEADRACE_NATS_URL": self._logins.of(spec.kind), **self._classes_of(spec)}
+        return {**spec.env, **own, **page}
+
+    def _classes_of(self, spec: ServiceSpec) -> dict[str, str]:
+        """What tenants may use, of the credentials in force."""
+        if spec.kind != "tokenizer" or self._logins.users is None or self._settings.tenant_classes:
+            return {}
+        path = self._logins.users / "tokenizer" / auth.CLASSES
+        return {"HEADRACE_TENANT_CLASSES": str(path.resolve())} if path.exists() else {}
 
     async def _become_ready(self) -> None:
         # These imports take longer than the server's start: the services are on their way already.
@@ -169,8 +225,8 @@ class _Up:
         bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
         try:
             readiness = Readiness(bus, self._settings.fleet)
-            await readiness.wait(self._model, say)
-            self._context = readiness.context(self._model)
+            await readiness.wait(list(self._models), say)
+            self._contexts = {model: readiness.context(model) for model in self._models}
             dtype = await readiness.dtype()
             self._same_seed = same_seed(dtype, deterministic=self._settings.deterministic)
             if (address := self._settings.http_address) is not None:
@@ -185,21 +241,24 @@ class _Up:
             fleet=self._settings.fleet,
             nats_url=self._url,
             monitoring_url=monitoring,
-            model=self._model,
+            model=next(iter(self._models)),
         )
-        note.write(session.path_for(self._settings))
-        subject = subjects.generate(subjects.DEFAULT_TENANT, self._model)
-        rows = {
-            "model": self._model,
-            "context": self._context,
-            "NATS": access.shown(self._url),
-            "monitoring": monitoring,
-            "publish to": subject,
-            "OpenAI API": f"{self._http}/v1" if self._http else "",
-            "metrics": self._pages.shown(),
-            "same seed": self._same_seed,
-        }
-        for name, value in rows.items():
+        try:
+            note.write(session.path_for(self._settings))
+        except OSError as error:
+            say(f"other commands need --nats-url {access.shown(self._url)}: no note for them ({error})")
+        contexts = self._contexts.items()
+        rows = [
+            *(row for model, context in contexts for row in (("model", model), ("context", context))),
+            ("NATS", access.shown(self._url)),
+            ("monitoring", monitoring),
+            *(("publish to", subjects.generate(subjects.DEFAULT_TENANT, model)) for model in self._models),
+            ("OpenAI API", f"{self._http}/v1" if self._http else ""),
+            ("API keys", self._settings.http_keys if self._http else ""),
+            ("metrics", self._pages.shown()),
+            ("same seed", self._same_seed),
+        ]
+        for name, value in rows:
             if value:
                 say(f"  {name + ':':<12}{console.bold(value)}")
         say(f"ready after {time.monotonic() - self._started_at:.1f} s")
@@ -210,7 +269,7 @@ class _Up:
         say("draining: no new requests, running ones end; a second Ctrl-C kills")
         loop = asyncio.get_running_loop()
         drained = loop.create_task(
-            self._supervisor.drain(KINDS, self._settings.drain_timeout_s, _countdown())
+            self._supervisor.drain(DRAIN_ORDER, self._settings.drain_timeout_s, _countdown())
         )
         again = loop.create_task(self._signals.get())
         either: set[asyncio.Future[Any]] = {drained, again}
@@ -236,18 +295,18 @@ def _countdown() -> Callable[[int, str], None]:
     return tell
 
 
-def _check_model(settings: Settings) -> None:
+def _check_model(settings: Settings, model: str) -> None:
     """Fetch the default model where it is missing. Raises SetupError for any other that is missing."""
     from services.launcher.commands.pull import pull
     from shared.vocab.files import DEFAULT_MODEL
 
     try:
-        resolve(settings.model, settings.cache_dir)
+        resolve(model, settings.cache_dir)
     except SetupError:
-        if settings.model != DEFAULT_MODEL:
+        if model != DEFAULT_MODEL:
             raise
-        say(f"the model {settings.model} is not here yet: fetching it once")
-        pull(settings.model, settings.cache_dir, say)
+        say(f"the model {model} is not here yet: fetching it once")
+        pull(model, settings.cache_dir, say)
         sys.stdout.flush()
 
 
@@ -273,6 +332,33 @@ async def keep_running(server: NatsServer, tell: Callable[[str], None]) -> None:
                 runs = True
             except (SetupError, OSError, subprocess.SubprocessError) as error:
                 what = f"did not start ({error})"
+
+
+async def watch_server(server: NatsServer, tell: Callable[[str], None]) -> None:
+    """Kill `server` when it hangs, until cancelled: whoever keeps it running starts it again."""
+    silences = Silences()
+    while True:
+        await asyncio.sleep(LOOK_S)
+        pid = server.process.pid
+        ticks = None if await _answers(server.monitoring_url) else ticks_of(pid)
+        silent_s = silences.seconds("", None if ticks is None else (pid, ticks), time.monotonic())
+        if silent_s >= HANGS_S:
+            tell(f"nats-server has not answered for {silent_s:.0f} s and used no CPU: killed")
+            server.process.kill()
+
+
+async def _answers(url: str) -> bool:
+    """Whether the HTTP server at `url` says anything."""
+    where = urlsplit(url)
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            try:
+                writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
+                return bool(await reader.readline())
+            finally:
+                writer.close()
+    return False
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:
@@ -318,16 +404,20 @@ class Readiness:
         self._clock = SystemClock()
         self._beaten = asyncio.Event()
 
-    async def wait(self, model: str, tell: Callable[[str], None]) -> None:
-        """Return once a request to `model` has been answered. `tell` hears what is missing, at times.
+    async def wait(self, models: Sequence[str], tell: Callable[[str], None]) -> None:
+        """Return once a request to each of `models` was answered. `tell` hears what is missing, at times.
 
         Raises the request's error when it is not of the kind that passes.
         """
         await self._bus.subscribe(subjects.beat_all(self._fleet), self._on_beat)
         client = await Client.open(self._bus)
         self._bus.publish(subjects.beat_ask(self._fleet), b"")
+        for model in models:
+            await self._answered(client, model, tell)
+
+    async def _answered(self, client: Client, model: str, tell: Callable[[str], None]) -> None:
         while True:
-            await self._wait_for_beats(tell)
+            await self._wait_for_beats(model, tell)
             try:
                 await probe(client, model)
             except HeadraceError as error:
@@ -359,8 +449,8 @@ class Readiness:
         found = await ask_all(self._bus, subjects.STATUS, STATUS_S)
         return next((str(status["dtype"]) for status in found if status.get("dtype")), "")
 
-    async def _wait_for_beats(self, tell: Callable[[str], None]) -> None:
-        while gone := missing(self._peers):
+    async def _wait_for_beats(self, model: str, tell: Callable[[str], None]) -> None:
+        while gone := missing(self._peers, model):
             await self._next_beat(tell, ", ".join(gone))
 
     async def _next_beat(self, tell: Callable[[str], None], why: str) -> None:

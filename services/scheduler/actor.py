@@ -27,11 +27,11 @@ from services.scheduler.state.requests import (
 from services.scheduler.state.state import Limits, State
 from services.scheduler.state.step_log import StepSpan, step_spans, step_trace
 from shared.actor.mailbox import Port
-from shared.actor.membership import Peer
+from shared.actor.membership import Peer, unnoticed_us
 from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
 from shared.messages import Cancel, Message, Tokenized
-from shared.nats import subjects
+from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.replies import to_json
 from shared.telemetry.readings import Readings
@@ -62,7 +62,7 @@ class SchedulerActor(Actor):
         self._core.state.next_seq = port.epoch % 2**30 + 1  # no number means another sequence after a restart
         if self._event_log:
             self._recorder = await attach(self._core, port, self._event_log, self._model)
-        await port.bus.subscribe(subjects.CANCEL_ALL, self._on_cancel)
+        await port.bus.subscribe(subjects.CANCEL_ALL, port.guarded(self._on_cancel))
         await port.bus.subscribe(
             subjects.TRACE_ALL, lambda asked: answer_trace(port, self._core.state, asked)
         )
@@ -74,13 +74,17 @@ class SchedulerActor(Actor):
         self._handle(Arrived(source, message, trace, transit_us))
 
     def on_peer(self, peer: Peer) -> None:
-        if peer.beat.kind == "kv_offload":
+        beat = peer.beat
+        if beat.kind == "kv_offload":
             self._handle(_tier_event(peer))
-        elif peer.beat.state == "ready":
-            beat = peer.beat
+        elif beat.model != self._model:
+            return  # a detokenizer of another model has another vocabulary
+        elif beat.scheduler not in ("", self._port.actor):
+            self._handle(PeerLost(beat.kind, beat.actor, died=False))
+        elif beat.state == "ready":
             self._handle(PeerReady(beat.kind, beat.actor, peer.epoch, beat.arena_generation))
-        elif peer.beat.state == "draining":
-            self._handle(PeerDraining(peer.beat.kind, peer.beat.actor))
+        elif beat.state == "draining":
+            self._handle(PeerDraining(beat.kind, beat.actor))
 
     def on_peer_gone(self, peer: Peer) -> None:
         self._handle(_lost(peer.beat.kind, peer.beat.actor))
@@ -173,7 +177,7 @@ def answer_trace(port: Port, state: State, asked: Delivery) -> None:
         request = subjects.name_at(asked.subject, 3)
     except ValueError:
         request = ""  # of no request: the answer is "unknown"
-    if subjects.is_inbox(asked.reply):
+    if access.answerable(port.bus, asked):
         offset_us = port.clock.wall_us() - port.clock.now_us()
         body = traces.answer(state, request, offset_us, steps=asked.data == subjects.TRACE_STEPS)
         port.bus.publish(asked.reply, to_json(body))
@@ -192,6 +196,7 @@ def build(settings: Settings) -> SchedulerActor:
         classes=requests.parse(settings.slo),
         model_digest=settings.model_digest,
         accept_mixed=settings.accept_mixed,
+        ended_within_us=unnoticed_us(settings.beat_interval_ms * 1000),
     )
     model = settings.model_name or served_name(settings.model)
     return SchedulerActor(limits, model, settings.event_log)

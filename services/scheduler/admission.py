@@ -1,7 +1,9 @@
 """Admission: the first that waits starts as soon as an executor has what it needs.
 
-Units are taken strictly in the order of the queue, so that a large one is never overtaken for ever. Where
-one must wait, sequences of lower classes may have to give way.
+Units are taken in the order of the queue. One that must wait keeps an executor for itself, on which nobody
+behind it starts, so that a large one is never overtaken for ever; on the others those behind it do. Of a
+request with several choices those start for which there is room, the others wait on. Where the first must
+wait, sequences of lower classes may have to give way, and those of a tenant that has more than its share.
 
 A request under which executors have died is a suspect: it may be what they die of. From the second death on
 it is on trial, until it has come well past the token where the last one died. An executor tries one at a
@@ -11,7 +13,7 @@ and the others are not (recovery.py). So a poison ends after three deaths, and n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.scheduler import (
     arrival,
@@ -40,14 +42,23 @@ PAST = 8  # tokens of each choice since its place, or since the death: some were
 
 @dataclass(slots=True)  # not frozen: to set its fields would cost three times as much
 class Offer:
-    """An executor that can start a unit now: the cached blocks of its prompt, the one with its tail if it was
-    paused, and what it promises."""
+    """An executor that can start a unit now, or some of its choices: the cached blocks of its prompt, the one
+    with its tail if it was paused, and what it promises to each that starts."""
 
     executor: Executor
     hits: list[int]
     tail: int | None
     promises: list[int]
     option: Option
+
+
+@dataclass(slots=True)
+class Kept:
+    """What those that must wait have to themselves: executors, by source; `asks`: one of them will start as
+    soon as a tier answers."""
+
+    executors: set[str] = field(default_factory=set)
+    asks: bool = False
 
 
 def admit(state: State) -> None:
@@ -57,37 +68,83 @@ def admit(state: State) -> None:
         return
     waiting.age(state.now_us)
     for model in sorted({e.hello.model for e in state.executors.values()}):
-        while (unit := waiting.first(model)) is not None and _admit(state, unit):
-            pass
+        while (unit := waiting.first(model, _running(state, model))) is not None:
+            if state.stuck and state.stuck == _seen(state, unit):
+                break
+            if not _admit(state, unit, kept := Kept()):
+                _admit_others(state, unit, kept)
+                break
 
 
-def _admit(state: State, unit: Unit) -> bool:
-    """Start the first unit of the queue, or set it aside; False when it must wait."""
-    executors = state.executors.values()
-    if state.stuck and state.stuck == _seen(state, unit):
-        return False
-    offers = [offer for e in executors if (offer := _offer(state, e, unit)) is not None]
+def _running(state: State, model: str) -> set[str]:
+    """The tenants of whom something runs."""
+    here = [e.tenants for e in state.executors.values() if e.hello.model == model]
+    return set().union(*here)
+
+
+def _admit(state: State, unit: Unit, kept: Kept) -> bool:
+    """Start a unit, or some of its choices, on an executor that nobody before it keeps, or set it aside.
+    False when it must wait, and keeps one, too."""
+    first, executors = not kept.executors, list(state.executors.values())
+    free = [e for e in executors if e.source not in kept.executors]
+    offers = [offer for e in free if (offer := _offer(state, e, unit)) is not None]
     if offers:
-        if lookups.pending(state, unit):
-            return False
-        _start(state, _place(state, offers), unit)
-        return True
+        offer = _place(state, offers)
+        if not lookups.pending(state, unit):
+            _start(state, offer, unit)
+            return True
+        kept.asks = True
+        kept.executors.add(offer.option.source)
+        return False
     if why := model_kinds.stranded(state, unit.request):
         finish.fail(state, unit.request, Unavailable.code, why, RETRY_AFTER_MS)
         return True
-    if not any(model_kinds.serves(e, unit.request) and headroom.holds(e, unit) for e in executors):
+    able = [e for e in executors if model_kinds.serves(e, unit.request) and headroom.holds(e, unit)]
+    if not able:
         state.waiting.park(unit)  # it was accepted for a larger executor, now gone or about to go
         return True
-    if preemption.give_way(state, unit):
+    if first and preemption.give_way(state, unit):
         return True
-    lookups.refresh(state, unit)
-    state.stuck = _seen(state, unit)
+    if first:
+        lookups.refresh(state, unit)
+    _keep(state, unit, [e for e in able if e in free], kept)
     return False
 
 
+def _keep(state: State, unit: Unit, able: list[Executor], kept: Kept) -> None:
+    """Keep the executor on which a unit will start: once chosen it stays, or others would take all room
+    that comes, here and there in turn."""
+    sources = [e.source for e in able]
+    if unit.keeps not in sources and able:
+        unit.keeps = min(
+            able, key=lambda e: (_lacks(state, e, unit) if len(able) > 1 else 0, e.source)
+        ).source
+    if unit.keeps in sources:
+        kept.executors.add(unit.keeps)
+
+
+def _lacks(state: State, executor: Executor, unit: Unit) -> int:
+    return sum(max(lack, 0) for lack in headroom.lacking(state, executor, unit))
+
+
+def _admit_others(state: State, first: Unit, kept: Kept) -> None:
+    """Those behind the first, which waits, start where it will not. What must change before any of them may
+    is noted, unless a tier is about to answer."""
+    model = first.request.asked.model
+    open_to = {e.source for e in state.executors.values() if e.hello.model == model and e.ledger.free_slots}
+    if not open_to <= kept.executors:
+        for unit in state.waiting.behind(model, first):
+            if unit.line is not None:
+                _admit(state, unit, kept)
+            if open_to <= kept.executors:
+                break
+    if not kept.asks:
+        state.stuck = _seen(state, first)
+
+
 def _seen(state: State, unit: Unit) -> tuple[int, ...]:
-    """What must change before a unit that had to wait may start."""
-    seen = [unit.number]
+    """What must change before a unit that had to wait may start, or, on another executor, one behind it."""
+    seen = [unit.number, unit.level, state.next_seq if len(state.executors) > 1 else 0]
     for e in state.executors.values():
         seen += e.step, e.ledger.free_blocks, e.ledger.reserved, e.ledger.free_slots, e.draining
     return tuple(seen)
@@ -101,18 +158,20 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
         return None  # the places that come are for who runs
     if not _safe(executor, unit):
         return None
-    if ledger.free_slots < len(unit.sequences) or not _joins(state, executor):
+    if not ledger.free_slots or not _joins(state, executor):
         return None
     hits = prefix_cache.lookup(executor, head)
     tail = prefix_cache.tail_block(executor, head, len(hits))
     present = hits if tail is None else [*hits, tail]
-    promises = headroom.promises(state, executor, unit)
+    promises = headroom.promises(state, executor, unit)[: ledger.free_slots]
     promises[0] = max(promises[0] - len(present), 0)
-    blocks, slots, taken = sum(promises), len(promises), ledger.free_taken_by(present)
-    plenty = ledger.can_admit(blocks + most_spare_blocks(state, executor, head), slots, taken)
+    slots, taken = len(promises), ledger.free_taken_by(present)
+    plenty = ledger.can_admit(sum(promises) + most_spare_blocks(state, executor, head), slots, taken)
     if not plenty:
-        spare = spare_blocks(state, executor, unit.sequences)
-        if not ledger.can_admit(blocks + spare, slots, taken):
+        spare = spare_blocks(state, executor, unit.sequences[:slots])
+        while promises and not ledger.can_admit(sum(promises) + spare, len(promises), taken):
+            promises.pop()
+        if not promises:
             return None
     room = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
     option = Option(executor.source, len(hits) * hello.block_tokens, room, len(executor.running))
@@ -162,15 +221,18 @@ def _place(state: State, offers: list[Offer]) -> Offer:
 
 
 def _start(state: State, offer: Offer, unit: Unit) -> None:
-    executor, leader, request = offer.executor, unit.sequences[0], unit.request
-    state.waiting.remove(unit)
+    executor, leader, request, level = offer.executor, unit.sequences[0], unit.request, unit.level
+    if (begins := len(offer.promises)) < len(unit.sequences):
+        unit = state.waiting.split(unit, begins)
+    else:
+        state.waiting.remove(unit)
     if request.model_digest != executor.hello.model_digest:
         request.model_digest = executor.hello.model_digest
         arrival.leave_asked(state, request)
     for sequence, blocks in zip(unit.sequences, offer.promises, strict=True):
         executor.ledger.reserve(blocks)
         executor.generation += 1
-        sequence.phase, sequence.reserved = Phase.RUNNING, blocks
+        sequence.phase, sequence.reserved, sequence.level = Phase.RUNNING, blocks, level
         sequence.executor, sequence.slot = executor.hello.executor, executor.ledger.take_slot()
         sequence.last_executor = sequence.executor
         sequence.generation = executor.generation

@@ -11,7 +11,7 @@ from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.state import State
 from services.scheduler.state.waiting_queue import Unit
 from shared.kv_blocks import choice_seed, rendezvous
-from shared.messages import Accepted, Cancel, Detached, Open, Tokenized
+from shared.messages import MOVED, Accepted, Cancel, Close, Detached, Open, Tokenized
 
 CLIENT = "client"  # source of what comes from no service
 MAX_TOMBSTONES = 10_000  # then the oldest go: anybody may cancel what never was
@@ -84,6 +84,22 @@ def leave_asked(state: State, request: Request) -> None:
         began_us = [s.first_token_us - request.arrival_us for s in request.sequences if s.first_token_us]
         asked = dataclasses.replace(asked, age_us=age_us, first_us=min(began_us, default=0))
     state.send(f"detokenizer.{request.shard}", asked, request.trace)
+    leave_copy(state, request)
+
+
+def leave_copy(state: State, request: Request) -> None:
+    """Leave what was asked at another detokenizer, too, if there is one: should this scheduler die together
+    with the request's own, that one asks another scheduler to begin again."""
+    others = [shard for shard in state.detokenizers if shard != request.shard]
+    request.keeper = rendezvous(request.asked.request, others) if others else ""
+    if request.keeper:
+        copy = dataclasses.replace(
+            request.asked,
+            shard=request.shard,
+            attempt=request.attempt,
+            age_us=max(state.now_us - request.arrival_us, 0),
+        )
+        state.send(f"detokenizer.{request.keeper}", copy, request.trace)
 
 
 def open_sequences(state: State, request: Request) -> None:
@@ -125,7 +141,12 @@ def cancel(state: State, source: str, message: Cancel) -> None:
     key = (message.tenant, message.request)
     request = state.requests.get(key)
     if request is not None:
-        finish.fail(state, request, 499, "cancelled by the client")
+        if message.code == MOVED:  # its own detokenizer, should it live, has nothing more to say
+            for sequence in request.sequences:
+                moved = Close(seq=sequence.seq, final=0, reason="moved")
+                state.send(f"detokenizer.{request.shard}", moved)
+        code, why = (message.code, message.message) if message.code else (499, "cancelled by the client")
+        finish.fail(state, request, code, why)
     elif source == CLIENT and key not in state.recent.traces and key not in state.refused:
         if len(state.tombstones) >= MAX_TOMBSTONES:
             del state.tombstones[next(iter(state.tombstones))]

@@ -128,8 +128,9 @@ class Scheduler:
                 if generation >= 0:
                     tiers.maps(state, actor, generation)
                 recovery.executor_back(state, actor)
-            case PeerLost("executor", actor):
-                recovery.drop_executor(state, actor, "the executor is gone", died=True)
+            case PeerLost("executor", actor, died):
+                why = "the executor is gone" if died else "the executor belongs to another scheduler now"
+                recovery.drop_executor(state, actor, why, died=died)
                 recovery.executor_leaves(state, actor)
                 state.tiers.mapped.pop(actor, None)
             case TierReady():

@@ -12,8 +12,6 @@ from shared.errors import drain_over
 from shared.messages import Close, Ended, StopFound
 from shared.telemetry.traces import Reply
 
-ENDED_WITHIN_US = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
-# have to tell the client. After that the record closes without its word; memory is long free.
 TOMBSTONE_US = 60_000_000
 
 
@@ -133,7 +131,7 @@ def _close(state: State, sequence: Sequence, final: int, reason: str) -> Close:
 def send_close(state: State, sequence: Sequence) -> None:
     """(Re)send the Close of a sequence to its shard, and wait for its Ended."""
     request = sequence.request
-    sequence.close_deadline_us = state.now_us + ENDED_WITHIN_US
+    sequence.close_deadline_us = state.now_us + state.limits.ended_within_us
     state.watch(due_at_us(sequence), sequence.seq)
     if request.shard and sequence.close is not None:
         state.send(f"detokenizer.{request.shard}", sequence.close, request.trace)

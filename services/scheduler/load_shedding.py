@@ -1,7 +1,8 @@
 """The door refuses requests, and says why and when to try again. What is refused holds nothing.
 
 A request is refused that can never be served here, that finds no room to wait, or whose first token would
-come after the limit of its class: `ttft_us` predicts when that is.
+come after the limit of its class: `ttft_us` predicts when that is. Room to wait is shared: where it is full a
+tenant is refused that has its equal part, and one that waits for nothing never.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from services.scheduler.overlap import MIN_SEEN
 from services.scheduler.state import requests
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
+from services.scheduler.state.waiting_queue import MAX_CLIENTS, Held
 from shared.codec import MAX_TOKENS
+from shared.fair_share import over_share
 from shared.kv_blocks import blocks_for
 from shared.messages import Rejected, Tokenized, rejection
 from shared.step_model import StepShape
@@ -118,24 +121,33 @@ def _no_room(state: State, asked: Tokenized) -> Refusal | None:
     """Why a request may not wait here now; None: it may."""
     if not state.detokenizers:
         return 503, "no detokenizer is ready: see `headrace status`", RETRY_AFTER_MS
-    if _full(state, asked):
-        return 429, f"{len(state.waiting)} requests are waiting: try again later", RETRY_AFTER_MS
+    own = state.waiting.tenants.get(asked.tenant)
+    if own is None and len(state.waiting.tenants) < MAX_CLIENTS:
+        return None  # whoever waits for nothing may wait: a retry would find no better moment
+    if _full(state, asked, own or Held()):
+        waits = f"{len(state.waiting)} requests are waiting, {own.units if own else 0} of them yours"
+        return 429, f"{waits}: try again later", RETRY_AFTER_MS
     return _too_late(state, asked)
 
 
-def _full(state: State, asked: Tokenized) -> bool:
-    """True when the request may not wait. An empty queue takes any: a retry would not find it emptier."""
+def _full(state: State, asked: Tokenized, own: Held) -> bool:
+    """True when the request may not wait: the queue is full, and its tenant has an equal part of it."""
     waiting, limits = state.waiting, state.limits
-    if not waiting or len(waiting) >= limits.max_waiting:
-        return bool(waiting)
-    return waiting.held_tokens + asked.n * len(asked.tokens) > limits.max_waiting_tokens
+    tenants = max(len(waiting.tenants), 1)
+    units, tokens = 1, asked.n * len(asked.tokens)
+    return over_share(own.units + units, len(waiting) + units, limits.max_waiting, tenants) or over_share(
+        own.tokens + tokens, waiting.held_tokens + tokens, limits.max_waiting_tokens, tenants
+    )
 
 
 def _too_late(state: State, asked: Tokenized) -> Refusal | None:
     """Refuse now what would get its first token after its class's limit: waiting would only cost it time,
-    and everybody else."""
+    and everybody else. Whoever finds nobody ahead is never refused: nothing is quicker than to try."""
     level = requests.level_of(asked.slo_class)
     limit_us = state.limits.classes[level].ttft_us
+    units, _ = state.waiting.ahead(asked.model, (asked.tenant, level))
+    if not units and not all(e.running for e in _serving(state, asked)):
+        return None
     if not limit_us or (wait_us := ttft_us(state, asked, level)) <= limit_us:
         return None
     message = (
@@ -204,10 +216,10 @@ def ttft_us(state: State, asked: Tokenized, level: int) -> int:
         return 0
     units, tokens = state.waiting.ahead(asked.model, (asked.tenant, level))
     ahead = tokens + sum(_prompt_left(e, level) for e in executors) + len(asked.tokens)
-    speed = sum(1_000_000_000 // max(_ns_per_token(e), 1) for e in executors)  # tokens a second
+    speed = sum(1_000_000_000_000 // max(_ns_per_token(e), 1) for e in executors)  # tokens in 1,000 s
     queue = Queue(level, units // len(executors) + asked.n, tokens // len(executors) + len(asked.tokens))
     wait_us = min(_place_us(state, e, queue) for e in executors)
-    return ahead * 1_000_000 // max(speed, 1) + wait_us + min(e.costs.loop_us for e in executors)
+    return ahead * 1_000_000_000 // max(speed, 1) + wait_us + min(e.costs.loop_us for e in executors)
 
 
 def _prompt_left(executor: Executor, level: int) -> int:

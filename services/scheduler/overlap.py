@@ -6,8 +6,10 @@
 
 T is a step's time, L the way there and back with the host's work on the result. A row is host-fed when
 its next input needs the host (logits processors): it is planned again only after its result, so run_ahead
-takes such rows into every other step only. `auto` takes what promises most rows a second, and leaves the
-mode it is in for 3 % at least. A guard measures: a mode that is slower than single is dropped.
+takes such rows into every other step only. A row whose end nobody could foresee (a stop id, a stop string, a
+cancel) is computed for nothing in each step ahead; how often that happens is measured, in any mode. `auto`
+takes what promises most rows a second, and leaves the mode it is in for 1 % at least. A guard measures: a
+mode that is slower than single is dropped.
 
 In two_batch a sequence keeps its half, A or B, so that its rows meet the same others. `balance` keeps the
 halves even by the KV they read, plus a constant for the row: where they are uneven the longer one sets the
@@ -24,11 +26,13 @@ from services.scheduler.state.state import Executor, State
 from shared.step_model import StepShape
 
 MODES = ("single", "run_ahead", "two_batch")
-DWELL_STEPS = 32
-MARGIN_PM = 30
+DWELL_STEPS = 16
+MARGIN_PM = 10
 MIN_SEEN = 16  # steps, before costs mean anything
 PROBE_EVERY, PROBE_STEPS = 4_096, 16
+PROBE_US = 100_000  # at most, but two steps at least: a probe of long steps is short
 WORSE_PM = 20
+ALIKE_PM = 100  # what two measures are compared at: their steps differ by no more
 
 ROW_TOKENS = 256  # a row costs about as much as reading so many tokens of context
 UNEVEN_PM = 150  # of what both halves read
@@ -43,7 +47,8 @@ class Load:
     kv_tokens: int
     stages: int
     window: int
-    mean_output: int  # tokens of an answer: one row in so many is wasted for each step ahead
+    cut: float = 0.0  # of the rows, ended unforeseen: so many are wasted for each step ahead
+    chunk_us: int = 0  # of prompt chunks, each time that all rows advance
 
 
 def mode_of(state: State, executor: Executor) -> tuple[str, int]:
@@ -85,7 +90,7 @@ def rate(mode: str, load: Load, costs: Costs) -> int:
         return _rate(rows, _step_us(costs, load, rows) + loop_us + costs.host_us(hosted))
     if mode == "two_batch":
         a, b = rows - rows // 2, rows // 2
-        a_us, b_us = _step_us(costs, load, a), _step_us(costs, load, b)
+        a_us, b_us = _step_us(costs, load, a, 2), _step_us(costs, load, b, 2)
         latency_us = a_us + loop_us + costs.host_us(hosted - hosted // 2)
         return _rate(rows, max((a_us + b_us) // load.stages, latency_us, costs.host_us(hosted)))
     alternating = hosted - hosted // 2
@@ -93,7 +98,7 @@ def rate(mode: str, load: Load, costs: Costs) -> int:
     step_us, host_us = _step_us(costs, load, in_step), costs.host_us(alternating)
     steps = 2 if hosted else depth(step_us, loop_us, load.window)
     gained = _rate(in_step, max(step_us, (step_us + loop_us + host_us) // steps, host_us))
-    return gained * load.mean_output // (load.mean_output + steps - 1)
+    return int(gained / (1.0 + load.cut * (steps - 1)))
 
 
 def _auto(state: State, executor: Executor) -> str:
@@ -107,8 +112,9 @@ def _auto(state: State, executor: Executor) -> str:
     elif pace.mode and alike and step - pace.since_step < DWELL_STEPS:
         return pace.mode
     elif pace.mode not in ("", "single") and pace.rows and step - pace.probed_step >= PROBE_EVERY:
-        pace.before, pace.probe_until = pace.speed, step + PROBE_STEPS
-        pace.measure_from = step + PROBE_STEPS // 4  # the first results are still of the mode before
+        steps = min(PROBE_STEPS, max(2, PROBE_US // max(pace.step_us, 1)))
+        pace.before, pace.probe_until = pace.speed, step + steps
+        pace.measure_from = step + max(steps // 4, 1)  # the first results are still of the mode before
         return "single"
     mode = choose(_load(state, executor), executor.costs, pace.mode)
     if mode == pace.banned and step < pace.banned_until:
@@ -134,28 +140,36 @@ def slower(mode: str, of_mode: Speed, of_single: Speed) -> bool:
     if not (of_mode.steps and of_single.steps and of_single.took_us and of_mode.took_us):
         return False
     if mode == "run_ahead":
+        if not _alike(of_mode.took_us * of_single.steps, of_single.took_us * of_mode.steps):
+            return False
         return of_mode.us * of_single.took_us * (1000 - WORSE_PM) > of_single.us * of_mode.took_us * 1000
     mine, other = 2 * of_mode.rows * of_single.steps, of_single.rows * of_mode.steps
-    if abs(mine - other) * 10 > other:
+    if not _alike(mine, other):
         return False
     return of_mode.rows * of_single.us * 1000 < of_single.rows * of_mode.us * (1000 - WORSE_PM)
 
 
+def _alike(mine: int, other: int) -> bool:
+    return abs(mine - other) * 1_000 <= other * ALIKE_PM
+
+
 def _load(state: State, executor: Executor) -> Load:
-    running = executor.running
+    running, pace = executor.running, executor.pace
     return Load(
         rows=len(running),
         host_fed=executor.host_fed,
         kv_tokens=sum(s.computed for s in running),
         stages=executor.hello.stages,
         window=state.limits.window,
-        mean_output=state.mean_output,
+        cut=pace.cut / max(pace.sampled, 1.0),
+        chunk_us=pace.chunk_us * (2 if pace.mode == "two_batch" else 1),
     )
 
 
-def _step_us(costs: Costs, load: Load, rows: int) -> int:
+def _step_us(costs: Costs, load: Load, rows: int, parts: int = 1) -> int:
+    """Of a step with so many of the rows, and one of `parts` of the chunks."""
     kv_tokens = load.kv_tokens * rows // max(load.rows, 1)
-    return costs.predict_us(StepShape(rows, rows, kv_tokens, kv_tokens))
+    return costs.predict_us(StepShape(rows, rows, kv_tokens, kv_tokens)) + load.chunk_us // parts
 
 
 def _rate(rows: int, period_us: int) -> int:

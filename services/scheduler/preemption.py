@@ -4,18 +4,20 @@ A paused sequence waits with all its tokens, and comes back by prefix lookup: wh
 or in a tier below, is not computed again. `withdraw` is how any sequence leaves its executor, and
 `wait_again` how it gets back into the queue.
 
-Nobody is paused for one of a lower class. Whoever has just come back is spared, and so is who would free
-nothing, where there is another. After three pauses a sequence is pinned: promised all it may ever need, so
-that it is never short and nobody's victim. Every pause is noted with its reason and candidates: the blocks
-that each would free, those that a tier below holds, and what bringing back or computing the rest would cost.
+Nobody is paused for one of a lower class; a class is the one that a request counts as, which may have risen
+while it waited. But a tenant of which nothing runs takes a place from those that have more than an equal
+part, whatever their class, and who has more than that takes none from who has not. Whoever has just come back
+is spared, and so is who would free nothing, where there is another. After three pauses a sequence is pinned:
+promised all it may ever need, so that it is never short and nobody's victim. Every pause is noted with its
+reason and candidates: the blocks that each would free, those that a tier below holds, and what bringing back
+or computing the rest would cost.
 """
 
 from __future__ import annotations
 
 from services.scheduler import headroom, model_kinds, prefix_cache
-from services.scheduler.headroom import lacking
 from services.scheduler.recompute_cost import Recompute
-from services.scheduler.state.requests import PIN_AFTER, Phase, Sequence
+from services.scheduler.state.requests import NAMES, PIN_AFTER, Phase, Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.waiting_queue import Unit
 from shared.messages import SlotClose
@@ -32,8 +34,8 @@ def make_room(state: State, executor: Executor) -> int:
     while needy := headroom.needy(executor):
         if len(needy) <= ledger.free_blocks - ledger.reserved + ledger.coming_blocks:
             break
-        first = min(needy, key=lambda s: (s.request.level, s.request.arrival_us, s.seq))
-        candidates = _candidates(state, executor, first.request.level)
+        first = min(needy, key=lambda s: (s.level, s.request.arrival_us, s.seq))
+        candidates = _candidates(state, executor, _may_give(executor, first))
         victim = state.limits.policy.the("victim")(candidates)[0]
         headroom.paused(executor)
         why = f"{len(needy)} rows need a block, the oldest is of seq {first.seq}"
@@ -42,25 +44,97 @@ def make_room(state: State, executor: Executor) -> int:
 
 
 def give_way(state: State, unit: Unit) -> bool:
-    """Pause sequences of lower classes, as many as the unit needs to start on their executor. True when some
-    were: where no step is in flight their memory is free at once."""
-    level = unit.request.level
-    for executor in state.executors.values():
-        if not any(executor.levels[level + 1 :]) or not model_kinds.serves(executor, unit.request):
+    """Pause sequences of lower classes, as many as the unit needs to start on their executor, or its first
+    choice; or, for that one, of tenants that have more than their share. True when some were: where no step
+    is in flight their memory is free at once."""
+    tenant, one = unit.client[0], unit
+    if len(unit.sequences) > 1:
+        one = Unit(unit.request, unit.sequences[:1], unit.number)
+    serving = [e for e in state.executors.values() if model_kinds.serves(e, unit.request)]
+    last = unit.level == len(NAMES) - 1
+    comes = not (unit.resumes or last or any(tenant in e.tenants for e in serving))
+    for executor in serving:
+        lower = _of_lower_class(executor, unit)
+        over = _of_who_has_more(state, executor, one) if comes else []
+        if not lower and not over:
             continue
-        candidates = _candidates(state, executor, level + 1)
-        blocks, slots = lacking(state, executor, unit)
-        if max(blocks, slots) <= 0:
+        if max(headroom.lacking(state, executor, one)) <= 0:
             return False  # enough is on its way
-        if len(candidates) < slots or sum(len(s.table) + s.reserved for s in candidates) < blocks:
-            continue
         why = f"seq {unit.number} of class {unit.request.asked.slo_class} needs its place"
-        for victim in state.limits.policy.the("victim")(candidates):
-            pause(state, executor, victim, why, candidates)
-            if max(lacking(state, executor, unit)) <= 0:
-                break
-        return True
+        for part in (unit, one) if one is not unit else (unit,):
+            if _make_way(state, executor, part, lower, why):
+                return True
+        if _make_way(state, executor, one, over, f"nothing of tenant {tenant!r} runs: {why}"):
+            return True
     return False
+
+
+def _of_lower_class(executor: Executor, unit: Unit) -> list[Sequence]:
+    """Those that a unit may take the place of by its class. A tenant that has more than its share takes from
+    itself and its like alone."""
+    if not any(executor.levels[unit.level + 1 :]):
+        return []
+    lower = _from_level(executor, unit.level + 1)
+    over = _over_share(executor, len(executor.tenants))
+    return [s for s in lower if s.tenant in over] if unit.client[0] in over else lower
+
+
+def _of_who_has_more(state: State, executor: Executor, one: Unit) -> list[Sequence]:
+    """Those that the only choice of a tenant may take the place of, if it fits in an equal part. Whose only
+    one it is keeps it from a lower class."""
+    tenants = len(executor.tenants) + 1
+    if sum(headroom.promises(state, executor, one)) * tenants > executor.ledger.blocks:
+        return []
+    over = _over_share(executor, tenants)
+    return [
+        s
+        for s in executor.running
+        if s.tenant in over and (executor.tenants[s.tenant] > 1 or s.level >= one.level)
+    ]
+
+
+def _make_way(state: State, executor: Executor, unit: Unit, running: list[Sequence], why: str) -> bool:
+    """Pause as many of the `running` ones as a unit needs; none where they are too few."""
+    candidates = _candidates(state, executor, running)
+    blocks, slots = headroom.lacking(state, executor, unit)
+    if len(candidates) < max(slots, 1) or sum(len(s.table) + s.reserved for s in candidates) < blocks:
+        return False
+    for victim in state.limits.policy.the("victim")(candidates):
+        pause(state, executor, victim, why, candidates)
+        if max(headroom.lacking(state, executor, unit)) <= 0:
+            break
+    return True
+
+
+def _from_level(executor: Executor, level: int) -> list[Sequence]:
+    """Those that run and count as of this class or a lower one."""
+    return [s for s in executor.running if s.level >= level]
+
+
+def _may_give(executor: Executor, first: Sequence) -> list[Sequence]:
+    """Who gives a block to one that runs: those of its class and lower ones, of tenants that have more than
+    their share if there are such; where its own has not, of any class."""
+    of_class = _from_level(executor, first.level)
+    if len(executor.tenants) == 1:
+        return of_class
+    over = _over_share(executor, len(executor.tenants))
+    any_class = first.tenant not in over
+    give = [s for s in executor.running if s.tenant in over and (any_class or s.level >= first.level)]
+    return [s for s in give if _pausable(s)] or of_class
+
+
+def _over_share(executor: Executor, tenants: int) -> set[str]:
+    """The tenants that have more than an equal part of an executor's slots or blocks, between so many of
+    them. The only sequence of a tenant is more only by its blocks."""
+    blocks = dict.fromkeys(executor.tenants, 0)
+    for s in executor.running:
+        blocks[s.tenant] += len(s.table) + s.reserved
+    return {
+        tenant
+        for tenant, count in executor.tenants.items()
+        if (count > 1 and count * tenants > executor.ledger.slots)
+        or blocks[tenant] * tenants > executor.ledger.blocks
+    }
 
 
 def pause(state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]) -> None:
@@ -99,27 +173,25 @@ def pause(state: State, executor: Executor, victim: Sequence, why: str, candidat
 
 
 def _settled(executor: Executor, sequence: Sequence) -> int:
-    """How many blocks of its table hold what steps have computed that are back: all before its last known
-    token, once one was sampled from it, and its tail, behind which steps in flight write. None while a block
-    is copied for a fork."""
-    forking = executor.forked_step > executor.ledger.acked_step
-    if forking or len(sequence.tokens) <= sequence.opened_length:
+    """How many blocks of its table hold what steps have computed that are back, once a token was sampled from
+    it: all that are full before its last known token. Steps in flight write into the next one, its tail, and
+    one that fails may spoil what it writes into: that block is copied when they are back."""
+    if len(sequence.tokens) <= sequence.opened_length:
         return 0
-    at, valid = divmod(len(sequence.tokens) - 1, executor.hello.block_tokens)
-    table = sequence.table
-    return at + (valid > 0 and at < len(table) and executor.ledger.valid_of(table[at]) == valid)
+    return (len(sequence.tokens) - 1) // executor.hello.block_tokens
 
 
-def _candidates(state: State, executor: Executor, level: int) -> list[Sequence]:
-    """Who may be paused for one of this class. A choice that waits for a prompt goes with who computes it;
-    one whose blocks are being brought would be paused for nothing."""
-    all_of = [
-        s
-        for s in executor.running
-        if s.request.level >= level and not s.pinned and s.leader is None and not s.loading
-    ]
+def _candidates(state: State, executor: Executor, running: list[Sequence]) -> list[Sequence]:
+    """Who of them may be paused, those that were not just now if there are such."""
+    all_of = [s for s in running if _pausable(s)]
     unspared = [s for s in all_of if s.spared_until_us <= state.now_us]
     return [s for s in unspared if s.reserved or executor.ledger.alone(s.table[-1:])] or unspared or all_of
+
+
+def _pausable(s: Sequence) -> bool:
+    """A choice that waits for a prompt goes with who computes it; one whose blocks are being brought would be
+    paused for nothing."""
+    return not s.pinned and s.leader is None and not s.loading
 
 
 def _describe(executor: Executor, s: Sequence, costs: Recompute) -> str:

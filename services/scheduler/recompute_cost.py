@@ -121,7 +121,7 @@ def stepped(state: State, executor: Executor, flight: InFlight, took_us: int) ->
     if not owing:
         return
     chunk_tokens = sum(plan.counts[first:])
-    price_us = max(0, took_us - _without_chunks_us(executor, flight))
+    price_us = max(0, took_us - without_chunks_us(executor, flight))
     for sequence, row in owing:
         sequence.paid_us += price_us * plan.counts[row] // max(chunk_tokens, 1)
         if plan.starts[row] + plan.counts[row] >= sequence.opened_length:
@@ -140,7 +140,8 @@ def _settle(state: State, sequence: Sequence) -> None:
     sequence.owed_us = 0
 
 
-def _without_chunks_us(executor: Executor, flight: InFlight) -> int:
+def without_chunks_us(executor: Executor, flight: InFlight) -> int:
+    """What a step would have taken for its decodes alone; 0 where it had none."""
     plan, rows = flight.plan, len(flight.plan.slots) - len(flight.chunks)
     if not rows:
         return 0

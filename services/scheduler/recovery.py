@@ -131,6 +131,8 @@ def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
     for request in list(state.requests.values()):
         if not request.shard or (restarted and request.shard == shard):
             _reopen(state, request.sequences)
+        elif not request.keeper and request.shard != shard:
+            arrival.leave_copy(state, request)
 
 
 def detokenizer_leaves(state: State, shard: str) -> None:
@@ -147,11 +149,14 @@ def detokenizer_lost(state: State, shard: str) -> None:
     state.note_moved(shard, epoch, [s.seq for request in lost for s in request.sequences])
     for request in lost:
         _reopen(state, request.sequences)
+    for request in state.requests.values():
+        if request.keeper == shard:
+            arrival.leave_copy(state, request)
 
 
 def detokenizer_missed(state: State, source: str) -> None:
-    """Messages to a detokenizer were lost. It has ended and named what it knew; the requests it did not
-    name it may never have heard of, and nobody would tell their clients."""
+    """Messages to a detokenizer were lost. What it has open may have a hole, and of some requests it may
+    never have heard: all begin a new attempt."""
     for request in list(state.requests.values()):
         if source == f"detokenizer.{request.shard}" and not request.detached:
             request.attempt += 1
@@ -212,6 +217,7 @@ def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
     state.requests[request.key] = request
     arrival.accept(state, source, asked)
     arrival.open_sequences(state, request)
+    arrival.leave_copy(state, request)
     _go_on(state, request, asked.reasons)
 
 
@@ -219,6 +225,7 @@ def _open_again(state: State, request: Request, asked: Tokenized) -> None:
     source = f"detokenizer.{request.shard}"
     arrival.accept(state, source, asked)
     arrival.open_sequences(state, request)
+    arrival.leave_copy(state, request)
     close_again(state, request.sequences)
 
 

@@ -54,7 +54,7 @@ def _apply(state: State, executor: Executor, result: StepResult) -> None:
     executor.steps_done += 1
     _note(state, executor, flight, result)
     if result.error:
-        _fail_step(state, executor, result)
+        _fail_step(state, executor, flight, result)
         return
     over: list[tuple[Sequence, str]] = []
     given = _give(state, executor, flight, result, over)
@@ -135,11 +135,12 @@ def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> 
         else:
             refused = reason.startswith(ROW_REFUSED)
             why = reason.removeprefix(ROW_REFUSED) if refused else f"{executor.source}: {reason}"
-            blocks = [block for s in sequence.request.sequences for block in s.table]
+            tables = [(state.executors.get(s.executor), s.table) for s in sequence.request.sequences]
             finish.fail(state, sequence.request, 400 if refused else 500, why)
-            if not refused:  # what it has computed may be NaN: nobody begins with that
-                for block in blocks:
-                    executor.ledger.forget(block)
+            for there, table in tables:
+                if there is not None and not refused:  # it may be NaN: nobody begins with that
+                    for block in table:
+                        there.ledger.forget(block)
 
 
 def _note(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
@@ -186,14 +187,16 @@ def _learn(state: State, executor: Executor, flight: InFlight, result: StepResul
     costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
     if result.host_us:
         costs.observe_host(sum(s.host_fed for s, _ in flight.rows), result.host_us)
-    pace.step_us += (took_us - pace.step_us) // 8 if pace.step_us else took_us
+    chunk_us = took_us - recompute_cost.without_chunks_us(executor, flight) if flight.chunks else 0
+    pace.note_step(took_us, flight.predicted_us, max(chunk_us, 0))
     state.meter.add_step(took_us, flight.predicted_us)
 
 
-def _fail_step(state: State, executor: Executor, result: StepResult) -> None:
-    """The engine failed on a step: no sequence that it may have touched can trust its KV any more, nor can
-    the prefix cache. Those that came later, and may stand on cached blocks, start over."""
-    for sequence in [s for s in executor.running if s.opened_after < result.step]:
+def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
+    """The engine failed on a step, perhaps of those who were in it: they end. No KV can be trusted any more,
+    nor the prefix cache, so all others start over with their tokens, which good steps have brought."""
+    named = {sequence for sequence, _ in (*flight.rows, *flight.chunks)}
+    for sequence in [s for s in executor.running if s in named and s.opened_after < result.step]:
         message = f"step {result.step} of {executor.source} failed: {result.error}"
         finish.fail(state, sequence.request, 500, message)
     for sequence in list(executor.running):

@@ -28,6 +28,8 @@ MODES = ("auto", "off", "two_stream")  # of the setting `comm`: see two_stream
 COLD_TOKENS = 256  # of prompt, while nothing is known of the machine
 STRETCH_PM = 1_500  # of decodes, what they may take with a chunk where that breaks the promise: see _bound_us
 BACKLOG_US = 1_000_000  # of computing that waits: they may take as long once more
+EASY_PM = 2_000  # of decodes, what they take with a chunk at most while few prompts wait: see _bound_us
+EASY_STEPS = 4  # in which what waits would be computed alone: for more, a chunk may take longer
 ALONE_US = 500_000  # of a step without decodes: a new request waits for its end
 TILE_ROWS = 64
 GRAIN_TOKENS = 8  # a chunk is a multiple of this, or of a smaller block
@@ -60,6 +62,7 @@ def _plan_step(state: State, executor: Executor, mode: str, half: int | None) ->
     fill = state.limits.policy.the("fill")
     share: Share = fill(FillView(len(decodes), len(prompts), stalled_us))
     columns = Columns(mode, half)
+    executor.pace.crowded = False
     if share.decodes and _add_decodes(state, executor, columns, decodes):
         executor.decoded_us = state.now_us
     if prompts and share.prompts != "none":
@@ -136,10 +139,11 @@ def _grow_one(state: State, executor: Executor, columns: Columns, sequence: Sequ
 def _add_chunks(
     state: State, executor: Executor, columns: Columns, prompts: list[Sequence], share: Share
 ) -> None:
-    """Prompt chunks, those that have begun first, up to the chunk budget."""
-    prompts = sorted(prompts, key=lambda s: s.prefill_chunks == 0)  # a cached prefix is no beginning
+    """Prompt chunks, in turn, up to the chunk budget."""
+    prompts = _in_turn(state, executor, prompts)
     budget = whole = chunk_budget(state, executor, columns, prompts, share)
     state.meter.budget_tokens = budget
+    executor.pace.crowded = sum(s.opened_length - s.computed for s in prompts) > state.limits.step_tokens
     for sequence in prompts:
         if budget <= 0:
             break
@@ -158,6 +162,19 @@ def _add_chunks(
     first = columns.shape.rows
     chunks = zip(columns.starts[first:], columns.counts[first:], strict=True)
     columns.shape = columns.shape.with_chunks(chunks)
+
+
+def _in_turn(state: State, executor: Executor, prompts: list[Sequence]) -> list[Sequence]:
+    """Those that have begun first; before that by class, and by what their tenants have been served. The
+    only sequence of a tenant here goes before all: who asks for one thing waits for no pile of prompts."""
+    if len(executor.tenants) == 1 and sum(map(bool, executor.levels)) == 1:
+        return sorted(prompts, key=lambda s: s.prefill_chunks == 0)  # a cached prefix is no beginning
+
+    def turn(s: Sequence) -> tuple[bool, int, int, bool]:
+        served = state.waiting.served.of((s.tenant, s.level))
+        return executor.tenants[s.tenant] > 1, s.level, served, s.prefill_chunks == 0
+
+    return sorted(prompts, key=turn)
 
 
 def _room(executor: Executor, sequence: Sequence) -> int:
@@ -245,8 +262,8 @@ def chunk_budget(
     room = min(room, max(state.limits.step_tokens - decodes, hello.block_tokens))
     if executor.costs.seen < MIN_SEEN:
         return min(room, COLD_TOKENS)
-    start = next(iter(prompts)).computed
-    bound_us = _bound_us(state, executor, columns, prompts)
+    start, left = next(iter(prompts)).computed, sum(s.opened_length - s.computed for s in prompts)
+    bound_us = _bound_us(state, executor, columns, left, room)
     grain = min(GRAIN_TOKENS, hello.block_tokens)
     fits = chunk_tokens(executor.costs, columns.shape, start, bound_us, grain, room)
     budget = min(room, fits or hello.block_tokens)
@@ -254,25 +271,40 @@ def chunk_budget(
     tiled = (decodes + most) // TILE_ROWS * TILE_ROWS - decodes
     if tiled > budget and executor.costs.predict_us(columns.shape.with_chunk(start, tiled)) > bound_us:
         tiled -= TILE_ROWS
-    return tiled if tiled >= TILE_ROWS else budget
+    budget = tiled if tiled >= TILE_ROWS else budget
+    return _evenly(left, budget, decodes) if columns.sampled and left > budget else budget
 
 
-def _bound_us(state: State, executor: Executor, columns: Columns, prompts: Collection[Sequence]) -> int:
-    """The shortest time between tokens that was promised to a class that runs; two_batch takes two steps for
-    it. Where decodes alone take two thirds of that or more, prompts get half as much time as they, and more
-    the more of them wait: else they would starve beside a promise that decodes break by themselves."""
+def _evenly(left: int, budget: int, decodes: int) -> int:
+    """The prompt tokens that are left come in as many steps as the budget makes of them, and none of them is
+    longer than the others: on the next tile."""
+    steps = -(-left // budget)
+    tiled = -(-(decodes + -(-left // steps)) // TILE_ROWS) * TILE_ROWS - decodes
+    return min(budget, tiled)
+
+
+def _bound_us(state: State, executor: Executor, columns: Columns, left: int, room: int) -> int:
+    """How long a step may take that takes in some of the `left` prompt tokens, `room` of them at most.
+
+    That is the shortest time between tokens that was promised to a class that runs; two_batch takes two steps
+    for it. Where decodes alone take two thirds of that or more, prompts get half as much time as they, and
+    more the more of them wait: else they would starve beside a promise that decodes break by themselves.
+
+    Where decodes are far quicker than promised, they stay so while prompts keep up: a step takes twice as
+    long as decodes alone, or longer where more waits than a few steps compute. So gaps are short under a
+    light load; under a heavy one steps are long, which costs least by the token.
+    """
     if not columns.sampled:
         return ALONE_US
     running = zip(state.limits.classes, executor.levels, strict=True)
     bound_us = min(slo.tbt_us for slo, count in running if count)
     bound_us = bound_us if columns.half is None else bound_us // 2
-    alone_us = executor.costs.predict_us(columns.shape)
-    if STRETCH_PM * alone_us <= 1_000 * bound_us:
-        return bound_us
-    tokens = sum(prompt.opened_length - prompt.computed for prompt in prompts)
-    tile_us = executor.costs.predict_us(columns.shape.with_chunk(0, TILE_ROWS)) - alone_us
-    waiting_us = tile_us * tokens // TILE_ROWS
-    return max(bound_us, STRETCH_PM * alone_us // 1_000 + alone_us * waiting_us // BACKLOG_US)
+    predict_us, shape = executor.costs.predict_us, columns.shape
+    alone_us = predict_us(shape)
+    waiting_us = (predict_us(shape.with_chunk(0, room)) - alone_us) * left // room
+    if STRETCH_PM * alone_us > 1_000 * bound_us:
+        return max(bound_us, STRETCH_PM * alone_us // 1_000 + alone_us * waiting_us // BACKLOG_US)
+    return min(bound_us, max(EASY_PM * alone_us // 1_000, alone_us + waiting_us // EASY_STEPS))
 
 
 def two_stream(state: State, executor: Executor, columns: Columns) -> bool:

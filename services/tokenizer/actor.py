@@ -1,7 +1,10 @@
 """The tokenizer actor gives public subjects to the core, and the core's commands to schedulers and clients.
 
-Tokenizers of one model are a queue group: more processes, more throughput. A second group hears the requests
-for every model and answers those that nobody serves. Requests wait in a `Mailbox` for their turn.
+Tokenizers of one model are a queue group: more processes, more throughput. Each one hears the requests of the
+others, too, and takes them over where these die or hang (standby.py). A second group hears the requests for
+every model and answers those that nobody serves.
+
+    broker ──▶ Arrivals, unseen ──▶ owned, told to the others ──▶ Mailbox ──▶ core
 """
 
 from __future__ import annotations
@@ -12,22 +15,34 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from services.tokenizer.background import LONG_BYTES, Beside
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.core import Command, Event, Fail, Schedulers, Send, Tick, TokenizerCore
+from services.tokenizer.core import (
+    Command,
+    Event,
+    Fail,
+    Schedulers,
+    Send,
+    Settled,
+    Tick,
+    TokenizerCore,
+)
 from services.tokenizer.prepare import ServedModel, Submission, prepared
-from services.tokenizer.queries import Asking, refuse
+from services.tokenizer.queries import STANDS_BY, Asking, refuse
+from services.tokenizer.standby import MAX_COPIES, TURN_US, Heard, Standby, key_of
+from services.tokenizer.tenant_classes import TenantClasses
 from shared.actor.mailbox import Port
-from shared.actor.membership import Peer
+from shared.actor.membership import UNNOTICED_US, Peer, Peers, unnoticed_us
 from shared.actor.runtime import Actor, Facts
-from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import Overloaded, PayloadTooLarge
-from shared.messages import Accepted, Cancel, Message, Rejected, Tokenized, rejection
-from shared.nats import subjects
+from shared.fair_share import Turns, over_share
+from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized, rejection
+from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
-from shared.processes import processor_targets
+from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
 from shared.telemetry.readings import Reading, Readings
 from shared.vocab.files import resolve, served_name
@@ -38,8 +53,10 @@ log = logging.getLogger("headrace.tokenizer")
 TICK_S = 0.1
 RETRY_AFTER_MS = 1_000
 MAX_WAITING = 8_192  # requests: as many as the bus keeps unread
+CROWDED_S = 0.001  # how soon one looks again whether a scheduler has answered
+TENANT = 3  # its place in the subject of a request
 
-Take = Callable[[Delivery, int, int], None]  # with the stamps of its arrival: monotonic, wall
+NAMED = b"request_id"  # a body without these bytes gets an id from us
 
 
 class TokenizerActor(Actor):
@@ -48,56 +65,84 @@ class TokenizerActor(Actor):
     kind = "tokenizer"
     traced = True
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        classes: TenantClasses | None = None,
+        give_up_us: int = UNNOTICED_US,
+    ) -> None:
+        """`give_up_us`: longer than a dead scheduler goes unnoticed."""
         self._model = model
         self._name = model.name
-        self._core = TokenizerCore(model)
+        self._classes = classes or TenantClasses()
+        self._core = TokenizerCore(model, give_up_us)
+        self._standby = Standby()
+        self._taken_over = 0
         self._started = False
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
+        self._standing: asyncio.Task[None] | None = None
 
     async def start(self, port: Port) -> None:
         self._port = port
+        self._unheard = Rarely(log, port.clock)
         self._beside = Beside(self._model, self._handle, port.clock, self._core.cancels)
         self._started = True
-        self._handle(Schedulers(tuple(port.peers.ready("scheduler", self._name))))
+        self._handle(schedulers(port.peers, self._name))
         subscribe = port.bus.subscribe
-        self._mailbox = Mailbox(port.clock, self._take)
+        self._arrivals = Arrivals(self._see, port.clock.now_us)
+        self._mailbox = Mailbox(self._take, self._crowds)
         self._asking = Asking(port, self._model, self._context)
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
-            await subscribe(subjects.generate_any_tenant(self._name), self._on_request, queue="tokenizer"),
-            *await self._asking.listen(),
+            await subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put_copy),
+            await subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put, queue="tokenizer"),
+            *await self._asking.listen(),  # the last: who answers these is said to hear requests
         ]
+        self._standing = asyncio.get_running_loop().create_task(self._stand_by())
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         if isinstance(message, Accepted | Rejected):
             self._handle(message)
+        elif isinstance(message, Claims):
+            self._standby.told(source, message, self._port.clock.now_us())
         else:
             log.error("%s of %s is not for a tokenizer", type(message).__name__, source)
 
-    def on_peer(self, peer: Peer) -> None:
-        if peer.beat.kind != "scheduler" or not self._started:
-            return
-        peers, state = self._port.peers, peer.beat.state
-        died = state == "failed" or (peers.get(peer.source) is None and state != "stopped")
-        self._handle(Schedulers(tuple(peers.ready("scheduler", self._name)), died))
+    def on_restart(self, source: str) -> None:
+        self._standby.gone(source)
 
-    on_peer_gone = on_peer  # either way: who is ready now?
+    def on_stream_lost(self, source: str) -> None:
+        self._standby.gone(source)
+
+    def on_peer_gone(self, peer: Peer) -> None:
+        self._standby.gone(peer.source)
+        self.on_peer(peer)
+
+    def on_peer(self, peer: Peer) -> None:
+        ours = peer.beat.model in ("", self._name)  # one that has failed does not say
+        if ours and peer.beat.kind in ("scheduler", "executor") and self._started:
+            self._handle(schedulers(self._port.peers, self._name, peer))
 
     def upkeep(self) -> None:
-        if self._ticking is not None and self._ticking.done():
-            self._ticking.result()  # a tick that failed fails the actor, as a message would have
+        self._classes.refresh()
+        for task in (self._ticking, self._standing):
+            if task is not None and task.done():
+                task.result()  # a tick that failed fails the actor, as a message would have
 
     def facts(self) -> Facts:
         known = self._model.max_context
-        return Facts(model=self._name, load=(("context", self._context()), ("model_context", known)))
+        return Facts(
+            model=self._name, load=(("context", self._context()), ("model_context", known), (STANDS_BY, 1))
+        )
 
     @property
     def readings(self) -> Readings:
         core = self._core
         return (
             Reading("headrace.tokenizer.pending", self._pending, "{request}"),
+            Reading("headrace.tokenizer.copies", len(self._standby), "{request}"),
+            Reading("headrace.tokenizer.taken_over", self._taken_over, "{request}", grows=True),
             Reading("headrace.tokenizer.requests", core.requests, "{request}", grows=True),
             Reading("headrace.tokenizer.failed", core.failed, "{request}", grows=True),
             Reading("headrace.tokenizer.prompt_tokens", core.prompt_tokens, "{token}", grows=True),
@@ -110,6 +155,8 @@ class TokenizerActor(Actor):
             "context": self._context(),
             "models_here": sorted(self._asking.served()),
             "pending": self._pending,
+            "copies": len(self._standby),
+            "taken_over": self._taken_over,
             "requests": core.requests,
             "failed": core.failed,
             "prompt_tokens": core.prompt_tokens,
@@ -118,16 +165,25 @@ class TokenizerActor(Actor):
     async def drain(self) -> None:
         for subscription in self._subscriptions:
             await subscription.drain()
+        await self._arrivals.drain()
         await self._mailbox.drain()
         await self._beside.drain()
+        await self._asking.drain()
         if self._ticking is not None:  # it ends when nothing is pending
             await self._ticking
+        while len(self._standby) and self._others():  # noqa: ASYNC110 - what they do not finish is lost with us
+            await asyncio.sleep(TURN_US / 1e6)
+        self._tell()
+
+    async def stop(self) -> None:
+        if self._standing is not None:
+            self._standing.cancel()
 
     # ---- internals ------------------------------------------------------------------------------
 
     @property
     def _pending(self) -> int:
-        return self._core.pending + self._beside.waiting + len(self._mailbox)
+        return self._core.pending + self._beside.waiting + len(self._mailbox) + len(self._arrivals)
 
     def _context(self) -> int:
         """Tokens of the longest prompt with its answer: what the KV cache of the executors holds may be less
@@ -145,7 +201,9 @@ class TokenizerActor(Actor):
     async def _tick(self) -> None:
         while self._core.pending:
             await asyncio.sleep(TICK_S)
-            self._run(self._core.handle(Tick(), self._port.clock.now_us()))
+            now_us = self._port.clock.now_us()
+            deaf = self._port.peers.deaf(self._port.source, now_us)
+            self._run(self._core.handle(Tick(deaf), now_us))
         self._ticking = None
 
     def _run(self, commands: list[Command]) -> None:
@@ -155,8 +213,11 @@ class TokenizerActor(Actor):
                 if isinstance(message, Tokenized):
                     message = dataclasses.replace(message, sent_wall_us=self._port.clock.wall_us())
                 self._send(command.scheduler, message, command.trace)
+            elif isinstance(command, Settled):
+                self._standby.done(command.key, self._port.clock.now_us())
             else:
                 refuse(self._port, self._name, command)
+                self._standby.done(command.key, self._port.clock.now_us())
 
     def _send(self, scheduler: str, message: Tokenized | Cancel, trace: str) -> None:
         try:
@@ -165,33 +226,65 @@ class TokenizerActor(Actor):
             if isinstance(message, Tokenized):
                 self._handle(rejection(message, error.code, error.message))
 
-    def _on_request(self, delivery: Delivery) -> None:
-        if not subjects.is_inbox(delivery.reply):
-            log.warning("nobody could hear the answer to a request on %.200s", delivery.subject)
-            return
-        if subjects.names_in(delivery.subject) is None:
-            return  # the group that hears every model says why
+    def _see(self, arrival: Arrival) -> None:
+        """Own a request that the broker has given us; keep a copy of anybody's."""
+        delivery, received_us, copied = arrival
+        if not access.answerable(self._port.bus, delivery):
+            if not copied:
+                self._unheard.warning(
+                    "no answer may go to %.200r, where a request on %.200s wants it",
+                    delivery.reply,
+                    delivery.subject,
+                )
+        elif subjects.names_in(delivery.subject) is not None:  # else the group of every model says why not
+            clock = self._port.clock
+            received_wall_us = clock.wall_us() - (clock.now_us() - received_us)
+            heard = Heard(delivery, key_of(delivery), received_us, received_wall_us)
+            if copied:
+                self._standby.copy(heard, received_us)
+            else:
+                self._own(heard)
+
+    def _own(self, heard: Heard) -> None:
+        """Put a request that is ours into the mailbox. One without an id is told at once: others would draw
+        another one."""
+        delivery, drawn = heard.delivery, not heard.request_id
+        heard.request_id = heard.request_id or secrets.token_urlsafe(16)
+        self._standby.own(heard)
+        if drawn and NAMED not in delivery.data:
+            self._tell()
         try:
-            self._mailbox.put(delivery)
+            self._mailbox.put(heard)
         except Overloaded as error:
             trace = traces.from_headers(delivery.headers)
-            refuse(self._port, self._name, Fail(delivery.reply, secrets.token_urlsafe(16), error, trace))
+            self._run([Fail(delivery.reply, heard.request_id, error, trace, key=heard.key)])
 
-    def _take(self, delivery: Delivery, received_us: int, received_wall_us: int) -> None:
+    def _crowds(self, tenant: str) -> bool:
+        return self._core.crowds(subjects.untoken(tenant), self._port.clock.now_us())
+
+    def _take(self, heard: Heard) -> None:
+        """Its turn has come."""
+        delivery, clock = heard.delivery, self._port.clock
+        if self._others() and self._standby.doubted(heard, clock.now_us()):
+            return
         tracer, given = self._port.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
+        tenant = subjects.name_at(delivery.subject, TENANT)
         submission = Submission(
-            tenant=subjects.name_at(delivery.subject, 3),
+            tenant=tenant,
             inbox=delivery.reply,
             body=delivery.data,
-            fresh_id=secrets.token_urlsafe(16),
+            fresh_id=heard.request_id,
             fresh_seed=secrets.randbits(64),
-            received_wall_us=received_wall_us,
+            received_wall_us=heard.received_wall_us,
             trace=trace,
-            handled_wall_us=self._port.clock.wall_us(),
+            handled_wall_us=clock.wall_us(),
             parent_span=parent_span,
-            received_us=received_us,
-            handled_us=self._port.clock.now_us(),
+            received_us=heard.received_us,
+            handled_us=clock.now_us(),
+            key=heard.key,
+            attempt=heard.attempt,
+            classes=self._classes.of(tenant),
         )
         if len(delivery.data) <= LONG_BYTES:
             self._handle(prepared(submission, self._model, self._core.cancels))
@@ -201,39 +294,163 @@ class TokenizerActor(Actor):
         except Overloaded as error:
             self._handle(submission.prepared(submission.fresh_id, error))
 
+    # ---- for the other tokenizers ---------------------------------------------------------------
+
+    def _others(self) -> list[str]:
+        """The ids of the other ready tokenizers of this model that say what they have."""
+        peers, kind = self._port.peers, self.kind
+        found = (peers.get(f"{kind}.{actor}") for actor in peers.ready(kind, self._name))
+        others = (peer for peer in found if peer is not None and peer.source != self._port.source)
+        return [peer.beat.actor for peer in others if (STANDS_BY, 1) in peer.beat.load]
+
+    async def _stand_by(self) -> None:
+        while True:
+            self._turn()
+            await asyncio.sleep(TURN_US / 1e6)
+
+    def _turn(self) -> None:
+        """Tell the others what we have, and take over what they have lost."""
+        self._tell()
+        now_us, others = self._port.clock.now_us(), self._others()
+        if self._port.peers.deaf(self._port.source, now_us):
+            self._standby.pardon(now_us)
+        ids = sorted([self._port.actor, *others])
+        late = self._standby.overdue(self._port.actor, ids, now_us)
+        for heard in late:
+            if heard.owners or self._asking.ours_alone(ids):  # else another fleet has it, perhaps
+                log.warning("took over a request of %s", heard.owner or "another tokenizer")
+                self._taken_over += 1
+                heard.owners = max(heard.owners, 1)
+                self._own(heard)
+        if late:
+            self._tell()
+
+    def _tell(self) -> None:
+        if (claims := self._standby.report()) is not None:
+            for actor in self._others():
+                self._port.send(f"{self.kind}.{actor}", claims)
+
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
             self._handle(Cancel(tenant=names[0], request=names[1]))
 
 
-class Mailbox:
-    """The requests that one tokenizer has received and not looked at.
+def tenant_token(delivery: Delivery) -> str:
+    """Whose a request is, escaped, however damaged the rest of its subject may be."""
+    return delivery.subject.split(".", TENANT + 1)[TENANT]
 
-    One is taken in each turn of the event loop: between two of them beats, cancels and answers get through,
-    and each request is stamped as it comes, not as it is taken up.
+
+def schedulers(peers: Peers, model: str, news: Peer | None = None) -> Schedulers:
+    """Those to be asked now; `news` of a scheduler or an executor of the model, which may have died."""
+    died = False
+    if news is not None:
+        gone, state = peers.get(news.source) is None, news.beat.state
+        died = state == "failed" or (gone and state != "stopped")
+    serving = peers.serving(model)
+    idle = [actor for actor in peers.ready("scheduler", model) if actor not in serving]
+    return Schedulers(tuple(serving), died, tuple(idle))
+
+
+class Arrival(NamedTuple):
+    """A request as the broker brought it."""
+
+    delivery: Delivery
+    received_us: int
+    copied: bool  # to every tokenizer, for whoever outlives its owner
+
+
+class Arrivals:
+    """What the broker has brought and nobody has seen yet: of each tenant in turn, copies last.
+
+    To read a request from the socket takes 5 µs, to see whose it is and what it is 25. A tenant waits while a
+    burst of another one is read, no longer.
     """
 
-    def __init__(self, clock: Clock, take: Take) -> None:
-        self._clock = clock
+    def __init__(self, see: Callable[[Arrival], None], now_us: Callable[[], int]) -> None:
+        self._see = see
+        self._now_us = now_us
+        self._unseen: Turns[Arrival] = Turns()
+        self._copies: deque[Arrival] = deque()
+        self._turn_used = False  # a request has been seen in this turn of the event loop
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def put(self, delivery: Delivery) -> None:
+        """Queue a request that this tokenizer is to own. One too many is seen at once: who sends more than
+        can be looked at is refused."""
+        arrival = Arrival(delivery, self._now_us(), False)
+        if self._turn_used and len(self._unseen) < MAX_WAITING:
+            self._unseen.put(tenant_token(delivery), arrival)
+            return
+        self._turn_used = True
+        self._begin()
+        self._see(arrival)
+
+    def put_copy(self, delivery: Delivery) -> None:
+        """Queue a copy of a request of anybody. Of too many the oldest is seen."""
+        self._copies.append(Arrival(delivery, self._now_us(), True))
+        if len(self._copies) > MAX_COPIES:
+            self._see(self._copies.popleft())
+        self._begin()
+
+    async def drain(self) -> None:
+        """Return when all have been seen."""
+        await self._idle.wait()
+
+    def __len__(self) -> int:
+        """Requests, without copies."""
+        return len(self._unseen)
+
+    def _begin(self) -> None:
+        if self._idle.is_set():
+            self._idle.clear()
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._turn_used = bool(self._unseen)
+        if not (self._unseen or self._copies):
+            self._idle.set()
+            return
+        asyncio.get_running_loop().call_soon(self._next)
+        self._see(self._unseen.pop() if self._unseen else self._copies.popleft())
+
+
+class Mailbox:
+    """The requests that one tokenizer owns and has not read.
+
+    One is taken in each turn of the event loop, of each tenant in turn: between two of them beats, cancels
+    and answers get through, and each request is stamped as it comes, not as it is taken up. A tenant is
+    passed over while it `crowds` the scheduler.
+    """
+
+    def __init__(
+        self, take: Callable[[Heard], None], crowds: Callable[[str], bool] = lambda tenant: False
+    ) -> None:
         self._take = take
-        self._waiting: deque[tuple[Delivery, int, int]] = deque()
+        self._crowds = crowds
+        self._waiting: Turns[Heard] = Turns()
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def put(self, delivery: Delivery) -> None:
-        """Queue a request. Raises Overloaded when MAX_WAITING do wait."""
-        if len(self._waiting) >= MAX_WAITING:
+    def put(self, heard: Heard) -> None:
+        """Queue a request. Raises Overloaded when MAX_WAITING wait, and its tenant has its share of them."""
+        tenant = tenant_token(heard.delivery)
+        own, tenants = self._waiting.of(tenant), self._waiting.tenants
+        if own and over_share(own + 1, len(self._waiting) + 1, MAX_WAITING, tenants):
             raise Overloaded(
-                f"{MAX_WAITING} requests wait for this tokenizer: try again later",
+                f"{len(self._waiting)} requests wait for this tokenizer, {own} of them yours: "
+                "try again later",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        stamps = self._clock.now_us(), self._clock.wall_us()
-        if not self._empty.is_set():
-            self._waiting.append((delivery, *stamps))
+        if not self._empty.is_set() or self._crowds(tenant):
+            if self._empty.is_set():
+                self._empty.clear()
+                asyncio.get_running_loop().call_soon(self._next)
+            self._waiting.put(tenant, heard)
             return
         self._empty.clear()
         asyncio.get_running_loop().call_soon(self._next)
-        self._take(delivery, *stamps)
+        self._take(heard)
 
     async def drain(self) -> None:
         """Return when all have had their turn."""
@@ -246,8 +463,13 @@ class Mailbox:
         if not self._waiting:
             self._empty.set()
             return
+        try:
+            taken = self._waiting.pop(self._crowds)
+        except KeyError:
+            asyncio.get_running_loop().call_later(CROWDED_S, self._next)
+            return
         asyncio.get_running_loop().call_soon(self._next)
-        self._take(*self._waiting.popleft())
+        self._take(taken)
 
 
 def load_model(settings: Settings) -> ServedModel:
@@ -269,4 +491,5 @@ def load_model(settings: Settings) -> ServedModel:
 
 def build(settings: Settings) -> TokenizerActor:
     """The tokenizer that the configuration asks for. Raises SetupError."""
-    return TokenizerActor(load_model(settings))
+    give_up_us = unnoticed_us(settings.beat_interval_ms * 1000)
+    return TokenizerActor(load_model(settings), TenantClasses(settings.tenant_classes), give_up_us)

@@ -1,7 +1,8 @@
 """Long requests are prepared on a thread of their own: the event loop goes on beating and answering.
 
 A megabyte of text takes one to three seconds to tokenize, as long as it takes to be declared dead. The
-tokenizer library lets other threads run meanwhile. One thread: several would only share its cores.
+tokenizer library lets other threads run meanwhile. One thread: several would only share its cores; tenants
+have it in turn.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from services.tokenizer.prepare import Cancels, Prepared, ServedModel, Submission, prepared
 from shared.clock import Clock, SystemClock
 from shared.errors import Overloaded
+from shared.fair_share import Turns, over_share
 
 LONG_BYTES = 16_384  # 10 to 50 ms of work
 MAX_WAITING_BYTES = 64 * 1024 * 1024
@@ -36,38 +39,44 @@ class Beside:
         self._clock = clock or SystemClock()
         self._done = done
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="long-requests")
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._bytes = 0
+        self._queue: Turns[Submission] = Turns()
+        self._bytes: Counter[str] = Counter()  # by tenant, of those not done yet
+        self._working: asyncio.Task[None] | None = None
 
     @property
     def waiting(self) -> int:
         """Requests not done yet; 0 when idle."""
-        return len(self._tasks)
+        return len(self._queue) + (self._working is not None)
 
     def put(self, submission: Submission) -> None:
-        """Prepare a request in its turn. Raises Overloaded when too many bytes wait already."""
-        size = len(submission.body)
-        if self._bytes + size > MAX_WAITING_BYTES:
+        """Prepare a request in its turn. Raises Overloaded when too many bytes wait already, and its tenant
+        has its share of them."""
+        own, size = self._bytes[submission.tenant], len(submission.body)
+        if own and over_share(own + size, self._bytes.total() + size, MAX_WAITING_BYTES, len(self._bytes)):
             raise Overloaded(
-                f"{self._bytes} bytes of long requests wait for this tokenizer: try again later",
+                f"{own} bytes of your long requests wait for this tokenizer: try again later",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        self._bytes += size
-        task = asyncio.get_running_loop().create_task(self._prepare(submission))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._bytes[submission.tenant] += size
+        self._queue.put(submission.tenant, submission)
+        if self._working is None:
+            self._working = asyncio.get_running_loop().create_task(self._work(self._queue.pop()))
 
     async def drain(self) -> None:
         """Return when nothing waits."""
-        await asyncio.gather(*self._tasks)
+        while self._working is not None:
+            await self._working
         self._thread.shutdown(wait=False)
 
-    async def _prepare(self, submission: Submission) -> None:
+    async def _work(self, submission: Submission) -> None:
+        """Prepare it, and begin the next one."""
         loop = asyncio.get_running_loop()
         try:
             result = await loop.run_in_executor(self._thread, self._take_up, submission)
         finally:
-            self._bytes -= len(submission.body)
+            self._bytes[submission.tenant] -= len(submission.body)
+            self._bytes += Counter()  # without those of whom nothing is left
+            self._working = loop.create_task(self._work(self._queue.pop())) if self._queue else None
         self._done(result)
 
     def _take_up(self, submission: Submission) -> Prepared:

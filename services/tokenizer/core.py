@@ -1,8 +1,8 @@
 """The tokenizer's decisions: requests in, Tokenized out, and nobody's inbox lost. Pure.
 
 A request is kept from its arrival until a scheduler has accepted or rejected it. A scheduler that
-stays silent is asked once more (it knows the request by its id), one that dies is replaced by
-another, and in the end the client gets a 503: never silence. For a while after a death requests wait
+stays silent is asked once more (it knows the request by its id), one that dies or cannot serve is replaced
+by another, and in the end the client gets a 503: never silence. For a while after a death requests wait
 for whoever comes instead, and for its executors.
 """
 
@@ -22,6 +22,7 @@ from services.tokenizer.prepare import (
     Submission,
     prepared,
 )
+from shared.actor.membership import UNNOTICED_US
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -35,10 +36,11 @@ from shared.kv_blocks import rendezvous
 from shared.messages import Accepted, Cancel, Rejected, Tokenized
 
 RESEND_US = 1_000_000  # far above an answer under load, well below a client's patience
-GIVE_UP_US = 5_000_000  # longer than it takes to notice a dead scheduler by its beats
-WAIT_US = 15_000_000  # after a scheduler's death: a new one and its executors take some seconds
-ASK_AGAIN_US = 250_000  # a scheduler that cannot serve yet
+WAIT_US = 30_000_000  # after a death: one that hangs is replaced after 15 s, and its successor has to start
+GRACE_US = 2_000_000  # a scheduler may miss its executor a beat before we do
+ASK_AGAIN_US = 250_000  # schedulers that cannot serve yet
 RETRY_AFTER_MS = 1_000
+MOST_ASKED = 16  # of a tenant, unanswered by schedulers: more would stand before those of others
 
 
 def _refused_field(code: int, asked: Tokenized) -> str | None:
@@ -50,16 +52,20 @@ def _refused_field(code: int, asked: Tokenized) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Schedulers:
-    """Event: the ready schedulers of this model are now these (actor ids). `died`: one that is missing has
-    not left of its own accord."""
+    """Event: the schedulers of this model to ask are now these (actor ids). `died`: one that is missing, or
+    an executor, has not left of its own accord. `idle`: they have no executor, others do: they keep what they
+    have been asked."""
 
     ids: tuple[str, ...]
     died: bool = False
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: time has passed. Sent while requests are pending."""
+    """Event: time has passed. Sent while requests are pending. `deaf`: nothing could have been heard."""
+
+    deaf: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +86,18 @@ class Fail:
     error: HeadraceError
     trace: str = ""
     origin: Origin = NOWHERE
+    key: int = 0  # as in Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Command: a scheduler has this request, by the `key` of its Submission."""
+
+    key: int
 
 
 Event = Submission | Prepared | Accepted | Rejected | Cancel | Schedulers | Tick
-Command = Send | Fail
+Command = Send | Fail | Settled
 Key = tuple[str, str]  # tenant, request
 
 
@@ -94,9 +108,10 @@ class _Pending:
     tokenized: Tokenized
     trace: str
     received_us: int  # in our mailbox
-    pending_us: int  # since then
+    pending_us: int  # since then, or since we hear again
+    key: int = 0  # as in Submission
     scheduler: str = ""  # asked last
-    refused_by: str = ""  # it could not serve
+    refused_by: tuple[str, ...] = ()  # since the last wait: they could not serve
     refusal: str = ""
     waits: bool = True  # for a scheduler: nobody has been asked, or that one cannot serve
     resend_us: int = 0  # when to ask again; 0 = asked twice
@@ -105,8 +120,10 @@ class _Pending:
 class TokenizerCore:
     """The pending requests of one tokenizer process."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, give_up_us: int = UNNOTICED_US) -> None:
+        """`give_up_us`: longer than a dead scheduler goes unnoticed."""
         self._model = model
+        self._give_up_us = give_up_us
         self._pending: dict[Key, _Pending] = {}
         self._schedulers: tuple[str, ...] = ()
         self._patient_until_us = 0
@@ -120,6 +137,11 @@ class TokenizerCore:
         """Requests that wait for a scheduler's answer; 0 when idle."""
         return len(self._pending)
 
+    def crowds(self, tenant: str, now_us: int) -> bool:
+        """True while a scheduler that answers has as many requests of a tenant before it as it should."""
+        asked = [p for (name, _), p in self._pending.items() if name == tenant and not p.waits]
+        return sum(now_us - p.pending_us < RESEND_US for p in asked) >= MOST_ASKED
+
     def handle(self, event: Event, now_us: int) -> list[Command]:
         """Apply one event."""
         match event:
@@ -128,8 +150,8 @@ class TokenizerCore:
             case Prepared():
                 return self._submit(event, now_us)
             case Accepted():
-                self._answered(event)
-                return []
+                pending = self._answered(event)
+                return [Settled(pending.key)] if pending is not None and pending.key else []
             case Rejected():
                 return self._rejected(event, now_us)
             case Cancel():
@@ -137,7 +159,7 @@ class TokenizerCore:
             case Schedulers():
                 return self._scheduled(event, now_us)
             case Tick():
-                return self._tick(now_us)
+                return self._tick(now_us, event.deaf)
 
     def _submit(self, submitted: Prepared, now_us: int) -> list[Command]:
         self.requests += 1
@@ -149,18 +171,23 @@ class TokenizerCore:
             return [self._refuse(submitted, Cancelled(CANCELLED))]
         if now_us - received_us >= tokenized.timeout_us:
             return [self._refuse(submitted, DeadlineExceeded(LATE))]
-        if key in self._pending:
+        if (known := self._pending.get(key)) is not None:
+            if known.tokenized.inbox == tokenized.inbox:  # sent again, or taken over by two
+                return [Settled(submitted.key)] if submitted.key else []
             running = f"request {tokenized.request!r} is running; wait for it or use another request_id"
             return [self._refuse(submitted, DuplicateRequest(running, param="request_id"))]
         if not self._schedulers and now_us >= self._patient_until_us:
             return [self._refuse(submitted, self._nobody())]
         self.prompt_tokens += len(tokenized.tokens)
-        pending = self._pending[key] = _Pending(tokenized, submitted.trace, received_us, now_us)
+        pending = _Pending(tokenized, submitted.trace, received_us, now_us, submitted.key)
+        self._pending[key] = pending
         return [self._ask(pending, now_us)] if self._schedulers else []
 
     def _refuse(self, submitted: Prepared, error: HeadraceError) -> Fail:
         self.failed += 1
-        return Fail(submitted.inbox, submitted.request, error, submitted.trace, submitted.origin)
+        return Fail(
+            submitted.inbox, submitted.request, error, submitted.trace, submitted.origin, submitted.key
+        )
 
     def _answered(self, answer: Accepted | Rejected) -> _Pending | None:
         key = (answer.tenant, answer.request)
@@ -173,11 +200,13 @@ class TokenizerCore:
         pending = self._answered(answer)
         if pending is None:
             return []
-        if answer.code == Unavailable.code and now_us < self._patient_until_us:
-            self._pending[answer.tenant, answer.request] = pending
-            pending.waits, pending.resend_us = True, now_us + ASK_AGAIN_US
-            pending.refused_by, pending.refusal = pending.scheduler, answer.message
-            return []
+        if answer.code == Unavailable.code:
+            pending.refused_by, pending.refusal = (*pending.refused_by, pending.scheduler), answer.message
+            others = set(self._schedulers) - set(pending.refused_by)
+            if others or now_us < max(pending.pending_us + GRACE_US, self._patient_until_us):
+                self._pending[answer.tenant, answer.request] = pending
+                pending.waits, pending.resend_us = True, now_us + ASK_AGAIN_US
+                return [self._ask(pending, now_us)] if others else []
         error = from_code(answer.code, answer.message, answer.retry_after_ms)
         error.param = _refused_field(answer.code, pending.tokenized)
         return [self._fail(pending, error)]
@@ -188,12 +217,16 @@ class TokenizerCore:
         self.cancels.add(*key, now_us)
         return self._give_up(key, Cancelled(CANCELLED)) if key in self._pending else []
 
-    def _tick(self, now_us: int) -> list[Command]:
+    def _tick(self, now_us: int, deaf: bool) -> list[Command]:
+        """Ask again, give up. Who is cut off itself, or was stopped, knows nothing of the schedulers: its
+        patience begins anew when it hears again."""
         commands: list[Command] = []
         for key, pending in list(self._pending.items()):
             if now_us - pending.received_us >= pending.tokenized.timeout_us:
                 commands += self._give_up(key, DeadlineExceeded(LATE))
-            elif now_us >= max(pending.pending_us + GIVE_UP_US, self._patient_until_us):
+            elif deaf:
+                pending.pending_us = now_us
+            elif now_us >= max(pending.pending_us + self._give_up_us, self._patient_until_us):
                 refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
                 commands += self._give_up(key, refusal if pending.refusal else self._nobody())
             elif pending.resend_us and now_us >= pending.resend_us:
@@ -201,6 +234,7 @@ class TokenizerCore:
                     pending.resend_us = 0
                     commands.append(Send(pending.scheduler, self._left(pending, now_us), pending.trace))
                 elif self._schedulers:
+                    pending.refused_by = ()
                     commands.append(self._ask(pending, now_us))
         return commands
 
@@ -213,21 +247,26 @@ class TokenizerCore:
             self._patient_until_us = now_us + WAIT_US
         commands: list[Command] = []
         for pending in self._pending.values():
-            pending.waits |= pending.scheduler not in event.ids
+            pending.waits |= pending.scheduler not in (*event.ids, *event.idle)
             if pending.waits and event.ids:
                 commands.append(self._ask(pending, now_us))
         return commands
 
     def _ask(self, pending: _Pending, now_us: int) -> Send:
-        """Send a request to the scheduler that its id hashes to, but for one that has just refused it.
+        """Send a request to the scheduler that its id hashes to, but for those that have just refused it.
         Another time is a new attempt."""
         if pending.scheduler:
             attempt = pending.tokenized.attempt + 1
             pending.tokenized = dataclasses.replace(pending.tokenized, attempt=attempt)
-        others = [actor for actor in self._schedulers if actor != pending.refused_by]
-        pending.scheduler = rendezvous(pending.tokenized.request, others or self._schedulers)
+        pending.scheduler = self._pick(pending)
+        pending.refused_by = tuple(actor for actor in pending.refused_by if actor != pending.scheduler)
         pending.waits, pending.resend_us = False, now_us + RESEND_US
         return Send(pending.scheduler, self._left(pending, now_us), pending.trace)
+
+    def _pick(self, pending: _Pending) -> str:
+        """The ready scheduler that a request goes to."""
+        others = [actor for actor in self._schedulers if actor not in pending.refused_by]
+        return rendezvous(pending.tokenized.request, others or self._schedulers)
 
     def _left(self, pending: _Pending, now_us: int) -> Tokenized:
         """The request with the time it has left now."""
@@ -239,8 +278,8 @@ class TokenizerCore:
         """Answer the client, and tell the scheduler in case it got the request after all."""
         pending = self._pending.pop(key)
         commands: list[Command] = [self._fail(pending, error)]
-        if pending.scheduler != pending.refused_by:
-            cancel = Cancel(tenant=key[0], request=key[1])
+        if pending.scheduler and pending.scheduler not in pending.refused_by:
+            cancel = Cancel(tenant=key[0], request=key[1], code=error.code, message=error.message)
             commands.append(Send(pending.scheduler, cancel, pending.trace))
         return commands
 
@@ -250,7 +289,7 @@ class TokenizerCore:
         origin = Origin(
             asked.tenant, asked.received_wall_us, asked.handled_wall_us, asked.parent_span, tokenized=True
         )
-        return Fail(asked.inbox, asked.request, error, pending.trace, origin)
+        return Fail(asked.inbox, asked.request, error, pending.trace, origin, pending.key)
 
     def _nobody(self) -> Unavailable:
         return Unavailable(

@@ -12,8 +12,9 @@ from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.request import REQUEST_ID, GenerateRequest, read_body, read_request
 from services.tokenizer.structured_output import read_tools
 from shared.codec import MAX_PROCESSOR_CHARS
-from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, HeadraceError
+from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
 from shared.messages import Sampling, Tokenized, floats, ints
+from shared.nats.access import CLASSES
 from shared.vocab.vocabulary import Vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
@@ -39,6 +40,9 @@ class Submission:
     parent_span: str = ""  # see Tokenized
     received_us: int = 0  # monotonic, as the two above: these count, those are for spans. 0: not told
     handled_us: int = 0
+    key: int = 0  # names it among the tokenizers: see standby.py
+    attempt: int = 1
+    classes: tuple[str, ...] = CLASSES  # that the tenant may use
 
     @property
     def origin(self) -> Origin:
@@ -46,7 +50,7 @@ class Submission:
 
     def prepared(self, request: str, outcome: Tokenized | HeadraceError) -> Prepared:
         """What has become of it; `request` is the id to answer under."""
-        return Prepared(self.inbox, request, outcome, self.trace, self.origin, self.received_us)
+        return Prepared(self.inbox, request, outcome, self.trace, self.origin, self.received_us, self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Prepared:
     trace: str = ""
     origin: Origin = NOWHERE
     received_us: int = 0  # as in Submission
+    key: int = 0  # likewise
 
 
 class Cancels:
@@ -153,11 +158,11 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
     return Tokenized(
         request=request.request_id or submission.fresh_id,
-        attempt=1,
+        attempt=submission.attempt,
         tenant=submission.tenant,
         model=model.name,
         inbox=submission.inbox,
-        slo_class=request.slo_class,
+        slo_class=_slo_class(request, submission),
         timeout_us=timeout_us,
         received_wall_us=submission.received_wall_us,
         n=request.n,
@@ -179,6 +184,21 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         grammar=request.grammar,
         open_end=request.max_completion_tokens is None and request.max_tokens is None,
     )
+
+
+def _slo_class(request: GenerateRequest, submission: Submission) -> str:
+    """The class of a request; one that names none has the default, or the highest that its tenant may use
+    where that is another. Raises Forbidden."""
+    allowed = submission.classes
+    if request.slo_class in allowed:
+        return request.slo_class
+    if "slo_class" in request.model_fields_set:
+        raise Forbidden(
+            f"`slo_class`: the credentials of this tenant do not allow {request.slo_class!r}, only "
+            f"{', '.join(allowed)}",
+            param="slo_class",
+        )
+    return min(allowed, key=CLASSES.index)
 
 
 def encode_prompt(request: GenerateRequest, model: ServedModel, wall_us: int) -> list[int]:

@@ -6,7 +6,8 @@ short life.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.tokenizer.core import Fail
@@ -15,15 +16,23 @@ from services.tokenizer.request import read_body, read_request
 from shared import codec
 from shared.actor.mailbox import Port
 from shared.actor.membership import Peers
-from shared.errors import BadRequest, HeadraceError, PayloadTooLarge, UnknownModel, WireError
+from shared.errors import BadRequest, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel, WireError
 from shared.messages import Beat
-from shared.nats import subjects
-from shared.nats.interface import Delivery, Subscription
+from shared.nats import access, subjects
+from shared.nats.interface import Delivery, NoResponders, RequestTimeout, Subscription
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
 from shared.telemetry.traces import COMPONENT, RequestFacts, SpanRecord, received, root_attributes, root_name
 
+STANDS_BY = "stands_by"  # in the load of a beat: this tokenizer tells the others what it has
 MAX_QUESTION_BYTES = 65_536  # answered on the event loop: at most 0.2 s of it
+MAX_LOOKING = 256
+MAX_KNOWN = 1_024  # models of all fleets on a server
+MAX_UNSURE = 8_192  # requests of one model
+LISTEN_US = 1_000_000
+LOOK_EVERY_S = 0.01
+FORGET_US = 60_000_000  # a model whose last tokenizer has died is one that nobody serves after so long
+RETRY_AFTER_MS = 1_000
 
 
 class Asking:
@@ -35,6 +44,9 @@ class Asking:
         self._model = model
         self._context = context
         self._fleets: dict[str, Peers] = {}  # tokenizers of every fleet on this server
+        self._known: dict[str, int] = {}  # models of others, and when one of their tokenizers was heard last
+        self._unsure: dict[str, list[tuple[Delivery, str]]] = {}  # requests by model, with their tenants
+        self._looking: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> list[Subscription]:
         """Subscribe. Each question is answered by one tokenizer."""
@@ -44,16 +56,22 @@ class Asking:
         return [
             beats,
             await subscribe(subjects.MODELS, self._on_models, queue="models"),
+            await subscribe(subjects.MODELS_ANY_TENANT, self._on_models, queue="models"),
             await subscribe(subjects.tokenize_any_tenant(name), self._on_tokenize, queue="tokenizer"),
             await subscribe(subjects.GENERATE_ALL, self._on_any_model, queue="unknown-model"),
         ]
 
+    async def drain(self) -> None:
+        """Return when nobody is looked for any more."""
+        if self._looking:
+            await asyncio.wait(self._looking)
+
     def _on_models(self, delivery: Delivery) -> None:
-        if subjects.is_inbox(delivery.reply):
+        if access.answerable(self._port.bus, delivery):
             self._port.bus.publish(delivery.reply, to_json(models_body(self.served())))
 
     def _on_tokenize(self, delivery: Delivery) -> None:
-        if not subjects.is_inbox(delivery.reply):
+        if not access.answerable(self._port.bus, delivery):
             return
         try:
             if len(delivery.data) > MAX_QUESTION_BYTES:
@@ -69,20 +87,68 @@ class Asking:
             self._fail(delivery, error)
 
     def _on_any_model(self, delivery: Delivery) -> None:
-        names, served = subjects.names_in(delivery.subject), self.served()
-        if not subjects.is_inbox(delivery.reply) or (names is not None and names[1] in served):
+        names = subjects.names_in(delivery.subject)
+        if not access.answerable(self._port.bus, delivery):
             return
         if names is None:
             wrong = f"tenant and model are names of 1 to {subjects.MAX_NAME_CHARS} characters, escaped as =XX"
             self._fail(delivery, BadRequest(f"the subject is damaged: {wrong}", param="subject"))
             return
-        there = ", ".join(sorted(served))
-        error = UnknownModel(f"no service serves model {names[1]!r}; ask for one of: {there}", param="model")
+        tenant, model = names
+        if model == self._model.name:
+            return
+        if (waiting := self._unsure.get(model)) is not None and len(waiting) < MAX_UNSURE:
+            waiting.append((delivery, tenant))
+        elif waiting is not None or len(self._unsure) >= MAX_LOOKING:  # a flood
+            if model not in self.served():
+                self._refuse(delivery, tenant, model)
+        else:
+            self._unsure[model] = [(delivery, tenant)]
+            task = asyncio.get_running_loop().create_task(self._look(model))
+            self._looking.add(task)
+            task.add_done_callback(self._looking.discard)
+
+    async def _look(self, model: str) -> None:
+        """Refuse the requests for a model if no process listens for it. The server knows that; the heartbeats
+        of a tokenizer that has just started or died do not. One question covers all requests that came
+        before it, never a later one: the tokenizer may die in between."""
+        try:
+            while asked := self._unsure[model]:
+                self._unsure[model] = []
+                if await self._listened(subjects.tokenize(asked[0][1], model)):
+                    await asyncio.sleep(LOOK_EVERY_S)
+                    continue
+                for delivery, tenant in asked:
+                    self._refuse(delivery, tenant, model)
+        finally:
+            del self._unsure[model]
+
+    async def _listened(self, question: str) -> bool:
+        """True when a process has subscribed to a question's subject, be it busy with other things."""
+        try:
+            await self._port.bus.request(question, b"", timeout_us=LISTEN_US)
+        except NoResponders:
+            return False
+        except RequestTimeout:
+            return True
+        return True
+
+    def _refuse(self, delivery: Delivery, tenant: str, model: str) -> None:
+        served, clock = self.served(), self._port.clock
+        error: HeadraceError
+        if clock.now_us() - self._known.get(model, -FORGET_US) < FORGET_US:
+            error = Unavailable(
+                f"no service answers for model {model!r}; see `headrace status`, or try again",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        else:
+            there = ", ".join(sorted(served))
+            error = UnknownModel(f"no service serves model {model!r}; ask for one of: {there}", param="model")
         tracer, trace = self._port.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (trace, "") if tracer is None else tracer.begin(trace)
-        now_us = self._port.clock.wall_us()
-        origin = Origin(names[0], now_us, now_us, parent_span)
-        refuse(self._port, names[1], Fail(delivery.reply, "", error, trace, origin))
+        now_us = clock.wall_us()
+        origin = Origin(tenant, now_us, now_us, parent_span)
+        refuse(self._port, model, Fail(delivery.reply, "", error, trace, origin))
 
     def _fail(self, delivery: Delivery, error: HeadraceError) -> None:
         trace = traces.from_headers(delivery.headers)
@@ -96,7 +162,19 @@ class Asking:
             return  # of a fleet with another version: not ours to judge
         if isinstance(envelope.message, Beat):
             peers = self._fleets.setdefault(delivery.subject.split(".")[1], Peers())
-            peers.hear(envelope.epoch, envelope.message, self._port.clock.now_us())
+            beat, now_us = envelope.message, self._port.clock.now_us()
+            peers.hear(envelope.epoch, beat, now_us)
+            if beat.model in self._known or (beat.model and len(self._known) < MAX_KNOWN):
+                self._known[beat.model] = now_us
+
+    def ours_alone(self, ids: Sequence[str]) -> bool:
+        """True when all tokenizers of this model, in any fleet on this server, are `ids` of ours."""
+        ready: list[tuple[str, str]] = []
+        for fleet, peers in self._fleets.items():
+            peers.expire(self._port.clock.now_us())
+            ready += [(fleet, actor) for actor in peers.ready("tokenizer", self._model.name)]
+        ours = subjects.token(self._port.fleet)
+        return all(fleet == ours and actor in ids for fleet, actor in ready)
 
     def served(self) -> dict[str, int]:
         """The context, tokens, of each model with a tokenizer that is ready in any fleet on this server, this

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ParamSpec, Protocol
 
 from shared import codec
 from shared.actor.membership import Peers
@@ -19,6 +20,7 @@ from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.port")
 
+P = ParamSpec("P")
 Receive = Callable[[str, Message, str], None]  # source, message, trace
 Told = Callable[[str], None]  # source
 
@@ -29,11 +31,21 @@ RETIRED_US = 600_000_000  # a vanished source is forgotten; a stopped process th
 # this time finds its numbers, a later one has its last messages delivered twice
 
 
+class Guard(Protocol):
+    """Makes a handler of a function: an exception in it fails the actor."""
+
+    def __call__(self, handler: Callable[P, None]) -> Callable[P, None]: ...
+
+
 @dataclass(slots=True)
 class _Source:
     inbound: Inbound[Envelope]
     heard_us: int
     assembler: Assembler = field(default_factory=Assembler)
+
+
+def _bare(handler: Callable[P, None]) -> Callable[P, None]:
+    return handler
 
 
 class Port:
@@ -49,6 +61,7 @@ class Port:
         self.peers = Peers()
         self.wire_errors = 0
         self.tracer: Tracer | None = None  # None: this process sends no spans
+        self.guarded: Guard = _bare  # for timers and subscriptions of the actor's own; the runtime sets it
         self._outbound: dict[str, Outbound] = {}
         self._retired_seq = 0  # the highest number of the streams that are forgotten
         self._sources: dict[str, _Source] = {}

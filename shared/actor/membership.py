@@ -6,11 +6,14 @@ To succeed a request needs a ready service of each kind that it passes (NEEDED),
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from shared.messages import Beat
 
 MISSED_BEATS = 3
+UNNOTICED_US = 5_000_000  # for a busy machine a death goes unnoticed at least so long
+DEAF_BEATS = 1.5  # an actor hears its own beats; without them the silence of others says nothing
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
 
@@ -33,7 +36,7 @@ class Peers:
 
     def hear(self, epoch: int, beat: Beat, now_us: int) -> bool:
         """Take a beat; True when it is from a new actor, a new incarnation, in a new state, or
-        with another arena."""
+        with another arena or scheduler."""
         source = f"{beat.kind}.{beat.actor}"
         known = self._peers.get(source)
         if known is not None and epoch < known.epoch:
@@ -55,17 +58,34 @@ class Peers:
             if peer.source != but:
                 peer.heard_us = now_us
 
+    def deaf(self, source: str, now_us: int) -> bool:
+        """True when `source`, the actor that listens here, misses its own beats: it is cut off, was stopped,
+        or the broker is away."""
+        own = self._peers.get(source)
+        return own is not None and now_us - own.heard_us > DEAF_BEATS * own.beat.interval_us
+
     def get(self, source: str) -> Peer | None:
         """The actor `kind.id`, if alive."""
         return self._peers.get(source)
 
     def ready(self, kind: str, model: str = "") -> list[str]:
         """Ids of the ready actors of a kind (and model), sorted."""
-        return sorted(
-            p.beat.actor
-            for p in self._peers.values()
-            if p.beat.kind == kind and p.beat.state == "ready" and model in ("", p.beat.model)
-        )
+        return self._in_state("ready", kind, model)
+
+    def draining(self, kind: str, model: str) -> list[str]:
+        """Ids of the actors of a kind and model that finish what they have, sorted."""
+        return self._in_state("draining", kind, model)
+
+    def executors_of(self, model: str) -> Counter[str]:
+        """How many ready executors of a model each scheduler has, by its id."""
+        beats = (self._peers[f"executor.{actor}"].beat for actor in self.ready("executor", model))
+        return Counter(beat.scheduler for beat in beats if beat.scheduler)
+
+    def serving(self, model: str) -> list[str]:
+        """Ids of the schedulers to ask, sorted: those of a model that are ready and have an executor; all
+        that are ready while none has."""
+        ready, served = self.ready("scheduler", model), self.executors_of(model)
+        return [actor for actor in ready if served[actor]] or ready
 
     def models(self, kind: str) -> list[str]:
         """Models that the ready actors of a kind are for, sorted."""
@@ -78,11 +98,21 @@ class Peers:
         ready = [self._peers[f"{kind}.{actor}"].beat.load for actor in self.ready(kind, model)]
         return max((dict(load).get(figure, 0) for load in ready), default=0)
 
+    def _in_state(self, state: str, kind: str, model: str) -> list[str]:
+        beats = (p.beat for p in self._peers.values())
+        found = (b for b in beats if (b.kind, b.state) == (kind, state) and model in ("", b.model))
+        return sorted(b.actor for b in found)
 
-def _news(beat: Beat) -> tuple[str, str, int]:
-    return beat.state, beat.arena, beat.arena_generation
+
+def _news(beat: Beat) -> tuple[str, str, int, str]:
+    return beat.state, beat.arena, beat.arena_generation, beat.scheduler
 
 
-def missing(peers: Peers) -> list[str]:
-    """The kinds of which no actor is ready."""
-    return [kind for kind in NEEDED if not peers.ready(kind)]
+def unnoticed_us(beat_interval_us: int) -> int:
+    """How long a death may go unnoticed: the beat before it, MISSED_BEATS, and the look at them."""
+    return max(UNNOTICED_US, (MISSED_BEATS + 2) * beat_interval_us)
+
+
+def missing(peers: Peers, model: str = "") -> list[str]:
+    """The kinds of which no actor (of a model) is ready."""
+    return [kind for kind in NEEDED if not peers.ready(kind, model)]

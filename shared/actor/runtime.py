@@ -3,7 +3,8 @@
 A service subclasses Actor. `run` makes it a process (uvloop, NATS, signals, garbage collector); `Runtime`
 alone places it on any bus, as the tests do with MemoryBus. Handlers are plain functions called one at a time
 on the event loop, the first one when `start` has run up to its first await. An exception in a handler fails
-the actor, never just the message: a supervisor restarts it.
+the actor, never just the message: a supervisor restarts it. What an actor does by a timer or a subscription
+of its own goes through `port.guarded`, so that the same holds of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shared.clock import Clock, SystemClock, new_epoch
 from shared.codec import Envelope
 from shared.errors import SetupError, Unavailable, WireError
 from shared.messages import Beat, Message
-from shared.nats import subjects
+from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery
 from shared.replies import to_json
 from shared.telemetry import tracer as tracing
@@ -39,7 +40,6 @@ from shared.telemetry.tracer import Tracer
 log = logging.getLogger("headrace.actor")
 process_log = logging.getLogger("headrace.process")
 
-DEAF_BEATS = 1.5  # an actor hears its own beats; without them the silence of others says nothing
 VERSION = "0.1.0"  # as discovery tells it
 
 GC_THRESHOLDS = (50_000, 20, 10)  # objects made beyond those freed, then rounds of each generation
@@ -61,6 +61,7 @@ class Facts:
     arena_generation: int = 0
     tiers: tuple[str, ...] = ()
     rates: tuple[int, ...] = ()
+    scheduler: str = ""
 
 
 class Actor:
@@ -76,7 +77,7 @@ class Actor:
         """Handle one message of the mailbox; in order and once per source `kind.id`."""
 
     def on_peer(self, peer: Peer) -> None:
-        """An actor appeared, changed its state or its arena, or is a new incarnation."""
+        """An actor appeared, changed its state, its arena or its scheduler, or is a new incarnation."""
 
     def on_restart(self, source: str) -> None:
         """`source` is a new incarnation: what the one before held is void. Called before anything of
@@ -130,16 +131,19 @@ class Runtime:
     failure: BaseException | None = None
     tracer: Tracer | None = None
     metrics: MeterSink | None = None
+    on_beat: Callable[[str], None] | None = None  # told the state at each beat, or that it is "deaf"
     port: Port = field(init=False)
     _failed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _beats: asyncio.Task[None] | None = field(init=False, default=None)
     _early: list[Callable[[], None]] | None = field(init=False, default_factory=list)
     _upkeep_us: int = field(init=False, default=0)
+    _deaf: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         source = f"{self.actor.kind}.{self.actor_id}"
         self.port = Port(self.bus, self.clock, self.fleet, source, new_epoch(self.clock))
         self.port.tracer = self.tracer
+        self.port.guarded = self._guarded
 
     async def start(self) -> None:
         """Subscribe, start the actor, say ready."""
@@ -194,6 +198,8 @@ class Runtime:
 
     def beat(self) -> None:
         """Say that this actor lives."""
+        if self.on_beat is not None:
+            self.on_beat("deaf" if self._deaf and self.state == "ready" else self.state)
         facts = Facts() if self._early is not None or self.failure is not None else self.actor.facts()
         beat = Beat(
             kind=self.actor.kind,
@@ -207,6 +213,7 @@ class Runtime:
             arena_generation=facts.arena_generation,
             tiers=facts.tiers,
             rates=facts.rates,
+            scheduler=facts.scheduler,
         )
         envelope = Envelope(self.port.source, self.port.epoch, 0, beat)
         self.bus.publish(subjects.beat(self.fleet, beat.kind, beat.actor), codec.encode(envelope))
@@ -235,9 +242,8 @@ class Runtime:
         now_us, last_us = self.clock.now_us(), self._upkeep_us
         self._upkeep_us = now_us
         stopped = now_us - last_us > 2 * self.beat_interval_us  # what it missed waits in its mailbox
-        own = self.port.peers.get(self.port.source)
-        deaf = own is not None and now_us - own.heard_us > DEAF_BEATS * self.beat_interval_us
-        if stopped or deaf:
+        self._deaf = self.port.peers.deaf(self.port.source, now_us)
+        if stopped or self._deaf:
             self.port.peers.pardon(now_us, but=self.port.source)
             return
         self.port.upkeep()
@@ -279,7 +285,7 @@ class Runtime:
             self._guarded(self.actor.on_peer)(peer)
 
     def _on_status(self, delivery: Delivery) -> None:
-        if subjects.is_inbox(delivery.reply):
+        if access.answerable(self.bus, delivery):
             about = {**identity(self.port), "state": self.state, "wire_errors": self.port.wire_errors}
             self.bus.publish(delivery.reply, to_json({**about, **self._status()}))
 
@@ -337,6 +343,7 @@ class ProcessOptions:
     actor_id: str = ""  # empty: drawn at random
     beat_interval_us: int = 1_000_000
     drain_timeout_s: float = 30.0
+    on_beat: Callable[[str], None] | None = None  # see Runtime
 
 
 def run(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
@@ -373,6 +380,7 @@ async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
             beat_interval_us=options.beat_interval_us,
             tracer=tracer,
             metrics=metrics,
+            on_beat=options.on_beat,
         )
         return await _live_on(runtime, options)
     finally:
@@ -482,7 +490,7 @@ async def answer(
 
 def _replier(bus: Bus, make: Callable[[], dict[str, object]]) -> Callable[[Delivery], None]:
     def reply(delivery: Delivery) -> None:
-        if subjects.is_inbox(delivery.reply):
+        if access.answerable(bus, delivery):
             bus.publish(delivery.reply, to_json(make()))
 
     return reply

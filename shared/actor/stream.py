@@ -1,7 +1,7 @@
 """Numbered streams between two actors: order, duplicates, gaps and their repair. Pure.
 
 Each actor numbers what it sends to one mailbox from 1, also across restarts of the receiver. The
-receiver applies in order, drops duplicates, keeps what came too early and asks once or twice for what
+receiver applies in order, drops duplicates, keeps what came too early and asks up to MAX_ASKS times for what
 is missing; if the sender no longer has it, the stream goes on behind the hole and the actor above is
 told. A lost tail shows by `StreamAt`, which the sender says after a stream has fallen silent.
 """
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 HISTORY = 512  # messages kept for Resend: two seconds of a 4 ms step
 ASK_AGAIN_US = 200_000
-MAX_ASKS = 2
+MAX_ASKS = 8  # of a network that loses one message in ten, one hole in a million stays open
 ANNOUNCEMENTS = 2  # of a silent stream's end, since an announcement may be lost as well
 MAX_JUMP = 2**40  # no stream runs so far ahead of its reader: the number is garbage
 MAX_EARLY = 4 * HISTORY  # kept behind a hole; beyond, the hole is given up

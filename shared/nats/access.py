@@ -1,11 +1,15 @@
 """Each service, tenant and operator has a login at the nats-server and the permissions it needs, no more.
 
-    tenant ──generate, cancel, tokenize, detokenize of its own name──▶ tokenizer, detokenizer, scheduler
-    tenant ◀──────────────── replies below its own inbox ───────────── tokenizer, detokenizer
+    tenant ──generate, cancel, tokenize, … of its own name──▶ tokenizer, detokenizer, scheduler
+    tenant ◀──────────── replies below its own inbox ──────── tokenizer, detokenizer
     service ──mailboxes of those it works with──▶ service
 
 So a tenant can neither ask in another's name nor read another's replies, and no tenant reaches a mailbox. A
 service that answers only whoever asks it may publish to that reply subject once, and to no other inbox.
+The tokenizer and the detokenizer may publish to every inbox, so a service looks itself where an answer would
+go: the reply subject must lie below the inbox of the tenant in the subject (`answerable`). The gateway and
+the operator ask in the name of others, and hear the answers below those inboxes, at a place of their own
+(`reply_inbox`).
 
 A nats-server URL says besides the address who connects, and by which certificates:
 
@@ -23,19 +27,22 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from shared.errors import SetupError
-from shared.nats.subjects import PUBLIC, token, untoken
+from shared.nats.interface import Bus, Delivery
+from shared.nats.subjects import PUBLIC, is_inbox, token, untoken
 
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 SERVICE_PREFIX = "headrace-"
 OPERATOR = "operator"
 INBOX = "_INBOX"
+CLASSES = ("interactive", "standard", "batch")  # service classes, the highest first
+DEFAULT_CLASSES = ("standard", "batch")  # of a tenant whose credentials name none
 
 _MAILBOXES = {
-    "tokenizer": ("scheduler",),
+    "tokenizer": ("scheduler", "tokenizer"),
     "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
     "executor": ("scheduler",),
     "kv_offload": ("scheduler",),
-    "detokenizer": ("scheduler",),
+    "detokenizer": ("scheduler", "detokenizer"),
     "gateway": (),
 }  # who sends to whom
 SERVICES = tuple(_MAILBOXES)
@@ -45,6 +52,7 @@ _READS = {
         f"{PUBLIC}.cancel.*.*",
         f"{PUBLIC}.tokenize.*.*",
         f"{PUBLIC}.models",
+        f"{PUBLIC}.models.*",
         "hr.*.beat.tokenizer.*",
     ),
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
@@ -52,11 +60,13 @@ _READS = {
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer comes seconds later.
 _WRITES = {
-    "tokenizer": (f"{INBOX}.>", "hr.beat_ask"),
+    "tokenizer": (f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.tokenize.*.*"),  # the last: does anybody listen?
     "scheduler": (f"{PUBLIC}.events.*",),
     "detokenizer": (f"{INBOX}.>",),
 }
-_ASKS = tuple(f"{PUBLIC}.{verb}.*.*" for verb in ("generate", "cancel", "tokenize", "detokenize"))
+_VERBS = ("generate", "cancel", "tokenize", "detokenize")
+_ASKS = (*(f"{PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{PUBLIC}.models.*")
+_IN_A_NAME = frozenset((*_VERBS, "models"))  # the tenant follows the verb
 _LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")
 
 
@@ -122,6 +132,27 @@ def _at(parts: SplitResult, user: str) -> SplitResult:
     return parts._replace(netloc=f"{user}@{host}" if user else host)
 
 
+def reply_inbox(user: str, tenant: str, own: str) -> str:
+    """Where `user` hears the answers to what it asks in the name of `tenant`, a subject token; `own` is a
+    fresh inbox of its connection."""
+    if not user.startswith(SERVICE_PREFIX):
+        return own
+    return f"{INBOX}.{tenant}.{user}.{own.rpartition('.')[2]}"
+
+
+def answerable(bus: Bus, asked: Delivery) -> bool:
+    """True when `asked` has a reply subject to which an answer may go. With the users of `headrace auth` it
+    must lie below the inbox of the tenant in the subject, or, for what only services and the operator may
+    ask, below one of theirs: its sender may not be able to publish anywhere else, but we are."""
+    if not is_inbox(asked.reply):
+        return False
+    if not bus.user.startswith(SERVICE_PREFIX):
+        return True
+    verb, _, name = asked.subject.removeprefix(f"{PUBLIC}.").partition(".")
+    below = f"{name.partition('.')[0]}." if verb in _IN_A_NAME and name else SERVICE_PREFIX
+    return asked.reply.startswith(f"{INBOX}.{below}")
+
+
 @dataclass(frozen=True, slots=True)
 class Permissions:
     """Subject patterns. `answers`: besides `publish`, one message to the reply subject of each that came."""
@@ -141,7 +172,6 @@ def of_service(kind: str, fleet: str) -> Permissions:
         *asks,
         f"hr.{f}.beat.{kind}.*",
         f"hr.{f}.beat_ask",
-        f"$SRV.STATS.{name}.*",  # its own health check
     )
     subscribe = (
         f"hr.{f}.{kind}.*.in.*",
@@ -155,7 +185,7 @@ def of_service(kind: str, fleet: str) -> Permissions:
             for verb in ("PING", "INFO", "STATS")
             for tail in ("", f".{name}", f".{name}.*")
         ),
-        f"{INBOX}.{name}.>",
+        *(_inboxes(kind) if kind == "gateway" else (f"{INBOX}.{name}.>",)),
     )
     return Permissions(publish, subscribe, answers=True)
 
@@ -165,15 +195,21 @@ def of_operator(fleet: str) -> Permissions:
     f = token(fleet)
     return Permissions(
         publish=(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"hr.{f}.beat_ask", "$SRV.>"),
-        subscribe=(f"{INBOX}.{user_of(OPERATOR)}.>", f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*"),
+        subscribe=(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*"),
     )
 
 
 def of_tenant(tenant: str) -> Permissions:
     """A client: requests in its own name, replies of its own."""
     name = token(tenant)
-    own = tuple(f"{PUBLIC}.{verb}.{name}.*" for verb in ("generate", "cancel", "tokenize", "detokenize"))
-    return Permissions(publish=(*own, f"{PUBLIC}.models"), subscribe=(f"{INBOX}.{name}.>",))
+    own = tuple(f"{PUBLIC}.{verb}.{name}.*" for verb in _VERBS)
+    return Permissions(publish=(*own, f"{PUBLIC}.models.{name}"), subscribe=(f"{INBOX}.{name}.>",))
+
+
+def _inboxes(service: str) -> tuple[str, ...]:
+    """Of one that asks in its own name and in that of every tenant."""
+    name = user_of(service)
+    return f"{INBOX}.{name}.>", f"{INBOX}.*.{name}.>"
 
 
 def user_of(service: str) -> str:

@@ -85,6 +85,7 @@ class NatsBus:
 
     def __init__(self, pending_messages: int = PENDING_MESSAGES) -> None:
         self._nc = _Client()
+        self.user = ""
         self._pending_messages = pending_messages
         self._online = asyncio.Event()
         self._subscriptions: list[_Subscribed] = []
@@ -126,6 +127,7 @@ class NatsBus:
 
     async def _open(self, url: str, name: str) -> None:
         who = access.parse(url)
+        self.user = who.user
         options: dict[str, Any] = {
             "servers": list(who.servers),
             "tls": who.tls(),

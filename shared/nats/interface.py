@@ -84,6 +84,10 @@ class Bus(Protocol):
     """A connection to the broker."""
 
     @property
+    def user(self) -> str:
+        """Under which name it is connected; empty without credentials."""
+
+    @property
     def max_payload(self) -> int:
         """Largest body in bytes that the server accepts, as read at connect."""
 

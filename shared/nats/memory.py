@@ -7,7 +7,7 @@ the next messages on subjects that match; a delayed message is delivered behind 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -63,12 +63,12 @@ class MemoryBroker:
     _held: list[_Held] = field(default_factory=list)
     _faults: list[_Fault] = field(default_factory=list)
     _pumping: bool = False
-    _turn: int = 0
+    _turns: Counter[str] = field(default_factory=Counter)  # by queue group
     _inboxes: count[int] = field(default_factory=count)
 
-    def connect(self) -> MemoryBus:
-        """A new connection."""
-        return MemoryBus(self)
+    def connect(self, user: str = "") -> MemoryBus:
+        """A new connection. Nothing is forbidden to `user`."""
+        return MemoryBus(self, user)
 
     def drop(self, pattern: str, times: int = 1) -> None:
         """Lose the next `times` messages on `pattern`."""
@@ -104,9 +104,9 @@ class MemoryBroker:
             self._held.append(_Held(fault.by, delivery))
         self._schedule()
 
-    def next_inbox(self) -> str:
+    def next_inbox(self, user: str) -> str:
         """A fresh reply subject."""
-        return f"_INBOX.memory.{next(self._inboxes)}"
+        return f"_INBOX.{user or 'memory'}.{next(self._inboxes)}"
 
     def _pump(self) -> None:
         self._pumping = False
@@ -139,8 +139,8 @@ class MemoryBroker:
         for queue in dict.fromkeys(s.queue for s in found):
             group = [s for s in found if s.queue == queue]
             if queue:
-                self._turn += 1
-                group = [group[self._turn % len(group)]]
+                self._turns[queue] += 1
+                group = [group[self._turns[queue] % len(group)]]
             for subscription in group:
                 subscription.handler(delivery)
 
@@ -148,8 +148,9 @@ class MemoryBroker:
 class MemoryBus:
     """One connection to a MemoryBroker. See shared.nats.interface.Bus."""
 
-    def __init__(self, broker: MemoryBroker) -> None:
+    def __init__(self, broker: MemoryBroker, user: str = "") -> None:
         self._broker = broker
+        self.user = user
         self._mine: list[_Subscription] = []
         self._fault_handlers: list[FaultHandler] = []
 
@@ -192,7 +193,7 @@ class MemoryBus:
         return delivery
 
     def new_inbox(self) -> str:
-        return self._broker.next_inbox()
+        return self._broker.next_inbox(self.user)
 
     def on_fault(self, handler: FaultHandler) -> None:
         self._fault_handlers.append(handler)

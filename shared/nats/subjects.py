@@ -39,7 +39,7 @@ def generate(tenant: str, model: str) -> str:
 
 
 def generate_any_tenant(model: str) -> str:
-    """What the tokenizers of one model listen to, as a queue group."""
+    """What the tokenizers of one model listen to, as a queue group and each for itself."""
     return f"{PUBLIC}.generate.*.{token(model)}"
 
 
@@ -47,7 +47,8 @@ GENERATE_ALL = f"{PUBLIC}.generate.*.*"  # the queue group that answers 404
 CANCEL_ALL = f"{PUBLIC}.cancel.*.*"
 TOKENIZER_BEATS_ALL_FLEETS = "hr.*.beat.tokenizer.*"
 BEAT_ASK_ALL_FLEETS = "hr.beat_ask"  # a newcomer asks here for the beats of every fleet
-MODELS = f"{PUBLIC}.models"
+MODELS = f"{PUBLIC}.models"  # asked in nobody's name
+MODELS_ANY_TENANT = f"{PUBLIC}.models.*"
 STATUS = f"{PUBLIC}.status"
 TRACE_ALL = f"{PUBLIC}.trace.*"
 TRACE_STEPS = b"steps"  # body of a question for a trace with the steps of its time
@@ -71,6 +72,11 @@ def events(scheduler: str) -> str:
 def events_snapshot(scheduler: str) -> str:
     """Request-reply: publish a snapshot now, so that a log can begin."""
     return f"{PUBLIC}.events.{token(scheduler)}.snapshot"
+
+
+def models(tenant: str) -> str:
+    """Request-reply: the models that are served."""
+    return f"{MODELS}.{token(tenant)}"
 
 
 def tokenize(tenant: str, model: str) -> str:

@@ -20,6 +20,7 @@ import pytest
 from compose.stack import KINDS, MODEL, ROOT, Stack, docker, healthy, inspect
 
 CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh says so
+SERVED = Counter(KINDS) + Counter(("tokenizer", "detokenizer"))  # how many of each there are
 WANTED = ("nats", "redis", *KINDS, "jaeger", "prometheus")
 WAIT_S = 300  # a guard against hanging
 
@@ -80,7 +81,7 @@ def test_every_service_is_healthy_and_unprivileged(stack: Stack) -> None:
             assert facts["HostConfig"]["CapDrop"] == ["ALL"], service
             ports = facts["HostConfig"]["PortBindings"] or {}
             assert {b["HostIp"] for bound in ports.values() for b in bound} <= {"127.0.0.1"}, service
-    assert Counter(s["kind"] for s in stack.status()) == Counter(KINDS)
+    assert Counter(s["kind"] for s in stack.status()) == SERVED
 
 
 def test_the_readme_script_streams_on_this_machine(stack: Stack) -> None:
@@ -179,6 +180,18 @@ async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None
     took = f"healthy after {healthy_s - killed_s:.1f} s, answers after {time.monotonic() - killed_s:.1f} s"
     print(f"{victim}: {took}, load {load:.1f}")
     assert _deaths(stack, victim) == [count + 1 for count in deaths], "it died again by itself"
+
+
+async def test_what_hangs_is_replaced(stack: Stack) -> None:
+    """All at once: their checks kill each, and the engine starts it again."""
+    hung = (*KINDS, "nats")
+    before = {c: inspect(c, "{{.State.StartedAt}}") for kind in hung for c in stack.containers(kind)}
+    for kind in hung:
+        stack.hang(kind)
+    async with asyncio.timeout(WAIT_S):
+        while not all(_came_back(c, started) for c, started in before.items()):
+            await asyncio.sleep(0.5)
+    await answered(stack, 4)
 
 
 def _deaths(stack: Stack, service: str) -> list[int]:

@@ -101,6 +101,13 @@ class Stack:
         for container in self.containers(service):
             os.kill(int(inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
 
+    def hang(self, service: str) -> None:
+        """Stop (SIGSTOP) what the init of each container of a service runs."""
+        for container in self.containers(service):
+            init = inspect(container, "{{.State.Pid}}")
+            for pid in Path(f"/proc/{init}/task/{init}/children").read_text().split():
+                os.kill(int(pid), signal.SIGSTOP)
+
     def left(self) -> str:
         """Containers, volumes and networks of this project, as the engine lists them."""
         label = f"label=com.docker.compose.project={self.project}"

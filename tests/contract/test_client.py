@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared import client as client_module
-from shared.client import Client, ask_all
+from shared.client import Client, Unread, ask_all
 from shared.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -76,6 +76,21 @@ async def test_a_stream_gives_every_frame_in_order(connect: Connect, client: Cli
     assert len(asked["request_id"]) == 22
     assert service.traces == ["00-a-b-01"]
     assert service.cancelled.empty()
+
+
+async def test_each_wait_has_its_own_limit() -> None:
+    """Though one timer serves many waits: a later and shorter one does not wait for the first one's end."""
+    unread, came = Unread(lambda: None), Delivery("s", b"x")
+    first = asyncio.ensure_future(unread.get(600))
+    await asyncio.sleep(0)
+    unread.put(came)
+    assert await first is came
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await unread.get(0.01)
+    unread.put(came)
+    assert await unread.get(0.01) is came
+    unread.close()
 
 
 async def test_a_plain_request_gets_the_one_reply(connect: Connect, client: Client, fleet: str) -> None:
@@ -198,6 +213,65 @@ async def test_a_stream_that_a_cut_connection_has_ended(
         await anext(running)
     with pytest.raises(DeadlineExceeded, match="no answer to request"):
         await anext(queued)
+
+
+async def test_a_request_that_a_broker_took_along_is_sent_again(
+    connect: Connect, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same one, to whoever answers then; at first nobody may. One that has brought something is not."""
+    monkeypatch.setattr(client_module, "AGAIN_S", 0.05)
+    bus, service = await connect(), await connect()
+    handlers: list[Any] = []
+    monkeypatch.setattr(bus, "on_fault", handlers.append)
+    client = await Client.open(bus)
+    lost, running = list[Any](), list[Any]()
+    deaf = await service.subscribe(subjects.generate_any_tenant(f"{fleet}l"), lost.append)
+    await service.subscribe(subjects.generate_any_tenant(f"{fleet}r"), running.append)
+    await service.flush()
+    plain = asyncio.create_task(client.complete({"model": f"{fleet}l"}))
+    stream = client.stream({"model": f"{fleet}r"}, timeout_s=1)
+    began = asyncio.create_task(anext(stream))
+    while not (lost and running):
+        await asyncio.sleep(0.01)
+    service.publish(running[0].reply, json.dumps(frame(0, "accepted")).encode())
+    assert (await began)["frame"] == 0
+    await deaf.cancel()
+    await service.flush()
+    handlers[0](BusFault("reconnected", "back"))
+    await asyncio.sleep(0.08)  # sent again, and nobody listens
+    assert not plain.done()
+    again = list[Any]()
+
+    def answer(delivery: Delivery) -> None:
+        again.append(delivery)
+        service.publish(delivery.reply, b'{"text": "here"}')
+
+    await service.subscribe(subjects.generate_any_tenant(f"{fleet}l"), answer)
+    assert await asyncio.wait_for(plain, 5) == {"text": "here"}
+    assert [(each.data, each.reply) for each in again] == [(each.data, each.reply) for each in lost]
+    assert len(running) == 1
+    await stream.aclose()
+
+
+async def test_where_nobody_comes_back_a_request_ends_after_some_times(
+    connect: Connect, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "AGAIN_S", 0.01)
+    bus, service = await connect(), await connect()
+    handlers: list[Any] = []
+    monkeypatch.setattr(bus, "on_fault", handlers.append)
+    client = await Client.open(bus)
+    lost = list[Any]()
+    deaf = await service.subscribe(subjects.generate_any_tenant(fleet), lost.append)
+    await service.flush()
+    plain = asyncio.create_task(client.complete({"model": fleet}))
+    while not lost:
+        await asyncio.sleep(0.01)
+    await deaf.cancel()
+    await service.flush()
+    handlers[0](BusFault("reconnected", "back"))
+    with pytest.raises(Unavailable, match="no service"):
+        await asyncio.wait_for(plain, 5)
 
 
 async def test_a_request_without_a_model(client: Client) -> None:

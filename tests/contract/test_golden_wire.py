@@ -44,7 +44,7 @@ def row_of(kind: str) -> list[Any]:
 def test_every_kind_has_a_sample_and_golden_bytes() -> None:
     assert sorted(SAMPLES) == KINDS
     assert sorted(GOLDEN) == KINDS, "a new kind needs its line; see the next test's message for the bytes"
-    assert len(KINDS) == 42
+    assert len(KINDS) == 43
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -311,7 +311,13 @@ def test_bytes_of_any_length_are_those_of_the_parts(kind: str, options: int, tok
 
 def test_options_over_the_limit_are_refused_with_a_cure() -> None:
     message = dataclasses.replace(
-        LONG["Tokenized"], grammar="g" * 60_000, generated=ints(), reasons=(), age_us=0
+        LONG["Tokenized"],
+        grammar="g" * 60_000,
+        generated=ints(),
+        reasons=(),
+        age_us=0,
+        shard="",
+        model_digest="",
     )
     with pytest.raises(PayloadTooLarge, match="shorten its grammar, stop strings or logit_bias"):
         list(split(message))

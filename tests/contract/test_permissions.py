@@ -35,7 +35,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(users: Path) -> Iterator[NatsServer]:
-    server = servers.start(extra=auth.authorization(users))
+    server = servers.start(extra=auth.authorization(users, FLEET))
     yield server
     server.stop()
 
@@ -94,6 +94,7 @@ FORBIDDEN_WRITING = [
     "headrace.v1.detokenize.bob.m", "headrace.v1.generate.acme", "headrace.v1.generate.acme.m.x",
     "headrace.v1.generate.acme2.m", "headrace.v1.generate.public.m", "_INBOX.bob.1.2", "_INBOX.acme.1.2",
     "headrace.v1.status", "headrace.v1.trace.r", "headrace.v1.events.s.snapshot", "hr.beat_ask",
+    "headrace.v1.models", "headrace.v1.models.bob",
     f"hr.{FLEET}.beat_ask", f"hr.{FLEET}.beat.tokenizer.1", f"hr.{FLEET}.scheduler.1.in.Tokenized",
     f"hr.{FLEET}.executor.1.in.StepPlan", f"hr.{FLEET}.detokenizer.1.in.Tokens",
     f"hr.{FLEET}.kv_offload.1.in.KvLookup", "_R.1.2", "$SRV.PING", "$JS.API.STREAM.LIST",
@@ -101,7 +102,7 @@ FORBIDDEN_WRITING = [
 ]  # fmt: skip
 ALLOWED_WRITING = [
     "headrace.v1.generate.acme.m", "headrace.v1.cancel.acme.r", "headrace.v1.tokenize.acme.m",
-    "headrace.v1.detokenize.acme.m", "headrace.v1.models",
+    "headrace.v1.detokenize.acme.m", "headrace.v1.models.acme",
 ]  # fmt: skip
 
 
@@ -139,11 +140,11 @@ async def test_a_reply_reaches_the_tenant_that_asked_and_no_other(server: NatsSe
 
 
 SENDS = {
-    "tokenizer": {"scheduler"},
+    "tokenizer": {"scheduler", "tokenizer"},
     "scheduler": {"tokenizer", "executor", "kv_offload", "detokenizer"},
     "executor": {"scheduler"},
     "kv_offload": {"scheduler"},
-    "detokenizer": {"scheduler"},
+    "detokenizer": {"scheduler", "detokenizer"},
     "gateway": set(),
 }
 
@@ -167,6 +168,7 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
         assert boxes == [kind]
         for subject in (">", "hr.>", "_INBOX.>", "_INBOX.acme.>", f"_INBOX.{access.SERVICE_PREFIX}x.>"):
             assert not await may_read(nc, refused, subject)
+        assert await may_read(nc, refused, "_INBOX.*.headrace-gateway.1.*") == (kind == "gateway")
         requests = await may_read(nc, refused, "headrace.v1.generate.*.m")
         assert requests == (kind == "tokenizer")
 
@@ -215,16 +217,16 @@ async def test_a_subscription_of_another_service_is_a_fault(server: NatsServer, 
 
 async def test_a_tenant_of_a_running_server_is_added_by_a_signal(tmp_path: Path) -> None:
     auth.generate(tmp_path, Plan("nats://nats:4222", FLEET), print)
-    server = servers.start(extra=auth.authorization(tmp_path))
+    server = servers.start(extra=auth.authorization(tmp_path, FLEET))
     conf = Path(server.folder.name) / servers.CONFIG_NAME
     try:
         async with client(server, tmp_path, "public") as (public, refused):
-            head = conf.read_text().removesuffix(auth.authorization(tmp_path))
+            head = conf.read_text().removesuffix(auth.authorization(tmp_path, FLEET))
             auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, ("late",)), print)
-            conf.write_text(head + auth.authorization(tmp_path))
+            conf.write_text(head + auth.authorization(tmp_path, FLEET))
             server.process.send_signal(signal.SIGHUP)
             late = await asyncio.wait_for(NatsBus.connect(await _let_in(server, tmp_path, "late")), 10)
-            assert await may_write(public, refused, "headrace.v1.models")  # and nobody was cut off
+            assert await may_write(public, refused, "headrace.v1.models.public")  # and nobody was cut off
             await late.drain()
     finally:
         server.stop()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.redis_process import RedisProcess
 
-from services.kv_offload.backends.interface import DamagedValue, Remote
+from services.kv_offload.backends.interface import DamagedValue, Remote, RemoteError
 from services.kv_offload.backends.lmcache import open_remote
 from shared.errors import SetupError
 
@@ -25,7 +25,13 @@ def redis() -> Iterator[RedisProcess]:
         yield server
 
 
-@pytest.fixture(params=["memory", "file", "redis"])
+@pytest.fixture(scope="module")
+def redis6() -> Iterator[RedisProcess]:
+    with RedisProcess(bind="::1") as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "file", "redis", "redis6"])
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Remote]:
     urls = {"memory": lambda: "memory:", "file": lambda: f"file://{tmp_path}/kv"}
     url = urls[request.param]() if request.param in urls else request.getfixturevalue("redis").url
@@ -140,3 +146,18 @@ def test_the_password_is_not_in_the_error() -> None:
     with pytest.raises(SetupError) as refused:
         open_remote("redis://me:secret@host/7")
     assert "secret" not in refused.value.message
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "::1"])
+def test_a_refused_login_is_said_as_such(bind: str) -> None:
+    with RedisProcess(bind=bind, requirepass="right") as server:
+        for login in ("", ":wrong@", "user:wrong@", "user:right@"):
+            refused = open_remote(server.url.replace("//", f"//{login}"), DEADLINE_S)
+            for call in (lambda to: to.has([name(1)]), lambda to: put(to, 1, data(1)), lambda to: got(to, 1)):
+                with pytest.raises(RemoteError, match=r"redis refuses the user or password of `l2`"):
+                    call(refused)
+            refused.close()
+        let_in = open_remote(server.url.replace("//", "//:right@"), DEADLINE_S)
+        put(let_in, 1, data(1))
+        assert got(let_in, 1) == data(1)
+        let_in.close()

@@ -14,10 +14,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from services.launcher import nats_server as servers
-from services.launcher import serve
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
-from shared.errors import SetupError, Unavailable
+from shared.errors import SetupError
 from shared.nats.bus import NatsBus
 
 
@@ -30,7 +29,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     auth.generate(folder, Plan("tls://nats:4222", "default", tls=tls), print)
     conf = (folder / "nats" / "nats.conf").read_text()
     (block,) = [line for line in conf.splitlines() if line.startswith("tls ")]
-    server = servers.start(extra=auth.authorization(folder) + block + "\n")
+    server = servers.start(extra=auth.authorization(folder, "default") + block + "\n")
     yield folder, server.url.replace("nats://", "tls://")
     server.stop()
 
@@ -75,18 +74,3 @@ async def test_a_server_that_nobody_vouches_for_is_an_error_at_once(secure: tupl
     folder, address = secure
     with pytest.raises(SetupError, match="CERTIFICATE_VERIFY_FAILED"):
         await asyncio.wait_for(NatsBus.connect(auth.url_of(folder, "public", address)), 10)
-
-
-def test_a_health_check_over_tls(
-    secure: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, address = secure
-    url = auth.url_of(folder, "executor", address)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    serve.leave_note("executor", "a1")
-    monkeypatch.setenv("HEADRACE_NATS_URL", f"{url}?ca={folder / 'ca.pem'}")
-    with pytest.raises(Unavailable, match=r"headrace-executor\.a1 does not answer: nobody listens"):
-        serve.health("executor")  # it got as far as the answer that nobody is there
-    monkeypatch.setenv("HEADRACE_NATS_URL", url)
-    with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
-        serve.health("executor")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 from pathlib import Path
 
 import httpx
+import pytest
 from support.running_up import HEADRACE, StartUp, wait_until_gone
+from support.source_tree import ROOT
 
+from loadtest import faults
 from services.launcher.nats_server import NatsServer
+from shared.config import Settings
 
 SLOW = {"HEADRACE_SIM": "step=20000,token=20"}
 
@@ -57,6 +62,33 @@ def test_a_death_during_the_drain_loses_no_answer(start_up: StartUp) -> None:
     wait_until_gone(children)
 
 
+def test_gateways_share_a_port_and_one_that_dies_takes_nobody_else_along(start_up: StartUp) -> None:
+    up = start_up("--gateways", "2", HEADRACE_HTTP="127.0.0.1:0")
+    root = up.http_url.removesuffix("/v1")
+    pids = faults.pids_of(up.process.pid, "gateway")
+    assert len(pids) == 2
+
+    def ask(path: str) -> httpx.Response:
+        return httpx.get(f"{root}{path}", timeout=30)  # each on a connection of its own
+
+    told: set[str] = set()
+    for _ in range(400):  # until both have come up, and each has been given some
+        told |= set(re.findall(r'active_requests{gateway="(\w+)"} 1', ask("/metrics").text))
+        if len(told) == 2:
+            break
+    assert len(told) == 2
+    asked = [s["requests"] for s in json.loads(up.run("status", "--json").stdout)["services"] if "url" in s]
+    assert len(asked) == 2
+    assert min(asked) > 0
+    other = up.run("up", "--backend", "sim", "--gateways", "2", "--http", root.removeprefix("http://"))
+    assert (other.returncode, "the gateway cannot listen on" in other.stderr) == (1, True)
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(ProcessLookupError):
+        while True:
+            os.kill(pids[0], 0)
+    assert [ask("/v1/models").status_code for _ in range(20)] == [200] * 20
+
+
 def test_whoever_still_waits_when_the_time_to_drain_is_over_is_told(start_up: StartUp) -> None:
     up = start_up(HEADRACE_SIM="step=100000", HEADRACE_HTTP="127.0.0.1:0", HEADRACE_DRAIN_TIMEOUT_S="1")
     children = up.children()
@@ -98,6 +130,59 @@ def test_ctrl_c_ends_with_130(start_up: StartUp) -> None:
     assert up.stop(signal.SIGINT) == 130
     assert up.printed[-1] == "stopped"
     wait_until_gone(children)
+
+
+def test_a_hang_up_ends_it_but_for_who_wants_none(start_up: StartUp) -> None:
+    up = start_up(ignored=(signal.SIGHUP, signal.SIGINT))
+    up.process.send_signal(signal.SIGHUP)  # as nohup has it
+    assert up.run("request", '{"prompt": "Hello", "max_tokens": 2}').returncode == 0
+    assert up.stop(signal.SIGINT) == 130
+    assert up.printed[-1] == "stopped"
+    assert start_up().stop(signal.SIGHUP) == 0
+
+
+def test_nobody_who_reads_what_it_prints_is_no_reason_to_cut_a_stream(start_up: StartUp) -> None:
+    """`headrace up | tee log`, Ctrl-C: tee has gone first."""
+    up = start_up(**SLOW)
+    children = up.children()
+    asking = subprocess.Popen(
+        [*HEADRACE, "request", "--stream", '{"prompt": "Hello", "max_tokens": 50, "seed": 1}'],
+        env=up.env, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert asking.stdout is not None
+    assert json.loads(asking.stdout.readline())["type"] == "accepted"
+    assert up.process.stdout is not None
+    up.process.stdout.close()
+    up.process.send_signal(signal.SIGINT)
+    frames = [json.loads(line) for line in asking.communicate(timeout=60)[0].splitlines()]
+    assert (frames[-1]["type"], frames[-1]["usage"]["completion_tokens"]) == ("done", 50)
+    assert up.process.wait(60) == 130
+    wait_until_gone(children)
+
+
+def test_what_http_refuses_while_it_drains_nats_refuses_too(start_up: StartUp) -> None:
+    up = start_up(HEADRACE_SIM="step=50000", HEADRACE_HTTP="127.0.0.1:0")
+    body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
+    with (
+        httpx.Client(base_url=up.http_url, timeout=60) as http,
+        http.stream("POST", "/completions", json={**body, "stream": True}) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        tokenizer = up.child("tokenizer")
+        up.process.send_signal(signal.SIGTERM)
+        up.read_until("^draining")
+        wait_until_gone([tokenizer])
+        refused = up.run("request", json.dumps(body))
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert refused.stderr.startswith("error 503 unavailable"), refused.stderr
+        with pytest.raises(httpx.ConnectError):
+            httpx.post(f"{up.http_url}/completions", json=body)
+        events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+    assert up.stop() == 0
+    assert up.printed[-1] == "stopped"
 
 
 def test_a_second_ctrl_c_kills(start_up: StartUp) -> None:
@@ -144,6 +229,46 @@ def test_a_dead_service_comes_back(start_up: StartUp) -> None:
         answered = up.run("request", '{"prompt": "Hello", "max_tokens": 2}')
         assert not answered.returncode or "503" in answered.stderr, answered.stderr
     assert "was ended by SIGKILL; starts again in 0.5 s" in up.log.read_text()
+
+
+def test_what_hangs_is_replaced_and_two_of_each_edge_run_by_default(start_up: StartUp) -> None:
+    up = start_up(HEADRACE_TOKENIZERS="2", HEADRACE_DETOKENIZERS="2")
+    assert (Settings().tokenizers, Settings().detokenizers) == (2, 2)
+    hung = [up.child("scheduler"), up.child("nats-server")]
+    for pid in hung:
+        os.kill(pid, signal.SIGSTOP)
+    wait_until_gone(hung)
+    answered = None
+    while answered is None or answered.returncode:
+        answered = up.run("request", '{"prompt": "Hello", "max_tokens": 2}')
+    kinds = [len(faults.pids_of(up.process.pid, kind)) for kind in ("tokenizer", "scheduler", "detokenizer")]
+    assert kinds == [2, 1, 2]
+    said = up.log.read_text()
+    assert re.search(r"scheduler +\| has not beaten for 1\d s and used no CPU: killed", said)
+    assert said.count("used no CPU: killed") == 1
+    up.process.send_signal(signal.SIGTERM)
+    up.read_until("^stopped")
+    assert any(re.match(r"nats-server has not answered for 1\d s", line) for line in up.printed)
+
+
+def test_files_of_the_working_directory_are_not_imported_and_those_on_the_path_are(
+    start_up: StartUp, tmp_path: Path
+) -> None:
+    here, plugins = tmp_path / "here", tmp_path / "plugins"
+    for folder in (here, plugins):
+        folder.mkdir()
+    for name in ("inspect", "queue", "numpy", "torch", "services", "shared"):
+        (here / f"{name}.py").write_text("raise SystemExit('this file is of somebody else')")
+    (plugins / "mine.py").write_text(
+        "class Same:\n"
+        "    def __init__(self, args, prompt_tokens): pass\n"
+        "    def process(self, generated, logits): return logits\n"
+    )
+    path = os.pathsep.join((str(ROOT), str(plugins)))
+    up = start_up(cwd=here, PYTHONPATH=path, HEADRACE_LOGITS_PROCESSORS="same=mine:Same")
+    asked = {"prompt": "Hello", "max_tokens": 2, "logits_processors": ["same"]}
+    answered = up.run("request", json.dumps(asked))
+    assert answered.returncode == 0, answered.stderr
 
 
 def test_a_taken_port_is_told(start_up: StartUp) -> None:

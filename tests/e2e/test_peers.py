@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from support.running_up import wait_until_gone
 from loadtest.bench.known import Latency
 from loadtest.peers.__main__ import main
 from loadtest.peers.export import export
-from loadtest.peers.server import Peer, read_peers, running, tree
+from loadtest.peers.server import TICKS_A_SECOND, Peer, _cpu_s, read_peers, running, tree
 from loadtest.peers.turns import order
 from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.weights import load_hf
@@ -37,8 +38,9 @@ def known(name: str, latency: Latency, folder: Path) -> dict[str, str]:
 def toml(peers: dict[str, dict[str, str]]) -> str:
     return "\n".join(
         f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in each.items())
+        + 'env = { KNOWN = "1" }\n'
         for name, each in peers.items()
-    )
+    )  # fmt: skip
 
 
 def test_two_servers_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +59,10 @@ def test_two_servers_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert (ours["ratio_least"], ours["ratio_most"]) == (1.0, 1.0)
         assert 1 < theirs["ratio_least"] <= theirs["ratio"] <= theirs["ratio_most"]
     assert all(row["memory_mib"] > 5 and row["ready_s"] > 0 for row in result["starts"])
+    assert all(0 <= row["cores_least"] <= row["cores"] < 1 for row in result["starts"])
     assert "| concurrency 1 | output_throughput | slow |" in printed
+    for peer in result["peers"]:
+        assert f"| {peer['name']} | `{peer['command']}` | `KNOWN=1` |" in printed
     first, second = (
         json.loads((out / f"fast-{i}.json").read_text())["configuration"]["seed"] for i in (1, 2)
     )
@@ -79,6 +84,32 @@ def test_nothing_of_a_server_is_left(tmp_path: Path) -> None:
         pids = tree(server.process.pid)
         assert len(pids) == 2
     wait_until_gone(pids)
+
+
+def test_the_time_of_cores_that_a_server_has_used() -> None:
+    def ticks() -> int:  # sums of floats differ in their last digit
+        return round(sum(os.times()[:4]) * TICKS_A_SECOND)
+
+    least = ticks()
+    while ticks() < least + 10:
+        pass
+    assert least < round(_cpu_s(os.getpid()) * TICKS_A_SECOND) <= ticks()
+
+
+def test_a_preload_that_is_not_there(tmp_path: Path) -> None:
+    """The loader would only warn, and the server run slower than its documentation promises."""
+    there = tmp_path / "libthere.so"
+    there.touch()
+    peer = Peer("a", "unix:/none", "true", {"LD_PRELOAD": f"{there}:~/none/libtcmalloc.so"})
+    with (
+        pytest.raises(SetupError, match=r"a preloads /.*/none/libtcmalloc.so, which is not there"),
+        running(peer, tmp_path / "log"),
+    ):
+        pass
+    assert Peer("a", "", "", {"LD_PRELOAD": str(there), "DIRS": "~/x:/y"}).environment() == {
+        "LD_PRELOAD": str(there),
+        "DIRS": f"{Path.home()}/x:/y",
+    }
 
 
 def test_servers_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

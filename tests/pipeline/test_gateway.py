@@ -188,9 +188,15 @@ async def test_bodies_that_are_none(http: httpx.AsyncClient) -> None:
         b"[5]",
         b'"' + b"x" * 9000 + b'"',
     ):
-        body = b'{"prompt":"x","request_id":' + odd + b"}"
-        refused = await http.post("/v1/completions", content=body, headers=head)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id"), odd
+        for path, fields in (
+            ("/v1/completions", b'"prompt":"x"'),
+            ("/v1/completions", b'"prompt":["x","y"],"stream":true'),
+            ("/v1/chat/completions", b'"messages":[{"role":"user","content":"x"}],"stream":true'),
+            ("/tokenize", b'"prompt":"x"'),
+        ):
+            body = b"{" + fields + b',"request_id":' + odd + b"}"
+            refused = await http.post(path, content=body, headers=head)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id"), (path, odd)
     huge = await http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 9_000_000})
     assert (huge.status_code, huge.json()["error"]["code"]) == (413, "payload_too_large")
     nowhere = await http.get("/v2")
@@ -317,7 +323,7 @@ async def test_health_is_the_truth(pipeline: Pipeline) -> None:
 
 async def test_keys_are_tenants(pipeline: Pipeline, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("acme one\nother two\n")
+    keys.write_text("acme one\nother two\nheadrace-operator three\n")
     url = await add_gateway(pipeline, "gateway-2", keys)
     await healthy(pipeline, "gateway-2")
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
@@ -335,8 +341,14 @@ async def test_keys_are_tenants(pipeline: Pipeline, tmp_path: Path) -> None:
             refused = await http.get(path)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
         for path in ("/v1/chat/completions", "/tokenize", "/detokenize"):
-            refused = await http.post(path, json=body, headers={"authorization": "Bearer three"})
+            refused = await http.post(path, json=body, headers={"authorization": "Bearer four"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
-        for path in ("/health", "/ready", "/metrics", "/version", "/openapi.json"):
+        for path in ("/health", "/ready", "/version", "/openapi.json"):
             assert (await http.get(path)).status_code == 200
+        headers = [{}, *({"authorization": f"Bearer {key}"} for key in ("four", "one", "three"))]
+        pages = [await http.get("/metrics", headers=each) for each in headers]
+        assert [page.status_code for page in pages] == [401, 401, 403, 200]
+        assert ["http_server_request_duration" in page.text for page in pages] == [False, False, False, True]
+        codes = [page.json()["error"]["code"] for page in pages[:3]]
+        assert codes == ["invalid_api_key", "invalid_api_key", "permission_denied"]
     await remove_gateway(pipeline, "gateway-2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -14,8 +15,10 @@ from support.text_models import write_bpe_gguf
 
 from services.detokenizer import actor as detokenizer
 from services.tokenizer import actor as tokenizer
+from services.tokenizer import queries
 from shared.actor.mailbox import Port
 from shared.actor.runtime import Actor, Facts, Runtime
+from shared.clock import FakeClock
 from shared.config import Settings
 from shared.messages import (
     Accepted,
@@ -30,7 +33,7 @@ from shared.messages import (
     Tokens,
     ints,
 )
-from shared.nats import subjects
+from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.nats.memory import MemoryBroker, MemoryBus
 
@@ -87,7 +90,7 @@ class HandScheduler(Actor):
 
     def answer(self, shard: str, asked: Tokenized, trace: str, seq: int) -> None:
         opened = Open(
-            seq=seq, request=asked.request, attempt=1, tenant=asked.tenant, model=asked.model,
+            seq=seq, request=asked.request, attempt=asked.attempt, tenant=asked.tenant, model=asked.model,
             inbox=asked.inbox,
             stream=asked.stream, format=asked.format, stop=asked.stop, prompt_tokens=len(asked.tokens),
         )  # fmt: skip
@@ -107,14 +110,19 @@ class HandScheduler(Actor):
 class World:
     """One of each, and a client."""
 
-    def __init__(self, broker: MemoryBroker, settings: Settings, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, broker: MemoryBroker, settings: Settings, stack: AsyncExitStack, *, guarded: bool = False
+    ) -> None:
+        """`guarded`: each service has credentials of its own."""
         self.broker = broker
+        self._guarded = guarded
         self.settings = settings
         self.client: MemoryBus = broker.connect()
         self._stack = stack
 
     async def run(self, actor: Actor, name: str) -> Runtime:
-        runtime = Runtime(actor, self.broker.connect(), "fleet", name)
+        user = access.user_of(actor.kind) if self._guarded else ""
+        runtime = Runtime(actor, self.broker.connect(user), "fleet", name)
         await runtime.start()
         self._stack.push_async_callback(runtime.finish, 1.0)
         await self.broker.settle()
@@ -217,6 +225,74 @@ async def test_unknown_models_and_no_scheduler(world: World) -> None:
         reply = await world.ask(f"headrace.v1.generate.{damaged}", CHAT)
         error = json.loads(reply.data)["error"]
         assert (error["code"], error["param"]) == (400, "subject")
+
+
+async def replies_to(world: World, subject: str) -> list[dict[str, Any]]:
+    """All that comes on the reply subject of a request."""
+    got: list[Delivery] = []
+    inbox = world.client.new_inbox()
+    await world.client.subscribe(inbox, got.append)
+    world.client.publish(subject, json.dumps(CHAT).encode(), reply=inbox)
+    for _ in range(4):
+        await world.broker.settle()
+    return [json.loads(delivery.data) for delivery in got]
+
+
+async def test_a_subject_that_somebody_else_serves_is_left_to_that_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another version, perhaps: nothing was heard of it."""
+    monkeypatch.setattr(queries, "LOOK_EVERY_S", 0)
+    await world.run(tokenizer.build(world.settings), "t1")
+    bus = world.broker.connect()
+
+    def serve(asked: Delivery) -> None:
+        bus.publish(asked.reply, b'{"by": "another"}')
+
+    await bus.subscribe(subjects.generate_any_tenant("other"), serve)
+    questions = await bus.subscribe(subjects.tokenize_any_tenant("other"), serve)
+    subject = subjects.generate("public", "other")
+    assert [await replies_to(world, subject) for _ in range(2)] == [[{"by": "another"}]] * 2
+    await questions.cancel()
+    by_us, by_another = sorted(await replies_to(world, subject), key=len, reverse=True), {"by": "another"}
+    assert by_another in by_us  # and a 404, since it does not say that it listens
+    assert len(by_us) == 2
+
+
+class Elsewhere(Actor):
+    """A tokenizer of another model that listens to nothing any more."""
+
+    kind = "tokenizer"
+
+    def facts(self) -> Facts:
+        return Facts(model="other")
+
+
+async def test_a_model_whose_tokenizer_has_just_died_is_unavailable_and_not_unknown(world: World) -> None:
+    await world.run(tokenizer.build(world.settings), "t1")
+    await world.run(Elsewhere(), "t2")
+    (reply,) = await replies_to(world, subjects.generate("public", "other"))
+    error = reply["error"]
+    assert (error["code"], error["retry_after_ms"]) == (503, 1_000)
+
+
+async def test_a_model_whose_tokenizer_dies_right_after_it_has_listened(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is judged by a question that came after it, never by one before it."""
+    monkeypatch.setattr(queries, "LOOK_EVERY_S", 0)
+    await world.run(tokenizer.build(world.settings), "t1")
+    await world.run(Elsewhere(), "t2")
+    bus, subject = world.broker.connect(), subjects.generate("public", "other")
+    served = [
+        await bus.subscribe(of("other"), lambda asked: bus.publish(asked.reply, b'{"by": "other"}'))
+        for of in (subjects.generate_any_tenant, subjects.tokenize_any_tenant)
+    ]
+    assert await replies_to(world, subject) == [{"by": "other"}]
+    for subscription in served:
+        await subscription.cancel()
+    (reply,) = await replies_to(world, subject)
+    assert reply["error"]["code"] == 503
 
 
 async def test_a_cancel_that_reaches_the_tokenizer_first(world: World) -> None:
@@ -426,6 +502,83 @@ async def test_a_bug_met_by_a_request_is_its_500(
     )
 
 
+IN_A_NAME = [
+    subjects.generate("a b", "tiny"), subjects.generate("a b", "other"), "headrace.v1.generate.a=20b.=Z",
+    subjects.tokenize("a b", "tiny"), subjects.detokenize("a b", "tiny"), subjects.models("a b"),
+]  # fmt: skip
+IN_NO_NAME = [subjects.MODELS, subjects.STATUS, "$SRV.PING", "$SRV.STATS.headrace-detokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("subject", "place"),
+    [
+        *((subject, "a=20b") for subject in IN_A_NAME),
+        *((subject, "headrace-operator") for subject in IN_NO_NAME),
+    ],
+)
+async def test_an_answer_goes_only_below_the_inbox_of_whoever_may_ask(
+    settings: Settings, subject: str, place: str
+) -> None:
+    """A tenant may not publish there, but a service may."""
+    async with AsyncExitStack() as stack:
+        world = World(MemoryBroker(), settings, stack, guarded=True)
+        await world.run(tokenizer.build(world.settings), "t1")
+        await world.run(detokenizer.build(world.settings), "d1")
+        await world.run(HandScheduler(), "s1")
+        got: list[str] = []
+
+        def take(delivery: Delivery) -> None:
+            if not delivery.subject.startswith(
+                "_INBOX.headrace-tokenizer."
+            ):  # what it asks the server itself
+                got.append(delivery.subject)
+
+        for pattern in ("_INBOX.>", "my.>"):
+            await world.client.subscribe(pattern, take)
+        elsewhere = ("bob.x", "a.x", "a=20b2.x", "a=20b", "public.headrace-gateway.1.x")
+        elsewhere += ("headrace-gateway.1.x",) if place == "a=20b" else ("a=20b.headrace-gateway.1.x",)
+        for reply in ("my.answers.x", "_INBOX.x", *(f"_INBOX.{name}" for name in elsewhere)):
+            world.client.publish(subject, json.dumps(CHAT).encode(), reply=reply)
+        await world.broker.settle()
+        assert got == []
+        for reply in (f"_INBOX.{place}.x", f"_INBOX.{place}.headrace-gateway.1.x"):
+            world.client.publish(subject, json.dumps(CHAT).encode(), reply=reply)
+            async with asyncio.timeout(30):
+                while not got:  # whether anybody serves the model is asked of the server first
+                    await asyncio.sleep(0.001)
+                    await world.broker.settle()
+            assert set(got) == {reply}
+            got.clear()
+
+
+async def test_a_reply_subject_that_gets_no_answer_is_logged_once_a_minute(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    broker = MemoryBroker()
+    runtime = Runtime(tokenizer.build(settings), broker.connect(), "fleet", "t1", clock=clock)
+    await runtime.start()
+    client = broker.connect()
+
+    async def ask(times: int) -> list[str]:
+        caplog.clear()
+        for _ in range(times):
+            client.publish(
+                subjects.generate("acme", "tiny"), b"{}", reply="hr.fleet.scheduler.s1.in.Tokenized"
+            )
+        await broker.settle()
+        for _ in range(2 * times + 10):  # one is seen in each turn, its copy, too
+            await asyncio.sleep(0)
+        return [r.message for r in caplog.records if "no answer may go to" in r.message]
+
+    assert [line[-40:] for line in await ask(1_000)] == [" on headrace.v1.generate.acme.tiny wants it"[-40:]]
+    assert await ask(1_000) == []
+    clock.advance(60_000_000)
+    (line,) = await ask(2)
+    assert line.endswith("; 1999 more like it since the last line")
+    await runtime.finish(1.0)
+
+
 async def test_questions_without_a_reply_subject_are_ignored(world: World, scheduler: HandScheduler) -> None:
     for subject in (
         subjects.generate("public", "tiny"),
@@ -439,7 +592,8 @@ async def test_questions_without_a_reply_subject_are_ignored(world: World, sched
     assert scheduler.got == []
 
 
-async def test_lost_messages_end_the_requests_of_a_scheduler(world: World, scheduler: HandScheduler) -> None:
+async def test_lost_messages_are_asked_for_again(world: World, scheduler: HandScheduler) -> None:
+    """Until its scheduler opens the request again it has a hole."""
     scheduler.hold = True
     shard = detokenizer.build(world.settings)
     await world.run(shard, "d0")
@@ -447,6 +601,11 @@ async def test_lost_messages_end_the_requests_of_a_scheduler(world: World, sched
     await asyncio.sleep(0)
     await world.broker.settle()
     shard.on_stream_lost("scheduler.s1")
-    error = json.loads((await asking).data)["error"]
-    assert (error["code"], error["retryable"]) == (503, True)
-    assert error["message"].startswith("a part of the answer was lost between two services")
+    await world.broker.settle()
+    assert scheduler.got[-1] == Detached(seqs=ints())
+    scheduler.hold = False
+    asked, trace = scheduler.tokenized[0]
+    again = dataclasses.replace(asked, attempt=2)
+    scheduler.answer("detokenizer.d0", again, trace, 1)
+    body = json.loads((await asking).data)
+    assert body["choices"][0]["message"]["content"] == "user\nHi\nassistant\n"

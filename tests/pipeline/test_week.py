@@ -23,7 +23,7 @@ from support.executor import paged_engine
 from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 
-from services.scheduler import arrival, finish, load_shedding
+from services.scheduler import arrival, load_shedding
 from services.scheduler.state import block_pool, requests, state, step_log
 from services.tokenizer import prepare
 from shared.actor import stream
@@ -132,7 +132,6 @@ def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
     for module, name in FULL_EARLY:
         monkeypatch.setattr(module, name, 16)
-    monkeypatch.setattr(finish, "ENDED_WITHIN_US", 5 * span.beat_s * 1_000_000)  # as with beats of a second
 
     async def week() -> tuple[list[dict[str, int]], dict[str, int]]:
         fleet = VirtualFleet(model, span.beat_s)

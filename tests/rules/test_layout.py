@@ -53,10 +53,11 @@ ONE_PATH = (
 )  # fmt: skip
 HANGING = (
     "services/scheduler/kv_tiers/", "services/scheduler/reports/",
-    "services/detokenizer/failover.py", "services/detokenizer/reconnect.py",
+    "services/detokenizer/copies.py", "services/detokenizer/failover.py", "services/detokenizer/reconnect.py",
+    "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 81, 18_800
-PRODUCT_FILES, PRODUCT_LINES = 191, 40_300
+PATH_FILES, PATH_LINES = 83, 20_100
+PRODUCT_FILES, PRODUCT_LINES = 201, 43_200
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

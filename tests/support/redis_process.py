@@ -38,7 +38,8 @@ class RedisProcess:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
+        host = self._options["bind"]
+        return f"redis://[{host}]:{self.port}" if ":" in host else f"redis://{host}:{self.port}"
 
     def start(self) -> None:
         """Start, again after `stop`, and wait until it serves."""

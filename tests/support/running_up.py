@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,11 @@ from nats.aio.client import Client as Nats
 from loadtest import faults
 
 HEADRACE = (sys.executable, "-m", "services.launcher.cli")
+INSTALLED = (
+    sys.executable,
+    "-P",
+    *HEADRACE[1:],
+)  # as the script of an installation: by PYTHONPATH, from anywhere
 READY_S = 60  # far above what it takes: a guard against hanging, no measure
 QUICK = {
     "HEADRACE_SIM": "step=1000",
@@ -30,6 +35,8 @@ QUICK = {
     "HEADRACE_BEAT_INTERVAL_MS": "200",
     "HEADRACE_L1": "32",  # MiB: to reserve the pages of more takes time
     "HEADRACE_L1_STORE": "plain",
+    "HEADRACE_TOKENIZERS": "1",  # two of each by default
+    "HEADRACE_DETOKENIZERS": "1",
 }
 SMALL_L1 = {"HEADRACE_L1": "64", "HEADRACE_L1_STORE": "plain"}  # many servers share this machine
 
@@ -154,19 +161,33 @@ def wait_until_gone(pids: list[int]) -> None:
         assert ended, f"process {pid} is an orphan: {Path(f'/proc/{pid}/cmdline').read_text()}"
 
 
+def ignoring(*signals: int) -> Callable[[], None]:
+    """A `preexec_fn`: the process is started with these ignored, as by nohup or a script."""
+
+    def ignore() -> None:
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)
+
+    return ignore
+
+
 def starter(folder: Path, running: list[Up]) -> StartUp:
-    def start(*args: str, wait: bool = True, **env: str) -> Up:
+    def start(
+        *args: str, wait: bool = True, ignored: Sequence[int] = (), cwd: Path | None = None, **env: str
+    ) -> Up:
         home = folder / f"up{len(running)}"
         home.mkdir()
         full = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
         full |= {"XDG_RUNTIME_DIR": str(home), **QUICK, **SMALL_L1, **env}
         log = home / "stderr"
         process = subprocess.Popen(
-            [*HEADRACE, "up", "--backend", "sim", *args],
+            [*(INSTALLED if cwd else HEADRACE), "up", "--backend", "sim", *args],
+            cwd=cwd,
             env=full,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
+            preexec_fn=ignoring(*ignored),
         )
         up = Up(process, full, log)
         running.append(up)

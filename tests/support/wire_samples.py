@@ -10,6 +10,7 @@ from shared.messages import (
     Beat,
     Cancel,
     Chunk,
+    Claims,
     Close,
     Decision,
     Detached,
@@ -109,12 +110,14 @@ REQUESTS: tuple[Message, ...] = (
         open_end=True,
         waited_us=4_000,
         model_digest="cc77",
+        shard="d2",
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
         tenant="acme", request="chat-1", attempt=2, code=429, message="queue is full", retry_after_ms=250
     ),
-    Cancel(tenant="acme", request="chat-1"),
+    Cancel(tenant="acme", request="chat-1", code=503, message="no scheduler answers"),
+    Claims(taken=longs([-5, 2**40]), ids=("", "drawn"), done=longs([7])),
     Open(
         seq=70_000,
         request="chat-1",
@@ -367,6 +370,7 @@ BEAT = Beat(
     arena_generation=3,
     tiers=("dram", "remote"),
     rates=(50_000_000_000, 1_000_000_000),
+    scheduler="s0",
 )
 
 SAMPLES: dict[str, Message] = {type(m).__name__: m for m in (*REQUESTS, *STEPS, *TIERS, BEAT)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from services.executor.engine import BackendInfo, TellGrammar, nobody
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars
 from services.executor.sampling.logits_processors import MakeProcessor
+from shared.cores import usable_threads
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
 from shared.vocab.files import ModelFiles
@@ -60,7 +60,7 @@ class TorchOptions:
     slots: int = 64
     max_step_tokens: int = 256
     max_context: int = 0  # 0: the model's
-    threads: int = 0  # 0: the cores
+    threads: int = 0  # 0: as many as cores may be used, fewer while fewer are quicker
     pipeline: bool = False  # of several ranks each is a stage; else they share every layer
     overlap_comm: str = "auto"  # ranks: off, two_stream, or found out at start from how many tokens on
     deterministic: bool = False  # a row's bits depend on neither its batch nor the cuts of its prompt
@@ -86,7 +86,7 @@ class Loaded:
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     """Load this rank's weights and allocate its cache; takes seconds. Raises SetupError for what cannot
     work."""
-    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // ranks.size))
+    torch.set_num_threads(options.threads or usable_threads(ranks.size))
     device = device_of(options.device, ranks.rank)
     dtype, int8 = _dtype(options.dtype, device), options.dtype == "int8"
     stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
@@ -206,8 +206,15 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name == "int8":
-        if device.type != "cpu" or not kernels.cpu_jit.has(*kernels.cpu_jit.INT8):
-            raise SetupError("dtype int8 is for CPUs with AVX-512 BF16 and VNNI; use bf16")
+        if device.type != "cpu":
+            raise SetupError("dtype int8 is for CPUs; use bf16")
+        if not kernels.cpu_jit.has(
+            *kernels.cpu_jit.INT8
+        ):  # as measured: services.executor.cpu.compiled_linear
+            raise SetupError(
+                "dtype int8 is for CPUs with AVX-512 BF16 and VNNI; on this one bf16 is the quickest for up "
+                "to 12 requests at once, and f32 (auto) for more"
+            )
         return torch.bfloat16
     if name not in _DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join(_DTYPES)}, int8")

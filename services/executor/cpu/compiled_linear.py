@@ -20,13 +20,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import kernels.cpu_jit
 from kernels.cpu_jit.gemm_few_rows import few_rows
 from kernels.cpu_jit.packed_int8 import can_quantise, quantise
 from kernels.cpu_jit.packed_weights import Matrix, can_multiply, multiply, pack
 
 Linear = Callable[[Tensor], Tensor]  # as in linear.py
 
-_FEW_ROWS = 2  # up to here reading the plain matrix is quicker than a library's product
+# Up to here reading the plain matrix is quicker than a library's product, and where a CPU has no bf16
+# instructions, for which a library widens the matrix first. There, all products of a 135M model, ms of one
+# thread by rows, of a CPU held to AVX2:
+#
+#     rows             1     2     3     4     8    16    24    28    32    48
+#     library       41.2  57.5   120   119   126   160   197   247   216   311
+#     plain matrix  35.2  43.6  49.2  48.6  73.9   125   175   202   226   332
+_FEW_ROWS, _FEW_ROWS_WIDENED = 2, 24
 
 
 class PanelProduct:
@@ -50,4 +58,5 @@ def in_panels(weight: Tensor, *, int8: bool = False, dtype: torch.dtype | None =
 def by_rows(weight: Tensor, many_rows: Linear) -> Linear:
     """`many_rows`, and for few another way to the same product with `weight`."""
     plain = weight.contiguous()
-    return lambda x: few_rows(x, plain) if len(x) <= _FEW_ROWS else many_rows(x)
+    most = _FEW_ROWS if kernels.cpu_jit.has("avx512bf16") else _FEW_ROWS_WIDENED
+    return lambda x: few_rows(x, plain) if len(x) <= most else many_rows(x)

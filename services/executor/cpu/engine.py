@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from services.executor.checkpoint.loader import Loaded, TorchOptions, device_of, grammars_of, info_of, load
 from services.executor.cpu.batch import BatchBuilder, Slots
 from services.executor.cpu.model import Model, operators_for
+from services.executor.cpu.thread_count import ThreadCount
 from services.executor.engine import WARM_ROWS, BackendInfo, Copier, Notes, Pending, StepOutput, warm_up_steps
 from services.executor.kv_transfer.copiers import CudaCopier, HostCopier
 from services.executor.parallel.coroutines import HostLanes
@@ -50,6 +52,8 @@ class TorchBackend:
         self._asked: dict[int, int] = {}  # logprobs by slot
         self._computed: torch.cuda.Event | None = None  # the newest forward's end, on a GPU
         on_gpu = device.type == "cuda"
+        fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
+        self._threads = None if fixed else ThreadCount(torch.get_num_threads())  # of a CPU on its own
         self._copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
 
     @property
@@ -77,8 +81,17 @@ class TorchBackend:
         self._sampler.close(slot)
         self._host_rows.close(slot)
 
-    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Pending:
+        began_ns = time.monotonic_ns()
+        pending = self._forward(plan)
+        if self._threads is not None and plan.slots:
+            self._threads.observe(sum(plan.counts), (time.monotonic_ns() - began_ns) // 1000)
+            if torch.get_num_threads() != self._threads.now:
+                torch.set_num_threads(self._threads.now)
+        return pending
+
+    @torch.inference_mode()
+    def _forward(self, plan: StepPlan) -> Pending:
         self._slots.apply_tables(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
         if not plan.slots:

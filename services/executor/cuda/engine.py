@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,22 @@ from kernels.attention.decode import decode_work
 from kernels.sampling.gpu import Choices, Chosen, choose, scratch
 from services.executor.checkpoint.config import Shapes
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
+from services.executor.cuda.compiler import CompileWatch, check_compiler
 from services.executor.cuda.graph_runner import Passes
 from services.executor.cuda.input_batch import arrange
 from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_large_heads, row_by_row
 from services.executor.cuda.model import CudaModel
 from services.executor.cuda.slot_table import STOP_IDS, CudaSlots, advance, end_slots, take
-from services.executor.engine import BackendInfo, Copier, Pending, Piece, StepOutput, warm_up_steps
+from services.executor.engine import (
+    BackendInfo,
+    Copier,
+    Pending,
+    Piece,
+    StepOutput,
+    WarmUp,
+    long_steps,
+    warm_up_steps,
+)
 from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import CUT_TOKENS, LEAST, split, two_stream_tokens
@@ -45,6 +55,7 @@ log = logging.getLogger("headrace.executor")
 
 def build(options: TorchOptions, ranks: Ranks = SOLO) -> CudaBackend:
     """Load the model and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
+    check_compiler()
     loaded = load(options, ranks)
     plain = loaded.cache.activations == torch.bfloat16 and not options.deterministic
     if loaded.shapes.experts is not None and not plain:
@@ -99,6 +110,7 @@ class CudaBackend:
         self._by_torch: set[int] = set()  # slots that the kernel does not sample
         self._computed: torch.cuda.Event | None = None  # the newest sampled forward's end
         self._copier = CudaCopier(cache, lambda: self._computed)
+        self._compiles = CompileWatch()
 
     @property
     def info(self) -> BackendInfo:
@@ -113,7 +125,7 @@ class CudaBackend:
                 log.info("captured %d of %d graphs in %.1f s", done, of, time.monotonic() - began_s)
 
         self._passes.capture(told, alone=self._alone)
-        for opened, plans in warm_up_steps(self._info):
+        for opened, plans in self._warm_up_steps():
             self.open_slot(opened)
             for plan in plans:
                 pending = self.forward(plan)
@@ -125,6 +137,17 @@ class CudaBackend:
             self._info = replace(self._info, two_stream_tokens=since)
             log.info("captured steps in halves, too, after %.1f s in all", time.monotonic() - began_s)
         self.reset()
+        self._compiles.start()
+
+    def _warm_up_steps(self) -> Iterator[WarmUp]:
+        """The steps of any engine; those of rows that the kernel samples, and with a block copied; and steps
+        as long as there are, for which there may be no graph."""
+        copied = ints([self._cache.spare])
+        for opened, plans in warm_up_steps(self._info):
+            yield opened, plans
+            plain = replace(opened, logprobs=0, sampling=replace(opened.sampling, frequency_penalty=0.0))
+            yield plain, [replace(plan, copy_from=copied, copy_to=copied) for plan in plans]
+        yield from long_steps(self._info)
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._slots.open(opened)
@@ -267,6 +290,7 @@ class CudaBackend:
         self._computed = self._host_rows.forwarded()
 
     def close(self) -> None:
+        self._compiles.stop()
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
         for_rows = ("_sampler", "_host_rows", "_plain_rows")

@@ -109,6 +109,7 @@ class Passes:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=forbids):
                 run(layout, size)
             self._pool = self._pool or graph.pool()
+            graph.replay()  # its first launch brings it to the device
             self._graphs[kind, size] = graph
         told(len(wanted), len(wanted))
 

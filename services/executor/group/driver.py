@@ -27,7 +27,6 @@ import multiprocessing
 import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,18 +42,22 @@ from services.executor.engine import (
     Backend,
     BackendInfo,
     Copier,
+    GiveWay,
     Pending,
     StepOutput,
     TellGrammar,
+    at_once,
     nobody,
 )
 from services.executor.parallel.ranks import LEADER, Ranks, join, meeting
-from shared.errors import EngineError
+from shared.errors import EngineError, SetupError
 from shared.messages import GrammarFailed, GrammarReady, Ints, SlotOpen, StepPlan
+from shared.processes import module_command, with_import_path
 
 log = logging.getLogger("headrace.executor")
 
 END_WITHIN_S = 5.0
+LAST_WORDS_S = 2.0  # for those of a rank that is at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +179,18 @@ def build_group(
     members.tell_each([Join(bare, rank, size, store.port) for rank in range(1, size)])
     with ExitStack() as undo:
         undo.callback(members.end)
-        ranks = join(LEADER, size, store, device, ordered=options.deterministic, sums=not options.pipeline)
-        undo.callback(ranks.close)
-        kind = PipelineBackend if options.pipeline else GroupBackend
-        group = kind(rank_builder(device.type)(options, ranks), members, ranks)
+        ordered, sums = options.deterministic, not options.pipeline
+        try:
+            ranks = join(
+                LEADER, size, store, device, ordered=ordered, sums=sums, gone=lambda: members.why_gone
+            )
+            undo.callback(ranks.close)
+            kind = PipelineBackend if options.pipeline else GroupBackend
+            group = kind(rank_builder(device.type)(options, ranks), members, ranks)
+        except RuntimeError as error:  # a sum without one of them
+            if why := members.why(LAST_WORDS_S):
+                raise SetupError(why) from error
+            raise
         undo.pop_all()
         return group
 
@@ -307,6 +318,8 @@ class Members:
         `tell_grammar` there, too, with what the last stage says of grammars."""
         self._lost, self._tell_grammar = lost, tell_grammar
         self._over = False  # lost or ended
+        self.why_gone = ""  # one of them, before `end`
+        self._is_gone = threading.Event()
         self._telling = threading.Lock()
         self._answers: queue.SimpleQueue[Answer | EngineError] = queue.SimpleQueue()
         self._sampled: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
@@ -314,10 +327,9 @@ class Members:
         self._pipes: list[Connection] = []
         for rank in range(1, count + 1):
             ours, theirs = multiprocessing.Pipe()
-            command = [sys.executable, "-m", "services.executor.group.worker", str(theirs.fileno())]
             process = subprocess.Popen(
-                [*command, str(rank)],
-                env={**os.environ, **environment},
+                module_command("services.executor.group.worker", str(theirs.fileno()), str(rank)),
+                env=with_import_path({**os.environ, **environment}),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
@@ -362,6 +374,11 @@ class Members:
         self._gone(why)
         threading.Event().wait()
         raise AssertionError("nothing sets that event")
+
+    def why(self, timeout_s: float) -> str:
+        """Wait so long for one to be gone; empty when none is."""
+        self._is_gone.wait(timeout_s)
+        return self.why_gone
 
     def end(self) -> None:
         """Have them end; kill who does not."""
@@ -409,7 +426,8 @@ class Members:
     def _gone(self, why: str) -> None:
         if self._over:
             return
-        self._over = True
+        self._over, self.why_gone = True, why
+        self._is_gone.set()
         for process in self._processes:
             process.kill()
         self._answers.put(EngineError(why))
@@ -429,10 +447,10 @@ class GroupCopier:
         self._own, self._members = own, members
         self.piece_bytes = size * own.piece_bytes
 
-    def attach(self, arena: Arena) -> None:
+    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
         self._members.tell(Attach(arena.name, arena.generation))
         try:
-            self._with_all(lambda: self._own.attach(arena))
+            self._with_all(lambda: self._own.attach(arena, give_way))
         except Exception:
             self.detach()
             raise
@@ -471,11 +489,11 @@ class PartCopier:
         self._arena: Arena | None = None
         self._flaw = ""  # of a move since the last finish; an error itself would keep a view of the arena
 
-    def attach(self, name: str, generation: int) -> None:
+    def attach(self, name: str, generation: int, give_way: GiveWay = at_once) -> None:
         """Map an arena. Raises ArenaError, or what the device's driver says."""
         arena = Arena(name, generation)
         try:
-            self._own.attach(arena)
+            self._own.attach(arena, give_way)
         except Exception:
             arena.close()
             raise

@@ -15,6 +15,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -40,6 +41,7 @@ from services.executor.group.driver import (
     rank_builder,
 )
 from services.executor.host_thread import MOST_PENDING, HostLane
+from services.executor.kv_transfer.worker import RECENT_US, REST
 from services.executor.parallel.ranks import Ranks, join
 from services.executor.sampling.logits_processors import load_processors
 from shared import config, processes
@@ -60,11 +62,13 @@ class Follower:
         self._backend, self._copy = backend, copy
         self._pending: dict[int, Pending] = {}  # by step
         self.refused = 0  # a step that this rank could not compute, and the leader has not said so yet
+        self.stepped_s = -RECENT_US / 1e6  # when the last step came
 
     def obey(self, order: Order) -> None:
         """Carry an order out. What it raises this rank cannot answer for."""
         match order:
             case StepPlan():
+                self.stepped_s = time.monotonic()
                 self._forward(order)
             case Took():
                 self._take(order)
@@ -146,6 +150,7 @@ class CopyThread:
         self._copier, self._answer, self._enter = copier, answer, enter
         self._orders: queue.SimpleQueue[CopyOrder] = queue.SimpleQueue()
         self.put = self._orders.put
+        self.stepped_s: Callable[[], float] = lambda: -RECENT_US / 1e6  # when the last step came
         threading.Thread(target=self._run, name="copies", daemon=True).start()
 
     def _run(self) -> None:
@@ -163,12 +168,17 @@ class CopyThread:
     def _settle(self, order: Attach | Copies) -> int:
         match order:
             case Attach(name=name, generation=generation):
-                self._copier.attach(name, generation)
+                self._copier.attach(name, generation, self._give_way)
             case Copies.DETACH:
                 self._copier.detach()
             case Copies.FINISH:
                 return self._copier.finish()
         return 0
+
+    def _give_way(self, took_s: float) -> bool:
+        if time.monotonic() - self.stepped_s() < RECENT_US / 1e6:
+            time.sleep(REST * took_s)
+        return True
 
 
 def follow(pipe: Connection, orphaned: Callable[[], None], processors: str = "") -> None:
@@ -193,8 +203,9 @@ def follow(pipe: Connection, orphaned: Callable[[], None], processors: str = "")
     backend = rank_builder(device.type)(options, ranks)
     sizes = ranks.exchange(backend.info.bytes_per_block)
     copier = PartCopier(backend.copier(), sum(sizes[:rank]))
-    copy = CopyThread(copier, say, enter).put
-    follower = LastStage(backend, copy, say, enter, size) if samples else Follower(backend, copy)
+    copies = CopyThread(copier, say, enter)
+    follower = LastStage(backend, copies.put, say, enter, size) if samples else Follower(backend, copies.put)
+    copies.stepped_s = lambda: follower.stepped_s
     serve(follower, orders, REFUSED_WITHIN_S)
     backend.close()
     ranks.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.cuda import Event
 
-from services.executor.arena import Arena
+from services.executor.arena import Arena, ArenaError
 from services.executor.checkpoint.kv_cache import KvCache
+from services.executor.engine import GiveWay, at_once
 from shared.errors import EngineError
 
 log = logging.getLogger("headrace.executor")
-PIN_BYTES = 256 << 20  # pinned at a time, in 80 ms
+PIN_BYTES = 8 << 20  # pinned at a time, in 2.5 ms: a step beside it waits no longer for the driver
 _PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
@@ -43,7 +45,7 @@ class HostCopier:
         self._blocks: NDArray[np.uint8] = flat.numpy()  # [blocks + 1, bytes_per_block], the cache itself
         self._arena: NDArray[np.uint8] | None = None
 
-    def attach(self, arena: Arena) -> None:
+    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
         self._arena = np.frombuffer(arena.view, dtype=np.uint8)
 
     def detach(self) -> None:
@@ -88,11 +90,11 @@ class CudaCopier:
         self._arena: Tensor | None = None
         self._pinned = False
 
-    def attach(self, arena: Arena) -> None:
+    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
         view = torch.frombuffer(arena.view, dtype=torch.uint8)
         self._warm_up()
         with torch.cuda.device(self._device):
-            self._pinned = _pin(view, self._engine)
+            self._pinned = _pin(view, self._engine, give_way)
         self._arena = view
 
     def detach(self) -> None:
@@ -186,12 +188,17 @@ def within_pieces(begins: Sequence[int], ends: Sequence[int], size: int, host: S
     return Runs(*(np.concatenate(both) for both in zip(runs, rest, strict=True)))
 
 
-def _pin(view: Tensor, engine: CopyEngine) -> bool:
+def _pin(view: Tensor, engine: CopyEngine, give_way: GiveWay) -> bool:
     """Lock the pages of a mapping and give the GPU an address for them: about 0.3 s a GiB, in pieces. While
-    the driver is at it nobody in this process gets memory from the system: with one call for all of it an
-    executor is silent for so long that it is given up for dead."""
+    the driver is at it nobody in this process gets memory from the system or starts a kernel: pieces of 256
+    MiB one after the other let the first requests stand still for seconds. Raises ArenaError when the arena
+    is no longer wanted."""
     for at in range(0, view.numel(), PIN_BYTES):
+        began_s = time.monotonic()
         error = engine.pin(view.data_ptr() + at, min(PIN_BYTES, view.numel() - at))
+        if not error and not give_way(time.monotonic() - began_s):
+            _unpin(view, engine, at + PIN_BYTES)
+            raise ArenaError("the arena went before it was pinned")
         if error:
             log.warning(
                 "the arena of %d bytes cannot be pinned (CUDA error %d), copies will be slow: raise the "
@@ -203,7 +210,7 @@ def _pin(view: Tensor, engine: CopyEngine) -> bool:
 
 
 def _unpin(view: Tensor, engine: CopyEngine, size_bytes: int) -> None:
-    for at in range(0, size_bytes, PIN_BYTES):
+    for at in range(0, min(size_bytes, view.numel()), PIN_BYTES):
         if error := engine.unpin(view.data_ptr() + at):
             log.error("the arena stays pinned: cuMemHostUnregister gives CUDA error %d", error)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import ParamSpec
 
 from services.executor.arena import Arena
-from services.executor.engine import Backend, Copier, copy_flaw
+from services.executor.engine import Backend, Copier, GiveWay, copy_flaw
 from shared.actor.mailbox import Port
 from shared.actor.membership import Peer
 from shared.clock import Clock
@@ -31,6 +31,8 @@ from shared.messages import ArenaReleased, KvCopied, KvCopy
 log = logging.getLogger("headrace.executor")
 
 NO_ARENA = ("", 0)  # name and generation
+REST = 3  # while steps go on, an arena is attached in one part of so many and one of the time
+RECENT_US = 50_000  # steps go on for so long behind the last one
 MOST_QUEUED = 4_096  # copies; a scheduler has a few for each sequence
 _KEEP = 7 / 8  # of a rate: of what was known before each copy: the last dozen copies count
 P = ParamSpec("P")
@@ -55,17 +57,22 @@ class Told:
 class CopyLane:
     """A thread. `stepped` is called by the device thread or the host lane, the rest by one other thread."""
 
-    def __init__(self, copier: Copier, clock: Clock, told: Told) -> None:
+    def __init__(
+        self, copier: Copier, clock: Clock, told: Told, computing: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`computing` says whether a step is under way."""
         self._copier = copier
         self._clock = clock
         self._told = told
+        self._computing = computing
+        self._stepped_us = -RECENT_US  # when the last step had been computed
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._running: _Job | None = None
         self._began_us = 0
         self._epoch = 0
         self._computed = -1  # last step of this incarnation; 0 once the device has begun it
-        self._mapping = Mapping(copier)  # the thread's to change
+        self._mapping = Mapping(copier, self._give_way)  # the thread's to change
         self._wanted = NO_ARENA  # name and generation
         self._closed = False
         self.stored, self.loaded = CopyRate(), CopyRate()
@@ -105,6 +112,7 @@ class CopyLane:
         with self._changed:
             if epoch == self._epoch:
                 self._computed = step
+                self._stepped_us = self._clock.now_us() if step else -RECENT_US
                 if self._queue:
                     self._changed.notify()
 
@@ -148,8 +156,18 @@ class CopyLane:
             else:
                 return
 
+    def _give_way(self, took_s: float) -> bool:
+        """See Copier.attach. With nobody's steps beside it the next slice begins at once."""
+        with self._changed:
+            if self._computing() or self._clock.now_us() - self._stepped_us < RECENT_US:
+                self._changed.wait_for(self._unwanted, REST * took_s)
+            return not self._unwanted()
+
+    def _unwanted(self) -> bool:
+        return self._closed or self._wanted != self._mapping.of
+
     def _has_work(self) -> bool:
-        return self._closed or self._wanted != self._mapping.of or self._ready() is not None
+        return self._unwanted() or self._ready() is not None
 
     def _ready(self) -> _Job | None:
         return next((job for job in self._queue if job.copy.after_step <= self._computed), None)
@@ -227,8 +245,9 @@ class Mapping:
     """Which arena a copier is attached to: at most one, changed as a whole. `arena` is the one in use, None
     where there is none or it could not be had."""
 
-    def __init__(self, copier: Copier) -> None:
+    def __init__(self, copier: Copier, give_way: GiveWay) -> None:
         self._copier = copier
+        self._give_way = give_way
         self.of = NO_ARENA  # what was asked for last
         self.arena: Arena | None = None
 
@@ -245,7 +264,7 @@ class Mapping:
         arena = None
         try:
             arena = Arena(name, generation)
-            self._copier.attach(arena)
+            self._copier.attach(arena, self._give_way)
         except Exception as error:  # noqa: BLE001 - of a device's driver, too
             log.error("no arena: %s", error)
         else:
@@ -303,13 +322,23 @@ class ArenaSide:
 
     Everything here is called on the event loop; the lane's answers come back through the loop."""
 
-    def __init__(self, backend: Backend, port: Port, host_id: str, quiet: Callable[[], None]) -> None:
-        """`quiet` is called when the last copy of an earlier incarnation has ended."""
+    def __init__(
+        self,
+        backend: Backend,
+        port: Port,
+        host_id: str,
+        quiet: Callable[[], None],
+        computing: Callable[[], bool],
+    ) -> None:
+        """`quiet` is called when the last copy of an earlier incarnation has ended; `computing` says whether
+        a step is under way."""
         loop = asyncio.get_running_loop()
 
         def on_loop(handler: Callable[P, None]) -> Callable[P, None]:
+            guarded = port.guarded(handler)
+
             def later(*args: P.args, **kwargs: P.kwargs) -> None:
-                loop.call_soon_threadsafe(lambda: handler(*args, **kwargs))
+                loop.call_soon_threadsafe(lambda: guarded(*args, **kwargs))
 
             return later
 
@@ -322,7 +351,7 @@ class ArenaSide:
         told = Told(
             copied=on_loop(self._on_copied), quiet=on_loop(quiet), unmapped=on_loop(self._on_unmapped)
         )
-        self._lane = CopyLane(backend.copier(), port.clock, told)
+        self._lane = CopyLane(backend.copier(), port.clock, told, computing)
         self.stepped = self._lane.stepped  # by the threads that compute
         self.close = self._lane.close
         self._look()

@@ -16,14 +16,17 @@ import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
+
+from shared.errors import SetupError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -37,17 +40,11 @@ log = logging.getLogger("headrace.executor")
 LEADER = 0  # the rank that is the actor
 MEET_WITHIN_S = 600.0  # the others may still be loading
 LEAVE_WITHIN_S = 5.0
+_LOOK_S = 0.002  # between two looks for what the others say
 _ONE_HOST = "127.0.0.1"
 # Over NVLink it needs rights that not every host gives, and more than one process that uses it may hang.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
-# Their older names warn where there are the newer.
-_all_gather: Callable[..., object] = getattr(
-    distributed, "all_gather_single", distributed.all_gather_into_tensor
-)
-_reduce_scatter: Callable[..., object] = getattr(
-    distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
-)
 _ALIGNED = 256  # bytes: where a tensor begins in the memory of Copies
 
 
@@ -68,7 +65,8 @@ class Ranks(Protocol):
         `found[r]` from rank r, in the order of ranks."""
 
     def exchange(self, mine: T) -> list[T]:
-        """Everybody's small host object, by rank. Takes milliseconds: for the start."""
+        """Everybody's small host object, by rank. Takes milliseconds: for the start. Raises SetupError when
+        one is gone."""
 
     def close(self) -> None:
         """Leave. A second call does nothing."""
@@ -117,10 +115,13 @@ class Spread:
     short: ShortSums | None = None  # on GPUs
     boxes: LetterBoxes | None = None  # on GPUs, for sums with a norm behind them
 
-    def __init__(self, rank: int, size: int, store: TCPStore, *, ordered: bool) -> None:
+    def __init__(
+        self, rank: int, size: int, store: TCPStore, *, ordered: bool, gone: Callable[[], str]
+    ) -> None:
         """With `ordered` a sum adds up by rank, so that a number's bits do not depend on where in `x` it
-        stands; it costs the bytes of all ranks."""
+        stands; it costs the bytes of all ranks. `gone` says why another rank is no more."""
         self.rank, self.size = rank, size
+        self._gone = gone
         self._store = store
         self._ordered = ordered
         self._exchanges = 0
@@ -135,7 +136,7 @@ class Spread:
 
     def all_gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.size, *x.shape)
-        _all_gather(found.flatten(0, 1), x.contiguous())
+        _say("all_gather_single", "all_gather_into_tensor", found.flatten(0, 1), x.contiguous())
         return found
 
     def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
@@ -147,7 +148,17 @@ class Spread:
         self._exchanges += 1
         keys = [f"{self._exchanges}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(mine))  # type: ignore[arg-type]  # bytes, too
-        return [pickle.loads(self._store.get(key)) for key in keys]
+        return [pickle.loads(self._awaited(key)) for key in keys]
+
+    def _awaited(self, key: str) -> bytes:
+        give_up_s = time.monotonic() + MEET_WITHIN_S
+        while not self._store.check([key]):  # its own wait would go on when nobody will ever say it
+            if why := self._gone():
+                raise SetupError(why)
+            if time.monotonic() > give_up_s:
+                raise SetupError(f"another rank has said nothing for {MEET_WITHIN_S:.0f} s: see its log")
+            time.sleep(_LOOK_S)
+        return self._store.get(key)
 
     def close(self) -> None:
         if not torch.distributed.is_initialized():
@@ -181,9 +192,11 @@ def join(
     *,
     ordered: bool = False,
     sums: bool = True,
+    gone: Callable[[], str] = str,
 ) -> Spread:
     """Become rank `rank` of `size` on this host, with `device`. `store`: the leader's, or its port for the
-    others; `sums`: there will be many short ones. Returns when all are there. One group a process."""
+    others; `sums`: there will be many short ones; `gone`: why another rank is no more, empty while all are.
+    Returns when all are there. One group a process. Raises SetupError when one is gone."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     on_gpu = device.type == "cuda"
@@ -194,6 +207,8 @@ def join(
         os.environ[name] = value
     if isinstance(store, int):
         store = TCPStore(_ONE_HOST, store, size, timeout=_patience())
+    ranks = Spread(rank, size, store, ordered=ordered, gone=gone)
+    ranks.exchange(None)  # all have come: torch would wait for one that is gone
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=PrefixStore("torch", store),
@@ -201,7 +216,6 @@ def join(
         world_size=size,
         device_id=device if on_gpu else None,
     )
-    ranks = Spread(rank, size, store, ordered=ordered)
     if on_gpu and size > 1 and sums:
         from services.executor.parallel.peer_memory import letter_boxes, short_sums
 
@@ -210,6 +224,13 @@ def join(
         boxes = None if ordered else letter_boxes(rank, size, device)
         ranks.boxes = boxes if all(ranks.exchange(boxes is not None)) else None
     return ranks
+
+
+def _say(newer: str, older: str, *given: Any, **more: Any) -> None:
+    """Call torch.distributed's function by its newer name: the older one warns where there are both. Looked
+    up at the call, for a torch that was built without it serves on one device."""
+    call = getattr(distributed, newer, None) or getattr(distributed, older)
+    call(*given, **more)
 
 
 def _patience() -> timedelta:
@@ -233,7 +254,7 @@ class Collectives:
 
     def all_gather_into(self, out: Tensor, x: Tensor) -> None:
         """`out` `[size, *x.shape]`: everybody's `x`."""
-        _all_gather(out.flatten(), x.flatten(), group=self._group)
+        _say("all_gather_single", "all_gather_into_tensor", out.flatten(), x.flatten(), group=self._group)
 
     def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
         """all_gather_into for several."""
@@ -242,7 +263,7 @@ class Collectives:
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
         """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
-        _reduce_scatter(out.flatten(), x.flatten(), group=self._group)
+        _say("reduce_scatter_single", "reduce_scatter_tensor", out.flatten(), x.flatten(), group=self._group)
 
     def all_to_all_into(self, out: Tensor, x: Tensor, came: Sequence[int], sent: Sequence[int]) -> None:
         """Rows of `x`, `sent[r]` to rank r in order; rows of `out`, `came[r]` from rank r."""

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -30,6 +29,7 @@ from typing import Any
 from services.executor.sampling import grammar_process
 from services.executor.sampling.grammar_process import Job, Outcome, Texts
 from shared.errors import EngineError
+from shared.processes import module_command, with_import_path
 from shared.vocab.vocabulary import Vocabulary
 
 LANES = 2
@@ -227,10 +227,10 @@ class _Process:
 
     def __init__(self) -> None:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "services.executor.sampling.grammar_process", str(theirs.fileno())]
+        command = module_command("services.executor.sampling.grammar_process", str(theirs.fileno()))
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=with_import_path({**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
         )

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.arena import Arena
-from services.executor.engine import BackendInfo, Pending, StepOutput
+from services.executor.engine import BackendInfo, GiveWay, Pending, StepOutput, at_once
 from services.executor.sampling.logits_processors import Chains, HostRow, MakeProcessor, Wait
 from shared.codec import MAX_STAGES
 from shared.errors import SetupError
@@ -328,7 +328,7 @@ class SimCopier:
         self.piece_bytes = slower_mb_s * 1_000 or _FREE_PIECE_BYTES  # a millisecond's
         self._arena: NDArray[np.uint8] | None = None
 
-    def attach(self, arena: Arena) -> None:
+    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
         self._arena = np.frombuffer(arena.view, dtype=np.uint8)
 
     def detach(self) -> None:

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from services.kv_offload.backends.interface import Arena
 from services.kv_offload.backends.lmcache import CarvedArena
-from services.kv_offload.backends.shared_memory import PAGE_BYTES, SHM, hold, let_go, segment_name, sweep
+from services.kv_offload.backends.shared_memory import (
+    PAGE_BYTES,
+    SHM,
+    NoRoom,
+    hold,
+    let_go,
+    segment_name,
+    sweep,
+)
 from shared.errors import SetupError
 
 log = logging.getLogger("headrace.kv_offload")
@@ -49,11 +57,13 @@ class Opened:
 
 
 def plan(l1: str, l1_store: str, fleet: str, host_id: str) -> Plan:
-    """What the settings ask for. Raises SetupError for a size that is none."""
+    """What the settings ask for, and there is room for once what dead owners left is removed. Raises
+    SetupError for a size that is none."""
     store = l1_store
     if store == "auto":
         store = "lmcache" if importlib.util.find_spec("lmcache") else "plain"
     label = f"{fleet[:40]}-{sha256(host_id.encode()).hexdigest()[:12]}"
+    remove_dead(label)
     most = MOST_BYTES if any(driver.exists() for driver in GPU_DRIVERS) else MOST_BESIDE_CPU_BYTES
     return Plan(label, size_bytes(l1, _available_bytes(), _shm_free_bytes(), most), store)
 
@@ -75,17 +85,25 @@ def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int, most_bytes: i
 
 
 def open_arena(plan: Plan, generation: int) -> Opened:
-    """Remove what dead owners left, then make and hold the arena. Blocks for seconds. Raises SetupError where
-    /dev/shm cannot hold it."""
+    """Make and hold the arena, after `remove_dead`. Blocks for seconds. Raises NoRoom where /dev/shm cannot
+    hold it, SetupError."""
     name = segment_name(plan.host, generation)
-    lock = hold(name)
     try:
-        for dead in sweep(plan.host):
-            log.info("removed the segment %s: its owner is dead", dead)
+        lock = hold(name)
+    except PermissionError as error:
+        raise NoRoom(f"{error}: let this user write there, or start without tiers (--l1 off)") from None
+    try:
+        remove_dead(plan.host)
         return Opened(_make(plan, generation), lock)
     except BaseException:
         let_go(name, lock)
         raise
+
+
+def remove_dead(host: str) -> None:
+    """Remove what dead owners left in /dev/shm."""
+    for dead in sweep(host):
+        log.info("removed the segment %s: its owner is dead", dead)
 
 
 def _make(plan: Plan, generation: int) -> Arena:

@@ -192,6 +192,8 @@ def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
         login = (unquote(parts.username or ""), unquote(parts.password or ""))
         address = (parts.hostname, parts.port or REDIS_PORT)
         load_lmcache()
+        if _only_ipv6(*address):
+            return Ipv6Redis(address, login, deadline_s)
         lengths = RedisLengths(address, login)
         return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, lengths)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
@@ -208,8 +210,8 @@ def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
 def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> Any:
     from lmcache.lmcache_redis import LMCacheRedisClient
 
-    # The client never reports that it could not connect; a socket of our own does, at once.
-    socket.create_connection(address, timeout=deadline_s).close()
+    # The client never reports that it could not connect or log in; a connection of our own does, at once.
+    RedisLengths(address, login).check(time.monotonic() + deadline_s)
     return LMCacheRedisClient(*address, 1, *login)
 
 
@@ -305,6 +307,8 @@ class LmcacheRemote:
             if self._client is None:
                 self._client = self._connect()
             ticket = getattr(self._client, operation)(*arguments)
+        except TimeoutError as error:
+            raise RemoteError(f"the remote store failed: no answer within {self._deadline_s} s") from error
         except (OSError, RuntimeError) as error:
             raise RemoteError(f"the remote store cannot be reached: {error}. Is it running?") from error
         answer = self._wait(ticket, end)
@@ -334,6 +338,85 @@ class LmcacheRemote:
                 client.close()
 
 
+def _only_ipv6(host: str, port: int) -> bool:
+    found = {}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            found[family] = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+    return list(found) == [socket.AF_INET6]
+
+
+class Ipv6Redis:
+    """See `interface.Remote`. Over redis-py, which LMCache brings along: its own client speaks IPv4 alone.
+    Slower, since values are copied under the GIL."""
+
+    def __init__(self, address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> None:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        self._errors = redis.exceptions
+        self._redis = redis.Redis(
+            *address,
+            username=login[0] or None,
+            password=login[1] or None,
+            socket_timeout=deadline_s,
+            socket_connect_timeout=deadline_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def put(self, name: str, value: memoryview) -> None:
+        try:
+            self._ask(lambda redis: redis.set(_key(name), bytes(value)))
+        except DamagedValue as error:
+            raise RefusedWrite(f"the remote store takes no value: {error.message}") from error
+
+    def get(self, name: str, into: memoryview) -> int:
+        if into.readonly:
+            raise ValueError("a value cannot be read into a read-only buffer")
+        length = self._ask(lambda redis: redis.strlen(_key(name)))
+        if not length and not self.has([name])[0]:
+            return 0
+        value = self._ask(lambda redis: redis.get(_key(name))) if length == into.nbytes else b""
+        if len(value or b"") != into.nbytes:
+            raise DamagedValue(f"the value of {name} is not {into.nbytes} bytes long: delete it")
+        into.cast("B")[:] = value
+        return into.nbytes
+
+    def delete(self, name: str) -> None:
+        try:
+            self._ask(lambda redis: redis.delete(_key(name)))
+        except DamagedValue as error:
+            raise RemoteError(f"the remote store did not delete {name}: {error.message}") from error
+
+    def has(self, names: list[str]) -> list[bool]:
+        def exist(redis: Any) -> list[int]:
+            with redis.pipeline(transaction=False) as asked:
+                for name in names:
+                    asked.exists(_key(name))
+                return list(asked.execute())
+
+        return [bool(there) for there in self._ask(exist)] if names else []
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _ask(self, what: Callable[[Any], Any]) -> Any:
+        """Raises RemoteError, and DamagedValue for what the server answers with an error."""
+        try:
+            return what(self._redis)
+        except (self._errors.AuthenticationError, self._errors.NoPermissionError) as error:
+            raise _refused_login(str(error)) from error
+        except self._errors.ResponseError as error:
+            raise DamagedValue(f"redis answers {error}") from error
+        except self._errors.RedisError as error:
+            raise RemoteError(f"the remote store cannot be reached: {error}. Is it running?") from error
+
+
+def _refused_login(answer: str) -> RemoteError:
+    return RemoteError(f"redis refuses the user or password of `l2` (redis://user:password@host): {answer}")
+
+
 def _key(name: str) -> str:
     """LMCache's name of a value; its file system client takes no other form."""
     return f"headrace@00000000@0@{name}"
@@ -353,6 +436,13 @@ class RedisLengths:
         self._socket: socket.socket | None = None
         self._answers: BinaryIO | None = None
 
+    def check(self, end: float) -> None:
+        """Look whether a server is there and takes the login. Raises OSError, RemoteError."""
+        try:
+            self._connect(end)
+        finally:
+            self.close()
+
     def length(self, key: str, end: float) -> int:
         """Bytes of the value of `key`, by `end` (monotonic, seconds): 0 where it is empty or there is none,
         WRONG_TYPE where it is no string. Raises OSError."""
@@ -360,7 +450,7 @@ class RedisLengths:
             if self._socket is None:
                 self._connect(end)
             answer = self._ask(end, "STRLEN", key)
-        except OSError:
+        except (OSError, RemoteError):
             self.close()
             raise
         if answer.startswith(b"-WRONGTYPE"):
@@ -381,8 +471,9 @@ class RedisLengths:
         self._socket = socket.create_connection(self._address, timeout=_left_s(end))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._answers = self._socket.makefile("rb")
-        if self._login and not (answer := self._ask(end, "AUTH", *self._login)).startswith(b"+OK"):
-            raise ConnectionError(f"redis refused the password: {answer[:100]!r}")
+        words = ("AUTH", *self._login) if self._login else ("PING",)
+        if (answer := self._ask(end, *words)).startswith((b"-WRONGPASS", b"-NOAUTH", b"-ERR")):
+            raise _refused_login(answer.decode(errors="replace").strip("-\r\n"))
 
     def _ask(self, end: float, *words: str) -> bytes:
         """One command and the line that it is answered with."""

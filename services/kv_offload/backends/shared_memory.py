@@ -21,6 +21,10 @@ _PREFIX = "lmcache_l1_pool_headrace_"
 _LOCK = ".lock"
 
 
+class NoRoom(SetupError):
+    """/dev/shm cannot hold the arena."""
+
+
 def segment_name(host: str, generation: int) -> str:
     """The segment's file name under /dev/shm. `host` is letters, digits, dots, dashes and underscores."""
     if not re.fullmatch(r"[\w.-]{1,128}", host, re.ASCII):
@@ -86,13 +90,13 @@ def _lock_file(name: str) -> Path:
 
 
 def check_room(size_bytes: int) -> None:
-    """Raises SetupError where /dev/shm cannot hold `size_bytes` more."""
+    """Raises NoRoom where /dev/shm cannot hold `size_bytes` more."""
     stat = os.statvfs(SHM)
     available = stat.f_bavail * stat.f_frsize
     if size_bytes > available:
-        raise SetupError(
-            f"/dev/shm has {available} bytes left and the arena needs {size_bytes}: "
-            "make the arena smaller or /dev/shm larger (HEADRACE_SHM of compose)"
+        raise NoRoom(
+            f"/dev/shm has {available >> 20} MiB left and L1 needs {size_bytes >> 20}: "
+            "make L1 smaller (--l1) or /dev/shm larger (--shm-size of docker, HEADRACE_SHM of compose)"
         )
 
 
@@ -109,7 +113,7 @@ class Segment:
             self._map = mmap.mmap(descriptor, size_bytes)
         except OSError as error:
             self._path.unlink(missing_ok=True)
-            raise SetupError(f"cannot reserve {size_bytes} bytes in /dev/shm: {error}") from error
+            raise NoRoom(f"cannot reserve {size_bytes >> 20} MiB in /dev/shm: {error}") from error
         finally:
             os.close(descriptor)
         self._view = memoryview(self._map)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import struct
 import threading
 from collections.abc import Callable
@@ -38,6 +39,8 @@ from blake3 import blake3
 from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, Remote, RemoteError
 from services.kv_offload.events import L2Command, L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, Name
 from shared.errors import EngineError
+
+log = logging.getLogger("headrace.kv_offload")
 
 STUCK = 16
 GREETING = 0  # the call of the first canary; the core counts from 1
@@ -116,6 +119,7 @@ class Lane:
         self._running: dict[int, Errand] = {}
         self._abandoned: set[int] = set()
         self._problem: BaseException | None = None
+        self.why = ""  # the last call failed
         self._greeted = asyncio.Event()
 
     async def greet(self) -> None:
@@ -168,6 +172,10 @@ class Lane:
         call = errand.command.call
         del self._running[call]
         self._problem = self._problem or problem
+        if errand.why and not self.why:
+            log.warning("L2: %s", errand.why)
+        if errand.ended is not None:
+            self.why = errand.why
         if call in self._abandoned:
             self._abandoned.remove(call)
         elif problem is None:
@@ -193,6 +201,7 @@ class Errand:
         self.command = command
         self.scratch = memoryview(b"")  # get: header and payload, as read
         self.ended: L2Ended | None = None
+        self.why = ""  # it failed
         self._value = view(command.slot) if isinstance(command, L2Put) else memoryview(b"")
         self._turn = threading.Lock()
         self._abandoned = False
@@ -216,8 +225,8 @@ class Errand:
             self.ended = L2Ended(self.command.call, "corrupt")
         except RefusedWrite:
             self.ended = L2Ended(self.command.call, "refused")
-        except RemoteError:
-            self.ended = L2Ended(self.command.call, "failed")
+        except RemoteError as error:
+            self.ended, self.why = L2Ended(self.command.call, "failed"), error.message
         finally:
             self._value.release()
 

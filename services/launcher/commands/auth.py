@@ -2,8 +2,9 @@
 
     DIR/nats/nats.conf, users.conf        for the server: users, hashed passwords, permissions
     DIR/tokenizer/headrace.toml, ...      for one service each: `nats_url` with its user and password
-    DIR/gateway/keys                      for the gateway: the hashes of the tenants' API keys
-    DIR/operator/headrace.toml            for the command line of whoever runs the fleet
+    DIR/gateway/keys                      for the gateway: the hashes of the API keys
+    DIR/tokenizer/classes                 for the tokenizers: the service classes that a tenant may use
+    DIR/operator/headrace.toml, api_key   for whoever runs the fleet: the command line, and over HTTP /metrics
     DIR/tenants/NAME/headrace.toml        for one tenant each, for NATS
     DIR/tenants/NAME/api_key              and for HTTP
 
@@ -33,6 +34,7 @@ from shared.nats.subjects import DEFAULT_TENANT, token, untoken
 FILE = "headrace.toml"
 TENANTS = "tenants"
 KEYS = "keys"  # the gateway's setting `http_keys`
+CLASSES = "classes"  # the tokenizers' setting `tenant_classes`
 API_KEY = "api_key"
 _UNWRITABLE = re.compile(r"[\s#]")  # no line of that file can name such a tenant
 PASSWORD_BYTES = 32
@@ -55,6 +57,7 @@ class Plan:
     tenants: tuple[str, ...] = ()  # beside those that are there
     force: bool = False
     tls: Tls | None = None
+    classes: tuple[str, ...] = ()  # that `tenants` may use; empty: as before, or access.DEFAULT_CLASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ def generate(folder: Path, plan: Plan, tell: Tell) -> None:
     for place, (user, allowed) in _wanted(folder, plan).items():
         users[user] = User(_password(folder / place / FILE, user, plan, tell), allowed)
     _write(folder / "gateway" / KEYS, _http_keys(folder, plan.force))
+    _write(folder / "tokenizer" / CLASSES, _classes(folder, plan))
     _write(server / "nats.conf", server_conf(plan.tls, ServerLimits()))
     if not _is_current(server / "users.conf", users):
         _write(server / "users.conf", users_conf(users))
@@ -112,12 +116,28 @@ def tls_of(certificate: str, key: str) -> Tls | None:
     return Tls(certificate, key) if certificate else None
 
 
-def authorization(folder: Path) -> str:
-    """The block that lets the users of `folder` into a server. Raises SetupError."""
+def authorization(folder: Path, fleet: str) -> str:
+    """The block that lets the users of `folder` into a server. Raises SetupError, also where it is of another
+    version or fleet, whose services may do other things."""
+    path = folder / "nats" / "users.conf"
     try:
-        return (folder / "nats" / "users.conf").read_text()
+        users = path.read_text()
     except OSError as error:
         raise SetupError(f"no users to let in ({error}): run `headrace auth {folder}`") from None
+    if not all(_list(access.of_service(kind, fleet).subscribe) in users for kind in access.SERVICES):
+        raise SetupError(
+            f"{path} is of another version or fleet: run `headrace auth {folder}` again, which keeps all "
+            "passwords"
+        )
+    return users
+
+
+def keys_of(folder: Path) -> Path:
+    """The keys file of the gateway. Raises SetupError when there is none."""
+    path = folder / "gateway" / KEYS
+    if not path.exists():
+        raise SetupError(f"there are no API keys in {path}: run `headrace auth {folder}`")
+    return path
 
 
 def _wanted(folder: Path, plan: Plan) -> Mapping[str, tuple[str, access.Permissions]]:
@@ -158,16 +178,38 @@ def _password(path: Path, user: str, plan: Plan, tell: Tell) -> str:
 
 def _http_keys(folder: Path, force: bool) -> str:
     """Lines `tenant sha256:…` for the gateway: what others wrote, then ours."""
-    path, tenants = folder / "gateway" / KEYS, tenants_in(folder)
+    path = folder / "gateway" / KEYS
     there = path.read_text().splitlines() if path.exists() else []
-    lines = [line for line in there if line.partition(" ")[0] not in tenants]
-    for tenant in tenants:
-        own = folder / TENANTS / token(tenant) / API_KEY
+    places = {tenant: f"{TENANTS}/{token(tenant)}" for tenant in tenants_in(folder)}
+    places[access.user_of(access.OPERATOR)] = access.OPERATOR
+    lines = [line for line in there if line.partition(" ")[0] not in places]
+    for name, place in places.items():
+        own = folder / place / API_KEY
         if force or not own.exists():
             _write(own, f"hr-{secrets.token_urlsafe(PASSWORD_BYTES)}\n")
-        if not _UNWRITABLE.search(tenant):
-            lines.append(f"{tenant} sha256:{sha256(own.read_text().strip().encode()).hexdigest()}")
+        if not _UNWRITABLE.search(name):
+            lines.append(f"{name} sha256:{sha256(own.read_text().strip().encode()).hexdigest()}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _classes(folder: Path, plan: Plan) -> str:
+    """Lines `tenant class,...` for the tokenizers: what is there, and what the plan names."""
+    path = folder / "tokenizer" / CLASSES
+    there = (line.partition(" ") for line in (path.read_text().splitlines() if path.exists() else ()))
+    classes = {name: allowed for name, _, allowed in there if name}
+    for tenant in tenants_in(folder):
+        classes.setdefault(token(tenant), ",".join(access.DEFAULT_CLASSES))
+        if plan.classes and (tenant in plan.tenants or not plan.tenants):
+            classes[token(tenant)] = ",".join(plan.classes)
+    return "".join(f"{name} {allowed}\n" for name, allowed in sorted(classes.items()))
+
+
+def classes_of(text: str) -> tuple[str, ...]:
+    """The classes in a list with commas. Raises SetupError for one that does not exist."""
+    classes = tuple(filter(None, (name.strip() for name in text.split(","))))
+    if wrong := [name for name in classes if name not in access.CLASSES]:
+        raise SetupError(f"there is no class {wrong[0]!r}, only {', '.join(access.CLASSES)}")
+    return classes
 
 
 def _read(path: Path) -> str:

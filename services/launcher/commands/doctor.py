@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from services.launcher import console, nats_server
 from services.launcher.commands.pull import file_digest
 from services.launcher.session import connected, find_target
 from shared.config import Loaded
+from shared.cores import usable_cores
 from shared.errors import HeadraceError, SetupError
 from shared.nats import access
 from shared.vocab.files import CATALOGUE, resolve
@@ -62,7 +62,7 @@ def examine(loaded: Loaded) -> Iterator[Finding]:
 def _python(_: Loaded) -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= PYTHON_MIN:
-        yield Finding("ok", f"Python {version}, {os.cpu_count()} cores")
+        yield Finding("ok", f"Python {version}, {usable_cores():g} cores")
     else:
         yield Finding("fail", f"Python {version}", "3.11 or later is needed")
 

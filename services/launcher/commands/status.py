@@ -143,7 +143,7 @@ def _store_lines(store: Facts) -> list[str]:
     if "tiers" not in store or store.get("state") == "starting":
         return [head]
     if not store["tiers"]["l1"]["capacity_bytes"]:
-        return [f"{head}  {OFF}"]
+        return [f"{head}  off: {why}" if (why := store.get("why_off")) else f"{head}  {OFF}"]
     l1, l2, asked, moved = store["tiers"]["l1"], store["tiers"]["l2"], *_keys(store)
     quarantined = f"; {size(l1['quarantined_bytes'])} in quarantine" if store["quarantine"] else ""
     hits = asked["hits_l1"] + asked["hits_l2"]
@@ -154,7 +154,7 @@ def _store_lines(store: Facts) -> list[str]:
         f" in {l1['entries']:,} blocks; {l1['evictions']:,} evicted",
         f"  leases {store['reads']:,} reads of {size(l1['read_bytes'])},"
         f" {store['writes']:,} writes of {size(l1['written_bytes'])}{quarantined}",
-        *_l2_lines(l2, str(store.get("l2_url", ""))),
+        *_l2_lines(l2, str(store.get("l2_url", "")), str(store.get("l2_error", ""))),
         f"  hits   {percent(hits, asked['lookups'])} of {asked['lookups']:,} blocks looked up: {where}",
         f"  moved  {moved['stored']:,} blocks stored ({moved['no_room']:,} found no room),"
         f" {asked['loaded']:,} leased to be read, {moved['promotions']:,} brought from L2",
@@ -167,7 +167,7 @@ def _keys(store: Facts) -> tuple[Facts, Facts]:
     return store["keys"]["asked"], store["keys"]["moved"]
 
 
-def _l2_lines(l2: Facts, url: str) -> list[str]:
+def _l2_lines(l2: Facts, url: str, error: str) -> list[str]:
     if l2["breaker"] == "none":
         return ["  L2     none: what leaves L1 is gone. --l2 redis://host:port or file:///folder adds one"]
     health = "answers"
@@ -176,6 +176,7 @@ def _l2_lines(l2: Facts, url: str) -> list[str]:
     wait = f"{l2['in_flight']:,} calls out, {l2['queued']:,} wait"
     return [
         f"  L2     {url or 'remote'} {health}; {l2['known']:,} blocks known there; {wait}",
+        *([f"         {error}"] if error else []),
         f"         to it {rate(l2['put_bytes_per_s'])}, from it {rate(l2['get_bytes_per_s'])};"
         f" {l2['errors']:,} errors, {l2['timeouts']:,} timeouts, {l2['refused']:,} refused,"
         f" {l2['corrupt']:,} damaged values,"

@@ -52,13 +52,13 @@ def refresh(state: State, unit: Unit) -> None:
 
 
 def pending(state: State, unit: Unit) -> bool:
-    """True while the unit should wait for an answer. Asks again where the last one is old, which one may be
-    again when it comes: but a turn lasts MOST_WAIT_US at most."""
+    """True while the unit should wait for an answer, or for the end of a copy of its tail. Asks again where
+    the last answer is old, which one may be again when it comes: but a turn lasts MOST_WAIT_US at most."""
     places, head = _places(state, unit), unit.sequences[0]
-    if any(prefix_cache.tail_is_copied(executor, head) for executor, _ in places):
-        return True
     if not unit.turn_us or state.now_us > unit.turn_us + STALE_US:
         unit.turn_us = state.now_us
+    if any(prefix_cache.tail_is_copied(executor, head) for executor, _ in places):
+        return state.now_us < unit.turn_us + MOST_WAIT_US
     if all(_waited(state, executor, head, unit.turn_us) for executor, _ in places):
         return False
     waits = False

@@ -101,7 +101,8 @@ def _pressed(state: State, executor: Executor) -> int:
     ledger = executor.ledger
     most = max(1, ledger.blocks // CUSHION_SHARE)
     wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most)
-    if state.stuck and (unit := state.waiting.first(executor.hello.model)) is not None:
+    unit = state.waiting.units.get(state.stuck[0]) if state.stuck else None
+    if unit is not None and unit.request.asked.model == executor.hello.model:
         wanted += sum(headroom.promises(state, executor, unit)) + spare_blocks(
             state, executor, unit.sequences
         )

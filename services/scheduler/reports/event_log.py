@@ -41,13 +41,13 @@ from services.scheduler.state.step_log import Steps
 from shared import codec
 from shared.actor.mailbox import Port
 from shared.errors import BadRequest, EngineError, HeadraceError, SetupError, WireError
-from shared.nats import subjects
+from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.processes import open_private
 
 log = logging.getLogger("headrace.replay")
 
-FORMAT, VERSION = "headrace.events", 2  # 1: before the modules moved, whose names a snapshot holds
+FORMAT, VERSION = "headrace.events", 3  # of a snapshot: 1, 2 hold other names of modules and fields
 PAGE_BYTES = 48 * 1024  # of a snapshot: with its frame under the payload limit of any server
 DIGEST_BYTES = 8
 MAX_RECORD_BYTES = 1 << 30
@@ -138,7 +138,7 @@ async def attach(core: Scheduler, port: Port, event_log: str, model: str) -> Rec
     def on_asked(asked: Delivery) -> None:
         recorder.begin(port.clock.now_us())
         sink.push()  # at once: an idle scheduler has no event that would take it along
-        if subjects.is_inbox(asked.reply):
+        if access.answerable(port.bus, asked):
             port.bus.publish(asked.reply, b"")
 
     await port.bus.subscribe(subjects.events_snapshot(port.actor), on_asked)

@@ -2,7 +2,7 @@
 
 The estimate has the form of `shared.step_model`: a step costs by its rows, its tokens (more where the
 machine becomes compute-bound), the cached tokens that it reads and the pairs that its chunks attend to.
-Everything here is + - * / and comparison, so that a replay of the same events finds the same numbers.
+Everything here is + - * / sqrt and comparison, so that a replay of the same events finds the same numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
+from math import sqrt
 from operator import add, mul
 
 from shared.step_model import PRESETS, StepModel, StepShape
@@ -19,15 +20,23 @@ __all__ = ["PRESETS", "Costs", "StepModel", "StepShape", "chunk_tokens"]
 KNOTS = (16, 256)  # tokens at which one more may begin to cost more: weight-bound up to there
 FEATURES = 6
 REFIT_EVERY = 32  # steps
-MEMORY = 1 - REFIT_EVERY / 300  # of the fit, per refit: steps older than about 300 fade
+MEMORY_STEPS = 300  # of the fit: older steps fade
 SWEEPS = 12
 SETTLED = 64  # steps before a wrong prediction may mean that the machine has another speed
 DRIFT = 1 / 16  # of that speed, per step
 PRIOR_WEIGHT = 1 / 32  # of a step that the prior predicts, against one observed
-KIND_WEIGHT = 1 / 8  # of the last step of each kind, per refit: see Costs
+KIND_WEIGHT = 1.0  # of the last step of each kind, against one observed
 EMPTY = 1e-20  # of a sum of squares of 1 / us
+FAR = 2.0  # times what was predicted, or a part: noise does not explain that
+IN_A_ROW = 5  # steps that took so much longer: no stall, the machine
+LATELY = 32  # steps that the present load is judged by
+SLACK = 1.5  # of what one step says about another, for noise
+WEIGHTS_KV = 4_096  # tokens of KV at least are read in the time of the weights, in any model
+TOKEN_PAIRS = 1_024  # of a query and a key at least cost what a token does, likewise
 
 Features = tuple[float, float, float, float, float, float]
+Kind = tuple[bool, int]
+Sums = list[list[float]]
 
 
 class Costs:
@@ -39,6 +48,10 @@ class Costs:
 
     A machine that is never idle has steps of one size only, which do not say what a chunk adds to decodes. So
     the last step of each kind (with or without chunks, by powers of two of its tokens) never fades.
+
+    A step that is far quicker than predicted is believed at once: nothing makes a step too quick. One that is
+    far slower may be a stall, and is not believed alone: see `_doubt`. So whatever is predicted too high
+    is tried, in smaller parts if need be, and corrected by the first step that says otherwise.
     """
 
     def __init__(self, prior: StepModel | None = None) -> None:
@@ -49,7 +62,10 @@ class Costs:
         self._speed = 1.0
         self._fit = [0.0] * FEATURES
         self._recent: list[list[float]] = []  # features / took, not yet in the sums
-        self._kinds: dict[tuple[bool, int], list[float]] = {}  # likewise, of the last step of each kind
+        self._kinds: dict[Kind, tuple[StepShape, float]] = {}  # the last step of each, and what it took
+        self._doubted: dict[Kind, tuple[StepShape, float]] = {}  # likewise, where that was far too slow
+        self._slow: list[float] = []  # by how much the last steps were too slow, while they are
+        self._slowed = 1.0  # part of the speed: the machine has become so much slower, and may recover
         self._moments = [[0.0] * FEATURES for _ in range(FEATURES)]
         self._targets = [0.0] * FEATURES
         if prior is not None:
@@ -65,20 +81,82 @@ class Costs:
         """A step of this shape took `took_us` on the device."""
         if took_us <= 0:
             return
-        features = _features(shape)
+        features, kind = _features(shape), _kind(shape)
         predicted = self._predict(features)
         if predicted > 0:
             error_pm = int(1_000 * abs(predicted - took_us) / took_us)
             self.error_pm += (error_pm - self.error_pm) // 16 if self.seen else error_pm
-            if self.seen >= SETTLED:
-                ratio = took_us / predicted
-                ratio = 0.5 if ratio < 0.5 else 2.0 if ratio > 2.0 else ratio  # a hiccup is not a new machine
-                self._speed *= 1.0 + DRIFT * (ratio - 1.0)
+            self._follow(took_us / predicted)
         self.seen += 1
-        self._remember(features, took_us / self._speed)
-        self._kinds[shape.tokens > shape.rows, shape.tokens.bit_length()] = self._recent[-1]
-        if len(self._recent) == REFIT_EVERY or self.seen & (self.seen - 1) == 0:
+        took, predicted = took_us / self._speed, self._predict(features) / self._speed
+        if took > FAR * predicted:
+            self._doubt(kind, shape, took, predicted or took)
+            return
+        self._doubted.pop(kind, None)
+        self._kinds[kind] = shape, took
+        self._remember(features, took)
+        far = FAR * took < predicted
+        if (
+            self._lower(shape, took)
+            or far
+            or len(self._recent) == REFIT_EVERY
+            or self.seen & (self.seen - 1) == 0
+        ):
             self._refit()
+
+    def _follow(self, ratio: float) -> None:
+        """The machine has taken `ratio` times what was predicted: as a whole it may have another speed."""
+        self._slow = [*self._slow, ratio] if ratio > FAR else []
+        if len(self._slow) == IN_A_ROW:
+            self._slow_down(min(self._slow))
+            self._slow = []
+        elif ratio * FAR < 1.0 < self._slowed:
+            self._slow_down(max(ratio, 1.0 / self._slowed))  # whatever slowed it down is over
+        elif self.seen >= SETTLED:
+            ratio = 0.5 if ratio < 0.5 else 2.0 if ratio > 2.0 else ratio  # a hiccup is not a new machine
+            self._speed *= 1.0 + DRIFT * (ratio - 1.0)
+
+    def _slow_down(self, times: float) -> None:
+        self._speed *= times
+        self._slowed *= times
+
+    def _doubt(self, kind: Kind, shape: StepShape, took: float, predicted: float) -> None:
+        """A step was far slower than predicted: a stall, or what the fit does not know yet.
+
+        Of a kind that is known one such step says nothing, and of two in a row the lesser is believed. The
+        first of its kind is believed half, by the geometric mean of what was predicted and of what it took:
+        whichever is true, that is the least wrong.
+        """
+        before, self._doubted[kind] = self._doubted.get(kind), (shape, took)
+        most = min(took, self._most(kind, shape))
+        if before is not None:
+            earlier, earlier_took = before
+            ratio = earlier_took * self._speed / max(self._predict(_features(earlier)), 1.0)
+            took = min(most, predicted * ratio)
+            self._remember(_features(shape), took)
+        elif kind not in self._kinds:
+            took = sqrt(predicted * most)
+        else:
+            return
+        self._kinds[kind] = shape, took
+        self._refit()
+
+    def _most(self, kind: Kind, shape: StepShape) -> float:
+        """The longest that a step of this shape can take, by the last step of each other kind."""
+        others = [step for other, step in self._kinds.items() if other != kind]
+        return min((SLACK * took * _times(shape, other) for other, took in others), default=float("inf"))
+
+    def _lower(self, seen: StepShape, took: float) -> bool:
+        """Kinds may be remembered as slower than this step allows; True if one was. Each step asks."""
+        lowered, per_token = False, took / max(seen.tokens, 1)
+        for kind, (shape, most) in self._kinds.items():
+            doubted = kind in self._doubted
+            if most > took and (doubted or most > per_token * shape.tokens):
+                times = SLACK * _times(shape, seen)
+                times = sqrt(times) if doubted else times
+                if took * times < most:
+                    self._kinds[kind], lowered = (shape, took * times), True
+        return lowered
 
     def observe_loop(self, us: int) -> None:
         """`us` passed between the end of a step and the executor's having the plan made of its result."""
@@ -104,18 +182,15 @@ class Costs:
         self._recent.append([x / took_us for x in features])
 
     def _refit(self, weight: float = 1.0, sweeps: int = SWEEPS) -> None:
-        """Add the recent steps to the normal equations, and improve the fit by coordinate descent."""
-        kinds = [self._kinds[kind] for kind in sorted(self._kinds)]
-        columns = list(zip(*self._recent, *kinds, strict=True))
-        weights = [1.0] * len(self._recent) + [KIND_WEIGHT] * len(kinds)
-        fit, moments, targets = self._fit, self._moments, self._targets
-        for i, column in enumerate(columns):
-            weighted = list(map(mul, column, weights))
-            targets[i] = MEMORY * targets[i] + weight * _sum(weighted)
-            for j in range(i, FEATURES):
-                moment = MEMORY * moments[i][j] + weight * _sum(map(mul, weighted, columns[j]))
-                moments[i][j] = moments[j][i] = moment
+        """Add the recent steps to the normal equations, and improve the fit by coordinate descent. The last
+        step of each kind goes beside them each time anew: what is remembered of it may change."""
+        keep, rows = 1.0 - len(self._recent) / MEMORY_STEPS, self._recent
+        self._moments, self._targets = _added(self._moments, self._targets, rows, keep, weight)
         self._recent = []
+        kinds = [self._kinds[kind] for kind in sorted(self._kinds)]
+        rows = [[x / took for x in _features(shape)] for shape, took in kinds]
+        moments, targets = _added(self._moments, self._targets, rows, 1.0, KIND_WEIGHT)
+        fit = self._fit
         for _ in range(sweeps):
             for i, row in enumerate(moments):
                 if row[i] > EMPTY:
@@ -126,9 +201,39 @@ class Costs:
                     fit[i] = better if better > 0.0 else 0.0
 
 
+def _added(
+    moments: Sums, targets: list[float], rows: list[list[float]], keep: float, weight: float
+) -> tuple[Sums, list[float]]:
+    """The normal equations, of which `keep` is kept, with these rows."""
+    columns = list(zip(*rows, strict=True)) or [()] * FEATURES
+    sums: Sums = [[0.0] * FEATURES for _ in range(FEATURES)]
+    for i, column in enumerate(columns):
+        for j in range(i, FEATURES):
+            sums[i][j] = sums[j][i] = keep * moments[i][j] + weight * _sum(map(mul, column, columns[j]))
+    return sums, [keep * targets[i] + weight * _sum(column) for i, column in enumerate(columns)]
+
+
+def _kind(shape: StepShape) -> Kind:
+    """With chunks or without, by powers of two of its tokens."""
+    return shape.tokens > shape.rows, shape.tokens.bit_length()
+
+
+def _times(shape: StepShape, other: StepShape) -> float:
+    """So many times the other step does all of this one's work. On any machine it then takes no longer: what
+    a step costs by the piece does not rise, and what it costs once is paid as often."""
+    return max(
+        1.0,
+        shape.tokens / max(other.tokens, 1),
+        shape.rows / max(other.rows, 1),
+        (shape.kv_tokens + WEIGHTS_KV) / (other.kv_tokens + WEIGHTS_KV),
+        (shape.attention + TOKEN_PAIRS * shape.tokens)
+        / (other.attention + TOKEN_PAIRS * max(other.tokens, 1)),
+    )
+
+
 def _sum(values: Iterable[float]) -> float:
     """From left to right: `sum` compensates, in some versions of Python and not in others."""
-    return reduce(add, values)
+    return reduce(add, values, 0.0)
 
 
 def _features(shape: StepShape) -> Features:
@@ -192,6 +297,10 @@ class Pace:
     hosted: bool = False  # some rows were host-fed then
     half: int = 1  # micro-batch of the last step of two_batch: the first is A
     step_us: int = 0  # a step's time, a moving average
+    chunk_us: int = 0  # what its prompt chunks take of that, likewise
+    sampled: float = 0.0  # rows of the last steps, the older the less
+    cut: float = 0.0  # and sequences that ended there though they might have gone on
+    crowded: bool = False  # more of prompts waits than a step may hold: rows are not what is short
     steps: int = 0
     rows: int = 0
     us: int = 0
@@ -217,6 +326,11 @@ class Pace:
 
     def note(self, step: int, rows: int, took_us: int, now_us: int, *, busy: bool) -> None:
         """The result of a step has come; `busy` says whether there is more to do."""
+        self.sampled += rows - self.sampled / LATELY
+        self.cut -= self.cut / LATELY
+        if self.steps >= 2 * LATELY:  # the older half counts half
+            self.steps, self.rows = self.steps // 2, self.rows // 2
+            self.us, self.took_us = self.us // 2, self.took_us // 2
         if step == self.measure_from:
             self.restart()
         elif self.last_us:
@@ -225,6 +339,18 @@ class Pace:
             self.took_us += took_us
             self.us += now_us - self.last_us
         self.last_us = now_us if busy else 0
+
+    def note_step(self, took_us: int, predicted_us: int, chunk_us: int = 0) -> None:
+        """A step took so long, and its prompt chunks so much of that; of a stall no more counts than twice
+        what was predicted (0: nothing was)."""
+        counted_us = min(took_us, int(FAR * predicted_us)) if predicted_us else took_us
+        self.step_us += (counted_us - self.step_us) // 8 if self.step_us else counted_us
+        self.chunk_us += (min(chunk_us, counted_us) - self.chunk_us) // 8
+
+    def left(self) -> None:
+        """A sequence has left that might have gone on: in each step ahead there is a row of it for nothing.
+        Where prompts fill the steps anyhow that costs nobody's turn."""
+        self.cut += 0.0 if self.crowded else 1.0
 
     def restart(self) -> None:
         """Measure anew."""

@@ -224,12 +224,12 @@ def latest(candidates: list[Sequence]) -> list[Sequence]:
     """The latest arrival of the lowest class. Cost rules brought no goodput over this one in simulation, and
     were worse in one scenario of three; what removed stalls was admission that keeps room for growth
     (headroom.py)."""
-    return sorted(candidates, key=lambda s: (-s.request.level, -s.request.arrival_us, -s.seq))
+    return sorted(candidates, key=lambda s: (-s.level, -s.request.arrival_us, -s.seq))
 
 
 def least_computed(candidates: list[Sequence]) -> list[Sequence]:
     """Of the lowest class, whose loss costs least to compute again."""
-    return sorted(candidates, key=lambda s: (-s.request.level, s.computed, -s.request.arrival_us, -s.seq))
+    return sorted(candidates, key=lambda s: (-s.level, s.computed, -s.request.arrival_us, -s.seq))
 
 
 class Option(NamedTuple):

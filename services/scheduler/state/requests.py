@@ -55,6 +55,7 @@ class Request:
     transit_us: int = 0
     attempt: int = 1  # of the reply stream: one more each time another detokenizer takes over
     shard: str = ""  # detokenizer id, "" while none is alive
+    keeper: str = ""  # another detokenizer, with a copy of what was asked; "" where there is none
     opened_us: int = 0  # at its detokenizer, for the last time
     model_digest: str = ""  # of the executors that have generated its tokens, or are expected to
     sequences: list[Sequence] = field(default_factory=list)
@@ -118,6 +119,7 @@ class Sequence:
     stop_ids: frozenset[int]
     host_fed: bool = False  # its next input needs the host: planned again only after its result
     unit: int = 0  # the number of the one it was last queued in
+    level: int = 0  # the class that it counts as where it runs: it may have risen before it was admitted
     half: int = 0  # micro-batch A or B, where steps alternate
     phase: Phase = Phase.WAITING
     placement: int = 0  # counts placements: rows of an earlier one are ignored
@@ -159,6 +161,10 @@ class Sequence:
     decisions: list[Decision] = field(default_factory=list)
     chunks: list[ChunkNote] = field(default_factory=list)
     last_executor: str = ""  # also once it has left it
+
+    @property
+    def tenant(self) -> str:
+        return self.request.asked.tenant
 
     @property
     def generated(self) -> int:
@@ -425,10 +431,11 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """An actor missed its beats or stopped."""
+    """An actor missed its beats or stopped. Not `died`: an executor that belongs to another scheduler now."""
 
     kind: str
     actor: str
+    died: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class Limits:
     classes: tuple[SloClass, ...] = field(default_factory=lambda: requests.parse(""))
     model_digest: str = ""  # of the executors that may serve; empty: of the first one
     accept_mixed: bool = False  # or any
+    ended_within_us: int = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
+    # have to tell the client. After that the record closes without its word; memory is long free.
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Executor:
     host_fed: int = 0  # of those that run
     sure_lengths: int = 0  # of those that run: only their length ends them
     levels: list[int] = field(default_factory=lambda: [0] * len(requests.NAMES))  # how many run of each class
+    tenants: dict[str, int] = field(default_factory=dict)  # likewise, of those that have any
     halves: list[int] = field(default_factory=lambda: [0, 0])  # how many are in A and in B
     growth_pm: int = 150  # of the growth expected, kept free by admission: see ../headroom.py
     chunk_tokens: int = 0  # the last step's budget for prompt chunks, where a whole chunk of it was used
@@ -98,6 +101,8 @@ class Executor:
     def leave(self, sequence: Sequence) -> None:
         """A sequence no longer runs here."""
         self.running.remove(sequence)
+        if not sequence.prefilling and sequence.computed + 1 < sequence.max_length:
+            self.pace.left()
         self._count(sequence, -1)
 
     def _count(self, sequence: Sequence, one: int) -> None:
@@ -105,6 +110,8 @@ class Executor:
         self.sure_lengths += one if sequence.sure_length else 0
         self.levels[sequence.request.level] += one
         self.halves[sequence.half] += one
+        if count := self.tenants.pop(sequence.tenant, 0) + one:
+            self.tenants[sequence.tenant] = count
 
 
 @dataclass(slots=True)
@@ -127,7 +134,7 @@ class State:
     requests: dict[tuple[str, str], Request] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)
     waiting: Waiting = field(init=False)
-    stuck: tuple[int, ...] = ()  # what admission looked at last when the first had to wait; see admission.py
+    stuck: tuple[int, ...] = ()  # what admission saw when the first, [0], had to wait; see admission.py
     mean_output: int = 256  # generated tokens of a sequence, a moving average
     quiet_us: int = 0  # no request is here since then; 0: there is one
     reuse_pm: int = 500  # of a prompt, found in some cache: a moving average, per mille

@@ -5,6 +5,9 @@
 Only first units compete, so that a decision costs O(log clients) whatever waits behind them. A rank is a
 pure function of a unit and of what its client has been served (`Served`), and falls as neither moves on: a
 heap entry is then a lower bound, and is looked at again when it comes up.
+
+Classes are an order within what a tenant has: a tenant of which nothing runs comes before all others, but for
+one that asks in the lowest class (`first`). So no class that one tenant claims keeps another from its turn.
 """
 
 from __future__ import annotations
@@ -12,57 +15,70 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import Request, Sequence
+from services.scheduler.state.requests import NAMES, Request, Sequence
 from services.scheduler.state.transfers import Answer, Place
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of the paper, see Served: a decoded token costs about two of a prompt
-MAX_CLIENTS = 10_000  # then those that would be lifted anyhow are forgotten
+MAX_CLIENTS = 10_000  # tenants: then those that would be lifted anyhow are forgotten
+LOOKED = 64  # units behind a first one that waits: one of them may start where that will not
 
-Client = tuple[str, int]  # tenant, and the level it counts as: counters of two levels say nothing together
+Client = tuple[str, int]  # tenant, and the level it counts as
 
 
 @dataclass(slots=True)
 class Served:
-    """What each client has been served, in weighted tokens: fairness among the clients of a class by the
+    """What each tenant has been served, in weighted tokens: fairness among the clients of a class by the
     Virtual Token Counter (Sheng et al. 2024, arXiv 2401.00588).
 
-    Each token that a client is served adds to its counter; the client whose counter is least is next. A
-    client that comes back is lifted to the least counter of those that wait: idleness earns no credit. Prompt
-    tokens from the prefix cache and tokens computed again after our own preemption cost it nothing.
+    Each token that a tenant is served, in whatever class, adds to its counters of all classes; of those that
+    wait in a class the one whose counter is least is next. A client that comes back is lifted to the least
+    counter of those that wait there: idleness earns no credit. Prompt tokens from the prefix cache and tokens
+    computed again after our own preemption cost it nothing.
     """
 
-    counters: dict[Client, int] = field(default_factory=dict)
-    floors: dict[int, int] = field(default_factory=dict)  # by level: nobody comes in below
+    counters: dict[str, list[int]] = field(default_factory=dict)  # of each tenant, by level
+    floors: list[int] = field(default_factory=lambda: [0] * len(NAMES))  # by level: nobody comes in below
 
     def of(self, client: Client) -> int:
         """What a client has been served."""
-        served = self.counters.get(client)
-        return served if served is not None else self.floors.get(client[1], 0)
+        tenant, level = client
+        counters = self.counters.get(tenant)
+        return self.floors[level] if counters is None else counters[level]
 
     def charge_input(self, client: Client, tokens: int) -> None:
         """Prompt tokens have been computed for a client."""
-        self.counters[client] = self.of(client) + INPUT_WEIGHT * tokens
+        self._charge(client[0], INPUT_WEIGHT * tokens)
 
     def charge_output(self, client: Client, tokens: int) -> None:
         """A client has got tokens."""
-        served = self.counters.get(client)
-        self.counters[client] = (self.of(client) if served is None else served) + OUTPUT_WEIGHT * tokens
+        self._charge(client[0], OUTPUT_WEIGHT * tokens)
 
     def lift(self, client: Client, least: int | None) -> None:
         """A client asks again after it asked for nothing; `least` is the counter of the first that waits,
         or of the last that did."""
-        level = client[1]
-        floor = max(self.floors.get(level, 0), least or 0)
-        self.floors[level] = floor
+        tenant, level = client
+        floors = self.floors
+        floors[level] = max(floors[level], least or 0)
         if len(self.counters) >= MAX_CLIENTS:
-            ahead = {c: n - self.floors.get(c[1], 0) for c, n in self.counters.items()}
-            most = sorted((c for c in ahead if ahead[c] > 0), key=lambda c: (-ahead[c], c))
-            self.counters = {c: self.counters[c] for c in most[: MAX_CLIENTS // 2]}
-        self.counters[client] = max(self.counters.get(client, 0), floor)
+            ahead = {
+                tenant: max(n - floor for n, floor in zip(counters, floors, strict=True))
+                for tenant, counters in self.counters.items()
+            }
+            most = sorted((tenant for tenant in ahead if ahead[tenant] > 0), key=lambda t: (-ahead[t], t))
+            self.counters = {tenant: self.counters[tenant] for tenant in most[: MAX_CLIENTS // 2]}
+        counters = self.counters.setdefault(tenant, floors[:])
+        counters[level] = max(counters[level], floors[level])
+
+    def _charge(self, tenant: str, weighed: int) -> None:
+        counters = self.counters.get(tenant)
+        if counters is None:
+            counters = self.floors
+        self.counters[tenant] = [served + weighed for served in counters]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +93,8 @@ class Unit:
     parked: bool = False
     answers: dict[Place, Answer] = field(default_factory=dict)  # of the tiers
     turn_us: int = 0  # when it was first told to wait for one of them, at its turn
+    keeps: str = ""  # the executor that nobody behind it may start on: there it will
+    since_us: int = 0  # when it began to wait
 
     @property
     def client(self) -> Client:
@@ -85,6 +103,11 @@ class Unit:
     @property
     def order(self) -> tuple[int, int]:
         return self.request.arrival_us, self.number
+
+    @property
+    def level(self) -> int:
+        """The class that it counts as, by now."""
+        return self.line.level if self.line is not None else self.request.level
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +127,14 @@ class Line:
 
 
 @dataclass(slots=True)
+class Held:
+    """What waits of one tenant: its units, and the tokens of all their sequences."""
+
+    units: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
 class Waiting:
     """Every unit that waits. `parked` ones fit no executor that is there now, and hold up nobody."""
 
@@ -114,6 +145,7 @@ class Waiting:
     parked: list[Unit] = field(default_factory=list)
     units: dict[int, Unit] = field(default_factory=dict)  # all of them by number
     held_tokens: int = 0  # of all sequences that wait: what they take of our memory
+    tenants: dict[str, Held] = field(default_factory=dict)  # those of whom something waits
 
     def __len__(self) -> int:
         return len(self.units)
@@ -140,6 +172,7 @@ class Waiting:
 
     def add(self, unit: Unit, now_us: int) -> None:
         """Put a unit into the line of its class."""
+        unit.since_us = unit.since_us or now_us
         self._put(unit, unit.request.level if unit.resumes else unit.client[1], now_us)
 
     def remove(self, unit: Unit) -> None:
@@ -147,7 +180,7 @@ class Waiting:
         line, unit.line = unit.line, None
         if line is None and not unit.parked:
             return
-        self.held_tokens -= sum([len(s.tokens) for s in unit.sequences])
+        self._gone(unit, 1, sum([len(s.tokens) for s in unit.sequences]))
         del self.units[unit.number]
         if line is None:
             unit.parked = False
@@ -176,16 +209,45 @@ class Waiting:
             if len(unit.sequences) == 1:
                 self.remove(unit)
             else:
-                self.held_tokens -= len(sequence.tokens)
+                self._gone(unit, 0, len(sequence.tokens))
             unit.sequences.remove(sequence)
 
-    def first(self, model: str) -> Unit | None:
-        """The unit to admit next."""
-        for level in range(len(self.age_us)):
-            line = self.lines.get((model, level))
-            if line is not None and line.units and (unit := self._first_of(line)) is not None:
-                return unit
-        return None
+    def split(self, unit: Unit, count: int) -> Unit:
+        """Take the first `count` choices out of the queue; the others wait on, in the same place."""
+        begins = Unit(unit.request, unit.sequences[:count], unit.number, answers=unit.answers)
+        self._gone(unit, 0, sum([len(s.tokens) for s in begins.sequences]))
+        before, unit.sequences = unit.number, unit.sequences[count:]
+        unit.number, unit.answers, unit.turn_us = unit.sequences[0].seq, {}, 0
+        for sequence in unit.sequences:
+            sequence.unit = unit.number
+        self.units[unit.number] = self.units.pop(before)
+        if unit.line is not None:
+            clients = unit.line.clients
+            renamed = ((unit.number if u is unit else n, u) for n, u in clients[unit.client].items())
+            clients[unit.client] = OrderedDict(renamed)
+        return begins
+
+    def first(self, model: str, running: Container[str] | None = None) -> Unit | None:
+        """The unit to admit next: of a tenant that is not among the `running` ones, unless it waits in the
+        lowest class, or else of any."""
+        lines = self._lines(model)
+        if running is not None:
+            for line in lines:
+                if line.level < len(NAMES) - 1 and (unit := self._first_without(line, running)) is not None:
+                    return unit
+        return next((unit for line in lines if (unit := self._first_of(line)) is not None), None)
+
+    def behind(self, model: str, first: Unit) -> list[Unit]:
+        """Who else might start, in order, of each class: the paused ones, then the first unit of each
+        client, then the second. LOOKED of them."""
+        found: list[Unit] = []
+        for line in self._lines(model):
+            found += line.paused[:LOOKED]
+            by_rank = sorted(line.clients.values(), key=lambda units: self._rank(next(iter(units.values()))))
+            rows = zip_longest(*(units.values() for units in by_rank[:LOOKED]))
+            turns = (unit for row in rows for unit in row if unit is not None)
+            found += islice(turns, max(LOOKED + 1 - len(found), 0))
+        return [unit for unit in found if unit is not first][:LOOKED]
 
     def park(self, unit: Unit) -> None:
         """Set a unit aside until another executor comes."""
@@ -193,14 +255,14 @@ class Waiting:
         unit.parked = True
         self.parked.append(unit)
         self.units[unit.number] = unit
-        self.held_tokens += sum(len(s.tokens) for s in unit.sequences)
+        self._hold(unit)
 
     def unpark(self, now_us: int) -> None:
         """An executor has come: those set aside are looked at again."""
         parked, self.parked = self.parked, []
         for unit in parked:
             unit.parked = False
-            self.held_tokens -= sum(len(s.tokens) for s in unit.sequences)
+            self._gone(unit, 1, sum(len(s.tokens) for s in unit.sequences))
             self.add(unit, now_us)
 
     def age(self, now_us: int) -> None:
@@ -214,6 +276,25 @@ class Waiting:
                         unit.request.risen += 1
                     self._put(unit, line.level - 1, now_us)
 
+    def _hold(self, unit: Unit) -> None:
+        held = self.tenants.setdefault(unit.client[0], Held())
+        tokens = sum([len(s.tokens) for s in unit.sequences])
+        held.units, held.tokens = held.units + 1, held.tokens + tokens
+        self.held_tokens += tokens
+
+    def _gone(self, unit: Unit, units: int, tokens: int) -> None:
+        tenant = unit.client[0]
+        held = self.tenants[tenant]
+        held.units, held.tokens = held.units - units, held.tokens - tokens
+        self.held_tokens -= tokens
+        if not held.units:
+            del self.tenants[tenant]
+
+    def _lines(self, model: str) -> list[Line]:
+        """Those in which somebody waits, the highest class first."""
+        lines = (self.lines.get((model, level)) for level in range(len(self.age_us)))
+        return [line for line in lines if line is not None and line.units]
+
     def _put(self, unit: Unit, level: int, now_us: int) -> None:
         model = unit.request.asked.model
         line = self.lines.get((model, level))
@@ -223,7 +304,7 @@ class Waiting:
         self.units[unit.number] = unit
         line.units += 1
         line.tokens += tokens_of(unit)
-        self.held_tokens += sum(len(s.tokens) for s in unit.sequences)
+        self._hold(unit)
         if level and self.age_us[level]:
             line.ages.append((now_us + self.age_us[level], unit))
             if len(line.ages) > 64 + 2 * line.units:  # most are of units that have left since
@@ -255,6 +336,19 @@ class Waiting:
 
     def _first_of(self, line: Line) -> Unit | None:
         return line.paused[0] if line.paused else self._head_of(line)
+
+    def _first_without(self, line: Line, running: Container[str]) -> Unit | None:
+        """The first of a tenant that is not among the `running` ones. One that was paused for another's sake
+        comes behind that one, and before those that came later."""
+        fresh = self._head_of(line)
+        if fresh is not None and fresh.client[0] in running:
+            heads = [next(iter(units.values())) for (t, _), units in line.clients.items() if t not in running]
+            fresh = min(heads, key=self._rank, default=None)
+        paused = [unit for unit in line.paused if unit.client[0] not in running]
+        if not paused:
+            return fresh
+        oldest = min(paused, key=lambda unit: (unit.since_us, *unit.order))
+        return fresh if fresh is not None and fresh.since_us <= oldest.since_us else oldest
 
     def _head_of(self, line: Line) -> Unit | None:
         heads, rank = line.heads, self.policy.the("rank")

@@ -20,7 +20,7 @@ from services.scheduler.state.state import Limits
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.prepare import ServedModel
 from shared.actor.mailbox import Port
-from shared.actor.membership import Peer
+from shared.actor.membership import Peer, unnoticed_us
 from shared.actor.runtime import Actor, Facts, Runtime
 from shared.messages import (
     ExecHello,
@@ -68,11 +68,20 @@ class PagedExecutor(Actor):
             self._scheduler = peer.source
             self._begin()
 
+    def on_peer_gone(self, peer: Peer) -> None:
+        if peer.source == self._scheduler:
+            others = self._port.peers.ready("scheduler")
+            self._scheduler = f"scheduler.{others[0]}" if others else ""
+            if others:
+                self._begin()
+
     def upkeep(self) -> None:
         if self._scheduler and not self._welcomed:
             self._port.send(self._scheduler, self._engine.hello)
 
     def receive(self, source: str, message: Message, trace: str) -> None:
+        if source != self._scheduler:
+            return  # of one that was given up
         match message:
             case ExecWelcome():
                 self._welcomed = True
@@ -141,6 +150,10 @@ class VirtualFleet:
     _clock: LoopClock = field(default_factory=LoopClock)
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
+    @property
+    def _beat_us(self) -> int:
+        return self.beat_s * 1_000_000
+
     def actor(self, kind: str, host: str) -> Actor:
         """A new one of a kind."""
         if kind == "executor":
@@ -148,17 +161,19 @@ class VirtualFleet:
         if kind == "detokenizer":
             return DetokenizerActor(self.model.vocabulary, "tiny", 1 << 23)
         if kind == "scheduler":
-            return SchedulerActor(Limits(), "tiny")
-        return CountedOffload() if kind == "kv_offload" else TokenizerActor(self.model)
+            return SchedulerActor(Limits(ended_within_us=unnoticed_us(self._beat_us)), "tiny")
+        return (
+            CountedOffload()
+            if kind == "kv_offload"
+            else TokenizerActor(self.model, give_up_us=unnoticed_us(self._beat_us))
+        )
 
     async def add(self, kind: str, host: str = "h") -> str:
         """One more of a kind; its name is new. A process takes a moment to start."""
         await asyncio.sleep(0.1)
         name = f"{kind}{next(self._names)}"
         bus = self.broker.connect()
-        runtime = Runtime(
-            self.actor(kind, host), bus, "week", name, host, self._clock, self.beat_s * 1_000_000
-        )
+        runtime = Runtime(self.actor(kind, host), bus, "week", name, host, self._clock, self._beat_us)
         self.runtimes[name] = runtime
         await runtime.start()
         return name

@@ -61,5 +61,6 @@ def test_an_ended_request_is_forgotten_and_nonsense_is_nobody() -> None:
 
 
 def test_a_user_with_an_inbox_of_its_own_is_asked_in_it() -> None:
-    inbox = "_INBOX.acme.client.7"
-    assert Presence().turn([plain(5, inbox)]) == [Probe("_INBOX.acme.client.headrace-probe", "f5")]
+    for own in ("acme.client", "acme.headrace-gateway.client"):
+        inbox, probe = f"_INBOX.{own}.7", Probe(f"_INBOX.{own}.headrace-probe", "f5")
+        assert Presence().turn([plain(5, inbox)]) == [probe]

@@ -21,6 +21,7 @@ from shared.messages import (
     StopFound,
     StreamAt,
     Timings,
+    Tokenized,
     Tokens,
     Usage,
     floats,
@@ -114,7 +115,15 @@ def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
     assert published[3].headers == {"Headrace-End": "1", "traceparent": TRACE}
     assert told(out) == [Ended(seq=7, index=5, reason="length")]
     assert core.idle
-    assert core.load() == {"sequences": 0, "requests": 0, "orphans": 0, "unsure": 0, "frames": 4, "tokens": 5}
+    assert core.load() == {
+        "sequences": 0,
+        "requests": 0,
+        "orphans": 0,
+        "copies": 0,
+        "unsure": 0,
+        "frames": 4,
+        "tokens": 5,
+    }
 
 
 def test_a_plain_chat_is_one_reply(core: DetokenizerCore) -> None:
@@ -283,9 +292,55 @@ def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(cor
 def test_a_lost_part_of_a_stream_is_told_though_nothing_is_open(core: DetokenizerCore) -> None:
     """The Open of a request may be among it: only the scheduler knows of that one."""
     assert core.stream_lost(SCHEDULER) == [Tell(SCHEDULER, Detached(seqs=ints()))]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_lost_part_of_a_stream_costs_no_answer(core: DetokenizerCore, stream: bool) -> None:
+    """The scheduler opens all again. What is on its way until then has a hole before it."""
+    seen = run(
+        core, opened(stream=stream), tokens(0, "ab"), opened(9, stream=stream, request="r2", inbox="b")
+    )
+    assert told(core.stream_lost(SCHEDULER)) == [Detached(seqs=ints())]
+    assert run(core, tokens(4, "e"), close(5), close(0, "moved", seq=9)) == []
+    assert core.load()["requests"] == 1, "one was moved elsewhere meanwhile"
+    out = run(core, opened(stream=stream, attempt=2, tokens=ints(3 + b for b in b"abcde")), close(5))
+    *_, last = frames(out)
+    if stream:
+        attempts = [frame["attempt"] for frame in frames(seen) + frames(out) if frame["request_id"] == "r1"]
+        assert attempts == sorted(attempts)
+        assert len(set(attempts)) == 2
+        assert frames(out)[1]["choices"][0]["delta"]["content"] == "abcde"
+        assert (last["type"], last["choices"][0]["tokens"]) == ("done", 5)
+    else:
+        assert [frame["choices"][0]["message"]["content"] for frame in frames(out)] == ["abcde"]
+    assert told(out) == [Ended(seq=7, index=5, reason="stop")]
+    assert core.idle
+
+
+def test_what_is_not_opened_again_is_asked_for_again(core: DetokenizerCore) -> None:
+    """The word about the loss may be lost itself."""
     run(core, opened())
-    out = core.stream_lost(SCHEDULER)
-    assert told(out) == [Detached(seqs=ints([7])), Detached(seqs=ints())]
+    core.stream_lost(SCHEDULER)
+    assert core.upkeep() == []
+    assert told(core.upkeep()) == [Detached(seqs=ints())]
+    assert core.upkeep() == []
+    run(core, opened(attempt=2))
+    assert [core.upkeep() for _ in range(3)] == [[]] * 3
+
+
+def test_a_request_with_a_hole_goes_on_elsewhere_when_its_scheduler_dies(core: DetokenizerCore) -> None:
+    asked = Tokenized(
+        request="r1", attempt=1, tenant="t", model="tiny", inbox="in", stream=True, tokens=ints([9])
+    )
+    run(core, opened(), tokens(0, "ab"), asked)
+    core.stream_lost(SCHEDULER)
+    core.orphans.lost(SCHEDULER, "gone")
+    (resumed,) = told(core.orphans.turn(["b"], 0))
+    assert isinstance(resumed, Tokenized)
+    assert list(resumed.generated) == [2]
+    out = core.handle("scheduler.b", opened(70))
+    out += core.handle("scheduler.b", tokens(2, "c", seq=70)) + core.flush()
+    assert frames(out)[-1]["choices"][0]["delta"]["content"] == "c"
 
 
 def test_other_messages_are_faults(core: DetokenizerCore) -> None:

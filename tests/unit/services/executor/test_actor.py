@@ -39,8 +39,12 @@ from shared.messages import (
 class HandScheduler(Hand):
     """Says to the executor what a test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "m", requests: int = 0) -> None:
         super().__init__("scheduler")
+        self._facts = Facts(model=model, load=(("requests", requests),))
+
+    def facts(self) -> Facts:
+        return self._facts
 
     def say(self, *messages: Message) -> None:
         for message in messages:
@@ -54,7 +58,7 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 
 async def executor(
-    fleet: Fleet, build: Callable[[], Backend] = lambda: SimBackend(SimOptions(timing="step=0"))
+    fleet: Fleet, build: Callable[[], Backend] = lambda: SimBackend(SimOptions(model="m", timing="step=0"))
 ) -> tuple[ExecutorActor, Runtime]:
     actor = ExecutorActor(build, "host-7")
     return actor, await fleet.started(actor, "e")
@@ -152,6 +156,63 @@ async def test_a_draining_scheduler_gets_its_executor_back_if_it_is_the_only_one
     await fleet.broker.settle()
     assert actor.status()["scheduler"] == ("scheduler.r" if another else "scheduler.d")
     assert len(draining.of(ExecHello)) == (0 if another else 1)
+
+
+async def test_only_a_scheduler_of_its_own_model_gets_it(fleet: Fleet) -> None:
+    """Neither at the start, nor later, nor when its own has gone, nor when the other one drains."""
+    before, after, own = HandScheduler("other"), HandScheduler("other"), HandScheduler()
+    leaving = await fleet.started(before, "a")
+    actor, runtime = await executor(fleet)
+    await fleet.started(after, "b")
+    runtime.upkeep()
+    assert actor.status()["scheduler"] == ""
+    ours = await fleet.started(own, "s")
+    await own.until(ExecHello)
+    await ours.finish(0)
+    leaving.state = "draining"
+    leaving.beat()
+    await fleet.broker.settle()
+    runtime.upkeep()
+    assert actor.status()["scheduler"] == ""
+    assert before.of(ExecHello) + after.of(ExecHello) == []
+
+
+class Colleague(Hand):
+    """Another executor of the model."""
+
+    def __init__(self, scheduler: str) -> None:
+        super().__init__("executor")
+        self._facts = Facts(model="m", scheduler=scheduler)
+
+    def facts(self) -> Facts:
+        return self._facts
+
+
+@pytest.mark.parametrize(
+    ("requests", "wanted"),
+    [((0, 0, 0), "b"), ((0, 2, 0), "b"), ((3, 2, 0), "a"), ((0, 0, 4), "c")],
+    ids=["the one that others have chosen", "also with requests", "one whose requests nobody computes", "so"],
+)
+async def test_a_second_scheduler_stands_by(fleet: Fleet, requests: tuple[int, ...], wanted: str) -> None:
+    for name, count in zip("abc", requests, strict=True):
+        await fleet.started(HandScheduler(requests=count), name)
+    await fleet.started(Colleague("b"), "e0")
+    actor, _ = await executor(fleet)
+    assert actor.status()["scheduler"] == f"scheduler.{wanted}"
+
+
+async def test_its_beats_name_the_scheduler_that_has_welcomed_it(fleet: Fleet) -> None:
+    hand = HandScheduler()
+    ours = await fleet.started(hand, "s")
+    actor, _ = await executor(fleet)
+    hello = await hand.until(ExecHello)
+    assert actor.facts().scheduler == ""
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    await fleet.broker.settle()
+    assert actor.facts().scheduler == "s"
+    await ours.finish(0)
+    fleet.runtimes[1].upkeep()
+    assert actor.facts().scheduler == ""
 
 
 async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet) -> None:
@@ -304,13 +365,30 @@ class Stuck(SimBackend):
     """Its first forward pass returns when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__(SimOptions(timing="step=0"))
+        super().__init__(SimOptions(model="m", timing="step=0"))
         self.entered, self.released = threading.Event(), threading.Event()
 
     def forward(self, plan: StepPlan) -> Pending:
         self.entered.set()
         self.released.wait()
         return super().forward(plan)
+
+
+@pytest.mark.parametrize("news", ["_on_result", "_on_grammar"])
+async def test_an_error_over_what_the_device_says_fails_the_executor(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, news: str
+) -> None:
+    """Its scheduler would wait for that step, or that grammar, for ever."""
+
+    def broken(self: ExecutorActor, message: Message) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(ExecutorActor, news, broken)
+    actor, hand, hello = await welcomed(fleet)
+    hand.say(opened(), plan(hello.exec_epoch, 1))
+    actor._news.tell(GrammarReady(slot=0, generation=1, compile_us=1))
+    async with asyncio.timeout(30):
+        assert str(await fleet.runtimes[-1].failed()) == "broken"
 
 
 async def test_a_device_call_that_never_returns_fails_the_executor(fleet: Fleet) -> None:

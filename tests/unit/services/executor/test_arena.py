@@ -38,6 +38,9 @@ class Scheduler(Hand):
     def __init__(self) -> None:
         super().__init__("scheduler")
 
+    def facts(self) -> Facts:
+        return Facts(model=SimOptions().model)
+
     def say(self, *messages: Message) -> None:
         for message in messages:
             self.port.send("executor.e", message)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from services.executor.engine import open_flaw, sequence_flaw, stand_in
+from services.executor.engine import long_steps, open_flaw, plan_flaw, sequence_flaw, stand_in
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.messages import Sampling, SlotOpen, floats, ints
 
@@ -47,3 +47,17 @@ def test_a_stand_in_keeps_its_place_and_the_tokens_that_exist() -> None:
     assert (stood.slot, stood.generation, stood.seq, stood.max_length) == (3, 2, 7, 9)
     assert (stood.sampling.temperature, stood.logprobs, stood.processors) == (0.0, 0, ())
     assert list(stood.stop_ids) == []
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "max_context", "blocks"),
+    [(64, 256, 100), (1024, 256, 100), (1, 256, 100), (64, 256, 2)],
+)
+def test_the_long_steps_of_a_warm_up_are_steps_as_a_scheduler_may_plan_them(
+    max_step_tokens: int, max_context: int, blocks: int
+) -> None:
+    info = dataclasses.replace(INFO, max_step_tokens=max_step_tokens, max_context=max_context, blocks=blocks)
+    ((opened, plans),) = long_steps(info)
+    assert not open_flaw(opened, info)
+    assert [plan_flaw(plan, info, {0}) for plan in plans] == ["", ""]
+    assert sum(plans[0].counts) == min(max_step_tokens, (info.context - 1) // 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.errors import NotAuthorized, SlowBody, body_of, headers_of, status_of
+from services.gateway.errors import NotAuthorized, SlowRequest, body_of, headers_of, status_of
 from services.gateway.exchange import Meter, Visit, fresh_id, given_id, spans
 from services.gateway.routes import Keys, read_keys
 from shared.client import SlowReader
@@ -16,6 +16,7 @@ from shared.errors import (
     BadRequest,
     DeadlineExceeded,
     EngineError,
+    Forbidden,
     HeadraceError,
     Overloaded,
     PayloadTooLarge,
@@ -36,7 +37,7 @@ from shared.telemetry.traces import covered_us
         (NotAuthorized("w"), 401, "authentication_error", "invalid_api_key"),
         (UnknownModel("w", param="model"), 404, "invalid_request_error", "model_not_found"),
         (PayloadTooLarge("w"), 413, "invalid_request_error", "payload_too_large"),
-        (SlowBody("w"), 408, "invalid_request_error", "request_timeout"),
+        (SlowRequest("w"), 408, "invalid_request_error", "request_timeout"),
         (Overloaded("w", retry_after_ms=1500), 429, "rate_limit_error", "overloaded"),
         (EngineError("w"), 500, "server_error", "engine_error"),
         (Unavailable("w"), 503, "server_error", "unavailable"),
@@ -61,6 +62,19 @@ def test_when_to_come_back() -> None:
     assert headers_of(Unavailable("w")) == {"Retry-After": "1", "Retry-After-Ms": "1000"}
     assert headers_of(NotAuthorized("w")) == {"WWW-Authenticate": "Bearer"}
     assert headers_of(BadRequest("w")) == {}
+
+
+def test_what_is_open_is_counted_by_tenant() -> None:
+    meter = Meter()
+    visits = [Visit(method="POST", route="/r", request_id=n, tenant=n[0]) for n in ("a1", "a2", "b1")]
+    for visit in visits:
+        meter.begin()
+        meter.enter(visit)
+    looks = Visit(method="GET", route="/v1/models", request_id="x", tenant="a")
+    meter.begin()
+    meter.end(looks)
+    meter.end(visits[2])
+    assert (meter.active, meter.open) == (2, {"a": 2})
 
 
 # ---- keys -------------------------------------------------------------------------------------------
@@ -102,6 +116,20 @@ def test_who_may_come_in(tmp_path: Path) -> None:
         with pytest.raises(NotAuthorized):
             keys.tenant_of(header)
     assert Keys("").tenant_of("") == "public"
+
+
+def test_what_tells_of_everybody_is_for_the_operator(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("acme hr-1\nheadrace-operator hr-2\n")
+    keys = Keys(str(path))
+    keys.only_operator("Bearer hr-2")
+    assert keys.tenant_of("Bearer hr-2") == "public"  # as the operator's command line asks
+    with pytest.raises(Forbidden, match="send the key of headrace-operator in http_keys"):
+        keys.only_operator("Bearer hr-1")
+    for header in ("", "Bearer junk"):
+        with pytest.raises(NotAuthorized):
+            keys.only_operator(header)
+    Keys("").only_operator("")
 
 
 def test_keys_change_while_running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: 
 
 
 def taken(maker: ChunkMaker, *frames: dict[str, Any], prompt: int = 0) -> list[dict[str, Any]]:
-    return [made for frame in frames for made in maker.take(prompt, frame)]
+    return [json.loads(made) for frame in frames for made in maker.take(prompt, frame)]
 
 
 def test_a_chat_stream() -> None:
@@ -180,7 +181,7 @@ def test_an_answer_that_changed_is_an_error(frames: list[dict[str, Any]]) -> Non
 
 
 def test_events_on_the_wire() -> None:
-    assert events([{"a": "é\n"}, {"b": 1}]) == 'data: {"a":"é\\n"}\n\ndata: {"b":1}\n\n'.encode()
+    assert events(['{"a":"é\\n"}', '{"b":1}']) == 'data: {"a":"é\\n"}\n\ndata: {"b":1}\n\n'.encode()
 
 
 NATIVE: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -470,11 +471,50 @@ async def test_a_shell_that_fails_between_messages_fails_the_actor(
     assert isinstance(await house.runtimes[-1].failed(), ZeroDivisionError)
 
 
-async def test_a_size_that_shared_memory_cannot_hold_is_refused_with_how_to_mend_it(host: str) -> None:
-    runtime = Runtime(KvOffloadActor(Plan(host, 1 << 50, "plain")), MemoryBroker().connect(), "f", "k")
-    with pytest.raises(SetupError, match="make the arena smaller or /dev/shm larger"):
-        await runtime.start()
+@pytest.mark.parametrize("store", ["plain", "lmcache"])
+async def test_an_l1_that_shared_memory_cannot_hold_costs_the_tiers_and_nothing_else(
+    host: str, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor = KvOffloadActor(Plan(host, 1 << 50, store), Shared().connect)
+    runtime = Runtime(actor, MemoryBroker().connect(), "f", "k")
+    await runtime.start()
+    assert (runtime.state, actor.facts().tiers) == ("ready", ())
+    why = str(actor.status()["why_off"])
+    assert re.fullmatch(
+        r"/dev/shm has \d+ MiB left and L1 needs 1073741824: make L1 smaller .* larger .*", why
+    )
+    assert f"no KV tiers: {why}" in caplog.text
+    runtime.upkeep()
     await runtime.finish(1)
+    assert runtime.state == "stopped"
+
+
+async def test_a_shared_memory_that_cannot_be_written_costs_the_tiers_alone(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(13, "Permission denied", f"/dev/shm/{name}")
+
+    monkeypatch.setattr(arena, "hold", refuse)
+    actor = KvOffloadActor(Plan(host, PAGE, "plain"))
+    runtime = Runtime(actor, MemoryBroker().connect(), "f", "k")
+    await runtime.start()
+    assert "let this user write there, or start without tiers" in str(actor.status()["why_off"])
+    await runtime.finish(1)
+
+
+def test_what_the_dead_left_is_removed_before_the_size_is_chosen_and_with_l1_off(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = segment_name(f"{host}-b", 1)
+    seen: list[bool] = []
+    monkeypatch.setattr(arena, "_shm_free_bytes", lambda: seen.append((SHM / left).exists()) or GIB)
+    for l1 in ("auto", "off"):
+        os.close(hold(left))
+        (SHM / left).write_bytes(b"x")
+        plan(l1, "plain", "fleet", host)
+        assert not (SHM / f"{left}.lock").exists()
+    assert seen == [False, False]
 
 
 async def test_a_start_that_is_broken_off_leaves_no_segment(

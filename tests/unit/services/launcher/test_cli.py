@@ -69,6 +69,31 @@ def test_config_show_says_where_each_value_comes_from(
     assert shown.err == "HEADRACE_SLOT is no setting: HEADRACE_… takes the names above\n"
 
 
+def test_a_user_without_home_and_passwd_entry_is_given_one(tmp_path: Path) -> None:
+    code = (
+        "import pwd, runpy, sys\n"
+        "def getpwuid(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = getpwuid\n"
+        "sys.argv = ['headrace', 'config', 'show']\n"
+        "runpy.run_module('services.launcher.cli', run_name='__main__')"
+    )
+    env = {name: value for name, value in os.environ.items() if name not in ("HOME", "USER")}
+    shown = [sys.executable, "-c", code]
+
+    def show() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            shown, env={**env, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=False
+        )
+
+    done, home = show(), tmp_path / f"headrace-home-{os.getuid()}"
+    assert done.returncode == 0, done.stderr
+    assert str(home / ".cache" / "headrace") in done.stdout
+    assert home.stat().st_mode & 0o777 == 0o700
+    home.rename(tmp_path / "other")
+    home.symlink_to("/nowhere")
+    assert "this user has no home folder, and none can be made" in show().stderr
+
+
 def test_no_server_is_an_error_with_its_mend(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--nats-url", "nats://127.0.0.1:1"]) == 1
     error = capsys.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -83,6 +85,29 @@ async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pyt
     assert told == ["nats-server was ended by SIGKILL; starts again in 0.01 s"]
     await bus.drain()
     keeping.cancel()
+    server.stop()
+
+
+async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("BACKOFF_FIRST_S", 0.01), ("LOOK_S", 0.01), ("ANSWER_S", 0.1), ("HANGS_S", 0.5)):
+        monkeypatch.setattr(up, name, value)
+    server, told = servers.start(), list[str]()
+    before = server.process
+    tasks = [
+        asyncio.create_task(up.keep_running(server, told.append)),
+        asyncio.create_task(up.watch_server(server, told.append)),
+    ]
+    bus = await NatsBus.connect(server.url, timeout_s=5)
+    back = asyncio.Event()
+    bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
+    before.send_signal(signal.SIGSTOP)
+    await asyncio.wait_for(back.wait(), 30)
+    assert server.process.pid != before.pid
+    assert re.fullmatch(r"nats-server has not answered for \d s and used no CPU: killed", told[0])
+    assert told[-1] == "nats-server was ended by SIGKILL; starts again in 0.01 s"
+    await bus.drain()
+    for task in tasks:
+        task.cancel()
     server.stop()
 
 
@@ -214,6 +239,18 @@ def test_the_note_lies_in_the_runtime_folder_or_the_cache(
     assert session.path_for(settings) == tmp_path / "cache/run/blue.json"
 
 
+@pytest.mark.usefixtures("_bare")
+@pytest.mark.parametrize("there", ["headrace", ""])
+def test_a_runtime_folder_that_cannot_be_written_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    (tmp_path / there).mkdir(exist_ok=True)
+    settings = load(flags={"cache_dir": tmp_path / "cache"}).settings
+    refused = str(tmp_path / there)
+    monkeypatch.setattr(session.os, "access", lambda path, _: str(path) != refused)  # root may write anywhere
+    assert session.path_for(settings) == tmp_path / "cache/run/default.json"
+
+
 # ---- the target ---------------------------------------------------------------------------------
 
 
@@ -245,14 +282,19 @@ def test_an_unknown_kind_is_told() -> None:
         builder("gpu")
 
 
-def test_lmcache_phones_nobody_and_takes_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lmcache_phones_nobody_takes_no_device_and_files_are_private(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[dict[str, str | None]] = []
     names = ("LMCACHE_TRACK_USAGE", "DO_NOT_TRACK", "LMCACHE_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in names:
         os.environ[name] = "other"
 
+    before, masks = os.umask(0o022), list[int]()
+
     def run(*_: object) -> int:
+        masks.append(os.umask(0o022))
         seen.append({name: os.environ.get(name) for name in names})
         return 0
 
@@ -262,3 +304,5 @@ def test_lmcache_phones_nobody_and_takes_no_device(monkeypatch: pytest.MonkeyPat
         assert serve(kind, Settings(), name=kind) == 0
     assert seen[0] == dict.fromkeys(names, "other")
     assert seen[1] == dict(zip(names, ("false", "1", "ERROR", ""), strict=True))
+    os.umask(before)
+    assert masks == [0o077] * 2

@@ -78,11 +78,79 @@ async def test_drains_kind_by_kind_in_order() -> None:
     running = supervise(lines, spec("b", POLITE), spec("a-0", POLITE, "a"), spec("a-1", POLITE, "a"))
     for name in ("a-0", "a-1", "b"):
         await lines.wait_for(name, "up")
-    assert await running.drain(["a", "b"], 20, lambda left, kind: None) is True
+    assert await running.drain([("a",), ("b",)], 20, lambda left, kind: None) is True
     goodbyes = [name for name, line in lines.got if line == "bye"]
     assert sorted(goodbyes[:2]) == ["a-0", "a-1"]
     assert goodbyes[2:] == ["b"]
     assert [s.process.returncode for s in running.services if s.process] == [0, 0, 0]
+
+
+async def test_kinds_of_a_group_drain_together() -> None:
+    lines, told = Lines(), list[str]()
+    running = supervise(lines, spec("a", NEEDY), spec("b", POLITE), spec("c", POLITE))
+    for name in ("a", "b", "c"):
+        await lines.wait_for(name, "up")
+    draining = asyncio.create_task(
+        running.drain([("a", "b"), ("c",)], 1000, lambda left, kinds: told.append(kinds))
+    )
+    await lines.wait_for("b", "bye")
+    assert ("c", "bye") not in lines.got
+    running.services[0].send(signal.SIGUSR1)
+    assert await asyncio.wait_for(draining, 20) is True
+    assert told[0] == "a and b"
+    assert lines.got[-1] == ("c", "bye")
+
+
+async def test_one_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    lines, hung = Lines(), list[int]()
+    running = supervise(lines, spec("a", FOREVER), spec("b", FOREVER))
+    for name in ("a", "b"):
+        await lines.wait_for(name, "up")
+    process = running.services[0].process
+    assert process is not None
+    hung.append(process.pid)
+    watching = asyncio.create_task(running.watch(lambda name, pid: 17.2 if pid in hung else 0.0))
+    await lines.wait_for("a", "has not beaten for 17 s and used no CPU: killed")
+    await lines.wait_for("a", "was ended by SIGKILL; starts again in 0.01 s")
+    await lines.wait_for("a", "up", times=2)
+    watching.cancel()
+    await running.kill()
+    assert lines.got.count(("b", "up")) == 1
+
+
+async def test_a_death_shows_though_a_grandchild_holds_the_pipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(module, "LAST_LINES_S", 0.05)
+    code = (
+        "import os, signal, subprocess, sys\n"
+        f"held = {str(tmp_path / 'held')!r}\n"
+        "if not os.path.exists(held):\n"
+        "    child = subprocess.Popen([sys.executable, '-S', '-c', 'import signal; signal.pause()'])\n"
+        "    open(held, 'w').write(str(child.pid)); print('bye', flush=True); sys.exit(3)\n"
+        "print('up', flush=True); signal.pause()"
+    )
+    lines = Lines()
+    running = supervise(lines, spec("a", code))
+    await lines.wait_for("a", "up")
+    assert lines.got[:2] == [("a", "bye"), ("a", "ended with status 3; starts again in 0.01 s")]
+    grandchild = int((tmp_path / "held").read_text())
+    async with asyncio.timeout(20):
+        while Path(f"/proc/{grandchild}").exists() and _state(grandchild) != "Z":
+            await asyncio.sleep(
+                0.01
+            )  # its parent is nobody's child: whoever reaps it does so in his own time
+    await running.kill()
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
 
 
 async def test_a_service_that_is_still_needed_is_kept_running_in_a_drain(
@@ -93,7 +161,7 @@ async def test_a_service_that_is_still_needed_is_kept_running_in_a_drain(
     running = supervise(lines, spec("a", NEEDY), spec("b", POLITE))
     await lines.wait_for("a", "up")
     await lines.wait_for("b", "up")
-    draining = asyncio.create_task(running.drain(["a", "b"], 1000, lambda left, kind: told.set()))
+    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: told.set()))
     await told.wait()
     running.services[1].send(signal.SIGKILL)
     await lines.wait_for("b", "up", times=2)
@@ -116,7 +184,7 @@ async def test_what_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyP
     running = supervise(lines, spec("a", POLITE))
     await lines.wait_for("a", "did not start ([Errno 11] no process left); starts again in 0.01 s")
     await lines.wait_for("a", "up")
-    assert await running.drain(["a"], 20, lambda left, kind: None) is True
+    assert await running.drain([("a",)], 20, lambda left, kind: None) is True
 
 
 async def test_what_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +192,7 @@ async def test_what_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyP
     lines, told = Lines(), []
     running = supervise(lines, spec("a", STUBBORN))
     await lines.wait_for("a", "up")
-    assert await running.drain(["a"], 0.05, lambda left, kind: told.append(kind)) is False
+    assert await running.drain([("a",)], 0.05, lambda left, kind: told.append(kind)) is False
     assert [s.process.returncode for s in running.services if s.process] == [-signal.SIGKILL]
     assert told[0] == "a"
 
@@ -135,7 +203,7 @@ async def test_a_kill_ends_a_drain() -> None:
     await lines.wait_for("a", "up")
     await lines.wait_for("b", "up")
     told = asyncio.Event()
-    draining = asyncio.create_task(running.drain(["a", "b"], 1000, lambda left, kind: told.set()))
+    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: told.set()))
     await told.wait()
     await running.kill()
     await asyncio.wait_for(draining, 10)
@@ -154,7 +222,7 @@ async def test_a_dead_service_starts_again_with_back_off(monkeypatch: pytest.Mon
     ended = [line for name, line in lines.got if name == "a" and line != "up"]
     assert ended[:3] == [f"ended with status 3; starts again in {t} s" for t in ("0.01", "0.02", "0.02")]
     assert running.services[0].restarts >= 3
-    assert await running.drain(["a", "b"], 20, lambda left, kind: None) is True
+    assert await running.drain([("a",), ("b",)], 20, lambda left, kind: None) is True
     assert lines.got.count(("b", "up")) == 1
 
 
@@ -213,5 +281,5 @@ def test_specs_are_named_by_kind_and_number() -> None:
         ("executor-1", "executor"),
     ]
     assert specs[1].argv == (
-        sys.executable, "-m", "services.launcher.serve", "executor", "--name", "executor-0",
+        sys.executable, "-P", "-m", "services.launcher.serve", "executor", "--name", "executor-0",
     )  # fmt: skip

@@ -12,7 +12,7 @@ from support.actor_fleet import Fleet, Hand, watched_fleet
 
 from services.scheduler.actor import SchedulerActor, build
 from services.scheduler.state.state import Limits
-from shared.actor.runtime import Runtime
+from shared.actor.runtime import Facts, Runtime
 from shared.config import Settings
 from shared.messages import (
     Accepted,
@@ -191,6 +191,18 @@ async def test_a_tick_that_fails_fails_the_actor(house: House, monkeypatch: pyte
         house.actor.upkeep()
 
 
+async def test_a_cancel_that_fails_fails_the_actor(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it is done: nothing that it decides from now on could be trusted."""
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("services.scheduler.arrival.cancel", broken)
+    house.fleet.outside.publish(subjects.cancel("t", "one"), b"")
+    async with asyncio.timeout(30):
+        assert str(await house.runtime.failed()) == "broken"
+
+
 async def test_a_detokenizer_that_restarts_while_it_drains_gets_its_requests_back(house: House) -> None:
     await house.ask("r")
     old = house.fleet.runtimes[-1]
@@ -215,6 +227,41 @@ async def test_lost_peers_are_told_to_the_core(house: House) -> None:
     house.actor.on_peer_gone(peer)
     assert house.actor.status()["detokenizers"] == []
     assert house.actor.status()["waiting"] == 1
+
+
+class Other(Hand):
+    """An actor of another model, or one that belongs to another scheduler."""
+
+    def __init__(self, kind: str, model: str = "m", scheduler: str = "") -> None:
+        super().__init__(kind)
+        self._facts = Facts(model=model, scheduler=scheduler)
+
+    def facts(self) -> Facts:
+        return self._facts
+
+
+async def test_no_text_is_made_with_the_vocabulary_of_another_model(house: House) -> None:
+    other = Other("detokenizer", "other")
+    await house.fleet.started(other, "a")
+    for number in range(16):
+        await house.ask(f"r{number}")
+    assert house.actor.status()["detokenizers"] == ["d"]
+    assert other.heard == []
+
+
+async def test_an_executor_that_has_another_scheduler_now_is_none_of_ours(house: House) -> None:
+    """We were stopped for a while: it would ignore every plan. Nobody is blamed for it."""
+    await house.ask("r", max_tokens=9)
+    runtime = house.fleet.runtimes[2]
+    runtime.actor.facts = lambda: Facts(model="m", scheduler="s2")  # type: ignore[method-assign]
+    runtime.beat()
+    await house.fleet.broker.settle()
+    status = house.actor.status()
+    assert (status["executors"], status["waiting"]) == ({}, 1)
+    (request,) = house.actor._core.state.requests.values()
+    assert request.deaths == 0
+    await house.ask("late")
+    assert [(r.request, r.code) for r in house.tokenizer.of(Rejected)] == [("late", 503)]
 
 
 def test_build_takes_the_limits_from_the_settings() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from support.scheduler.world import World
 
 from services.scheduler.finish import TOMBSTONE_US
@@ -57,3 +59,15 @@ def test_a_cancel_waits_for_a_request_that_is_still_in_a_queue() -> None:
     world.tick(TOMBSTONE_US)
     world.handle(Ticked())
     assert not world.scheduler.state.tombstones
+
+
+def test_who_has_given_up_says_what_its_client_was_told() -> None:
+    """It may hear the end from here, and nobody has cancelled anything."""
+    world = World()
+    world.add_engine()
+    world.ask("a", [5, 6], 3)
+    world.handle(Arrived("tokenizer.t1", replace(CANCEL, code=503, message="no scheduler answers")))
+    closes = [reader.closed for reader in world.readers_of("a")]
+    assert [(close.code, close.message) for close in closes if close is not None] == [
+        (503, "no scheduler answers")
+    ]

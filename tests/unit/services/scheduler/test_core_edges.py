@@ -42,6 +42,28 @@ def test_a_failed_step_spares_what_was_opened_after_it() -> None:
     world.assert_idle()
 
 
+def test_a_failed_step_spares_who_was_not_in_it() -> None:
+    """The other micro-batch, for one: the engine failed of none of it, and its tokens are of good steps."""
+    world = World(Limits(overlap="two_batch"))
+    world.add_engine(stages=2)
+    world.ask("a", [5, 6], 9)
+    world.ask("b", [5, 7], 9)
+    for _ in range(4):
+        world.deliver()
+    (executor,) = world.scheduler.state.executors.values()
+    ((failing, _),) = executor.in_flight[0].rows
+    assert len(executor.in_flight) == len(executor.running) == 2
+    assert all(s.opened_after < executor.in_flight[0].step for s in executor.running)
+    fail_step(world)
+    spared = {"a": "b", "b": "a"}[failing.request.asked.request]
+    closed = world.readers_of(failing.request.asked.request)[0].closed
+    assert closed is not None
+    assert closed.code == 500
+    world.run()
+    world.assert_answers(spared)
+    world.assert_idle()
+
+
 def test_what_only_a_lost_executor_could_hold_holds_up_nobody() -> None:
     world = World()
     world.add_engine("big")

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import random
 import re
-from collections import deque
+from collections import Counter, deque
 from unittest import mock
 
 import pytest
@@ -23,6 +23,7 @@ from support.scheduler.world import World, any_limits
 from support.scheduler.world_checks import ALL, Turns
 
 from services.scheduler import preemption
+from services.scheduler.admission import SUSPECT
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
     PIN_AFTER,
@@ -49,6 +50,13 @@ SEEDS = st.integers(0, 2**32)
 PARTS = ((7, 7, 7, 7), (8, 8, 8, 8), (9,), (7, 8))  # of prompts
 
 
+def share(executor: Executor, sequence: Sequence) -> float:
+    """The part of its slots or blocks that the tenant of a sequence has, whichever is more."""
+    own = [s for s in executor.running if s.tenant == sequence.tenant]
+    blocks = sum(len(s.table) + s.reserved for s in own)
+    return max(len(own) / executor.ledger.slots, blocks / executor.ledger.blocks)
+
+
 class Machine(RuleBasedStateMachine):
     """Any of the rules at any time; at the end everything comes back, and everybody must finish."""
 
@@ -56,18 +64,27 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        limits = dataclasses.replace(
-            any_limits(data), classes=CLASSES, step_tokens=data.draw(st.integers(4, 80))
+        limits = any_limits(data)
+        policy = dataclasses.replace(
+            limits.policy,
+            victim=data.draw(st.sampled_from(["latest", "least_computed"])),
+            tier=data.draw(st.sampled_from(["tiered", "tiered", "swap", "forget"])),
         )
+        limits = dataclasses.replace(
+            limits, policy=policy, classes=CLASSES, step_tokens=data.draw(st.integers(4, 80))
+        )
+        block_tokens = data.draw(st.sampled_from([1, 2, 3, 4, 4, 5, 8, 16]))
         self.world = World(limits, shards=SHARDS, took_us=data.draw(st.sampled_from([0, 200, 5_000])))
         self.world.checks += [*ALL, Turns()]
         self.sizes = {
-            name: {"blocks": data.draw(st.integers(8, 24)), "slots": data.draw(st.integers(2, 6)),
-                   "stages": data.draw(st.sampled_from([1, 1, 2]))}
+            name: {"blocks": data.draw(st.integers(32, 96)) // block_tokens, "block_tokens": block_tokens,
+                   "slots": data.draw(st.integers(2, 6)), "stages": data.draw(st.sampled_from([1, 1, 2])),
+                   "max_step_tokens": data.draw(st.sampled_from([16, 64, 64]))}
             for name in ENGINES
         }  # fmt: skip
         self.asked = self.epoch = 0
         self.excused: dict[str, set[int]] = {}  # request -> codes that a rule gave it a reason for
+        self.deaths = Counter[str]()  # of executors, under each request
         self.cut: dict[tuple[str, int], int] = {}  # by StopFound
         self.failures = False
         self.old: deque[tuple[str, StepResult]] = deque(maxlen=20)
@@ -75,18 +92,23 @@ class Machine(RuleBasedStateMachine):
         self.real_pause = preemption.pause
         self.spied.start()
         self.join("e1")
-        capacity = data.draw(st.sampled_from([0, 3, 8, 40]))
+        capacity = data.draw(st.sampled_from([0, 12, 32, 160])) // block_tokens
         if capacity:
             self.world.add_tier(FakeTier(capacity, l2_us=data.draw(st.sampled_from([-1, 300, 60_000]))))
 
     def pause(
         self, state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]
     ) -> None:
-        """P6: nobody is paused for one of a lower class, and P5: nobody more than three times."""
+        """P6: nobody is paused for one of a lower class, or for one of a tenant that has more, and P5: nobody
+        more than three times."""
         found = re.search(r"seq (\d+)", why)
         assert found is not None, "a pause that names no reason"
-        level = state.sequences[int(found[1])].request.level
-        assert victim.request.level >= level + ("needs its place" in why), "class inversion"
+        first = state.sequences[int(found[1])]
+        unit = state.waiting.units.get(first.unit)
+        level = unit.level if unit is not None and first in unit.sequences else first.level
+        of_class = victim.level >= level + ("needs its place" in why)
+        assert of_class or share(executor, victim) > share(executor, first), "class inversion"
+        assert "nothing of tenant" not in why or share(executor, first) == 0
         assert victim in candidates
         assert victim.pauses < PIN_AFTER
         self.real_pause(state, executor, victim, why, candidates)
@@ -146,7 +168,7 @@ class Machine(RuleBasedStateMachine):
         """P7: whoever runs may be paused at any time."""
         dice, state = random.Random(seed), self.world.scheduler.state
         for executor in state.executors.values():
-            for victim in preemption._candidates(state, executor, 0):
+            for victim in preemption._candidates(state, executor, executor.running):
                 if dice.random() < 0.5 and victim in executor.running:
                     state.now_us = self.world.now_us
                     self.pause(state, executor, victim, f"seq {victim.seq} forced", [victim])
@@ -201,6 +223,8 @@ class Machine(RuleBasedStateMachine):
             self.join(engine)
         elif how == "crash":
             self.old.extend((engine, result) for result in self.world.results[engine])
+            if (lost := self.world.scheduler.state.executors.get(engine)) is not None:
+                self.deaths.update({s.request.asked.request for s in lost.running})
             self.world.crash(engine)
         elif how == "restart":
             self.old.extend((engine, result) for result in self.world.results[engine])
@@ -281,7 +305,7 @@ class Machine(RuleBasedStateMachine):
         assert closed is not None
         assert closed.final <= len(reader.tokens)
         if closed.reason == "error":
-            late = {408, 429} | ({500} if self.failures else set())
+            late = {408, 429} | ({500} if self.failures or self.deaths[request] > SUSPECT else set())
             assert closed.code in self.excused.get(request, set()) | late
             assert closed.code != 429 or (closed.retry_after_ms >= 1_000 and closed.final == 0)
         elif (request, choice) not in self.cut or len(reader.tokens) == closed.final == len(want):

@@ -100,6 +100,29 @@ def test_stores_that_end_one_after_another_hold_up_nobody_for_long() -> None:
     world.assert_answers("second")
 
 
+def test_a_tail_that_is_long_in_being_copied_holds_up_nobody() -> None:
+    """A few tokens are sooner computed again than waited for: the executor may be long over its copies, and
+    who is next in the queue holds up all behind it."""
+    world = fresh()
+    world.ask("first", PROMPT, 9)
+    while not (only(world).running and len(only(world).running[0].tokens) > len(PROMPT)):
+        assert world.deliver_tier() or world.deliver()
+    executor, state = only(world), world.scheduler.state
+    (sequence,) = executor.running
+    state.now_us = world.now_us
+    preemption.pause(state, executor, sequence, "for a test", [sequence])
+    tail = executor.ledger.find(sequence.tail.key)
+    assert tail is not None
+    executor.ledger.begin_copy([tail])  # and nothing comes back
+    world.ask("second", PROMPT[::-1], 2)
+    for _ in range(2 * lookups.MOST_WAIT_US // 10_000):
+        world.tick(10_000)
+        while world.deliver_tier() or world.deliver():
+            pass
+    world.assert_answers("first")
+    world.assert_answers("second")
+
+
 def test_a_late_answer_to_an_earlier_wait_is_not_taken_for_the_present_one() -> None:
     world = stored()
     world.tier.frozen = True
@@ -178,6 +201,32 @@ def test_a_copy_whose_step_has_not_come_back_is_not_believed() -> None:
         pass
     assert not world.tier.l1
     assert state.meter.stores_failed == 1
+
+
+@pytest.mark.parametrize("copied_first", [True, False])
+def test_what_a_failed_step_wrote_into_does_not_come_back_from_below(copied_first: bool) -> None:
+    """Its sequence was paused while it ran. The last block had tokens from before, and the step that failed
+    left garbage in all of it: a copy would be believed for as long as a tier keeps it."""
+    world = fresh(Limits(overlap="run_ahead"), blocks=6)
+    world.ask("first", PROMPT, 3)
+    while world.deliver_tier():
+        pass
+    executor, state = only(world), world.scheduler.state
+    world.engines["e1"].fails = True
+    assert world.deliver()
+    assert world.deliver()
+    (sequence,), (flight,) = executor.running, executor.in_flight
+    assert (len(sequence.tokens), flight.plan.starts[0]) == (23, 22)  # into the last block, behind two tokens
+    state.now_us = world.now_us
+    preemption.pause(state, executor, sequence, "for a test", [sequence])
+    world.tick(200_000)
+    if not copied_first:
+        assert world.deliver()
+    while world.deliver_tier() or world.deliver_copy():
+        pass
+    assert world.tier.l1, "nothing was copied while the step ran"
+    world.run()
+    world.assert_answers("first")
 
 
 @pytest.mark.parametrize("late", [False, True])

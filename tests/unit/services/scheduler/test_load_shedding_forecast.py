@@ -56,3 +56,56 @@ def test_more_before_it_is_never_sooner() -> None:
 def test_a_lower_class_waits_for_the_higher_ones_too() -> None:
     world = busy_world(8)
     assert ttft_us(world, 2) >= ttft_us(world, 1) >= ttft_us(world, 0)
+
+
+def refused(world: World, prompt: int = 10) -> list[str]:
+    before = len(world.rejected)
+    world.ask("late", [9] * prompt, 5)
+    return [rejected.message for rejected in world.rejected[before:]]
+
+
+def hopeless(seconds_per_token: int) -> World:
+    """An idle world in which somebody believes that a token takes so long; a first token may take 60 s."""
+    world = World(Limits(classes=requests.parse("standard=60000/100/0")))
+    world.add_engine(slots=2)
+    (executor,) = world.scheduler.state.executors.values()
+    executor.costs = Known(StepModel(weights_us=0, token_ns=seconds_per_token * 10**9), loop_us=700)
+    return world
+
+
+def test_nobody_is_refused_while_nobody_is_ahead() -> None:
+    world = hopeless(100)
+    assert refused(world) == []
+    world.run()
+    world.assert_answers("late")
+
+
+def test_whoever_comes_behind_another_is_refused_by_the_forecast() -> None:
+    """And of a tenant that waits already: one that waits for nothing always may."""
+    world = hopeless(100)
+    for name in ("first", "second", "third"):  # two run
+        world.ask(name, [5] * 10, 20)
+    assert ["the first token would take" in why for why in refused(world)] == [True]
+
+
+def test_a_speed_below_a_token_a_second_is_a_speed() -> None:
+    """10 prompt tokens of 100 s each behind 2, after steps with 8: 1,200 s and a loop, and no more."""
+    world = hopeless(100)
+    world.ask("first", [5] * 10, 20)
+    assert [sum(plan.counts) for plan in world.plans] == [4, 4]
+    asked = hopeless(100)
+    asked.ask("late", [9] * 10, 5)
+    late = load_shedding.ttft_us(world.scheduler.state, asked.asked["late"], 1)
+    assert late == 1_200_000_000 + 700
+
+
+def test_one_stall_does_not_make_every_wait_for_a_slot_long() -> None:
+    """One that waits for a slot waits for the steps of who holds it: one took 20 s in place of 1 ms."""
+    world = busy_world(1)
+    (executor,) = world.scheduler.state.executors.values()
+    before_us = ttft_us(world)
+    executor.pace.note_step(20_000_000, predicted_us=1_000)
+    assert ttft_us(world) <= 2 * before_us
+    for _ in range(200):
+        executor.pace.note_step(5_000, predicted_us=5_000)
+    assert executor.pace.step_us > 4_900

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from support.executor.paged_engine import STOP_ID, expected_tokens
 from support.scheduler.world import World, any_limits
 
-from services.scheduler.state.requests import Arrived, DrainAsked, PeerDraining, PeerLost, Send, facts_of
+from services.scheduler.state.requests import (
+    Arrived,
+    DrainAsked,
+    PeerDraining,
+    PeerLost,
+    PeerReady,
+    Send,
+    facts_of,
+)
 from shared.kv_blocks import choice_seed
 from shared.messages import MOVED, Cancel, Detached, Tokenized, ints
 
@@ -250,8 +258,16 @@ def test_the_request_as_asked_is_left_with_every_detokenizer() -> None:
     shard = world.scheduler.state.requests["public", "r"].shard
     world.handle(PeerLost("detokenizer", shard))
     other = "d2" if shard == "d1" else "d1"
-    assert [to for to, _ in kept] == [f"detokenizer.{shard}", f"detokenizer.{other}"]
-    assert [dataclasses.replace(message, age_us=0) for _, message in kept] == [of, of]
+    own, copy, again = kept
+    assert [to for to, _ in (own, again)] == [f"detokenizer.{shard}", f"detokenizer.{other}"]
+    assert [dataclasses.replace(message, age_us=0) for _, message in (own, again)] == [of, of]
+    assert copy == (f"detokenizer.{other}", dataclasses.replace(of, shard=shard)), "should both die"
+    world.handle(PeerReady("detokenizer", shard, 9))
+    to, later = kept[-1]
+    assert to == f"detokenizer.{shard}"
+    expected = dataclasses.replace(of, shard=other, attempt=of.attempt + 1)
+    assert dataclasses.replace(later, age_us=0) == expected
+    assert later.attempt > copy[1].attempt
 
 
 def test_a_reopened_request_says_how_old_it_is() -> None:

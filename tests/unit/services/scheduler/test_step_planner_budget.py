@@ -19,7 +19,8 @@ SLOW = StepModel(weights_us=0, token_ns=1_000_000)
 
 
 def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **more: int) -> int:
-    """The chunk budget beside so many decodes of class standard: 100 ms between tokens."""
+    """The chunk budget beside so many decodes of class standard: 100 ms between tokens. Very much waits,
+    unless `each` says how long a prompt is."""
     world = World(Limits(step_tokens=more.get("step_tokens", 4_096)))
     world.add_engine(slots=256, blocks=2_048, max_step_tokens=4_096, block_tokens=16, max_context=4_096)
     (executor,) = world.scheduler.state.executors.values()
@@ -36,7 +37,7 @@ def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **
         columns.counts.append(1)
         columns.sampled.append((s, s.placement))
     for s in running[-waiting:]:
-        s.computed = 0
+        s.computed, s.opened_length = 0, more.get("each", 10**6)
     columns.shape = StepShape(decodes, decodes, decodes, decodes)
     return chunk_budget(world.scheduler.state, executor, columns, running[-waiting:], Share(True, share))  # type: ignore[arg-type]  # a literal
 
@@ -63,18 +64,18 @@ def test_a_tile_that_would_break_the_promise_is_left_out() -> None:
 
 def test_where_decodes_alone_take_longer_prompts_go_on_beside_them() -> None:
     # 200 decodes take 200 ms where 100 were promised, a prompt of 40 tokens waits: 200 + 100 + 200 * 0.04 ms
-    assert budget(200, model=SLOW) == 104
+    assert budget(200, model=SLOW, each=40) == 104
     assert budget(200, step_tokens=201) == 16  # one block, though the step is full of decodes
 
 
 def test_a_promise_that_decodes_nearly_break_is_no_reason_to_starve_prompts() -> None:
     # 90 decodes leave 10 ms of 100; they are given 45, and 3.6 for the 40 tokens that wait
-    assert budget(90, model=SLOW) == 48
+    assert budget(90, model=SLOW, each=40) == 48
 
 
 def test_prompts_get_more_time_the_more_of_them_wait() -> None:
     # 1,000 tokens take a second: 90 + 45 + 90 ms, so 135 tokens, and with 102 a tile of 64 is full
-    assert budget(90, model=SLOW, waiting=25) == 192 - 90
+    assert budget(90, model=SLOW, waiting=25, each=40) == 192 - 90
 
 
 def test_a_cold_start_is_careful() -> None:
@@ -91,3 +92,19 @@ def test_other_shares(share: str, tokens: Callable[[int], int]) -> None:
 def test_alone_it_may_take_half_a_second() -> None:
     # 5,000 tokens fit in 500 ms: the step's own limit counts, 4,096
     assert budget(0) == 4_096
+
+
+def test_while_little_waits_a_step_takes_twice_as_long_as_decodes() -> None:
+    # 64 decodes take 6.4 ms, and with a prompt 12.8: a tile of 64 beside them
+    assert budget(64, each=64) == 128 - 64
+
+
+def test_the_more_waits_the_longer_a_step_may_take() -> None:
+    # 2,000 tokens take 200 ms: 6.4 + 200 / 4 ms hold 564 tokens, in tiles 512
+    assert budget(64, each=2_000) == 512 - 64
+
+
+def test_what_waits_comes_in_steps_of_one_length() -> None:
+    # 192 decodes leave 192 tokens of 38.4 ms; 200 take two steps: of 100, so in tiles 320 and not 384 and 256
+    assert budget(192, each=200) == 320 - 192
+    assert budget(192, each=192) == 384 - 192

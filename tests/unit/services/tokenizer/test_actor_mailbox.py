@@ -7,43 +7,117 @@ import asyncio
 import pytest
 
 from services.tokenizer import actor
-from services.tokenizer.actor import Mailbox
+from services.tokenizer.actor import Arrival, Arrivals, Mailbox
 from services.tokenizer.core import Fail
 from services.tokenizer.prepare import Origin
 from services.tokenizer.queries import refusal_spans
+from services.tokenizer.standby import Heard
 from shared.clock import FakeClock
 from shared.errors import Overloaded, Unavailable
+from shared.nats import subjects
 from shared.nats.interface import Delivery
 
 
 async def test_one_each_turn_stamped_on_arrival() -> None:
     clock, taken = FakeClock(), list[tuple[str, int]]()
 
-    def take(delivery: Delivery, received_us: int, received_wall_us: int) -> None:
+    def take(heard: Heard) -> None:
         clock.advance(1_000)  # what a request costs
-        assert received_us == received_wall_us - FakeClock(0).wall_us()
-        taken.append((delivery.subject, received_us))
+        taken.append((heard.delivery.data.decode(), heard.received_us))
 
-    box = Mailbox(clock, take)
+    box = Mailbox(take)
     for name in "abc":
-        box.put(Delivery(name, b""))
+        box.put(asked("t", name, clock.now_us()))
     assert taken == [("a", 1_000_000)]
     assert len(box) == 2
     await asyncio.sleep(0)
     assert taken[1:] == [("b", 1_001_000)]
     await box.drain()
     assert taken[2:] == [("c", 1_001_000)]
-    box.put(Delivery("d", b""))
+    box.put(asked("t", "d", clock.now_us()))
     assert taken[3:] == [("d", 1_003_000)]
 
 
-async def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "MAX_WAITING", 1)
-    box = Mailbox(FakeClock(), lambda delivery, *stamps: None)
-    box.put(Delivery("a", b""))
-    box.put(Delivery("b", b""))
-    with pytest.raises(Overloaded, match="1 requests wait for this tokenizer"):
-        box.put(Delivery("c", b""))
+async def test_tenants_are_taken_in_turn() -> None:
+    taken: list[str] = []
+    box = Mailbox(lambda heard: taken.append(heard.delivery.data.decode()))
+    for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
+        box.put(asked(name[0], name))
+    await box.drain()
+    assert taken == ["a1", "a2", "b1", "a3", "b2", "a4"]
+
+
+async def test_of_too_many_those_are_refused_whose_tenant_has_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(actor, "MAX_WAITING", 4)
+    box = Mailbox(lambda heard: None)
+    for name in ("at once", "1", "2", "3", "4"):
+        box.put(asked("many", name))
+    with pytest.raises(Overloaded, match="4 requests wait for this tokenizer, 4 of them yours"):
+        box.put(asked("many", "5"))
+    for name in ("1", "2"):
+        box.put(asked("few", name))
+    with pytest.raises(Overloaded, match="6 requests wait for this tokenizer, 2 of them yours"):
+        box.put(asked("few", "3"))
+    box.put(asked("new", "1"))
+
+
+async def test_a_tenant_that_crowds_the_scheduler_is_passed_over() -> None:
+    taken, crowds = list[str](), {"a"}
+    box = Mailbox(lambda heard: taken.append(heard.delivery.data.decode()), crowds.__contains__)
+    for name in ("a1", "a2", "b1", "b2"):
+        box.put(asked(name[0], name))
+    while len(taken) < 2:
+        await asyncio.sleep(0)
+    assert taken == ["b1", "b2"]
+    crowds.clear()
+    await box.drain()
+    assert taken == ["b1", "b2", "a1", "a2"]
+
+
+async def test_what_arrives_in_a_burst_is_seen_by_tenants_in_turn_and_copies_last() -> None:
+    seen: list[tuple[str, int, bool]] = []
+    clock = FakeClock()
+
+    def see(arrival: Arrival) -> None:
+        seen.append((arrival.delivery.data.decode(), arrival.received_us, arrival.copied))
+
+    arrivals = Arrivals(see, clock.now_us)
+    for name in ("a1", "a2", "a3", "b1"):
+        arrivals.put_copy(asked(name[0], name).delivery)
+        arrivals.put(asked(name[0], name).delivery)
+        clock.advance(5)
+    assert seen == [("a1", 1_000_000, False)]
+    assert len(arrivals) == 3
+    await arrivals.drain()
+    assert [(name, copied) for name, _, copied in seen] == [
+        *((name, False) for name in ("a1", "a2", "b1", "a3")),
+        *((name, True) for name in ("a1", "a2", "a3", "b1")),
+    ]
+    assert seen[2][1] == 1_000_015
+    arrivals.put(asked("a", "alone").delivery)
+    assert seen[-1][0] == "alone"
+
+
+async def test_what_arrives_faster_than_it_can_be_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "MAX_WAITING", 3)
+    monkeypatch.setattr(actor, "MAX_COPIES", 3)
+    seen: list[str] = []
+    arrivals = Arrivals(lambda arrival: seen.append(arrival.delivery.data.decode()), lambda: 0)
+    for i in range(6):
+        arrivals.put(asked("a", str(i)).delivery)
+    assert (seen, len(arrivals)) == (["0", "4", "5"], 3)
+    for i in range(10, 15):
+        arrivals.put_copy(asked("a", str(i)).delivery)
+    assert seen[3:] == ["10", "11"]
+    await arrivals.drain()
+    assert seen[5:] == ["1", "2", "3", "12", "13", "14"]
+
+
+def asked(tenant: str, body: str, now_us: int = 0) -> Heard:
+    delivery = Delivery(subjects.generate(tenant, "m"), body.encode())
+    return Heard(delivery, key=0, received_us=now_us, received_wall_us=0)
 
 
 def test_the_spans_of_a_refusal() -> None:

@@ -24,9 +24,9 @@ def model(tmp_path: Path) -> ServedModel:
     return found
 
 
-def asked(request: str, prompt: str) -> Submission:
+def asked(request: str, prompt: str, tenant: str = "t") -> Submission:
     body = json.dumps({"prompt": prompt, "request_id": request}).encode()
-    return Submission("t", f"inbox.{request}", body, "fresh", 7, 1, "")
+    return Submission(tenant, f"inbox.{request}", body, "fresh", 7, 1, "")
 
 
 async def test_they_come_back_on_the_loop_in_order(model: ServedModel) -> None:
@@ -53,9 +53,22 @@ async def test_only_so_many_bytes_wait(model: ServedModel, monkeypatch: pytest.M
     done: list[Prepared] = []
     waiting = Beside(model, done.append)
     waiting.put(asked("r1", "a" * 300))
-    with pytest.raises(Overloaded, match="bytes of long requests wait for this tokenizer: try again later"):
+    with pytest.raises(
+        Overloaded, match="bytes of your long requests wait for this tokenizer: try again later"
+    ):
         waiting.put(asked("r2", "a" * 300))
-    await asyncio.gather(*waiting._tasks)
+    waiting.put(asked("others", "a" * 300, "u"))
+    while waiting.waiting:
+        await asyncio.sleep(0.001)
     waiting.put(asked("r3", "a" * 300))
     await waiting.drain()
-    assert [p.request for p in done] == ["r1", "r3"]
+    assert [p.request for p in done] == ["r1", "others", "r3"]
+
+
+async def test_tenants_have_the_thread_in_turn(model: ServedModel) -> None:
+    done: list[Prepared] = []
+    waiting = Beside(model, done.append)
+    for name in ("a1", "a2", "a3", "b1", "b2"):
+        waiting.put(asked(name, "a" * 300, name[0]))
+    await waiting.drain()
+    assert [p.request for p in done] == ["a1", "a2", "b1", "a3", "b2"]

@@ -14,17 +14,20 @@ from support.text_models import served
 
 from services.tokenizer.core import (
     ASK_AGAIN_US,
-    GIVE_UP_US,
+    GRACE_US,
+    MOST_ASKED,
     RESEND_US,
     WAIT_US,
     Command,
     Fail,
     Schedulers,
     Send,
+    Settled,
     Tick,
     TokenizerCore,
 )
 from services.tokenizer.prepare import ServedModel, Submission, prepared
+from shared.actor.membership import UNNOTICED_US as GIVE_UP_US
 from shared.errors import BadRequest
 from shared.kv_blocks import rendezvous
 from shared.messages import Accepted, Cancel, Rejected, Tokenized
@@ -93,7 +96,8 @@ def test_without_a_scheduler_the_answer_is_503(model: ServedModel) -> None:
 
 def test_an_id_in_use_is_409_for_the_same_tenant_only(core: TokenizerCore) -> None:
     core.handle(submission(), 0)
-    assert failure(core.handle(submission(), 1))[2] == 409
+    other = dataclasses.replace(submission(), inbox="another")
+    assert failure(core.handle(other, 1))[2] == 409
     assert sent(core.handle(submission(tenant="other"), 1)).tenant == "other"
     core.handle(Accepted(tenant="t", request="r1", attempt=1), 2)
     assert sent(core.handle(submission(), 3)).request == "r1"
@@ -108,9 +112,45 @@ def test_silence_is_asked_once_more_then_503_and_a_cancel(core: TokenizerCore) -
     commands = core.handle(Tick(), GIVE_UP_US)
     assert failure(commands)[2] == 503
     scheduler = rendezvous("r1", ("s1", "s2"))
-    assert commands[1] == Send(scheduler, Cancel(tenant="t", request="r1"), "trace")
+    (_, _, code, why) = failure(commands)
+    assert commands[1] == Send(
+        scheduler, Cancel(tenant="t", request="r1", code=code, message=why), "trace"
+    ), "should the scheduler have it after all, its client is told the same"
     assert core.pending == 0
     assert core.handle(Accepted(tenant="t", request="r1", attempt=1), GIVE_UP_US + 1) == []
+
+
+def test_a_request_sent_again_before_anybody_has_answered_waits_with_the_first(core: TokenizerCore) -> None:
+    """From the same inbox: its client was not sure, or two tokenizers have it."""
+    one, two = (dataclasses.replace(submission(), key=key) for key in (5, 6))
+    assert sent(core.handle(one, 0)).attempt == 1
+    assert core.handle(two, 1) == [Settled(6)]
+    assert core.handle(Accepted(tenant="t", request="r1", attempt=1), 2) == [Settled(5)]
+    assert core.pending == 0
+
+
+def test_who_is_cut_off_gives_nobody_up(core: TokenizerCore) -> None:
+    """The schedulers may have answered; the request's own time limit counts all the same."""
+    core.handle(submission(timeout_s=100), 0)
+    for now_us in range(1_000_000, 60_000_000, 1_000_000):
+        assert core.handle(Tick(deaf=True), now_us) == []
+    (again,) = core.handle(Tick(), 60_000_000)
+    assert isinstance(again, Send)
+    assert core.handle(Tick(), 59_000_000 + GIVE_UP_US - 1) == []
+    assert failure(core.handle(Tick(), 59_000_000 + GIVE_UP_US))[2] == 503
+    core.handle(submission(timeout_s=10), 70_000_000)
+    assert failure(core.handle(Tick(deaf=True), 80_000_000))[2] == 408
+
+
+def test_a_tenant_crowds_a_scheduler_that_answers(core: TokenizerCore) -> None:
+    for i in range(MOST_ASKED):
+        assert not core.crowds("t", 10)
+        core.handle(submission(f"r{i}"), 10)
+    assert core.crowds("t", 10)
+    assert not core.crowds("other", 10)
+    assert not core.crowds("t", 10 + RESEND_US), "one that is silent has nothing to do with it"
+    core.handle(Accepted(tenant="t", request="r3", attempt=1), 20)
+    assert not core.crowds("t", 20)
 
 
 def waited(received_us: int, handled_us: int, **fields: Any) -> Submission:
@@ -237,10 +277,60 @@ def test_a_new_one_beside_others_may_stand_for_a_dead_one_that_is_not_missed_yet
     name = next(f"r{i}" for i in range(99) if rendezvous(f"r{i}", ("s1", "s2", "s3")) == "s3")
     assert sent(core.handle(submission(name), 10)).attempt == 1
     refused = Rejected(tenant="t", request=name, attempt=1, code=503, message="no executor is ready")
-    assert core.handle(refused, 20) == []
-    (again,) = core.handle(Tick(), 20 + ASK_AGAIN_US)
+    (again,) = core.handle(refused, 20)
     assert isinstance(again, Send)
     assert again.scheduler == rendezvous(name, ("s1", "s2"))  # not the one that has just refused
+
+
+def unavailable(attempt: int) -> Rejected:
+    return Rejected(tenant="t", request="r1", attempt=attempt, code=503, message="no executor is ready")
+
+
+def asked(commands: list[Command]) -> tuple[str, int]:
+    (command,) = commands
+    assert isinstance(command, Send)
+    return command.scheduler, sent(commands).attempt
+
+
+def test_another_scheduler_is_asked_at_once_where_one_cannot_serve(core: TokenizerCore) -> None:
+    first, _ = asked(core.handle(submission(), 0))
+    other = "s1" if first == "s2" else "s2"
+    assert asked(core.handle(unavailable(1), 5)) == (other, 2)
+    core.handle(Accepted(tenant="t", request="r1", attempt=2), 9)
+    assert core.pending == 0
+
+
+def test_when_all_have_refused_they_are_asked_again_for_a_moment(core: TokenizerCore) -> None:
+    """A scheduler may miss its executor before this tokenizer does: the next beat says that one has died."""
+    first, _ = asked(core.handle(submission(), 0))
+    other, _ = asked(core.handle(unavailable(1), 5))
+    assert core.handle(unavailable(2), 10) == []
+    assert core.handle(Tick(), 10 + ASK_AGAIN_US - 1) == []
+    assert asked(core.handle(Tick(), 10 + ASK_AGAIN_US)) == (first, 3)
+    assert asked(core.handle(unavailable(3), 20 + ASK_AGAIN_US)) == (other, 4)
+    (fail,) = core.handle(unavailable(4), GRACE_US)
+    assert failure([fail])[2:] == (503, "no executor is ready")
+
+
+def test_a_request_is_left_where_it_was_asked_while_that_one_lives(core: TokenizerCore) -> None:
+    """An executor has gone from one scheduler to another; what the first has heard it will answer."""
+    first, _ = asked(core.handle(submission(), 0))
+    other = "s1" if first == "s2" else "s2"
+    assert core.handle(Schedulers((other,), idle=(first,)), 5) == []
+    assert asked(core.handle(submission("r2"), 6))[0] == other
+    assert asked(core.handle(Schedulers((other,)), 7)) == (other, 2)
+
+
+def test_who_was_asked_again_and_says_nothing_is_told_to_cancel(core: TokenizerCore) -> None:
+    core.handle(Schedulers(("s3",), died=True), 0)
+    core.handle(submission(), 10)
+    core.handle(unavailable(1), 20)
+    assert asked(core.handle(Tick(), 20 + ASK_AGAIN_US)) == ("s3", 2)
+    fail, told = core.handle(Tick(), WAIT_US)
+    assert failure([fail])[2] == 503
+    assert isinstance(told, Send)
+    error = {"code": 503, "message": "no executor is ready"}
+    assert (told.scheduler, told.message) == ("s3", Cancel(tenant="t", request="r1", **error))
 
 
 def test_one_that_has_refused_is_not_told_to_cancel(core: TokenizerCore) -> None:

@@ -188,7 +188,7 @@ def test_a_stream_with_calls() -> None:
         for i, piece in enumerate(["So:", TAGS[:5], TAGS[5:]])
     ]
     done = {"type": "done", "choices": [{"index": 0, "tokens": 3, "finish_reason": "stop"}]}
-    chunks = [chunk for frame in [accepted, *frames, done] for chunk in maker.take(0, frame)]
+    chunks = [json.loads(chunk) for frame in [accepted, *frames, done] for chunk in maker.take(0, frame)]
     assert [c["choices"][0]["delta"] for c in chunks] == [
         {"role": "assistant", "content": ""},
         {"content": "So:"},

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shared.actor.membership import Peers
+from shared.actor.membership import Peers, missing
 from shared.messages import Beat
 
 BEAT = Beat(kind="executor", actor="e0", host_id="h", state="ready", model="m", interval_us=100)
 
 
-def test_news_are_a_new_actor_incarnation_state_or_arena() -> None:
+def test_news_are_a_new_actor_incarnation_state_arena_or_scheduler() -> None:
     peers = Peers()
     told = [
         peers.hear(5, BEAT, 0),
@@ -19,8 +19,9 @@ def test_news_are_a_new_actor_incarnation_state_or_arena() -> None:
         peers.hear(5, replace(BEAT, state="draining"), 3),
         peers.hear(6, replace(BEAT, state="draining"), 4),
         peers.hear(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1), 5),
+        peers.hear(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1, scheduler="s0"), 6),
     ]
-    assert told == [True, False, False, True, True, True]
+    assert told == [True, False, False, True, True, True, True]
 
 
 def test_a_past_incarnation_is_not_heard() -> None:
@@ -77,3 +78,37 @@ def test_models_are_those_of_ready_actors() -> None:
     peers.hear(1, replace(BEAT, actor="c", model="third", state="starting"), 0)
     peers.hear(1, replace(BEAT, actor="d", model=""), 0)
     assert peers.models("executor") == ["m", "other"]
+
+
+def fleet(*beats: Beat) -> Peers:
+    peers = Peers()
+    for beat in beats:
+        peers.hear(1, beat, 0)
+    return peers
+
+
+SCHEDULERS = [replace(BEAT, kind="scheduler", actor=name) for name in ("s0", "s1")]
+
+
+def test_a_scheduler_without_executors_is_not_asked_while_another_has_some() -> None:
+    assert fleet(*SCHEDULERS).serving("m") == ["s0", "s1"]
+    assert fleet(*SCHEDULERS, BEAT).serving("m") == ["s0", "s1"], "it says hello, or is of an older version"
+    peers = fleet(*SCHEDULERS, replace(BEAT, scheduler="s1"), replace(BEAT, actor="e1", scheduler="s1"))
+    assert (peers.serving("m"), dict(peers.executors_of("m"))) == (["s1"], {"s1": 2})
+    peers.hear(1, replace(BEAT, actor="e2", scheduler="s0"), 0)
+    assert peers.serving("m") == ["s0", "s1"]
+
+
+def test_executors_of_another_model_or_that_drain_do_not_count() -> None:
+    other = replace(BEAT, model="other", scheduler="s0")
+    peers = fleet(*SCHEDULERS, other, replace(BEAT, actor="e1", state="draining", scheduler="s1"))
+    assert (peers.serving("m"), dict(peers.executors_of("m"))) == (["s0", "s1"], {})
+    assert peers.serving("other") == []
+    assert peers.draining("executor", "m") == ["e1"]
+
+
+def test_what_is_missing_is_missing_for_a_model() -> None:
+    kinds = ("tokenizer", "executor", "detokenizer")
+    peers = fleet(SCHEDULERS[0], *(replace(BEAT, kind=kind) for kind in kinds))
+    assert (missing(peers), missing(peers, "m")) == ([], [])
+    assert missing(peers, "other") == ["tokenizer", "scheduler", "executor", "detokenizer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator
 
@@ -44,6 +45,30 @@ async def test_beats_tell_the_states_of_a_life(fleet: Fleet) -> None:
         "stop",
     ]
     assert fleet.broker.subscriptions == [s for s in fleet.broker.subscriptions if s.pattern[2] == "beat"]
+
+
+async def test_whoever_watches_is_told_each_beat_and_when_the_broker_brings_none_back(fleet: Fleet) -> None:
+    told: list[str] = []
+    runtime = fleet.runtime(Recorder())
+    runtime.on_beat = told.append
+    await runtime.start()
+    await fleet.broker.settle()
+    fleet.broker.drop("hr.f.beat.>", times=3)
+    for _ in range(5):
+        fleet.clock.advance(INTERVAL_US)
+        runtime.upkeep()
+        runtime.beat()
+        await fleet.broker.settle()
+    runtime.upkeep()
+    runtime.beat()
+    await runtime.finish(1.0)
+    assert [state for state, _ in itertools.groupby(told)] == [
+        "ready",
+        "deaf",
+        "ready",
+        "draining",
+        "stopped",
+    ]
 
 
 async def test_finishing_twice_stops_once(fleet: Fleet) -> None:

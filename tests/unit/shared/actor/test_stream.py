@@ -132,6 +132,7 @@ def test_in_order_messages_are_delivered_at_once() -> None:
 
 
 def test_a_gap_asks_once_then_again_then_gives_up() -> None:
+    last_us = 10 + (MAX_ASKS - 1) * ASK_AGAIN_US
     inbound: Inbound[str] = Inbound(epoch=1)
     inbound.arrive(1, "a", 0)
     assert inbound.arrive(3, "c", 10) == Arrived([], ask_from=2)
@@ -139,8 +140,10 @@ def test_a_gap_asks_once_then_again_then_gives_up() -> None:
     assert inbound.arrive(4, "d", 20) == Arrived([]), "asked already"
     assert inbound.overdue(10 + ASK_AGAIN_US - 1) == Arrived([])
     assert inbound.overdue(10 + ASK_AGAIN_US) == Arrived([], ask_from=2)
-    assert inbound.arrive(5, "e", 10 + 5 * ASK_AGAIN_US) == Arrived([]), "traffic does not ask for ever"
-    assert inbound.overdue(10 + 2 * ASK_AGAIN_US) == Arrived(["c", "d", "e"], lost=True)
+    for asks in range(2, MAX_ASKS):
+        assert inbound.overdue(10 + asks * ASK_AGAIN_US) == Arrived([], ask_from=2)
+    assert inbound.arrive(5, "e", last_us + 5 * ASK_AGAIN_US) == Arrived([]), "traffic does not ask for ever"
+    assert inbound.overdue(last_us + ASK_AGAIN_US) == Arrived(["c", "d", "e"], lost=True)
     assert inbound.arrive(2, "b", 0) == Arrived([]), "too late"
     assert inbound.arrive(7, "g", 10 + 2 * ASK_AGAIN_US) == Arrived([], ask_from=6), "a new hole, new asks"
 
@@ -157,9 +160,10 @@ def test_an_announced_tail_is_asked_for_until_it_is_here_or_given_up() -> None:
     inbound.arrive(1, "a", 0)
     assert inbound.behind(1, 5) == 0
     assert inbound.behind(3, 5) == 2
-    assert inbound.overdue(5 + ASK_AGAIN_US) == Arrived([], ask_from=2)
-    assert inbound.overdue(5 + 2 * ASK_AGAIN_US) == Arrived([], lost=True)
-    assert inbound.overdue(5 + 9 * ASK_AGAIN_US) == Arrived([])
+    for asks in range(1, MAX_ASKS):
+        assert inbound.overdue(5 + asks * ASK_AGAIN_US) == Arrived([], ask_from=2)
+    assert inbound.overdue(5 + MAX_ASKS * ASK_AGAIN_US) == Arrived([], lost=True)
+    assert inbound.overdue(5 + 2 * MAX_ASKS * ASK_AGAIN_US) == Arrived([])
     assert inbound.arrive(4, "d", 6) == Arrived(["d"])
 
 

@@ -25,8 +25,11 @@ from support.executor.tiny_models import save_tiny
 from support.shm import segment
 
 from services.executor.arena import Arena
+from services.executor.checkpoint.loader import TorchOptions
 from services.executor.cpu.engine import build
-from services.executor.group.driver import GroupBackend, build_group
+from services.executor.group import driver
+from services.executor.group.driver import GroupBackend, RankBackend, build_group
+from services.executor.parallel.ranks import Ranks
 from shared.errors import EngineError, SetupError
 
 
@@ -117,6 +120,38 @@ def test_a_model_that_cannot_be_loaded_leaves_no_group(tmp_path: Path) -> None:
     lost: SimpleQueue[str] = SimpleQueue()
     with pytest.raises(SetupError, match=r"has no config.json"):
         build_group(options(tmp_path), 2, lost.put)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("when", ["before it joins", "after it has joined", "in a sum"])
+def test_a_rank_that_fails_at_the_start_fails_the_start_with_its_words(
+    folder: Path, tmp_path: Path, when: str
+) -> None:
+    """sitecustomize is imported at the start of each rank but the leader."""
+    fails = {
+        "before it joins": "worker.join",
+        "after it has joined": "engine.build",
+        "in a sum": "engine.build",
+    }
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if any('group.worker' in word for word in sys.orig_argv):\n"
+        "    import services.executor.cpu.engine as engine, services.executor.parallel.ranks as worker\n"
+        "    def fail(*_, **__): raise RuntimeError('this rank has no memory')\n"
+        f"    {fails[when]} = fail\n"
+    )
+    lost: SimpleQueue[str] = SimpleQueue()
+
+    def sums(made: TorchOptions, ranks: Ranks) -> RankBackend:
+        ranks.all_reduce(torch.ones(3))
+        raise AssertionError("there was nobody to add to")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if when == "in a sum":
+            patched.setattr(driver, "rank_builder", lambda _: sums)
+        with pytest.raises(SetupError, match="rank 1 is gone: RuntimeError: this rank has no memory"):
+            build_group(options(folder), 2, lost.put, {"PYTHONPATH": str(tmp_path)})
+    assert "this rank has no memory" in lost.get(timeout=1)
     assert not torch.distributed.is_initialized()
 
 

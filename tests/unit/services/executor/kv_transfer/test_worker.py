@@ -12,8 +12,9 @@ import pytest
 from support.shm import Segment, segment
 
 from services.executor.arena import Arena, ArenaError
+from services.executor.engine import GiveWay, at_once
 from services.executor.kv_transfer import worker
-from services.executor.kv_transfer.worker import CopyLane, CopyRate, Told
+from services.executor.kv_transfer.worker import RECENT_US, CopyLane, CopyRate, Told
 from services.kv_offload.backends.builtin import PlainArena
 from shared.clock import FakeClock
 from shared.messages import KvCopied, KvCopy, ints, longs
@@ -35,6 +36,7 @@ class HandCopier:
         self.attached: mmap | None = None
         self.fail: dict[str, Exception] = {}
         self.hold = False
+        self.slices_s: list[float] = []  # of an attach
         self.began: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.go = threading.Semaphore(0)
 
@@ -43,8 +45,12 @@ class HandCopier:
         if error := self.fail.pop(what, None):
             raise error
 
-    def attach(self, arena: Arena) -> None:
+    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
         self._do("attach")
+        for took_s in self.slices_s:
+            self.began.put(None)
+            if not give_way(took_s):
+                raise ArenaError("nobody wants it any more")
         self.attached = arena.view
 
     def detach(self) -> None:
@@ -79,6 +85,7 @@ class Bench:
 
     def __init__(self, file: Segment) -> None:
         self.clock, self.file = FakeClock(), file
+        self.computing = False
         self.copier = HandCopier(self.clock)
         self.told: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.lane = CopyLane(
@@ -89,6 +96,7 @@ class Bench:
                 quiet=lambda: self.told.put("quiet"),
                 unmapped=lambda generation: self.told.put(generation),
             ),
+            lambda: self.computing,
         )
         self.lane.begin(1)
         self.lane.map(file.name, file.generation)
@@ -401,3 +409,34 @@ def test_the_arena_of_kv_offload_is_mapped_by_what_its_beat_says(bench: Bench) -
         assert bench.lane.generation == theirs.generation
     finally:
         theirs.close()
+
+
+HOURS_S = 10_000.0
+
+
+@pytest.mark.parametrize("beside", ["a step under way", "a step just computed"])
+def test_an_arena_is_attached_in_slices_with_rests_while_steps_go_on(bench: Bench, beside: str) -> None:
+    with segment(ROOM * SIZE) as other:
+        bench.copier.slices_s = [HOURS_S, HOURS_S]
+        bench.computing = beside == "a step under way"
+        bench.lane.stepped(1, 1 if beside == "a step just computed" else 0)
+        bench.lane.map(other.name, other.generation)
+        bench.until_it_copies()  # the first slice, and now it rests: for hours, unless nobody wants the arena
+        bench.copy(1, 4, generation=other.generation)
+        bench.lane.map("", 0)
+        assert bench.next() == bench.file.generation
+        assert bench.answers(1) == [(1, "no_arena")]
+        assert bench.copier.began.empty()
+        assert bench.copier.attached is None
+
+
+def test_without_steps_an_arena_is_attached_without_rests(bench: Bench) -> None:
+    with segment(ROOM * SIZE) as other:
+        bench.copier.slices_s = [HOURS_S, HOURS_S]
+        bench.lane.stepped(1, 1)
+        bench.clock.advance(RECENT_US)
+        bench.lane.map(other.name, other.generation)
+        bench.copy(1, generation=other.generation)
+        assert bench.next() == bench.file.generation
+        assert bench.answers(1) == [(1, "ok")]
+        assert bench.lane.generation == other.generation

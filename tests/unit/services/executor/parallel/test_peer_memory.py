@@ -38,7 +38,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Spread:
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=object()))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    return Spread(0, 1, meeting(1), ordered=False)
+    return Spread(0, 1, meeting(1), ordered=False, gone=str)
 
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:

@@ -83,7 +83,7 @@ def test_a_rank_leaves_even_if_its_library_does_not(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     monkeypatch.setattr(ranks_module, "LEAVE_WITHIN_S", 0.01)
-    rank = Spread(0, 1, meeting(1), ordered=False)
+    rank = Spread(0, 1, meeting(1), ordered=False, gone=str)
     with caplog.at_level(logging.WARNING, "headrace.executor"):
         monkeypatch.setattr(group, "_abort_process_group", over.wait)
         rank.close()

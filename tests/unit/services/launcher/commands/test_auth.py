@@ -14,8 +14,10 @@ from services.gateway.routes import read_keys
 from services.launcher.cli import main
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan, Tls
+from services.tokenizer.tenant_classes import read_classes
 from shared.errors import SetupError
 from shared.nats import access
+from shared.nats.access import DEFAULT_CLASSES
 
 URL = "nats://nats:4222"
 USERS = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway", "operator"]
@@ -36,7 +38,8 @@ def test_a_folder_for_each_user_and_nobody_else_may_look(tmp_path: Path) -> None
     folder = tmp_path / "a" / "auth"
     expected = {f"{name}/headrace.toml" for name in USERS}
     expected |= {f"tenants/{t}/{name}" for t in ("acme", "public") for name in ("headrace.toml", "api_key")}
-    assert set(contents(folder)) == expected | {"nats/nats.conf", "nats/users.conf", "gateway/keys"}
+    expected |= {"operator/api_key", "nats/nats.conf", "nats/users.conf", "gateway/keys", "tokenizer/classes"}
+    assert set(contents(folder)) == expected
     modes = {stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*") if p.is_file()}
     folders = {stat.S_IMODE(p.stat().st_mode) for p in (folder, *folder.rglob("*")) if p.is_dir()}
     assert (modes, folders) == ({0o600}, {0o700})
@@ -69,7 +72,9 @@ def test_a_new_tenant_leaves_the_others_as_they_are(tmp_path: Path) -> None:
         str(tmp_path / "tenants/a=2Eb/headrace.toml"), str(tmp_path / "nats/users.conf")
     ]  # fmt: skip
     after = contents(tmp_path)
-    assert {name for name in before if before[name] != after[name]} == {"nats/users.conf", "gateway/keys"}
+    assert {name for name in before if before[name] != after[name]} == {
+        "nats/users.conf", "gateway/keys", "tokenizer/classes",
+    }  # fmt: skip
     assert 'user: "a=2Eb"' in after["nats/users.conf"]
 
 
@@ -80,11 +85,27 @@ def test_the_gateway_knows_each_tenant_by_the_hash_of_its_key(tmp_path: Path) ->
     hashed = sha256(own.encode()).hexdigest()
     assert own.startswith("hr-")
     assert read_keys(keys.read_text())[hashed] == "a.b"
-    assert sorted(read_keys(keys.read_text()).values()) == ["a.b", "public"]  # the third has no line
+    users = ["a.b", "headrace-operator", "public"]  # the third tenant has no line
+    assert sorted(read_keys(keys.read_text()).values()) == users
     keys.write_text("# mine\nelse hr-1\n" + keys.read_text())
     make(tmp_path)
     assert keys.read_text().startswith("# mine\nelse hr-1\n")
-    assert sorted(read_keys(keys.read_text()).values()) == ["a.b", "else", "public"]
+    assert sorted(read_keys(keys.read_text()).values()) == sorted([*users, "else"])
+
+
+def test_classes_are_those_of_the_tenants_that_are_named(tmp_path: Path) -> None:
+    classes = tmp_path / "tokenizer" / "classes"
+    make(tmp_path, "a.b", "bob")
+    assert read_classes(classes.read_text()) == dict.fromkeys(("a.b", "bob", "public"), DEFAULT_CLASSES)
+    url = ["--nats-url", URL]
+    assert main(["auth", str(tmp_path), *url, "--tenant", "a.b", "--classes", "interactive, standard"]) == 0
+    make(tmp_path, "new")
+    found = read_classes(classes.read_text())
+    assert found["a.b"] == ("interactive", "standard")
+    assert {found[name] for name in ("bob", "new", "public")} == {DEFAULT_CLASSES}
+    assert main(["auth", str(tmp_path), *url, "--classes", "batch"]) == 0
+    assert set(read_classes(classes.read_text()).values()) == {("batch",)}
+    assert main(["auth", str(tmp_path), *url, "--classes", "fast"]) == 1
 
 
 def test_force_makes_all_anew(tmp_path: Path) -> None:
@@ -92,7 +113,9 @@ def test_force_makes_all_anew(tmp_path: Path) -> None:
     before = contents(tmp_path)
     make(tmp_path, force=True)
     after = contents(tmp_path)
-    assert {name for name in before if before[name] == after[name]} == {"nats/nats.conf"}
+    assert {name for name in before if before[name] == after[name]} == {
+        "nats/nats.conf", "tokenizer/classes",
+    }  # fmt: skip
 
 
 def test_another_address_is_refused_and_shows_no_password(tmp_path: Path) -> None:
@@ -143,7 +166,23 @@ def test_tls_needs_both_files(tmp_path: Path) -> None:
 
 def test_up_without_users_says_how_to_make_them(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="run `headrace auth"):
-        auth.authorization(tmp_path)
+        auth.authorization(tmp_path, "default")
+
+
+def test_users_of_another_version_or_fleet_are_told(tmp_path: Path) -> None:
+    """Else the services would start, and then miss one subject or another."""
+    make(tmp_path)
+    users = tmp_path / "nats" / "users.conf"
+    assert auth.authorization(tmp_path, "default") == users.read_text()
+    with pytest.raises(
+        SetupError, match=r"users\.conf is of another version or fleet: run `headrace auth .* again"
+    ):
+        auth.authorization(tmp_path, "other")
+    users.write_text(users.read_text().replace(', "_INBOX.*.headrace-gateway.>"', ""))
+    with pytest.raises(SetupError, match="of another version"):
+        auth.authorization(tmp_path, "default")
+    make(tmp_path, "late")
+    assert auth.authorization(tmp_path, "default") == users.read_text()
 
 
 def test_urls() -> None:
@@ -164,6 +203,6 @@ def test_urls() -> None:
 
 def test_no_tenant_reaches_a_mailbox_or_another_tenant() -> None:
     allowed = access.of_tenant("acme")
-    assert all(".acme." in p or p == "headrace.v1.models" for p in allowed.publish)
+    assert all(".acme." in p or p == "headrace.v1.models.acme" for p in allowed.publish)
     assert allowed.subscribe == ("_INBOX.acme.>",)
     assert not allowed.answers

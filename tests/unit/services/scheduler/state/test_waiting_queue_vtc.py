@@ -22,6 +22,15 @@ def test_tokens_are_weighed() -> None:
     assert (served.of(A), served.of(B)) == (16, 0)
 
 
+def test_what_a_tenant_gets_in_one_class_counts_in_all() -> None:
+    served = Served()
+    served.charge_input(("a", 0), 10)
+    served.charge_output(("a", 2), 3)
+    assert [served.of(("a", level)) for level in range(3)] == [16, 16, 16]
+    served.lift(("b", 0), 100)  # but who comes back is lifted where it comes back
+    assert [served.of(("b", level)) for level in range(3)] == [100, 0, 0]
+
+
 def test_a_client_that_comes_back_has_no_credit() -> None:
     served = Served()
     served.charge_input(A, 100)
@@ -38,7 +47,7 @@ def test_who_is_forgotten_counts_as_the_least(monkeypatch: pytest.MonkeyPatch) -
     served.lift(A, 100)
     served.charge_input(B, 500)
     served.lift(("c", 1), 100)
-    assert set(served.counters) == {B, ("c", 1)}
+    assert set(served.counters) == {"b", "c"}
     assert served.of(A) == 100
     served.charge_output(A, 1)
     assert served.of(A) == 102
@@ -118,6 +127,6 @@ def test_a_rejected_request_holds_nothing() -> None:
                 dict(state.waiting.served.counters), state.next_seq)  # fmt: skip
 
     before = held()
-    world.ask("refused", [5, 7], 9, tenant="another")
+    world.ask("refused", [5, 7], 9)
     assert [(type(r), r.code, r.retry_after_ms) for r in world.rejected] == [(Rejected, 429, 1_000)]
     assert held() == before

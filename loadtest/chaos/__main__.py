@@ -1,0 +1,89 @@
+"""The chaos matrix: every service killed, stopped for 10 s and for 40 s, and some pairs, under load.
+
+    python -m loadtest.chaos --out docs/benchmarks/chaos.json
+    python -m loadtest.chaos --faults kill --victims scheduler scheduler+detokenizer
+    python -m loadtest.chaos --requests 48 --limit-s 600 --victims executor -- --backend torch --dtype f32
+
+A cell is a fresh `headrace up` (two tokenizers, two detokenizers), 600 requests of 12 clients over HTTP and
+12 over NATS, and a fault when the first of them have been answered. Every answer is compared with that of an
+undisturbed fleet. What follows `--` goes to `headrace up` in place of the simulated engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from loadtest.chaos import cells
+from loadtest.chaos.cells import FAULTS, PAIRS, VICTIMS, Cell, Counts
+
+COLUMNS = (
+    "requests",
+    "right",
+    "wrong",
+    "doubled",
+    "lost",
+    "silent",
+    "refused",
+    "late",
+    "odd",
+    "reset",
+    "broker",
+)
+
+
+def table(found: list[Counts]) -> str:
+    """For people, in Markdown."""
+    head = ["cell", *COLUMNS, "refused %", "longest", "flaws"]
+    rows = [
+        [
+            each.cell,
+            *(str(getattr(each, name)) for name in COLUMNS),
+            f"{each.refused_pct:g}",
+            f"{each.longest_s:g} s",
+            "; ".join(each.flaws)[:80],
+        ]
+        for each in found
+    ]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> int:
+    """Run the cells; 1 when one of them has a flaw."""
+    names = {"+".join(victims): victims for victims in (*VICTIMS, *PAIRS)}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--victims", nargs="+", choices=names, default=list(names))
+    parser.add_argument("--requests", type=int, default=cells.REQUESTS, help="of each cell")
+    parser.add_argument("--limit-s", type=float, default=cells.LIMIT_S, help="of a client's patience")
+    parser.add_argument("--log", default=os.devnull, help="file for what the services of a cell say")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("up", nargs="*", help="for `headrace up`")
+    args = parser.parse_args()
+    up = args.up or ["--backend", "sim"]
+    with cells.house(up, args.log, args.limit_s) as fleet:
+        right = asyncio.run(cells.answers(fleet, args.requests))
+    found: list[Counts] = []
+    for fault in args.faults:
+        for victim in args.victims:
+            with cells.house(up, args.log, args.limit_s) as fleet:
+                found.append(asyncio.run(cells.run(Cell(names[victim], fault), fleet, right, args.requests)))
+                cells.resume(fleet)
+            print(json.dumps(found[-1].row()), file=sys.stderr, flush=True)
+            if args.out is not None:  # after each cell: a run takes an hour
+                cells_so_far = [each.row() for each in found]
+                said = {"requests": args.requests, "up": " ".join(up), "cells": cells_so_far}
+                args.out.write_text(json.dumps(said, indent=1) + "\n")
+    print(table(found))
+    return 1 if any(each.flaws for each in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

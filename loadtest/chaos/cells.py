@@ -1,0 +1,242 @@
+"""One cell of the chaos matrix: a fleet, 24 clients, a fault in their middle, and what must not be."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+from loadtest import faults
+from loadtest.chaos.clients import Clients, Ended
+from loadtest.leaks import settle
+from loadtest.running_up import running_up
+from loadtest.storm import Ask, mixed, oracle_key
+from shared.client import Client
+from shared.nats.bus import NatsBus
+from shared.processes import bind
+
+MODEL = "smollm2-135m-instruct"
+COUNTS = {"gateway": 1, "tokenizer": 2, "scheduler": 1, "executor": 1, "kv_offload": 1, "detokenizer": 2}
+BROKER = "nats-server"
+VICTIMS = tuple((kind,) for kind in (*COUNTS, BROKER))
+PAIRS = (("scheduler", "detokenizer"), ("tokenizer", "scheduler"), (BROKER, "detokenizer"))
+FAULTS = {"kill": 0.0, "stop10": 10.0, "stop40": 40.0}  # seconds
+
+HTTP_CLIENTS, NATS_CLIENTS = 12, 12
+REQUESTS = 600
+KINDS_OF_REQUEST = 150  # distinct; each one's answer is known from an undisturbed fleet
+AFTER_S = 10.0  # requests go on for so long behind a stop, at least
+LIMIT_S = 90.0
+SETTLE_S = 120.0  # of an executor that loads a model beside much else
+SOON_S = 5.0  # a 503 comes by then; what a broker took along ends so long after its return
+REFUSALS = (503, 429, 408)
+MOST_REFUSED = 0.05  # of the requests
+
+Answers = Mapping[str, tuple[dict[int, str], int]]
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """A running `headrace up`."""
+
+    pid: int
+    nats_url: str
+    http_url: str
+    limit_s: float  # of its clients' patience
+
+
+@contextmanager
+def house(
+    up: Sequence[str] = ("--backend", "sim"), log: str = "/dev/null", limit_s: float = LIMIT_S
+) -> Iterator[House]:
+    """Two tokenizers and two detokenizers, one of every other service."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    flags = [f"--http=127.0.0.1:{port}", *(f"--{kind}s=2" for kind in ("tokenizer", "detokenizer")), *up]
+    with running_up(flags, {}, log) as (pid, url):
+        yield House(pid, url, f"http://127.0.0.1:{port}", limit_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Whom a fault meets, one process of each kind, and which."""
+
+    victims: tuple[str, ...]
+    fault: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.fault} {'+'.join(self.victims)}"
+
+
+@dataclass(slots=True)
+class Span:
+    """When the broker was away, seconds of `time.monotonic`."""
+
+    down_s: float = float("inf")
+    back_s: float = float("inf")
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of a cell's requests. `reset` and `broker` are those that a fault ends by its nature."""
+
+    cell: str
+    requests: int = 0
+    right: int = 0
+    wrong: int = 0
+    doubled: int = 0
+    lost: int = 0  # accepted, and ended without their answer
+    silent: int = 0
+    refused: int = 0
+    late: int = 0  # refusals that took longer than SOON_S
+    odd: int = 0  # other errors
+    reset: int = 0  # connections of a gateway that is gone
+    broker: int = 0  # what was under way while the broker was down, and ended soon after
+    longest_s: float = 0.0
+    held: str = ""  # what was not free at the end
+    messages: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def refused_pct(self) -> float:
+        """Of all requests."""
+        return round(100 * self.refused / max(self.requests, 1), 1)
+
+    @property
+    def flaws(self) -> list[str]:
+        """What must not be."""
+        names = ("wrong", "doubled", "lost", "silent", "late", "odd")
+        found = [f"{name} {count}" for name in names if (count := getattr(self, name))]
+        if self.refused > MOST_REFUSED * self.requests:
+            found.append(f"refused {self.refused_pct} %")
+        return [*found, self.held] if self.held else found
+
+    def row(self) -> dict[str, object]:
+        """For JSON."""
+        return {**asdict(self), "refused_pct": self.refused_pct, "flaws": self.flaws}
+
+
+def known(requests: int) -> list[Ask]:
+    """The requests of a cell with so many. Greedy, so that a real engine says the same again, too."""
+    return mixed(random.Random(1), min(requests, KINDS_OF_REQUEST), MODEL, temperature=0)
+
+
+async def answers(fleet: House, requests: int = REQUESTS) -> Answers:
+    """What each known request answers in a fleet without a fault, over NATS. Raises AssertionError."""
+    clients, asks = Clients(fleet.nats_url, fleet.http_url, fleet.limit_s), known(requests)
+    await _settled(fleet)
+    await clients.run(asks, 0, NATS_CLIENTS)
+    ends = Counter(ended.outcome.end for ended in clients.ended)
+    assert ends == {"answer": len(asks)}, ends
+    return {oracle_key(each.outcome.ask): each.outcome.answer for each in clients.ended}
+
+
+async def run(cell: Cell, fleet: House, right: Answers, requests: int = REQUESTS) -> Counts:
+    """Do it to a fleet that nothing has happened to yet, and count."""
+    fault_s, rng = FAULTS[cell.fault], random.Random(cell.name)
+    clients, middle = Clients(fleet.nats_url, fleet.http_url, fleet.limit_s), asyncio.Event()
+    begin = min(requests // 4, 2 * (HTTP_CLIENTS + NATS_CLIENTS))
+    clients.on_end = lambda: middle.set() if len(clients.ended) >= begin else None
+    await _settled(fleet)
+    asks = rng.choices(known(requests), k=requests)
+    running = asyncio.create_task(clients.run(asks, HTTP_CLIENTS, NATS_CLIENTS))
+    await middle.wait()
+    if fault_s:
+        clients.pace(fault_s + AFTER_S, requests)
+    away = await _harm(cell, fleet, fault_s)
+    await running
+    counts = judged(cell, clients, right, away)
+    try:
+        await _settled(fleet)
+    except AssertionError as error:
+        counts.held = str(error)
+    return counts
+
+
+async def _harm(cell: Cell, fleet: House, fault_s: float) -> Span:
+    """Kill or stop one process of each kind, all at once."""
+    pids = [faults.pids_of(fleet.pid, victim)[0] for victim in cell.victims]
+    span = Span()
+    if BROKER in cell.victims:
+        span.down_s = time.monotonic()
+    if cell.fault == "kill":
+        for pid in pids:
+            faults.kill(pid)
+    async with asyncio.TaskGroup() as group:
+        for pid in pids if fault_s else ():
+            group.create_task(faults.stop(pid, fault_s))
+        if BROKER in cell.victims:
+            group.create_task(_returned(fleet, span))
+    return span
+
+
+async def _returned(fleet: House, span: Span) -> None:
+    """Note when the broker answers again."""
+    bus = await NatsBus.connect(fleet.nats_url, timeout_s=SETTLE_S)
+    span.back_s = time.monotonic()
+    await bus.drain()
+
+
+def judged(cell: Cell, clients: Clients, right: Answers, away: Span) -> Counts:
+    """Count what became of the requests."""
+    counts = Counts(cell.name, len(clients.ended))
+    if BROKER not in cell.victims:  # after its return answers come again, for readers it may have cut off
+        counts.doubled = clients.repeated
+    for each in clients.ended:
+        verdict = verdict_of(each, right, away, gateway_fell="gateway" in cell.victims)
+        setattr(counts, verdict, getattr(counts, verdict) + 1)
+        outcome = each.outcome
+        counts.longest_s = max(counts.longest_s, round(outcome.seconds, 1))
+        counts.late += verdict == "refused" and outcome.seconds > SOON_S
+        if verdict != "right":
+            said = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "…", outcome.message)[:160]
+            key = f"{verdict} over {each.over}: {outcome.code or outcome.end} {said}"
+            counts.messages[key] = counts.messages.get(key, 0) + 1
+    return counts
+
+
+def verdict_of(each: Ended, right: Answers, away: Span, *, gateway_fell: bool) -> str:
+    """The field of Counts that a request counts in."""
+    outcome = each.outcome
+    if outcome.end == "answer":
+        texts, _ = wanted = right[oracle_key(outcome.ask)]
+        if outcome.answer == wanted:
+            return "right"
+        longer = any(len(text) > len(texts.get(i, "")) for i, text in outcome.texts.items())
+        return "doubled" if longer else "wrong"
+    if gateway_fell and each.over == "http" and outcome.end == "reset":
+        return "reset"
+    under_way = each.began_s <= away.back_s and each.ended_s >= away.down_s
+    if under_way and not outcome.accepted and each.ended_s <= away.back_s + SOON_S:
+        return "broker"
+    if outcome.accepted:
+        return "lost"
+    if outcome.end == "silence":
+        return "silent"
+    if outcome.end == "reset":
+        return "odd"
+    return "refused" if outcome.code in REFUSALS else "odd"
+
+
+async def _settled(fleet: House) -> None:
+    """Return when every service is there and nothing is held. Raises AssertionError."""
+    bus = await NatsBus.connect(fleet.nats_url, timeout_s=SETTLE_S)
+    try:
+        await settle(bus, COUNTS, SETTLE_S)
+        client = await Client.open(bus)
+        await client.complete({**known(1)[0].body, "stream": False}, timeout_s=fleet.limit_s)
+    finally:
+        await bus.drain()
+
+
+def resume(fleet: House) -> None:
+    """Wake whoever still sleeps, so that the fleet can end."""
+    for pid in faults.children(fleet.pid):
+        faults.send(pid, signal.SIGCONT)

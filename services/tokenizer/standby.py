@@ -1,0 +1,185 @@
+"""No request is lost with a tokenizer: each other one of its model keeps a copy until it is done. Pure.
+
+The broker gives a request to one tokenizer of the queue group, its owner, and a copy to every one. An owner
+tells the others every TURN_US what it has taken since and what is done: in a scheduler's hands, or refused.
+
+    copy ──taken by──▶ owned ──done──▶ forgotten
+      │                  │ its owner has gone, or has said nothing
+      └── for SILENT_US ─┴──▶ taken over, and told to the others
+
+Two may so have one request, since a tokenizer that was only stopped goes on with what it owns. The scheduler
+takes it once: both name it alike, by its own `request_id` or the one that its owner has drawn and told.
+Who finds out that it was stopped keeps what comes then as copies, until it has heard what others have taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.messages import Claims, longs
+from shared.nats.interface import Delivery
+
+TURN_US = 250_000
+SILENT_US = 1_000_000  # of an owner, until another takes over: far above a turn of a busy machine
+STOPPED_US = 1_000_000  # without a turn: this process was stopped, and others may have taken over
+DONE_US = 30_000_000  # for so long it is known what is done: longer than a process that hangs is left alone
+MAX_COPIES, MAX_COPY_BYTES = 8_192, 64 * 1024 * 1024  # then the oldest go: likely they are done
+HASHED_BYTES = 16_384  # of a body
+ATTEMPTS = 100  # more than one tokenizer makes: a request that is taken over begins behind them
+
+
+@dataclass(slots=True)
+class Heard:
+    """A request as it came, and what is known of it."""
+
+    delivery: Delivery
+    key: int
+    received_us: int
+    received_wall_us: int
+    request_id: str = ""  # drawn by its owner, for one that names none
+    owner: str = ""  # `tokenizer.id`; empty: nobody has said so yet
+    owners: int = 0  # that it has had
+    since_us: int = 0  # nobody is late with a word about it before SILENT_US from here
+
+    @property
+    def attempt(self) -> int:
+        """The first one of who takes it now."""
+        return 1 + ATTEMPTS * self.owners
+
+
+def key_of(delivery: Delivery) -> int:
+    """Names a request: its inbox, its size and what its body begins with."""
+    head = f"{delivery.subject} {delivery.reply} {len(delivery.data)} ".encode()
+    digest = hashlib.blake2b(head + delivery.data[:HASHED_BYTES], digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+class Standby:
+    """What one tokenizer owns, and the copies of what others own."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, int] = {}  # how many of a key: a client may send the same twice
+        self._copies: dict[int, Heard] = {}  # the oldest first
+        self._claims: dict[int, tuple[str, str]] = {}  # owner and id of what has not come here yet
+        self._done: dict[int, int] = {}  # key -> when; the oldest first
+        self._said_us: dict[str, int] = {}  # by owner, its last word
+        self._bytes = 0
+        self._taken: dict[int, str] = {}  # not told yet
+        self._ended: list[int] = []
+        self._turn_us = 0
+        self._doubt_until_us = 0
+
+    def __len__(self) -> int:
+        """Copies that are kept; 0 when idle."""
+        return len(self._copies)
+
+    def copy(self, heard: Heard, now_us: int) -> None:
+        """A request of whomever, to be kept in case."""
+        key = heard.key
+        if key in self._own or key in self._copies or key in self._done:
+            return
+        heard.since_us = now_us
+        if (claim := self._claims.pop(key, None)) is not None:
+            heard.owner, heard.request_id = claim
+            heard.owners = 1
+        self._copies[key] = heard
+        self._bytes += len(heard.delivery.data)
+        while len(self._copies) > MAX_COPIES or self._bytes > MAX_COPY_BYTES:
+            self._drop(next(iter(self._copies)))
+
+    def doubted(self, heard: Heard, now_us: int) -> bool:
+        """We are about to work on a request that the broker has given us. True: we were stopped, and somebody
+        else may have it by now; from now on it is a copy."""
+        self._notice_stop(now_us)
+        doubted = now_us < self._doubt_until_us
+        if doubted:
+            self._own.pop(heard.key, None)
+            self._taken.pop(heard.key, None)
+            self.copy(heard, now_us)
+        return doubted
+
+    def own(self, heard: Heard) -> None:
+        """From now on it is ours."""
+        self._drop(heard.key)
+        self._own[heard.key] = self._own.get(heard.key, 0) + 1
+        self._taken[heard.key] = heard.request_id
+
+    def done(self, key: int, now_us: int) -> None:
+        """A scheduler has it, or its client has been told why not."""
+        count = self._own.pop(key, 0)
+        if count > 1:
+            self._own[key] = count - 1
+        elif count:
+            self._note_done(key, now_us)
+            self._ended.append(key)
+
+    def told(self, source: str, claims: Claims, now_us: int) -> None:
+        """What another tokenizer has taken, and what is done."""
+        self._said_us[source] = now_us
+        for key, request_id in zip(claims.taken, claims.ids, strict=True):
+            if (heard := self._copies.get(key)) is None:
+                if key not in self._own and key not in self._done:
+                    self._claims[key] = source, request_id
+            elif heard.owner != source:
+                heard.owner, heard.request_id = source, request_id
+                heard.owners += 1
+        for key in claims.done:
+            self._claims.pop(key, None)
+            self._drop(key)
+            self._note_done(key, now_us)
+
+    def gone(self, source: str) -> None:
+        """Nothing more is to be expected of another tokenizer: its requests are anybody's."""
+        said_us = self._said_us.pop(source, 0)
+        for heard in self._copies.values():
+            if heard.owner == source:
+                heard.owner, heard.since_us = "", max(heard.since_us, said_us)
+        for key in [key for key, (owner, _) in self._claims.items() if owner == source]:
+            del self._claims[key]
+
+    def pardon(self, now_us: int) -> None:
+        """We could not hear: nobody's silence until now counts."""
+        for heard in self._copies.values():
+            heard.since_us = now_us
+
+    def report(self) -> Claims | None:
+        """What the others do not know yet; it is told now. An owner says at least that it lives."""
+        if not (self._own or self._ended):
+            return None
+        taken, ended, self._taken, self._ended = self._taken, self._ended, {}, []
+        return Claims(taken=longs(taken), ids=tuple(taken.values()), done=longs(ended))
+
+    def overdue(self, me: str, ids: Sequence[str], now_us: int) -> list[Heard]:
+        """Every TURN_US: the copies that are to be taken over now by `me`, one of the tokenizers `ids`, which
+        come one after the other. They are no copies any more."""
+        self._notice_stop(now_us)
+        self._turn_us = now_us
+        while self._done and next(iter(self._done.values())) < now_us - DONE_US:
+            del self._done[next(iter(self._done))]
+        place = ids.index(me) if me in ids else len(ids)
+        late = []
+        for key, heard in self._copies.items():
+            said_us = max(heard.since_us, self._said_us.get(heard.owner, 0))
+            rank = (place + key) % max(len(ids), 1)
+            if now_us - said_us >= SILENT_US + rank * TURN_US:
+                late.append(heard)
+        for heard in late:
+            self._drop(heard.key)
+        return late
+
+    # ---- internals ------------------------------------------------------------------------------
+
+    def _notice_stop(self, now_us: int) -> None:
+        if self._turn_us and now_us - self._turn_us > STOPPED_US:
+            self._turn_us, self._doubt_until_us = now_us, now_us + SILENT_US
+            self.pardon(now_us)
+
+    def _drop(self, key: int) -> None:
+        if (heard := self._copies.pop(key, None)) is not None:
+            self._bytes -= len(heard.delivery.data)
+
+    def _note_done(self, key: int, now_us: int) -> None:
+        self._done.pop(key, None)
+        self._done[key] = now_us

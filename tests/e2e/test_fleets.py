@@ -1,0 +1,134 @@
+"""More than one scheduler in a fleet: a second one for a model stands by, and two models have one each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from support.running_up import HEADRACE, StartUp, Up, wait_until_gone
+from support.text_models import write_bpe_gguf
+
+from loadtest import faults
+from loadtest.storm import Storm, mixed
+from shared.client import Client, ask_all
+from shared.nats import subjects
+from shared.nats.bus import NatsBus
+
+MODEL = "smollm2-135m-instruct"
+REQUESTS, CLIENTS = 72, 24
+STEADY = {"HEADRACE_SIM": "step=5000,token=20", "HEADRACE_BEAT_INTERVAL_MS": "500"}
+DEADLINE_S = 60
+
+
+@contextmanager
+def second_scheduler(up: Up) -> Iterator[subprocess.Popen[bytes]]:
+    """One that is no child of `up`, so that nothing is started in its place."""
+    env = {**up.env, "HEADRACE_NATS_URL": up.nats_url}
+    process = subprocess.Popen([*HEADRACE, "serve", "scheduler"], env=env, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def schedulers(bus: NatsBus, count: int) -> dict[str, int]:
+    """The executors that each of `count` ready schedulers has, by its id."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            found = await ask_all(bus, subjects.STATUS, 0.3)
+            ready = [s for s in found if s["kind"] == "scheduler" and s["state"] == "ready"]
+            if len(ready) == count and any(s["executors"] for s in ready):
+                return {str(s["id"]): len(s["executors"]) for s in ready}
+
+
+async def through(up: Up, fault: signal.Signals | None) -> Counter[str]:
+    """How the requests of 24 clients ended, with the first scheduler killed or stopped in their middle."""
+    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
+    assert sorted((await schedulers(bus, 2)).values()) == [0, 1]
+    storm, middle = Storm(await Client.open(bus), DEADLINE_S), asyncio.Event()
+    storm.on_outcome = lambda _: middle.set() if len(storm.outcomes) >= CLIENTS else None
+    running = asyncio.create_task(storm.run(mixed(random.Random(4), REQUESTS, MODEL), CLIENTS))
+    await middle.wait()
+    (victim,) = faults.pids_of(up.process.pid, "scheduler")
+    if fault is not None:
+        os.kill(victim, fault)
+    await running
+    if fault == signal.SIGSTOP:  # back, it knows that its executor has gone
+        os.kill(victim, signal.SIGCONT)
+        assert sorted((await schedulers(bus, 2)).values()) == [0, 1]
+        await storm.run(mixed(random.Random(5), CLIENTS, MODEL), CLIENTS)
+    await bus.drain()
+    return Counter(f"{o.end} {o.code} {o.message}".strip() for o in storm.outcomes)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("fault", [None, signal.SIGKILL, signal.SIGSTOP], ids=["none", "kill", "stop"])
+def test_a_standby_costs_no_request_and_takes_over(start_up: StartUp, fault: signal.Signals | None) -> None:
+    up = start_up(**STEADY)
+    with second_scheduler(up):
+        ends = asyncio.run(through(up, fault))
+    assert ends == {"answer 0": REQUESTS + (CLIENTS if fault == signal.SIGSTOP else 0)}
+
+
+def ask(http: httpx.Client, model: str, prompt: str = "Hello") -> httpx.Response:
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "seed": 3, "ignore_eos": True}
+    return http.post("/completions", json=body)
+
+
+@pytest.mark.timeout(180)
+def test_two_models_in_one_fleet(start_up: StartUp, tmp_path: Path) -> None:
+    second = write_bpe_gguf(tmp_path / "tiny.gguf")
+    alone = start_up("--model", str(second), HEADRACE_HTTP="127.0.0.1:0")
+    with httpx.Client(base_url=alone.http_url, timeout=60) as http:
+        wanted = {prompt: ask(http, "tiny", prompt).json()["choices"][0]["text"] for prompt in "abcdefgh"}
+    alone.stop(signal.SIGTERM)
+    up = start_up("--model", MODEL, "--model", str(second), HEADRACE_HTTP="127.0.0.1:0")
+    children = up.children()
+    assert len(children) == 1 + 2 + 2 * 4  # the server; gateway, kv_offload; four services a model
+    assert [line.split()[-1] for line in up.printed if "model:" in line] == [MODEL, "tiny"]
+    with httpx.Client(base_url=up.http_url, timeout=60) as http:
+        listed = http.get("/models").json()["data"]
+        assert [entry["id"] for entry in listed] == [MODEL, "tiny"]
+        for prompt, text in wanted.items():
+            assert ask(http, MODEL, prompt).status_code == 200
+            answer = ask(http, "tiny", prompt)
+            assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, text)
+        health = http.base_url.copy_with(path="/health")
+        assert http.get(health).json() == {"status": "ok"}
+        unknown = ask(http, "nobody")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert up.stop(signal.SIGTERM) == 0
+    wait_until_gone(children)
+
+
+@pytest.mark.timeout(180)
+def test_what_only_the_other_model_lacks_is_told_of_that_one(start_up: StartUp, tmp_path: Path) -> None:
+    """Its one tokenizer is gone: 503 at once and not 404, nor silence; the gateway goes on."""
+    second = write_bpe_gguf(tmp_path / "tiny.gguf")
+    up = start_up("--model", MODEL, "--model", str(second), HEADRACE_HTTP="127.0.0.1:0")
+    (victim,) = (
+        pid
+        for pid in faults.pids_of(up.process.pid, "tokenizer")
+        if "HEADRACE_MODEL=" + str(second) in Path(f"/proc/{pid}/environ").read_text().split("\0")
+    )
+    with httpx.Client(base_url=up.http_url, timeout=60) as http:
+        os.kill(victim, signal.SIGKILL)
+        wait_until_gone([victim])  # while it dies the server still gives it what comes
+        time.sleep(0.2)  # and until it has read that the connection has ended
+        gone = ask(http, "tiny")
+        assert (gone.status_code, gone.headers["retry-after"]) == (503, "1"), gone.text
+        assert http.get(http.base_url.copy_with(path="/health")).status_code == 200
+        assert ask(http, MODEL).status_code == 200
+        while ask(http, "tiny").status_code != 200:  # it is started again
+            pass

@@ -1,0 +1,106 @@
+"""A network that loses, doubles and reorders what one service says and hears costs no answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import virtual_loop
+from support.executor import paged_engine
+from support.pipeline.bad_network import Hang, LossyBroker
+from support.pipeline.virtual_fleet import VirtualFleet
+from support.text_models import served
+
+from shared.client import Client
+from shared.nats.interface import BusFault
+from shared.nats.memory import MemoryBus
+
+KINDS = ("kv_offload", "scheduler", "detokenizer", "executor", "tokenizer")
+REQUESTS = 150  # three at a time
+
+
+async def answers(fleet: VirtualFleet, client: Client, timeout_s: float = 60) -> list[str]:
+    """Of plain requests and streams in turn."""
+
+    async def ask(number: int) -> str:
+        body: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": f"Hello {number}",
+            "max_tokens": 20,
+            "ignore_eos": True,
+        }
+        body |= {"seed": number, "timeout_s": timeout_s}
+        async with turns:
+            if number % 2:
+                return str((await client.complete(body))["choices"][0]["text"])
+            text, attempt = "", 0
+            async for frame in client.stream(body):
+                text, attempt = text if frame["attempt"] == attempt else "", frame["attempt"]
+                if frame["type"] == "delta":
+                    text += "".join(choice["text"] for choice in frame["choices"])
+            return text
+
+    turns = asyncio.Semaphore(3)
+    return await asyncio.gather(*(ask(number) for number in range(REQUESTS)))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+@pytest.mark.parametrize("victim", ["detokenizer", "scheduler", "executor", "tokenizer"])
+def test_a_lossy_network_costs_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str, share: float
+) -> None:
+    model = served(tmp_path)
+    monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
+
+    async def live() -> None:
+        broker = LossyBroker(victim=victim, dice=random.Random(7))
+        fleet = VirtualFleet(model, 1, broker)
+        for kind in KINDS:
+            await fleet.add(kind)
+        client = await Client.open(fleet.broker.connect())
+        await asyncio.sleep(3)
+        expected = await answers(fleet, client)
+        broker.share = share
+        assert await answers(fleet, client) == expected
+        assert broker.harmed > REQUESTS * share
+        broker.share = 0
+        await fleet.stop()
+
+    virtual_loop.run(live())
+
+
+@pytest.mark.parametrize("tokenizers", [1, 2])
+def test_a_broker_that_is_away_for_a_minute_costs_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizers: int
+) -> None:
+    """What was published just before and meanwhile arrives when it is back. Nobody is given up for it."""
+    model = served(tmp_path)
+    monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
+
+    async def live() -> None:
+        fleet = VirtualFleet(model, 1)
+        for kind in (*KINDS, *["tokenizer"] * (tokenizers - 1)):
+            await fleet.add(kind)
+        bus = fleet.broker.connect()
+        client = await Client.open(bus)
+        await asyncio.sleep(3)
+        expected = await answers(fleet, client)
+        buses = [bus, *(runtime.bus for runtime in fleet.runtimes.values())]
+        hangs = [Hang(each) for each in buses if isinstance(each, MemoryBus)]
+        for moment_s in (0.0, 0.003, 0.01, 0.05):
+            asking = asyncio.create_task(answers(fleet, client, timeout_s=200))
+            await asyncio.sleep(moment_s)
+            for hang, each in zip(hangs, buses, strict=True):
+                hang.hang()
+                each.report(BusFault("disconnected", ""))
+            await asyncio.sleep(60)
+            for hang, each in zip(hangs, buses, strict=True):
+                hang.wake()
+                each.report(BusFault("reconnected", ""))
+            assert await asking == expected
+        await fleet.stop()
+
+    virtual_loop.run(live())

@@ -1,0 +1,111 @@
+"""The detokenizer's shell: an error in its own timers and subscriptions fails it, as one over a message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.actor_fleet import Fleet, watched_fleet
+from support.text_models import write_sentencepiece_gguf
+
+from services.detokenizer.actor import DetokenizerActor
+from services.detokenizer.core import DetokenizerCore
+from services.detokenizer.failover import Orphans
+from shared.actor.runtime import Runtime
+from shared.codec import Envelope
+from shared.messages import Close, Open, Usage
+from shared.nats import subjects
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocabulary import load_vocabulary
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with watched_fleet() as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def runtime(fleet: Fleet, tmp_path: Path) -> Runtime:
+    path = write_sentencepiece_gguf(tmp_path / "l.gguf", {})
+    actor = DetokenizerActor(load_vocabulary(ModelFiles("l", path)), "m", 1_000_000)
+    return await fleet.started(actor, "d")
+
+
+async def opened(fleet: Fleet) -> None:
+    message = Open(
+        seq=7, request="r1", attempt=1, tenant="t", model="m", inbox="_INBOX.a.1", stream=True,
+        received_wall_us=5_000_000, prompt_tokens=4,
+    )  # fmt: skip
+    fleet.put(Envelope("scheduler.s", 1, 1, message), to="detokenizer.d")
+    await fleet.broker.settle()
+
+
+async def flushed(fleet: Fleet, runtime: Runtime) -> None:
+    await opened(fleet)
+
+
+async def cancelled(fleet: Fleet, runtime: Runtime) -> None:
+    fleet.outside.publish(subjects.cancel("t", "r1"), b"")
+
+
+async def read_by_nobody(fleet: Fleet, runtime: Runtime) -> None:
+    await opened(fleet)  # the server says that nobody listens to the first frame
+
+
+async def without_scheduler(fleet: Fleet, runtime: Runtime) -> None:
+    """Its first turn is a part of the news; the second one comes by the timer."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Orphans, "active", True)
+        patched.setattr(Orphans, "turn", lambda *args: [])
+        runtime.actor._orphaned([])  # type: ignore[attr-defined]  # as when one has gone
+
+
+async def back_at_the_broker(fleet: Fleet, runtime: Runtime) -> None:
+    runtime.actor.on_broker(False)
+    runtime.actor.on_broker(True)
+
+
+async def closed(fleet: Fleet, runtime: Runtime) -> None:
+    await opened(fleet)
+    usage = Usage(prompt_tokens=4, completion_tokens=0, cached_tokens=0)
+    message = Close(seq=7, final=0, reason="length", usage=usage)
+    fleet.put(Envelope("scheduler.s", 1, 2, message), to="detokenizer.d")
+    await fleet.broker.settle()
+
+
+@pytest.mark.parametrize(
+    ("where", "broken", "cause"),
+    [
+        (DetokenizerCore, "flush", flushed),
+        (DetokenizerCore, "client_gone", read_by_nobody),
+        (DetokenizerCore, "replay_turn", back_at_the_broker),
+        (Orphans, "cancelled", cancelled),
+        (Orphans, "turn", without_scheduler),
+        ("services.detokenizer.actor", "stamped", closed),
+    ],
+)
+async def test_an_error_behind_a_timer_is_no_silence(
+    fleet: Fleet,
+    runtime: Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    where: type | str,
+    broken: str,
+    cause: object,
+) -> None:
+    """Whoever waits for that text would wait for ever: a supervisor starts it again, and schedulers open
+    their requests elsewhere."""
+
+    def fail(*args: object) -> None:
+        raise RuntimeError(f"broken in {broken}")
+
+    if isinstance(where, str):
+        monkeypatch.setattr(f"{where}.{broken}", fail)
+    else:
+        monkeypatch.setattr(where, broken, fail)
+    await cause(fleet, runtime)  # type: ignore[operator]  # one of the above
+    async with asyncio.timeout(30):
+        error = await runtime.failed()
+    assert str(error) == f"broken in {broken}"

@@ -1,0 +1,68 @@
+"""An engine computes with the number of threads that its steps have shown to be quickest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.executor.plan_maker import PlanMaker
+from support.executor.tiny_models import save_tiny
+
+from services.executor.checkpoint import loader
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.cpu import engine
+from shared.messages import Sampling
+
+KIND = "llama"
+
+
+class Counted:
+    """One thread less with each step."""
+
+    def __init__(self, most: int) -> None:
+        self.now = most
+        self.seen: list[tuple[int, int]] = []
+
+    def observe(self, tokens: int, took_us: int) -> None:
+        self.seen.append((torch.get_num_threads(), tokens))
+        self.now = max(1, self.now - 1)
+
+
+@pytest.fixture(autouse=True)
+def three_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(loader, "usable_threads", lambda processes: 3)
+    monkeypatch.setattr(engine, "ThreadCount", Counted)
+    yield
+    torch.set_num_threads(before)
+
+
+def built(folder: Path, *, threads: int = 0, deterministic: bool = False) -> engine.TorchBackend:
+    return engine.build(
+        TorchOptions(
+            model_path=save_tiny(KIND, folder), model_name=KIND, device="cpu", dtype="f32", blocks=80,
+            slots=8, threads=threads, deterministic=deterministic,
+        )
+    )  # fmt: skip
+
+
+def test_every_step_is_seen_and_the_next_has_the_threads_of_the_choice(tmp_path: Path) -> None:
+    backend = built(tmp_path)
+    maker = PlanMaker(backend)
+    maker.open(0, [1, 2, 3, 4, 5], Sampling(temperature=0.0))
+    maker.prefill({0: 5})
+    maker.decode({0: 6}, 2)
+    count = backend._threads
+    assert isinstance(count, Counted)
+    assert count.seen == [(3, 5), (2, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(("threads", "deterministic", "has"), [(2, False, 2), (0, True, 3), (2, True, 2)])
+def test_a_number_that_is_asked_for_and_a_deterministic_engine_keep_theirs(
+    tmp_path: Path, threads: int, deterministic: bool, has: int
+) -> None:
+    backend = built(tmp_path, threads=threads, deterministic=deterministic)
+    assert backend._threads is None
+    assert torch.get_num_threads() == has

@@ -1,0 +1,85 @@
+"""What Triton needs is looked for at the start, and a kernel that is compiled under a request is told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from triton import knobs
+
+from services.executor.cuda.compiler import CompileWatch, check_compiler
+from shared.errors import SetupError
+
+
+def compile_one(name: str) -> None:
+    """What Triton does behind a compilation."""
+    if (hook := knobs.runtime.jit_post_compile_hook) is not None:
+        hook(key="", repr=name, fn=None, compile={}, is_manual_warmup=False, already_compiled=False)  # type: ignore[arg-type]
+
+
+def test_only_what_is_compiled_while_serving_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    watch = CompileWatch()
+    compile_one("_norm in the warm-up")
+    watch.start()
+    with caplog.at_level(logging.WARNING, "headrace.executor"):
+        compile_one("_attend[num_warps=4](x: *bf16)")
+    watch.stop()
+    compile_one("_merge of another engine")
+    assert watch.kernels == ["_attend[num_warps=4](x: *bf16)"]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "compiled under a request" in said
+    assert "_attend" in said
+
+
+def test_the_hook_of_a_later_engine_stays() -> None:
+    first, second = CompileWatch(), CompileWatch()
+    first.start()
+    second.start()
+    first.stop()
+    compile_one("_choose")
+    second.stop()
+    assert (first.kernels, second.kernels) == ([], ["_choose"])
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without a compiler, whose cache is not there yet."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels" / "of triton"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    return tmp_path / "kernels" / "of triton"
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(cache: Path) -> None:
+    with pytest.raises(SetupError, match="install gcc"):
+        check_compiler()
+
+
+@pytest.mark.parametrize("has", ["gcc", "CC", "a cache from elsewhere"])
+def test_a_compiler_or_what_it_has_made_is_enough(
+    cache: Path, has: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has == "gcc":
+        monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    elif has == "CC":
+        monkeypatch.setenv("CC", "cc")
+    else:
+        (cache / "digest").mkdir(parents=True)
+        (cache / "digest" / "launcher.so").touch()
+    check_compiler()
+
+
+def test_a_cache_from_which_nothing_may_run_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID))
+    with pytest.raises(SetupError, match=r"of triton.* noexec.*TRITON_CACHE_DIR"):
+        check_compiler()
+
+
+def test_a_cache_of_another_user_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(SetupError, match=r"of triton.* cannot be written.*TRITON_CACHE_DIR"):
+        check_compiler()

@@ -1,0 +1,66 @@
+"""An arena is pinned in slices, by a driver that only writes down what it is asked."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from services.executor.arena import ArenaError
+from services.executor.kv_transfer import copiers
+
+
+class Driver:
+    """Pins up to `most` slices."""
+
+    def __init__(self, most: int = 1_000) -> None:
+        self.most = most
+        self.pinned: dict[int, int] = {}
+
+    def pin(self, address: int, size_bytes: int) -> int:
+        if len(self.pinned) == self.most:
+            return 2  # CUDA_ERROR_OUT_OF_MEMORY
+        self.pinned[address] = size_bytes
+        return 0
+
+    def unpin(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def view(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    monkeypatch.setattr(copiers, "PIN_BYTES", 64)
+    return torch.empty(200, dtype=torch.uint8)
+
+
+def pin(view: torch.Tensor, driver: Any, slices: int) -> bool:
+    asked = itertools.count(1)
+    return copiers._pin(view, driver, lambda took_s: took_s >= 0 and next(asked) <= slices)
+
+
+def test_it_gives_way_after_each_slice(view: torch.Tensor) -> None:
+    driver = Driver()
+    assert pin(view, driver, 4)
+    first = view.data_ptr()
+    assert driver.pinned == {first: 64, first + 64: 64, first + 128: 64, first + 192: 8}
+
+
+@pytest.mark.parametrize("slices", [0, 1, 3])
+def test_an_arena_that_nobody_wants_any_more_is_let_go_at_once(view: torch.Tensor, slices: int) -> None:
+    driver = Driver()
+    with pytest.raises(ArenaError):
+        pin(view, driver, slices)
+    assert not driver.pinned
+
+
+def test_what_cannot_be_pinned_is_not_pinned_in_part(view: torch.Tensor) -> None:
+    driver = Driver(most=2)
+    assert not pin(view, driver, 4)
+    assert not driver.pinned
+
+
+def test_a_slice_is_a_few_milliseconds_of_the_driver() -> None:
+    assert copiers.PIN_BYTES * 0.3 / 2**30 < 0.003  # at 0.3 s a GiB

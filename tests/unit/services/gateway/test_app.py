@@ -1,0 +1,45 @@
+"""What the pages that need no key say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from services.gateway.app import MET_503, build_app
+from services.gateway.health import Health
+from services.gateway.routes import Desk, Keys
+from shared.client import Client
+from shared.errors import Unavailable
+
+SECRET = "request r-1 of acme has met the death of its third scheduler"
+
+
+class Away:
+    """A native client whose every question fails."""
+
+    tenant = "acme"
+
+    def as_tenant(self, _: str) -> Away:
+        return self
+
+    async def ask(self, *_: Any) -> None:
+        raise Unavailable(SECRET)
+
+
+@pytest.mark.parametrize(("keys", "told"), [("acme one\n", MET_503), ("", SECRET)])
+async def test_health_quotes_nobodys_request_where_there_are_keys(
+    tmp_path: Path, keys: str, told: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(keys)
+    client = cast(Client, Away())
+    desk = Desk(client, Keys(str(path) if keys else ""), Health(client), timeout_s=1)
+    transport = httpx.ASGITransport(build_app(desk))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        asked = await http.get("/v1/models", headers={"authorization": "Bearer one"})
+        assert (asked.status_code, asked.json()["error"]["message"]) == (503, SECRET)
+        health = await http.get("/health")
+        assert (health.status_code, health.json()["reason"]) == (503, told)

@@ -1,0 +1,78 @@
+"""What `/health` says of several models: one that is served is enough."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from services.gateway import health
+from services.gateway.health import Health
+from shared.actor.membership import NEEDED, Peers
+from shared.client import Client
+from shared.errors import Unavailable
+from shared.messages import Beat
+from shared.nats.memory import MemoryBroker
+
+BEAT = Beat(kind="", actor="x", host_id="h", state="ready")
+
+
+class Served:
+    """Peers of the models a, b and c, and who of them answers a probe."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answering: set[str] = set()
+        self.probed: list[str] = []
+        self.peers = Peers()
+        self.health = Health(Client(MemoryBroker().connect()))
+        monkeypatch.setattr(health, "probe", self._probe)
+        for kind in NEEDED:
+            for model in "abc":
+                self.hear(kind, model)
+
+    def hear(self, kind: str, model: str, state: str = "ready") -> None:
+        beat = replace(BEAT, kind=kind, actor=f"{kind}-{model}", model=model, state=state)
+        self.peers.hear(1, beat, 0)
+
+    async def beats(self, count: int = 1) -> str:
+        """Look so often; what it says then."""
+        for _ in range(count):
+            self.health.look(self.peers)
+            for _ in range(4):
+                await asyncio.sleep(0)
+        return self.health.why
+
+    async def _probe(self, client: Client, model: str) -> None:
+        self.probed.append(model)
+        if model not in self.answering:
+            raise Unavailable("nobody")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    return Served(monkeypatch)
+
+
+async def test_one_model_that_answers_is_enough(served: Served) -> None:
+    assert await served.beats(3) == "a request to c failed: nobody"
+    assert served.probed == ["a", "b", "c"], "each in turn"
+    served.answering = {"b"}
+    assert await served.beats(3) == ""
+    served.health.doubt("no executor", "c")
+    assert await served.beats() == "", "another one's 503 is not b's"
+    served.health.doubt("no executor", "b")
+    assert served.health.why == "no executor"
+
+
+async def test_a_kind_that_one_model_lacks_is_not_missing_for_another(served: Served) -> None:
+    served.answering = {"a", "b", "c"}
+    assert await served.beats(3) == ""
+    for model in "ab":
+        served.hear("executor", model, "draining")
+    assert await served.beats() == ""
+    served.hear("executor", "c", "draining")
+    assert await served.beats() == "waiting for: executor"
+    served.hear("executor", "a")
+    served.answering = set()
+    assert await served.beats() == "a request to a failed: nobody", "it has to be proven again"

@@ -1,0 +1,230 @@
+"""Who hangs and who does not: processes that sleep, work, are stopped; and the check of a container."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from services.launcher import beats
+from services.launcher.beats import BeatFile, Note, Silences, Watch, health, read, ticks_of
+from shared.errors import SetupError, Unavailable
+
+SLEEPS = "import signal; print('up', flush=True); signal.pause()"
+WORKS = "print('up', flush=True)\nwhile 1: pass"
+BY_A_CHILD = (
+    "import subprocess, sys, signal; child = subprocess.Popen([sys.executable, '-S', '-c', 'while 1: pass']);"
+    "print('up', flush=True); signal.pause()"
+)
+
+
+@contextmanager
+def running(code: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, once it has said that it is up."""
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def stopped(pid: int) -> int:
+    """Stop a process; once that shows, its ticks."""
+    os.kill(pid, signal.SIGSTOP)
+    while beats._threads(pid)[0].strip("T"):
+        time.sleep(0.01)
+    ticks = ticks_of(pid)
+    assert ticks is not None
+    return ticks
+
+
+def note_of(process: subprocess.Popen[str], path: Path, state: str = "ready", age_s: float = 60.0) -> Note:
+    """As if this process had noted its last beat so long ago."""
+    born, _ = beats._age_and_ticks(f"/proc/{process.pid}/stat")
+    note = Note(process.pid, born, state, 1.0, round(time.monotonic() - age_s, 3))
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(" ".join(map(str, note)))
+    return note
+
+
+def until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_beat_is_read_as_it_was_noted(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.beat")
+    assert read(path) is None
+    file = BeatFile(path, 0.5)
+    first = read(path)
+    assert first is not None
+    assert (first.pid, first.state, first.interval_s, first.late) == (os.getpid(), "starting", 0.5, False)
+    file.note("ready")
+    second = read(path)
+    assert second is not None
+    assert (second.state, second.born, second.at_s >= first.at_s) == ("ready", first.born, True)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+
+
+def test_what_sleeps_uses_nothing_and_what_works_is_busy() -> None:
+    with running(SLEEPS) as asleep:
+        until(lambda: ticks_of(asleep.pid) is not None)
+        assert len({ticks_of(asleep.pid) for _ in range(20)}) == 1
+    with running(WORKS) as works:
+        assert {ticks_of(works.pid) for _ in range(20)} == {None}  # it runs, or waits for a CPU
+    with running(BY_A_CHILD) as compiles:
+        assert {ticks_of(compiles.pid) for _ in range(20)} == {None}
+        assert stopped(compiles.pid) == stopped(compiles.pid), (
+            "children may wait in a loop for who was stopped"
+        )
+    assert ticks_of(compiles.pid) is None
+
+
+def test_silence_is_the_time_without_a_sign() -> None:
+    silences = Silences()
+    signs = [(0, "a"), (4, "a"), (8, "a"), (9, None), (10, "a"), (14, "a"), (15, "b"), (19, "b")]
+    assert [silences.seconds("x", sign, at) for at, sign in signs] == [0, 4, 8, 0, 0, 4, 0, 4]
+    assert silences.seconds("y", "b", 19) == 0
+    assert silences.seconds("x", "b", 19 + beats.PARDON_S + 1) == 0, "whoever looks was stopped itself"
+
+
+@pytest.mark.parametrize(
+    ("state", "interval_s", "hangs_after_s"),
+    [("ready", 1.0, 15.0), ("deaf", 1.0, 15.0), ("starting", 1.0, 120.0), ("ready", 20.0, 60.0)],
+)
+def test_who_loads_or_beats_rarely_is_given_longer(
+    state: str, interval_s: float, hangs_after_s: float
+) -> None:
+    assert Note(1, 1, state, interval_s, 0.0).hangs_after_s == hangs_after_s
+
+
+def test_the_watch_sees_who_neither_beats_nor_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, ticks = [1000.0], {1: 5, 2: 5}
+    monkeypatch.setattr(beats.time, "monotonic", lambda: now_s[0])
+    watch = Watch(str(tmp_path), ticks_of=ticks.get)
+    found: dict[str, list[float]] = {"hangs": [], "works": [], "beats": [], "loads": []}
+    for name in ("hangs", "works"):
+        Path(watch.path(name)).write_text("1 7 ready 1 1000.0" if name == "hangs" else "2 7 ready 1 1000.0")
+    for second in range(40):
+        now_s[0] = 1000.0 + second
+        ticks[2] += second % 9 == 0
+        Path(watch.path("beats")).write_text(f"1 7 ready 1 {now_s[0]}")
+        for name, pid in (("hangs", 1), ("works", 2), ("beats", 1), ("loads", 1)):
+            found[name].append(watch.silent_s(name, pid))
+    assert [any(silent) for silent in found.values()] == [True, False, False, False]
+    first = next(i for i, silent in enumerate(found["hangs"]) if silent)
+    assert first == beats.LATE_BEATS + beats.LATE_S + 1 + beats.HANGS_S
+    for _ in range(140):
+        now_s[0] += 1
+        found["loads"].append(watch.silent_s("loads", 1))  # it has noted no beat at all
+    assert any(found["loads"])
+
+
+# ---- the check of a container -------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return Path(beats.runtime_path("tokenizer"))
+
+
+def test_nobody_is_not_healthy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SetupError, match="no tokenizer runs here: set XDG_RUNTIME_DIR"):
+        health("tokenizer")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    with pytest.raises(SetupError, match="no tokenizer runs here: set XDG_RUNTIME_DIR"):
+        health("tokenizer")
+
+
+def test_only_ready_is_healthy(path: Path) -> None:
+    path.parent.mkdir()
+    file = BeatFile(str(path), 1.0)
+    for state, why in (
+        ("starting", "is starting"),
+        ("draining", "is draining"),
+        ("deaf", "hears nothing of the nats-server"),
+    ):
+        file.note(state)
+        with pytest.raises(Unavailable, match=f"the tokenizer here {why}"):
+            health("tokenizer")
+    file.note("ready")
+    health("tokenizer")
+
+
+def test_a_second_miss_kills_who_did_nothing_between(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats, "HANGS_S", 1.0)  # and so is the silence of a second beat
+    with running(SLEEPS) as service:
+        note_of(service, path)
+        stopped(service.pid)
+        with pytest.raises(Unavailable, match=r"has not beaten for 60 s$"):
+            health("tokenizer")
+        assert service.poll() is None
+        missed = Path(f"{path}.missed")
+        sign, since = missed.read_text().rsplit(" ", 1)
+        with pytest.raises(Unavailable, match=r"has not beaten for 60 s$"):
+            health("tokenizer")
+        assert service.poll() is None, "too soon after the first"
+        missed.write_text(f"{sign} {float(since) - 15}")
+        with pytest.raises(Unavailable, match="and used no CPU: killed"):
+            health("tokenizer")
+        assert service.wait(30) == -signal.SIGKILL
+
+
+def test_who_works_or_beats_between_is_not_killed(path: Path) -> None:
+    with running(WORKS) as service:
+        note_of(service, path)
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="has not beaten"):
+                health("tokenizer")
+            missed = Path(f"{path}.missed")
+            sign, since = missed.read_text().rsplit(" ", 1)
+            missed.write_text(f"{sign} {float(since) - 60}")
+        assert service.poll() is None
+        note_of(service, path, age_s=0.0)
+        health("tokenizer")
+        assert not missed.exists()
+
+
+def test_a_pid_that_is_anothers_by_now_is_let_be(path: Path) -> None:
+    with running(SLEEPS) as other:
+        note = note_of(other, path)
+        stopped(other.pid)
+        path.write_text(" ".join(map(str, note._replace(born=note.born - 1))))
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="its process has ended"):
+                health("tokenizer")
+        assert other.poll() is None
+
+
+def test_a_check_imports_next_to_nothing(tmp_path: Path) -> None:
+    """It runs every few seconds in each container."""
+    code = (
+        "import sys\nbefore = set(sys.modules)\nfrom services.launcher.cli import main\n"
+        "main(['health', 'tokenizer'])\nprint(*{'asyncio', 'argparse', 'inspect', 'ssl', 'json'} &"
+        " (set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys\nsys.path[:0] = {sys.path!r}\n{code}"],
+        env={"XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "\n"
+    assert "no tokenizer runs here" in done.stderr

@@ -1,0 +1,41 @@
+"""Lines for people, and what becomes of them when nobody reads or nothing can be written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from services.launcher.console import ServiceLines, fail, say
+from shared.errors import Unavailable
+
+
+def broken_pipe() -> TextIO:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    return os.fdopen(theirs, "w")
+
+
+def test_lines_without_a_reader_are_lost_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, broken_pipe())
+    for _ in range(2):
+        say("to nobody")
+        ServiceLines(["a"])("a", "to nobody")
+        assert fail(Unavailable("nobody hears")) == 1
+    sys.stdout.close()  # raises where a line still waits for a reader
+    sys.stderr.close()
+
+
+def test_a_full_disk_loses_lines_until_it_has_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closed below
+    monkeypatch.setattr(sys, "stdout", full)
+    say("into the void")
+    with (tmp_path / "room").open("w") as room:
+        os.dup2(room.fileno(), full.fileno())
+    say("and again")
+    full.close()
+    assert (tmp_path / "room").read_text().endswith("and again\n")

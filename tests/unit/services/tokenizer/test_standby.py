@@ -1,0 +1,191 @@
+"""Copies of requests: who takes over which, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.tokenizer import standby
+from services.tokenizer.standby import (
+    ATTEMPTS,
+    DONE_US,
+    SILENT_US,
+    STOPPED_US,
+    TURN_US,
+    Heard,
+    Standby,
+    key_of,
+)
+from shared.messages import Claims, longs
+from shared.nats.interface import Delivery
+
+OTHER, IDS = "tokenizer.b", ["a", "b"]
+
+
+def heard(name: str = "one", body: bytes = b"{}") -> Heard:
+    delivery = Delivery("headrace.v1.generate.t.m", body, f"_INBOX.{name}")
+    return Heard(delivery, key_of(delivery), received_us=1, received_wall_us=2)
+
+
+def claims(taken: dict[int, str] | None = None, done: tuple[int, ...] = ()) -> Claims:
+    taken = taken or {}
+    return Claims(taken=longs(taken), ids=tuple(taken.values()), done=longs(done))
+
+
+def late(copies: Standby, now_us: int) -> list[Heard]:
+    """In turns, as they are taken; `a` looks."""
+    return [
+        each
+        for at_us in range(now_us % TURN_US, now_us + 1, TURN_US)
+        for each in copies.overdue("a", IDS, at_us)
+    ]
+
+
+def kept(*requests: Heard) -> Standby:
+    copies = Standby()
+    for each in requests:
+        copies.copy(each, 0)
+    return copies
+
+
+def test_a_key_tells_requests_apart() -> None:
+    large = b"x" * standby.HASHED_BYTES
+    keys = [
+        heard("i").key,
+        heard("j").key,
+        heard("i", b"{ }").key,
+        heard("i", large).key,
+        heard("i", large + b"y").key,
+    ]
+    assert len(set(keys)) == len(keys)
+    assert heard("i").key == keys[0]
+
+
+def test_nobody_has_said_that_he_has_it_so_it_is_taken_over() -> None:
+    """The places of those who might differ by request, so that not all come at once."""
+    requests = [heard(str(i)) for i in range(8)]
+    copies = kept(*requests)
+    assert late(copies, SILENT_US - TURN_US) == []
+    first = copies.overdue("a", IDS, SILENT_US)
+    then = copies.overdue("a", IDS, SILENT_US + TURN_US)
+    assert 0 < len(first) < 8
+    assert {each.key for each in first + then} == {each.key for each in requests}
+    assert len(copies) == 0
+    assert {(each.owners, each.attempt) for each in first} == {(0, 1)}
+
+
+def test_an_owner_keeps_its_request_as_long_as_it_says_anything() -> None:
+    one = heard()
+    copies = kept(one)
+    copies.told(OTHER, claims({one.key: "drawn"}), 100)
+    for now_us in range(TURN_US, 60 * SILENT_US, TURN_US):
+        copies.told(OTHER, claims(), now_us)
+        assert copies.overdue("a", IDS, now_us) == []
+    silent_us = now_us
+    (found,) = late_from(copies, silent_us)
+    assert (found.owner, found.request_id, found.attempt) == (OTHER, "drawn", 1 + ATTEMPTS)
+
+
+def late_from(copies: Standby, silent_us: int) -> list[Heard]:
+    """What is taken over once nobody says anything any more, and not before SILENT_US."""
+    found = []
+    for now_us in range(silent_us, silent_us + SILENT_US + 2 * TURN_US, TURN_US):
+        found += copies.overdue("a", IDS, now_us)
+        assert now_us >= silent_us + SILENT_US or not found
+    return found
+
+
+def test_what_is_done_is_forgotten_whatever_comes_first() -> None:
+    one, two = heard("one"), heard("two")
+    copies = kept(one)
+    copies.told(OTHER, claims({two.key: "", one.key: ""}, done=(one.key, two.key)), 1)
+    copies.copy(two, 2)  # the copy comes last
+    assert len(copies) == 0
+    assert late(copies, DONE_US) == []
+    for now_us in range(DONE_US, DONE_US + 3 * TURN_US, TURN_US):
+        copies.overdue("a", IDS, now_us)
+    copies.copy(two, DONE_US + 3 * TURN_US)  # a client may send the same again
+    assert len(copies) == 1
+
+
+def test_a_claim_may_come_before_its_copy() -> None:
+    one = heard()
+    copies = kept()
+    copies.told(OTHER, claims({one.key: "drawn"}), 1)
+    copies.copy(one, 2)
+    assert (one.owner, one.request_id, one.owners) == (OTHER, "drawn", 1)
+
+
+def test_the_requests_of_one_that_has_gone_are_anybodys_a_second_after_its_last_word() -> None:
+    one, two = heard("one"), heard("two")
+    copies = kept(one)
+    copies.told(OTHER, claims({one.key: "", two.key: ""}), 5 * TURN_US)
+    copies.gone(OTHER)
+    copies.copy(two, 6 * TURN_US)
+    assert (one.owner, two.owner) == ("", "")
+    assert {each.key for each in late_from(copies, 5 * TURN_US)} <= {one.key, two.key}
+
+
+def test_a_third_owner_begins_behind_the_second() -> None:
+    """A reader may have seen frames of its attempt."""
+    one = heard()
+    copies = kept(one)
+    copies.told(OTHER, claims({one.key: ""}), 1)
+    copies.told("tokenizer.c", claims({one.key: ""}), 2)
+    assert one.attempt == 1 + 2 * ATTEMPTS
+
+
+def test_what_is_ours_is_told_once_and_again_when_it_is_done() -> None:
+    one, same = heard(), heard()
+    copies = kept(one)
+    assert copies.report() is None
+    one.request_id = "drawn"
+    copies.own(one)
+    copies.own(same)
+    copies.copy(heard(), 3)  # our own copy comes behind it
+    assert len(copies) == 0
+    told = copies.report()
+    assert told is not None
+    assert (list(told.taken), len(told.ids)) == ([one.key], 1)
+    assert copies.report() == Claims(), "a word that we live"
+    copies.done(one.key, 4)
+    assert copies.report() == Claims(), "the client has sent it twice"
+    copies.done(one.key, 5)
+    assert copies.report() == claims(done=(one.key,))
+    assert copies.report() is None
+    copies.copy(one, 6)
+    copies.done(99, 7)  # not ours
+    assert (len(copies), copies.report()) == (0, None)
+
+
+def test_who_was_stopped_doubts_that_what_comes_is_its_own() -> None:
+    one, two = heard("one"), heard("two")
+    copies = Standby()
+    copies.overdue("a", IDS, TURN_US)
+    copies.own(one)
+    assert not copies.doubted(one, TURN_US + STOPPED_US)
+    back_us = TURN_US + STOPPED_US + 1
+    assert copies.doubted(one, back_us)
+    assert copies.doubted(two, back_us)
+    assert (len(copies), copies.report()) == (2, None)
+    copies.told(OTHER, claims({one.key: ""}, done=(one.key,)), back_us + 1)
+    assert [each.key for each in late_from(copies, back_us)] == [two.key]
+    assert not copies.doubted(two, back_us + SILENT_US), "others would have said so by now"
+
+
+def test_who_could_not_hear_takes_nothing_over() -> None:
+    copies = kept(heard())
+    for now_us in range(0, 10 * SILENT_US, TURN_US):
+        copies.pardon(now_us)
+        assert copies.overdue("a", IDS, now_us) == []
+    assert len(late_from(copies, now_us)) == 1
+    copies = kept(heard())
+    copies.overdue("a", IDS, TURN_US)
+    assert copies.overdue("a", IDS, 10 * SILENT_US) == [], "it was stopped"
+
+
+@pytest.mark.parametrize("limit", ["MAX_COPIES", "MAX_COPY_BYTES"])
+def test_copies_are_bounded_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(standby, limit, 3 if limit == "MAX_COPIES" else 6)
+    copies = kept(*(heard(str(i)) for i in range(9)))
+    assert len(copies) == 3
+    assert {each.delivery.reply for each in late_from(copies, 0)} == {"_INBOX.6", "_INBOX.7", "_INBOX.8"}

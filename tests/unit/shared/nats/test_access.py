@@ -1,0 +1,52 @@
+"""Whose inbox an answer may go to, and where one that asks in others' names hears it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.nats import access, subjects
+from shared.nats.interface import Delivery
+from shared.nats.memory import MemoryBroker
+
+GENERATE = subjects.generate("acme", "m")
+
+
+def may_go(user: str, subject: str, reply: str) -> bool:
+    return access.answerable(MemoryBroker().connect(user), Delivery(subject, b"", reply))
+
+
+@pytest.mark.parametrize("user", ["", "acme", "anybody"])
+@pytest.mark.parametrize("reply", ["_INBOX.bob.1", "my.answers", "_INBOX.x"])
+def test_without_credentials_of_ours_any_inbox_will_do(user: str, reply: str) -> None:
+    assert may_go(user, GENERATE, reply)
+    assert not may_go(user, GENERATE, "hr.default.scheduler.1.in.Tokenized")
+
+
+@pytest.mark.parametrize(
+    ("subject", "place"),
+    [
+        (GENERATE, "acme"), (subjects.tokenize("a.b", "m"), "a=2Eb"), (subjects.models("acme"), "acme"),
+        (subjects.detokenize("acme", "m"), "acme"), (subjects.MODELS, "headrace-operator"),
+        (subjects.STATUS, "headrace-gateway"), (subjects.trace("acme"), "headrace-operator"),
+        (subjects.events_snapshot("acme"), "headrace-operator"), ("$SRV.PING", "headrace-scheduler"),
+    ],
+)  # fmt: skip
+def test_with_them_it_lies_below_the_inbox_of_whoever_may_ask(subject: str, place: str) -> None:
+    assert may_go("headrace-tokenizer", subject, f"_INBOX.{place}.1.2")
+    near = () if place.startswith("headrace-") else (place, f"{place}2.1", "headrace-gateway.1")
+    for other in ("bob.1.2", "1", "bob.headrace-gateway.1.2", f"bob.{place}.1", *near):
+        assert not may_go("headrace-tokenizer", subject, f"_INBOX.{other}")
+    assert not may_go("headrace-tokenizer", subject, "my.answers")
+    assert not may_go("headrace-tokenizer", subject, "")
+
+
+def test_who_asks_in_others_names_hears_the_answers_below_theirs() -> None:
+    """So one rule holds for all, and the service's permission covers each of them."""
+    own = "_INBOX.headrace-gateway.abc"
+    inbox = access.reply_inbox("headrace-gateway", "acme", own)
+    assert inbox == "_INBOX.acme.headrace-gateway.abc"
+    assert may_go("headrace-tokenizer", GENERATE, f"{inbox}.1")
+    assert access.reply_inbox("acme", "acme", "_INBOX.acme.abc") == "_INBOX.acme.abc"
+    assert access.reply_inbox("", "public", "_INBOX.abc") == "_INBOX.abc"
+    for allowed in (access.of_service("gateway", "f"), access.of_operator("f")):
+        assert sum(pattern.startswith("_INBOX.*.headrace-") for pattern in allowed.subscribe) == 1

@@ -1,0 +1,48 @@
+"""What readers leave unread is bounded: of each request, and of all requests of a tenant."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared import client
+from shared.client import Pile, SlowReader, Unread
+from shared.nats.interface import Delivery
+
+FRAME = Delivery("inbox", b"x" * 100)
+
+
+def stream(ended: list[str], name: str, pile: Pile) -> Unread:
+    return Unread(lambda: ended.append(name), pile)
+
+
+async def test_of_a_tenant_that_reads_nothing_the_streams_end_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "MAX_TENANT_BYTES", 1_000)
+    ended: list[str] = []
+    pile, other = Pile(), Pile()
+    unread = [stream(ended, f"a{i}", pile) for i in range(4)]
+    reads, theirs = stream(ended, "reads", pile), stream(ended, "b", other)
+    for _ in range(20):
+        for each in (*unread, reads, theirs):
+            each.put(FRAME)
+        await reads.get(1)
+        await theirs.get(1)
+        assert pile.size <= 1_200
+    assert sorted(ended) == ["a0", "a1", "a2", "a3"]
+    with pytest.raises(SlowReader, match="bytes of the answer waited to be read"):
+        await unread[0].get(1)
+    assert (pile.size, other.size) == (0, 0)
+
+
+async def test_what_a_reader_leaves_behind_counts_no_more() -> None:
+    pile = Pile()
+    one, two = stream([], "one", pile), stream([], "two", pile)
+    for _ in range(3):
+        one.put(FRAME)
+        two.put(FRAME)
+    await one.get(1)
+    one.close()
+    assert (pile.streams, pile.size) == (1, 300)
+    two.close()
+    assert (pile.streams, pile.size) == (0, 0)

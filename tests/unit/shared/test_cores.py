@@ -1,0 +1,69 @@
+"""The cores that a process may use, by trees of /proc and /sys as kernels and containers show them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from shared.cores import usable_cores, usable_threads
+
+V2, V1 = "0::{}\n", "5:cpuset:/\n4:cpu,cpuacct:{}\n1:name=systemd:/\n0::/\n"
+
+
+def tree(root: Path, groups: str, files: Mapping[str, str]) -> Path:
+    for name, text in {"proc/self/cgroup": groups, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda of: set(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        (V2.format("/"), {}, 8),
+        (V2.format("/"), {"sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
+        (V2.format("/"), {"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),  # a container's own view
+        (V2.format("/a/b"), {"sys/fs/cgroup/a/b/cpu.max": "max 10", "sys/fs/cgroup/a/cpu.max": "30 10"}, 3),
+        (V2.format("/a"), {"sys/fs/cgroup/a/cpu.max": "1600000 100000"}, 8),  # more than there are
+        (V2.format("/../.."), {"sys/fs/cgroup/cpu.max": "50000 100000"}, 0.5),
+        (V1.format("/docker/1f"), {
+            "sys/fs/cgroup/cpu,cpuacct/docker/1f/cpu.cfs_quota_us": "200000\n",
+            "sys/fs/cgroup/cpu,cpuacct/docker/1f/cpu.cfs_period_us": "100000\n",
+        }, 2),
+        (V1.format("/docker/1f"), {  # the path is the host's, what is mounted the container's
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        }, 1.5),
+        (V1.format("/"), {
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        }, 8),
+        (V2.format("/"), {"sys/fs/cgroup/cpu.max": "what is this"}, 8),
+    ],
+)  # fmt: skip
+def test_the_affinity_mask_and_the_tightest_quota_decide(
+    tmp_path: Path, groups: str, files: Mapping[str, str], cores: float
+) -> None:
+    assert usable_cores(tree(tmp_path, groups, files)) == cores
+
+
+def test_without_proc_the_affinity_mask_is_all_there_is(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) == 8
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "threads"), [(8, 1, 8), (1.5, 1, 2), (0.5, 1, 1), (8, 3, 2), (2, 4, 1)]
+)
+def test_threads_fill_the_cores_and_are_at_least_one(
+    monkeypatch: pytest.MonkeyPatch, cores: float, processes: int, threads: int
+) -> None:
+    monkeypatch.setattr("shared.cores.usable_cores", lambda: cores)
+    assert usable_threads(processes) == threads
