@@ -99,7 +99,7 @@ class DetokenizerActor(Actor):
 
     def upkeep(self) -> None:
         self._readers.upkeep()
-        self._run(self._core.upkeep(self._port.clock.now_us()))
+        self._run(self._core.upkeep(self._port.clock.now_us(), self._lives))
 
     def facts(self) -> Facts:
         return Facts(model=self._model, load=tuple(self._core.load().items()))

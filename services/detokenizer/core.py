@@ -11,11 +11,20 @@ from collections.abc import Callable
 
 from services.detokenizer.copies import Copies
 from services.detokenizer.failover import Orphans
-from services.detokenizer.open_requests import Command, Fault, Finished, OpenTable, Publish, RequestKey, Tell
+from services.detokenizer.open_requests import (
+    Command,
+    Fault,
+    Finished,
+    OpenTable,
+    Publish,
+    RequestKey,
+    Tell,
+    detached,
+)
 from services.detokenizer.reconnect import Replay
 from services.detokenizer.response import RequestText
 from services.detokenizer.text import ScoreReader, TokenGap
-from shared.errors import Cancelled, HeadraceError, from_code
+from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
 from shared.messages import (
     Accepted,
     Claims,
@@ -32,6 +41,9 @@ from shared.messages import (
 )
 from shared.replies import end_headers
 from shared.vocab.vocabulary import Vocabulary
+
+MOST_ASKED = 4  # to open one request again, two beats apart: each time all of its scheduler start over
+FORGOTTEN = "messages of its scheduler were lost, and it does not open the request again; send it again"
 
 
 class DetokenizerCore:
@@ -91,7 +103,9 @@ class DetokenizerCore:
             return []
         if request.kept is None or not request.kept.finish_detached:
             request.unwanted = request.unwanted or Cancelled("the client has gone")
-        return [Tell(key[0], Detached(seqs=request.seqs))]
+        elif not request.seqs:
+            return []  # whoever goes on with it finishes it
+        return [detached(key, request)]
 
     @property
     def streams(self) -> list[RequestText]:
@@ -113,16 +127,25 @@ class DetokenizerCore:
         """Messages of the scheduler never came. It has every token, and opens all its requests again when it
         hears of that. Until then those that are open here have a hole, and stand still."""
         for key in self._table.of_scheduler(scheduler):
-            self._table.requests[key].torn = True
+            self._table.requests[key].torn = 1
         return [_missed(scheduler)]
 
-    def upkeep(self, now_us: int = 0) -> list[Command]:
-        """Once a beat: ask once more to open again what was not opened within two."""
-        torn = {key[0] for key, request in self._table.requests.items() if request.torn}
+    def upkeep(self, now_us: int = 0, lives: Callable[[str], bool] = lambda source: True) -> list[Command]:
+        """Once a beat: ask once more to open again what was not opened within two; what is not opened even so
+        its scheduler has forgotten."""
         self.copies.expire(now_us)
+        torn = {key[0] for key, request in self._table.requests.items() if request.torn and lives(key[0])}
         late = torn & self._torn
         self._torn = torn - late
-        return [_missed(scheduler) for scheduler in sorted(late)]
+        commands, asked = list[Command](), set[str]()
+        for key, request in list(self._table.requests.items()):
+            if request.torn and key[0] in late:
+                if request.torn < MOST_ASKED:
+                    asked.add(key[0])
+                    request.torn += 1
+                else:
+                    commands += [detached(key, request), *self._fail(key, Unavailable(FORGOTTEN))]
+        return [*(_missed(scheduler) for scheduler in sorted(asked)), *commands]
 
     def lost(
         self, source: str, why: str, lives: Callable[[str], bool], *, void: bool = False
@@ -245,8 +268,8 @@ class DetokenizerCore:
 
     def _gap(self, scheduler: str, request: RequestText, gap: TokenGap) -> list[Command]:
         fault = Fault(f"request {request.opened.request} of {scheduler}: {gap.message}")
-        detached = Tell(scheduler, Detached(seqs=request.seqs))
-        return [fault, detached, *self._fail(_key(scheduler, request), gap)]
+        key = _key(scheduler, request)
+        return [fault, detached(key, request), *self._fail(key, gap)]
 
     def _forget(self, key: RequestKey) -> None:
         """Somebody else answers this request."""

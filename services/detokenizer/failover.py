@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.detokenizer.open_requests import Command, OpenTable, RequestKey, Tell
+from services.detokenizer.open_requests import Command, OpenTable, RequestKey, Tell, detached
 from services.detokenizer.response import RequestText
 from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
 from shared.kv_blocks import rendezvous
@@ -84,7 +84,7 @@ class Orphans:
                 known.void |= void
                 continue
             if (error := _hopeless(request, why, known)) is not None:
-                commands += [Tell(scheduler, Detached(seqs=request.seqs)), *self._fail(key, error)]
+                commands += [detached(key, request), *self._fail(key, error)]
             else:
                 self._orphans[key[1:]] = _Orphan(key, request.opened.inbox, void, why)
         return commands
@@ -186,13 +186,10 @@ class Orphans:
             yield from self._fail(orphan.key, request.unwanted or _nobody(orphan))
 
     def _detached(self, orphan: _Orphan) -> list[Command]:
-        """For a scheduler that was only stopped. Of a request that was adopted (copies.py) it has not told us
-        the sequences."""
-        seqs = self._table.requests[orphan.key].seqs
-        if not seqs:
-            _, tenant, request = orphan.key
-            return [Tell(orphan.key[0], Cancel(tenant=tenant, request=request, code=MOVED))]
-        return [] if orphan.void else [Tell(orphan.key[0], Detached(seqs=seqs, moved=True))]
+        """For a scheduler that was only stopped."""
+        request = self._table.requests[orphan.key]
+        known = orphan.void and request.seqs
+        return [] if known else [detached(orphan.key, request, moved=True)]
 
 
 def _hopeless(request: RequestText, why: str, known: _Orphan | None) -> HeadraceError | None:

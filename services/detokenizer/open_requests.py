@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from services.detokenizer.response import RequestText
 from services.detokenizer.text import SequenceStream
-from shared.messages import Cancel, Detached, Ended, Open, StopFound, Tokenized
+from shared.messages import MOVED, Cancel, Detached, Ended, Open, StopFound, Tokenized
 from shared.vocab.vocabulary import Vocabulary
 
 RequestKey = tuple[str, str, str]  # scheduler, tenant, request
@@ -78,7 +78,7 @@ class OpenTable:
         """Another scheduler goes on with a request, under its own numbers: its Opens bring them."""
         waits = self.requests[key].number in self.waiting
         request = self.forget(key)
-        request.torn = False
+        request.torn = 0
         for stream in request.choices.values():
             stream.hand_over()
         new = (scheduler, *key[1:])
@@ -168,3 +168,12 @@ class Finished:
 
 
 Command = Publish | Tell | Fault | Finished
+
+
+def detached(key: RequestKey, request: RequestText, *, moved: bool = False) -> Tell:
+    """For a scheduler whose request nobody reads here. Of one that was adopted (copies.py) it has not told us
+    the sequences, and of none would mean that messages were lost."""
+    scheduler, tenant, name = key
+    if seqs := request.seqs:
+        return Tell(scheduler, Detached(seqs=seqs, moved=moved))
+    return Tell(scheduler, Cancel(tenant=tenant, request=name, code=MOVED))

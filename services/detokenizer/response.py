@@ -56,7 +56,7 @@ class RequestText:
         self.kept: Tokenized | None = None  # as it was asked: for another scheduler
         self.deaths = 0  # of schedulers that had it, and others went on
         self.unwanted: HeadraceError | None = None  # why nobody should go on with it
-        self.torn = False  # messages of its scheduler were lost, and it has not opened it again yet
+        self.torn = 0  # how often its scheduler was asked to open it again: messages of it were lost
         self.choices: dict[int, SequenceStream] = {}  # by index
         self.closed: dict[int, Closed] = {}
         self._frames = FrameMaker(opened)

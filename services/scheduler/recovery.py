@@ -158,7 +158,7 @@ def detokenizer_missed(state: State, source: str) -> None:
     """Messages to a detokenizer were lost. What it has open may have a hole, and of some requests it may
     never have heard: all begin a new attempt."""
     for request in list(state.requests.values()):
-        if source == f"detokenizer.{request.shard}" and not request.detached:
+        if source == f"detokenizer.{request.shard}":
             request.attempt += 1
             arrival.open_at_shard(state, request)
             close_again(state, request.sequences)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import virtual_loop
 from support.executor import paged_engine
+from support.pipeline import virtual_fleet
 from support.pipeline.bad_network import Hang, LossyBroker
 from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 
 from shared.client import Client
-from shared.nats.interface import BusFault
-from shared.nats.memory import MemoryBus
+from shared.nats.interface import BusFault, Delivery
+from shared.nats.memory import MemoryBroker, MemoryBus
 
 KINDS = ("kv_offload", "scheduler", "detokenizer", "executor", "tokenizer")
 REQUESTS = 150  # three at a time
@@ -67,6 +69,55 @@ def test_a_lossy_network_costs_no_answer(
         assert await answers(fleet, client) == expected
         assert broker.harmed > REQUESTS * share
         broker.share = 0
+        await fleet.stop()
+
+    virtual_loop.run(live())
+
+
+@dataclass
+class DeafTo(MemoryBroker):
+    """Loses all messages of some kinds: (kind of who hears them, class of the message)."""
+
+    kinds: set[tuple[str, str]] = field(default_factory=set)
+
+    def put(self, delivery: Delivery) -> None:
+        _, _, kind, _, inward, what, *_ = [*delivery.subject.split("."), *[""] * 5]
+        if inward != "in" or (kind, what) not in self.kinds:
+            super().put(delivery)
+
+
+def test_a_hole_costs_a_stream_one_new_attempt_beside_a_request_that_nobody_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served(tmp_path)
+    monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
+    monkeypatch.setattr(virtual_fleet, "STEP_S", 0.4)
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 60, "ignore_eos": True, "seed": 1}
+
+    async def live() -> None:
+        broker = DeafTo()
+        fleet = VirtualFleet(model, 1, broker)
+        names = {kind: await fleet.add(kind) for kind in KINDS}
+        reader, leaver = [await Client.open(broker.connect()) for _ in range(2)]
+        await asyncio.sleep(3)
+
+        async def attempts() -> list[int]:
+            return [frame["attempt"] async for frame in reader.stream(body)]
+
+        reading = asyncio.create_task(attempts())
+        left = asyncio.create_task(anext(leaver.stream({**body, "max_tokens": 90, "finish_detached": True})))
+        await left
+        await leaver.bus.drain()
+        await asyncio.sleep(2)
+        broker.kinds = {("detokenizer", "Tokens"), ("scheduler", "Resend")}
+        await asyncio.sleep(0.5)
+        broker.kinds = {("scheduler", "Resend")}
+        await asyncio.sleep(5)
+        broker.kinds = set()
+        seen = await reading
+        assert len(set(seen)) == 2
+        await asyncio.sleep(30)
+        assert fleet.runtimes[names["detokenizer"]].actor.status()["requests"] == 0
         await fleet.stop()
 
     virtual_loop.run(live())

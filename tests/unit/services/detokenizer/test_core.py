@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
-from services.detokenizer.core import DetokenizerCore
+from services.detokenizer.core import MOST_ASKED, DetokenizerCore
 from services.detokenizer.open_requests import Command, Fault, Publish, Tell
 from shared.messages import (
     Close,
@@ -341,6 +341,27 @@ def test_a_request_with_a_hole_goes_on_elsewhere_when_its_scheduler_dies(core: D
     out = core.handle("scheduler.b", opened(70))
     out += core.handle("scheduler.b", tokens(2, "c", seq=70)) + core.flush()
     assert frames(out)[-1]["choices"][0]["delta"]["content"] == "c"
+
+
+def test_a_request_that_is_never_opened_again_ends_with_an_error(core: DetokenizerCore) -> None:
+    """Its scheduler has forgotten it. Those that it does open go on."""
+    run(core, opened(7), opened(8, request="r2"), tokens(0, "a"), tokens(0, "a", 8))
+    core.stream_lost(SCHEDULER)
+    run(core, opened(7, attempt=2))
+    out = [core.upkeep(1_000_000 * beat) for beat in range(20)]
+    asked = [message for commands in out for message in told(commands)]
+    assert asked == [Detached(seqs=ints())] * (MOST_ASKED - 1) + [Detached(seqs=ints([8]))]
+    (error,) = [frame for commands in out for frame in frames(commands)]
+    assert (error["type"], error["request_id"], error["error"]["code"]) == ("error", "r2", 503)
+    assert [request.opened.request for request in core.streams] == ["r1"]
+
+
+def test_a_scheduler_that_is_silent_is_not_asked_to_open_again(core: DetokenizerCore) -> None:
+    """Another one will go on with its requests."""
+    run(core, opened())
+    core.stream_lost(SCHEDULER)
+    assert [core.upkeep(beat, {"scheduler.b"}.__contains__) for beat in range(20)] == [[]] * 20
+    assert len(core.streams) == 1
 
 
 def test_other_messages_are_faults(core: DetokenizerCore) -> None:

@@ -528,3 +528,22 @@ def test_an_id_used_again_after_its_request_was_given_up_is_an_orphan_of_its_own
     assert core.orphans.lost(A, "gone") == []
     asked = resumed(core.orphans.turn(["c"], 0))
     assert (asked.inbox, list(asked.generated)) == ("in2", [1])
+
+
+@pytest.mark.parametrize("how", ["cancelled before", "its reader leaves", "nobody goes on"])
+def test_of_an_adopted_request_its_scheduler_is_told_by_name(core: DetokenizerCore, how: str) -> None:
+    """Its sequences are not known here, and a word without them would mean that messages were lost."""
+    core.handle(A, dataclasses.replace(ASKED, shard="d2"), "", 1, 1)
+    if how == "cancelled before":
+        core.copies.cancelled("t", "r1")
+    out = core.lost(A, "gone", lambda source: False) + core.lost(
+        "detokenizer.d2", "gone", lambda source: False
+    )
+    if how == "its reader leaves":
+        out += core.client_gone(1)
+    for _ in range(WAIT_TURNS):
+        out += core.orphans.turn([], 2)
+    assert {(to, str(message)) for to, message in told(out)} == {
+        (A, str(Cancel(tenant="t", request="r1", code=MOVED)))
+    }
+    assert core.idle

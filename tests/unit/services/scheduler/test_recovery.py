@@ -345,3 +345,17 @@ def test_what_had_gone_elsewhere_may_come_back() -> None:
     world.run()
     world.assert_answers("r")
     world.assert_idle()
+
+
+def test_a_request_that_nobody_reads_is_opened_again_like_any_other_when_messages_were_lost() -> None:
+    """Or its detokenizer would ask for it for ever."""
+    world, of = world_with_engine(), asked(finish_detached=True)
+    world.handle(Arrived("tokenizer.t1", of))
+    request = world.scheduler.state.requests["public", "r"]
+    world.handle(Arrived("detokenizer.d1", Detached(seqs=ints([request.sequences[0].seq]))))
+    assert request.detached
+    before = request.attempt
+    world.handle(Arrived("detokenizer.d1", Detached(seqs=ints())))
+    assert request.attempt == before + 1
+    world.run()
+    world.assert_idle()
