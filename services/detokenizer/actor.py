@@ -82,6 +82,12 @@ class DetokenizerActor(Actor):
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._port.guarded(self._flush))
 
+    def on_peer(self, peer: Peer) -> None:
+        beat = peer.beat
+        ours = (beat.kind, beat.model, beat.state) == (self.kind, self._model, "ready")
+        if ours and peer.source != self._port.source and (known := self._core.copies.known).done:
+            self._port.send(peer.source, known)
+
     def on_restart(self, source: str) -> None:
         kind = source.partition(".")[0]
         if kind in WATCHED:
@@ -118,6 +124,8 @@ class DetokenizerActor(Actor):
     async def drain(self) -> None:
         """Requests end here; what remains at the time limit is opened elsewhere by its scheduler."""
         await self._idle.wait()
+        if self._core.copies.unsent:
+            self._tell_others()
 
     # ---- internals ------------------------------------------------------------------------------
 
@@ -143,7 +151,8 @@ class DetokenizerActor(Actor):
         """What they need not keep any more."""
         self._telling = False
         claims = self._core.copies.report()
-        for actor in self._port.peers.ready(self.kind, self._model):
+        peers = self._port.peers
+        for actor in (*peers.ready(self.kind, self._model), *peers.draining(self.kind, self._model)):
             if actor != self._port.actor:
                 self._port.send(f"{self.kind}.{actor}", claims)
 

@@ -1,9 +1,11 @@
 """A request outlives its scheduler and its detokenizer: another detokenizer keeps a copy. Pure.
 
     copy ──opened here, or done elsewhere──▶ forgotten
+      ├── one of the two has gone, and nobody says for HALF_US who has it now ──▶ forgotten: it was answered
       └── its scheduler and its detokenizer have gone ──▶ adopted: an orphan (failover.py) without a token
 
-What its reader has seen is not known here, so that an adopted stream starts over.
+What its reader has seen is not known here, so that an adopted stream starts over. What is done is told to
+all, and once more to a detokenizer that comes, or was silent and is back: it may not have heard.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.messages import Claims, Open, Tokenized, longs
+
+HALF_US = 40_000_000  # longer than a request without a scheduler looks for another: see failover.WAIT_TURNS
+DONE_US, MAX_DONE = 60_000_000, 65_536  # for so long it is known what is done; then the oldest go
 
 
 @dataclass(slots=True)
@@ -25,6 +30,7 @@ class Copy:
     trace: str
     since_us: int
     void: set[str] = field(default_factory=set)  # those of the two that have lost all they knew
+    half_us: int = 0  # since when one of the two has gone; 0: both are there
     cancelled: bool = False
 
 
@@ -40,7 +46,9 @@ class Copies:
 
     def __init__(self) -> None:
         self._copies: dict[int, Copy] = {}
+        self._named: dict[tuple[str, str], set[int]] = {}  # their keys, by tenant and request
         self._done: list[int] = []  # not told yet
+        self._done_us: dict[int, int] = {}  # when, of all that are done; the oldest first
 
     def __len__(self) -> int:
         """0 when idle."""
@@ -48,22 +56,27 @@ class Copies:
 
     def keep(self, scheduler: str, asked: Tokenized, trace: str, now_us: int) -> None:
         """A copy from the scheduler that serves it."""
-        self._copies[key_of(asked)] = Copy(scheduler, f"detokenizer.{asked.shard}", asked, trace, now_us)
+        if (key := key_of(asked)) in self._done_us:
+            return
+        self._copies[key] = Copy(scheduler, f"detokenizer.{asked.shard}", asked, trace, now_us)
+        self._named.setdefault((asked.tenant, asked.request), set()).add(key)
 
     def opened(self, opened: Open) -> None:
-        """It is open here."""
-        if self._copies:
-            self._copies.pop(key_of(opened), None)
+        """It is open here; one with the same name may have been done before."""
+        if self._copies or self._done_us:
+            self._drop(key := key_of(opened))
+            self._done_us.pop(key, None)
 
     def cancelled(self, tenant: str, request: str) -> None:
         """Its client wants no more of it."""
-        for copy in self._copies.values():
-            if (copy.asked.tenant, copy.asked.request) == (tenant, request):
-                copy.cancelled = True
+        for key in self._named.get((tenant, request), ()):
+            self._copies[key].cancelled = True
 
-    def answered(self, opened: Open) -> None:
+    def answered(self, opened: Open, now_us: int) -> None:
         """A request has ended here; the others are to forget it."""
-        self._done.append(key_of(opened))
+        key = key_of(opened)
+        self._done.append(key)
+        self._note_done(key, now_us)
 
     @property
     def unsent(self) -> bool:
@@ -75,25 +88,55 @@ class Copies:
         done, self._done = self._done, []
         return Claims(done=longs(done))
 
-    def told(self, claims: Claims) -> None:
+    @property
+    def known(self) -> Claims:
+        """What was done lately, for one that may not have heard."""
+        return Claims(done=longs(self._done_us))
+
+    def told(self, claims: Claims, now_us: int) -> None:
         """Another detokenizer has answered these."""
         for key in claims.done:
-            self._copies.pop(key, None)
+            self._drop(key)
+            self._note_done(key, now_us)
 
-    def gone(self, source: str, lives: Callable[[str], bool], *, void: bool) -> list[Copy]:
+    def gone(self, source: str, lives: Callable[[str], bool], now_us: int, *, void: bool) -> list[Copy]:
         """A scheduler or a detokenizer is silent, or has lost all it knew (`void`). Returns the copies that
         are nobody else's now, and keeps them no more."""
         alone = []
         for key, copy in self._copies.items():
             both = {copy.scheduler, copy.shard}
-            if void and source in both:
+            if source not in both:
+                continue
+            if void:
                 copy.void.add(source)
-            if source in both and not any(lives(each) for each in both - copy.void):
+            if any(lives(each) for each in both - copy.void):
+                copy.half_us = copy.half_us or now_us
+            else:
                 alone.append(key)
-        return [self._copies.pop(key) for key in alone]
+        return [copy for key in alone if (copy := self._drop(key)) is not None]
 
-    def expire(self, now_us: int) -> None:
-        """Once a beat: nobody waits for an answer beyond its time limit."""
-        late = [key for key, c in self._copies.items() if now_us - c.since_us > c.asked.timeout_us]
-        for key in late:
-            del self._copies[key]
+    def expire(self, now_us: int, lives: Callable[[str], bool]) -> None:
+        """Once a beat: nobody waits for an answer beyond its time limit, and one of which nobody speaks since
+        its scheduler or its detokenizer has gone is answered. One that was only silent goes on."""
+        for key, copy in list(self._copies.items()):
+            if copy.half_us and not copy.void and lives(copy.scheduler) and lives(copy.shard):
+                copy.half_us = 0
+            unspoken = copy.half_us and now_us - copy.half_us > HALF_US
+            if unspoken or now_us - copy.since_us > copy.asked.timeout_us:
+                self._drop(key)
+        while self._done_us and next(iter(self._done_us.values())) < now_us - DONE_US:
+            del self._done_us[next(iter(self._done_us))]
+
+    def _note_done(self, key: int, now_us: int) -> None:
+        self._done_us.pop(key, None)
+        self._done_us[key] = now_us
+        if len(self._done_us) > MAX_DONE:
+            del self._done_us[next(iter(self._done_us))]
+
+    def _drop(self, key: int) -> Copy | None:
+        if (copy := self._copies.pop(key, None)) is not None:
+            keys = self._named[name := (copy.asked.tenant, copy.asked.request)]
+            keys.discard(key)
+            if not keys:
+                del self._named[name]
+        return copy

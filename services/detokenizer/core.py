@@ -57,7 +57,7 @@ class DetokenizerCore:
         self.frames = 0
         self.tokens = 0
         self._torn: set[str] = set()  # schedulers that had requests with a hole at the last beat
-        self._now_us = 0  # of the present event
+        self._now_us = 0  # of the present event, or the last one
         self._wall_us = 0  # likewise, for spans only
 
     def handle(
@@ -76,7 +76,7 @@ class DetokenizerCore:
                 self.copies.keep(scheduler, message, trace, now_us)
                 return []
             case Claims():
-                self.copies.told(message)
+                self.copies.told(message, now_us)
                 return []
             case Tokenized():
                 self.orphans.keep(scheduler, message)
@@ -133,7 +133,8 @@ class DetokenizerCore:
     def upkeep(self, now_us: int = 0, lives: Callable[[str], bool] = lambda source: True) -> list[Command]:
         """Once a beat: ask once more to open again what was not opened within two; what is not opened even so
         its scheduler has forgotten."""
-        self.copies.expire(now_us)
+        self._now_us = now_us
+        self.copies.expire(now_us, lives)
         torn = {key[0] for key, request in self._table.requests.items() if request.torn and lives(key[0])}
         late = torn & self._torn
         self._torn = torn - late
@@ -152,7 +153,7 @@ class DetokenizerCore:
     ) -> list[Command]:
         """A scheduler or another detokenizer is silent, or has lost all it knew (`void`)."""
         commands = self.orphans.lost(source, why, void=void)
-        for copy in self.copies.gone(source, lives, void=void):
+        for copy in self.copies.gone(source, lives, self._now_us, void=void):
             if self._table.named(copy.asked.tenant, copy.asked.request):
                 continue
             request = self._table.adopt(copy.scheduler, copy.asked, copy.trace)
@@ -286,7 +287,7 @@ class DetokenizerCore:
         rest = request.delta() if waits else b""
         last = build()
         self._table.forget(key)
-        self.copies.answered(request.opened)
+        self.copies.answered(request.opened, self._now_us)
         held = self.replay.holds(request.number)
         self.replay.ended(request)
         if held:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 
 from shared.client import Client
+from shared.nats import subjects
+from shared.nats.interface import Delivery
 from shared.nats.memory import MemoryBus
 
 KINDS = ("kv_offload", "scheduler", "detokenizer", "detokenizer", "executor", "tokenizer")
@@ -97,6 +101,74 @@ def test_both_at_once_cost_no_request(
         (left,) = {n for n in names[2:4] if n in fleet.runtimes and n != victim}
         status = fleet.runtimes[left].actor.status()
         assert (status["requests"], status["copies"], status["orphans"]) == (0, 0, 0)
+        await fleet.stop()
+
+    virtual_loop.run(live())
+
+
+async def leave(fleet: VirtualFleet, name: str) -> None:
+    """SIGTERM; the process ends, so that its timers do not run any more."""
+    runtime = fleet.runtimes.pop(name)
+    await runtime.finish(30)
+    runtime.bus.publish = lambda *args, **more: None  # type: ignore[method-assign]  # as in VirtualFleet.kill
+
+
+@pytest.mark.parametrize("fault", ["drain", "die", "hang"])
+def test_what_is_answered_is_not_answered_again_when_both_have_gone_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A detokenizer leaves or dies with what it has not told yet, or the one that keeps the copies hangs and
+    does not hear it. Later the idle scheduler leaves, and in the end both have."""
+    model = served(tmp_path)
+    monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
+
+    async def live() -> None:
+        fleet, ends = VirtualFleet(model, 1), Counter[str]()
+        names = [await fleet.add(kind) for kind in KINDS]
+        scheduler, keeper, other = names[1:4]
+        bus = fleet.broker.connect()
+
+        def count(delivery: Delivery) -> None:
+            if "Headrace-End" in delivery.headers:
+                ends[delivery.subject] += 1
+
+        await bus.subscribe("_INBOX.reader.*", count)
+        await asyncio.sleep(3)
+        for number in range(2 * REQUESTS):
+            body = {
+                "prompt": "Hello",
+                "max_tokens": 100,
+                "ignore_eos": True,
+                "seed": number,
+                "timeout_s": 600,
+            }
+            data = json.dumps({**body, "request_id": f"r{number}", "stream": bool(number % 2)}).encode()
+            bus.publish(subjects.generate("public", "tiny"), data, reply=f"_INBOX.reader.{number}")
+        await asyncio.sleep(0.25)
+        shard: Any = fleet.runtimes[other].actor
+        while not (fault == "hang" or shard._core.copies.unsent):
+            await asyncio.sleep(0.01)
+        if fault == "drain":
+            await leave(fleet, other)
+        elif fault == "die":
+            await fleet.kill(other)
+        else:
+            held = fleet.runtimes[keeper].bus
+            assert isinstance(held, MemoryBus)
+            hang = Hang(held)
+            hang.hang()
+            await asyncio.sleep(12)
+            hang.wake()
+        await asyncio.sleep(45 if fault == "die" else 10)
+        answered = Counter(ends)  # what hung says once more what was said meanwhile
+        assert len(answered) == 2 * REQUESTS
+        assert fleet.runtimes[keeper].actor.status()["copies"] == 0
+        if fault == "hang":
+            await leave(fleet, other)
+        await fleet.add("scheduler")
+        await leave(fleet, scheduler)
+        await asyncio.sleep(8)
+        assert ends == answered
         await fleet.stop()
 
     virtual_loop.run(live())

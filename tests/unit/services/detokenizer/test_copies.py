@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.detokenizer.copies import Copies, key_of
+from services.detokenizer.copies import DONE_US, HALF_US, Copies, key_of
 from services.detokenizer.open_requests import opened_of
 from shared.messages import Claims, Tokenized, longs
 
 S, D = "scheduler.s", "detokenizer.d"
+BOTH = {S, D}.__contains__
+DAY_US = 86_400_000_000
 
 
 def asked(request: str = "r", **more: object) -> Tokenized:
@@ -29,41 +31,96 @@ def test_a_copy_is_ours_when_both_have_gone(copies: Copies, order: tuple[str, st
     """Dead, or started again without what they knew."""
     first, second = order
     lives = {S, D} if void else {second}
-    assert copies.gone(first, lives.__contains__, void=void) == []
-    (copy,) = copies.gone(second, set().__contains__ if not void else lives.__contains__, void=void)
+    assert copies.gone(first, lives.__contains__, 20, void=void) == []
+    (copy,) = copies.gone(second, set().__contains__ if not void else lives.__contains__, 20, void=void)
     assert (copy.asked.request, copy.trace, len(copies)) == ("r", "trace", 0)
 
 
 def test_one_that_is_back_has_lost_nothing(copies: Copies) -> None:
-    assert copies.gone(S, {D}.__contains__, void=False) == []
-    assert copies.gone(D, {S}.__contains__, void=False) == []
-    assert copies.gone("scheduler.other", set().__contains__, void=True) == []
+    assert copies.gone(S, {D}.__contains__, 20, void=False) == []
+    assert copies.gone(D, {S}.__contains__, 20, void=False) == []
+    assert copies.gone("scheduler.other", set().__contains__, 20, void=True) == []
     assert len(copies) == 1
 
 
 def test_what_is_answered_opened_here_or_late_is_forgotten(copies: Copies) -> None:
-    copies.told(Claims(done=longs([key_of(asked(inbox="another")), key_of(asked("q"))])))
+    copies.told(Claims(done=longs([key_of(asked(inbox="another")), key_of(asked("q"))])), 10)
     assert len(copies) == 1, "an earlier request with its id, and another one"
-    copies.told(Claims(done=longs([key_of(asked())])))
-    copies.keep(S, asked(), "", 10)
-    copies.opened(opened_of(asked(), 0))
-    copies.keep(S, asked(), "", 10)
-    copies.expire(1_010)
+    copies.told(Claims(done=longs([key_of(asked())])), 10)
+    assert len(copies) == 0
+    copies.keep(S, asked("o"), "", 10)
+    copies.opened(opened_of(asked("o"), 0))
+    assert len(copies) == 0
+    copies.keep(S, asked("late"), "", 10)
+    copies.expire(1_010, BOTH)
     assert len(copies) == 1
-    copies.expire(1_011)
+    copies.expire(1_011, BOTH)
     assert len(copies) == 0
 
 
 def test_what_ends_here_is_told_once(copies: Copies) -> None:
     assert not copies.unsent
-    copies.answered(opened_of(asked("q"), 0))
+    copies.answered(opened_of(asked("q"), 0), 10)
     assert copies.unsent
     assert copies.report() == Claims(done=longs([key_of(asked("q"))]))
     assert not copies.unsent
 
 
+def test_who_comes_is_told_what_was_answered_within_the_last_minute(copies: Copies) -> None:
+    copies.answered(opened_of(asked("q"), 0), 10)
+    copies.told(Claims(done=longs([key_of(asked())])), 20)
+    copies.report()
+    assert copies.known == Claims(done=longs([key_of(asked("q")), key_of(asked())]))
+    copies.expire(10 + DONE_US, BOTH)
+    assert copies.known == Claims(done=longs([key_of(asked("q")), key_of(asked())]))
+    copies.expire(11 + DONE_US, BOTH)
+    assert copies.known == Claims(done=longs([key_of(asked())]))
+
+
+def test_what_is_known_to_be_answered_is_bounded(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.detokenizer.copies.MAX_DONE", 3)
+    copies.told(Claims(done=longs(range(5))), 10)
+    assert copies.known == Claims(done=longs([2, 3, 4]))
+
+
+def test_a_copy_that_comes_behind_the_answer_is_not_kept(copies: Copies) -> None:
+    copies.told(Claims(done=longs([key_of(asked("q"))])), 10)
+    copies.keep(S, asked("q"), "", 10)
+    assert len(copies) == 1
+    copies.opened(opened_of(asked("q"), 0))
+    copies.keep(S, asked("q"), "", 10)
+    assert len(copies) == 2, "it was asked once more since"
+
+
+@pytest.mark.parametrize(("gone", "left"), [(S, D), (D, S)])
+@pytest.mark.parametrize("void", [False, True])
+def test_a_copy_of_which_one_has_gone_is_kept_until_the_other_has_found_another(
+    copies: Copies, gone: str, left: str, void: bool
+) -> None:
+    """Who has a new one says so, and whom nobody speaks of any more was answered before."""
+    copies.keep(S, asked(timeout_us=DAY_US), "", 10)
+    copies.keep(S, asked("renewed", timeout_us=DAY_US), "", 10)
+    assert copies.gone(gone, {left}.__contains__, 100, void=void) == []
+    copies.keep("scheduler.other", asked("renewed", shard="other", timeout_us=DAY_US), "", 200)
+    copies.expire(100 + HALF_US, {left}.__contains__)
+    assert len(copies) == 2
+    copies.expire(101 + HALF_US, {left}.__contains__)
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize("void", [False, True])
+def test_one_that_was_only_silent_goes_on_and_its_copies_stay(copies: Copies, void: bool) -> None:
+    copies.keep(S, asked(timeout_us=DAY_US), "", 10)
+    copies.gone(S, {D}.__contains__, 100, void=void)
+    copies.expire(200, BOTH)
+    copies.expire(DAY_US, BOTH)
+    assert len(copies) == (not void)
+
+
 def test_a_cancel_is_remembered(copies: Copies) -> None:
+    copies.keep(S, asked("q"), "", 10)
+    copies.told(Claims(done=longs([key_of(asked("q"))])), 10)
     copies.cancelled("t", "q")
     copies.cancelled("t", "r")
-    (copy,) = copies.gone(S, set().__contains__, void=False)
+    (copy,) = copies.gone(S, set().__contains__, 20, void=False)
     assert copy.cancelled
