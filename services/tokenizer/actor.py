@@ -29,7 +29,7 @@ from services.tokenizer.core import (
     Tick,
     TokenizerCore,
 )
-from services.tokenizer.prepare import ServedModel, Submission, prepared
+from services.tokenizer.prepare import Prepared, ServedModel, Submission, prepared
 from services.tokenizer.queries import STANDS_BY, Asking, refuse
 from services.tokenizer.standby import MAX_COPIES, TURN_US, Heard, Standby, key_of
 from services.tokenizer.tenant_classes import TenantClasses
@@ -55,8 +55,6 @@ RETRY_AFTER_MS = 1_000
 MAX_WAITING = 8_192  # requests: as many as the bus keeps unread
 CROWDED_S = 0.001  # how soon one looks again whether a scheduler has answered
 TENANT = 3  # its place in the subject of a request
-
-NAMED = b"request_id"  # a body without these bytes gets an id from us
 
 
 class TokenizerActor(Actor):
@@ -86,7 +84,7 @@ class TokenizerActor(Actor):
     async def start(self, port: Port) -> None:
         self._port = port
         self._unheard = Rarely(log, port.clock)
-        self._beside = Beside(self._model, self._handle, port.clock, self._core.cancels)
+        self._beside = Beside(self._model, self._done, port.clock, self._core.cancels)
         self._started = True
         self._handle(schedulers(port.peers, self._name))
         subscribe = port.bus.subscribe
@@ -242,17 +240,14 @@ class TokenizerActor(Actor):
             heard = Heard(delivery, key_of(delivery), received_us, received_wall_us)
             if copied:
                 self._standby.copy(heard, received_us)
-            else:
+            elif not self._standby.taken_over(heard):
                 self._own(heard)
 
     def _own(self, heard: Heard) -> None:
-        """Put a request that is ours into the mailbox. One without an id is told at once: others would draw
-        another one."""
-        delivery, drawn = heard.delivery, not heard.request_id
+        """Put a request that is ours into the mailbox."""
+        delivery = heard.delivery
         heard.request_id = heard.request_id or secrets.token_urlsafe(16)
         self._standby.own(heard)
-        if drawn and NAMED not in delivery.data:
-            self._tell()
         try:
             self._mailbox.put(heard)
         except Overloaded as error:
@@ -287,19 +282,28 @@ class TokenizerActor(Actor):
             classes=self._classes.of(tenant),
         )
         if len(delivery.data) <= LONG_BYTES:
-            self._handle(prepared(submission, self._model, self._core.cancels))
+            self._done(prepared(submission, self._model, self._core.cancels))
             return
         try:
             self._beside.put(submission)
         except Overloaded as error:
             self._handle(submission.prepared(submission.fresh_id, error))
 
+    def _done(self, ready: Prepared) -> None:
+        """A request is prepared. One that has no id of its client's is told before it leaves: others would
+        draw another one."""
+        if self._standby.untold(ready.key, ready.request):
+            self._tell()
+        self._handle(ready)
+
     # ---- for the other tokenizers ---------------------------------------------------------------
 
-    def _others(self) -> list[str]:
-        """The ids of the other ready tokenizers of this model that say what they have."""
+    def _others(self, *, draining: bool = False) -> list[str]:
+        """The ids of the other ready tokenizers of this model that say what they have, and of those that
+        finish what they have."""
         peers, kind = self._port.peers, self.kind
-        found = (peers.get(f"{kind}.{actor}") for actor in peers.ready(kind, self._name))
+        ids = peers.ready(kind, self._name) + (peers.draining(kind, self._name) if draining else [])
+        found = (peers.get(f"{kind}.{actor}") for actor in ids)
         others = (peer for peer in found if peer is not None and peer.source != self._port.source)
         return [peer.beat.actor for peer in others if (STANDS_BY, 1) in peer.beat.load]
 
@@ -326,8 +330,8 @@ class TokenizerActor(Actor):
             self._tell()
 
     def _tell(self) -> None:
-        if (claims := self._standby.report()) is not None:
-            for actor in self._others():
+        if (claims := self._standby.report(busy=bool(len(self._arrivals)))) is not None:
+            for actor in self._others(draining=True):  # who leaves takes over what nobody speaks of, too
                 self._port.send(f"{self.kind}.{actor}", claims)
 
     def _on_cancel(self, delivery: Delivery) -> None:

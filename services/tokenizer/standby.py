@@ -7,6 +7,9 @@ tells the others every TURN_US what it has taken since and what is done: in a sc
       │                  │ its owner has gone, or has said nothing
       └── for SILENT_US ─┴──▶ taken over, and told to the others
 
+A request without an owner may wait unread at one that is busy: while another one says anything it is left
+alone for UNOWNED_US. Where that was too short the late owner finds that it was taken over.
+
 Two may so have one request, since a tokenizer that was only stopped goes on with what it owns. The scheduler
 takes it once: both name it alike, by its own `request_id` or the one that its owner has drawn and told.
 Who finds out that it was stopped keeps what comes then as copies, until it has heard what others have taken.
@@ -17,12 +20,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared.messages import Claims, longs
 from shared.nats.interface import Delivery
 
 TURN_US = 250_000
 SILENT_US = 1_000_000  # of an owner, until another takes over: far above a turn of a busy machine
+UNOWNED_US = 5_000_000  # of all of which one may have it, unread in a burst
 STOPPED_US = 1_000_000  # without a turn: this process was stopped, and others may have taken over
 DONE_US = 30_000_000  # for so long it is known what is done: longer than a process that hangs is left alone
 MAX_COPIES, MAX_COPY_BYTES = 8_192, 64 * 1024 * 1024  # then the oldest go: likely they are done
@@ -49,6 +54,14 @@ class Heard:
         return 1 + ATTEMPTS * self.owners
 
 
+class Claim(NamedTuple):
+    """Another tokenizer's word that it has a request."""
+
+    owner: str
+    request_id: str
+    told_us: int
+
+
 def key_of(delivery: Delivery) -> int:
     """Names a request: its inbox, its size and what its body begins with."""
     head = f"{delivery.subject} {delivery.reply} {len(delivery.data)} ".encode()
@@ -62,7 +75,7 @@ class Standby:
     def __init__(self) -> None:
         self._own: dict[int, int] = {}  # how many of a key: a client may send the same twice
         self._copies: dict[int, Heard] = {}  # the oldest first
-        self._claims: dict[int, tuple[str, str]] = {}  # owner and id of what has not come here yet
+        self._claims: dict[int, Claim] = {}  # of what has not come here yet
         self._done: dict[int, int] = {}  # key -> when; the oldest first
         self._said_us: dict[str, int] = {}  # by owner, its last word
         self._bytes = 0
@@ -82,8 +95,7 @@ class Standby:
             return
         heard.since_us = now_us
         if (claim := self._claims.pop(key, None)) is not None:
-            heard.owner, heard.request_id = claim
-            heard.owners = 1
+            heard.owner, heard.request_id, heard.owners = claim.owner, claim.request_id, 1
         self._copies[key] = heard
         self._bytes += len(heard.delivery.data)
         while len(self._copies) > MAX_COPIES or self._bytes > MAX_COPY_BYTES:
@@ -99,6 +111,19 @@ class Standby:
             self._taken.pop(heard.key, None)
             self.copy(heard, now_us)
         return doubted
+
+    def taken_over(self, heard: Heard) -> bool:
+        """The broker has given us a request, which has waited here perhaps. Where another one has claimed it
+        so late that it has taken it over, it has the id that it has there. True: it is done there, too."""
+        claim = self._claims.get(heard.key)
+        if claim is None or claim.told_us - heard.received_us < SILENT_US:
+            return False  # nobody, or its client has sent the same twice
+        heard.request_id = claim.request_id
+        return heard.key in self._done
+
+    def untold(self, key: int, request_id: str) -> bool:
+        """Whether nobody else knows the id that was drawn here for a request of ours."""
+        return self._taken.get(key) == request_id
 
     def own(self, heard: Heard) -> None:
         """From now on it is ours."""
@@ -121,12 +146,11 @@ class Standby:
         for key, request_id in zip(claims.taken, claims.ids, strict=True):
             if (heard := self._copies.get(key)) is None:
                 if key not in self._own and key not in self._done:
-                    self._claims[key] = source, request_id
+                    self._claims[key] = Claim(source, request_id, now_us)
             elif heard.owner != source:
                 heard.owner, heard.request_id = source, request_id
                 heard.owners += 1
         for key in claims.done:
-            self._claims.pop(key, None)
             self._drop(key)
             self._note_done(key, now_us)
 
@@ -136,7 +160,7 @@ class Standby:
         for heard in self._copies.values():
             if heard.owner == source:
                 heard.owner, heard.since_us = "", max(heard.since_us, said_us)
-        for key in [key for key, (owner, _) in self._claims.items() if owner == source]:
+        for key in [key for key, claim in self._claims.items() if claim.owner == source]:
             del self._claims[key]
 
     def pardon(self, now_us: int) -> None:
@@ -144,9 +168,10 @@ class Standby:
         for heard in self._copies.values():
             heard.since_us = now_us
 
-    def report(self) -> Claims | None:
-        """What the others do not know yet; it is told now. An owner says at least that it lives."""
-        if not (self._own or self._ended):
+    def report(self, *, busy: bool = False) -> Claims | None:
+        """What the others do not know yet; it is told now. An owner, and who is `busy` with what it has not
+        read, says at least that it lives."""
+        if not (self._own or self._ended or busy):
             return None
         taken, ended, self._taken, self._ended = self._taken, self._ended, {}, []
         return Claims(taken=longs(taken), ids=tuple(taken.values()), done=longs(ended))
@@ -157,11 +182,15 @@ class Standby:
         self._notice_stop(now_us)
         self._turn_us = now_us
         while self._done and next(iter(self._done.values())) < now_us - DONE_US:
-            del self._done[next(iter(self._done))]
+            key = next(iter(self._done))
+            del self._done[key]
+            self._claims.pop(key, None)
+        newest_us = max(self._said_us.values(), default=0)
         place = ids.index(me) if me in ids else len(ids)
         late = []
         for key, heard in self._copies.items():
-            said_us = max(heard.since_us, self._said_us.get(heard.owner, 0))
+            unowned_us = min(newest_us, heard.since_us + UNOWNED_US - SILENT_US)
+            said_us = max(heard.since_us, self._said_us.get(heard.owner, 0) if heard.owner else unowned_us)
             rank = (place + key) % max(len(ids), 1)
             if now_us - said_us >= SILENT_US + rank * TURN_US:
                 late.append(heard)

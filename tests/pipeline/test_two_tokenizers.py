@@ -17,7 +17,7 @@ from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 
 from services.tokenizer.prepare import ServedModel
-from services.tokenizer.standby import SILENT_US, TURN_US
+from services.tokenizer.standby import SILENT_US, TURN_US, UNOWNED_US
 from shared.client import Client
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
@@ -146,10 +146,10 @@ class Reader:
         return Counter(d.subject for d in self.came if "Headrace-End" in d.headers)
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", ["no", "yes", "in its prompt", "null"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tokenizer_that_hangs_and_comes_back_doubles_no_answer(
-    model: ServedModel, stream: bool, named: bool
+    model: ServedModel, stream: bool, named: str
 ) -> None:
     """Nor where the requests have no id. It hangs as soon as a scheduler has the first one."""
 
@@ -166,7 +166,9 @@ def test_a_tokenizer_that_hangs_and_comes_back_doubles_no_answer(
 
             core._send = stop_behind
         body = {**BODY, "stream": stream, "temperature": 1}
-        await reader.ask(*({**body, "request_id": f"r{i}"} if named else body for i in range(8)))
+        for name, value in (("in its prompt", {"prompt": "request_id"}), ("null", {"request_id": None})):
+            body |= value if named == name else {}
+        await reader.ask(*({**body, "request_id": f"r{i}"} if named == "yes" else body for i in range(8)))
         await asyncio.sleep(3)
         assert len(reader.ends()) == 8
         hung[0].wake()
@@ -174,6 +176,47 @@ def test_a_tokenizer_that_hangs_and_comes_back_doubles_no_answer(
         assert set(reader.ends().values()) == {1}
         accepted = [json.loads(d.data)["request_id"] for d in reader.came if b'"accepted"' in d.data]
         assert len(set(accepted)) == len(accepted) == (8 if stream else 0)
+
+    run(model, test)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_waits_unread_at_a_busy_tokenizer_is_answered_once(model: ServedModel, late: bool) -> None:
+    """Nor is it taken over, unless it waits there for UNOWNED_US. Every fourth is refused."""
+
+    async def test(house: House) -> None:
+        reader = Reader(house.fleet.broker.connect())
+        arrivals, loop = house.actor(house.tokenizers[0])._arrivals, asyncio.get_running_loop()
+        sees, busy_s = arrivals._next, (2 if late else 0.7) * UNOWNED_US / 1e6 / REQUESTS
+        arrivals._next = lambda: loop.call_later(busy_s, sees)
+        await reader.ask(*({**BODY, "temperature": -1 if i % 8 > 5 else 1} for i in range(2 * REQUESTS)))
+        await asyncio.sleep(3 * UNOWNED_US / 1e6)
+        assert sum(house.status("requests")) >= 2 * REQUESTS
+        assert set(reader.ends().values()) == {1}
+        assert len(reader.ends()) == 2 * REQUESTS
+        assert (house.status("taken_over")[1] > 0) is late
+
+    run(model, test)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_one_that_leaves_takes_over_nothing_of_one_that_stays(model: ServedModel, leaves: bool) -> None:
+    """It hears what the others say until it has gone. No scheduler comes, and each client is told once."""
+
+    async def test(house: House) -> None:
+        reader = Reader(house.fleet.broker.connect())
+        (scheduler,) = [name for name in house.fleet.runtimes if name.startswith("scheduler")]
+        await house.fleet.kill(scheduler)
+        await reader.ask(*({**BODY, "request_id": f"r{i}"} for i in range(REQUESTS)))
+        await asyncio.sleep(1)
+        left = house.fleet.runtimes[house.tokenizers[1]]
+        leaving = asyncio.create_task(left.finish(60)) if leaves else None
+        await asyncio.sleep(60)
+        assert reader.ends() == {f"{reader.inbox}.{i}": 1 for i in range(REQUESTS)}
+        assert house.status("taken_over") == [0, 0]
+        if leaving is not None:
+            await leaving
+            del house.fleet.runtimes[house.tokenizers[1]]
 
     run(model, test)
 

@@ -11,6 +11,7 @@ from services.tokenizer.standby import (
     SILENT_US,
     STOPPED_US,
     TURN_US,
+    UNOWNED_US,
     Heard,
     Standby,
     key_of,
@@ -92,6 +93,52 @@ def late_from(copies: Standby, silent_us: int) -> list[Heard]:
         found += copies.overdue("a", IDS, now_us)
         assert now_us >= silent_us + SILENT_US or not found
     return found
+
+
+def test_a_request_of_which_nobody_speaks_may_wait_at_one_that_is_busy() -> None:
+    """While another one says anything it is left alone for longer, and not for ever."""
+    one = heard()
+    copies = kept(one)
+    found = []
+    for now_us in range(TURN_US, UNOWNED_US + 2 * TURN_US, TURN_US):
+        copies.told(OTHER, claims(), now_us)
+        found += copies.overdue("a", IDS, now_us)
+        assert now_us >= UNOWNED_US or not found
+    assert found == [one]
+    copies = kept(heard())
+    copies.told(OTHER, claims(), TURN_US)
+    copies.gone(OTHER)
+    assert len(late_from(copies, 0)) == 1, "the word of one that has gone means nothing"
+
+
+def test_one_that_is_taken_over_from_a_busy_owner_has_one_id() -> None:
+    """It has waited there unseen for longer than the other one is patient."""
+    one, same = heard(), heard()
+    copies = Standby()
+    copies.told(OTHER, claims({one.key: "theirs"}), one.received_us + SILENT_US - 1)
+    assert (copies.taken_over(same), same.request_id) == (False, ""), "the client has sent it twice"
+    copies = Standby()
+    copies.told(OTHER, claims({one.key: "theirs"}), one.received_us + SILENT_US)
+    assert (copies.taken_over(one), one.request_id) == (False, "theirs")
+    copies.told(OTHER, claims(done=(one.key,)), one.received_us + SILENT_US + 1)
+    assert copies.taken_over(one), "and its client has been answered, perhaps"
+    now_us = one.received_us + SILENT_US + 2 + DONE_US
+    copies.overdue("a", IDS, now_us)
+    assert not copies.taken_over(heard())
+
+
+def test_who_has_read_nothing_yet_says_that_it_lives() -> None:
+    assert Standby().report(busy=True) == Claims()
+
+
+def test_what_is_not_told_yet_is_known_by_its_drawn_id() -> None:
+    one, copies = heard(), Standby()
+    one.request_id = "drawn"
+    copies.own(one)
+    assert copies.untold(one.key, "drawn")
+    assert not copies.untold(one.key, "of its client")
+    copies.report()
+    assert not copies.untold(one.key, "drawn")
 
 
 def test_what_is_done_is_forgotten_whatever_comes_first() -> None:
