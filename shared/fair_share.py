@@ -15,6 +15,12 @@ def over_share(own: int, held: int, most: int, tenants: int) -> bool:
     return held > most and own * tenants > most
 
 
+def finds_no_room(own: int, more: int, held: int, most: int, tenants: int) -> bool:
+    """Whether a tenant that has `own` of the `held` is refused `more`. One that has nothing yet is taken
+    beyond `most`, but only up to twice that: anybody may invent names."""
+    return over_share(own + more, held + more, most, tenants) if own else held >= 2 * most
+
+
 class Turns(Generic[T]):
     """A queue from which tenants are served in turn, each in the order in which it came."""
 

@@ -38,7 +38,7 @@ from shared.actor.membership import UNNOTICED_US, Peer, Peers, unnoticed_us
 from shared.actor.runtime import Actor, Facts
 from shared.config import Settings
 from shared.errors import Overloaded, PayloadTooLarge
-from shared.fair_share import Turns, over_share
+from shared.fair_share import Turns, finds_no_room
 from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized, rejection
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
@@ -437,10 +437,11 @@ class Mailbox:
         self._empty.set()
 
     def put(self, heard: Heard) -> None:
-        """Queue a request. Raises Overloaded when MAX_WAITING wait, and its tenant has its share of them."""
+        """Queue a request. Raises Overloaded when MAX_WAITING wait, and its tenant has its share of them, or
+        twice as many."""
         tenant = tenant_token(heard.delivery)
         own, tenants = self._waiting.of(tenant), self._waiting.tenants
-        if own and over_share(own + 1, len(self._waiting) + 1, MAX_WAITING, tenants):
+        if finds_no_room(own, 1, len(self._waiting), MAX_WAITING, tenants):
             raise Overloaded(
                 f"{len(self._waiting)} requests wait for this tokenizer, {own} of them yours: "
                 "try again later",

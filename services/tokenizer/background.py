@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from services.tokenizer.prepare import Cancels, Prepared, ServedModel, Submission, prepared
 from shared.clock import Clock, SystemClock
 from shared.errors import Overloaded
-from shared.fair_share import Turns, over_share
+from shared.fair_share import Turns, finds_no_room
 
 LONG_BYTES = 16_384  # 10 to 50 ms of work
 MAX_WAITING_BYTES = 64 * 1024 * 1024
@@ -50,9 +50,9 @@ class Beside:
 
     def put(self, submission: Submission) -> None:
         """Prepare a request in its turn. Raises Overloaded when too many bytes wait already, and its tenant
-        has its share of them."""
+        has its share of them, or twice as many."""
         own, size = self._bytes[submission.tenant], len(submission.body)
-        if own and over_share(own + size, self._bytes.total() + size, MAX_WAITING_BYTES, len(self._bytes)):
+        if finds_no_room(own, size, self._bytes.total(), MAX_WAITING_BYTES, len(self._bytes)):
             raise Overloaded(
                 f"{own} bytes of your long requests wait for this tokenizer: try again later",
                 retry_after_ms=RETRY_AFTER_MS,

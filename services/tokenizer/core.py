@@ -9,6 +9,7 @@ for whoever comes instead, and for its executors.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from services.tokenizer.prepare import (
@@ -40,6 +41,7 @@ WAIT_US = 30_000_000  # after a death: one that hangs is replaced after 15 s, an
 GRACE_US = 2_000_000  # a scheduler may miss its executor a beat before we do
 ASK_AGAIN_US = 250_000  # schedulers that cannot serve yet
 RETRY_AFTER_MS = 1_000
+HEARS_US = 1_000_000  # who was cut off or stopped has read by then what had come for it: one beat
 MOST_ASKED = 16  # of a tenant, unanswered by schedulers: more would stand before those of others
 
 
@@ -115,6 +117,7 @@ class _Pending:
     refusal: str = ""
     waits: bool = True  # for a scheduler: nobody has been asked, or that one cannot serve
     resend_us: int = 0  # when to ask again; 0 = asked twice
+    counts: bool = False  # among those that its tenant has asked a scheduler for
 
 
 class TokenizerCore:
@@ -125,6 +128,9 @@ class TokenizerCore:
         self._model = model
         self._give_up_us = give_up_us
         self._pending: dict[Key, _Pending] = {}
+        self._asked: Counter[str] = Counter()  # by tenant, unanswered for less than RESEND_US
+        self._counted: deque[_Pending] = deque()  # the oldest first; some count no more
+        self._hears_us = 0  # what was answered before is known from then on
         self._schedulers: tuple[str, ...] = ()
         self._patient_until_us = 0
         self.cancels = Cancels()
@@ -139,8 +145,11 @@ class TokenizerCore:
 
     def crowds(self, tenant: str, now_us: int) -> bool:
         """True while a scheduler that answers has as many requests of a tenant before it as it should."""
-        asked = [p for (name, _), p in self._pending.items() if name == tenant and not p.waits]
-        return sum(now_us - p.pending_us < RESEND_US for p in asked) >= MOST_ASKED
+        while self._counted and not (
+            self._counted[0].counts and now_us - self._counted[0].pending_us < RESEND_US
+        ):
+            self._uncount(self._counted.popleft())
+        return self._asked[tenant] >= MOST_ASKED
 
     def handle(self, event: Event, now_us: int) -> list[Command]:
         """Apply one event."""
@@ -194,7 +203,26 @@ class TokenizerCore:
         pending = self._pending.get(key)
         if pending is None or pending.tokenized.attempt != answer.attempt:
             return None
-        return self._pending.pop(key)
+        return self._taken(key)
+
+    def _taken(self, key: Key) -> _Pending:
+        """A request that is pending no more."""
+        pending = self._pending.pop(key)
+        self._uncount(pending)
+        return pending
+
+    def _count(self, pending: _Pending, now_us: int) -> None:
+        if not pending.counts and now_us - pending.pending_us < RESEND_US:
+            pending.counts = True
+            self._asked[pending.tokenized.tenant] += 1
+            self._counted.append(pending)
+
+    def _uncount(self, pending: _Pending) -> None:
+        if pending.counts:
+            pending.counts, tenant = False, pending.tokenized.tenant
+            self._asked[tenant] -= 1
+            if not self._asked[tenant]:
+                del self._asked[tenant]
 
     def _rejected(self, answer: Rejected, now_us: int) -> list[Command]:
         pending = self._answered(answer)
@@ -219,13 +247,16 @@ class TokenizerCore:
 
     def _tick(self, now_us: int, deaf: bool) -> list[Command]:
         """Ask again, give up. Who is cut off itself, or was stopped, knows nothing of the schedulers: its
-        patience begins anew when it hears again."""
+        patience begins anew when it hears again, and what is late then may have been answered."""
         commands: list[Command] = []
+        if deaf:
+            self._hears_us = now_us + HEARS_US
         for key, pending in list(self._pending.items()):
-            if now_us - pending.received_us >= pending.tokenized.timeout_us:
-                commands += self._give_up(key, DeadlineExceeded(LATE))
-            elif deaf:
+            if deaf:
                 pending.pending_us = now_us
+            elif now_us - pending.received_us >= pending.tokenized.timeout_us:
+                if now_us >= self._hears_us:
+                    commands += self._give_up(key, DeadlineExceeded(LATE))
             elif now_us >= max(pending.pending_us + self._give_up_us, self._patient_until_us):
                 refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
                 commands += self._give_up(key, refusal if pending.refusal else self._nobody())
@@ -247,7 +278,9 @@ class TokenizerCore:
             self._patient_until_us = now_us + WAIT_US
         commands: list[Command] = []
         for pending in self._pending.values():
-            pending.waits |= pending.scheduler not in (*event.ids, *event.idle)
+            if pending.scheduler not in (*event.ids, *event.idle):
+                pending.waits = True
+                self._uncount(pending)
             if pending.waits and event.ids:
                 commands.append(self._ask(pending, now_us))
         return commands
@@ -261,6 +294,7 @@ class TokenizerCore:
         pending.scheduler = self._pick(pending)
         pending.refused_by = tuple(actor for actor in pending.refused_by if actor != pending.scheduler)
         pending.waits, pending.resend_us = False, now_us + RESEND_US
+        self._count(pending, now_us)
         return Send(pending.scheduler, self._left(pending, now_us), pending.trace)
 
     def _pick(self, pending: _Pending) -> str:
@@ -276,7 +310,7 @@ class TokenizerCore:
 
     def _give_up(self, key: Key, error: HeadraceError) -> list[Command]:
         """Answer the client, and tell the scheduler in case it got the request after all."""
-        pending = self._pending.pop(key)
+        pending = self._taken(key)
         commands: list[Command] = [self._fail(pending, error)]
         if pending.scheduler and pending.scheduler not in pending.refused_by:
             cancel = Cancel(tenant=key[0], request=key[1], code=error.code, message=error.message)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.fair_share import Turns, over_share
+from shared.fair_share import Turns, finds_no_room, over_share
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,14 @@ def test_nobody_waits_for_more_than_one_of_each_other_tenant(steps: list[tuple[s
         assert len(turns) == len(waiting)
         assert turns.tenants == len({item[0] for item in waiting})
         assert turns.of("a") == sum(item[0] == "a" for item in waiting)
+
+
+@pytest.mark.parametrize(
+    ("own", "held", "tenants", "refused"),
+    [(0, 19, 9, False), (0, 20, 9, True), (0, 99, 1, True), (1, 9, 9, False), (1, 10, 9, True)],
+)
+def test_a_tenant_of_which_nothing_waits_finds_room_up_to_twice_the_bound(
+    own: int, held: int, tenants: int, refused: bool
+) -> None:
+    """Anybody may invent names."""
+    assert finds_no_room(own, 1, held, 10, tenants) is refused

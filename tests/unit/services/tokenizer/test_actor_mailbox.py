@@ -63,6 +63,18 @@ async def test_of_too_many_those_are_refused_whose_tenant_has_its_share(
     box.put(asked("new", "1"))
 
 
+async def test_names_that_somebody_invents_do_not_raise_the_bound_beyond_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(actor, "MAX_WAITING", 4)
+    box = Mailbox(lambda heard: None)
+    box.put(asked("at once", "0"))
+    for i in range(8):
+        box.put(asked(f"t{i}", "1"))
+    with pytest.raises(Overloaded, match="8 requests wait for this tokenizer, 0 of them yours"):
+        box.put(asked("new", "1"))
+
+
 async def test_a_tenant_that_crowds_the_scheduler_is_passed_over() -> None:
     taken, crowds = list[str](), {"a"}
     box = Mailbox(lambda heard: taken.append(heard.delivery.data.decode()), crowds.__contains__)

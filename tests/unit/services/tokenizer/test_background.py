@@ -65,6 +65,20 @@ async def test_only_so_many_bytes_wait(model: ServedModel, monkeypatch: pytest.M
     assert [p.request for p in done] == ["r1", "others", "r3"]
 
 
+async def test_bytes_of_tenants_that_somebody_invents_are_bounded_too(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "MAX_WAITING_BYTES", 500)
+    done: list[Prepared] = []
+    waiting = Beside(model, done.append)
+    for i in range(3):
+        waiting.put(asked(f"r{i}", "a" * 300, f"t{i}"))
+    with pytest.raises(Overloaded, match="0 bytes of your long requests wait"):
+        waiting.put(asked("one more", "a" * 300, "new"))
+    await waiting.drain()
+    assert len(done) == 3
+
+
 async def test_tenants_have_the_thread_in_turn(model: ServedModel) -> None:
     done: list[Prepared] = []
     waiting = Beside(model, done.append)
