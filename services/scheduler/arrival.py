@@ -12,6 +12,7 @@ from services.scheduler.state.state import State
 from services.scheduler.state.waiting_queue import Unit
 from shared.kv_blocks import choice_seed, rendezvous
 from shared.messages import MOVED, Accepted, Cancel, Close, Detached, Open, Tokenized
+from shared.telemetry.traces import RequestFacts
 
 CLIENT = "client"  # source of what comes from no service
 MAX_TOMBSTONES = 10_000  # then the oldest go: anybody may cancel what never was
@@ -168,13 +169,24 @@ def detach(state: State, source: str, message: Detached) -> None:
 
 
 def _known(state: State, asked: Tokenized) -> bool:
-    """True for a resend of what is running or has ended: the same request from the same inbox."""
+    """True for a resend of what is running or has ended: the same request from the same inbox. One that a
+    tokenizer first saw after that is of a client that has lost the answer, and is run again."""
     key = (asked.tenant, asked.request)
     request = state.requests.get(key)
     if request is not None:
         return request.asked.inbox == asked.inbox
     ended = state.recent.traces.get(key)
-    return ended is not None and ended.inbox == asked.inbox
+    if ended is None or ended.inbox != asked.inbox:
+        return False
+    return asked.received_wall_us <= _ended_wall_us(ended.facts)
+
+
+def _ended_wall_us(facts: RequestFacts) -> int:
+    """Until when, by the clock of its tokenizer, a request counts as running: what it took on its way is not
+    known, nor how exactly the clocks of two tokenizers agree."""
+    timings = [choice.close.timings for choice in facts.choices]
+    lived_us = max((t.received_us + t.tokenize_us + t.live_us for t in timings), default=0)
+    return facts.received_wall_us + lived_us + load_shedding.OVERTAKE_US
 
 
 def accept(state: State, source: str, asked: Tokenized) -> None:

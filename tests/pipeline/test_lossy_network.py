@@ -155,3 +155,40 @@ def test_a_broker_that_is_away_for_a_minute_costs_no_answer(
         await fleet.stop()
 
     virtual_loop.run(live())
+
+
+@pytest.mark.parametrize("cut_s", [2, 8])
+def test_a_client_that_was_cut_off_gets_each_answer_that_it_has_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_s: int
+) -> None:
+    """It sends again what has brought nothing: what runs is not computed twice, what has ended is."""
+    model = served(tmp_path)
+    monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
+    monkeypatch.setattr(virtual_fleet, "STEP_S", 0.05)
+
+    async def live() -> None:
+        fleet = VirtualFleet(model, 1)
+        for kind in (*KINDS, "tokenizer"):
+            await fleet.add(kind)
+        bus = fleet.broker.connect()
+        client = await Client.open(bus)
+        await asyncio.sleep(3)
+        body = {"model": "tiny", "prompt": "Hello", "ignore_eos": True, "seed": 1}
+
+        async def answer(tokens: int) -> int:
+            reply = await client.complete({**body, "max_tokens": tokens}, timeout_s=60)
+            return int(reply["usage"]["completion_tokens"])
+
+        asking = [asyncio.create_task(answer(tokens)) for tokens in (20, 21, 22, 23, 90, 91)]
+        await asyncio.sleep(0.3)
+        mine = list(bus._mine)
+        for subscription in mine:
+            fleet.broker.subscriptions.remove(subscription)
+        bus.report(BusFault("disconnected", "cut"))
+        await asyncio.sleep(cut_s)
+        fleet.broker.subscriptions += mine
+        bus.report(BusFault("reconnected", "back"))
+        assert await asyncio.gather(*asking) == [20, 21, 22, 23, 90, 91]
+        await fleet.stop()
+
+    virtual_loop.run(live())

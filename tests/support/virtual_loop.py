@@ -46,6 +46,9 @@ class LoopClock(FakeClock):
     def now_us(self) -> int:
         return round(asyncio.get_running_loop().time() * 1e6)
 
+    def wall_us(self) -> int:
+        return super().wall_us() + self.now_us()
+
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end, in no time."""

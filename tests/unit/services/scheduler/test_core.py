@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor.paged_engine import expected_tokens
 from support.scheduler.world import RESERVE, World, any_limits
 
+from services.scheduler.load_shedding import OVERTAKE_US
 from services.scheduler.state.requests import (
     Arrived,
     DrainAsked,
@@ -149,6 +152,25 @@ def test_a_late_resend_of_an_ended_request_is_not_run_again() -> None:
     world.run()
     world.handle(Arrived("tokenizer.t1", world.asked["a"]))
     assert world.accepted == ["a", "a"]
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("after_us", [-1_000, 0, 200, OVERTAKE_US, 1_000_000])
+def test_a_request_that_came_after_its_like_had_ended_is_run_again(after_us: int) -> None:
+    """Its client has lost the answer, and asks again. A tokenizer that takes it over has seen it before."""
+    world = World()
+    world.add_engine()
+    world.ask("a", [5], 3, received_wall_us=5_000_000, handled_wall_us=5_000_100, sent_wall_us=5_000_200)
+    world.run()
+    (trace,) = world.scheduler.state.recent.traces.values()
+    lived_us = 200 + trace.facts.choices[0].close.timings.live_us
+    stamp_us = 5_000_000 + lived_us + after_us
+    world.handle(
+        Arrived("tokenizer.t2", dataclasses.replace(world.asked["a"], attempt=101, received_wall_us=stamp_us))
+    )
+    assert world.accepted == ["a", "a"]
+    world.run()
+    assert len(world.readers_of("a")) == (2 if after_us > OVERTAKE_US else 1)
     world.assert_idle()
 
 
