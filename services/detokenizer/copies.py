@@ -64,7 +64,7 @@ class Copies:
     def opened(self, opened: Open) -> None:
         """It is open here; one with the same name may have been done before."""
         if self._copies or self._done_us:
-            self._drop(key := key_of(opened))
+            self._forget(key := key_of(opened))
             self._done_us.pop(key, None)
 
     def cancelled(self, tenant: str, request: str) -> None:
@@ -96,7 +96,7 @@ class Copies:
     def told(self, claims: Claims, now_us: int) -> None:
         """Another detokenizer has answered these."""
         for key in claims.done:
-            self._drop(key)
+            self._forget(key)
             self._note_done(key, now_us)
 
     def gone(self, source: str, lives: Callable[[str], bool], now_us: int, *, void: bool) -> list[Copy]:
@@ -113,7 +113,7 @@ class Copies:
                 copy.half_us = copy.half_us or now_us
             else:
                 alone.append(key)
-        return [copy for key in alone if (copy := self._drop(key)) is not None]
+        return [self._drop(key) for key in alone]
 
     def expire(self, now_us: int, lives: Callable[[str], bool]) -> None:
         """Once a beat: nobody waits for an answer beyond its time limit, and one of which nobody speaks since
@@ -133,10 +133,14 @@ class Copies:
         if len(self._done_us) > MAX_DONE:
             del self._done_us[next(iter(self._done_us))]
 
-    def _drop(self, key: int) -> Copy | None:
-        if (copy := self._copies.pop(key, None)) is not None:
-            keys = self._named[name := (copy.asked.tenant, copy.asked.request)]
-            keys.discard(key)
-            if not keys:
-                del self._named[name]
+    def _forget(self, key: int) -> None:
+        if key in self._copies:
+            self._drop(key)
+
+    def _drop(self, key: int) -> Copy:
+        copy = self._copies.pop(key)
+        keys = self._named[name := (copy.asked.tenant, copy.asked.request)]
+        keys.discard(key)
+        if not keys:
+            del self._named[name]
         return copy
