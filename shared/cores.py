@@ -32,7 +32,10 @@ def _quotas(root: Path) -> Iterator[float]:
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        fields = line.split(":", 2)
+        if len(fields) != 3:
+            continue
+        _, controllers, path = fields
         if not controllers:
             mounted, read = [root / _GROUPS, root / _GROUPS / "unified"], _v2
         elif "cpu" in controllers.split(","):
@@ -43,7 +46,7 @@ def _quotas(root: Path) -> Iterator[float]:
         for folder in (mount / group for mount in mounted for group in (inside, *inside.parents)):
             try:
                 cores = read(folder)
-            except (OSError, ValueError):  # of another kind, or the path is that of the host
+            except (OSError, ValueError, ZeroDivisionError):  # of another kind, or the path is that of the host
                 continue
             if cores > 0:
                 yield cores

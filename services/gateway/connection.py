@@ -1,35 +1,54 @@
 """Connection is uvicorn's HTTP/1.1 with bounds on what a peer owes: a head, a body, or its next request.
 
     idle ──first byte──▶ head ──last header──▶ body ──last byte──▶ nothing owed ──answered──▶ idle
+                          └──refused──▶ rest ◀──answered, and to be closed──┘
 
 What is owed for too long, or by too many connections of one address, ends the connection: HttpServer looks
 once in SWEEP_S. A connection that waits for our answer, or reads it, owes nothing. A head that is too large
-is refused with 431 while it comes.
+is refused with 431 while it comes. Nothing is read while a request waits behind another one.
+
+Who is refused, or asked for the end of the connection, may still be sending: we say that nothing more comes,
+and drop the rest. To close at once would be a reset, which destroys the answer on its way.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.errors import HeadTooLarge, SlowRequest, body_of, status_of
 from services.gateway.native_call import BODY_TIMEOUT_S
-from shared.errors import BadRequest, HeadraceError
+from shared.errors import BadRequest, HeadraceError, Overloaded
 from shared.replies import to_json
 
 MAX_HEAD_BYTES = 32_768
+MAX_PIPELINED = 64  # requests of a connection that wait behind the one that is being answered
 HEAD_TIMEOUT_S = 15.0
 KEEP_ALIVE_S = 75.0  # of an idle connection: longer than a proxy in front keeps its own
-LINGER_S = 5.0  # for the rest of a body that was refused: else the client reads a reset and not why
+LINGER_S = 5.0  # for the rest of what was refused: else the client reads a reset and not why
 MAX_IDLE = 512  # connections of one address that owe something; a proxy in front keeps fewer
 SWEEP_S = 1.0  # a connection that is younger is not looked at: its request is on the way
-IDLE, HEAD, BODY, NOTHING = "idle", "head", "body", ""
+IDLE, HEAD, BODY, REST, NOTHING = "idle", "head", "body", "rest", ""
+
+
+class Flow(FlowControl):
+    """Reads on only where no request waits for its turn, whoever asks for it."""
+
+    def __init__(self, transport: asyncio.Transport, waiting: Collection[object]) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if not self._waiting:
+            super().resume_reading()
 
 
 class Connection(HttpToolsProtocol):
@@ -37,15 +56,25 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        self.flow = Flow(transport, self.pipeline)
         self.network = _network(self.client[0] if self.client else "")
+        self._running: RequestResponseCycle | None = None  # `self.cycle` is the newest one
+        self._last = False  # the newest request is the last one
+        self._plain = b""  # a head without the offer of another protocol
+        self._refusal: HeadraceError | None = None
         self.owes_from(IDLE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def owes_from(self, what: str) -> None:
         """From now on the peer owes this."""
         self.owes = what
         self.since_s = self.loop.time()
         self._head_bytes = 0
-        self._refusal: HeadraceError | None = None
 
     @property
     def answering(self) -> bool:
@@ -55,67 +84,134 @@ class Connection(HttpToolsProtocol):
     @property
     def owing(self) -> bool:
         """True when nothing but the peer is awaited."""
-        return self.owes == BODY or (self.owes != NOTHING and not self.answering)
+        if self.owes == BODY:
+            return not self.pipeline
+        return self.owes != NOTHING and not self.answering
 
     def late(self, now_s: float) -> bool:
         """True when the peer has owed it for too long."""
-        if self.owes == BODY:  # the application refuses a slow body itself, and LINGER_S later it is over
-            limit_s = BODY_TIMEOUT_S + LINGER_S if self.answering else LINGER_S
+        if self.owes == BODY and self.answering:  # the application refuses a slow body itself
+            limit_s = BODY_TIMEOUT_S + LINGER_S
         else:
-            limit_s = HEAD_TIMEOUT_S if self.owes == HEAD else KEEP_ALIVE_S
+            limit_s = {HEAD: HEAD_TIMEOUT_S, IDLE: KEEP_ALIVE_S}.get(self.owes, LINGER_S)
         return self.owing and now_s - self.since_s > limit_s
 
     def end(self) -> None:
         """Close it; whoever has sent half a head hears why."""
         if self.owes == HEAD:
             self._refuse(SlowRequest(f"the head did not come within {HEAD_TIMEOUT_S:g} s: send it again"))
-        else:
-            self.transport.close()
+        self.transport.close()
 
     # ---- what comes -----------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.owes == HEAD:
+        self._unset_keepalive_if_required()
+        if self.owes == REST:
+            return
+        self._alone = True  # all of this piece belongs to one head, or to a body without being its bytes
+        self._parse(data)
+        if self._alone and self.owes in (HEAD, BODY):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:  # answered as if there had been none
+                data, self._plain = self._plain + data[offer.args[0] :], b""
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            except httptools.HttpParserError:
+                self._refuse(self._refusal or BadRequest("this is no HTTP/1.1 request"))
+                return
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.owes_from(HEAD)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.owes == HEAD:  # else it is a trailer, which nobody reads
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES:
             self._refusal = _too_large()
-            raise ValueError(self._refusal.message)  # the parser stops, and `send_400_response` says why
-        self.owes_from(BODY)
+        elif len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = Overloaded(f"over {MAX_PIPELINED} requests wait on this connection: send fewer")
+        if self._refusal is not None:
+            raise ValueError(self._refusal.message)  # the parser stops
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._plain = self._without_offer()
+            return
         super().on_headers_complete()
+        self._alone = False
+        self.owes_from(BODY)
+        self._last, self.cycle.keep_alive = not self.cycle.keep_alive, True  # until the body is here
+
+    def on_body(self, body: bytes) -> None:
+        self._alone, self._head_bytes = False, 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._plain:
+            return
+        self._alone = False
+        if self._last:
+            self.cycle.keep_alive = False
         super().on_message_complete()
         self.owes_from(IDLE if self.cycle.response_complete else NOTHING)
 
     def on_response_complete(self) -> None:
-        if self.owes != HEAD:  # the next one has begun, behind this one
-            self.owes_from(self.owes or IDLE)
         super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        self.owes = self.owes or IDLE
+        self.since_s = self.loop.time()
+        if not self.answering and (self.owes == REST or (self._last and self.owes == BODY)):
+            self._part()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _without_offer(self) -> bytes:
+        """The head that has come, without `Upgrade`: the parser expects no HTTP behind it else."""
+        asked = b"%s %s HTTP/%s" % (
+            self.parser.get_method(),
+            self.url,
+            self.parser.get_http_version().encode(),
+        )
+        headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([asked, *headers, b"", b""])
 
     # ---- refusals -------------------------------------------------------------------------------
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or BadRequest("this is no HTTP/1.1 request"))
-
     def _refuse(self, error: HeadraceError) -> None:
+        """Read no more, and say why behind the answers that are still due."""
+        if self.owes == BODY:  # of a request that is being answered, or has been
+            self.transport.close()
+            return
+        self._refusal = error
+        self.owes_from(REST)
         if not self.answering and not self.transport.is_closing():
-            status, body = HTTPStatus(status_of(error)), to_json(body_of(error))
+            self._part()
+
+    def _part(self) -> None:
+        """Say the last word."""
+        self.owes_from(REST)
+        if self._refusal is not None:
+            status, body = HTTPStatus(status_of(self._refusal)), to_json(body_of(self._refusal))
             head = (
                 f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
-        self.transport.close()
+        self.transport.write_eof()
 
 
 def sweep(connections: Iterable[Any], now_s: float) -> None:

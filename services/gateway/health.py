@@ -41,6 +41,8 @@ class Health:
 
     def look(self, peers: Peers) -> None:
         """The living services have changed, or a beat has passed."""
+        if self.draining:
+            return
         if self._probing is not None and self._probing.done():
             self._probing.result()  # it ended by itself only if it failed as nothing should
         models = peers.models("tokenizer")

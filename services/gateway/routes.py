@@ -211,7 +211,8 @@ class Keys:
         """Raises SetupError when the file cannot be used."""
         self.demanded = bool(path)
         self._path = Path(path).expanduser() if path else None
-        self._stamp = (0, 0)
+        self._stamp: tuple[int, ...] = ()
+        self._told = ""  # why it cannot be used
         self._tenants: Mapping[str, str] = {}
         try:
             self._read()
@@ -243,17 +244,21 @@ class Keys:
         """Read the file again if it has changed; one that cannot be used changes nothing."""
         try:
             self._read()
+            self._told = ""
         except (OSError, ValueError) as error:
-            log.error("http_keys: %s cannot be used, the keys before remain: %s", self._path, error)
+            if str(error) != self._told:
+                log.error("http_keys: %s cannot be used, the keys before remain: %s", self._path, error)
+            self._told = str(error)
 
     def _read(self) -> None:
         if self._path is None:
             return
         facts = self._path.stat()
-        stamp = (facts.st_mtime_ns, facts.st_size)
+        stamp = (facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
         if stamp != self._stamp:
-            self._stamp = stamp  # also of a bad one: it is told once
-            self._tenants = read_keys(self._path.read_text())
+            text = self._path.read_text()  # tried again, should that fail
+            self._stamp = stamp  # also of nonsense: it is told once
+            self._tenants = read_keys(text)
 
 
 def _hash(key: str) -> str:

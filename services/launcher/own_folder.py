@@ -43,7 +43,13 @@ def _made() -> tuple[str, int]:
             ) from None
         with contextlib.suppress(FileNotFoundError):  # swept before it was locked
             lock = os.open(path, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:  # some network file systems have no locks
+                _remove(path, lock)
+                raise SetupError(
+                    f"nothing can be locked in {path} ({error}): name a folder for temporary files in TMPDIR"
+                ) from None
             if os.path.exists(path):
                 return path, lock
             os.close(lock)
@@ -61,7 +67,7 @@ def _removed(path: Path) -> bool:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # it lives, or nothing can be locked there
         os.close(lock)
         return False
     mine = os.fstat(lock).st_uid == os.getuid()

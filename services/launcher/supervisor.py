@@ -1,7 +1,7 @@
 """Supervisor runs service processes: starts all, restarts with back-off, drains in order, orphans none.
 
 A service is kept running until its own turn in the drain comes: those before it may still need it. One that
-hangs is killed, and so started again. No child process outlives its parent (`die_with_parent`).
+hangs is killed, and so started again, but not in a drain. No child process outlives its parent (`die_with_parent`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ BACKOFF_LAST_S = 30.0
 HEALTHY_S = 60.0  # a service that ran this long starts its back-off anew
 LINE_LIMIT_BYTES = 1024 * 1024
 KILL_GRACE_S = 3.0  # after the drain's time limit, for the services' own way out
+LAST_WORDS_S = 0.6  # of it, until the next in the drain's order is told, too
 LAST_LINES_S = 1.0  # for what a process that has ended still has in its pipe
 LOOK_S = 1.0  # between two looks for services that hang
 
@@ -51,6 +52,7 @@ class Service:
     spec: ServiceSpec
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
+    cut_short: bool = False  # it hung, and was killed, in its drain
     task: asyncio.Task[None] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,7 +95,8 @@ class Supervisor:
         self, order: Sequence[Collection[str]], timeout_s: float, tell: Callable[[int, str], None]
     ) -> bool:
         """SIGTERM each group of kinds in turn, the next when the one before has ended; once more when the
-        time is over, so that they tell their clients; then kill what is left.
+        time is over, so that they tell their clients, the next after LAST_WORDS_S, whoever hangs; then kill
+        what is left.
 
         `tell` is called with the seconds left and who is waited for, about once a second. True when
         every service ended by itself and in time.
@@ -113,9 +116,12 @@ class Supervisor:
                 clean = False
                 for service in waiting:
                     service.dismiss(signal.SIGINT)  # two of one kind may arrive as one
-                await _all_ended(waiting, max(0.0, left + KILL_GRACE_S))
+                left_s = hurry_at + KILL_GRACE_S - loop.time()
+                await _all_ended(waiting, max(0.0, min(LAST_WORDS_S, left_s)))
+        if not clean:
+            await _all_ended(self.services, max(0.0, hurry_at + KILL_GRACE_S - loop.time()))
         await self.kill()
-        return clean
+        return clean and not any(service.cut_short for service in self.services)
 
     async def kill(self) -> None:
         """SIGKILL everything and wait for its end. A second call does nothing."""
@@ -129,11 +135,12 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_S)
             for service in self.services:
-                if service.leaving.is_set() or service.process is None or service.ended.is_set():
+                if service.process is None or service.ended.is_set():
                     continue
                 if hung_s := silent_s(service.spec.name, service.process.pid):
                     why = f"has not beaten for {hung_s:.0f} s and used no CPU: killed"
                     self._log_line(service.spec.name, why)
+                    service.cut_short = service.leaving.is_set()
                     service.send(signal.SIGKILL)
 
     async def _keep(self, service: Service) -> None:

@@ -56,8 +56,8 @@ def let_go(name: str, descriptor: int) -> None:
 
 
 def sweep(host: str) -> list[str]:
-    """Unlink what no living owner holds: every segment of `host`, of any generation, and those of others
-    whose lock an owner has left, who died. Returns the names of the segments. Call it before the arena is
+    """Unlink what no living owner holds, of this user: every segment of `host`, of any generation, and those
+    of others whose lock an owner has left, who died. What cannot be removed stays. Returns the names of the segments. Call it before the arena is
     made: an owner killed with its whole process group leaves its segment, and so its memory, behind."""
     ours = re.compile(re.escape(segment_name(host, 0)[:-1]) + r"\d+")
     names = sorted(path.name for path in SHM.iterdir() if path.name.startswith(_PREFIX))
@@ -67,22 +67,26 @@ def sweep(host: str) -> list[str]:
 
 
 def _removed(name: str) -> bool:
-    """Whether there was a segment, without an owner. A name is never used twice: nobody comes in between."""
-    descriptor = None
+    """Whether there was a segment of this user, without an owner. A name is never used twice: nobody comes in
+    between."""
+    lock = None
     try:
-        descriptor = os.open(_lock_file(name), os.O_RDWR)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        pass
-    except (BlockingIOError, PermissionError):  # it lives, or is another user's
-        if descriptor is not None:
-            os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(_lock_file(name), os.O_RDWR | os.O_NOFOLLOW)
+            if os.fstat(lock).st_uid != os.getuid():
+                return False
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        there = os.path.lexists(SHM / name)
+        if there and (SHM / name).lstat().st_uid != os.getuid():
+            return False
+        for path in (SHM / name, _lock_file(name)):
+            path.unlink(missing_ok=True)
+        return there
+    except OSError:  # it lives, or is no file of ours
         return False
-    there = (SHM / name).exists()
-    (SHM / name).unlink(missing_ok=True)
-    if descriptor is not None:
-        let_go(name, descriptor)
-    return there
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def _lock_file(name: str) -> Path:

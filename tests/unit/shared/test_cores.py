@@ -47,6 +47,8 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         }, 8),
         (V2.format("/"), {"sys/fs/cgroup/cpu.max": "what is this"}, 8),
+        (V2.format("/"), {"sys/fs/cgroup/cpu.max": "50000 0"}, 8),
+        ("what\n\n7:cpu\n" + V2.format("/"), {"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
     ],
 )  # fmt: skip
 def test_the_affinity_mask_and_the_tightest_quota_decide(

@@ -11,7 +11,7 @@ import pytest
 
 from services.gateway import connection
 from services.gateway.actor import HttpServer, listen
-from services.gateway.connection import MAX_HEAD_BYTES, _network
+from services.gateway.connection import MAX_HEAD_BYTES, MAX_PIPELINED, Connection, _network
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
@@ -19,17 +19,37 @@ WITHIN_S = 30  # a guard against hanging, no measure
 
 
 class App:
-    """Answers at once, without reading the body; `/held` waits for `go` in the middle."""
+    """Answers at once, without reading the body; `/read` reads it before; `/held` waits for `go` in the
+    middle, `/left` for the end of the connection."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
+        self.left = asyncio.Event()
+        self.read: list[bytes] = []
+        self.headers: list[dict[bytes, bytes]] = []
 
-    async def __call__(self, scope: Any, _: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.headers.append(dict(scope["headers"]))
+        if scope["path"] == "/read":
+            self.read.append(await whole(receive))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
         await send({"type": "http.response.body", "body": b"he", "more_body": True})
         if scope["path"] == "/held":
             await self.go.wait()
+        if scope["path"] == "/left":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
         await send({"type": "http.response.body", "body": b"re"})
+
+
+async def whole(receive: Any) -> bytes:
+    """The body of a request."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    return body
 
 
 class Peer:
@@ -54,6 +74,10 @@ class Door:
     def __init__(self, server: HttpServer, app: App) -> None:
         self.server = server
         self.app = app
+
+    @property
+    def connections(self) -> list[Connection]:
+        return [*self.server._server.server_state.connections]  # type: ignore[list-item]  # uvicorn has others
 
     async def peer(self, data: bytes = b"", source: str = "127.0.0.1") -> Peer:
         peer = Peer(*await asyncio.open_connection(*self.server.address, local_addr=(source, 0)))
@@ -142,7 +166,8 @@ async def test_a_head_of_that_size_is_served(door: Door) -> None:
 async def test_what_is_no_http_is_refused_and_not_logged(
     door: Door, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert refusal(await (await door.peer(b"\x16\x03\x01\x02\x00")).read()) == (400, "None")
+    for data in (b"\x16\x03\x01\x02\x00", b"GET http://x HTTP/1.1\r\nhost: x\r\n\r\n"):
+        assert refusal(await (await door.peer(data)).read()) == (400, "None")
     assert caplog.records == []
 
 
@@ -173,6 +198,172 @@ async def test_an_answer_has_all_the_time_it_takes(door: Door, monkeypatch: pyte
     await (await door.peer()).read()  # a later one has been ended
     door.app.go.set()
     assert (await held.read()).startswith(b"re")
+
+
+# ---- several requests at once -----------------------------------------------------------------------
+
+
+async def test_requests_that_wait_behind_one_are_bounded(door: Door) -> None:
+    """What came before is answered, and then why the rest is not."""
+    peer = await door.peer(GET.replace(b"/", b"/held", 1) + b"\r\n" + (GET + b"\r\n") * (MAX_PIPELINED + 10))
+    await peer.read(b"he")
+    assert len(door.connections[0].pipeline) == MAX_PIPELINED
+    door.app.go.set()
+    for _ in range(MAX_PIPELINED + 1):
+        await peer.read(b"re")
+    assert refusal(await peer.read()) == (429, "overloaded")
+
+
+async def test_nothing_is_read_while_requests_wait(door: Door) -> None:
+    held = GET.replace(b"/", b"/held", 1) + b"\r\n"
+    peer = await door.peer(POST.replace(b"/", b"/read", 1) + b"x" * 1000 + held + GET + b"\r\n")
+    await peer.read(b"here")
+    await peer.read(b"he")
+    assert door.connections[0].flow.read_paused, "the third waits, though the first has been answered"
+    for _ in range(10):
+        peer.send(GET + b"\r\n")
+    door.app.go.set()
+    await peer.read(b"re")
+    for _ in range(11):
+        assert (await peer.read(b"here")).startswith(b"HTTP/1.1 200")
+    assert not door.connections[0].flow.read_paused
+
+
+async def test_a_head_may_begin_behind_other_requests(door: Door) -> None:
+    """Its own bytes count, not those of the others."""
+    long = GET + b"cookie: " + b"x" * 2000 + b"\r\n\r\n"
+    post = b"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: 40000\r\n\r\n" + b"x" * 40_000
+    for before, count in ((long * 20, 20), (post, 1)):
+        peer = await door.peer(before + GET)
+        for _ in range(count):
+            assert (await peer.read(b"here")).startswith(b"HTTP/1.1 200")
+        peer.send(b"\r\n")
+        assert (await peer.read(b"here")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_body_that_waits_for_another_answer_is_not_late(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = await door.peer(GET.replace(b"/", b"/held", 1) + b"\r\n")
+    await peer.read(b"he")
+    peer.send(POST.replace(b"/", b"/read", 1) + b"x" * 500)
+    with monkeypatch.context() as short:
+        short.setattr(connection, "BODY_TIMEOUT_S", 0.0)
+        short.setattr(connection, "LINGER_S", 0.05)
+        await (await door.peer(POST + b"x")).read()  # a later one has been ended
+    door.app.go.set()
+    await peer.read(b"re")
+    peer.send(b"x" * 500)
+    assert (await peer.read(b"here")).startswith(b"HTTP/1.1 200")
+    assert door.app.read == [b"x" * 1000]
+
+
+async def test_what_is_no_http_behind_a_request_is_refused_behind_its_answer(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = await door.peer(GET.replace(b"/", b"/held", 1) + b"\r\n\x16\x03\x01\x02\x00")
+    await peer.read(b"he")
+    door.app.go.set()
+    assert await peer.read(b"re") == b"re"
+    assert refusal(await peer.read()) == (400, "None")
+    assert caplog.records == []
+
+
+async def test_a_lost_connection_is_told_to_the_request_that_runs(door: Door) -> None:
+    """Not only to the newest, which waits behind it."""
+    peer = await door.peer(GET.replace(b"/", b"/left", 1) + b"\r\n" + GET + b"\r\n")
+    await peer.read(b"he")
+    door.connections[0].transport.abort()
+    async with asyncio.timeout(WITHIN_S):
+        await door.app.left.wait()
+
+
+# ---- bodies -----------------------------------------------------------------------------------------
+
+CHUNKED = b"POST /read HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def test_trailers_are_not_kept(door: Door) -> None:
+    peer = await door.peer(CHUNKED + b"3\r\nabc\r\n0\r\na: b\r\n\r\n" + GET + b"\r\n")
+    for _ in range(2):
+        assert (await peer.read(b"here")).startswith(b"HTTP/1.1 200")
+    assert door.app.read == [b"abc"]
+    assert [set(headers) for headers in door.app.headers] == [{b"host", b"transfer-encoding"}, {b"host"}]
+
+
+@pytest.mark.parametrize(
+    "begun", [b"1\r\nx\r\n0\r\n", b"1\r\nx\r\n0\r\na: ", b"1;a="], ids=["many", "one", "chunk"]
+)
+@pytest.mark.parametrize("path", [b"/", b"/read"], ids=["answered", "read"])
+async def test_what_a_body_has_beside_its_bytes_is_bounded(
+    door: Door, monkeypatch: pytest.MonkeyPatch, begun: bytes, path: bytes
+) -> None:
+    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 100)
+    peer = await door.peer(CHUNKED.replace(b"/read", path, 1) + begun)
+    if path == b"/":
+        await peer.read(b"here")
+    else:
+        await (await door.peer(GET + b"\r\n")).read(b"here")  # what was sent before has been read
+    peer.send(b"x:y\r\n" * 30 if begun.endswith(b"\n") else b"x" * 150)
+    assert await peer.read() == b"", "no second answer"
+
+
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("split", [False, True], ids=["one piece", "two"])
+async def test_a_request_that_offers_another_protocol_is_answered_in_http_1(
+    door: Door, offer: bytes, split: bool
+) -> None:
+    asked = (
+        b"POST /read HTTP/1.1\r\nhost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: " + offer
+        + b"\r\nHTTP2-Settings: AAMAAABk\r\ncontent-length: 1000\r\n\r\n"
+    )  # fmt: skip
+    body = b"y" * 1000
+    peer = await door.peer(asked if split else asked + body)
+    if split:
+        await (await door.peer(GET + b"\r\n")).read(b"here")  # what was sent before has been read
+        peer.send(body)
+    assert (await peer.read(b"here")).startswith(b"HTTP/1.1 200")
+    peer.send(POST.replace(b"/", b"/read", 1) + b"x" * 1000)
+    assert (await peer.read(b"here")).startswith(b"HTTP/1.1 200")
+    assert door.app.read == [body, b"x" * 1000]
+
+
+# ---- the end ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_who_closes_anyway_and_still_sends_reads_an_early_answer(door: Door, version: bytes) -> None:
+    head = b"POST / HTTP/" + version + b"\r\nconnection: close\r\ncontent-length: 8000000\r\n\r\n"
+    peer = await door.peer(head + b"x" * 8_000_000)
+    assert (await peer.read()).endswith(b"here")
+
+
+async def test_who_still_sends_a_head_reads_its_refusal(door: Door) -> None:
+    peer = await door.peer(GET + b"long: " + b"x" * 8_000_000)
+    assert refusal(await peer.read()) == (431, "head_too_large")
+
+
+async def test_what_follows_the_last_answer_is_not_read_for_ever(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.1)
+    for data in (b"\x16\x03\x01", POST.replace(b"host", b"connection: close\r\nhost")):
+        peer = await door.peer(data)
+        await peer.read()
+        async with asyncio.timeout(WITHIN_S):
+            with pytest.raises(ConnectionError):
+                while True:
+                    peer.send(b"x")
+                    await peer.writer.drain()
+                    await asyncio.sleep(0)
+
+
+async def test_a_connection_that_is_to_be_closed_ends_with_its_answer(door: Door) -> None:
+    close = b"connection: close\r\nhost"
+    for data in (GET + b"\r\n", POST + b"x" * 1000):
+        answer = await (await door.peer(data.replace(b"host", close))).read()
+        assert answer.endswith(b"here")
+        assert b"connection: close" in answer
 
 
 @pytest.mark.parametrize(

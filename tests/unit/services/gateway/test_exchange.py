@@ -152,6 +152,44 @@ def test_keys_change_while_running(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert [r.message.count("the keys before remain") for r in caplog.records] == [1, 1]
 
 
+def test_keys_that_replace_others_are_read_whatever_their_size_and_time(tmp_path: Path) -> None:
+    path, new = tmp_path / "keys", tmp_path / "new"
+    path.write_text("acme one\n")
+    keys = Keys(str(path))
+    new.write_text("acme two\n")
+    facts = path.stat()
+    os.utime(new, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    new.replace(path)
+    keys.refresh()
+    assert keys.tenant_of("Bearer two") == "acme"
+    with pytest.raises(NotAuthorized):
+        keys.tenant_of("Bearer one")
+
+
+def test_keys_that_could_not_be_read_are_tried_again_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("acme one\n")
+    keys = Keys(str(path))
+    path.write_text("acme second\n")
+    with monkeypatch.context() as full:
+
+        def refused(_: Path) -> str:
+            raise OSError(24, "Too many open files")
+
+        full.setattr(Path, "read_text", refused)
+        for _ in range(3):
+            keys.refresh()
+    assert keys.tenant_of("Bearer one") == "acme"
+    keys.refresh()
+    assert keys.tenant_of("Bearer second") == "acme"
+    path.unlink()
+    for _ in range(3):
+        keys.refresh()
+    assert [r.message.partition("remain: ")[2][:10] for r in caplog.records] == ["[Errno 24]", "[Errno 2] "]
+
+
 def test_a_keys_file_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"http_keys: .*No such file"):
         Keys(str(tmp_path / "none"))

@@ -65,6 +65,20 @@ async def test_one_model_that_answers_is_enough(served: Served) -> None:
     assert served.health.why == "no executor"
 
 
+async def test_a_drain_ends_a_probe_that_is_under_way_and_begins_none(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(client: Client, model: str) -> None:
+        served.probed.append(model)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(health, "probe", never)
+    assert await served.beats() == "starting"
+    served.health.stop()
+    assert await served.beats(2) == "draining"
+    assert served.probed == ["a"]
+
+
 async def test_a_kind_that_one_model_lacks_is_not_missing_for_another(served: Served) -> None:
     served.answering = {"a", "b", "c"}
     assert await served.beats(3) == ""

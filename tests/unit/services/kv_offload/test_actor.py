@@ -15,7 +15,7 @@ import pytest
 
 from services.kv_offload import actor
 from services.kv_offload.actor import KvOffloadActor, build
-from services.kv_offload.backends import arena
+from services.kv_offload.backends import arena, shared_memory
 from services.kv_offload.backends.arena import GIB, MIB, Plan, plan, size_bytes
 from services.kv_offload.backends.builtin import MemoryRemote, PlainArena
 from services.kv_offload.backends.interface import RemoteError
@@ -97,6 +97,48 @@ def test_what_dead_owners_left_is_removed_and_what_living_ones_hold_is_not(host:
         assert not (SHM / opened.arena.name).exists()
     other.close()
     dead.close()
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(shared_memory, "SHM", tmp_path)
+    monkeypatch.setattr(arena, "SHM", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("ends", [("",), (".lock",), ("", ".lock")], ids=["segment", "lock", "both"])
+def test_what_is_another_users_is_left_alone(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, ends: tuple[str, ...]
+) -> None:
+    """Also by root, who may remove it."""
+    names = sorted(f"{segment_name('fleet', 1)}{end}" for end in ends)
+    for name in names:
+        (shm / name).touch(0o666)
+    own = os.getuid()
+    with monkeypatch.context() as other:
+        other.setattr(os, "getuid", lambda: own + 1)
+        assert sweep("fleet") == []
+    assert sorted(path.name for path in shm.iterdir()) == names
+    assert sweep("fleet") == ([segment_name("fleet", 1)] if "" in ends else [])
+    assert list(shm.iterdir()) == []
+
+
+def test_what_cannot_be_removed_stops_nobody(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, folder, link = (segment_name(host, 1) for host in ("fleet", "folder", "link"))
+    (shm / f"{folder}.lock").mkdir()
+    (shm / f"{link}.lock").symlink_to("/dev/null")
+    for name in (kept, f"{kept}.lock", link):
+        (shm / name).touch()
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    descriptors = os.listdir("/proc/self/fd")
+    assert [plan(l1, "plain", "fleet", "a host").bytes for l1 in ("off", "16")] == [0, 16 * MIB]
+    assert sweep("fleet") == []
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert len(list(shm.iterdir())) == 5
 
 
 def test_what_dead_owners_of_other_fleets_left_is_removed_with_their_locks(host: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -67,6 +68,26 @@ def test_one_that_is_swept_while_it_is_made_is_made_again(monkeypatch: pytest.Mo
     assert own.name == made[1]
     assert os.path.isdir(own.name)
     own.cleanup()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_place_where_nothing_can_be_locked_is_told(
+    monkeypatch: pytest.MonkeyPatch, place: Path, number: int
+) -> None:
+    """As on some network file systems."""
+    left = place / f"{own_folder.PREFIX}left"
+    left.mkdir()
+
+    def refused(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(own_folder.fcntl, "flock", refused)
+    descriptors = os.listdir("/proc/self/fd")
+    assert sweep() == []
+    with pytest.raises(SetupError, match="nothing can be locked .* in TMPDIR"):
+        OwnFolder()
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert list(place.iterdir()) == [left]
 
 
 def test_no_place_for_temporary_files_is_told(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:

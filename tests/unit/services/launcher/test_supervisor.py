@@ -26,6 +26,20 @@ STUBBORN = (
     "print('up', flush=True)\n"
     "while 1: signal.pause()"
 )
+LAST_WORDS = (
+    "import signal, sys\n"
+    "def second(*a): print('told', flush=True); sys.exit(130)\n"
+    "def first(*a): signal.signal(signal.SIGTERM, second)\n"
+    "signal.signal(signal.SIGINT, second); signal.signal(signal.SIGTERM, first)\n"
+    "print('up', flush=True)\n"
+    "while 1: signal.pause()"
+)
+DEAF = (
+    "import signal, sys; signal.signal(signal.SIGUSR1, lambda *a: sys.exit(0))\n"
+    "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
+    "print('up', flush=True)\n"
+    "while 1: signal.pause()"
+)
 NEEDY = (
     "import signal, sys; signal.signal(signal.SIGUSR1, lambda *a: sys.exit(0));"
     "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\n"
@@ -195,6 +209,39 @@ async def test_what_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyP
     assert await running.drain([("a",)], 0.05, lambda left, kind: told.append(kind)) is False
     assert [s.process.returncode for s in running.services if s.process] == [-signal.SIGKILL]
     assert told[0] == "a"
+
+
+async def test_one_that_hangs_in_a_drain_costs_no_later_one_its_last_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "KILL_GRACE_S", 1000)
+    monkeypatch.setattr(module, "LAST_WORDS_S", 0.01, raising=False)
+    lines = Lines()
+    running = supervise(lines, spec("a", DEAF), spec("b", LAST_WORDS), spec("c", LAST_WORDS))
+    for name in ("a", "b", "c"):
+        await lines.wait_for(name, "up")
+    draining = asyncio.create_task(running.drain([("a",), ("b",), ("c",)], 0.01, lambda left, kind: None))
+    for name in ("b", "c"):
+        await lines.wait_for(name, "told")
+    running.services[0].send(signal.SIGUSR1)  # it has until the end
+    assert await asyncio.wait_for(draining, 20) is False
+    assert [s.process.returncode for s in running.services if s.process] == [0, 130, 130]
+
+
+async def test_one_that_hangs_in_its_drain_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    lines, told = Lines(), asyncio.Event()
+    running = supervise(lines, spec("a", STUBBORN), spec("b", POLITE))
+    for name in ("a", "b"):
+        await lines.wait_for(name, "up")
+    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: told.set()))
+    await told.wait()
+    watching = asyncio.create_task(running.watch(lambda name, pid: 17.2 if name == "a" else 0.0))
+    assert await asyncio.wait_for(draining, 20) is False
+    watching.cancel()
+    assert ("a", "has not beaten for 17 s and used no CPU: killed") in lines.got
+    assert [s.process.returncode for s in running.services if s.process] == [-signal.SIGKILL, 0]
+    assert lines.got[-1] == ("b", "bye")
 
 
 async def test_a_kill_ends_a_drain() -> None:
