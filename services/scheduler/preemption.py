@@ -94,8 +94,11 @@ def _of_who_has_more(state: State, executor: Executor, one: Unit) -> list[Sequen
 
 
 def _make_way(state: State, executor: Executor, unit: Unit, running: list[Sequence], why: str) -> bool:
-    """Pause as many of the `running` ones as a unit needs; none where they are too few."""
-    candidates = _candidates(state, executor, running)
+    """Pause as many of the `running` ones as a unit needs; none where they are too few. Whoever has come back
+    is paused for nobody before it was in a step: so nobody is paused twice within one event, and admission
+    comes to an end in whatever order units are taken."""
+    others = [s for s in running if not (s.pauses and s.opened_after == executor.step)]
+    candidates = _candidates(state, executor, others)
     blocks, slots = headroom.lacking(state, executor, unit)
     if len(candidates) < max(slots, 1) or sum(len(s.table) + s.reserved for s in candidates) < blocks:
         return False

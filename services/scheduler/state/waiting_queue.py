@@ -229,13 +229,17 @@ class Waiting:
 
     def first(self, model: str, running: Container[str] | None = None) -> Unit | None:
         """The unit to admit next: of a tenant that is not among the `running` ones, unless it waits in the
-        lowest class, or else of any."""
+        lowest class, or else of any. One that was paused comes behind the first of any in a higher class,
+        where that waited before: it was paused for that one, perhaps."""
         lines = self._lines(model)
-        if running is not None:
-            for line in lines:
-                if line.level < len(NAMES) - 1 and (unit := self._first_without(line, running)) is not None:
-                    return unit
-        return next((unit for line in lines if (unit := self._first_of(line)) is not None), None)
+        head = next((unit for line in lines if (unit := self._first_of(line)) is not None), None)
+        if head is None or running is None:
+            return head
+        for line in lines:
+            if line.level < len(NAMES) - 1 and (unit := self._first_without(line, running)) is not None:
+                behind = unit.resumes and head.level < unit.level and head.since_us <= unit.since_us
+                return head if behind else unit
+        return head
 
     def behind(self, model: str, first: Unit) -> list[Unit]:
         """Who else might start, in order, of each class: the paused ones, then the first unit of each
@@ -342,17 +346,21 @@ class Waiting:
         comes behind that one, and before those that came later."""
         fresh = self._head_of(line)
         if fresh is not None and fresh.client[0] in running:
-            heads = [next(iter(units.values())) for (t, _), units in line.clients.items() if t not in running]
-            fresh = min(heads, key=self._rank, default=None)
+            others = any(tenant not in running for tenant, _ in line.clients)
+            fresh = self._head_of(line, running) if others else None
         paused = [unit for unit in line.paused if unit.client[0] not in running]
         if not paused:
             return fresh
         oldest = min(paused, key=lambda unit: (unit.since_us, *unit.order))
         return fresh if fresh is not None and fresh.since_us <= oldest.since_us else oldest
 
-    def _head_of(self, line: Line) -> Unit | None:
+    def _head_of(self, line: Line, running: Container[str] = ()) -> Unit | None:
+        """The first unit by rank of those whose tenants are not among the `running` ones. What is passed over
+        are first units of tenants that run: never more than run, however many wait."""
         heads, rank = line.heads, self.policy.the("rank")
-        while heads:
+        passed: list[tuple[tuple[int, ...], int, Client]] = []
+        found = None
+        while heads and found is None:
             head = heads[0]
             client = head[2]
             units = line.clients.get(client)
@@ -361,10 +369,15 @@ class Waiting:
                 continue
             unit = next(iter(units.values()))
             now = (rank(*unit.order, self.served.of(client)), unit.number, client)
-            if now == head:
-                return unit
-            heapq.heapreplace(heads, now)
-        return None
+            if now != head:
+                heapq.heapreplace(heads, now)
+            elif client[0] not in running:
+                found = unit
+            elif heapq.heappop(heads) not in passed[-1:]:  # a client may have come in twice
+                passed.append(head)
+        for head in passed:
+            heapq.heappush(heads, head)
+        return found
 
     def _rank(self, unit: Unit) -> tuple[int, ...]:
         return self.policy.the("rank")(*unit.order, self.served.of(unit.client))  # type: ignore[no-any-return]  # policies.py

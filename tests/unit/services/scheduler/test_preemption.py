@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 from support.scheduler.world import World
 
-from services.scheduler import admission, headroom
+from services.scheduler import admission, headroom, preemption
 from services.scheduler.headroom import spare_blocks
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import PIN_AFTER, PeerDraining, Ticked
-from services.scheduler.state.state import Limits, State
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.requests import PIN_AFTER, PeerDraining, Sequence, Ticked
+from services.scheduler.state.state import Executor, Limits, State
+from services.scheduler.state.waiting_queue import Unit, Waiting
 
 NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
+KV = ("on_demand", "reserve", "greedy", "by_chunk")
 
 
 def pauses(world: World, request: str) -> int:
@@ -186,3 +190,89 @@ def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
         world.assert_answers(f"r{number}")
     assert len(found) > 12, "nobody came back"
     assert any(found), "no row needed a place when another started"
+
+
+class EndlessError(Exception):
+    """Within one event one sequence is paused again and again."""
+
+
+def count_pauses(monkeypatch: pytest.MonkeyPatch, world: World) -> Counter[tuple[int, int]]:
+    """Of each sequence within each event, from now on."""
+    pause, counts = preemption.pause, Counter[tuple[int, int]]()
+
+    def counted(
+        state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]
+    ) -> None:
+        counts[world.events, victim.seq] += 1
+        if max(counts.values()) > 10:
+            raise EndlessError
+        pause(state, executor, victim, why, candidates)
+
+    monkeypatch.setattr(preemption, "pause", counted)
+    return counts
+
+
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("overlap", ["single", "run_ahead"])
+def test_who_was_paused_does_not_take_its_place_back_from_whom_it_was_paused_for(
+    kv: str, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its tenant nothing runs then: so it came first, was paused again for the same one, and so on."""
+    world = World(Limits(classes=NEVER, overlap=overlap, policy=Policy(kv=kv)))
+    counts = count_pauses(monkeypatch, world)
+    world.add_engine(slots=2, blocks=64)
+    world.ask("c1", [4] * 4, 56, tenant="c", slo_class="interactive")
+    world.ask("b", [5] * 4, 40, tenant="b")
+    for _ in range(4):
+        world.deliver()
+    world.ask("c2", [6] * 4, 10, tenant="c", slo_class="interactive")
+    for _ in range(14):
+        world.deliver()
+    assert len(world.readers_of("c2")[0].tokens) == 10
+    assert sum(counts.values()) == 1
+    world.run()
+    for name in ("c1", "b", "c2"):
+        world.assert_answers(name)
+
+
+def any_history(world: World, dice: random.Random) -> list[str]:
+    """Requests of three tenants and all classes among results; then results until nothing comes."""
+    for i in range(dice.randint(1, 2)):
+        world.add_engine(f"e{i}", slots=dice.randint(1, 4), blocks=dice.randint(12, 30))
+    for i in range(dice.randint(4, 20)):
+        prompt = [dice.randrange(5, 900) for _ in range(dice.choice([1, 4, 9, 20]))]
+        world.ask(
+            f"r{i}", prompt, dice.randint(1, 24), tenant=dice.choice("aabc"), n=dice.choice((1, 1, 2)),
+            slo_class=dice.choice(requests.NAMES),
+        )  # fmt: skip
+        for _ in range(dice.randint(0, 3)):
+            world.deliver(dice.choice(list(world.engines)))
+    world.run()
+    return list(world.accepted)
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_within_one_event_nobody_is_paused_twice(
+    seed: int, any_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the queue has no order at all."""
+    dice = random.Random(seed)
+
+    def anybody(waiting: Waiting, model: str, running: object = None) -> Unit | None:
+        units = [unit for unit in waiting if not unit.parked]
+        return dice.choice(units) if units else None
+
+    limits = Limits(
+        classes=NEVER, window=dice.randint(1, 3), step_tokens=dice.choice((4, 16, 64)),
+        overlap=dice.choice(("single", "run_ahead", "two_batch")), policy=Policy(kv=KV[seed % len(KV)]),
+    )  # fmt: skip
+    world = World(limits)
+    if any_order:
+        monkeypatch.setattr(Waiting, "first", anybody)
+    counts = count_pauses(monkeypatch, world)
+    asked = any_history(world, dice)
+    assert max(counts.values(), default=1) == 1
+    for name in asked:
+        world.assert_answers(name)
+    world.assert_idle()
