@@ -103,7 +103,7 @@ def _admit(state: State, unit: Unit, kept: Kept) -> bool:
     if not able:
         state.waiting.park(unit)  # it was accepted for a larger executor, now gone or about to go
         return True
-    if first and preemption.give_way(state, unit):
+    if first and preemption.give_way(state, unit, [e for e in executors if _may_join(state, e, unit)]):
         return True
     if first:
         lookups.refresh(state, unit)
@@ -152,13 +152,9 @@ def _seen(state: State, unit: Unit) -> tuple[int, ...]:
 
 def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     hello, ledger, head = executor.hello, executor.ledger, unit.sequences[0]
-    if head.max_length > hello.max_context or not model_kinds.serves(executor, unit.request):
+    if executor.holds or not ledger.free_slots:  # held: the places that come are for who runs
         return None
-    if executor.holds:
-        return None  # the places that come are for who runs
-    if not _safe(executor, unit):
-        return None
-    if not ledger.free_slots or not _joins(state, executor):
+    if head.max_length > hello.max_context or not _may_join(state, executor, unit):
         return None
     hits = prefix_cache.lookup(executor, head)
     tail = prefix_cache.tail_block(executor, head, len(hits))
@@ -176,6 +172,11 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     room = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
     option = Option(executor.source, len(hits) * hello.block_tokens, room, len(executor.running))
     return Offer(executor, hits, tail, promises, option)
+
+
+def _may_join(state: State, executor: Executor, unit: Unit) -> bool:
+    """True where nothing but room for it is wanted."""
+    return model_kinds.serves(executor, unit.request) and _safe(executor, unit) and _joins(state, executor)
 
 
 def _joins(state: State, executor: Executor) -> bool:

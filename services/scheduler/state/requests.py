@@ -139,6 +139,8 @@ class Sequence:
     reach: int = 0  # the most that was ever computed or cached: below it is work done again
     charged: int = 0  # generated tokens that its client has been charged for
     pauses: int = 0
+    ceded: int = 0  # of them, for a tenant of which nothing ran: they do not count, see ../preemption.py
+    ceded_at: int = 0  # its reach at the last of those
     pinned: bool = False  # paused so often that it is promised all it may need, and is nobody's victim
     tail: Tail = NO_TAIL  # of its last pause
     loading: int = 0  # the job that brings blocks of its table from a tier; no row of it is planned before
