@@ -46,8 +46,8 @@ def make_room(state: State, executor: Executor) -> int:
 
 def give_way(state: State, unit: Unit, open_to: list[Executor]) -> bool:
     """Pause sequences of lower classes, as many as the unit needs to start on one of the executors `open_to`
-    it, or its first choice; or, for that one, of tenants that have more than their share. None where enough is
-    on its way on any of them. True when some were: where no step is in flight their memory is free at once."""
+    it, or its first choice; or, for that one, of tenants that have more than their share. None where enough
+    is on its way. True when some were: where no step is in flight their memory is free at once."""
     tenant, one = unit.client[0], unit
     if len(unit.sequences) > 1:
         one = Unit(unit.request, unit.sequences[:1], unit.number)
@@ -114,17 +114,17 @@ def _make_way(
 
 
 def _frees(executor: Executor, running: list[Sequence]) -> int:
-    """Blocks that would be free, or promised to nobody, without these; those of a shared prefix once, and only
-    if nobody else holds them."""
+    """Blocks that would be free, or promised to nobody, without these; those of a shared prefix once, and
+    only if nobody else holds them."""
     gone = {s.seq for s in running}
     promised = [s.reserved for s in executor.running if (s.leader or s).seq in gone]
     return sum(promised) + executor.ledger.alone_with(s.table for s in running)
 
 
 def _cede(executor: Executor, victim: Sequence) -> None:
-    """It gives its place to a tenant of which nothing runs: a pause that does not count, or that tenant's next
-    request would find all of them pinned. Only where it has computed something new since the last such one:
-    else it would come back for nothing again and again, and never end."""
+    """It gives its place to a tenant of which nothing runs: a pause that does not count, or the next request
+    of that tenant would find all of them pinned. But only where it has computed something new since the last
+    such one: else it would come back for nothing again and again, and never end."""
     reach = max(victim.reach, min(victim.computed, len(victim.tokens)))
     if reach > victim.ceded_at:
         victim.ceded_at = reach
