@@ -142,8 +142,8 @@ def _full(state: State, asked: Tokenized, own: Held) -> bool:
 
 def _too_late(state: State, asked: Tokenized) -> Refusal | None:
     """Refuse now what would get its first token after its class's limit: waiting would only cost it time,
-    and everybody else. Whoever finds nobody ahead is never refused, where those that run make way for it, too:
-    nothing is quicker than to try."""
+    and everybody else. Whoever finds nobody ahead, or only those who make way, is never refused: nothing is
+    quicker than to try."""
     level = requests.level_of(asked.slo_class)
     limit_us = state.limits.classes[level].ttft_us
     units, _ = state.waiting.ahead(asked.model, (asked.tenant, level))
@@ -210,8 +210,8 @@ def ttft_us(state: State, asked: Tokenized, level: int) -> int:
         + the wait for a slot and for blocks, by the answers that run and how long answers are
         + one loop
 
-    Ahead are the prompts that run and those that wait in its class and higher ones. One slot is enough: choices
-    start one by one.
+    Ahead are the prompts that run and those that wait in its class and higher ones. One slot is enough:
+    choices start one by one.
     """
     executors = _serving(state, asked)
     if not executors or any(e.costs.seen < max(SURE_STEPS, MIN_SEEN) for e in executors):
