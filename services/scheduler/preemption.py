@@ -8,10 +8,11 @@ Nobody is paused for one of a lower class; a class is the one that a request cou
 while it waited. But a tenant of which nothing runs takes a place from those that have more than an equal
 part, whatever their class, and who has more than that takes none from who has not. Whoever has just come back
 is spared, and so is who would free nothing, where there is another. After three pauses a sequence is pinned:
-promised all it may ever need, so that it is never short and nobody's victim; one that went on in between is
-not pinned for a pause for such a tenant. Every pause is noted with its
-reason and candidates: the blocks that each would free, those that a tier below holds, and what bringing back
-or computing the rest would cost.
+promised all it may ever need, so that it is never short and nobody's victim. A pause for such a tenant counts
+only within the turn of who is paused, or the next ones of that tenant would find everybody pinned; those come
+first that have had their turn. So whoever is paused again and again ends all the same. Every pause is noted
+with its reason and candidates: the blocks that each would free, those that a tier below holds, and what
+bringing back or computing the rest would cost.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _of_lower_class(executor: Executor, unit: Unit) -> list[Sequence]:
     if not any(executor.levels[unit.level + 1 :]):
         return []
     lower = _from_level(executor, unit.level + 1)
-    over = _over_share(executor, len(executor.tenants))
+    over = over_share(executor, len(executor.tenants))
     return [s for s in lower if s.tenant in over] if unit.client[0] in over else lower
 
 
@@ -85,7 +86,7 @@ def _of_who_has_more(state: State, executor: Executor, one: Unit) -> list[Sequen
     tenants = len(executor.tenants) + 1
     if sum(headroom.promises(state, executor, one)) * tenants > executor.ledger.blocks:
         return []
-    over = _over_share(executor, tenants)
+    over = over_share(executor, tenants)
     return [
         s
         for s in executor.running
@@ -104,9 +105,13 @@ def _make_way(
     blocks, slots = headroom.lacking(state, executor, unit)
     if len(candidates) < max(slots, 1) or (blocks > 0 and _frees(executor, candidates) < blocks):
         return False
-    for victim in state.limits.policy.the("victim")(candidates):
-        if cede:
-            _cede(executor, victim)
+    victims = state.limits.policy.the("victim")(candidates)
+    if cede:
+        victims = sorted(victims, key=lambda s: not _had_turn(state, s))
+    for victim in victims:
+        if cede and _had_turn(state, victim):
+            for s in executor.running:
+                s.ceded += s is victim or s.leader is victim
         pause(state, executor, victim, why, candidates)
         if max(headroom.lacking(state, executor, unit)) <= 0:
             break
@@ -121,16 +126,10 @@ def _frees(executor: Executor, running: list[Sequence]) -> int:
     return sum(promised) + executor.ledger.alone_with(s.table for s in running)
 
 
-def _cede(executor: Executor, victim: Sequence) -> None:
-    """It gives its place to a tenant of which nothing runs: a pause that does not count, or the next request
-    of that tenant would find all of them pinned. But only where it has computed something new since the last
-    such one: else it would come back for nothing again and again, and never end."""
-    reach = max(victim.reach, min(victim.computed, len(victim.tokens)))
-    if reach > victim.ceded_at:
-        victim.ceded_at = reach
-        for s in executor.running:
-            if s is victim or s.leader is victim:
-                s.ceded += 1
+def _had_turn(state: State, s: Sequence) -> bool:
+    """Since it came back it has run for as long as it had waited, and has computed more than it had lost."""
+    reach = max(s.reach, min(s.computed, len(s.tokens)))
+    return state.now_us >= s.turn_us and reach >= s.turn_tokens
 
 
 def _from_level(executor: Executor, level: int) -> list[Sequence]:
@@ -144,13 +143,13 @@ def _may_give(executor: Executor, first: Sequence) -> list[Sequence]:
     of_class = _from_level(executor, first.level)
     if len(executor.tenants) == 1:
         return of_class
-    over = _over_share(executor, len(executor.tenants))
+    over = over_share(executor, len(executor.tenants))
     any_class = first.tenant not in over
     give = [s for s in executor.running if s.tenant in over and (any_class or s.level >= first.level)]
     return [s for s in give if _pausable(s)] or of_class
 
 
-def _over_share(executor: Executor, tenants: int) -> set[str]:
+def over_share(executor: Executor, tenants: int) -> set[str]:
     """The tenants that have more than an equal part of an executor's slots or blocks, between so many of
     them. The only sequence of a tenant is more only by its blocks."""
     blocks = dict.fromkeys(executor.tenants, 0)

@@ -170,9 +170,9 @@ def _add_chunks(
 
 
 def _in_turn(state: State, executor: Executor, prompts: list[Sequence]) -> tuple[list[Sequence], int]:
-    """The only sequence of a tenant here goes before all: who asks for one thing waits for no pile of prompts.
-    Then by class; those that have begun first, or all would be cut up among one another; and by what their
-    tenants have been served.
+    """The only sequence of a tenant here goes before all: who asks for one thing waits for no pile of
+    prompts. Then by class; those that have begun first, or all would be cut up among one another; and by what
+    their tenants have been served.
 
     But the one that was placed first is late after a while, wherever it stands: then it is put first, for a
     part of the step, or for what those leave that it was put before: their tokens. So each comes to its end.

@@ -94,6 +94,8 @@ class Unit:
     answers: dict[Place, Answer] = field(default_factory=dict)  # of the tiers
     turn_us: int = 0  # when it was first told to wait for one of them, at its turn
     keeps: str = ""  # the executor that nobody behind it may start on: there it will
+    kept_us: int = 0  # since when
+    overtaken: int = 0  # how many have started there since, although it was the first
     since_us: int = 0  # when it began to wait
 
     @property

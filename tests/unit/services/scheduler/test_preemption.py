@@ -356,13 +356,13 @@ def test_nobody_is_paused_for_blocks_that_would_not_come_free() -> None:
         world.assert_answers(name)
 
 
-def newcomers(world: World, until: str, prompt: int = 4, most: int = 400) -> list[int]:
+def newcomers(world: World, until: str, prompt: int = 4, tokens: int = 3) -> list[int]:
     """One request of tenant b after the other until one of tenant a has its answer: the steps that each of
     them waited for its first token."""
     waits: list[int] = []
     while world.readers_of(until)[0].closed is None:
         name = f"b{len(waits)}"
-        world.ask(name, [99, *range(len(waits) + 5, len(waits) + 5 + prompt)], 3, tenant="b")
+        world.ask(name, [99, *range(len(waits) + 5, len(waits) + 5 + prompt)], tokens, tenant="b")
         steps = 0
         while world.readers_of(name)[0].closed is None:
             steps += not world.readers_of(name)[0].tokens
@@ -370,7 +370,7 @@ def newcomers(world: World, until: str, prompt: int = 4, most: int = 400) -> lis
         waits.append(steps)
         for _ in range(3):
             world.deliver()
-        assert len(waits) < most, f"{until} never ends"
+        assert len(waits) < 400, f"{until} never ends"
     return waits
 
 
@@ -404,3 +404,35 @@ def test_who_is_paused_for_newcomers_again_and_again_ends_all_the_same(tier: str
     for name in world.accepted:
         world.assert_answers(name)
     world.assert_idle()
+
+
+def test_those_that_had_their_turn_give_way_to_newcomers_first() -> None:
+    """Who was paused runs for as long as it had waited before it is paused again: so each of them goes on,
+    where the latest would be paused each time."""
+    world = World(Limits(classes=NEVER, window=1))
+    world.add_engine(slots=3, blocks=4_000, max_context=800)
+    for i in range(3):
+        world.ask(f"a{i}", [7 + i] * 4, 700, tenant="a")
+    for _ in range(4):
+        world.deliver()
+    for i in range(9):
+        world.ask(f"b{i}", [99, i], 6, tenant="b")
+        while world.readers_of(f"b{i}")[0].closed is None:
+            assert world.deliver()
+        world.deliver()
+    by_name = {s.request.asked.request: s for s in world.scheduler.state.sequences.values()}
+    assert [by_name[f"a{i}"].pauses for i in range(3)] == [1, 4, 4]
+    assert [s.pauses - s.ceded for s in by_name.values()] == [0, 0, 0]
+
+
+def test_a_pause_within_its_turn_counts() -> None:
+    """The only one that can be paused, and it never runs for as long as it waited: then it stays."""
+    world = World(Limits(classes=NEVER, window=1))
+    world.add_engine(slots=1, blocks=30, max_context=120)
+    world.ask("large", [7] * 60, 40, tenant="a")
+    for _ in range(3):
+        world.deliver()
+    newcomers(world, "large", tokens=6)
+    close = world.readers_of("large")[0].closed
+    assert close is not None
+    assert sum(d.what == "pause" for d in close.decisions) == 1 + PIN_AFTER

@@ -1,5 +1,6 @@
-"""Among prompts those that have begun go first; one that starts on cached blocks has not begun by that. And the
-one that was placed first comes to its end, whoever goes before it."""
+"""Among prompts those that have begun go first; one that starts on cached blocks has not begun by that. The
+one that was placed first comes to its end, whoever goes before it.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def small_steps() -> World:
 
 
 def crowd(world: World, until: str, streams: list[tuple[str, str]], most: int = 300) -> int:
-    """Streams of a tenant and a class, each of which asks for one prompt of 24 tokens after the other: together
-    more than all steps hold. The steps until somebody's first token."""
+    """Streams of a tenant and a class, each of which asks for one prompt of 24 tokens after the other:
+    together more than all steps hold. The steps until somebody's first token."""
     asked: dict[int, str] = {}
     for step in range(most):
         if until in world.accepted and world.readers_of(until)[0].tokens:
@@ -79,8 +80,7 @@ def test_a_prompt_that_has_begun_does_not_starve_behind_a_higher_class() -> None
 
 
 def test_prompts_of_many_tenants_are_computed_one_after_the_other() -> None:
-    """Not a piece of each in turn, so that all would end last: three fifths of 60 tokens a step make 3.75
-    steps each."""
+    """Not a piece of each in turn, so that all would end last: 60 tokens take 3.75 steps."""
     world = small_steps()
     world.ask("warm", [3] * 4, 1, tenant="w")
     world.run()
