@@ -1,9 +1,10 @@
 """Admission: the first that waits starts as soon as an executor has what it needs.
 
 Units are taken in the order of the queue. One that must wait keeps an executor for itself, on which nobody
-behind it starts, so that a large one is never overtaken for ever; on the others those behind it do. Of a
-request with several choices those start for which there is room, the others wait on. Where the first must
-wait, sequences of lower classes may have to give way, and those of a tenant that has more than its share.
+behind it starts, so that a large one is never overtaken for ever; on the others those behind it do. Tenants
+of which nothing runs go before it, but not for ever either (`_next`). Of a request with several choices those
+start for which there is room, the others wait on. Where the first must wait, sequences of lower classes may
+have to give way, and those of a tenant that has more than its share.
 
 A request under which executors have died is a suspect: it may be what they die of. From the second death on
 it is on trial, until it has come well past the token where the last one died. An executor tries one at a
@@ -35,6 +36,7 @@ from services.scheduler.state.waiting_queue import Unit
 from shared.errors import Unavailable
 from shared.messages import SlotOpen
 
+OVERTAKEN, OVERTAKEN_US = 8, 5_000_000  # so often, and for so long: then it is nobody's turn before
 SUSPECT = 2  # deaths
 NEIGHBOURS = 4  # beside the one on trial, that have not come PAST yet
 PAST = 8  # tokens of each choice since its place, or since the death: some were on their way when it came
@@ -68,12 +70,31 @@ def admit(state: State) -> None:
         return
     waiting.age(state.now_us)
     for model in sorted({e.hello.model for e in state.executors.values()}):
-        while (unit := waiting.first(model, _running(state, model))) is not None:
+        while (unit := _next(state, model)) is not None:
             if state.stuck and state.stuck == _seen(state, unit):
                 break
             if not _admit(state, unit, kept := Kept()):
                 _admit_others(state, unit, kept)
                 break
+
+
+def _next(state: State, model: str) -> Unit | None:
+    """The first of a tenant of which nothing runs, or else of all; but the first of all where others have
+    gone before it for long on the executor that it keeps: tenants that ask for one thing at a time would
+    leave a large one no room for ever. That is no right of a tenant that has more than its share already."""
+    head = state.waiting.first(model)
+    if (
+        head is not None
+        and head.overtaken >= OVERTAKEN
+        and state.now_us - head.kept_us >= OVERTAKEN_US
+        and not any(
+            head.client[0] in preemption.over_share(e, len(e.tenants))
+            for e in state.executors.values()
+            if e.hello.model == model
+        )
+    ):
+        return head
+    return state.waiting.first(model, _running(state, model))
 
 
 def _running(state: State, model: str) -> set[str]:
@@ -103,7 +124,7 @@ def _admit(state: State, unit: Unit, kept: Kept) -> bool:
     if not able:
         state.waiting.park(unit)  # it was accepted for a larger executor, now gone or about to go
         return True
-    if first and preemption.give_way(state, unit):
+    if first and preemption.give_way(state, unit, [e for e in executors if _may_join(state, e, unit)]):
         return True
     if first:
         lookups.refresh(state, unit)
@@ -119,6 +140,7 @@ def _keep(state: State, unit: Unit, able: list[Executor], kept: Kept) -> None:
         unit.keeps = min(
             able, key=lambda e: (_lacks(state, e, unit) if len(able) > 1 else 0, e.source)
         ).source
+        unit.kept_us, unit.overtaken = state.now_us, 0
     if unit.keeps in sources:
         kept.executors.add(unit.keeps)
 
@@ -152,13 +174,9 @@ def _seen(state: State, unit: Unit) -> tuple[int, ...]:
 
 def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     hello, ledger, head = executor.hello, executor.ledger, unit.sequences[0]
-    if head.max_length > hello.max_context or not model_kinds.serves(executor, unit.request):
+    if executor.holds or not ledger.free_slots:  # held: the places that come are for who runs
         return None
-    if executor.holds:
-        return None  # the places that come are for who runs
-    if not _safe(executor, unit):
-        return None
-    if not ledger.free_slots or not _joins(state, executor):
+    if head.max_length > hello.max_context or not _may_join(state, executor, unit):
         return None
     hits = prefix_cache.lookup(executor, head)
     tail = prefix_cache.tail_block(executor, head, len(hits))
@@ -176,6 +194,11 @@ def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
     room = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
     option = Option(executor.source, len(hits) * hello.block_tokens, room, len(executor.running))
     return Offer(executor, hits, tail, promises, option)
+
+
+def _may_join(state: State, executor: Executor, unit: Unit) -> bool:
+    """True where nothing but room for it is wanted."""
+    return model_kinds.serves(executor, unit.request) and _safe(executor, unit) and _joins(state, executor)
 
 
 def _joins(state: State, executor: Executor) -> bool:
@@ -222,6 +245,9 @@ def _place(state: State, offers: list[Offer]) -> Offer:
 
 def _start(state: State, offer: Offer, unit: Unit) -> None:
     executor, leader, request, level = offer.executor, unit.sequences[0], unit.request, unit.level
+    head = state.waiting.first(executor.hello.model)
+    if head is not None and head is not unit and head.keeps == offer.option.source:
+        head.overtaken += 1
     if (begins := len(offer.promises)) < len(unit.sequences):
         unit = state.waiting.split(unit, begins)
     else:

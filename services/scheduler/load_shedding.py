@@ -142,11 +142,12 @@ def _full(state: State, asked: Tokenized, own: Held) -> bool:
 
 def _too_late(state: State, asked: Tokenized) -> Refusal | None:
     """Refuse now what would get its first token after its class's limit: waiting would only cost it time,
-    and everybody else. Whoever finds nobody ahead is never refused: nothing is quicker than to try."""
+    and everybody else. Whoever finds nobody ahead, or only those who make way, is never refused: nothing is
+    quicker than to try."""
     level = requests.level_of(asked.slo_class)
     limit_us = state.limits.classes[level].ttft_us
     units, _ = state.waiting.ahead(asked.model, (asked.tenant, level))
-    if not units and not all(e.running for e in _serving(state, asked)):
+    if not units and any(not _staying(e, level) for e in _serving(state, asked)):
         return None
     if not limit_us or (wait_us := ttft_us(state, asked, level)) <= limit_us:
         return None
@@ -209,7 +210,8 @@ def ttft_us(state: State, asked: Tokenized, level: int) -> int:
         + the wait for a slot and for blocks, by the answers that run and how long answers are
         + one loop
 
-    Ahead are the prompts that run and those that wait in its class and higher ones.
+    Ahead are the prompts that run and those that wait in its class and higher ones. One slot is enough:
+    choices start one by one.
     """
     executors = _serving(state, asked)
     if not executors or any(e.costs.seen < max(SURE_STEPS, MIN_SEEN) for e in executors):
@@ -217,13 +219,18 @@ def ttft_us(state: State, asked: Tokenized, level: int) -> int:
     units, tokens = state.waiting.ahead(asked.model, (asked.tenant, level))
     ahead = tokens + sum(_prompt_left(e, level) for e in executors) + len(asked.tokens)
     speed = sum(1_000_000_000_000 // max(_ns_per_token(e), 1) for e in executors)  # tokens in 1,000 s
-    queue = Queue(level, units // len(executors) + asked.n, tokens // len(executors) + len(asked.tokens))
+    queue = Queue(level, units // len(executors) + 1, tokens // len(executors) + len(asked.tokens))
     wait_us = min(_place_us(state, e, queue) for e in executors)
     return ahead * 1_000_000_000 // max(speed, 1) + wait_us + min(e.costs.loop_us for e in executors)
 
 
+def _staying(executor: Executor, level: int) -> list[Sequence]:
+    """Who of those that run gives no place to a request of this class."""
+    return [s for s in executor.running if s.level <= level or s.pinned]
+
+
 def _prompt_left(executor: Executor, level: int) -> int:
-    ahead = [s for s in executor.running if s.leader is None and s.request.level <= level]
+    ahead = [s for s in executor.running if s.leader is None and s.level <= level]
     return sum(max(s.opened_length - s.computed, 0) for s in ahead)
 
 
@@ -243,7 +250,7 @@ def _ns_per_token(executor: Executor) -> int:
 def _place_us(state: State, executor: Executor, queue: Queue) -> int:
     """Until slots and blocks for all of the queue are free. Lower classes give theirs up at once."""
     ledger = executor.ledger
-    stay = [s for s in executor.running if s.request.level <= queue.level or s.pinned]
+    stay = _staying(executor, queue.level)
     gone = len(executor.running) - len(stay)
     given = sum(len(s.table) for s in executor.running) - sum(len(s.table) for s in stay)
     slots = queue.slots - ledger.free_slots - gone

@@ -8,9 +8,11 @@ Nobody is paused for one of a lower class; a class is the one that a request cou
 while it waited. But a tenant of which nothing runs takes a place from those that have more than an equal
 part, whatever their class, and who has more than that takes none from who has not. Whoever has just come back
 is spared, and so is who would free nothing, where there is another. After three pauses a sequence is pinned:
-promised all it may ever need, so that it is never short and nobody's victim. Every pause is noted with its
-reason and candidates: the blocks that each would free, those that a tier below holds, and what bringing back
-or computing the rest would cost.
+promised all it may ever need, so that it is never short and nobody's victim. A pause for such a tenant counts
+only within the turn of who is paused, or the next ones of that tenant would find everybody pinned; those come
+first that have had their turn. So whoever is paused again and again ends all the same. Every pause is noted
+with its reason and candidates: the blocks that each would free, those that a tier below holds, and what
+bringing back or computing the rest would cost.
 """
 
 from __future__ import annotations
@@ -43,28 +45,27 @@ def make_room(state: State, executor: Executor) -> int:
     return len(needy)
 
 
-def give_way(state: State, unit: Unit) -> bool:
-    """Pause sequences of lower classes, as many as the unit needs to start on their executor, or its first
-    choice; or, for that one, of tenants that have more than their share. True when some were: where no step
-    is in flight their memory is free at once."""
+def give_way(state: State, unit: Unit, open_to: list[Executor]) -> bool:
+    """Pause sequences of lower classes, as many as the unit needs to start on one of the executors `open_to`
+    it, or its first choice; or, for that one, of tenants that have more than their share. None where enough
+    is on its way. True when some were: where no step is in flight their memory is free at once."""
     tenant, one = unit.client[0], unit
     if len(unit.sequences) > 1:
         one = Unit(unit.request, unit.sequences[:1], unit.number)
     serving = [e for e in state.executors.values() if model_kinds.serves(e, unit.request)]
     last = unit.level == len(NAMES) - 1
     comes = not (unit.resumes or last or any(tenant in e.tenants for e in serving))
-    for executor in serving:
-        lower = _of_lower_class(executor, unit)
-        over = _of_who_has_more(state, executor, one) if comes else []
-        if not lower and not over:
-            continue
-        if max(headroom.lacking(state, executor, one)) <= 0:
-            return False  # enough is on its way
-        why = f"seq {unit.number} of class {unit.request.asked.slo_class} needs its place"
+    able = [e for e in open_to if headroom.holds(e, one)]
+    ways = [(e, _of_lower_class(e, unit), _of_who_has_more(state, e, one) if comes else []) for e in able]
+    ways = [way for way in ways if way[1] or way[2]]
+    if not ways or any(max(headroom.lacking(state, e, one)) <= 0 for e in able):
+        return False
+    why = f"seq {unit.number} of class {unit.request.asked.slo_class} needs its place"
+    for executor, lower, over in ways:
         for part in (unit, one) if one is not unit else (unit,):
             if _make_way(state, executor, part, lower, why):
                 return True
-        if _make_way(state, executor, one, over, f"nothing of tenant {tenant!r} runs: {why}"):
+        if _make_way(state, executor, one, over, f"nothing of tenant {tenant!r} runs: {why}", cede=True):
             return True
     return False
 
@@ -75,7 +76,7 @@ def _of_lower_class(executor: Executor, unit: Unit) -> list[Sequence]:
     if not any(executor.levels[unit.level + 1 :]):
         return []
     lower = _from_level(executor, unit.level + 1)
-    over = _over_share(executor, len(executor.tenants))
+    over = over_share(executor, len(executor.tenants))
     return [s for s in lower if s.tenant in over] if unit.client[0] in over else lower
 
 
@@ -85,7 +86,7 @@ def _of_who_has_more(state: State, executor: Executor, one: Unit) -> list[Sequen
     tenants = len(executor.tenants) + 1
     if sum(headroom.promises(state, executor, one)) * tenants > executor.ledger.blocks:
         return []
-    over = _over_share(executor, tenants)
+    over = over_share(executor, tenants)
     return [
         s
         for s in executor.running
@@ -93,17 +94,42 @@ def _of_who_has_more(state: State, executor: Executor, one: Unit) -> list[Sequen
     ]
 
 
-def _make_way(state: State, executor: Executor, unit: Unit, running: list[Sequence], why: str) -> bool:
-    """Pause as many of the `running` ones as a unit needs; none where they are too few."""
-    candidates = _candidates(state, executor, running)
+def _make_way(
+    state: State, executor: Executor, unit: Unit, running: list[Sequence], why: str, cede: bool = False
+) -> bool:
+    """Pause as many of the `running` ones as a unit needs; none where all of them are too few. Whoever was
+    paused and has come back is paused for nobody before it was in a step: so nobody is paused twice within
+    one event, and admission comes to an end in whatever order units are taken."""
+    others = [s for s in running if not (s.pauses and s.opened_after == executor.step)]
+    candidates = _candidates(state, executor, others)
     blocks, slots = headroom.lacking(state, executor, unit)
-    if len(candidates) < max(slots, 1) or sum(len(s.table) + s.reserved for s in candidates) < blocks:
+    if len(candidates) < max(slots, 1) or (blocks > 0 and _frees(executor, candidates) < blocks):
         return False
-    for victim in state.limits.policy.the("victim")(candidates):
+    victims = state.limits.policy.the("victim")(candidates)
+    if cede:
+        victims = sorted(victims, key=lambda s: not _had_turn(state, s))
+    for victim in victims:
+        if cede and _had_turn(state, victim):
+            for s in executor.running:
+                s.ceded += s is victim or s.leader is victim
         pause(state, executor, victim, why, candidates)
         if max(headroom.lacking(state, executor, unit)) <= 0:
             break
     return True
+
+
+def _frees(executor: Executor, running: list[Sequence]) -> int:
+    """Blocks that would be free, or promised to nobody, without these; those of a shared prefix once, and
+    only if nobody else holds them."""
+    gone = {s.seq for s in running}
+    promised = [s.reserved for s in executor.running if (s.leader or s).seq in gone]
+    return sum(promised) + executor.ledger.alone_with(s.table for s in running)
+
+
+def _had_turn(state: State, s: Sequence) -> bool:
+    """Since it came back it has run for as long as it had waited, and has computed more than it had lost."""
+    reach = max(s.reach, min(s.computed, len(s.tokens)))
+    return state.now_us >= s.turn_us and reach >= s.turn_tokens
 
 
 def _from_level(executor: Executor, level: int) -> list[Sequence]:
@@ -117,13 +143,13 @@ def _may_give(executor: Executor, first: Sequence) -> list[Sequence]:
     of_class = _from_level(executor, first.level)
     if len(executor.tenants) == 1:
         return of_class
-    over = _over_share(executor, len(executor.tenants))
+    over = over_share(executor, len(executor.tenants))
     any_class = first.tenant not in over
     give = [s for s in executor.running if s.tenant in over and (any_class or s.level >= first.level)]
     return [s for s in give if _pausable(s)] or of_class
 
 
-def _over_share(executor: Executor, tenants: int) -> set[str]:
+def over_share(executor: Executor, tenants: int) -> set[str]:
     """The tenants that have more than an equal part of an executor's slots or blocks, between so many of
     them. The only sequence of a tenant is more only by its blocks."""
     blocks = dict.fromkeys(executor.tenants, 0)
@@ -144,7 +170,7 @@ def pause(state: State, executor: Executor, victim: Sequence, why: str, candidat
     named = ", ".join(_describe(executor, s, costs) for s in candidates[:NAMED])
     for sequence in (victim, *followers):
         sequence.pauses += 1
-        sequence.pinned = sequence.pauses >= PIN_AFTER and not state.limits.policy.greedy
+        sequence.pinned = sequence.pauses - sequence.ceded >= PIN_AFTER and not state.limits.policy.greedy
         state.meter.preemptions += 1
         sequence.decide(
             state.now_us,

@@ -92,6 +92,8 @@ def returned(state: State, executor: Executor, sequence: Sequence, unit: Unit) -
     if not unit.resumes:
         return
     lost = max(0, min(sequence.reach, len(sequence.tokens) - 1) - sequence.computed)
+    sequence.turn_us = 2 * state.now_us - unit.since_us
+    sequence.turn_tokens = sequence.reach + max(lost, 1)
     cost_us = Recompute.of(executor).tokens_us(sequence.computed, lost)
     if not state.limits.policy.greedy:
         sequence.spared_until_us = state.now_us + max(SPARED_US, SPARED_TIMES * cost_us)

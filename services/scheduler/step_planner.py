@@ -34,6 +34,9 @@ ALONE_US = 500_000  # of a step without decodes: a new request waits for its end
 TILE_ROWS = 64
 GRAIN_TOKENS = 8  # a chunk is a multiple of this, or of a smaller block
 
+LATE_US = 1_000_000  # since it was admitted: then the prompt that was placed first has a part of each step
+LATE_PART = 4  # a quarter of its tokens
+
 OVERDUE = 2  # times what copies take: then nobody knows when one ends
 ROW_NUMBERS = ints(range(65_536))  # a slice of it is made in no time
 
@@ -140,10 +143,10 @@ def _add_chunks(
     state: State, executor: Executor, columns: Columns, prompts: list[Sequence], share: Share
 ) -> None:
     """Prompt chunks, in turn, up to the chunk budget."""
-    prompts = _in_turn(state, executor, prompts)
+    prompts, ahead_tokens = _in_turn(state, executor, prompts)
     budget = whole = chunk_budget(state, executor, columns, prompts, share)
     state.meter.budget_tokens = budget
-    executor.pace.crowded = sum(s.opened_length - s.computed for s in prompts) > state.limits.step_tokens
+    executor.pace.crowded = _left(prompts) > state.limits.step_tokens
     for sequence in prompts:
         if budget <= 0:
             break
@@ -153,6 +156,8 @@ def _add_chunks(
             continue  # a hit of a long prefix: its table travels with a later step
         left = sequence.opened_length - sequence.compiling - sequence.computed
         count = min(budget, left, _room(executor, sequence))
+        if ahead_tokens and sequence is prompts[0]:
+            count = min(count, max(budget // LATE_PART, 1, budget - ahead_tokens))
         if count <= 0:
             continue  # preemption.py sees to a block
         if count == budget:
@@ -164,17 +169,30 @@ def _add_chunks(
     columns.shape = columns.shape.with_chunks(chunks)
 
 
-def _in_turn(state: State, executor: Executor, prompts: list[Sequence]) -> list[Sequence]:
-    """Those that have begun first; before that by class, and by what their tenants have been served. The
-    only sequence of a tenant here goes before all: who asks for one thing waits for no pile of prompts."""
+def _in_turn(state: State, executor: Executor, prompts: list[Sequence]) -> tuple[list[Sequence], int]:
+    """The only sequence of a tenant here goes before all: who asks for one thing waits for no pile of
+    prompts. Then by class; those that have begun first, or all would be cut up among one another; and by what
+    their tenants have been served.
+
+    But the one that was placed first is late after a while, wherever it stands: then it is put first, for a
+    part of the step, or for what those leave that it was put before: their tokens. So each comes to its end.
+    """
     if len(executor.tenants) == 1 and sum(map(bool, executor.levels)) == 1:
-        return sorted(prompts, key=lambda s: s.prefill_chunks == 0)  # a cached prefix is no beginning
+        return sorted(prompts, key=lambda s: s.prefill_chunks == 0), 0  # a cached prefix is no beginning
 
-    def turn(s: Sequence) -> tuple[bool, int, int, bool]:
+    def turn(s: Sequence) -> tuple[bool, int, bool, int]:
         served = state.waiting.served.of((s.tenant, s.level))
-        return executor.tenants[s.tenant] > 1, s.level, served, s.prefill_chunks == 0
+        return executor.tenants[s.tenant] > 1, s.level, s.prefill_chunks == 0, served
 
-    return sorted(prompts, key=turn)
+    in_turn, first = sorted(prompts, key=turn), prompts[0]  # those that run are in order of placement
+    if state.now_us - first.admitted_us < LATE_US:
+        return in_turn, 0
+    at = in_turn.index(first)
+    return [first, *in_turn[:at], *in_turn[at + 1 :]], _left(in_turn[:at])
+
+
+def _left(prompts: Collection[Sequence]) -> int:
+    return sum(s.opened_length - s.computed for s in prompts)
 
 
 def _room(executor: Executor, sequence: Sequence) -> int:
@@ -262,7 +280,7 @@ def chunk_budget(
     room = min(room, max(state.limits.step_tokens - decodes, hello.block_tokens))
     if executor.costs.seen < MIN_SEEN:
         return min(room, COLD_TOKENS)
-    start, left = next(iter(prompts)).computed, sum(s.opened_length - s.computed for s in prompts)
+    start, left = next(iter(prompts)).computed, _left(prompts)
     bound_us = _bound_us(state, executor, columns, left, room)
     grain = min(GRAIN_TOKENS, hello.block_tokens)
     fits = chunk_tokens(executor.costs, columns.shape, start, bound_us, grain, room)

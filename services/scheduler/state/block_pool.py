@@ -25,7 +25,7 @@ once it has been copied, or somebody has judged that it is not worth it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -279,6 +279,11 @@ class CopiedPool(BlockPool):
     def alone(self, blocks: Iterable[int]) -> int:
         """How many of these held blocks one holder alone holds: what its leaving would free."""
         return sum(self._refs[block] == 1 for block in blocks)
+
+    def alone_with(self, tables: Iterable[Sequence[int]]) -> int:
+        """How many blocks the holders of these tables hold without anybody else."""
+        holds = Counter(block for table in tables for block in table)
+        return sum(self._refs[block] == count for block, count in holds.items())
 
     def begin_copy(self, blocks: Sequence[int]) -> None:
         """A copy reads or writes these blocks from now on. Nobody gets them before its end."""

@@ -139,6 +139,9 @@ class Sequence:
     reach: int = 0  # the most that was ever computed or cached: below it is work done again
     charged: int = 0  # generated tokens that its client has been charged for
     pauses: int = 0
+    ceded: int = 0  # of them, for a tenant of which nothing ran, after its turn: they do not count
+    turn_us: int = 0  # its turn lasts until then: it has run for as long as it had waited
+    turn_tokens: int = 1  # and until its reach is this: it has computed as much as it had lost
     pinned: bool = False  # paused so often that it is promised all it may need, and is nobody's victim
     tail: Tail = NO_TAIL  # of its last pause
     loading: int = 0  # the job that brings blocks of its table from a tier; no row of it is planned before

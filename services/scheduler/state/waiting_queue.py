@@ -28,6 +28,7 @@ MAX_CLIENTS = 10_000  # tenants: then those that would be lifted anyhow are forg
 LOOKED = 64  # units behind a first one that waits: one of them may start where that will not
 
 Client = tuple[str, int]  # tenant, and the level it counts as
+Head = tuple[tuple[int, ...], int, Client]  # in a heap: rank and number of its first unit
 
 
 @dataclass(slots=True)
@@ -94,6 +95,8 @@ class Unit:
     answers: dict[Place, Answer] = field(default_factory=dict)  # of the tiers
     turn_us: int = 0  # when it was first told to wait for one of them, at its turn
     keeps: str = ""  # the executor that nobody behind it may start on: there it will
+    kept_us: int = 0  # since when
+    overtaken: int = 0  # how many have started there since, although it was the first
     since_us: int = 0  # when it began to wait
 
     @property
@@ -118,7 +121,9 @@ class Line:
     level: int
     paused: list[Unit] = field(default_factory=list)
     clients: dict[Client, OrderedDict[int, Unit]] = field(default_factory=dict)
-    heads: list[tuple[tuple[int, ...], int, Client]] = field(default_factory=list)  # rank, number, client
+    heads: list[Head] = field(default_factory=list)
+    idle: list[Head] = field(default_factory=list)  # likewise, but for those `aside`
+    aside: dict[Client, None] = field(default_factory=dict)  # when last looked at, something ran of them
     ages: deque[tuple[int, Unit]] = field(default_factory=deque)  # when each counts as a class higher
     last: Client | None = None  # whose unit left the line last
     client_tokens: dict[Client, int] = field(default_factory=dict)  # of each that never ran
@@ -199,8 +204,8 @@ class Waiting:
         if not units:
             del line.clients[client], line.client_tokens[client]
             if not line.units:
-                line.heads.clear()
-                line.ages.clear()
+                for waited in (line.heads, line.idle, line.aside, line.ages):
+                    waited.clear()
 
     def drop(self, sequence: Sequence) -> None:
         """A sequence has ended while its unit waited."""
@@ -229,13 +234,17 @@ class Waiting:
 
     def first(self, model: str, running: Container[str] | None = None) -> Unit | None:
         """The unit to admit next: of a tenant that is not among the `running` ones, unless it waits in the
-        lowest class, or else of any."""
+        lowest class, or else of any. One that was paused comes behind the first of any in a higher class,
+        where that waited before: it was paused for that one, perhaps."""
         lines = self._lines(model)
-        if running is not None:
-            for line in lines:
-                if line.level < len(NAMES) - 1 and (unit := self._first_without(line, running)) is not None:
-                    return unit
-        return next((unit for line in lines if (unit := self._first_of(line)) is not None), None)
+        head = next((unit for line in lines if (unit := self._first_of(line)) is not None), None)
+        if head is None or running is None:
+            return head
+        for line in lines:
+            if line.level < len(NAMES) - 1 and (unit := self._first_without(line, running)) is not None:
+                behind = unit.resumes and head.level < unit.level and head.since_us <= unit.since_us
+                return head if behind else unit
+        return head
 
     def behind(self, model: str, first: Unit) -> list[Unit]:
         """Who else might start, in order, of each class: the paused ones, then the first unit of each
@@ -321,37 +330,54 @@ class Waiting:
         line.client_tokens[client] = line.client_tokens.get(client, 0) + tokens_of(unit)
         if late:  # it has risen, or was set aside: it goes before those that came after it
             line.clients[client] = OrderedDict(sorted(units.items(), key=lambda item: item[1].order))
-            heapq.heappush(line.heads, (self._rank(unit), unit.number, client))
+            self._push(line, client, unit)
 
     def _enter(self, line: Line, client: Client, unit: Unit) -> None:
         """A client without a unit here gets one: it has no credit for the time when it asked for nothing."""
-        first = self._head_of(line)
+        first = self._head_of(line, line.heads)
         before = first.client if first is not None else line.last
         self.served.lift(client, self.served.of(before) if before is not None else None)
         line.clients[client] = OrderedDict()
-        if len(line.heads) > 64 + 2 * len(line.clients):  # most are of clients that have left since
-            heads = {head[2]: head for head in sorted(line.heads, reverse=True) if head[2] in line.clients}
-            line.heads = sorted(heads.values())
-        heapq.heappush(line.heads, (self._rank(unit), unit.number, client))
+        self._push(line, client, unit)
+
+    def _push(self, line: Line, client: Client, unit: Unit) -> None:
+        for heads in (line.heads, line.idle):
+            if len(heads) > 64 + 2 * len(line.clients):  # most are of clients that have left since
+                least = {head[2]: head for head in sorted(heads, reverse=True) if head[2] in line.clients}
+                heads[:] = sorted(least.values())
+            heapq.heappush(heads, (self._rank(unit), unit.number, client))
 
     def _first_of(self, line: Line) -> Unit | None:
-        return line.paused[0] if line.paused else self._head_of(line)
+        return line.paused[0] if line.paused else self._head_of(line, line.heads)
 
     def _first_without(self, line: Line, running: Container[str]) -> Unit | None:
         """The first of a tenant that is not among the `running` ones. One that was paused for another's sake
         comes behind that one, and before those that came later."""
-        fresh = self._head_of(line)
+        fresh = self._head_of(line, line.heads)
         if fresh is not None and fresh.client[0] in running:
-            heads = [next(iter(units.values())) for (t, _), units in line.clients.items() if t not in running]
-            fresh = min(heads, key=self._rank, default=None)
+            fresh = self._idle_head_of(line, running)
         paused = [unit for unit in line.paused if unit.client[0] not in running]
         if not paused:
             return fresh
         oldest = min(paused, key=lambda unit: (unit.since_us, *unit.order))
         return fresh if fresh is not None and fresh.since_us <= oldest.since_us else oldest
 
-    def _head_of(self, line: Line) -> Unit | None:
-        heads, rank = line.heads, self.policy.the("rank")
+    def _idle_head_of(self, line: Line, running: Container[str]) -> Unit | None:
+        """The first unit by rank of those whose tenants are not among the `running` ones. Clients that are
+        come out of the heap until they are not: so it costs no look at all that wait."""
+        for client in [client for client in line.aside if client[0] not in running]:
+            del line.aside[client]
+            if units := line.clients.get(client):
+                unit = next(iter(units.values()))
+                heapq.heappush(line.idle, (self._rank(unit), unit.number, client))
+        while (first := self._head_of(line, line.idle)) is not None and first.client[0] in running:
+            heapq.heappop(line.idle)
+            line.aside[first.client] = None
+        return first
+
+    def _head_of(self, line: Line, heads: list[Head]) -> Unit | None:
+        """The first unit by rank of the clients in a heap, which is then on top."""
+        rank = self.policy.the("rank")
         while heads:
             head = heads[0]
             client = head[2]

@@ -7,12 +7,14 @@ from support.scheduler.known_costs import Known
 from support.scheduler.world import World
 from support.scheduler.world_checks import ALL
 
+from services.scheduler import admission
 from services.scheduler.state import requests
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.state import Limits
 from shared.step_model import StepModel
 
 SLO = requests.parse("interactive=1000/50/0,standard=1000/50/0,batch=0/50/0")
+NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
 WINDOW = 2
 
 
@@ -136,3 +138,81 @@ def test_who_needs_a_block_takes_it_from_the_tenant_that_has_most() -> None:
     ]
     first = min((d.at_us, name) for decisions, name in pauses for d in decisions if d.what == "pause")
     assert first[1] != "b"
+
+
+def behind_a_large_one(long_blocks: int, large_blocks: int) -> World:
+    """Of tenant a one runs, and a large one waits; of 1,000 blocks. Then `pass_by`."""
+    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve"), window=1))
+    world.add_engine(slots=8, blocks=1_000, max_context=5_000, max_step_tokens=1_024)
+    world.ask("a-long", [4] * 4, 4 * long_blocks - 4, tenant="a")
+    for tenant in "bcd":
+        world.ask(tenant, [ord(tenant)] * 392, 8, tenant=tenant)
+        for _ in range(3):  # they end at different times
+            world.deliver()
+    world.ask("a-large", [5] * 4, 4 * large_blocks - 4, tenant="a")
+    return world
+
+
+def pass_by(world: World, tenants: str, step_us: int, steps: int = 200) -> tuple[int, int]:
+    """Each of the tenants asks for one thing of 100 blocks after the other, until the large one starts: how
+    many did, and for how many steps."""
+    asked, passed = {tenant: tenant for tenant in "bcd"}, 0
+    for step in range(steps):
+        if world.readers_of("a-large")[0].tokens:
+            return passed, step
+        for tenant in tenants:
+            if world.readers_of(asked[tenant])[0].closed is not None:
+                passed += 1
+                asked[tenant] = f"{tenant}{passed}"
+                world.ask(asked[tenant], [ord(tenant), *range(passed, passed + 391)], 8, tenant=tenant)
+        world.deliver()
+        world.now_us += step_us
+    return passed, steps
+
+
+def test_a_large_request_is_overtaken_for_a_while_and_no_longer() -> None:
+    """Its tenant has a tenth of the blocks; those of three others come one at a time, and never leave it the
+    seven tenths that it needs."""
+    world = behind_a_large_one(long_blocks=110, large_blocks=700)
+    step_us = admission.OVERTAKEN_US // 40
+    passed, steps = pass_by(world, "bcd", step_us)
+    assert passed >= admission.OVERTAKEN
+    assert 40 <= steps <= 40 + 3 * 8
+    world.run()
+    for name in world.accepted:
+        world.assert_answers(name)
+
+
+def test_few_that_ask_for_one_thing_each_go_before_a_large_request() -> None:
+    """However long it has waited: it would keep them from a place for as long as others run."""
+    world = behind_a_large_one(long_blocks=100, large_blocks=950)
+    world.now_us += 2 * admission.OVERTAKEN_US
+    for i in range(admission.OVERTAKEN):
+        world.ask(f"e{i}", [9, i], 3, tenant="e")
+        assert steps_until_first_token(world, f"e{i}") <= 3
+        while world.readers_of(f"e{i}")[0].closed is None:
+            world.deliver()
+    world.ask("late", [9, 99], 3, tenant="e")
+    for _ in range(5):
+        world.deliver()
+    assert not world.readers_of("late")[0].tokens, "it has been overtaken often enough"
+    world.run()
+    for name in world.accepted:
+        world.assert_answers(name)
+
+
+def test_a_tenant_over_its_share_gains_nothing_by_a_large_request() -> None:
+    world = behind_a_large_one(long_blocks=600, large_blocks=390)
+    passed, steps = pass_by(world, "bcd", admission.OVERTAKEN_US // 40)
+    assert steps == 200, "the long one runs"
+    assert passed > 200 // 10 * 3 - 6, "each has a place at once: 9 steps for 8 tokens"
+
+
+def test_a_flood_gains_nothing_by_waiting_for_long() -> None:
+    world = flooded()
+    for i in range(3 * admission.OVERTAKEN):
+        world.now_us += admission.OVERTAKEN_US // 4
+        world.ask(f"b{i}", [99, i], 3, tenant="b")
+        assert steps_until_first_token(world, f"b{i}") <= 2 * WINDOW + 1
+        while world.readers_of(f"b{i}")[0].closed is None:
+            world.deliver()

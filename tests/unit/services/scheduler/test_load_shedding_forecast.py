@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from support.scheduler.known_costs import Known
 from support.scheduler.world import World
 
@@ -109,3 +111,28 @@ def test_one_stall_does_not_make_every_wait_for_a_slot_long() -> None:
     for _ in range(200):
         executor.pace.note_step(5_000, predicted_us=5_000)
     assert executor.pace.step_us > 4_900
+
+
+def test_a_wide_request_waits_for_one_slot() -> None:
+    """Its choices start one by one: the first of them gets its token no later than a narrow one would."""
+    found, steps = [], []
+    for n in (1, 2, 8):
+        world = World(Limits(classes=SLO, window=1))
+        world.add_engine(slots=16, blocks=4_000, max_context=4_000)
+        (executor,) = world.scheduler.state.executors.values()
+        executor.costs = Known(StepModel(weights_us=10_000, token_ns=1_000), loop_us=700)
+        executor.pace.step_us = 10_000
+        for i in range(14):
+            world.ask(f"long{i}", [5 + i] * 4, 3_000)
+        for i in range(2):
+            world.ask(f"short{i}", [50 + i] * 4, 5)
+        world.ask("waits", [98] * 4, 5)
+        wide = dataclasses.replace(world.asked["waits"], n=n)
+        found.append(load_shedding.ttft_us(world.scheduler.state, wide, 1))
+        world.ask("wide", [97] * 4, 5, n=n)
+        took = 0
+        while not any(reader.tokens for reader in world.readers_of("wide")):
+            took += world.deliver()
+        steps.append(took)
+    assert found == [found[0]] * 3
+    assert steps == [steps[0]] * 3

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 from support.scheduler.world import World
 
-from services.scheduler import admission, headroom
+from services.scheduler import admission, headroom, preemption
 from services.scheduler.headroom import spare_blocks
 from services.scheduler.state import policies, requests
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import PIN_AFTER, PeerDraining, Ticked
-from services.scheduler.state.state import Limits, State
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.requests import PIN_AFTER, Arrived, PeerDraining, Sequence, Ticked
+from services.scheduler.state.state import Executor, Limits, State
+from services.scheduler.state.waiting_queue import Unit, Waiting
+from shared.messages import Cancel
 
 NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
+KV = ("on_demand", "reserve", "greedy", "by_chunk")
 
 
 def pauses(world: World, request: str) -> int:
@@ -186,3 +191,248 @@ def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
         world.assert_answers(f"r{number}")
     assert len(found) > 12, "nobody came back"
     assert any(found), "no row needed a place when another started"
+
+
+class EndlessError(Exception):
+    """Within one event one sequence is paused again and again."""
+
+
+def count_pauses(monkeypatch: pytest.MonkeyPatch, world: World) -> Counter[tuple[int, int]]:
+    """Of each sequence within each event, from now on."""
+    pause, counts = preemption.pause, Counter[tuple[int, int]]()
+
+    def counted(
+        state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]
+    ) -> None:
+        counts[world.events, victim.seq] += 1
+        if max(counts.values()) > 10:
+            raise EndlessError
+        pause(state, executor, victim, why, candidates)
+
+    monkeypatch.setattr(preemption, "pause", counted)
+    return counts
+
+
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("overlap", ["single", "run_ahead"])
+def test_who_was_paused_does_not_take_its_place_back_from_whom_it_was_paused_for(
+    kv: str, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its tenant nothing runs then: so it came first, was paused again for the same one, and so on."""
+    world = World(Limits(classes=NEVER, overlap=overlap, policy=Policy(kv=kv)))
+    counts = count_pauses(monkeypatch, world)
+    world.add_engine(slots=2, blocks=64)
+    world.ask("c1", [4] * 4, 56, tenant="c", slo_class="interactive")
+    world.ask("b", [5] * 4, 40, tenant="b")
+    for _ in range(4):
+        world.deliver()
+    world.ask("c2", [6] * 4, 10, tenant="c", slo_class="interactive")
+    for _ in range(14):
+        world.deliver()
+    assert len(world.readers_of("c2")[0].tokens) == 10
+    assert sum(counts.values()) == 1
+    world.run()
+    for name in ("c1", "b", "c2"):
+        world.assert_answers(name)
+
+
+def any_history(world: World, dice: random.Random) -> list[str]:
+    """Requests of three tenants and all classes among results; then results until nothing comes."""
+    for i in range(dice.randint(1, 2)):
+        world.add_engine(f"e{i}", slots=dice.randint(1, 4), blocks=dice.randint(12, 30))
+    for i in range(dice.randint(4, 20)):
+        prompt = [dice.randrange(5, 900) for _ in range(dice.choice([1, 4, 9, 20]))]
+        world.ask(
+            f"r{i}", prompt, dice.randint(1, 24), tenant=dice.choice("aabc"), n=dice.choice((1, 1, 2)),
+            slo_class=dice.choice(requests.NAMES),
+        )  # fmt: skip
+        for _ in range(dice.randint(0, 3)):
+            world.deliver(dice.choice(list(world.engines)))
+    world.run()
+    return list(world.accepted)
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_within_one_event_nobody_is_paused_twice(
+    seed: int, any_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the queue has no order at all."""
+    dice = random.Random(seed)
+
+    def anybody(waiting: Waiting, model: str, running: object = None) -> Unit | None:
+        units = [unit for unit in waiting if not unit.parked]
+        return dice.choice(units) if units else None
+
+    limits = Limits(
+        classes=NEVER, window=dice.randint(1, 3), step_tokens=dice.choice((4, 16, 64)),
+        overlap=dice.choice(("single", "run_ahead", "two_batch")), policy=Policy(kv=KV[seed % len(KV)]),
+    )  # fmt: skip
+    world = World(limits)
+    if any_order:
+        monkeypatch.setattr(Waiting, "first", anybody)
+    counts = count_pauses(monkeypatch, world)
+    asked = any_history(world, dice)
+    assert max(counts.values(), default=1) == 1
+    for name in asked:
+        world.assert_answers(name)
+    world.assert_idle()
+
+
+def paused(world: World) -> dict[str, int]:
+    """Pauses so far of who is here."""
+    sequences = world.scheduler.state.sequences.values()
+    return {s.request.asked.request: s.pauses for s in sequences if s.pauses}
+
+
+def test_one_place_is_taken_on_one_executor() -> None:
+    """Not on each, while the first is on its way."""
+    world = World(Limits(classes=NEVER, window=2))
+    for i in range(4):
+        world.add_engine(f"e{i}", slots=2, blocks=64)
+    for slo_class in ("batch", "interactive"):
+        for i in range(4):
+            world.ask(f"{slo_class}{i}", [7 + i] * 4, 40, slo_class=slo_class)
+    world.ask("new", [99] * 4, 4, slo_class="interactive")
+    assert sum(paused(world).values()) == 1
+    for _ in range(5):
+        for name in world.engines:
+            world.deliver(name)
+    assert world.readers_of("new")[0].tokens
+    assert sum(paused(world).values()) == 1
+    world.run()
+    for name in world.accepted:
+        world.assert_answers(name)
+
+
+def test_a_newcomer_takes_one_place_on_one_executor() -> None:
+    world = World(Limits(classes=NEVER, window=2))
+    for i in range(4):
+        world.add_engine(f"e{i}", slots=2, blocks=64)
+    for i in range(12):
+        world.ask(f"a{i}", [7 + i] * 4, 40, tenant="a")
+    world.ask("new", [99] * 4, 4, tenant="b")
+    assert sum(paused(world).values()) == 1
+    world.run()
+    for name in world.accepted:
+        world.assert_answers(name)
+
+
+def test_a_unit_with_room_on_its_way_elsewhere_takes_nobodys_place() -> None:
+    """The second executor has the place as soon as its steps are back; on the first it would be taken from
+    one of class batch."""
+    world = World(Limits(classes=NEVER, window=2))
+    for i in range(2):
+        world.add_engine(f"e{i}", slots=1, blocks=64)
+    world.ask("batch", [7] * 4, 40, slo_class="batch")
+    world.ask("ends", [8] * 4, 40, slo_class="batch")
+    world.handle(Arrived("client", Cancel(tenant="public", request="ends")))
+    world.ask("new", [99] * 4, 4, slo_class="interactive")
+    assert len(world.scheduler.state.waiting) == 1, "its slot is free already"
+    assert paused(world) == {}
+    world.run()
+    for name in ("batch", "new"):
+        world.assert_answers(name)
+
+
+def test_nobody_is_paused_for_blocks_that_would_not_come_free() -> None:
+    """All of one prefix, which one of a higher class holds, too: what the others hold alone is too little."""
+    world = World(Limits(classes=NEVER, window=1))
+    world.add_engine(slots=8, blocks=30, max_context=100)
+    prefix = list(range(100, 148))  # 12 blocks
+    world.ask("first", [*prefix, 5], 50, slo_class="interactive")
+    for _ in range(3):
+        world.deliver()
+    for i in range(4):
+        world.ask(f"s{i}", [*prefix, 10 + i], 12)
+    for _ in range(4):
+        world.deliver()
+    world.ask("large", [9] * 80, 5, slo_class="interactive")  # 21 blocks, and the first keeps 14
+    for _ in range(3):
+        world.deliver()
+    assert paused(world) == {}
+    world.run()
+    for name in world.accepted:
+        world.assert_answers(name)
+
+
+def newcomers(world: World, until: str, prompt: int = 4, tokens: int = 3) -> list[int]:
+    """One request of tenant b after the other until one of tenant a has its answer: the steps that each of
+    them waited for its first token."""
+    waits: list[int] = []
+    while world.readers_of(until)[0].closed is None:
+        name = f"b{len(waits)}"
+        world.ask(name, [99, *range(len(waits) + 5, len(waits) + 5 + prompt)], tokens, tenant="b")
+        steps = 0
+        while world.readers_of(name)[0].closed is None:
+            steps += not world.readers_of(name)[0].tokens
+            assert world.deliver(), "nothing runs"
+        waits.append(steps)
+        for _ in range(3):
+            world.deliver()
+        assert len(waits) < 400, f"{until} never ends"
+    return waits
+
+
+@pytest.mark.parametrize("kv", ["on_demand", "greedy"])
+def test_a_newcomer_gets_a_place_however_often_it_comes(kv: str) -> None:
+    """Pauses for a tenant of which nothing runs pin nobody who goes on in between."""
+    world = World(Limits(classes=NEVER, window=2, policy=Policy(kv=kv)))
+    world.add_engine(slots=4, blocks=4_000, max_context=800)
+    for i in range(8):
+        world.ask(f"a{i}", [7 + i] * 4, 300, tenant="a")
+    waits = newcomers(world, "a3")
+    assert len(waits) > 20
+    assert max(waits) <= 5
+    world.run()
+    for name in world.accepted:
+        world.assert_answers(name)
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("tier", ["tiered", "forget"])
+def test_who_is_paused_for_newcomers_again_and_again_ends_all_the_same(tier: str) -> None:
+    """It has more than an equal part of the blocks, and computes four tokens a step: with `forget` it is
+    paused before it is through with what it has lost, and after three times for nothing it stays."""
+    world = World(Limits(classes=NEVER, window=1, step_tokens=4, policy=Policy(tier=tier)))
+    world.add_engine(slots=1, blocks=30, max_context=120, max_step_tokens=8)
+    world.ask("long", [7] * 60, 30, tenant="a")
+    for _ in range(16):
+        world.deliver()
+    assert newcomers(world, "long", prompt=12)[:3] == [5, 5, 5]
+    world.run()
+    for name in world.accepted:
+        world.assert_answers(name)
+    world.assert_idle()
+
+
+def test_those_that_had_their_turn_give_way_to_newcomers_first() -> None:
+    """Who was paused runs for as long as it had waited before it is paused again: so each of them goes on,
+    where the latest would be paused each time."""
+    world = World(Limits(classes=NEVER, window=1))
+    world.add_engine(slots=3, blocks=4_000, max_context=800)
+    for i in range(3):
+        world.ask(f"a{i}", [7 + i] * 4, 700, tenant="a")
+    for _ in range(4):
+        world.deliver()
+    for i in range(9):
+        world.ask(f"b{i}", [99, i], 6, tenant="b")
+        while world.readers_of(f"b{i}")[0].closed is None:
+            assert world.deliver()
+        world.deliver()
+    by_name = {s.request.asked.request: s for s in world.scheduler.state.sequences.values()}
+    assert [by_name[f"a{i}"].pauses for i in range(3)] == [1, 4, 4]
+    assert [s.pauses - s.ceded for s in by_name.values()] == [0, 0, 0]
+
+
+def test_a_pause_within_its_turn_counts() -> None:
+    """The only one that can be paused, and it never runs for as long as it waited: then it stays."""
+    world = World(Limits(classes=NEVER, window=1))
+    world.add_engine(slots=1, blocks=30, max_context=120)
+    world.ask("large", [7] * 60, 40, tenant="a")
+    for _ in range(3):
+        world.deliver()
+    newcomers(world, "large", tokens=6)
+    close = world.readers_of("large")[0].closed
+    assert close is not None
+    assert sum(d.what == "pause" for d in close.decisions) == 1 + PIN_AFTER

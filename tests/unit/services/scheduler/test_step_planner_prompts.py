@@ -1,10 +1,17 @@
-"""Among prompts those that have begun go first; one that starts on cached blocks has not begun by that."""
+"""Among prompts those that have begun go first; one that starts on cached blocks has not begun by that. The
+one that was placed first comes to its end, whoever goes before it.
+"""
 
 from __future__ import annotations
 
 from support.scheduler.world import World
 
+from services.scheduler import step_planner
+from services.scheduler.state import requests
 from services.scheduler.state.state import Limits
+
+NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/500/0")
+STEP_TOKENS, STEP_US = 16, 50_000
 
 
 def test_prompts_with_a_cached_prefix_do_not_overtake_one_without_for_ever() -> None:
@@ -23,3 +30,96 @@ def test_prompts_with_a_cached_prefix_do_not_overtake_one_without_for_ever() -> 
         if world.readers_of("long")[0].tokens:
             break
     assert len(world.readers_of("long")[0].tokens) == 1
+
+
+def small_steps() -> World:
+    """Steps of 16 tokens, one at a time."""
+    world = World(Limits(classes=NEVER, step_tokens=STEP_TOKENS, window=1))
+    world.add_engine(slots=16, blocks=400)
+    return world
+
+
+def crowd(world: World, until: str, streams: list[tuple[str, str]], most: int = 300) -> int:
+    """Streams of a tenant and a class, each of which asks for one prompt of 24 tokens after the other:
+    together more than all steps hold. The steps until somebody's first token."""
+    asked: dict[int, str] = {}
+    for step in range(most):
+        if until in world.accepted and world.readers_of(until)[0].tokens:
+            return step
+        for i, (tenant, slo_class) in enumerate(streams):
+            if i not in asked or world.readers_of(asked[i])[0].closed is not None:
+                asked[i] = f"{i}-{len(world.accepted)}"
+                prompt = [100 + len(world.accepted)] * 24
+                world.ask(asked[i], prompt, 1, tenant=tenant, slo_class=slo_class)
+        world.deliver()
+        world.now_us += STEP_US
+    return most
+
+
+LATE_STEPS = step_planner.LATE_US // STEP_US
+
+
+def test_prompts_of_one_tenant_do_not_starve_behind_tenants_that_ask_one_at_a_time() -> None:
+    world = small_steps()
+    streams = [(f"t{i}", "standard") for i in range(6)]
+    crowd(world, "", streams, 10)
+    for name in ("a1", "a2"):
+        world.ask(name, [7] * 24, 4, tenant="a")
+    each = 24 // (STEP_TOKENS // step_planner.LATE_PART)
+    assert crowd(world, "a1", streams) <= LATE_STEPS + 7 * each, (
+        "six may be there before it, and are late, too"
+    )
+    assert crowd(world, "a2", streams) <= each
+
+
+def test_a_prompt_that_has_begun_does_not_starve_behind_a_higher_class() -> None:
+    world = small_steps()
+    world.ask("long", [7] * 60, 4)
+    part = STEP_TOKENS // step_planner.LATE_PART
+    assert crowd(world, "long", [("public", "interactive")] * 4) <= LATE_STEPS + 60 // part + 2
+
+
+def test_prompts_of_many_tenants_are_computed_one_after_the_other() -> None:
+    """Not a piece of each in turn, so that all would end last: 60 tokens take 3.75 steps."""
+    world = small_steps()
+    world.ask("warm", [3] * 4, 1, tenant="w")
+    world.run()
+    for i in range(8):
+        world.ask(f"r{i}", [100 + i] * 60, 2, tenant=f"t{i}")
+    ends: dict[int, int] = {}
+    for step in range(1, 100):
+        world.deliver()
+        for i in range(8):
+            if world.readers_of(f"r{i}")[0].tokens:
+                ends.setdefault(i, step)
+    assert list(ends) == list(range(8))
+    assert all(end <= 4 * (i + 1) for i, end in ends.items())
+
+
+def test_late_prompts_leave_most_of_a_step_to_who_asks_for_one_thing() -> None:
+    """However many they are: one of them has a quarter."""
+    world = small_steps()
+    for i in range(8):
+        world.ask(f"a{i}", [7 + i] * 60, 4, tenant="a")
+    world.now_us += 2 * step_planner.LATE_US
+    world.deliver()
+    world.ask("b", [99] * 12, 4, tenant="b")
+    world.deliver()
+    plan = world.plans[-1]
+    assert list(plan.counts) == [4, 12]
+    world.run()
+    for name in world.accepted:
+        world.assert_answers(name)
+
+
+def test_a_late_prompt_has_what_the_others_leave() -> None:
+    world = small_steps()
+    world.ask("a0", [7] * 60, 4, tenant="a")
+    world.ask("a1", [8] * 60, 4, tenant="a")
+    world.now_us += 2 * step_planner.LATE_US
+    world.ask("b", [99] * 3, 4, tenant="b")
+    world.deliver()
+    assert sorted(world.plans[-1].counts) == [3, 13]
+    world.ask("c", [98] * 3, 4, tenant="c")
+    world.deliver()
+    assert sum(world.plans[-1].counts) == STEP_TOKENS

@@ -57,6 +57,7 @@ class Plain:
 
     def first(self, model: str, running: set[str] | None = None) -> Unit | None:
         here = [(unit, level) for unit, level, _ in self.units if unit.request.asked.model == model]
+        head, head_level = min(here, key=lambda pair: self._key(*pair), default=(None, 0))
         comes = [(u, at) for u, at in here if running is not None and at < 2 and u.client[0] not in running]
         if comes:
             level = min(at for _, at in comes)
@@ -65,9 +66,10 @@ class Plain:
             paused = sorted((u.since_us, u.request.arrival_us, u.number, u) for u, _ in here if u.resumes)
             first = min(fresh, key=lambda pair: self._key(*pair), default=(None, 0))[0]
             if paused and (first is None or first.since_us > paused[0][0]):
-                return paused[0][3]
+                gave_way = head is not None and head_level < level and head.since_us <= paused[0][0]
+                return head if gave_way else paused[0][3]
             return first
-        return min(here, key=lambda pair: self._key(*pair), default=(None, 0))[0]
+        return head
 
     def _key(self, unit: Unit, level: int) -> tuple[int, ...]:
         served = self.waiting.served.of((unit.request.asked.tenant, level))
@@ -251,3 +253,71 @@ def test_clients_that_come_and_go_leave_nothing_behind() -> None:
     first = waiting.first("m")
     assert first is not None
     assert first.number == 1
+
+
+def test_who_was_paused_comes_behind_the_one_of_a_higher_class_that_waited_before() -> None:
+    """Nothing runs of its tenant, so it would come first, and be paused again for the same one."""
+    waiting = Waiting(Policy(), AGE_US)
+    waiting.add(make_unit(1, "c", 0, 10), 10)
+    waiting.add(make_unit(2, "b", 1, 5, resumes=1), 20)
+    waiting.add(make_unit(3, "d", 1, 30), 30)
+    found = []
+    while (unit := waiting.first("m", {"c"})) is not None:
+        found.append(unit.number)
+        waiting.remove(unit)
+    assert found == [1, 2, 3]
+
+
+def test_who_was_paused_comes_before_those_of_a_higher_class_that_came_later() -> None:
+    waiting = Waiting(Policy(), AGE_US)
+    waiting.add(make_unit(1, "c", 0, 30), 30)
+    waiting.add(make_unit(2, "b", 1, 5, resumes=1), 20)
+    first = waiting.first("m", {"c"})
+    assert first is not None
+    assert first.number == 2
+
+
+class Looked(set[str]):
+    """Counts how often somebody is looked up."""
+
+    times = 0
+
+    def __contains__(self, tenant: object) -> bool:
+        self.times += 1
+        return super().__contains__(tenant)
+
+
+def test_the_first_of_a_tenant_that_does_not_run_is_found_however_many_wait_or_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that run would come first by their counters. Neither they nor the others are looked through: a
+    rank is asked for as often, and whether somebody runs once of each that does."""
+    of, ranked = waiting_queue.Served.of, list[waiting_queue.Client]()
+
+    def counted(served: waiting_queue.Served, client: waiting_queue.Client) -> int:
+        ranked.append(client)
+        return of(served, client)
+
+    monkeypatch.setattr(waiting_queue.Served, "of", counted)
+    looks, ranks = [], []
+    for idle, busy in ((10, 4), (2_000, 4), (2_000, 200)):
+        waiting = Waiting(Policy(), AGE_US)
+        names = [*(f"t{i}" for i in range(idle)), *(f"r{i}" for i in range(busy))]
+        for number, tenant in enumerate(names, 1):
+            waiting.add(make_unit(number, tenant, 1, number), number)
+        for tenant in names[:idle]:
+            waiting.served.charge_input((tenant, 1), 10**6)
+        running = Looked(names[idle:])
+        waiting.first("m", running)  # entries of the heaps are lower bounds: this brings them up to date
+        ranked.clear()
+        running.times = 0
+        first = waiting.first("m", running)
+        assert first is not None
+        assert first.client == ("t0", 1)
+        looks.append(running.times - busy)
+        ranks.append(len(ranked))
+        running.clear()
+        first = waiting.first("m", running)
+        assert first is not None
+        assert first.client == ("r0", 1), "nothing of it runs any more"
+    assert len(set(looks)) == len(set(ranks)) == 1
