@@ -46,7 +46,7 @@ def _quotas(root: Path) -> Iterator[float]:
         for folder in (mount / group for mount in mounted for group in (inside, *inside.parents)):
             try:
                 cores = read(folder)
-            except (OSError, ValueError, ZeroDivisionError):  # of another kind, or the path is that of the host
+            except (OSError, ValueError, ZeroDivisionError):  # of another kind, or it is the host's path
                 continue
             if cores > 0:
                 yield cores

@@ -181,11 +181,8 @@ class Connection(HttpToolsProtocol):
 
     def _without_offer(self) -> bytes:
         """The head that has come, without `Upgrade`: the parser expects no HTTP behind it else."""
-        asked = b"%s %s HTTP/%s" % (
-            self.parser.get_method(),
-            self.url,
-            self.parser.get_http_version().encode(),
-        )
+        version = self.parser.get_http_version().encode()
+        asked = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
         headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([asked, *headers, b"", b""])
 

@@ -1,7 +1,8 @@
 """Supervisor runs service processes: starts all, restarts with back-off, drains in order, orphans none.
 
 A service is kept running until its own turn in the drain comes: those before it may still need it. One that
-hangs is killed, and so started again, but not in a drain. No child process outlives its parent (`die_with_parent`).
+hangs is killed, and so started again, unless its turn has come. No child process outlives its parent
+(`die_with_parent`).
 """
 
 from __future__ import annotations

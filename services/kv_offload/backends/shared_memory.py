@@ -57,8 +57,9 @@ def let_go(name: str, descriptor: int) -> None:
 
 def sweep(host: str) -> list[str]:
     """Unlink what no living owner holds, of this user: every segment of `host`, of any generation, and those
-    of others whose lock an owner has left, who died. What cannot be removed stays. Returns the names of the segments. Call it before the arena is
-    made: an owner killed with its whole process group leaves its segment, and so its memory, behind."""
+    of others whose lock an owner has left, who died. What cannot be removed stays. Returns the names of the
+    segments. Call it before the arena is made: an owner killed with its whole process group leaves its
+    segment, and so its memory, behind."""
     ours = re.compile(re.escape(segment_name(host, 0)[:-1]) + r"\d+")
     names = sorted(path.name for path in SHM.iterdir() if path.name.startswith(_PREFIX))
     locked = [name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)]
