@@ -153,13 +153,18 @@ def _admit_others(state: State, first: Unit, kept: Kept) -> None:
     """Those behind the first, which waits, start where it will not. What must change before any of them may
     is noted, unless a tier is about to answer."""
     model = first.request.asked.model
-    open_to = {e.source for e in state.executors.values() if e.hello.model == model and e.ledger.free_slots}
-    if not open_to <= kept.executors:
-        for unit in state.waiting.behind(model, first):
-            if unit.line is not None:
-                _admit(state, unit, kept)
-            if open_to <= kept.executors:
-                break
+    free = [e for e in state.executors.values() if e.hello.model == model and e.ledger.free_slots]
+    there = [e for e in free if e.source not in kept.executors]
+
+    def fits(unit: Unit) -> bool:
+        one = unit if len(unit.sequences) == 1 else Unit(unit.request, unit.sequences[:1], unit.number)
+        return any(model_kinds.serves(e, unit.request) and headroom.holds(e, one) for e in there)
+
+    for unit in state.waiting.behind(model, first, fits) if there else ():
+        if unit.line is not None:
+            _admit(state, unit, kept)
+        if all(e.source in kept.executors for e in there):
+            break
     if not kept.asks:
         state.stuck = _seen(state, first)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 
@@ -26,6 +26,7 @@ from services.scheduler.state.transfers import Answer, Place
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of the paper, see Served: a decoded token costs about two of a prompt
 MAX_CLIENTS = 10_000  # tenants: then those that would be lifted anyhow are forgotten
 LOOKED = 64  # units behind a first one that waits: one of them may start where that will not
+SKIPPED = 512  # units that fit nowhere there: many large ones hide no small one
 
 Client = tuple[str, int]  # tenant, and the level it counts as
 Head = tuple[tuple[int, ...], int, Client]  # in a heap: rank and number of its first unit
@@ -246,16 +247,17 @@ class Waiting:
                 return head if behind else unit
         return head
 
-    def behind(self, model: str, first: Unit) -> list[Unit]:
+    def behind(self, model: str, first: Unit, fits: Callable[[Unit], bool]) -> list[Unit]:
         """Who else might start, in order, of each class: the paused ones, then the first unit of each
-        client, then the second. LOOKED of them."""
+        client, then the second. LOOKED of them, but for those that do not fit: SKIPPED at most."""
         found: list[Unit] = []
         for line in self._lines(model):
-            found += line.paused[:LOOKED]
+            found += [unit for unit in line.paused if fits(unit)][:LOOKED]
             by_rank = sorted(line.clients.values(), key=lambda units: self._rank(next(iter(units.values()))))
             rows = zip_longest(*(units.values() for units in by_rank[:LOOKED]))
             turns = (unit for row in rows for unit in row if unit is not None)
-            found += islice(turns, max(LOOKED + 1 - len(found), 0))
+            fitting = filter(fits, islice(turns, LOOKED + SKIPPED))
+            found += islice(fitting, max(LOOKED + 1 - len(found), 0))
         return [unit for unit in found if unit is not first][:LOOKED]
 
     def park(self, unit: Unit) -> None:

@@ -13,7 +13,7 @@ from services.scheduler.state import requests
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import Ticked
 from services.scheduler.state.state import Limits
-from services.scheduler.state.waiting_queue import INPUT_WEIGHT, OUTPUT_WEIGHT
+from services.scheduler.state.waiting_queue import INPUT_WEIGHT, LOOKED, OUTPUT_WEIGHT
 from shared.messages import ints
 
 NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
@@ -60,6 +60,19 @@ def test_a_small_one_that_comes_later_starts_where_the_first_will_not() -> None:
     world.handle(Ticked())
     world.ask("later", [6], 2)
     assert running(world, "small") == ["later"]
+
+
+def test_a_small_one_starts_where_many_large_ones_before_it_never_will() -> None:
+    """More of them than are looked at: none of them fits on the small executor."""
+    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve")))
+    world.add_engine("large", blocks=16, slots=8)
+    world.add_engine("small", blocks=8, slots=8)
+    world.ask("runs", [4] * 4, 44)
+    for i in range(LOOKED + 2):
+        world.ask(f"large{i}", [5] * 20, 40)
+    for i in range(8):
+        world.ask(f"r{i}", [6, i], 2)
+    assert running(world, "small") == [f"r{i}" for i in range(8)]
 
 
 def test_the_first_keeps_one_executor_until_it_starts() -> None:

@@ -182,7 +182,7 @@ def test_who_might_start_behind_the_first() -> None:
     waiting.add(make_unit(6, "c", 1, 6, resumes=1), 6)
     first = waiting.first("m")
     assert first is not None
-    assert [unit.number for unit in (first, *waiting.behind("m", first))] == [4, 6, 1, 3, 2, 5]
+    assert [unit.number for unit in (first, *waiting.behind("m", first, anybody))] == [4, 6, 1, 3, 2, 5]
 
 
 def test_only_so_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,12 @@ def test_only_so_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         waiting.add(make_unit(number, "abc"[number % 3], number % 2, number), number)
     first = waiting.first("m")
     assert first is not None
-    assert len(waiting.behind("m", first)) == 3
+    assert len(waiting.behind("m", first, anybody)) == 3
+    assert [unit.number for unit in waiting.behind("m", first, lambda unit: unit.number == 9)] == [9]
+
+
+def anybody(unit: Unit) -> bool:
+    return True
 
 
 def test_a_unit_that_waits_rises_one_class_at_a_time() -> None:
