@@ -7,13 +7,14 @@ service works it out at start.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
@@ -28,6 +29,8 @@ from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
+
+T = TypeVar("T")
 
 
 class Settings(BaseSettings):
@@ -270,3 +273,37 @@ def _explain(error: ValidationError, origins: Mapping[str, str], path: Path | No
 
 def _to_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class WatchedFile(Generic[T]):
+    """`value` is what `parse` makes of the text; `parse` raises ValueError for a text that it cannot use."""
+
+    def __init__(self, setting: str, path: str, parse: Callable[[str], T], log: logging.Logger) -> None:
+        """Raises SetupError when the file cannot be used."""
+        self._setting, self._path, self._parse, self._log = setting, Path(path).expanduser(), parse, log
+        self._stamp: tuple[int, ...] = ()
+        self._told = ""  # why the file cannot be used
+        try:
+            self._read()
+        except (OSError, ValueError) as error:
+            raise SetupError(f"{setting}: {path} cannot be used: {error}") from None
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed. What cannot be used changes nothing, and is logged once."""
+        try:
+            self._read()
+            self._told = ""
+        except (OSError, ValueError) as error:
+            if str(error) != self._told:
+                self._log.error(
+                    "%s: %s cannot be used, those before remain: %s", self._setting, self._path, error
+                )
+            self._told = str(error)
+
+    def _read(self) -> None:
+        facts = self._path.stat()
+        stamp = (facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
+        if stamp != self._stamp:
+            text = self._path.read_text()  # a failed read is tried again
+            value = self._parse(text)
+            self._stamp, self.value = stamp, value

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -26,7 +25,8 @@ from services.gateway.openai_request import Call, fields_of, model_of, read_call
 from services.gateway.openai_response import ChunkMaker, EventStream
 from shared.client import Client
 from shared.clock import Clock, SystemClock
-from shared.errors import BadRequest, Forbidden, Overloaded, SetupError, UnknownModel
+from shared.config import WatchedFile
+from shared.errors import BadRequest, Forbidden, Overloaded, UnknownModel
 from shared.fair_share import over_share
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders
@@ -210,55 +210,33 @@ class Keys:
     def __init__(self, path: str) -> None:
         """Raises SetupError when the file cannot be used."""
         self.demanded = bool(path)
-        self._path = Path(path).expanduser() if path else None
-        self._stamp: tuple[int, ...] = ()
-        self._told = ""  # why it cannot be used
-        self._tenants: Mapping[str, str] = {}
-        try:
-            self._read()
-        except (OSError, ValueError) as error:
-            raise SetupError(f"http_keys: {path} cannot be used: {error}") from None
+        self._file = WatchedFile("http_keys", path, read_keys, log) if path else None
 
     def tenant_of(self, authorization: str) -> str:
         """Whose the key in an `Authorization` header is. Raises NotAuthorized."""
-        if self._path is None:
+        if self._file is None:
             return DEFAULT_TENANT
         name = self._name_of(authorization)
         return DEFAULT_TENANT if name == OPERATOR else name
 
     def only_operator(self, authorization: str) -> None:
         """Raises NotAuthorized, and Forbidden for a tenant's key."""
-        if self._path is not None and self._name_of(authorization) != OPERATOR:
+        if self._file is not None and self._name_of(authorization) != OPERATOR:
             raise Forbidden(f"this tells of everybody's requests: send the key of {OPERATOR} in http_keys")
 
     def _name_of(self, authorization: str) -> str:
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise NotAuthorized("no API key: send `Authorization: Bearer KEY`")
-        name = self._tenants.get(_hash(key.strip()))
+        name = self._file.value.get(_hash(key.strip())) if self._file is not None else None
         if name is None:
             raise NotAuthorized("this API key is not known here")
         return name
 
     def refresh(self) -> None:
         """Read the file again if it has changed; one that cannot be used changes nothing."""
-        try:
-            self._read()
-            self._told = ""
-        except (OSError, ValueError) as error:
-            if str(error) != self._told:
-                log.error("http_keys: %s cannot be used, the keys before remain: %s", self._path, error)
-            self._told = str(error)
-
-    def _read(self) -> None:
-        if self._path is None:
-            return
-        facts = self._path.stat()
-        stamp = (facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
-        if stamp != self._stamp:
-            text = self._path.read_text()  # tried again, should that fail
-            self._stamp = stamp  # also of nonsense: it is told once
-            self._tenants = read_keys(text)
+        if self._file is not None:
+            self._file.refresh()
 
 
 def _hash(key: str) -> str:

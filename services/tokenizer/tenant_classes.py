@@ -9,10 +9,8 @@ Who is not listed may use DEFAULT_CLASSES. An empty path lets everybody use all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from pathlib import Path
 
-from shared.errors import SetupError
+from shared.config import WatchedFile
 from shared.nats.access import CLASSES, DEFAULT_CLASSES
 from shared.nats.subjects import untoken
 
@@ -38,30 +36,13 @@ class TenantClasses:
 
     def __init__(self, path: str = "") -> None:
         """Raises SetupError when the file cannot be used."""
-        self._path = Path(path).expanduser() if path else None
-        self._stamp = (0, 0)
-        self._classes: Mapping[str, tuple[str, ...]] = {}
-        try:
-            self._read()
-        except (OSError, ValueError) as error:
-            raise SetupError(f"tenant_classes: {path} cannot be used: {error}") from None
+        self._file = WatchedFile("tenant_classes", path, read_classes, log) if path else None
 
     def of(self, tenant: str) -> tuple[str, ...]:
         """The classes that a tenant may use."""
-        return CLASSES if self._path is None else self._classes.get(tenant, DEFAULT_CLASSES)
+        return CLASSES if self._file is None else self._file.value.get(tenant, DEFAULT_CLASSES)
 
     def refresh(self) -> None:
         """Read the file again if it has changed; one that cannot be used changes nothing."""
-        try:
-            self._read()
-        except (OSError, ValueError) as error:
-            log.error("tenant_classes: %s cannot be used, those before remain: %s", self._path, error)
-
-    def _read(self) -> None:
-        if self._path is None:
-            return
-        facts = self._path.stat()
-        stamp = (facts.st_mtime_ns, facts.st_size)
-        if stamp != self._stamp:
-            self._stamp = stamp  # also of a bad one: it is told once
-            self._classes = read_classes(self._path.read_text())
+        if self._file is not None:
+            self._file.refresh()

@@ -149,7 +149,7 @@ def test_keys_change_while_running(tmp_path: Path, caplog: pytest.LogCaptureFixt
     path.unlink()
     keys.refresh()
     assert keys.tenant_of("Bearer three") == "acme"
-    assert [r.message.count("the keys before remain") for r in caplog.records] == [1, 1]
+    assert [r.message.count("those before remain") for r in caplog.records] == [1, 1]
 
 
 def test_keys_that_replace_others_are_read_whatever_their_size_and_time(tmp_path: Path) -> None:
