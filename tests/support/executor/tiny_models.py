@@ -7,21 +7,7 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers  # its models are imported when one is made: ranks that make none need seconds less
 
 from services.executor.engine import StepOutput
 
@@ -46,15 +32,17 @@ _LLAMA3 = {
 }
 
 
-def _qwen3_moe(**options: object) -> Qwen3MoeConfig:
+def _qwen3_moe(**options: object) -> transformers.Qwen3MoeConfig:
     experts = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-    return Qwen3MoeConfig(**_BASE, head_dim=24, **experts, **options)
+    return transformers.Qwen3MoeConfig(**_BASE, head_dim=24, **experts, **options)
 
 
 _MAKE = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**{**_BASE, "num_key_value_heads": 4})),
-    "llama-9-3-tied": lambda: LlamaForCausalLM(
-        LlamaConfig(
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**_BASE, "num_key_value_heads": 4})
+    ),
+    "llama-9-3-tied": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             **_BASE
             | {
                 "hidden_size": 72,
@@ -64,16 +52,22 @@ _MAKE = {
             }
         )
     ),
-    "llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**_BASE, rope_parameters=_LLAMA3)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_BASE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_BASE, head_dim=24)),
-    "mistral": lambda: MistralForCausalLM(
-        MistralConfig(**{**_BASE, "num_key_value_heads": 1}, sliding_window=256)
+    "llama3-rope": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_BASE, rope_parameters=_LLAMA3)
     ),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_BASE, num_local_experts=5, num_experts_per_tok=2)),
-    "qwen3-moe": lambda: Qwen3MoeForCausalLM(_qwen3_moe(norm_topk_prob=True)),
-    "qwen3-moe-mixed": lambda: Qwen3MoeForCausalLM(  # a dense layer, and weights that do not add up to one
-        _qwen3_moe(norm_topk_prob=False, mlp_only_layers=[1])
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_BASE)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_BASE, head_dim=24)),
+    "mistral": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**{**_BASE, "num_key_value_heads": 1}, sliding_window=256)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**_BASE, num_local_experts=5, num_experts_per_tok=2)
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(_qwen3_moe(norm_topk_prob=True)),
+    "qwen3-moe-mixed": lambda: (
+        transformers.Qwen3MoeForCausalLM(  # a dense layer, and weights that do not add up to one
+            _qwen3_moe(norm_topk_prob=False, mlp_only_layers=[1])
+        )
     ),
 }
 KINDS = tuple(_MAKE)
@@ -81,7 +75,7 @@ DENSE = tuple(kind for kind in KINDS if kind not in ("mixtral", "qwen3-moe", "qw
 
 
 @functools.cache
-def tiny_model(kind: str) -> PreTrainedModel:
+def tiny_model(kind: str) -> transformers.PreTrainedModel:
     """The model of a kind, float32; every parameter random, norms around one."""
     torch.manual_seed(11)
     model = _MAKE[kind]().float().eval()
