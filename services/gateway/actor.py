@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from services.gateway.app import build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
 from services.gateway.health import Health
+from services.gateway.native_call import Lines
 from services.gateway.routes import Desk, Keys
 from shared.actor.mailbox import Port
 from shared.actor.membership import Peer
@@ -60,7 +61,7 @@ class GatewayActor(Actor):
         self._port = port
         client = await Client.open(port.bus)
         self._desk = Desk(
-            client=client,
+            lines=Lines(client, apart=self._keys.demanded),
             keys=self._keys,
             health=Health(client),
             timeout_s=self._timeout_s,
@@ -88,6 +89,7 @@ class GatewayActor(Actor):
         if self._desk is not None:
             self._http.check()
             self._keys.refresh()
+            self._desk.lines.sweep()
             self._look()
 
     def facts(self) -> Facts:
@@ -108,6 +110,7 @@ class GatewayActor(Actor):
             "url": http_url(*self._http.address),
             "health": self._desk.health.why or "ok",
             "active": meter.active,
+            "lines": len(self._desk.lines),
             "requests": meter.requests,
             "chunks": meter.chunks,
             "slow_readers": meter.slow_readers,
@@ -121,8 +124,9 @@ class GatewayActor(Actor):
     async def stop(self) -> None:
         if self._desk is not None:
             self._desk.health.stop()
-            self._desk.client.fail(drain_over("gateway"))
+            self._desk.lines.fail(drain_over("gateway"))
             await self._http.stop()
+            await self._desk.lines.close()
 
     def _look(self) -> None:
         if self._desk is not None:

@@ -2,15 +2,19 @@
 
 `read_body` reads the body of the HTTP request within bounds of size and time. `unless_gone` works for an HTTP
 client that may go away: when it does the work is cancelled, and the native request with it.
+Lines are the connections to the nats-server: one for each tenant.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
+from zlib import crc32
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
@@ -18,16 +22,114 @@ from starlette.types import Receive
 from services.gateway.errors import SlowRequest, WrongMediaType
 from services.gateway.openai_request import Body, Call
 from shared.client import Client
-from shared.errors import Cancelled, PayloadTooLarge
+from shared.errors import Cancelled, HeadraceError, PayloadTooLarge, Unavailable
+from shared.nats.interface import Bus, BusFault
+
+log = logging.getLogger("headrace.gateway")
 
 GRACE_S = 5.0  # beyond a request's own time limit, whose end the services tell themselves
 
 BODY_TIMEOUT_S = 30.0
 HEADROOM_BYTES = 4_096  # of the server's limit: for what a native request says besides
 
+MAX_LINES = 64
+LINE_OPEN_S = 10.0
+LINE_IDLE_S = 300.0  # far longer than a request takes from its key to its first native message
+LINE_CLOSE_S = 2.0  # of all lines at the end
+
 Tagged = tuple[int, Body]  # number of the prompt, frame
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """A connection to the nats-server, and the client on it."""
+
+    opening: asyncio.Task[Client]
+    used_s: float = 0.0  # when a request last had it
+    client: Client | None = None  # once it is open
+
+
+@dataclass(slots=True)
+class Lines:
+    """The connections of one gateway. Each tenant has one of its own from its first request on, so that what
+    waits there for it delays no other. Beyond MAX_LINES, tenants share those of others. A gateway without
+    keys has one tenant, and `main` alone."""
+
+    main: Client  # never a tenant's where there are keys: beats and health are heard there
+    apart: bool  # there are keys
+    _lines: dict[str, Line] = field(default_factory=dict)  # by the tenant that came first
+    _leaving: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    async def of(self, tenant: str) -> Client:
+        """The client that asks in the name of a tenant. Raises Unavailable."""
+        if not self.apart:
+            return self.main.as_tenant(tenant)
+        line = self._lines.get(tenant)
+        if line is None and len(self._lines) < MAX_LINES:
+            line = self._lines[tenant] = Line(asyncio.create_task(self._open(tenant)))
+        elif line is None:
+            line = [*self._lines.values()][crc32(tenant.encode()) % len(self._lines)]
+        line.used_s = asyncio.get_running_loop().time()
+        return (await asyncio.shield(line.opening)).as_tenant(tenant)
+
+    def sweep(self) -> None:
+        """Close what nobody has used for LINE_IDLE_S."""
+        now_s = asyncio.get_running_loop().time()
+        for tenant, line in [*self._lines.items()]:
+            if line.client is None or line.client.waiting:
+                line.used_s = now_s
+            elif now_s - line.used_s > LINE_IDLE_S:
+                self._close(tenant, line)
+
+    def fail(self, error: HeadraceError) -> None:
+        """End all requests that wait for an answer."""
+        for client in (self.main, *(line.client for line in self._lines.values())):
+            if client is not None:
+                client.fail(error)
+
+    async def close(self) -> None:
+        """Close all but `main`, which is the runtime's."""
+        for tenant, line in [*self._lines.items()]:
+            self._close(tenant, line)
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=LINE_CLOSE_S)
+
+    async def _open(self, tenant: str) -> Client:
+        line, bus = self._lines[tenant], None
+        try:
+            bus = await self.main.bus.another(tenant, LINE_OPEN_S)
+            bus.on_fault(partial(self._on_fault, tenant, line))
+            line.client = await Client.open(bus)
+        except Exception as error:  # noqa: BLE001 - whatever it is: the tenant hears of it, and may try again
+            log.error("no connection to the nats-server for tenant %s: %s", tenant, error)
+            self._lines.pop(tenant, None)
+            if bus is not None:
+                self._leave(bus)
+            raise Unavailable("the gateway has no connection to its nats-server: try again") from None
+        return line.client
+
+    def _on_fault(self, tenant: str, line: Line, fault: BusFault) -> None:
+        log.warning("the connection of tenant %s: %s: %s", tenant, fault.kind, fault.detail)
+        if fault.kind in ("refused", "closed") and line.client is not None:
+            line.client.fail(Unavailable("the gateway's connection to its nats-server ended: try again"))
+            self._close(tenant, line)
+
+    def _close(self, tenant: str, line: Line) -> None:
+        if self._lines.get(tenant) is line:
+            del self._lines[tenant]
+            line.opening.cancel()
+            if line.client is not None:
+                self._leave(line.client.bus)
+
+    def _leave(self, bus: Bus) -> None:
+        leaving = asyncio.create_task(bus.drain())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
 
 
 @dataclass(frozen=True, slots=True)

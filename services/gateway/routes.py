@@ -21,7 +21,7 @@ from services.gateway import openai_response
 from services.gateway.errors import NotAuthorized
 from services.gateway.exchange import Meter, Visit, answer, given_id
 from services.gateway.health import Health
-from services.gateway.native_call import HEADROOM_BYTES, Talk, read_body, unless_gone
+from services.gateway.native_call import HEADROOM_BYTES, Lines, Talk, read_body, unless_gone
 from services.gateway.openai_request import Call, fields_of, model_of, read_call
 from services.gateway.openai_response import ChunkMaker, EventStream
 from shared.client import Client
@@ -54,7 +54,7 @@ def visit_of(request: Request) -> Visit:
 class Desk:
     """Everything that outlives a request."""
 
-    client: Client
+    lines: Lines
     keys: Keys
     health: Health
     timeout_s: float
@@ -74,12 +74,12 @@ class Desk:
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        return answer(await _models(self._admit(request)))
+        return answer(await _models(await self._client(request)))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{model}`."""
         name = request.path_params["model"]
-        listed = await _models(self._admit(request))
+        listed = await _models(await self._client(request))
         for entry in listed["data"]:
             if entry["id"] == name:
                 return answer(entry)
@@ -121,15 +121,18 @@ class Desk:
         visit.answered_us = self.clock.wall_us()
         return answer(openai_response.answer(call, natives, echoed))
 
-    def _admit(self, request: Request) -> Client:
-        """The native client in the name of whose key this is. Raises NotAuthorized."""
-        tenant = self.keys.tenant_of(request.headers.get("authorization", ""))
-        visit_of(request).tenant = tenant
-        return self.client.as_tenant(tenant)
+    def _admit(self, request: Request) -> str:
+        """The tenant whose key this is. Raises NotAuthorized."""
+        tenant = visit_of(request).tenant = self.keys.tenant_of(request.headers.get("authorization", ""))
+        return tenant
+
+    async def _client(self, request: Request) -> Client:
+        """The native client in the name of that tenant. Raises NotAuthorized, Unavailable."""
+        return await self.lines.of(self._admit(request))
 
     async def _asked(self, request: Request) -> tuple[dict[str, Any], Client]:
         """The fields of a request, its model among them."""
-        client = self._admit(request)
+        client = await self._client(request)
         fields = fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES))
         served: list[str] = []
         if not fields.get("model"):

@@ -192,6 +192,9 @@ class MemoryBus:
             raise NoResponders(f"nobody listens to {subject}")
         return delivery
 
+    async def another(self, suffix: str, timeout_s: float) -> MemoryBus:
+        return self._broker.connect(self.user)
+
     def new_inbox(self) -> str:
         return self._broker.next_inbox(self.user)
 

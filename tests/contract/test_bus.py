@@ -55,6 +55,20 @@ async def test_a_star_is_one_token_and_an_arrow_is_the_rest(connect: Connect, fl
     assert [d.subject.removeprefix(fleet) for d in arrow.got] == [".a.c", ".a.b.c", ".a.c.d"]
 
 
+async def test_another_connection_is_one_of_the_same_broker(connect: Connect, fleet: str) -> None:
+    bus, inbox = await connect(), Inbox()
+    other = await bus.another("two", 5)
+    assert other.user == bus.user
+    await other.subscribe(fleet, inbox)
+    await other.flush()
+    bus.publish(fleet, b"x")
+    assert [d.data for d in await inbox.wait_for(1)] == [b"x"]
+    await other.drain()
+    bus.publish(fleet, b"y")
+    await bus.flush()
+    assert len(inbox.got) == 1
+
+
 async def test_publishing_does_not_run_handlers(connect: Connect, fleet: str) -> None:
     bus, inbox = await connect(), Inbox()
     await bus.subscribe(fleet, inbox)

@@ -299,6 +299,7 @@ async def test_a_slow_reader_is_ended_and_holds_up_nobody(
     assert b'"code":"slow_reader"' in got
     assert b"[DONE]" not in got
     await pipeline.until(lambda: gateway_status(pipeline)["slow_readers"] == 1)
+    assert gateway_status(pipeline)["lines"] == 0  # one tenant, and the main connection
 
 
 async def test_health_is_the_truth(pipeline: Pipeline) -> None:
@@ -336,7 +337,9 @@ async def test_keys_are_tenants(pipeline: Pipeline, tmp_path: Path) -> None:
             answer = await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
             return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
+        assert gateway_status(pipeline, "gateway-2")["lines"] == 0
         assert [await cached(key) for key in ("one", "one", "two")] == [0, 16, 0]
+        assert gateway_status(pipeline, "gateway-2")["lines"] == 2
         for path in ("/v1/models", "/v1/models/x"):
             refused = await http.get(path)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")

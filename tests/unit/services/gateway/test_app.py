@@ -10,6 +10,7 @@ import pytest
 
 from services.gateway.app import MET_503, build_app
 from services.gateway.health import Health
+from services.gateway.native_call import Lines
 from services.gateway.routes import Desk, Keys
 from shared.client import Client
 from shared.errors import Unavailable
@@ -36,7 +37,7 @@ async def test_health_quotes_nobodys_request_where_there_are_keys(
     path = tmp_path / "keys"
     path.write_text(keys)
     client = cast(Client, Away())
-    desk = Desk(client, Keys(str(path) if keys else ""), Health(client), timeout_s=1)
+    desk = Desk(Lines(client, apart=False), Keys(str(path) if keys else ""), Health(client), timeout_s=1)
     transport = httpx.ASGITransport(build_app(desk))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         asked = await http.get("/v1/models", headers={"authorization": "Bearer one"})
