@@ -13,15 +13,17 @@ import nats
 import pytest
 from nats.aio.client import Client as Nats
 
+from services.gateway.native_call import Lines
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from services.launcher.nats_server import NatsServer
+from shared.client import Client
 from shared.errors import SetupError
-from shared.nats import access
+from shared.nats import access, subjects
 from shared.nats.access import SERVICES
 from shared.nats.bus import NatsBus
-from shared.nats.interface import BusFault
+from shared.nats.interface import BusFault, Delivery
 
 FLEET = "default"
 
@@ -186,6 +188,30 @@ async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users:
         assert await may_write(executor, refused, question.reply)
         assert not await may_write(executor, refused, question.reply)
         assert (await answers.next_msg(30)).data == b"x"
+
+
+async def test_a_gateway_hears_each_tenants_answers_on_a_connection_of_its_own(
+    server: NatsServer, users: Path
+) -> None:
+    main = await NatsBus.connect(auth.url_of(users, "gateway", server.url), timeout_s=5)
+    tokenizer = await NatsBus.connect(auth.url_of(users, "tokenizer", server.url), timeout_s=5)
+    asked: list[str] = []
+
+    def reply(delivery: Delivery) -> None:
+        asked.append(delivery.reply)
+        tokenizer.publish(delivery.reply, b'{"data": []}')
+
+    await tokenizer.subscribe("headrace.v1.models.*", reply)
+    await tokenizer.flush()
+    lines = Lines(await Client.open(main), apart=True)
+    for tenant in ("acme", "bob"):
+        line = await lines.of(tenant)
+        assert (await line.ask(subjects.models(tenant)), line.bus.user) == ({"data": []}, "headrace-gateway")
+        assert asked[-1].startswith(f"_INBOX.{tenant}.headrace-gateway.")
+    assert len(lines) == 2
+    await lines.close()
+    await main.drain()
+    await tokenizer.drain()
 
 
 @pytest.mark.parametrize(
