@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.running_up import HEADRACE, StartUp, wait_until_gone
+from support.running_up import HEADRACE, StartUp, Up, wait_until_gone
 from support.source_tree import ROOT
 
 from loadtest import faults
@@ -27,12 +27,7 @@ def test_sigterm_drains_and_ends_with_0(start_up: StartUp) -> None:
     up = start_up(**SLOW)
     children = up.children()
     assert len(children) == 6
-    asking = subprocess.Popen(
-        [*HEADRACE, "request", "--stream", '{"prompt": "Hello", "max_tokens": 50, "seed": 1}'],
-        env=up.env, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert asking.stdout is not None
-    assert json.loads(asking.stdout.readline())["type"] == "accepted"
+    asking = streaming(up, 50)
     assert up.stop(signal.SIGTERM) == 0
     frames = [json.loads(line) for line in asking.communicate(timeout=30)[0].splitlines()]
     assert frames[-1]["type"] == "done"
@@ -42,15 +37,21 @@ def test_sigterm_drains_and_ends_with_0(start_up: StartUp) -> None:
     assert list(Path(up.env["XDG_RUNTIME_DIR"]).glob("headrace/*")) == []
 
 
-def test_a_death_during_the_drain_loses_no_answer(start_up: StartUp) -> None:
-    up = start_up(**SLOW)
-    children = up.children()
+def streaming(up: Up, tokens: int) -> subprocess.Popen[str]:
+    """A client of an answer of so many tokens, whose request has been accepted."""
     asking = subprocess.Popen(
-        [*HEADRACE, "request", "--stream", '{"prompt": "Hello", "max_tokens": 100, "seed": 1}'],
+        [*HEADRACE, "request", "--stream", f'{{"prompt": "Hello", "max_tokens": {tokens}, "seed": 1}}'],
         env=up.env, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert asking.stdout is not None
     assert json.loads(asking.stdout.readline())["type"] == "accepted"
+    return asking
+
+
+def test_a_death_during_the_drain_loses_no_answer(start_up: StartUp) -> None:
+    up = start_up(**SLOW)
+    children = up.children()
+    asking = streaming(up, 100)
     up.process.send_signal(signal.SIGTERM)
     up.read_until("^draining")
     os.kill(up.child("executor"), signal.SIGKILL)
@@ -145,12 +146,7 @@ def test_nobody_who_reads_what_it_prints_is_no_reason_to_cut_a_stream(start_up: 
     """`headrace up | tee log`, Ctrl-C: tee has gone first."""
     up = start_up(**SLOW)
     children = up.children()
-    asking = subprocess.Popen(
-        [*HEADRACE, "request", "--stream", '{"prompt": "Hello", "max_tokens": 50, "seed": 1}'],
-        env=up.env, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert asking.stdout is not None
-    assert json.loads(asking.stdout.readline())["type"] == "accepted"
+    asking = streaming(up, 50)
     assert up.process.stdout is not None
     up.process.stdout.close()
     up.process.send_signal(signal.SIGINT)
