@@ -2,10 +2,10 @@
 
     python -m loadtest.http_readers --streams 256 --gateways 1,2 --out docs/benchmarks/http_readers.json
 
-One `headrace up` on the simulated engine for each number of gateways; both kinds of readers in turn, by
-`headrace bench` in a process of its own: all streams begin at once. Everything shares the cores of this
-machine, the client with it: an ITL far above the step is theirs, and the CPU time of a chunk is what can be
-compared.
+One `headrace up` for each number of gateways, on the simulated engine or by the flags behind `--`. Readers of
+both kinds take turns, each time in a process of `headrace bench`, and all streams begin at once. Everything
+shares the cores of this machine, the client too: an ITL far above the step is the client's, and what can be
+compared is the CPU time of a chunk.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SLOTS = 256  # of one executor
 FIGURES = ("median_itl_ms", "p90_itl_ms", "p99_itl_ms", "p99_ttft_ms", "output_throughput", "client_cpu_pct")
 
 
-def run(url: str, streams: int, tokens: int) -> dict[str, Any]:
+def run(url: str, streams: int, tokens: int, prompt: int) -> dict[str, Any]:
     """The figures of one round."""
     with tempfile.TemporaryDirectory() as home:
         out = Path(home) / "out.json"
         command = [
             sys.executable, "-m", "loadtest.bench", "run", "--url", url, "--model", MODEL, "--json", str(out),
-            "--max-concurrency", str(streams), "--num-prompts", str(streams), "--input-len", "16",
+            "--max-concurrency", str(streams), "--num-prompts", str(streams), "--input-len", str(prompt),
             "--output-len", str(tokens),
         ]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -61,21 +61,21 @@ def measure(args: argparse.Namespace, gateways: int) -> dict[str, Any]:
     bound = bind("127.0.0.1", 0)
     host, port = bound.getsockname()[:2]
     bound.close()
+    engine = args.flags or ["--backend", "sim", "--sim", f"step={args.step_us}", "--overlap", "run_ahead"]
     flags = [
-        "--backend", "sim", "--sim", f"step={args.step_us}", "--slots", str(SLOTS), "--l1", "off",
-        "--executors", str(-(-args.streams // SLOTS)), "--http", f"{host}:{port}",
-        "--gateways", str(gateways), "--max-waiting", str(args.streams), "--overlap", "run_ahead",
+        *engine, "--slots", str(SLOTS), "--l1", "off", "--executors", str(-(-args.streams // SLOTS)),
+        "--http", f"{host}:{port}", "--gateways", str(gateways), "--max-waiting", str(args.streams),
         "--slo", "standard=600000/1000/600000",
     ]  # fmt: skip
     rounds: dict[str, list[dict[str, Any]]] = {"nats": [], "http": []}
     with running_up(flags) as (pid, nats_url):
         urls = {"nats": nats_url, "http": f"http://{host}:{port}"}
-        run(urls["http"], args.streams, 8)
+        run(urls["http"], args.streams, 8, args.prompt)
         pids = faults.pids_of(pid, "gateway")
         for _ in range(args.rounds):
             for how, url in urls.items():
                 before = cpu_us(pids)
-                figures = run(url, args.streams, args.tokens)
+                figures = run(url, args.streams, args.tokens, args.prompt)
                 for kind, us in cpu_us(pids).items():
                     figures[f"gateway_{kind}_us_per_chunk"] = round(
                         (us - before[kind]) / figures["tokens"], 1
@@ -100,15 +100,18 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--gateways", default="1", help="one number, or several with commas")
     parser.add_argument("--tokens", type=int, default=100, help="of an answer")
+    parser.add_argument("--prompt", type=int, default=16, help="its tokens")
     parser.add_argument("--step-us", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("flags", nargs="*", help="of `up`, in place of the simulated engine")
     args = parser.parse_args()
     cases = [measure(args, int(gateways)) for gateways in args.gateways.split(",")]
     result = {
         "circumstances": circumstances(),
         "streams": args.streams,
         "step_us": args.step_us,
+        "flags": args.flags,
         "cases": cases,
     }
     print(json.dumps(result, indent=2))

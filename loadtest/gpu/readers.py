@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import random
 import statistics
@@ -17,6 +18,7 @@ from shared.nats import subjects
 
 PROMPT, ANSWER = 1024, 256
 FIRST_ID, LAST_ID = 300, 120_000
+LONGEST = 8  # gaps that are told
 
 
 @dataclass(slots=True)
@@ -25,6 +27,7 @@ class Read:
 
     sent_s: float = 0.0
     parts_s: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # tokens in each
 
 
 async def read(fleet: Served, body: Body) -> Read:
@@ -34,6 +37,7 @@ async def read(fleet: Served, body: Body) -> Read:
     async for frame in fleet.client.stream(body):
         if frame["type"] == "delta":
             seen.parts_s.append(loop.time())
+            seen.counts.append(frame["choices"][0]["count"])
     return seen
 
 
@@ -50,14 +54,24 @@ async def read_all(fleet: Served, bodies: Sequence[Body], in_flight: int) -> lis
 
 
 def figures(reads: Sequence[Read], took_s: float, answer: int = ANSWER) -> dict[str, Any]:
-    """Tokens a second, and the quantiles of the times that readers feel."""
+    """Tokens a second, the quantiles of the times that readers feel, and of the longest gaps ms, part behind
+    it and tokens in that part."""
     gaps = sorted(1e3 * (b - a) for seen in reads for a, b in itertools.pairwise(seen.parts_s))
     first = sorted(1e3 * (seen.parts_s[0] - seen.sent_s) for seen in reads)
     cuts = statistics.quantiles(gaps, n=100)
+    longest = heapq.nlargest(
+        LONGEST,
+        (
+            (round(1e3 * (r.parts_s[i] - r.parts_s[i - 1]), 1), i, r.counts[i])
+            for r in reads
+            for i in range(1, len(r.parts_s))
+        ),
+    )
     return {
         "tok_s": len(reads) * answer / took_s, "seconds": took_s, "parts": sum(len(r.parts_s) for r in reads),
         "ttft_p50_ms": statistics.median(first), "ttft_p99_ms": statistics.quantiles(first, n=100)[98],
         "itl_p50_ms": cuts[49], "itl_p90_ms": cuts[89], "itl_p99_ms": cuts[98], "itl_max_ms": gaps[-1],
+        "longest": longest,
     }  # fmt: skip
 
 
