@@ -41,7 +41,7 @@ from shared.errors import Overloaded, PayloadTooLarge
 from shared.fair_share import Turns, finds_no_room
 from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized, rejection
 from shared.nats import access, subjects
-from shared.nats.interface import Delivery, Subscription
+from shared.nats.interface import Bus, BusFault, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
 from shared.telemetry.readings import Reading, Readings
@@ -55,6 +55,9 @@ RETRY_AFTER_MS = 1_000
 MAX_WAITING = 8_192  # requests: as many as the bus keeps unread
 CROWDED_S = 0.001  # how soon one looks again whether a scheduler has answered
 TENANT = 3  # its place in the subject of a request
+# Each request comes up to three times: to its owner, as a copy, and as one of any model. The last two have a
+# second connection, which yields sooner, so a request after 5,000 others waits for a quarter of the messages.
+SECOND_S, SECOND_TURN_MESSAGES = 10.0, 8
 
 
 class TokenizerActor(Actor):
@@ -80,6 +83,7 @@ class TokenizerActor(Actor):
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
         self._standing: asyncio.Task[None] | None = None
+        self._second: Bus  # what can be read later
 
     async def start(self, port: Port) -> None:
         self._port = port
@@ -90,13 +94,16 @@ class TokenizerActor(Actor):
         subscribe = port.bus.subscribe
         self._arrivals = Arrivals(self._see, port.clock.now_us)
         self._mailbox = Mailbox(self._take, self._crowds)
-        self._asking = Asking(port, self._model, self._context)
+        self._second = await port.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
+        self._second.on_fault(_log_fault)
+        self._asking = Asking(port, self._model, self._context, self._second)
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
-            await subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put_copy),
+            await self._second.subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put_copy),
             await subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put, queue="tokenizer"),
             *await self._asking.listen(),  # the last: who answers these is said to hear requests
         ]
+        await self._second.flush()
         self._standing = asyncio.get_running_loop().create_task(self._stand_by())
 
     def receive(self, source: str, message: Message, trace: str) -> None:
@@ -176,6 +183,7 @@ class TokenizerActor(Actor):
     async def stop(self) -> None:
         if self._standing is not None:
             self._standing.cancel()
+            await self._second.drain()
 
     # ---- internals ------------------------------------------------------------------------------
 
@@ -475,6 +483,10 @@ class Mailbox:
             return
         asyncio.get_running_loop().call_soon(self._next)
         self._take(taken)
+
+
+def _log_fault(fault: BusFault) -> None:
+    log.warning("the connection for copies: %s: %s", fault.kind, fault.detail)
 
 
 def load_model(settings: Settings) -> ServedModel:

@@ -19,7 +19,7 @@ from shared.actor.membership import Peers
 from shared.errors import BadRequest, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel, WireError
 from shared.messages import Beat
 from shared.nats import access, subjects
-from shared.nats.interface import Delivery, NoResponders, RequestTimeout, Subscription
+from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
 from shared.telemetry.traces import COMPONENT, RequestFacts, SpanRecord, received, root_attributes, root_name
@@ -38,9 +38,10 @@ RETRY_AFTER_MS = 1_000
 class Asking:
     """Answers what needs no scheduler."""
 
-    def __init__(self, port: Port, model: ServedModel, context: Callable[[], int]) -> None:
-        """`context` of this fleet, tokens."""
+    def __init__(self, port: Port, model: ServedModel, context: Callable[[], int], second: Bus) -> None:
+        """`context` of this fleet, tokens; `second` brings the requests for any model."""
         self._port = port
+        self._second = second
         self._model = model
         self._context = context
         self._fleets: dict[str, Peers] = {}  # tokenizers of every fleet on this server
@@ -58,7 +59,7 @@ class Asking:
             await subscribe(subjects.MODELS, self._on_models, queue="models"),
             await subscribe(subjects.MODELS_ANY_TENANT, self._on_models, queue="models"),
             await subscribe(subjects.tokenize_any_tenant(name), self._on_tokenize, queue="tokenizer"),
-            await subscribe(subjects.GENERATE_ALL, self._on_any_model, queue="unknown-model"),
+            await self._second.subscribe(subjects.GENERATE_ALL, self._on_any_model, queue="unknown-model"),
         ]
 
     async def drain(self) -> None:

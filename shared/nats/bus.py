@@ -37,7 +37,7 @@ from shared.nats.interface import (
 RECONNECT_WAIT_S = 0.05  # back 10 ms after the server is; the library's 2 s would be a visible hole
 PING_INTERVAL_S = 20
 TURN_MESSAGES = (
-    64  # that one connection handles before others have their turn: some 3 ms of a gateway's frames
+    64  # that a connection handles before other tasks have their turn: some 3 ms of a gateway's frames
 )
 PENDING_MESSAGES = 8192  # more than 128 kB of the smallest messages, which one read may bring at once
 OUTBOX_LIMIT_BYTES = 64 * 1024 * 1024  # what a server that is away may cost in memory
@@ -56,14 +56,15 @@ class _Client(NatsClient):
     Draining a subscription relies on this too: else messages that arrive before its UNSUB are lost.
 
     Its own reader parses all that one read of the socket brought, 256 kB with uvloop, before anybody else has
-    a turn. This one stops after TURN_MESSAGES."""
+    a turn. This one stops after `turn_messages`."""
 
     turn = 0  # messages since others had theirs
+    turn_messages = TURN_MESSAGES
 
     async def _process_msg(self, *parts: Any) -> None:
         await super()._process_msg(*parts)
         self.turn += 1
-        if self.turn >= TURN_MESSAGES:
+        if self.turn >= self.turn_messages:
             self.turn = 0
             await asyncio.sleep(0)
 
@@ -98,8 +99,9 @@ class _Subscribed:
 class NatsBus:
     """One connection to a nats-server. See shared.nats.interface.Bus."""
 
-    def __init__(self, pending_messages: int = PENDING_MESSAGES) -> None:
+    def __init__(self, pending_messages: int = PENDING_MESSAGES, turn_messages: int = TURN_MESSAGES) -> None:
         self._nc = _Client()
+        self._nc.turn_messages = turn_messages
         self.user = ""
         self._url = self._name = ""
         self._pending_messages = pending_messages
@@ -121,13 +123,15 @@ class NatsBus:
         timeout_s: float | None = None,
         on_fault: FaultHandler | None = None,
         pending_messages: int = PENDING_MESSAGES,
+        turn_messages: int = TURN_MESSAGES,
     ) -> NatsBus:
         """Connect to `url` (several joined by commas) and stay connected whatever happens.
 
         Waits for the server for as long as it takes, or `timeout_s`; then raises SetupError.
-        A subscription drops messages beyond `pending_messages` unread ones, and reports it.
+        A subscription drops messages beyond `pending_messages` unread ones, and reports it. Other tasks run
+        after each `turn_messages`.
         """
-        bus = cls(pending_messages)
+        bus = cls(pending_messages, turn_messages)
         if on_fault is not None:
             bus.on_fault(on_fault)
         try:
@@ -220,8 +224,9 @@ class NatsBus:
             raise NoResponders(f"nobody listens to {subject}")
         return delivery
 
-    async def another(self, suffix: str, timeout_s: float) -> NatsBus:
-        return await NatsBus.connect(self._url, name=f"{self._name}-{suffix}", timeout_s=timeout_s)
+    async def another(self, suffix: str, timeout_s: float, turn_messages: int = TURN_MESSAGES) -> NatsBus:
+        name = f"{self._name}-{suffix}"
+        return await NatsBus.connect(self._url, name=name, timeout_s=timeout_s, turn_messages=turn_messages)
 
     def new_inbox(self) -> str:
         return str(self._nc.new_inbox())

@@ -108,9 +108,10 @@ class Bus(Protocol):
     ) -> Delivery:
         """Publish and await one reply. Raises NoResponders at once, RequestTimeout, PayloadTooLarge."""
 
-    async def another(self, suffix: str, timeout_s: float) -> Bus:
-        """A connection of its own to the same broker, as the same user; `suffix` is added to its name. Raises
-        SetupError when there is none within `timeout_s`."""
+    async def another(self, suffix: str, timeout_s: float, turn_messages: int = ...) -> Bus:
+        """A second connection to the same broker, as the same user. `suffix` is added to its name, and other
+        tasks run after each `turn_messages` that it brings. Raises SetupError when there is none within
+        `timeout_s`."""
 
     def new_inbox(self) -> str:
         """A fresh reply subject."""

@@ -192,7 +192,7 @@ class MemoryBus:
             raise NoResponders(f"nobody listens to {subject}")
         return delivery
 
-    async def another(self, suffix: str, timeout_s: float) -> MemoryBus:
+    async def another(self, suffix: str, timeout_s: float, turn_messages: int = 1) -> MemoryBus:
         return self._broker.connect(self.user)
 
     def new_inbox(self) -> str:
