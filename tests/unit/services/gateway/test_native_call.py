@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import urlparse
 
@@ -180,6 +182,31 @@ async def test_a_connection_lets_others_have_their_turn(server: NatsServer) -> N
     beside.cancel()
     assert most <= 2 * TURN_MESSAGES
     await bus.drain()
+
+
+async def test_a_second_connection_yields_to_the_first(server: NatsServer) -> None:
+    """Both bring the same messages. The first has read all of them while the second has read a part."""
+    first = await NatsBus.connect(server.url)
+    second = await first.another("copies", 10, TURN_MESSAGES // 8)
+    read, done = Counter[str](), asyncio.Event()
+    at_end = 0
+
+    def count(which: str, _: Delivery) -> None:
+        nonlocal at_end
+        read[which] += 1
+        if read["first"] == FLOOD and not at_end:
+            at_end = read["second"]
+        if read.total() == 2 * FLOOD:
+            done.set()
+
+    for bus, which in ((first, "first"), (second, "second")):
+        await bus.subscribe("to.a", partial(count, which))
+        await bus.flush()
+    publish(server, ["to.a"] * FLOOD)
+    await asyncio.wait_for(done.wait(), 60)
+    assert at_end <= FLOOD // 2
+    await second.drain()
+    await first.drain()
 
 
 def publish(server: NatsServer, to: list[str]) -> None:
