@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 
 from shared import codec
@@ -41,7 +42,6 @@ from shared.messages import (
     ints,
 )
 from shared.nats import subjects
-from shared.nats.memory import MemoryBroker
 
 ASK = {"prompt": "Hello", "max_tokens": 12, "temperature": 0, "seed": 3, "model": "smollm2-135m-instruct"}
 BIG = 2**31 - 1

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import uvloop
+from support.memory_bus import MemoryBroker
 
 from shared.actor import runtime
 from shared.actor.mailbox import Port
 from shared.actor.runtime import Actor, ProcessOptions
 from shared.nats.interface import Bus
-from shared.nats.memory import MemoryBroker
 
 OPTIONS = ProcessOptions(fleet="f", host_id="h", actor_id="a", drain_timeout_s=1.0)
 
@@ -145,7 +145,7 @@ def test_what_start_built_is_never_scanned_again() -> None:
 SECOND_SIGNAL = """
 import asyncio, os, signal, time
 from shared.actor.runtime import Actor, ProcessOptions, run
-from shared.nats.memory import MemoryBroker
+from support.memory_bus import MemoryBroker
 
 class Slow(Actor):
     kind = "executor"
