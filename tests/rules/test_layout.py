@@ -57,7 +57,7 @@ HANGING = (
     "services/tokenizer/standby.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 82, 20_062
-PRODUCT_FILES, PRODUCT_LINES = 200, 43_464
+PRODUCT_FILES, PRODUCT_LINES = 200, 43_458
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
