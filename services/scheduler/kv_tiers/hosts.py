@@ -13,7 +13,7 @@ KEY_BYTES = 32
 
 def ready(state: State, tier: Tier) -> None:
     """A kv_offload with an arena. Another generation than before has lost what it held."""
-    if state.limits.policy.tier in ("recompute", "forget"):
+    if state.limits.policy.no_tiers:
         return
     known = state.tiers.by_host.get(tier.host_id)
     if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
