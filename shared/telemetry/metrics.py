@@ -73,8 +73,8 @@ def to_prometheus(readings: Readings) -> bytes:
             families[name] = Metric(name.removesuffix("_total"), f"{each.name}, {each.unit}", kind)
         for suffix, more, value in _samples(each):
             families[name].add_sample(name + suffix, labels | more, value)
-    page = SimpleNamespace(collect=families.values)
-    return generate_latest(page)  # type: ignore[arg-type]  # a collector, which is only asked to collect
+    page = SimpleNamespace(collect=families.values)  # a collector
+    return generate_latest(page)
 
 
 def _samples(reading: Reading | Spread) -> Iterator[tuple[str, dict[str, str], float]]:
