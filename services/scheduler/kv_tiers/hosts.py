@@ -6,9 +6,8 @@ from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.kv_tiers.lookups import executor_of, finish
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.transfers import MISSES, Job, Phase, Tier
+from shared.kv_blocks import KEY_BYTES
 from shared.messages import ArenaReleased, KvCopied, KvGone
-
-KEY_BYTES = 32
 
 
 def ready(state: State, tier: Tier) -> None:
