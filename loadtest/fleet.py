@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.launcher import nats_server
@@ -22,12 +21,9 @@ READY_S = 600.0  # of a fleet on a machine with much else to do
 
 
 class Fleet:
-    """One process of each service. `env` holds settings and whatever else they should see; `executor_url`
-    gives the URL at which the executor finds the server."""
+    """One process of each service. `env` holds settings and whatever else they should see."""
 
-    def __init__(
-        self, env: Mapping[str, str], executor_url: Callable[[str], str] = lambda server_url: server_url
-    ) -> None:
+    def __init__(self, env: Mapping[str, str]) -> None:
         self.server = nats_server.start()
         full = {
             **os.environ,
@@ -39,8 +35,7 @@ class Fleet:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "services.launcher.cli", "serve", kind],
-                env=full
-                | ({"HEADRACE_NATS_URL": executor_url(self.server.url)} if kind == "executor" else {}),
+                env=full,
                 preexec_fn=die_with_parent(),
             )
             for kind in KINDS
@@ -53,10 +48,6 @@ class Fleet:
         for process in self.processes:
             process.wait(20)
         self.server.stop()
-
-    def signal(self, kind: str, number: signal.Signals) -> None:
-        """Send a signal to the process of a service."""
-        self.processes[KINDS.index(kind)].send_signal(number)
 
     def cpu_us(self) -> dict[str, int]:
         """CPU time of each process so far, user and system."""

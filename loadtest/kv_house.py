@@ -10,6 +10,7 @@ from typing import Any
 from services.kv_offload.actor import KvOffloadActor
 from services.kv_offload.backends.arena import Plan
 from services.kv_offload.backends.shared_memory import SHM
+from services.launcher import nats_server
 from shared.actor.mailbox import Port
 from shared.actor.runtime import Actor, Runtime
 from shared.messages import (
@@ -24,7 +25,7 @@ from shared.messages import (
     Message,
     ints,
 )
-from shared.nats.memory import MemoryBroker
+from shared.nats.bus import NatsBus
 
 PRINT = "00112233445566778899aabbccddeeff"
 KV, OWNER = "kv_offload.k", "executor.e"
@@ -99,7 +100,7 @@ class House:
     def __init__(self, l1_bytes: int) -> None:
         self.kv = KvOffloadActor(Plan(f"churn-{os.getpid()}", l1_bytes, "lmcache"), None)
         self.blocks = l1_bytes // BLOCK_BYTES
-        self._broker = MemoryBroker()
+        self._server = nats_server.start()
         self._runtimes: dict[str, Runtime] = {}
         self._jobs = 0
 
@@ -147,6 +148,7 @@ class House:
         self.segment.close()
         for name in list(self._runtimes):
             await self.end(name)
+        await asyncio.to_thread(self._server.stop)
 
     def job(self) -> int:
         self._jobs += 1
@@ -173,7 +175,8 @@ class House:
         return sum(offset >= 0 for offset in offsets)
 
     async def _run(self, name: str, actor: Actor) -> None:
-        runtime = Runtime(actor, self._broker.connect(), "churn", name, beat_interval_us=100_000)
+        bus = await NatsBus.connect(self._server.url, timeout_s=5)
+        runtime = Runtime(actor, bus, "churn", name, beat_interval_us=100_000)
         await runtime.start()
         self._runtimes[name] = runtime
 

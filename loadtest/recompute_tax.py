@@ -41,7 +41,7 @@ SIMULATED = (
     " Simulated on a virtual clock with the real scheduler and the real core of kv_offload: figures of a "
     "machine's model, not measurements."
 )
-GREEDY = " Admission leaves nothing free for growth (`kv=greedy`, as in vLLM V1): it pauses much."
+GREEDY = " Admission leaves nothing free for growth (`greedy`, as in vLLM V1): it pauses much."
 
 
 def table(
@@ -137,7 +137,7 @@ def _in_turn(args: argparse.Namespace) -> Report:
 
 def arms_of(*, greedy: bool) -> list[Arm]:
     """The arms; `greedy`: with admission that leaves nothing for growth."""
-    return [replace(arm, policy=arm.policy + ",kv=greedy" * greedy) for arm in ARMS]
+    return [replace(arm, policy=arm.policy + ",kv=loadtest.policies:greedy" * greedy) for arm in ARMS]
 
 
 def _text(lengths: Lengths, slots: int, machine: str) -> str:

@@ -177,11 +177,6 @@ class Settings(BaseSettings):
         """Whether ranks talk under compute: auto, off, two_stream."""
         return self.overlap.partition("/")[2] or "auto"
 
-    @property
-    def models_dir(self) -> Path:
-        """Where `pull` puts models."""
-        return self.cache_dir / "models"
-
     def to_env(self) -> dict[str, str]:
         """These settings as environment variables, for a child process."""
         return {PREFIX + name.upper(): _to_text(getattr(self, name)) for name in type(self).model_fields}

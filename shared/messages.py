@@ -14,6 +14,8 @@ Units are in the names: `_us` are durations for decisions, `_wall_us` wall-clock
 counts the generated tokens of a sequence from 0. A message that carries token lists longer than
 `codec.PAGE_TOKENS` travels in parts, numbered `part`/`parts`, each with its slice of `tokens`; the first part
 carries the other fields. Any other message that is too long travels as `Fragment`s of its bytes.
+
+The names AuxMsg, KvRenew and KvRenewed belonged to kinds that are gone: they stay reserved.
 """
 
 from __future__ import annotations
@@ -490,7 +492,7 @@ class StepPlan:
     table_blocks: Ints = field(default_factory=ints)
     copy_from: Ints = field(default_factory=ints)
     copy_to: Ints = field(default_factory=ints)
-    wait_jobs: Ints = field(default_factory=ints)  # copies that must have ended before the forward
+    wait_jobs: Ints = field(default_factory=ints)  # reserved: copies that must end before the forward
     forward: bool = True
     sample: bool = True
     two_stream: bool = False  # in two halves, the ranks' talk of one under the compute of the other
@@ -554,15 +556,6 @@ class Fragment:
     part: int
     parts: int
     data: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuxMsg:
-    """scheduler -> executor: reserved for token masks made on another host."""
-
-    step: int
-    slots: Ints
-    masks: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -658,23 +651,6 @@ class KvRelease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvRenew:
-    """scheduler -> kv_offload: prolong the leases of these jobs."""
-
-    jobs: Ints
-    lease_us: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvRenewed:
-    """kv_offload -> scheduler: 1 for each job whose lease is prolonged, 0 where it had ended. Until it
-    is here the old deadline counts: a range read after it may hold another block."""
-
-    jobs: Ints
-    alive: Ints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KvGone:
     """kv_offload -> scheduler: no tier holds these keys any more. Without an answer."""
 
@@ -716,16 +692,15 @@ class ArenaReleased:
 Message = (
     Tokenized | Accepted | Rejected | Cancel | Open | Tokens | PromptTokens | StopFound | Detached
     | Close | Ended | ExecHello | ExecWelcome | ExecRefused | ExecReset | SlotOpen | SlotClose | GrammarReady
-    | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | AuxMsg | Fragment
+    | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | Fragment
     | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCommit | KvStored
-    | KvRelease | KvRenew | KvRenewed | KvGone | KvCopy | KvCopied | ArenaReleased | Beat | Claims
+    | KvRelease | KvGone | KvCopy | KvCopied | ArenaReleased | Beat | Claims
 )  # fmt: skip
 
 __all__ = [
     "MOVED",
     "Accepted",
     "ArenaReleased",
-    "AuxMsg",
     "Beat",
     "Cancel",
     "Chunk",
@@ -752,8 +727,6 @@ __all__ = [
     "KvPrefetch",
     "KvReady",
     "KvRelease",
-    "KvRenew",
-    "KvRenewed",
     "KvReserve",
     "KvReserved",
     "KvStored",

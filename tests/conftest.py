@@ -13,12 +13,12 @@ import pytest
 from coverage import Coverage
 from hypothesis import settings
 from support.children import ended_on_failure
+from support.memory_bus import MemoryBroker
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Bus
-from shared.nats.memory import MemoryBroker
 
 # Kernels run in Triton's interpreter where there is no GPU; it must be known before anything imports Triton.
 if shutil.which("nvidia-smi") is None:

@@ -18,7 +18,6 @@ LANES = 16
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _HALVES, _WORDS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(_I32, LANES)
-_ZEROS = ir.Constant(_FLOATS, [0.0] * LANES)
 _FAST = ("fast",)
 
 

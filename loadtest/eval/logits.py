@@ -20,7 +20,6 @@ from services.executor.cpu.engine import TorchBackend
 from services.executor.engine import Backend
 from shared.errors import BadRequest
 
-PATHS = ("auto", "prefill", "decode")
 Windows = Sequence[list[int]]
 Scored = Iterator[
     tuple[Tensor, Tensor]

@@ -113,7 +113,7 @@ class Bench:
             from services.executor.cuda.comm_overlap import Lanes
 
             self._together = Lanes(device).together
-        self._stack = Stack(kind, shapes_of(kind, asked.layers, tiny=asked.tiny), self._group, device, 0)
+        self._stack = Stack(kind, shapes_of(kind, asked.layers, tiny=asked.tiny), self._group, device)
         rows = max(self._sizes + [LONGEST] * self._on_gpu) * self._group.size
         row_bytes = self._stack.shapes.hidden * self._stack.dtype.itemsize
         self._hows = offered(self._group, device, 0 if asked.no_copies else rows * row_bytes)

@@ -66,8 +66,8 @@ def shapes_of(kind: str, layers: int, *, tiny: bool) -> Shapes:
 class Stack:
     """A rank's layers, its KV, and a pass through them."""
 
-    def __init__(self, kind: str, shapes: Shapes, group: Talks, device: torch.device, room: int) -> None:
-        """KV for `room` tokens in prompts of up to as many."""
+    def __init__(self, kind: str, shapes: Shapes, group: Talks, device: torch.device) -> None:
+        """The part of a model that a rank of `group` has; `kind` is `tp` or `ep`."""
         self.kind, self.shapes, self.device = kind, shapes, device
         ranks = group.size if kind == "tp" else 1
         self._here = replace(
@@ -83,7 +83,6 @@ class Stack:
         self._own = torch.Generator(device).manual_seed(50 + group.rank)
         self._layers = [self._layer(group.size) for _ in range(shapes.layers)]
         self._final = torch.ones(shapes.hidden, dtype=self.dtype, device=device)
-        self._room = room
         self._norm, self._add_norm, self._gate, self._moe = _gpu_ops() if on_gpu else _host_ops()
 
     def attention(self, prompts: int, room: int) -> Attention:

@@ -52,10 +52,6 @@ class Silent:
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
         out.copy_(x[self.rank])
 
-    def all_to_all_into(self, out: Tensor, x: Tensor, came: list[int], sent: list[int]) -> None:
-        """Not offered: how many rows come is among what they say, and the host reads it."""
-        raise NotImplementedError("silent ranks cannot say how many rows come")
-
 
 def offered(group: Collectives, device: torch.device, most_bytes: int) -> dict[str, How]:
     """By name; `most_bytes` that ranks say at once by copies, 0: they do not. `on…` in halves, the others

@@ -1,12 +1,9 @@
 """A mixture of experts whose experts are spread over ranks, each rank with tokens of its own.
 
-    Gathered   every rank gets the tokens of all, computes those of its experts, and the sums go back where
-               the tokens came from: all-gather, reduce-scatter. Sizes are known, the host waits for nothing.
-    Sent       a token's row goes to each of its experts' ranks, and comes back from there: two all-to-alls,
-               whose sizes the host must know first.
-
-Rows that leave a rank for each of its tokens: gathered 2 * (ranks - 1), sent up to 2 * experts a token. Up to
-about 8 ranks and 8 experts gathered is less: a row goes to a rank once, whatever experts it has there.
+Every rank gets the tokens of all ranks, computes those of its experts, and the sums go back where the tokens
+came from: all-gather, reduce-scatter. Sizes are known, the host waits for nothing. Up to about 8 ranks and 8
+experts a token this moves fewer rows than two all-to-alls of each token's rows: a row goes to a rank once,
+whatever experts it has there.
 """
 
 from __future__ import annotations
@@ -50,9 +47,6 @@ class Group(Protocol):
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
         """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
 
-    def all_to_all_into(self, out: Tensor, x: Tensor, came: list[int], sent: list[int]) -> None:
-        """Rows of `x`, `sent[r]` to rank r in order; rows of `out`, `came[r]` from rank r."""
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
@@ -65,7 +59,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """See above. Every rank has as many tokens."""
+    """See above. Every rank has the same number of tokens."""
 
     shapes: ExpertShapes
     group: Group
@@ -86,41 +80,6 @@ class Gathered:
         share, out = kernels.combine(found, places, all_weights), torch.empty_like(x)
         yield lambda: group.reduce_scatter_into(out, share.view_as(tokens))
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """See above. Ranks may have different numbers of tokens."""
-
-    shapes: ExpertShapes
-    group: Group
-    kernels: Kernels
-
-    def mlp(self, x: Tensor, layer: ExpertWeights) -> Program:
-        """The experts' MLP of this rank's tokens `x` `[tokens, hidden]`: the same shape."""
-        group, kernels, here = self.group, self.kernels, len(layer.gate_up)
-        weights, chosen = _routed(kernels, self.shapes, x, layer)
-        mine = kernels.place(chosen, 0, self.shapes.count)
-        rows = kernels.spread(x, mine)
-        counts = mine.ends.diff(prepend=mine.ends.new_zeros(1)).view(group.size, here)
-        theirs = torch.empty_like(counts)
-        even = [1] * group.size
-        yield lambda: group.all_to_all_into(theirs, counts, even, even)
-        sent, came = torch.stack((counts.sum(1), theirs.sum(1))).tolist()
-        arrived = x.new_empty(sum(came), x.shape[1])
-        yield lambda: group.all_to_all_into(arrived, rows[: sum(sent)], came, sent)
-        back = arrived
-        if len(arrived):
-            experts = torch.arange(here, dtype=torch.int32, device=x.device).repeat(group.size)
-            experts = experts.repeat_interleave(theirs.flatten(), output_size=sum(came))
-            places = kernels.place(experts[:, None], 0, here)
-            found = kernels.experts_mlp(
-                kernels.spread(arrived, places), layer.gate_up, layer.down, places.ends
-            )
-            back = found[places.rows.flatten()]
-        returned = torch.empty_like(rows)
-        yield lambda: group.all_to_all_into(returned[: sum(sent)], back, sent, came)
-        return kernels.combine(returned, mine, weights)
 
 
 def _routed(kernels: Kernels, shapes: ExpertShapes, x: Tensor, layer: ExpertWeights) -> tuple[Tensor, Tensor]:

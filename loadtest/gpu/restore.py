@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from loadtest.driver import Driver
 from loadtest.gpu.rig import Built
-from loadtest.kv_copies import segment
 from services.executor.arena import Arena
 
 BATCH, CONTEXT, STEPS = 64, 1024, 160
@@ -23,7 +26,7 @@ def restore(built: Built) -> list[dict[str, Any]]:
     copier: Any = backend.copier()
     size = backend.info.bytes_per_block
     found = []
-    with segment(ARENA_BYTES, reserved=True) as path:
+    with _segment(ARENA_BYTES) as path:
         arena = Arena(path.name, int(path.name.rpartition("_g")[2]))
         copier.attach(arena)
         blocks = list(range(backend.info.blocks - BLOCKS, backend.info.blocks))
@@ -35,6 +38,18 @@ def restore(built: Built) -> list[dict[str, Any]]:
         copier.detach()
         arena.close()
     return found
+
+
+@contextmanager
+def _segment(size_bytes: int) -> Iterator[Path]:
+    """An arena's file in shared memory, all of its pages allocated."""
+    path = Path("/dev/shm") / f"headrace_restore_{os.getpid()}_g1"
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+    try:
+        yield path
+    finally:
+        path.unlink()
 
 
 def _beside(

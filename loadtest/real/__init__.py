@@ -1,2 +1,1 @@
-"""What the modes and policies of the scheduler bring with real processes over a real nats-server: one file
-for each measurement, run by `loadtest.real_modes`."""
+"""A fleet of real processes, the record of its steps, and reports, for the studies that need them."""

@@ -51,17 +51,3 @@ async def steady(served: Served, request_id: str) -> Steady:
         idle_pct=100 * sum(step["wait_us"] for step in rest) / device_us,
         modes=dict(Counter(step["mode"] for step in window)),
     )
-
-
-def spread(values: list[float], digits: int = 2) -> str:
-    """Median (least … most)."""
-    middle = statistics.median(values)
-    return f"{middle:.{digits}f} ({min(values):.{digits}f}…{max(values):.{digits}f})"
-
-
-def mode_shares(found: list[Steady]) -> str:
-    """Which modes the steps were in, most first."""
-    total: Counter[str] = Counter()
-    for one in found:
-        total.update(one.modes)
-    return ", ".join(f"{mode} {100 * n / total.total():.0f} %" for mode, n in total.most_common())

@@ -78,14 +78,19 @@ class Scenario:
 LATENCY = ("output_tok_s", "in_slo_pct", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
 STALLS = ("itl_ms_p99", "itl_ms_max", "stall_ms_p99")
 MEMORY = ("preemptions", "recomputed_tokens", "recomputed_pct", "moved_gb", "l2_gb", "makespan_s")
-FILL = tuple(Arm(name, f"fill={name}") for name in ("static", "mixed", "prefill_first", "decode_first"))
+OURS = "loadtest.policies:"
+FILL = (
+    Arm("static", f"fill={OURS}static"),
+    *(Arm(name, f"fill={name}") for name in ("mixed", "prefill_first", "decode_first")),
+)
 KV = (
-    Arm("reserve", "kv=reserve,tier=recompute"),
-    *(Arm(t, f"tier={t}") for t in ("recompute", "swap", "tiered")),
+    Arm("reserve", f"kv=reserve,tier={OURS}recompute"),
+    *(Arm(t, f"tier={OURS}{t}") for t in ("recompute", "swap")),
+    Arm("tiered", "tier=tiered"),
 )
 VLLM = (  # admits by the chunk, keeps no room for growth; without prefix caching a pause loses all
-    Arm("recompute, vLLM", "kv=by_chunk,tier=forget"),
-    Arm("recompute, vLLM with prefix cache", "kv=by_chunk,tier=recompute"),
+    Arm("recompute, vLLM", f"kv={OURS}by_chunk,tier={OURS}forget"),
+    Arm("recompute, vLLM with prefix cache", f"kv={OURS}by_chunk,tier={OURS}recompute"),
 )
 L1 = TierSpec(l1_bytes=128 << 30)  # 1M tokens
 TOKEN_BYTES = 128 << 10

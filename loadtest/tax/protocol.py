@@ -16,6 +16,7 @@ from shared.kv_blocks import blocks_for
 SEED = 12_345
 POOLS_PM = (380, 190, 95)  # of the working set
 L1_SPARE = 1.25  # kv_offload keeps a tenth for preemption; and a partial block is a whole one
+OURS = "loadtest.policies:"
 FULL, QUARTER = "holds the victims", "a quarter of that"
 
 
@@ -29,9 +30,9 @@ class Arm:
 
 
 ARMS = (
-    Arm("recompute, latest", "tier=recompute,victim=latest"),
-    Arm("recompute, least computed", "tier=recompute,victim=least_computed"),
-    Arm("swap", "tier=swap", tiers=True),
+    Arm("recompute, latest", f"tier={OURS}recompute,victim=latest"),
+    Arm("recompute, least computed", f"tier={OURS}recompute,victim={OURS}least_computed"),
+    Arm("swap", f"tier={OURS}swap", tiers=True),
     Arm("tiered", "tier=tiered", tiers=True),
 )
 

@@ -53,6 +53,7 @@ def about(desk: Desk) -> list[Route]:
     """Health, readiness, metrics, version, and the description of all there is."""
     version = _version()
     described = document(version)
+    to_prometheus(())  # imports what a page takes, while nobody waits
 
     async def health(_: Request) -> Response:
         return _state(desk.health.why)

@@ -5,7 +5,7 @@
     core.due_us()                                  # when it wants a Ticked; None: when something happens
 
 Events (`events.py`): `Arrived(source, epoch, message, trace)` for KvLookup, KvReserve, KvCommit, KvPrefetch,
-KvRelease, KvRenew and ArenaReleased; `Restarted(source)` before anything of a new incarnation;
+KvRelease and ArenaReleased; `Restarted(source)` before anything of a new incarnation;
 `PeerSeen(source, epoch)` and `PeerLost(source)` for executors and schedulers; `L2Ended(call, status, …)`
 once for each L2 command, unless it was abandoned; `Ticked()`.
 
@@ -44,7 +44,6 @@ from shared.messages import (
     KvLookup,
     KvPrefetch,
     KvRelease,
-    KvRenew,
     KvReserve,
 )
 
@@ -108,8 +107,6 @@ class KvCore:
                 store.commit(state, lease, message, trace)
             case KvPrefetch():
                 load.prefetch(state, lease, message, trace)
-            case KvRenew():
-                leases.renew(state, event.source, event.epoch, message)
             case KvRelease(jobs=jobs):
                 for job in jobs:
                     load.drop(state, (event.source, event.epoch, job))

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from services.kv_offload.events import Command, Deadlines, Name, Send
 from services.kv_offload.l1_cache import L1, Entry, Range
 from services.kv_offload.l2.state import L2, LeaseId
+from shared.kv_blocks import KEY_BYTES
 from shared.messages import Message
 
-KEY_BYTES = 32
 MOST_LEASE_US = 600_000_000  # a scheduler that died cannot hold anything longer
 
 Due = tuple[str, LeaseId]  # lookup, load, lease or quarantine; whose

@@ -93,18 +93,18 @@ def find_binary() -> Path:
     )
 
 
-def start_by_default(*, limits: ServerLimits | None = None, extra: str = "") -> NatsServer:
+def start_by_default(*, extra: str = "") -> NatsServer:
     """`start` on the default port where it is free, else on any. Raises SetupError.
 
     Who looks first and binds later can lose the port in between to another `up`.
     """
     if is_free(DEFAULT_PORT):
         try:
-            return start(DEFAULT_PORT, limits=limits, extra=extra)
+            return start(DEFAULT_PORT, extra=extra)
         except SetupError:
             if is_free(DEFAULT_PORT):
                 raise
-    return start(limits=limits, extra=extra)
+    return start(extra=extra)
 
 
 def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = "") -> NatsServer:

@@ -28,7 +28,6 @@ from services.scheduler import (
 from services.scheduler.headroom import most_spare_blocks, spare_blocks
 from services.scheduler.kv_tiers import load, lookups
 from services.scheduler.load_shedding import RETRY_AFTER_MS
-from services.scheduler.state import policies
 from services.scheduler.state.policies import Option
 from services.scheduler.state.requests import Phase, Request, Sequence
 from services.scheduler.state.state import Executor, State
@@ -207,8 +206,7 @@ def _may_join(state: State, executor: Executor, unit: Unit) -> bool:
 
 
 def _joins(state: State, executor: Executor) -> bool:
-    fill = state.limits.policy.fill
-    return policies.joins(fill, True) or policies.joins(fill, any(s.computed for s in executor.running))
+    return not (state.limits.policy.closed and any(s.computed for s in executor.running))
 
 
 def on_trial(request: Request) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from services.scheduler.state.policies import by_chunk, on_demand, reserve
+from services.scheduler.state.policies import on_demand, reserve
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.waiting_queue import Unit
@@ -32,12 +32,11 @@ def promises(state: State, executor: Executor, unit: Unit) -> list[int]:
     """Blocks to promise to each sequence of a unit; the others share the first one's full prompt blocks."""
     block_tokens, head = executor.hello.block_tokens, unit.sequences[0]
     promise = reserve if head.pinned else state.limits.policy.the("kv")
-    if len(unit.sequences) > 1 and promise is by_chunk:
-        promise = on_demand  # who waits for a fork is promised its blocks
     if len(unit.sequences) == 1:
         return [promise(len(head.tokens), head.max_length, block_tokens)]
     shared = len(head.tokens) // block_tokens
-    total = [promise(len(s.tokens), s.max_length, block_tokens) for s in unit.sequences]
+    sizes = [(len(s.tokens), s.max_length, block_tokens) for s in unit.sequences]
+    total = [max(promise(*size), on_demand(*size)) for size in sizes]  # who waits for a fork has its blocks
     return [total[0]] + [blocks - shared for blocks in total[1:]]
 
 

@@ -187,12 +187,12 @@ def pause(state: State, executor: Executor, victim: Sequence, why: str, candidat
             fenced=executor.ledger.fenced_blocks,
         )
         table = sequence.table
-        if state.limits.policy.tier != "forget":
+        if not state.limits.policy.forgets:
             prefix_cache.register_tail(executor, sequence)
         settled = _settled(executor, sequence)
         withdraw(state, sequence, 0)
         executor.ledger.settle(table[:settled])
-        if state.limits.policy.tier == "forget":
+        if state.limits.policy.forgets:
             for block in table:
                 executor.ledger.forget(block)
         wait_again(state, sequence)

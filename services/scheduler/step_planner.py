@@ -23,8 +23,6 @@ from services.scheduler.step_columns import Columns, fork
 from shared.messages import ints
 from shared.step_model import StepShape
 
-MODES = ("auto", "off", "two_stream")  # of the setting `comm`: see two_stream
-
 COLD_TOKENS = 256  # of prompt, while nothing is known of the machine
 STRETCH_PM = 1_500  # of decodes, what they may take with a chunk where that breaks the promise: see _bound_us
 BACKLOG_US = 1_000_000  # of computing that waits: they may take as long once more

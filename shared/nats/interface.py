@@ -1,4 +1,4 @@
-"""The transport as services see it. NatsBus and MemoryBus obey the same contract (tests/contract).
+"""The transport as services see it. NatsBus and the tests' MemoryBus obey one contract (tests/contract).
 
 Publishing never suspends and never blocks: bytes leave when the caller next yields to the event
 loop, in the order of the calls. A handler is a plain function called serially per subscription;

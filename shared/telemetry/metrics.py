@@ -5,7 +5,8 @@ OpenTelemetry specification's way to Prometheus: dots become `_`, the unit is th
 `_bytes`), counters end in `_total`. What vLLM counts, too, has vLLM's name with `headrace:` in place of
 `vllm:`, so that a dashboard made for the one shows the other.
 
-Off costs nothing: OpenTelemetry is imported only for OTLP.
+Off costs nothing: OpenTelemetry is imported only for OTLP, prometheus_client only for a page.
+The server is ours: prometheus_client's own bounds neither connections, a thread each, nor heads of requests.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Protocol
 
 from shared.processes import bind, http_url
@@ -31,7 +33,7 @@ from shared.telemetry.otel import (
     prometheus_address,
     protocol_of,
 )
-from shared.telemetry.readings import Attributes, Reading, Readings, Spread
+from shared.telemetry.readings import Reading, Readings, Spread
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OURS = "headrace.scheduler"
@@ -58,54 +60,44 @@ MAX_HEAD_BYTES = 16_384
 MAX_CONNECTIONS = 16
 
 
-def to_prometheus(readings: Readings) -> str:
+def to_prometheus(readings: Readings) -> bytes:
     """The whole page, readings of one name together."""
-    groups: dict[str, list[Reading | Spread]] = {}
-    for reading in readings:
-        groups.setdefault(_name(reading), []).append(reading)
-    return "".join(line + "\n" for name, group in groups.items() for line in _lines(name, group))
+    from prometheus_client.core import Metric
+    from prometheus_client.exposition import generate_latest
+
+    families: dict[str, Metric] = {}
+    for each in readings:
+        name, labels = _name(each), {_label(key): value for key, value in each.attributes}
+        if name not in families:
+            kind = "histogram" if isinstance(each, Spread) else "counter" if each.grows else "gauge"
+            families[name] = Metric(name.removesuffix("_total"), f"{each.name}, {each.unit}", kind)
+        for suffix, more, value in _samples(each):
+            families[name].add_sample(name + suffix, labels | more, value)
+    page = SimpleNamespace(collect=families.values)  # a collector
+    return generate_latest(page)
 
 
-def _lines(name: str, group: list[Reading | Spread]) -> Iterator[str]:
-    first = group[0]
-    kind = "histogram" if isinstance(first, Spread) else "counter" if first.grows else "gauge"
-    yield f"# TYPE {name} {kind}"
-    for reading in group:
-        if isinstance(reading, Reading):
-            yield f"{name}{_labels(reading.attributes)} {_number(reading.value)}"
-        else:
-            yield from _histogram(name, reading)
-
-
-def _histogram(name: str, spread: Spread) -> Iterator[str]:
-    bounds = [*(_number(bound) for bound in spread.bounds), "+Inf"]
-    for bound, count in zip(bounds, accumulate(spread.counts), strict=True):
-        yield f"{name}_bucket{_labels((*spread.attributes, ('le', bound)))} {count}"
-    labels = _labels(spread.attributes)
-    yield f"{name}_sum{labels} {_number(spread.total)}"
-    yield f"{name}_count{labels} {sum(spread.counts)}"
+def _samples(reading: Reading | Spread) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Suffixes of the name, labels besides the reading's own, values."""
+    if isinstance(reading, Reading):
+        yield "", {}, reading.value
+        return
+    bounds = (*(f"{bound:g}" for bound in reading.bounds), "+Inf")
+    for bound, count in zip(bounds, accumulate(reading.counts), strict=True):
+        yield "_bucket", {"le": bound}, count
+    yield "_sum", {}, reading.total
+    yield "_count", {}, sum(reading.counts)
 
 
 def _name(reading: Reading | Spread) -> str:
     if (theirs := _AS_IN_VLLM.get(reading.name)) is not None:
         return f"headrace:{theirs}"
-    name = _NOT_A_NAME.sub("_", reading.name) + _UNITS.get(reading.unit, "")
+    name = _label(reading.name) + _UNITS.get(reading.unit, "")
     return f"{name}_total" if isinstance(reading, Reading) and reading.grows else name
 
 
-def _labels(attributes: Attributes) -> str:
-    if not attributes:
-        return ""
-    pairs = (f'{_NOT_A_NAME.sub("_", key)}="{_escaped(value)}"' for key, value in attributes)
-    return "{" + ",".join(pairs) + "}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    return repr(value) if isinstance(value, float) and not value.is_integer() else str(int(value))
+def _label(key: str) -> str:
+    return _NOT_A_NAME.sub("_", key)
 
 
 async def scrape_point(readings: Callable[[], Readings]) -> ScrapePoint | None:
@@ -142,6 +134,7 @@ class ScrapePoint:
 
     async def start(self) -> None:
         """Return when connections are accepted."""
+        to_prometheus(())  # imports what a page takes, while nobody waits
         self._server = await asyncio.start_server(self._accept, sock=self._bound, limit=MAX_HEAD_BYTES)
 
     async def stop(self) -> None:
@@ -189,8 +182,7 @@ def answer(head: bytes, readings: Callable[[], Readings]) -> bytes:
         return _response("405 Method Not Allowed", b"GET it\n", extra="Allow: GET, HEAD\r\n")
     if path != PATH.encode():
         return _response("404 Not Found", f"{PATH} is here\n".encode(), bare=method == b"HEAD")
-    page = to_prometheus(readings()).encode()
-    return _response("200 OK", page, kind=CONTENT_TYPE, bare=method == b"HEAD")
+    return _response("200 OK", to_prometheus(readings()), kind=CONTENT_TYPE, bare=method == b"HEAD")
 
 
 def _response(

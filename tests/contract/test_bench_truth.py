@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory_bus import MemoryBroker
 from support.virtual_loop import LoopClock, run
 
 from loadtest.bench.asked import Options
@@ -28,7 +29,6 @@ from loadtest.bench.run import Asked, Bench, Point, Run
 from loadtest.bench.shape import Shape
 from loadtest.bench.truth import truth_of
 from shared.client import Client
-from shared.nats.memory import MemoryBroker
 
 TOKENS = 6
 GOALS = {"ttft": 150.0, "tpot": 30.0}  # what every third request of SLOW misses

@@ -20,8 +20,6 @@ from shared.messages import (
     KvPrefetch,
     KvReady,
     KvRelease,
-    KvRenew,
-    KvRenewed,
     KvReserve,
     KvReserved,
     KvStored,
@@ -120,14 +118,6 @@ def test_an_expired_reservation_is_not_given_out() -> None:
     tier.owner_gone("executor.e1")
     tier.check()
     assert leased_jobs([tier]) == []
-
-
-def test_a_lease_is_prolonged_while_it_lives() -> None:
-    tier = FakeTier(1, SIZE)
-    ask(tier, reserve(1, 0), 0)
-    renew = KvRenew(jobs=ints([1]), lease_us=1_000)
-    assert ask(tier, renew, 900) == KvRenewed(jobs=ints([1]), alive=ints([1]))
-    assert ask(tier, renew, 1_900) == KvRenewed(jobs=ints([1]), alive=ints([0]))
 
 
 def test_what_is_in_l2_comes_after_a_while() -> None:

@@ -152,10 +152,7 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
         ),
         "PromptTokens": lambda: but(kind, ids=many, **scores(count, tops)),
         "Detached": lambda: but(kind, seqs=many),
-        "AuxMsg": lambda: but(kind, slots=many, masks=bytes(32 * count)),
         "KvRelease": lambda: but(kind, jobs=many),
-        "KvRenew": lambda: but(kind, jobs=many),
-        "KvRenewed": lambda: but(kind, jobs=many, alive=many),
         "KvGone": lambda: but(kind, keys=bytes(32 * count)),
         "KvCommit": lambda: but(kind, written=many),
         "KvStored": lambda: but(kind, tiers=many),
@@ -180,8 +177,8 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
 PAGED = ("Open", "SlotOpen", "Tokenized")
 TIERS = ("KvCopy", "KvFound", "KvLookup", "KvPrefetch", "KvReady", "KvReserve")
 ROWS = (
-    "AuxMsg", "Close", "Detached", "KvCommit", "KvGone", "KvRelease", "KvRenew", "KvRenewed", "KvReserved",
-    "KvStored", "PromptTokens", "StepPlan", "StepResult", "Tokens", *TIERS,
+    "Close", "Detached", "KvCommit", "KvGone", "KvRelease", "KvReserved", "KvStored", "PromptTokens",
+    "StepPlan", "StepResult", "Tokens", *TIERS,
 )  # fmt: skip
 FIXED = sorted({*SAMPLES} - {*PAGED, *ROWS, "Fragment"})
 

@@ -58,7 +58,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     with RedisProcess() as redis, running_up(
         tmp_path_factory.mktemp("metrics"), "--kv-blocks", str(BLOCKS), "--slots", str(SLOTS),
         HEADRACE_HTTP="127.0.0.1:0", HEADRACE_SIM="step=1000", HEADRACE_MAX_WAITING=str(WAITING),
-        HEADRACE_POLICY="tier=swap", HEADRACE_L2=redis.url, HEADRACE_L1="64", **ON,
+        HEADRACE_POLICY="tier=loadtest.policies:swap", HEADRACE_L2=redis.url, HEADRACE_L1="64", **ON,
     ) as running:  # fmt: skip
         yield running
 

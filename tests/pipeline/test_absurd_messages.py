@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 
 from shared import codec
@@ -23,7 +24,6 @@ from shared.messages import (
     KvFound,
     KvLookup,
     KvRelease,
-    KvRenew,
     KvReserve,
     Message,
     Open,
@@ -41,7 +41,6 @@ from shared.messages import (
     ints,
 )
 from shared.nats import subjects
-from shared.nats.memory import MemoryBroker
 
 ASK = {"prompt": "Hello", "max_tokens": 12, "temperature": 0, "seed": 3, "model": "smollm2-135m-instruct"}
 BIG = 2**31 - 1
@@ -103,7 +102,6 @@ def absurd(exec_epoch: int) -> list[tuple[str, str, Message]]:
         (("scheduler", "kv_offload"), KvLookup(job=-1, keys=b"odd")),
         (("scheduler", "kv_offload"), RESERVE),
         (("scheduler", "kv_offload"), KvCommit(job=BIG, written=ints([7] * 99))),
-        (("scheduler", "kv_offload"), KvRenew(jobs=ints([-1]), lease_us=-1)),
         (("scheduler", "kv_offload"), KvRelease(jobs=ints([-1, BIG]))),
         *((way, m) for way in (up, down, ask) for m in (Resend(first_seq=2**52), StreamAt(last_seq=2**52))),
         *((way, StreamReset(next_seq=2**52, lost=True)) for way in (up, down, ask)),

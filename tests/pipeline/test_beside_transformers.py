@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.chat_families import FAMILIES, write_folder, write_gguf
+from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 from support.token_tap import Tap
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.nats import subjects
-from shared.nats.memory import MemoryBroker
 
 TOKENS = 24
 SYSTEM = {"role": "system", "content": "Be brief; it's 2024.\n  - no lists"}

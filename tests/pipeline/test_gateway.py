@@ -15,12 +15,12 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, gateway_status, healthy, remove_gateway
 
 from shared import client as client_module
 from shared.nats import subjects
-from shared.nats.memory import MemoryBroker
 
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import virtual_loop
 from support.executor import paged_engine
+from support.memory_bus import MemoryBroker, MemoryBus
 from support.pipeline import virtual_fleet
 from support.pipeline.bad_network import Hang, LossyBroker
 from support.pipeline.virtual_fleet import VirtualFleet
@@ -18,7 +19,6 @@ from support.text_models import served
 
 from shared.client import Client
 from shared.nats.interface import BusFault, Delivery
-from shared.nats.memory import MemoryBroker, MemoryBus
 
 KINDS = ("kv_offload", "scheduler", "detokenizer", "executor", "tokenizer")
 REQUESTS = 150  # three at a time

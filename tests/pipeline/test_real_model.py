@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Connect, Pipeline
 from support.token_tap import Tap
 
 from shared.nats.bus import NatsBus
-from shared.nats.memory import MemoryBroker
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
 MODEL = "smollm2-135m-instruct"

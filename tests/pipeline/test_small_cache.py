@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 
 from services.launcher.up import Readiness
 from shared.client import probe
 from shared.errors import BadRequest
 from shared.nats import subjects
-from shared.nats.memory import MemoryBroker
 
 MODEL = "smollm2-135m-instruct"
 CACHE = 20 * 16  # tokens

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 
 from shared.errors import HeadraceError
-from shared.nats.memory import MemoryBroker
 
 MODEL = "smollm2-135m-instruct"
 REQUESTS = 24

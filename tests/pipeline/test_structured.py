@@ -11,10 +11,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
+from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
-
-from shared.nats.memory import MemoryBroker
 
 ASK: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Name a city and its weather."}]}
 WEATHER: Any = {

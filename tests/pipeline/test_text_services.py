@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory_bus import MemoryBroker, MemoryBus
 from support.text_models import write_bpe_gguf
 
 from services.detokenizer import actor as detokenizer
@@ -35,7 +36,6 @@ from shared.messages import (
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
-from shared.nats.memory import MemoryBroker, MemoryBus
 
 TRACE = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import virtual_loop
 from support.executor import paged_engine
+from support.memory_bus import MemoryBus
 from support.pipeline.bad_network import Hang
 from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
@@ -18,7 +19,6 @@ from support.text_models import served
 from shared.client import Client
 from shared.nats import subjects
 from shared.nats.interface import Delivery
-from shared.nats.memory import MemoryBus
 
 KINDS = ("kv_offload", "scheduler", "detokenizer", "detokenizer", "executor", "tokenizer")
 REQUESTS = 24

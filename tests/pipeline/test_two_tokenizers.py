@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support import virtual_loop
 from support.executor import paged_engine
+from support.memory_bus import MemoryBus
 from support.pipeline.bad_network import Hang
 from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
@@ -21,7 +22,6 @@ from services.tokenizer.standby import SILENT_US, TURN_US, UNOWNED_US
 from shared.client import Client
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
-from shared.nats.memory import MemoryBus
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "max_tokens": 6, "seed": 7, "ignore_eos": True}
 REQUESTS = 24

@@ -13,21 +13,20 @@ importlib.import_module(sys.argv[1])
 print(*sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[2:])))
 """
 
+HEAVY = ["opentelemetry", "prometheus_client", "torch", "lmcache"]
+
 
 @pytest.mark.parametrize(
     ("module", "packages"),
     [
-        ("services.launcher.cli", ["nats", "opentelemetry", "torch", "lmcache", "pydantic"]),  # `--help`
-        (
-            "services.launcher.serve",
-            ["nats", "opentelemetry", "torch", "lmcache", "pydantic"],
-        ),  # `health`
-        ("services.tokenizer.actor", ["opentelemetry", "torch", "lmcache"]),
-        ("services.scheduler.actor", ["opentelemetry", "torch", "lmcache", "tokenizers"]),
-        ("services.executor.actor", ["opentelemetry", "torch", "lmcache", "numba"]),  # the backend `sim`
-        ("services.kv_offload.actor", ["opentelemetry", "torch", "lmcache", "tokenizers"]),
-        ("services.detokenizer.actor", ["opentelemetry", "torch", "lmcache"]),
-        ("services.gateway.actor", ["opentelemetry", "torch", "lmcache", "tokenizers"]),
+        ("services.launcher.cli", ["nats", "pydantic", *HEAVY]),  # `--help`
+        ("services.launcher.serve", ["nats", "pydantic", *HEAVY]),  # `health`
+        ("services.tokenizer.actor", HEAVY),
+        ("services.scheduler.actor", ["tokenizers", *HEAVY]),
+        ("services.executor.actor", ["numba", *HEAVY]),  # the backend `sim`
+        ("services.kv_offload.actor", ["tokenizers", *HEAVY]),
+        ("services.detokenizer.actor", HEAVY),
+        ("services.gateway.actor", ["tokenizers", *HEAVY]),
         ("services.executor.cpu.engine", ["opentelemetry", "triton", "numba", "lmcache"]),
     ],
 )

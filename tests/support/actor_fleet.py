@@ -17,7 +17,7 @@ from shared.codec import Envelope
 from shared.errors import WireError
 from shared.messages import Beat, Cancel, Message
 from shared.nats import subjects
-from shared.nats.memory import MemoryBroker
+from support.memory_bus import MemoryBroker
 
 INTERVAL_US = 3_600_000_000  # an hour by the fake clock; nothing beats by itself
 

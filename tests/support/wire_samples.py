@@ -6,7 +6,6 @@ from shared.codec import Envelope
 from shared.messages import (
     Accepted,
     ArenaReleased,
-    AuxMsg,
     Beat,
     Cancel,
     Chunk,
@@ -31,8 +30,6 @@ from shared.messages import (
     KvPrefetch,
     KvReady,
     KvRelease,
-    KvRenew,
-    KvRenewed,
     KvReserve,
     KvReserved,
     KvStored,
@@ -305,7 +302,6 @@ STEPS: tuple[Message, ...] = (
     StreamReset(next_seq=57, lost=True),
     StreamAt(last_seq=99),
     Fragment(part=1, parts=3, data=b"\x93\xa8StepPlan"),
-    AuxMsg(step=41, slots=ints([5]), masks=b"\x00\xff"),
 )
 
 TIERS: tuple[Message, ...] = (
@@ -342,8 +338,6 @@ TIERS: tuple[Message, ...] = (
     KvCommit(job=8, written=ints([1, 0])),
     KvStored(job=8, tiers=ints([1, 0])),
     KvRelease(jobs=ints([7, 8])),
-    KvRenew(jobs=ints([8, 9]), lease_us=5_000_000),
-    KvRenewed(jobs=ints([8, 9]), alive=ints([1, 0])),
     KvGone(keys=KEYS),
     KvCopy(
         job=8,

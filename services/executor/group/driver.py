@@ -338,11 +338,6 @@ class Members:
             self._pipes.append(ours)
         threading.Thread(target=self._listen, name="members", daemon=True).start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes, by rank from 1 on."""
-        return [process.pid for process in self._processes]
-
     def tell(self, order: Order) -> None:
         """Send an order to all; they have those of one thread in order."""
         data = ForkingPickler.dumps(order)

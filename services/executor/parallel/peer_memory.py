@@ -61,17 +61,17 @@ class LetterBoxes:
     torch says where GPUs cannot map each other's. Whoever writes first must wait until all ranks have made
     theirs."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, half_bytes: int = _HALF_BYTES) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         group = torch.distributed.group.WORLD
         assert group is not None, "the ranks have joined"
-        self._memory = symmetric.empty(half_bytes, dtype=torch.int16, device=device)  # two halves
+        self._memory = symmetric.empty(_HALF_BYTES, dtype=torch.int16, device=device)  # two halves
         shared = symmetric.rendezvous(self._memory, group)
         self._memory.fill_(EMPTY)
         torch.cuda.synchronize(device)
         addresses = torch.tensor(shared.buffer_ptrs, dtype=torch.int64, device=device)
-        self._boxes = Boxes(addresses, rank, size, half_bytes, ONE_HOP_BYTES)
+        self._boxes = Boxes(addresses, rank, size, _HALF_BYTES, ONE_HOP_BYTES)
 
     def of(self, rows: int, row_bytes: int) -> Boxes | None:
         """The boxes, for a sum of so many rows; None where it is not for them."""

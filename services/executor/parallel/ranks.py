@@ -60,10 +60,6 @@ class Ranks(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """`[size, *x.shape]`: the `x` of every rank, all of one shape, which is not `[]`."""
 
-    def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
-        """Send rows of `x`, `counts[r]` of them to rank r, those of rank 0 first; the rows that came,
-        `found[r]` from rank r, in the order of ranks."""
-
     def exchange(self, mine: T) -> list[T]:
         """Everybody's small host object, by rank. Takes milliseconds: for the start. Raises SetupError when
         one is gone."""
@@ -95,9 +91,6 @@ class Solo:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
-
-    def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
-        return x
 
     def exchange(self, mine: T) -> list[T]:
         return [mine]
@@ -138,11 +131,6 @@ class Spread:
         found = x.new_empty(self.size, *x.shape)
         _say("all_gather_single", "all_gather_into_tensor", found.flatten(0, 1), x.contiguous())
         return found
-
-    def all_to_all(self, x: Tensor, counts: Sequence[int], found: Sequence[int]) -> Tensor:
-        came = x.new_empty(sum(found), *x.shape[1:])
-        torch.distributed.all_to_all_single(came, x.contiguous(), list(found), list(counts))
-        return came
 
     def exchange(self, mine: T) -> list[T]:
         self._exchanges += 1
@@ -265,10 +253,6 @@ class Collectives:
         """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
         _say("reduce_scatter_single", "reduce_scatter_tensor", out.flatten(), x.flatten(), group=self._group)
 
-    def all_to_all_into(self, out: Tensor, x: Tensor, came: Sequence[int], sent: Sequence[int]) -> None:
-        """Rows of `x`, `sent[r]` to rank r in order; rows of `out`, `came[r]` from rank r."""
-        distributed.all_to_all_single(out, x, list(came), list(sent), group=self._group)
-
 
 class Copies:
     """What Collectives says, said by plain copies, in memory that all ranks can address. All tensors are
@@ -324,10 +308,6 @@ class Copies:
         mine = torch.empty_like(parts[0])
         self.reduce_scatter_into(mine, parts)
         self.all_gather_into(parts, mine)
-
-    def all_to_all_into(self, out: Tensor, x: Tensor, came: list[int], sent: list[int]) -> None:
-        """Not offered: where rows land at their owner, the owner alone knows."""
-        raise NotImplementedError("rows of unknown number go by services.executor.parallel.ranks")
 
     def _others(self) -> Iterator[int]:
         """From the next rank on, so that at any time each is written by one and read by one."""

@@ -133,8 +133,8 @@ def two_stream_tokens(
     return since
 
 
-def crossover(times: Mapping[int, tuple[float, float]], margin: float = MARGIN) -> int:
-    """The least number of tokens from which on two streams took less than `margin` of one's time wherever
+def crossover(times: Mapping[int, tuple[float, float]]) -> int:
+    """The least number of tokens from which on two streams took less than MARGIN of one's time wherever
     they were measured; NEVER if not even at the most. `times`: by tokens, one stream's and two streams'.
 
     Both are measured at a few sizes. Halves of few tokens are slower (the weights are read twice, a talk is
@@ -142,7 +142,7 @@ def crossover(times: Mapping[int, tuple[float, float]], margin: float = MARGIN) 
     so."""
     found = NEVER
     for tokens, (one, two) in sorted(times.items(), reverse=True):
-        if two >= margin * one:
+        if two >= MARGIN * one:
             break
         found = tokens
     return found

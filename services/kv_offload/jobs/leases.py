@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from services.kv_offload.l2.state import LeaseId
 from services.kv_offload.state import MOST_LEASE_US, Quarantined, ReadLease, State, WriteLease
-from shared.messages import ArenaReleased, KvRelease, KvRenew, KvRenewed, ints
+from shared.messages import ArenaReleased, KvRelease
 
 QUARANTINE_US = 60_000_000
 LIVE_US = 600_000_000
@@ -54,18 +54,8 @@ def release(state: State, source: str, epoch: int, message: KvRelease) -> None:
         end_quarantine(state, lease)
 
 
-def renew(state: State, source: str, epoch: int, message: KvRenew) -> None:
-    """Prolong what has not ended."""
-    leases = [(source, epoch, job) for job in message.jobs]
-    for lease in leases:
-        if lease in state.leases:
-            extend(state, lease, message.lease_us)
-    alive = ints(lease in state.leases for lease in leases)
-    state.send((source, epoch, 0), KvRenewed(jobs=message.jobs, alive=alive))
-
-
 def expire(state: State, lease: LeaseId) -> None:
-    """Nobody prolonged it."""
+    """Its deadline has passed."""
     state.figures.expired_leases += 1
     what = close(state, lease)
     if not isinstance(what, WriteLease):

@@ -320,7 +320,7 @@ class Piece:
     end_us: int
 
 
-def overlap(body: Body, most: int = STEPS) -> Body:
+def overlap(body: Body) -> Body:
     """The steps in the middle of a request, as pieces on lanes, and how much was hidden; times count from
     the first piece. Raises UnknownRequest when none of its steps is kept any more.
 
@@ -333,8 +333,8 @@ def overlap(body: Body, most: int = STEPS) -> Body:
     if not steps:
         raise UnknownRequest(f"no step of {body['request_id']!r} is kept any more: ask sooner")
     nearest = min(range(len(steps)), key=lambda i: abs(steps[i]["start_us"] - middle_us))
-    first = max(0, min(nearest - most // 2, len(steps) - most))
-    shown = steps[first : first + most]
+    first = max(0, min(nearest - STEPS // 2, len(steps) - STEPS))
+    shown = steps[first : first + STEPS]
     pieces = [piece for step in shown for piece in _pieces(step)]
     origin_us = min(piece.start_us for piece in pieces)
     moved = [Piece(p.lane, p.kind, p.step, p.start_us - origin_us, p.end_us - origin_us) for p in pieces]

@@ -6,14 +6,13 @@ from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.kv_tiers.lookups import executor_of, finish
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.transfers import MISSES, Job, Phase, Tier
+from shared.kv_blocks import KEY_BYTES
 from shared.messages import ArenaReleased, KvCopied, KvGone
-
-KEY_BYTES = 32
 
 
 def ready(state: State, tier: Tier) -> None:
     """A kv_offload with an arena. Another generation than before has lost what it held."""
-    if state.limits.policy.tier in ("recompute", "forget"):
+    if state.limits.policy.no_tiers:
         return
     known = state.tiers.by_host.get(tier.host_id)
     if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:

@@ -65,7 +65,7 @@ def clean(state: State, executor: Executor) -> bool:
     tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None:
         return _give_up(executor, pressed)
-    swaps = state.limits.policy.tier == "swap"
+    swaps = state.limits.policy.leaves
     room = 0 if busy else most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
     if executor.down.seen and not executor.down.fresh(state.now_us):
         room = min(room, TRY_BLOCKS)
@@ -152,8 +152,8 @@ def _store(
 
 def _may_pause(state: State, executor: Executor) -> bool:
     """Somebody who runs will lose his place soon, and a tier has room for what he has."""
-    tiered = state.limits.policy.tier == "tiered"
-    return tiered and executor.growth_pm >= PAUSING_PM and state.now_us >= executor.ahead_us
+    may = executor.growth_pm >= PAUSING_PM and state.now_us >= executor.ahead_us
+    return may and state.limits.policy.ahead
 
 
 def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> None:

@@ -13,9 +13,7 @@ from functools import reduce
 from math import sqrt
 from operator import add, mul
 
-from shared.step_model import PRESETS, StepModel, StepShape
-
-__all__ = ["PRESETS", "Costs", "StepModel", "StepShape", "chunk_tokens"]
+from shared.step_model import StepShape
 
 KNOTS = (16, 256)  # tokens at which one more may begin to cost more: weight-bound up to there
 FEATURES = 6
@@ -24,8 +22,6 @@ MEMORY_STEPS = 300  # of the fit: older steps fade
 SWEEPS = 12
 SETTLED = 64  # steps before a wrong prediction may mean that the machine has another speed
 DRIFT = 1 / 16  # of that speed, per step
-PRIOR_WEIGHT = 1 / 32  # of a step that the prior predicts, against one observed
-KIND_WEIGHT = 1.0  # of the last step of each kind, against one observed
 EMPTY = 1e-20  # of a sum of squares of 1 / us
 FAR = 2.0  # times what was predicted, or a part: noise does not explain that
 IN_A_ROW = 5  # steps that took so much longer: no stall, the machine
@@ -54,7 +50,7 @@ class Costs:
     is tried, in smaller parts if need be, and corrected by the first step that says otherwise.
     """
 
-    def __init__(self, prior: StepModel | None = None) -> None:
+    def __init__(self) -> None:
         self.seen = 0  # steps observed
         self.error_pm = 0  # EWMA of |predicted - real| / real, per mille
         self.loop_us = 0  # EWMA, see observe_loop
@@ -68,10 +64,6 @@ class Costs:
         self._slowed = 1.0  # part of the speed: the machine has become so much slower, and may recover
         self._moments = [[0.0] * FEATURES for _ in range(FEATURES)]
         self._targets = [0.0] * FEATURES
-        if prior is not None:
-            for shape in _prior_shapes():
-                self._remember(_features(shape), prior.step_us(shape))
-            self._refit(PRIOR_WEIGHT, sweeps=40 * SWEEPS)
 
     def predict_us(self, shape: StepShape) -> int:
         """How long a step of this shape will take; 0 while nothing is known."""
@@ -181,17 +173,17 @@ class Costs:
         """Keep one equation: coefficients . features / took = 1."""
         self._recent.append([x / took_us for x in features])
 
-    def _refit(self, weight: float = 1.0, sweeps: int = SWEEPS) -> None:
+    def _refit(self) -> None:
         """Add the recent steps to the normal equations, and improve the fit by coordinate descent. The last
         step of each kind goes beside them each time anew: what is remembered of it may change."""
         keep, rows = 1.0 - len(self._recent) / MEMORY_STEPS, self._recent
-        self._moments, self._targets = _added(self._moments, self._targets, rows, keep, weight)
+        self._moments, self._targets = _added(self._moments, self._targets, rows, keep)
         self._recent = []
         kinds = [self._kinds[kind] for kind in sorted(self._kinds)]
         rows = [[x / took for x in _features(shape)] for shape, took in kinds]
-        moments, targets = _added(self._moments, self._targets, rows, 1.0, KIND_WEIGHT)
+        moments, targets = _added(self._moments, self._targets, rows, 1.0)
         fit = self._fit
-        for _ in range(sweeps):
+        for _ in range(SWEEPS):
             for i, row in enumerate(moments):
                 if row[i] > EMPTY:
                     a, b, c, d, e, f = fit
@@ -202,15 +194,15 @@ class Costs:
 
 
 def _added(
-    moments: Sums, targets: list[float], rows: list[list[float]], keep: float, weight: float
+    moments: Sums, targets: list[float], rows: list[list[float]], keep: float
 ) -> tuple[Sums, list[float]]:
     """The normal equations, of which `keep` is kept, with these rows."""
     columns = list(zip(*rows, strict=True)) or [()] * FEATURES
     sums: Sums = [[0.0] * FEATURES for _ in range(FEATURES)]
     for i, column in enumerate(columns):
         for j in range(i, FEATURES):
-            sums[i][j] = sums[j][i] = keep * moments[i][j] + weight * _sum(map(mul, column, columns[j]))
-    return sums, [keep * targets[i] + weight * _sum(column) for i, column in enumerate(columns)]
+            sums[i][j] = sums[j][i] = keep * moments[i][j] + _sum(map(mul, column, columns[j]))
+    return sums, [keep * targets[i] + _sum(column) for i, column in enumerate(columns)]
 
 
 def _kind(shape: StepShape) -> Kind:
@@ -247,17 +239,6 @@ def _features(shape: StepShape) -> Features:
         shape.kv_tokens / 65_536,
         shape.attention / 262_144,
     )
-
-
-def _prior_shapes() -> list[StepShape]:
-    """Steps on which an estimate with a prior begins by agreeing with it."""
-    shapes = []
-    for rows, context in ((0, 0), (1, 100), (8, 500), (32, 1_000), (128, 1_000), (256, 2_000)):
-        decodes = StepShape(rows, rows, rows * (context + 1), rows * context)
-        shapes += [decodes] if rows else []
-        for start, chunk in ((0, 16), (0, 128), (1_000, 256), (0, 512), (4_000, 2_048)):
-            shapes.append(decodes.with_chunk(start, chunk))
-    return shapes
 
 
 def chunk_tokens(

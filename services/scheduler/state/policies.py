@@ -3,14 +3,14 @@
     policy = "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix,tier=tiered"
 
 rank    who is admitted next within a class?                   vtc, fcfs
-fill    what is the next step of an executor made of?          mixed, prefill_first, decode_first, static
-kv      how many blocks is a sequence promised at admission?   on_demand, foreseen, greedy, by_chunk, reserve
-victim  who is paused first when blocks are short?             latest, least_computed
+fill    what is the next step of an executor made of?          mixed, prefill_first, decode_first
+kv      how many blocks is a sequence promised at admission?   on_demand, foreseen, reserve
+victim  who is paused first when blocks are short?             latest
 place   which of the executors that can run a unit gets it?    prefix, room
-tier    what becomes of a block without a copy below?          tiered, swap, recompute, forget
+tier    what becomes of a block without a copy below?          tiered
 
-A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler. The
-signatures:
+A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler.
+loadtest/policies.py has baselines for comparison. The signatures:
 
 rank    (arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]: of a waiting unit and what its
         client has been served; less is sooner. It must not fall while a unit waits
@@ -20,49 +20,64 @@ kv      (tokens: int, max_length: int, block_tokens: int) -> int, blocks; `token
 victim  (candidates: list[Sequence]) -> list[Sequence], the first victim first
 place   (options: list[Option]) -> Option; there is at least one
 tier    (view: TierView) -> str, one of copy, drop, keep; of an unheld block
+
+What a policy asks of the code around it, beyond its answers, are its traits (`with_traits`, see Policy): no
+other code compares names of policies.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from services.scheduler.state.requests import Sequence
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
 
-WHERE = {  # module, names, arguments
-    "rank": ("services.scheduler.state.policies", ("vtc", "fcfs"), ("arrival_us", "number", "served_tokens")),
-    "fill": (
-        "services.scheduler.state.policies",
-        ("mixed", "prefill_first", "decode_first", "static"),
-        ("view",),
-    ),
-    "kv": (
-        "services.scheduler.state.policies",
-        ("on_demand", "foreseen", "greedy", "by_chunk", "reserve"),
-        ("tokens", "max_length", "block_tokens"),
-    ),
-    "victim": ("services.scheduler.state.policies", ("latest", "least_computed"), ("candidates",)),
-    "place": ("services.scheduler.state.policies", ("prefix", "room"), ("options",)),
-    "tier": ("services.scheduler.state.policies", ("tiered", "swap", "recompute", "forget"), ("view",)),
+KINDS = {  # names, arguments
+    "rank": (("vtc", "fcfs"), ("arrival_us", "number", "served_tokens")),
+    "fill": (("mixed", "prefill_first", "decode_first"), ("view",)),
+    "kv": (("on_demand", "foreseen", "reserve"), ("tokens", "max_length", "block_tokens")),
+    "victim": (("latest",), ("candidates",)),
+    "place": (("prefix", "room"), ("options",)),
+    "tier": (("tiered",), ("view",)),
 }
-GREEDY = ("greedy", "by_chunk")  # see Policy.greedy
+BASELINES = "loadtest.policies"
+MOVED = {  # there; in 0.1 their names alone are accepted, too
+    "fill": ("static",), "kv": ("greedy", "by_chunk"), "tier": ("swap", "recompute", "forget"),
+}  # fmt: skip
 STALL_US = 1_000_000  # so long prompts go before decodes: see prefill_first
-CHUNK_TOKENS = 1_024  # the first chunk, to by_chunk
 # Tokens of prefix hit that one running sequence outweighs; without it all requests with a common beginning
 # pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6).
 LOAD_TOKENS = 512
 EAGER_PM = 250  # likely enough to be wanted by another: less, and a copy would push better ones out below
 
+log = logging.getLogger("headrace.scheduler")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def with_traits(*names: str) -> Callable[[_Function], _Function]:
+    """Mark a policy with traits: attributes that Policy reads."""
+
+    def mark(function: _Function) -> _Function:
+        function.__dict__.update(dict.fromkeys(names, True))
+        return function
+
+    return mark
+
+
+def _trait(kind: str, name: str) -> property:
+    return property(lambda policy: getattr(policy.the(kind), name, False))
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The names in force. `policy.the("rank")` is the function."""
+    """The names in force, and the traits of their functions. `policy.the("rank")` is the function."""
 
     rank: str = "vtc"
     fill: str = "mixed"
@@ -75,15 +90,14 @@ class Policy:
         """The function of a kind."""
         return load(kind, getattr(self, kind))
 
-    @property
-    def greedy(self) -> bool:
-        """Whether admission keeps nothing free for growth, and nobody is spared or pinned."""
-        return self.kv in GREEDY
-
-    @property
-    def foresees(self) -> bool:
-        """Whether admission looks ahead along the growth of sequences whose length is known."""
-        return self.kv == "foreseen"
+    fair = _trait("rank", "fair")  # clients take turns: ahead of one are as many of another as of its own
+    closed = _trait("fill", "closed")  # nobody joins a batch that has begun
+    greedy = _trait("kv", "greedy")  # admission keeps nothing free for growth, and nobody is spared or pinned
+    foresees = _trait("kv", "foresees")  # admission looks ahead along growth that is known
+    no_tiers = _trait("tier", "no_tiers")  # nothing is copied to tiers or looked up there
+    forgets = _trait("tier", "forgets")  # nothing of a paused sequence stays cached
+    leaves = _trait("tier", "leaves")  # what is copied leaves the device at once
+    ahead = _trait("tier", "ahead")  # what the next victim has is copied before its pause
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -95,9 +109,11 @@ def parse(text: str, base: Policy | None = None) -> Policy:
     policy = base or Policy()
     for part in filter(None, (part.strip() for part in text.split(","))):
         kind, _, name = part.partition("=")
-        if kind not in WHERE:
-            raise SetupError(f"setting policy: there is no {kind!r}, only {', '.join(WHERE)}")
+        if kind not in KINDS:
+            raise SetupError(f"setting policy: there is no {kind!r}, only {', '.join(KINDS)}")
         load(kind, name)
+        if name in MOVED.get(kind, ()):
+            log.warning("policy %s=%s: write %s=%s:%s", kind, name, kind, BASELINES, name)
         policy = replace(policy, **{kind: name})
     return policy
 
@@ -105,8 +121,10 @@ def parse(text: str, base: Policy | None = None) -> Policy:
 @cache
 def load(kind: str, name: str) -> Callable[..., Any]:
     """The function of a kind by its name. Raises SetupError."""
-    module, names, _ = WHERE[kind]
-    if ":" in name:
+    (names, arguments), module = KINDS[kind], __name__
+    if name in MOVED.get(kind, ()):
+        module = BASELINES
+    elif ":" in name:
         module, _, name = name.partition(":")
     elif name not in names:
         raise SetupError(
@@ -116,11 +134,10 @@ def load(kind: str, name: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise SetupError(f"setting policy: {kind}={module}:{name} cannot be loaded: {error}") from error
-    arguments = WHERE[kind][2]
     if not callable(found) or not _takes(found, len(arguments)):
         raise SetupError(
             f"setting policy: {kind}={module}:{name} is no function of ({', '.join(arguments)}): see "
-            f"{WHERE[kind][0].replace('.', '/')}.py"
+            f"{__name__.replace('.', '/')}.py"
         )
     return found  # type: ignore[no-any-return]  # each kind has its own signature
 
@@ -136,6 +153,7 @@ def _takes(function: Callable[..., Any], arguments: int) -> bool:
     return True
 
 
+@with_traits("fair")
 def vtc(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
     """The client that has been served least, then arrival: see Served in waiting_queue.py."""
     return served_tokens, arrival_us, number
@@ -181,38 +199,16 @@ def decode_first(view: FillView) -> Share:
     return Share(True, "block" if view.decodes else "whole")
 
 
-def static(view: FillView) -> Share:
-    """All prompts of the batch, then all its tokens: request-level batching, where nobody joins a batch that
-    has begun (see `joins`). The baseline."""
-    return Share(not view.prompts, "whole")
-
-
-def joins(fill: str, begun: bool) -> bool:
-    """True when a unit may join an executor that has (not) begun on those it runs."""
-    return fill != "static" or not begun
-
-
 def on_demand(tokens: int, max_length: int, block_tokens: int) -> int:
     """What it needs to come to its next token. It grows as it goes, and may be paused for want of a block."""
     return blocks_for(min(tokens + 1, max_length), block_tokens)
 
 
+@with_traits("foresees")
 def foreseen(tokens: int, max_length: int, block_tokens: int) -> int:
     """As much; but where nothing except its length ends a sequence, admission looks ahead along its whole
     growth, and nobody is paused for that: see ../headroom.py."""
     return on_demand(tokens, max_length, block_tokens)
-
-
-def greedy(tokens: int, max_length: int, block_tokens: int) -> int:
-    """As much; but admission leaves nothing free for growth, whoever comes back is not spared, and nobody is
-    ever promised more. A baseline, which pauses much."""
-    return on_demand(tokens, max_length, block_tokens)
-
-
-def by_chunk(tokens: int, max_length: int, block_tokens: int) -> int:
-    """What its first chunk needs, and else as greedy: as vLLM V1 admits. It may be paused within its prompt
-    for want of a block. A baseline."""
-    return blocks_for(min(tokens + 1, max_length, CHUNK_TOKENS), block_tokens)
 
 
 def reserve(tokens: int, max_length: int, block_tokens: int) -> int:
@@ -225,11 +221,6 @@ def latest(candidates: list[Sequence]) -> list[Sequence]:
     were worse in one scenario of three; what removed stalls was admission that keeps room for growth
     (headroom.py)."""
     return sorted(candidates, key=lambda s: (-s.level, -s.request.arrival_us, -s.seq))
-
-
-def least_computed(candidates: list[Sequence]) -> list[Sequence]:
-    """Of the lowest class, whose loss costs least to compute again."""
-    return sorted(candidates, key=lambda s: (-s.level, s.computed, -s.request.arrival_us, -s.seq))
 
 
 class Option(NamedTuple):
@@ -263,6 +254,7 @@ class TierView:
     recompute_us: int  # 0: not known yet
 
 
+@with_traits("ahead")
 def tiered(view: TierView) -> str:
     """By cost: a block stays until its place is wanted; then it is copied down, where that is cheaper than
     computing it again, or given up. What others are likely to want is copied before, while the link is
@@ -274,23 +266,3 @@ def tiered(view: TierView) -> str:
         return "copy" if (worth and likely) or (view.paused and not known) else "drop"
     eager = view.idle and not view.paused and view.chance_pm >= EAGER_PM
     return "copy" if eager and (worth or not known) else "keep"
-
-
-def swap(view: TierView) -> str:
-    """Whatever it costs, the blocks of a paused sequence are copied at once and leave the device. A
-    baseline."""
-    if view.paused:
-        return "copy"
-    return "drop" if view.pressed else "keep"
-
-
-def recompute(view: TierView) -> str:
-    """Nothing is copied or asked for; what a paused sequence had stays cached until its place is taken. A
-    baseline."""
-    return "drop"
-
-
-def forget(view: TierView) -> str:
-    """Nothing is copied, and nothing of a paused sequence stays cached (../preemption.py forgets it): all of
-    it is computed again, as in vLLM without prefix caching. A baseline."""
-    return "drop"

@@ -169,7 +169,7 @@ class Waiting:
         line = self.lines.get((model, level))
         if line is None:
             return units, tokens
-        if self.policy.rank != "vtc":
+        if not self.policy.fair:
             return units + line.units, tokens + line.tokens
         own_units, own_tokens = len(line.clients.get(client, ())), line.client_tokens.get(client, 0)
         units += len(line.paused) + sum(min(len(of), own_units) for of in line.clients.values())

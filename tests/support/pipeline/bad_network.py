@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from support.memory_bus import MemoryBroker, MemoryBus
+
 from shared.nats.interface import Delivery
-from shared.nats.memory import MemoryBroker, MemoryBus
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory_bus import MemoryBroker, MemoryBus
 from support.pipeline.five_actors import Pipeline
 from support.pipeline.forced_pauses import Forced
 from support.recording import Recording
@@ -29,7 +30,6 @@ from services.scheduler.state.counters import Meter
 from shared.actor.runtime import Actor
 from shared.client import Client
 from shared.config import load
-from shared.nats.memory import MemoryBroker, MemoryBus
 from shared.vocab.files import served_name
 
 COPY_ALL = "tier=support.pipeline.forced_pauses:copy_all"

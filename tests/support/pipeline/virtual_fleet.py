@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from support.executor.paged_engine import PagedEngine
+from support.memory_bus import MemoryBroker
 from support.scheduler.fake_tier import Arena
 from support.virtual_loop import LoopClock
 
@@ -32,7 +33,6 @@ from shared.messages import (
     SlotOpen,
     StepPlan,
 )
-from shared.nats.memory import MemoryBroker
 
 STEP_S = 0.002
 L1_PAGES = 64

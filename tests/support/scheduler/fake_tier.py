@@ -27,8 +27,6 @@ from shared.messages import (
     KvPrefetch,
     KvReady,
     KvRelease,
-    KvRenew,
-    KvRenewed,
     KvReserve,
     KvReserved,
     KvStored,
@@ -146,8 +144,6 @@ class FakeTier:
             case KvRelease(jobs=jobs):
                 for job in jobs:
                     self._end((source, job), [])
-            case KvRenew():
-                self._renew(source, message)
 
     def thaw(self, now_us: int) -> None:
         """Answer everything that came while it was frozen."""
@@ -350,16 +346,6 @@ class FakeTier:
                 from_l2=len(resident) if self.now_us > one.arrived_us else 0,
             ),
         )
-
-    def _renew(self, source: str, asked: KvRenew) -> None:
-        alive = ints()
-        for job in asked.jobs:
-            lease = self.leases.get((source, job))
-            good = lease is not None and not lease.quarantined_us
-            if lease is not None and good:
-                lease.deadline_us = self.now_us + asked.lease_us
-            alive.append(int(good))
-        self._reply(source, KvRenewed(jobs=asked.jobs, alive=alive))
 
     def _in_l2(self, key: bytes) -> bool:
         return self.l2_us >= 0 and key in self.l2

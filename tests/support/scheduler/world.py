@@ -56,7 +56,9 @@ def any_limits(data: st.DataObject) -> Limits:
     """Settings of any kind: windows, overlap modes, policies."""
     policy = Policy(
         rank=data.draw(st.sampled_from(["vtc", "fcfs"])),
-        fill=data.draw(st.sampled_from(["mixed", "prefill_first", "decode_first", "static"])),
+        fill=data.draw(
+            st.sampled_from(["mixed", "prefill_first", "decode_first", "loadtest.policies:static"])
+        ),
         kv=data.draw(st.sampled_from(["on_demand", "on_demand", "reserve", "foreseen"])),
     )
     return Limits(

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from support.memory_bus import MemoryBroker
 from support.wire.fake_executor import FakeExecutor
 from support.wire.fake_scheduler import FakeScheduler
 from support.wire.fakes import Arena, FakeDetokenizer, FakeKv, FakeTokenizer
@@ -15,7 +16,6 @@ from shared.actor.runtime import Actor, Runtime
 from shared.clock import FakeClock
 from shared.messages import Resend, StreamAt, StreamReset, Tokenized, ints
 from shared.nats.interface import Delivery
-from shared.nats.memory import MemoryBroker
 
 FLEET, INTERVAL_US = "f", 3_600_000_000  # an hour by the fake clock: beats go out by `tick` alone
 LETTER = {"tokenizer": "T", "scheduler": "S", "executor": "E", "kv_offload": "K", "detokenizer": "D"}

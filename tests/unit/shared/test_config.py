@@ -89,7 +89,7 @@ def test_a_child_gets_the_same_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_the_home_folder_is_expanded() -> None:
-    assert load().settings.models_dir == Path.home() / ".cache/headrace/models"
+    assert load().settings.cache_dir == Path.home() / ".cache/headrace"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import io
 import json
 from typing import Any
 
+from support.memory_bus import MemoryBroker
 from support.virtual_loop import run
 
 from loadtest.bench.progress import CLEAR, Progress
@@ -14,7 +15,6 @@ from loadtest.bench.record import Record
 from loadtest.bench.server_side import TIERS, TOKENS, counts
 from shared.nats import subjects
 from shared.nats.interface import Delivery
-from shared.nats.memory import MemoryBroker
 
 
 class Terminal(io.StringIO):

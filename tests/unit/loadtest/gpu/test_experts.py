@@ -12,7 +12,7 @@ from support.executor.rank_side import on_ranks
 from torch import Tensor
 
 from kernels.moe import combine, experts_mlp, place, ref, route, spread
-from loadtest.gpu.experts import ExpertWeights, Gathered, Sent
+from loadtest.gpu.experts import ExpertWeights, Gathered
 from services.executor.checkpoint.config import ExpertShapes
 from services.executor.parallel.coroutines import Program, alone, in_turn
 from services.executor.parallel.ranks import Collectives, Ranks
@@ -46,7 +46,7 @@ def _normed(x: Tensor) -> Tensor:
     return F.rms_norm(x, (HIDDEN,))
 
 
-def _pass(x: Tensor, how: Gathered | Sent, group: Collectives) -> Program:
+def _pass(x: Tensor, how: Gathered, group: Collectives) -> Program:
     here = SHAPES.count // group.size
     mine = slice(group.rank * here, (group.rank + 1) * here)
     for mixed, layer in _layers():
@@ -68,25 +68,21 @@ def _by_one(x: Tensor) -> Tensor:
     return x
 
 
-EVEN = [[9] * 4, [5] * 4]  # tokens by batch and rank
-UNEVEN = [[9, 1, 0, 30], [2, 0, 7, 1]]
+COUNTS = (9, 5)  # tokens of a rank by batch
 
 
-def _on_rank(ranks: Ranks) -> list[list[Tensor]]:
-    """Gathered, then sent: a pass of the first batch alone, and one of both in turn."""
-    group, found = Collectives(), []
-    for how, counts in ((Gathered, EVEN), (Sent, UNEVEN)):
-        way = how(SHAPES, group, ref)
-        inputs = [_tokens(10 * batch + ranks.rank, counts[batch][ranks.rank]) for batch in range(2)]
-        found.append([alone(_pass(inputs[0], way, group)), *in_turn([_pass(x, way, group) for x in inputs])])
-    return found
+def _on_rank(ranks: Ranks) -> list[Tensor]:
+    """A pass of the first batch alone, and one of both in turn."""
+    group = Collectives()
+    way = Gathered(SHAPES, group, ref)
+    inputs = [_tokens(10 * batch + ranks.rank, count) for batch, count in enumerate(COUNTS)]
+    return [alone(_pass(inputs[0], way, group)), *in_turn([_pass(x, way, group) for x in inputs])]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_experts_of_several_ranks_are_those_of_one(size: int) -> None:
-    for rank, answers in enumerate(on_ranks(size, _on_rank)):
-        for counts, (one, *both) in zip((EVEN, UNEVEN), answers, strict=True):
-            for batch, found in enumerate(both):
-                wanted = _by_one(_tokens(10 * batch + rank, counts[batch][rank]))
-                torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
-            assert torch.equal(one, both[0])
+    for rank, (one, *both) in enumerate(on_ranks(size, _on_rank)):
+        for batch, found in enumerate(both):
+            wanted = _by_one(_tokens(10 * batch + rank, COUNTS[batch]))
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+        assert torch.equal(one, both[0])

@@ -252,18 +252,18 @@ def test_what_is_counted() -> None:
         meter.begin()
         meter.end(done)
     meter.begin()
-    page = to_prometheus(meter.readings()).splitlines()
+    page = to_prometheus(meter.readings()).decode().splitlines()
     assert meter.requests == 3
-    labels = 'http_route="/v1/completions",http_response_status_code="200"'
+    labels = 'http_response_status_code="200",http_route="/v1/completions"'
     for line in (
-        "http_server_active_requests 1",
-        "headrace_gateway_slow_readers_total 1",
-        f'http_server_request_duration_seconds_bucket{{{labels},le="0.005"}} 0',
-        f'http_server_request_duration_seconds_bucket{{{labels},le="0.01"}} 2',
-        f'http_server_request_duration_seconds_bucket{{{labels},le="+Inf"}} 2',
+        "http_server_active_requests 1.0",
+        "headrace_gateway_slow_readers_total 1.0",
+        f'http_server_request_duration_seconds_bucket{{{labels},le="0.005"}} 0.0',
+        f'http_server_request_duration_seconds_bucket{{{labels},le="0.01"}} 2.0',
+        f'http_server_request_duration_seconds_bucket{{{labels},le="+Inf"}} 2.0',
         f"http_server_request_duration_seconds_sum{{{labels}}} 0.016",
-        f"http_server_request_duration_seconds_count{{{labels}}} 2",
-        'headrace_gateway_time_to_first_chunk_seconds_count{http_route="/v1/completions"} 1',
+        f"http_server_request_duration_seconds_count{{{labels}}} 2.0",
+        'headrace_gateway_time_to_first_chunk_seconds_count{http_route="/v1/completions"} 1.0',
     ):
         assert line in page
 
@@ -275,22 +275,22 @@ def test_the_page_for_prometheus() -> None:
         Reading("a.b", 2, "By"),
         Spread("h", (0.5, 1), (1, 0, 2), 7.25, "s"),
     ]
-    assert to_prometheus(readings) == (
-        "# TYPE a_b_bytes gauge\n"
+    assert to_prometheus(readings).decode() == (
+        "# HELP a_b_bytes a.b, By\n# TYPE a_b_bytes gauge\n"
         'a_b_bytes{x_y="say \\"hi\\"\\n\\\\"} 1.5\n'
-        "a_b_bytes 2\n"
-        "# TYPE c_total counter\n"
-        "c_total 3\n"
-        "# TYPE h_seconds histogram\n"
-        'h_seconds_bucket{le="0.5"} 1\n'
-        'h_seconds_bucket{le="1"} 1\n'
-        'h_seconds_bucket{le="+Inf"} 3\n'
+        "a_b_bytes 2.0\n"
+        "# HELP c_total c, {request}\n# TYPE c_total counter\n"
+        "c_total 3.0\n"
+        "# HELP h_seconds h, s\n# TYPE h_seconds histogram\n"
+        'h_seconds_bucket{le="0.5"} 1.0\n'
+        'h_seconds_bucket{le="1"} 1.0\n'
+        'h_seconds_bucket{le="+Inf"} 3.0\n'
         "h_seconds_sum 7.25\n"
-        "h_seconds_count 3\n"
+        "h_seconds_count 3.0\n"
     )
     from prometheus_client.parser import text_string_to_metric_families
 
-    families = list(text_string_to_metric_families(to_prometheus(readings)))
+    families = list(text_string_to_metric_families(to_prometheus(readings).decode()))
     assert [(f.name, f.type) for f in families] == [
         ("a_b_bytes", "gauge"),
         ("c", "counter"),

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from support.memory_bus import MemoryBroker
 
 from services.gateway import health
 from services.gateway.health import Health
@@ -13,7 +14,6 @@ from shared.actor.membership import NEEDED, Peers
 from shared.client import Client
 from shared.errors import Unavailable
 from shared.messages import Beat
-from shared.nats.memory import MemoryBroker
 
 BEAT = Beat(kind="", actor="x", host_id="h", state="ready")
 

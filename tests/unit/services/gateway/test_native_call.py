@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 import pytest
+from support.memory_bus import MemoryBroker, MemoryBus
 
 from services.gateway import native_call
 from services.gateway.native_call import Lines
@@ -21,7 +22,6 @@ from shared.client import Client
 from shared.errors import SetupError, Unavailable
 from shared.nats.bus import TURN_MESSAGES, NatsBus
 from shared.nats.interface import BusFault, Delivery
-from shared.nats.memory import MemoryBroker, MemoryBus
 
 FLOOD = 20_000
 

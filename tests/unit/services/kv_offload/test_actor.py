@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from support.memory_bus import MemoryBroker
 
 from services.kv_offload import actor
 from services.kv_offload.actor import KvOffloadActor, build
@@ -39,7 +40,6 @@ from shared.messages import (
     Message,
     ints,
 )
-from shared.nats.memory import MemoryBroker
 from shared.telemetry.readings import Reading
 
 PAGE = 4096

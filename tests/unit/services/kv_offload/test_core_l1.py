@@ -21,8 +21,6 @@ from shared.messages import (
     KvPrefetch,
     KvReady,
     KvRelease,
-    KvRenew,
-    KvRenewed,
     KvReserve,
     KvReserved,
     KvStored,
@@ -66,7 +64,6 @@ def test_without_an_arena_nothing_is_stored_and_every_question_is_answered() -> 
                 )
             ],
         ),
-        (KvRenew(jobs=ints([2, 3]), lease_us=1), [KvRenewed(jobs=ints([2, 3]), alive=ints([0, 0]))]),
         (KvRelease(jobs=ints([2])), []),
         (Cancel(tenant="t", request="r"), []),
     ]
@@ -225,15 +222,11 @@ def test_an_arena_in_pieces_refuses_what_it_cannot_place() -> None:
     assert world.reserve(3, 2, value_bytes=2 * PAGE, priority=1) == [-1], "and nothing is left to evict"
 
 
-def test_leases_end_at_their_deadline_unless_renewed() -> None:
+def test_leases_end_at_their_deadline() -> None:
     world = World(10)
     world.store(1, 1)
     world.prefetch(2, 1, lease_us=100)
     world.wait(99)
-    assert world.say(KvRenew(jobs=ints([2, 3]), lease_us=200)) == [
-        KvRenewed(jobs=ints([2, 3]), alive=ints([1, 0]))
-    ]
-    world.wait(199)
     assert world.state.l1.pinned_bytes == PAGE
     world.wait(1)
     assert world.state.l1.pinned_bytes == 0

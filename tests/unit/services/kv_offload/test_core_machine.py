@@ -25,8 +25,6 @@ from shared.messages import (
     KvGone,
     KvReady,
     KvRelease,
-    KvRenew,
-    KvRenewed,
     KvStored,
     Message,
     ints,
@@ -178,16 +176,6 @@ class Tiers(RuleBasedStateMachine):
         names = [(PRINT, key(number)) for number in numbers]
         self.loads[job] = (names, self.world.now_us + deadline_us, lease_us)
         self.hear(self.world.prefetch(job, *numbers, deadline_us=deadline_us, lease_us=lease_us))
-
-    @precondition(lambda self: self.reads)
-    @rule(data=st.data(), lease_us=LEASE_US)
-    def renew(self, data: st.DataObject, lease_us: int) -> None:
-        self.settle()
-        jobs = sorted(self.reads)
-        answers = self.world.say(KvRenew(jobs=ints([*jobs, 10**6]), lease_us=lease_us))
-        assert answers == [KvRenewed(jobs=ints([*jobs, 10**6]), alive=ints([1] * len(jobs) + [0]))]
-        for job in jobs:
-            self.reads[job].until_us = self.world.now_us + lease_us
 
     @rule(dice=st.integers(1, 4))
     def restart(self, dice: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from support.memory_bus import MemoryBroker
 
 from services.launcher.up import Readiness, same_seed
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
-from shared.nats.memory import MemoryBroker
 from shared.replies import to_json
 
 

@@ -67,8 +67,10 @@ class Machine(RuleBasedStateMachine):
         limits = any_limits(data)
         policy = dataclasses.replace(
             limits.policy,
-            victim=data.draw(st.sampled_from(["latest", "least_computed"])),
-            tier=data.draw(st.sampled_from(["tiered", "tiered", "swap", "forget"])),
+            victim=data.draw(st.sampled_from(["latest", "loadtest.policies:least_computed"])),
+            tier=data.draw(
+                st.sampled_from(["tiered", "tiered", "loadtest.policies:swap", "loadtest.policies:forget"])
+            ),
         )
         limits = dataclasses.replace(
             limits, policy=policy, classes=CLASSES, step_tokens=data.draw(st.integers(4, 80))

@@ -86,7 +86,7 @@ def test_more_run_at_once_than_where_all_is_promised() -> None:
     assert steps("foreseen") <= steps("reserve")
 
 
-@pytest.mark.parametrize("kv", ["on_demand", "reserve", "greedy"])
+@pytest.mark.parametrize("kv", ["on_demand", "reserve", "loadtest.policies:greedy"])
 def test_others_look_at_no_length(kv: str) -> None:
     world = World(Limits(policy=Policy(kv=kv)))
     world.add_engine(blocks=64, slots=8, block_tokens=BLOCK)

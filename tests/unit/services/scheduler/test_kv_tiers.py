@@ -80,13 +80,13 @@ def test_a_tier_that_is_of_no_use_costs_no_request_and_no_token(switch: str) -> 
 
 
 def test_recompute_asks_no_tier() -> None:
-    world = checked(crowded(FakeTier(capacity=64), tier="recompute"))
+    world = checked(crowded(FakeTier(capacity=64), tier="loadtest.policies:recompute"))
     assert world.tier.counts == {}
     assert world.scheduler.state.meter.recomputed_tokens > 0
 
 
 def test_swap_takes_all_of_a_victim_off_the_device() -> None:
-    world = checked(crowded(FakeTier(capacity=200), 40, tier="swap"))
+    world = checked(crowded(FakeTier(capacity=200), 40, tier="loadtest.policies:swap"))
     meter = world.scheduler.state.meter
     assert meter.loads > 0
     assert meter.recomputed_tokens <= meter.preemptions

@@ -353,7 +353,7 @@ def test_a_tail_is_of_the_last_pause() -> None:
     assert sequence.tail == NO_TAIL
 
 
-@pytest.mark.parametrize("tier", ["tiered", "swap"])
+@pytest.mark.parametrize("tier", ["tiered", "loadtest.policies:swap"])
 def test_the_place_of_a_victim_is_seen_to_at_once(tier: str) -> None:
     """Where no step is in flight, nothing but a tick would bring another look."""
     world = World(Limits(overlap="single", policy=Policy(tier=tier)), now_us=1_000, checks=[nobody_forgotten])

@@ -18,7 +18,8 @@ from services.scheduler.state.waiting_queue import Unit, Waiting
 from shared.messages import Cancel
 
 NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
-KV = ("on_demand", "reserve", "greedy", "by_chunk")
+OURS = "loadtest.policies:"
+KV = ("on_demand", "reserve", f"{OURS}greedy", f"{OURS}by_chunk")
 
 
 def pauses(world: World, request: str) -> int:
@@ -139,21 +140,21 @@ def three_at_once(policy: Policy) -> tuple[World, int, int]:
 
 
 def test_a_greedy_admission_keeps_nothing_free_and_spares_nobody() -> None:
-    _, pauses_most, spare = three_at_once(Policy(kv="on_demand", tier="recompute"))
+    _, pauses_most, spare = three_at_once(Policy(kv="on_demand", tier=f"{OURS}recompute"))
     assert (pauses_most, spare > 0) == (0, True)
-    _, pauses_most, spare = three_at_once(Policy(kv="greedy", tier="recompute"))
+    _, pauses_most, spare = three_at_once(Policy(kv=f"{OURS}greedy", tier=f"{OURS}recompute"))
     assert (pauses_most > 0, spare) == (True, 0)
 
 
 def test_admission_by_the_chunk_pauses_within_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "CHUNK_TOKENS", 4)
-    _, pauses_most, spare = three_at_once(Policy(kv="by_chunk", tier="recompute"))
+    _, pauses_most, spare = three_at_once(Policy(kv=f"{OURS}by_chunk", tier=f"{OURS}recompute"))
     assert (pauses_most > 0, spare) == (True, 0)
 
 
-@pytest.mark.parametrize(("tier", "again"), [("recompute", False), ("forget", True)])
+@pytest.mark.parametrize(("tier", "again"), [(f"{OURS}recompute", False), (f"{OURS}forget", True)])
 def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: str, again: bool) -> None:
-    world, _, _ = three_at_once(Policy(kv="greedy", tier=tier))
+    world, _, _ = three_at_once(Policy(kv=f"{OURS}greedy", tier=tier))
     hits = [
         dict(decision.numbers)["hit_tokens"]
         for trace in world.scheduler.state.recent.traces.values()
@@ -166,7 +167,7 @@ def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: 
     assert all(tokens == 0 for tokens in hits) is again
 
 
-@pytest.mark.parametrize("kv", ["greedy", "on_demand"])
+@pytest.mark.parametrize("kv", [f"{OURS}greedy", "on_demand"])
 def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +180,7 @@ def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
         found.append(len(short))
 
     monkeypatch.setattr(admission, "_start", watched)
-    world = World(Limits(classes=NEVER, policy=Policy(kv=kv, tier="recompute")))
+    world = World(Limits(classes=NEVER, policy=Policy(kv=kv, tier=f"{OURS}recompute")))
     world.add_engine(blocks=24, slots=8)
     (executor,) = world.scheduler.state.executors.values()
     for number in range(12):
@@ -374,7 +375,7 @@ def newcomers(world: World, until: str, prompt: int = 4, tokens: int = 3) -> lis
     return waits
 
 
-@pytest.mark.parametrize("kv", ["on_demand", "greedy"])
+@pytest.mark.parametrize("kv", ["on_demand", f"{OURS}greedy"])
 def test_a_newcomer_gets_a_place_however_often_it_comes(kv: str) -> None:
     """Pauses for a tenant of which nothing runs pin nobody who goes on in between."""
     world = World(Limits(classes=NEVER, window=2, policy=Policy(kv=kv)))
@@ -390,7 +391,7 @@ def test_a_newcomer_gets_a_place_however_often_it_comes(kv: str) -> None:
     world.assert_idle()
 
 
-@pytest.mark.parametrize("tier", ["tiered", "forget"])
+@pytest.mark.parametrize("tier", ["tiered", f"{OURS}forget"])
 def test_who_is_paused_for_newcomers_again_and_again_ends_all_the_same(tier: str) -> None:
     """It has more than an equal part of the blocks, and computes four tokens a step: with `forget` it is
     paused before it is through with what it has lost, and after three times for nothing it stays."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from support.hostile_values import as_response_format, deep, schemas
+from support.json_schemas import SCHEMAS
 
-from loadtest.structured_schemas import SCHEMAS
 from services.tokenizer.request import read_request
 from services.tokenizer.structured_output import (
     MAX_DEPTH,

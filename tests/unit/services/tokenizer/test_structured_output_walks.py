@@ -15,8 +15,8 @@ import jsonschema
 import pytest
 import torch
 from support.default_model import model_path
+from support.json_schemas import SCHEMAS
 
-from loadtest.structured_schemas import SCHEMAS
 from services.executor.sampling.grammar import Grammars
 from services.tokenizer.structured_output import grammar_of
 from shared.messages import SlotOpen, ints

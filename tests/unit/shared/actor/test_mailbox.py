@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from support.actor_fleet import INTERVAL_US, Fleet, Recorder, cancel, watched_fleet
+from support.memory_bus import MemoryBus
 
 from shared import codec
 from shared.actor.mailbox import REMIND_BEATS, RETIRED_US
@@ -15,7 +16,6 @@ from shared.codec import Envelope
 from shared.errors import PayloadTooLarge
 from shared.messages import Accepted, Beat, Message, Open, Resend, StreamReset, ints
 from shared.nats.interface import BusFault
-from shared.nats.memory import MemoryBus
 
 
 @pytest.fixture

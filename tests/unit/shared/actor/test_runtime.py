@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from support.actor_fleet import INTERVAL_US, Fleet, Recorder, cancel, watched_fleet
+from support.memory_bus import MemoryBus
 
 from shared import codec
 from shared.actor.membership import Peer
@@ -18,7 +19,6 @@ from shared.errors import SetupError, Unavailable
 from shared.messages import Beat, StreamReset
 from shared.nats import subjects
 from shared.nats.interface import BusFault
-from shared.nats.memory import MemoryBus
 
 
 @pytest.fixture

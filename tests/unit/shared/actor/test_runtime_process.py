@@ -9,16 +9,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+from support.memory_bus import MemoryBroker
 
 from shared.actor import runtime
 from shared.actor.mailbox import Port
 from shared.actor.runtime import Actor, ProcessOptions
 from shared.nats.interface import Bus
-from shared.nats.memory import MemoryBroker
 
 OPTIONS = ProcessOptions(fleet="f", host_id="h", actor_id="a", drain_timeout_s=1.0)
 
@@ -142,10 +143,12 @@ def test_what_start_built_is_never_scanned_again() -> None:
     assert actor.frozen > 1000
 
 
+ROOT = Path(__file__).parents[4]
 SECOND_SIGNAL = """
-import asyncio, os, signal, time
+import asyncio, os, signal, sys, time
+sys.path.append("tests")
 from shared.actor.runtime import Actor, ProcessOptions, run
-from shared.nats.memory import MemoryBroker
+from support.memory_bus import MemoryBroker
 
 class Slow(Actor):
     kind = "executor"
@@ -177,6 +180,6 @@ def test_a_second_signal_ends_the_drain(stop: str) -> None:
     """And it ends whatever comes after."""
     code = SECOND_SIGNAL.replace("STOP", stop)
     done = subprocess.run(
-        [sys.executable, "-c", code], timeout=20, check=False, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=ROOT, timeout=20, check=False, capture_output=True, text=True
     )
     assert (done.stdout, done.returncode) == ("told\n", 130)

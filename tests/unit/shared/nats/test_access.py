@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.memory_bus import MemoryBroker
 
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
-from shared.nats.memory import MemoryBroker
 
 GENERATE = subjects.generate("acme", "m")
 

@@ -17,7 +17,7 @@ from shared.telemetry.readings import Reading, Readings, Spread, process_reading
 
 ON = {"OTEL_METRICS_EXPORTER": "prometheus"}
 COUNTED: Readings = (Reading("n", 3, "1", grows=True),)
-PAGE = "# TYPE n_total counter\nn_total 3\n"
+PAGE = "# HELP n_total n, 1\n# TYPE n_total counter\nn_total 3.0\n"
 
 
 @pytest.mark.parametrize(
@@ -87,25 +87,25 @@ def test_what_vllm_counts_has_its_names() -> None:
             Reading("headrace.scheduler.prefill_tokens", 9, "{token}", grows=True),
         ]
     )
-    assert page.splitlines() == [
+    assert [line for line in page.decode().splitlines() if not line.startswith("# HELP")] == [
         "# TYPE headrace:num_preemptions_total counter",
-        "headrace:num_preemptions_total 4",
+        "headrace:num_preemptions_total 4.0",
         "# TYPE headrace:num_requests_running gauge",
-        'headrace:num_requests_running{executor="e1"} 2',
+        'headrace:num_requests_running{executor="e1"} 2.0',
         "# TYPE headrace:kv_cache_usage_perc gauge",
         "headrace:kv_cache_usage_perc 0.25",
         "# TYPE headrace:time_to_first_token_seconds histogram",
-        'headrace:time_to_first_token_seconds_bucket{le="0.5"} 1',
-        'headrace:time_to_first_token_seconds_bucket{le="+Inf"} 3',
+        'headrace:time_to_first_token_seconds_bucket{le="0.5"} 1.0',
+        'headrace:time_to_first_token_seconds_bucket{le="+Inf"} 3.0',
         "headrace:time_to_first_token_seconds_sum 3.5",
-        "headrace:time_to_first_token_seconds_count 3",
+        "headrace:time_to_first_token_seconds_count 3.0",
         "# TYPE headrace_scheduler_prefill_tokens_total counter",
-        "headrace_scheduler_prefill_tokens_total 9",
+        "headrace_scheduler_prefill_tokens_total 9.0",
     ]
 
 
 def test_the_process_shows_itself_under_the_usual_names() -> None:
-    lines = to_prometheus(list(process_readings())).splitlines()
+    lines = to_prometheus(list(process_readings())).decode().splitlines()
     values = dict(line.split() for line in lines if not line.startswith("#"))
     assert float(values["process_cpu_seconds_total"]) > 0
     assert float(values["process_resident_memory_bytes"]) > 10_000_000

@@ -117,12 +117,15 @@ def test_the_simulation_of_the_same_policy_is_near_what_happened(recorded: tuple
 
 def test_another_policy_is_simulated_as_it_would_have_been(recorded: tuple[bytes, Readers]) -> None:
     """The truth: the same arrivals, the true step times, the other policy."""
-    other = "fill=static,rank=vtc"
+    other = "fill=loadtest.policies:static,rank=vtc"
     found = compare(records(recorded[0]), other)
     limits = replace(LIMITS, policy=policies.parse(other, LIMITS.policy))
     _, readers = run(limits)
     truth = _column(readers, 0, limits.classes)
-    assert found.policies[1] == "rank=vtc,fill=static,kv=reserve,victim=latest,place=prefix,tier=tiered"
+    assert (
+        found.policies[1]
+        == f"rank=vtc,{other.partition(',')[0]},kv=reserve,victim=latest,place=prefix,tier=tiered"
+    )
     for name, within in (
         ("ttft_ms_p50", 0.15),
         ("ttft_ms_p99", 0.15),

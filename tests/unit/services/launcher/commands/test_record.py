@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.actor_fleet import Fleet, Hand, watched_fleet
+from support.memory_bus import MemoryBroker
 
 from loadtest.simulator.command import told
 from loadtest.simulator.replay.rerun import rerun
@@ -23,7 +24,6 @@ from shared.errors import EngineError, Unavailable
 from shared.messages import Tokenized, ints
 from shared.nats import subjects
 from shared.nats.interface import Delivery
-from shared.nats.memory import MemoryBroker
 
 
 @pytest.fixture

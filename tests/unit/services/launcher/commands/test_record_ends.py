@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.actor_fleet import watched_fleet
+from support.memory_bus import MemoryBroker
 from support.scheduler.world import World
 
 from loadtest.simulator.replay.rerun import rerun_file
@@ -21,7 +22,6 @@ from services.scheduler.reports.event_log import FileSink, Recorder
 from services.scheduler.state.state import Limits
 from shared.errors import SetupError, Unavailable
 from shared.nats.interface import Bus
-from shared.nats.memory import MemoryBroker
 
 
 async def test_a_neighbour_that_speaks_after_the_end_is_no_fault(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from support.memory_bus import MemoryBroker, MemoryBus
 
 from services.launcher.commands.trace import draw_waterfall, find, timeline
 from shared.errors import BadRequest, Unavailable, UnknownRequest
 from shared.nats import subjects
 from shared.nats.interface import Delivery
-from shared.nats.memory import MemoryBroker, MemoryBus
 
 UNKNOWN = {"request_id": "r", "state": "unknown"}
 

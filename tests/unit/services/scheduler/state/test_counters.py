@@ -125,7 +125,7 @@ def test_status_shows_what_was_measured() -> None:
 
 
 def test_what_moves_between_tiers_is_counted() -> None:
-    world = World(Limits(policy=Policy(tier="swap")))
+    world = World(Limits(policy=Policy(tier="loadtest.policies:swap")))
     world.add_engine(blocks=12, slots=6)
     world.add_tier(FakeTier(capacity=64))
     for number in range(6):

@@ -5,24 +5,51 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.state import policies
-from services.scheduler.state.policies import STALL_US, WHERE, FillView, Option, Policy, Share, load, parse
+from services.scheduler.state.policies import (
+    KINDS,
+    MOVED,
+    STALL_US,
+    FillView,
+    Option,
+    Policy,
+    Share,
+    load,
+    parse,
+)
 from shared.errors import SetupError
 
 
 def test_every_name_is_a_function() -> None:
-    found = {load(kind, name) for kind, (_, names, _) in WHERE.items() for name in names}
-    assert len(found) == sum(len(names) for _, names, _ in WHERE.values())
+    found = {load(kind, name) for kind, (names, _) in KINDS.items() for name in names}
+    assert len(found) == sum(len(names) for names, _ in KINDS.values())
 
 
 def test_what_is_not_named_stays() -> None:
     assert str(parse("")) == "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix,tier=tiered"
     assert parse("kv=reserve, rank=fcfs") == Policy(kv="reserve", rank="fcfs")
-    assert parse("fill=static", Policy(kv="reserve")) == Policy(fill="static", kv="reserve")
+    assert parse("fill=decode_first", Policy(kv="reserve")) == Policy(fill="decode_first", kv="reserve")
 
 
 def test_a_policy_of_ones_own() -> None:
     policy = parse("kv=services.scheduler.state.policies:reserve")
     assert policy.the("kv") is policies.reserve
+
+
+def test_traits_are_those_of_the_functions() -> None:
+    traits = ("fair", "closed", "greedy", "foresees", "no_tiers", "forgets", "leaves", "ahead")
+    assert {name for name in traits if getattr(Policy(), name)} == {"fair", "ahead"}
+    assert parse("kv=foreseen").foresees
+    assert not parse("rank=fcfs").fair
+
+
+def test_names_that_have_moved_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for kind, names in MOVED.items():
+        for name in names:
+            moved = f"loadtest.policies:{name}"
+            assert parse(f"{kind}={name}").the(kind) is load(kind, moved)
+            assert caplog.messages[-1] == f"policy {kind}={name}: write {kind}={moved}"
+    with pytest.raises(SetupError, match="kv='static' is none of on_demand"):
+        parse("kv=static")
 
 
 @pytest.mark.parametrize(
@@ -53,8 +80,6 @@ def test_a_wrong_policy_says_what_is_wrong(text: str, why: str) -> None:
         (policies.prefill_first, FillView(3, 0, 0), Share(True, "none")),
         (policies.decode_first, FillView(3, 2, 0), Share(True, "block")),
         (policies.decode_first, FillView(0, 2, 0), Share(True, "whole")),
-        (policies.static, FillView(3, 2, 0), Share(False, "whole")),
-        (policies.static, FillView(3, 0, 0), Share(True, "whole")),
     ],
 )
 def test_what_a_step_is_made_of(fill: object, view: FillView, share: Share) -> None:
@@ -64,9 +89,7 @@ def test_what_a_step_is_made_of(fill: object, view: FillView, share: Share) -> N
 def test_promises() -> None:
     sizes = [(3, 20, 4), (4, 20, 4), (20, 20, 4)]
     assert [policies.on_demand(*size) for size in sizes] == [1, 2, 5]
-    assert [policies.greedy(*size) for size in sizes] == [1, 2, 5]
     assert [policies.reserve(*size) for size in sizes] == [5, 5, 5]
-    assert [policies.by_chunk(*size) for size in [*sizes, (3_000, 4_000, 16)]] == [1, 2, 5, 64]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +111,6 @@ def test_what_becomes_of_a_block(
 ) -> None:
     view = policies.TierView(paused, pressed, True, chance_pm, 100, recompute_us)
     assert policies.tiered(view) == what
-    assert policies.recompute(view) == policies.forget(view) == "drop"
-    assert policies.swap(view) == ("copy" if paused else "drop" if pressed else "keep")
 
 
 def test_places() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.memory_bus import MemoryBroker
 
 from shared.nats.interface import BusFault, Delivery
-from shared.nats.memory import MemoryBroker
 
 
 async def collect(broker: MemoryBroker, pattern: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""A broker inside the process: same contract as NATS, and faults on request. For tests and benches.
+"""A broker inside the process: same contract as NATS, and faults on request.
 
 Deliveries run in the order of publication on the event loop. `drop`, `duplicate` and `delay` apply to
-the next messages on subjects that match; a delayed message is delivered behind the next `by` others.
+the next messages on subjects that match; a delayed message is delivered after the next `by` others.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class MemoryBroker:
         self._faults.append(_Fault(tuple(pattern.split(".")), 2, times))
 
     def delay(self, pattern: str, by: int, times: int = 1) -> None:
-        """Deliver the next `times` messages on `pattern` behind the `by` messages after each."""
+        """Deliver the next `times` messages on `pattern` after the `by` messages that follow each."""
         self._faults.append(_Fault(tuple(pattern.split(".")), 1, times, by))
 
     async def settle(self) -> None:

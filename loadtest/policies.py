@@ -1,0 +1,54 @@
+"""Baselines for comparison, as policies of one's own: `--policy fill=loadtest.policies:static`."""
+
+from __future__ import annotations
+
+from services.scheduler.state.policies import FillView, Share, TierView, on_demand, with_traits
+from services.scheduler.state.requests import Sequence
+from shared.kv_blocks import blocks_for
+
+CHUNK_TOKENS = 1_024  # the first chunk, to by_chunk
+
+
+@with_traits("closed")
+def static(view: FillView) -> Share:
+    """All prompts of the batch, then all its tokens: request-level batching."""
+    return Share(not view.prompts, "whole")
+
+
+@with_traits("greedy")
+def greedy(tokens: int, max_length: int, block_tokens: int) -> int:
+    """What a sequence needs for its next token, and nothing is kept free for growth: pauses are many."""
+    return on_demand(tokens, max_length, block_tokens)
+
+
+@with_traits("greedy")
+def by_chunk(tokens: int, max_length: int, block_tokens: int) -> int:
+    """What its first chunk needs, and else as `greedy`: as vLLM V1 admits. Want of a block may pause a
+    sequence within its prompt."""
+    return blocks_for(min(tokens + 1, max_length, CHUNK_TOKENS), block_tokens)
+
+
+def least_computed(candidates: list[Sequence]) -> list[Sequence]:
+    """The sequence of the lowest class whose loss costs least to compute again."""
+    return sorted(candidates, key=lambda s: (-s.level, s.computed, -s.request.arrival_us, -s.seq))
+
+
+@with_traits("leaves")
+def swap(view: TierView) -> str:
+    """Whatever it costs, the blocks of a paused sequence are copied at once and leave the device."""
+    if view.paused:
+        return "copy"
+    return "drop" if view.pressed else "keep"
+
+
+@with_traits("no_tiers")
+def recompute(view: TierView) -> str:
+    """Nothing is copied or asked for; the blocks of a paused sequence stay cached until others need them."""
+    return "drop"
+
+
+@with_traits("no_tiers", "forgets")
+def forget(view: TierView) -> str:
+    """Nothing is copied, and nothing of a paused sequence stays cached: all of it is computed again, as in
+    vLLM without prefix caching."""
+    return "drop"

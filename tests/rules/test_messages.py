@@ -1,0 +1,34 @@
+"""Every message kind has a sender (a constructor call) and a receiver (match, isinstance) in the product."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from support.source_tree import PRODUCT, product
+
+from shared import codec
+
+COMING = {"PromptTokens"}  # log probabilities of prompts
+
+
+def test_every_kind_has_a_sender_and_a_receiver() -> None:
+    sent, received = set[str](), set[str]()
+    for source in product():
+        if source.name.split("/")[0] in PRODUCT:
+            for node in ast.walk(source.tree):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    sent.add(node.func.id)
+                received |= set(_matched(node))
+    kinds = set(codec.KINDS)
+    assert kinds - sent == COMING
+    assert kinds - received == COMING
+
+
+def _matched(node: ast.AST) -> Iterator[str]:
+    """The classes for which a node tests."""
+    tests = [node.cls] if isinstance(node, ast.MatchClass) else []
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        tests = [node.args[1]]
+    for test in tests:
+        yield from (n.id for n in ast.walk(test) if isinstance(n, ast.Name))

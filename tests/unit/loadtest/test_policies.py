@@ -1,0 +1,48 @@
+"""The baselines: what each decides, and what it asks of the scheduler around it."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtest import policies
+from services.scheduler.state.policies import FillView, Policy, Share, TierView, parse
+
+
+@pytest.mark.parametrize(
+    ("view", "share"), [(FillView(3, 2, 0), Share(False, "whole")), (FillView(3, 0, 0), Share(True, "whole"))]
+)
+def test_a_static_batch_computes_all_its_prompts_first(view: FillView, share: Share) -> None:
+    assert policies.static(view) == share
+
+
+def test_promises() -> None:
+    sizes = [(3, 20, 4), (4, 20, 4), (20, 20, 4)]
+    assert [policies.greedy(*size) for size in sizes] == [1, 2, 5]
+    assert [policies.by_chunk(*size) for size in [*sizes, (3_000, 4_000, 16)]] == [1, 2, 5, 64]
+
+
+@pytest.mark.parametrize("paused", [True, False])
+@pytest.mark.parametrize("pressed", [True, False])
+def test_what_becomes_of_a_block(paused: bool, pressed: bool) -> None:
+    view = TierView(paused, pressed, idle=True, chance_pm=1_000, copy_us=100, recompute_us=101)
+    assert policies.recompute(view) == policies.forget(view) == "drop"
+    assert policies.swap(view) == ("copy" if paused else "drop" if pressed else "keep")
+
+
+@pytest.mark.parametrize(
+    ("text", "traits"),
+    [
+        ("fill=loadtest.policies:static", {"closed"}),
+        ("kv=loadtest.policies:greedy", {"greedy"}),
+        ("kv=loadtest.policies:by_chunk", {"greedy"}),
+        ("victim=loadtest.policies:least_computed", set()),
+        ("tier=loadtest.policies:swap", {"leaves"}),
+        ("tier=loadtest.policies:recompute", {"no_tiers"}),
+        ("tier=loadtest.policies:forget", {"no_tiers", "forgets"}),
+    ],
+)
+def test_traits(text: str, traits: set[str]) -> None:
+    policy, plain = parse(text), Policy()
+    names = ("fair", "closed", "greedy", "foresees", "no_tiers", "forgets", "leaves", "ahead")
+    changed = {name for name in names if getattr(policy, name) != getattr(plain, name)}
+    assert changed == traits | ({"ahead"} if text.startswith("tier=") else set())
