@@ -1,4 +1,4 @@
-"""What the prefix cache finds in real conversations: a public trace, replayed through the ledger.
+"""What the prefix cache finds in real conversations: a public trace, replayed through the block pool.
 
     python -m loadtest.prefix_cache conversation_trace.jsonl --out docs/benchmarks/prefix_cache.json
 
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loadtest.fleet import cpu_name
-from services.scheduler.state.block_pool import Ledger
+from services.scheduler.state.block_pool import BlockPool
 from shared.kv_blocks import extend, root_key
 from shared.messages import ints
 
@@ -33,7 +33,7 @@ HEADER = "# Mooncake conversation trace (kvcache-ai/Mooncake, Apache-2.0): last 
 
 @dataclass(frozen=True)
 class Replay:
-    """One replay: per request the prompt's blocks that were found, and the ledger's CPU time."""
+    """One replay: per request the prompt's blocks that were found, and the block pool's CPU time."""
 
     hits: list[int]
     evicted: int
@@ -48,7 +48,7 @@ class Row:
     hit_blocks: int
     hit_percent: float
     evicted_blocks: int
-    ledger_cpu_us_per_block: float
+    pool_cpu_us_per_block: float
 
 
 def load(path: Path) -> list[list[int]]:
@@ -95,23 +95,23 @@ def keys_of(requests: Iterable[list[int]]) -> list[list[bytes]]:
 
 def replay(chains: Iterable[list[bytes]], pool_blocks: int) -> Replay:
     """Serve the requests one by one. Raises ValueError when one needs more than the pool has."""
-    ledger = Ledger(blocks=pool_blocks, slots=1, block_tokens=512)
+    pool = BlockPool(blocks=pool_blocks, slots=1, block_tokens=512)
     hits = []
     started = time.process_time()
     for keys in chains:
-        table = ledger.match(keys)
-        ledger.adopt(table)
+        table = pool.match(keys)
+        pool.adopt(table)
         hits.append(len(table))
         for key in keys[len(table) :]:
-            block = ledger.try_allocate()
+            block = pool.try_allocate()
             if block is None:
                 raise ValueError(f"a prompt of {len(keys)} blocks does not fit a pool of {pool_blocks}")
-            ledger.register(block, key)
-            table.append(block)
-        ledger.release(table, (), 0)
+            pool.register(block, [key])
+            table += block
+        pool.release(table, (), 0)
     cpu_us = (time.process_time() - started) * 1e6
-    ledger.check()
-    return Replay(hits, ledger.evicted, cpu_us)
+    pool.check()
+    return Replay(hits, pool.evicted, cpu_us)
 
 
 def row_of(chains: list[list[bytes]], pool_blocks: int) -> Row:
@@ -123,19 +123,19 @@ def row_of(chains: list[list[bytes]], pool_blocks: int) -> Row:
         hit_blocks=hits,
         hit_percent=round(100 * hits / blocks, 3),
         evicted_blocks=runs[0].evicted,
-        ledger_cpu_us_per_block=round(min(run.cpu_us for run in runs) / blocks, 2),
+        pool_cpu_us_per_block=round(min(run.cpu_us for run in runs) / blocks, 2),
     )
 
 
 def table(rows: Iterable[Row]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| pool, blocks | blocks found | hit rate | evicted | ledger, CPU µs a block |",
+        "| pool, blocks | blocks found | hit rate | evicted | CPU µs a block |",
         "|---|---|---|---|---|",
     ]
     lines += [
         f"| {row.pool_blocks:,} | {row.hit_blocks:,} | {row.hit_percent:.2f} % | "
-        f"{row.evicted_blocks:,} | {row.ledger_cpu_us_per_block:.2f} |"
+        f"{row.evicted_blocks:,} | {row.pool_cpu_us_per_block:.2f} |"
         for row in rows
     ]
     return "\n".join(lines)

@@ -152,7 +152,7 @@ def _admit_others(state: State, first: Unit, kept: Kept) -> None:
     """Those behind the first, which waits, start where it will not. What must change before any of them may
     is noted, unless a tier is about to answer."""
     model = first.request.asked.model
-    free = [e for e in state.executors.values() if e.hello.model == model and e.ledger.free_slots]
+    free = [e for e in state.executors.values() if e.hello.model == model and e.pool.free_slots]
     there = [e for e in free if e.source not in kept.executors]
 
     def fits(unit: Unit) -> bool:
@@ -172,31 +172,30 @@ def _seen(state: State, unit: Unit) -> tuple[int, ...]:
     """What must change before a unit that had to wait may start, or, on another executor, one behind it."""
     seen = [unit.number, unit.level, state.next_seq if len(state.executors) > 1 else 0]
     for e in state.executors.values():
-        seen += e.step, e.ledger.free_blocks, e.ledger.reserved, e.ledger.free_slots, e.draining
+        seen += e.step, e.pool.free_blocks, e.pool.reserved, e.pool.free_slots, e.draining
     return tuple(seen)
 
 
 def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
-    hello, ledger, head = executor.hello, executor.ledger, unit.sequences[0]
-    if executor.holds or not ledger.free_slots:  # held: the places that come are for who runs
+    hello, pool, head = executor.hello, executor.pool, unit.sequences[0]
+    if executor.holds or not pool.free_slots:  # held: the places that come are for who runs
         return None
     if head.max_length > hello.max_context or not _may_join(state, executor, unit):
         return None
     hits = prefix_cache.lookup(executor, head)
     tail = prefix_cache.tail_block(executor, head, len(hits))
     present = hits if tail is None else [*hits, tail]
-    promises = headroom.promises(state, executor, unit)[: ledger.free_slots]
+    promises = headroom.promises(state, executor, unit)[: pool.free_slots]
     promises[0] = max(promises[0] - len(present), 0)
-    slots, taken = len(promises), ledger.free_taken_by(present)
-    plenty = ledger.can_admit(sum(promises) + most_spare_blocks(state, executor, head), slots, taken)
-    if not plenty:
-        spare = spare_blocks(state, executor, unit.sequences[:slots])
-        while promises and not ledger.can_admit(sum(promises) + spare, len(promises), taken):
+    room = pool.unreserved_blocks - pool.free_taken_by(present)
+    if room < sum(promises) + most_spare_blocks(state, executor, head):
+        spare = spare_blocks(state, executor, unit.sequences[: len(promises)])
+        while promises and room < sum(promises) + spare:
             promises.pop()
         if not promises:
             return None
-    room = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
-    option = Option(executor.source, len(hits) * hello.block_tokens, room, len(executor.running))
+    coming = pool.unreserved_blocks + pool.coming_blocks
+    option = Option(executor.source, len(hits) * hello.block_tokens, coming, len(executor.running))
     return Offer(executor, hits, tail, promises, option)
 
 
@@ -259,10 +258,10 @@ def _start(state: State, offer: Offer, unit: Unit) -> None:
         request.model_digest = executor.hello.model_digest
         arrival.leave_asked(state, request)
     for sequence, blocks in zip(unit.sequences, offer.promises, strict=True):
-        executor.ledger.reserve(blocks)
+        executor.pool.reserve(blocks)
         executor.generation += 1
         sequence.phase, sequence.reserved, sequence.level = Phase.RUNNING, blocks, level
-        sequence.executor, sequence.slot = executor.hello.executor, executor.ledger.take_slot()
+        sequence.executor, sequence.slot = executor.hello.executor, executor.pool.take_slot()
         sequence.last_executor = sequence.executor
         sequence.generation = executor.generation
         sequence.leader = None if sequence is leader else leader
@@ -295,7 +294,7 @@ def _take_hits(state: State, offer: Offer, unit: Unit) -> None:
 
 
 def _note(state: State, offer: Offer, unit: Unit, sequence: Sequence) -> None:
-    ledger = offer.executor.ledger
+    pool = offer.executor.pool
     if not sequence.admitted_us:
         sequence.admitted_us = state.now_us
         state.meter.queue_us.add(state.now_us - sequence.request.arrival_us)
@@ -306,8 +305,8 @@ def _note(state: State, offer: Offer, unit: Unit, sequence: Sequence) -> None:
         blocks=sequence.reserved,
         hit_tokens=sequence.computed,
         recompute_tokens=max(0, sequence.reach - sequence.computed),
-        free=ledger.free_blocks,
-        reserved=ledger.reserved,
+        free=pool.free_blocks,
+        reserved=pool.reserved,
     )
 
 

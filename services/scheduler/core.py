@@ -54,7 +54,7 @@ def decide(state: State) -> None:
         admission.admit(state)
     for executor in state.executors.values():
         _plan(state, executor)
-        if executor.ledger.settled_blocks:
+        if executor.pool.stable_blocks:
             store.clean(state, executor)
         while executor.running and not executor.in_flight and store.clean(state, executor):
             _plan(state, executor)  # who was paused for a place has left it dirty, and no step will come back

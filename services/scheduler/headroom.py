@@ -42,10 +42,10 @@ def promises(state: State, executor: Executor, unit: Unit) -> list[int]:
 
 def lacking(state: State, executor: Executor, unit: Unit) -> tuple[int, int]:
     """Blocks and slots that a unit lacks, once the steps in flight are back; none where it is not above 0."""
-    ledger = executor.ledger
-    coming = ledger.free_blocks - ledger.reserved + ledger.coming_blocks
+    pool = executor.pool
+    coming = pool.unreserved_blocks + pool.coming_blocks
     blocks = sum(promises(state, executor, unit)) + spare_blocks(state, executor, unit.sequences) - coming
-    return blocks, len(unit.sequences) - ledger.free_slots - ledger.fenced_slots
+    return blocks, len(unit.sequences) - pool.free_slots - pool.fenced_slots
 
 
 def holds(executor: Executor, unit: Unit) -> bool:
@@ -93,7 +93,7 @@ def most_spare_blocks(state: State, executor: Executor, joining: Sequence) -> in
     if state.limits.policy.greedy:
         return len(executor.running)
     if state.limits.policy.foresees and (executor.sure_lengths or joining.sure_length):
-        return executor.ledger.blocks
+        return executor.pool.blocks
     each = max(state.mean_output, executor.hello.block_tokens) // executor.hello.block_tokens + 2
     return max(len(executor.running) * each * executor.growth_pm // 1000, len(executor.running))
 

@@ -249,13 +249,13 @@ def _ns_per_token(executor: Executor) -> int:
 
 def _place_us(state: State, executor: Executor, queue: Queue) -> int:
     """Until slots and blocks for all of the queue are free. Lower classes give theirs up at once."""
-    ledger = executor.ledger
+    pool = executor.pool
     stay = _staying(executor, queue.level)
     gone = len(executor.running) - len(stay)
     given = sum(len(s.table) for s in executor.running) - sum(len(s.table) for s in stay)
-    slots = queue.slots - ledger.free_slots - gone
-    free = ledger.free_blocks + ledger.coming_blocks - ledger.reserved
-    blocks = blocks_for(queue.tokens, ledger.block_tokens) - free - given
+    slots = queue.slots - pool.free_slots - gone
+    free = pool.unreserved_blocks + pool.coming_blocks
+    blocks = blocks_for(queue.tokens, pool.block_tokens) - free - given
     steps = 0
     for tokens, held in sorted((_left(state, s), len(s.table)) for s in stay):
         if slots <= 0 and blocks <= 0:

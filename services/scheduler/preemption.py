@@ -30,11 +30,11 @@ NAMED = 8  # candidates that a decision names
 def make_room(state: State, executor: Executor) -> int:
     """Pause until every row of the next step gets its block, now or when steps in flight and copies are back.
     How many rows need one, unless there is one for each row anyhow."""
-    ledger = executor.ledger
-    if ledger.free_blocks - ledger.reserved >= len(executor.running):
+    pool = executor.pool
+    if pool.unreserved_blocks >= len(executor.running):
         return 0
     while needy := headroom.needy(executor):
-        if len(needy) <= ledger.free_blocks - ledger.reserved + ledger.coming_blocks:
+        if len(needy) <= pool.unreserved_blocks + pool.coming_blocks:
             break
         first = min(needy, key=lambda s: (s.level, s.request.arrival_us, s.seq))
         candidates = _candidates(state, executor, _may_give(executor, first))
@@ -84,7 +84,7 @@ def _of_who_has_more(state: State, executor: Executor, one: Unit) -> list[Sequen
     """Those that the only choice of a tenant may take the place of, if it fits in an equal part. Whose only
     one it is keeps it from a lower class."""
     tenants = len(executor.tenants) + 1
-    if sum(headroom.promises(state, executor, one)) * tenants > executor.ledger.blocks:
+    if sum(headroom.promises(state, executor, one)) * tenants > executor.pool.blocks:
         return []
     over = over_share(executor, tenants)
     return [
@@ -123,7 +123,7 @@ def _frees(executor: Executor, running: list[Sequence]) -> int:
     only if nobody else holds them."""
     gone = {s.seq for s in running}
     promised = [s.reserved for s in executor.running if (s.leader or s).seq in gone]
-    return sum(promised) + executor.ledger.alone_with(s.table for s in running)
+    return sum(promised) + executor.pool.held_only_by(s.table for s in running)
 
 
 def _had_turn(state: State, s: Sequence) -> bool:
@@ -158,8 +158,8 @@ def over_share(executor: Executor, tenants: int) -> set[str]:
     return {
         tenant
         for tenant, count in executor.tenants.items()
-        if (count > 1 and count * tenants > executor.ledger.slots)
-        or blocks[tenant] * tenants > executor.ledger.blocks
+        if (count > 1 and count * tenants > executor.pool.slots)
+        or blocks[tenant] * tenants > executor.pool.blocks
     }
 
 
@@ -177,28 +177,28 @@ def pause(state: State, executor: Executor, victim: Sequence, why: str, candidat
             "pause",
             f"{why}; {state.limits.policy.victim} of {len(candidates)}: {named}",
             blocks=len(sequence.table),
-            freed_blocks=executor.ledger.alone(sequence.table),
-            below_blocks=sum(block in executor.ledger.clean for block in sequence.table),
+            freed_blocks=executor.pool.held_only_by([sequence.table]),
+            below_blocks=sum(block in executor.pool.clean for block in sequence.table),
             reload_us=_reload_us(executor, sequence),
             recompute_us=costs.tokens_us(0, min(sequence.computed, len(sequence.tokens))),
             computed=min(sequence.computed, len(sequence.tokens)),
             pauses=sequence.pauses,
-            free=executor.ledger.free_blocks,
-            fenced=executor.ledger.fenced_blocks,
+            free=executor.pool.free_blocks,
+            fenced=executor.pool.fenced_blocks,
         )
         table = sequence.table
         if not state.limits.policy.forgets:
             prefix_cache.register_tail(executor, sequence)
-        settled = _settled(executor, sequence)
+        stable = _stable_blocks(executor, sequence)
         withdraw(state, sequence, 0)
-        executor.ledger.settle(table[:settled])
+        executor.pool.mark_stable(table[:stable])
         if state.limits.policy.forgets:
             for block in table:
-                executor.ledger.forget(block)
+                executor.pool.forget(block)
         wait_again(state, sequence)
 
 
-def _settled(executor: Executor, sequence: Sequence) -> int:
+def _stable_blocks(executor: Executor, sequence: Sequence) -> int:
     """How many blocks of its table hold what steps have computed that are back, once a token was sampled from
     it: all that are full before its last known token. Steps in flight write into the next one, its tail, and
     one that fails may spoil what it writes into: that block is copied when they are back."""
@@ -211,7 +211,9 @@ def _candidates(state: State, executor: Executor, running: list[Sequence]) -> li
     """Who of them may be paused, those that were not just now if there are such."""
     all_of = [s for s in running if _pausable(s)]
     unspared = [s for s in all_of if s.spared_until_us <= state.now_us]
-    return [s for s in unspared if s.reserved or executor.ledger.alone(s.table[-1:])] or unspared or all_of
+    refs = executor.pool.refs
+    frees = [s for s in unspared if s.reserved or (s.table and refs[s.table[-1]] == 1)]
+    return frees or unspared or all_of
 
 
 def _pausable(s: Sequence) -> bool:
@@ -221,11 +223,11 @@ def _pausable(s: Sequence) -> bool:
 
 
 def _describe(executor: Executor, s: Sequence, costs: Recompute) -> str:
-    ledger = executor.ledger
+    pool = executor.pool
     text = f"seq {s.seq} ({s.request.asked.slo_class}, {len(s.table)} blocks, {s.pauses} pauses"
-    if not ledger.write_back:
+    if not pool.write_back:
         return text + ")"
-    below = sum(block in ledger.clean for block in s.table)
+    below = sum(block in pool.clean for block in s.table)
     reload_us, again_us = _reload_us(executor, s), costs.tokens_us(0, min(s.computed, len(s.tokens)))
     return f"{text}, {below} below, {reload_us / 1e3:.1f} ms to bring back, {again_us / 1e3:.1f} to compute)"
 
@@ -243,11 +245,9 @@ def withdraw(state: State, sequence: Sequence, known_tokens: int) -> None:
     if executor is not None and sequence in executor.running:
         prefix_cache.register(executor, sequence, min(sequence.computed, known_tokens))
         executor.leave(sequence)
-        if executor.ledger.write_back:  # only what a tier may take is asked for its owner
-            executor.ledger.own(sequence.table, sequence.seq)
         executor.copies = [copy for copy in executor.copies if copy[1] not in sequence.table]
-        executor.ledger.unreserve(sequence.reserved)
-        executor.ledger.release(sequence.table, [sequence.slot], executor.step)
+        executor.pool.unreserve(sequence.reserved)
+        executor.pool.release(sequence.table, [sequence.slot], executor.step, sequence.seq)
         closed = SlotClose(slot=sequence.slot, generation=sequence.generation, last_step=executor.step)
         state.send(executor.source, closed)
     sequence.leave()

@@ -26,12 +26,12 @@ def lookup(executor: Executor, sequence: Sequence) -> list[int]:
     """Cached blocks of the longest prefix; the last token is always computed, since it is sampled from."""
     hello = executor.hello
     name_blocks(executor, sequence)
-    return executor.ledger.match(sequence.keys[: (len(sequence.tokens) - 1) // hello.block_tokens])
+    return executor.pool.match(sequence.keys[: (len(sequence.tokens) - 1) // hello.block_tokens])
 
 
 def lost_after(executor: Executor, sequence: Sequence, found: int) -> int:
     """How many blocks of its prompt behind the first `found` the device had, and gave away without a copy."""
-    lost = executor.ledger.lost
+    lost = executor.pool.lost
     return sum(1 for _ in takewhile(lost.__contains__, sequence.keys[found:])) if lost else 0
 
 
@@ -40,20 +40,20 @@ def tail_block(executor: Executor, sequence: Sequence, hits: int) -> int | None:
     tail = sequence.tail
     if not tail.key or tail.at != hits or tail.root != sequence.keyed[0]:
         return None
-    return executor.ledger.writable(tail.key)
+    return executor.pool.writable(tail.key)
 
 
 def tail_is_copied(executor: Executor, sequence: Sequence) -> bool:
     """True while a tier below takes the tail, and nobody may write on it."""
     if not sequence.tail.key:
         return False
-    block = executor.ledger.find(sequence.tail.key)
-    return block is not None and block in executor.ledger.copies
+    block = executor.pool.block_of.get(sequence.tail.key)
+    return block is not None and block in executor.pool.copies
 
 
 def claim_tail(executor: Executor, sequence: Sequence, block: int) -> None:
     """Go on writing in the block with its tail."""
-    executor.ledger.claim(block)
+    executor.pool.claim(block)
     sequence.table.append(block)
     sequence.computed += sequence.tail.valid
 
@@ -61,7 +61,7 @@ def claim_tail(executor: Executor, sequence: Sequence, block: int) -> None:
 def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
     """Put cached blocks at the end of its table instead of computing them. Returns how many of its tokens
     nobody had computed for it before."""
-    executor.ledger.adopt(blocks)
+    executor.pool.adopt(blocks)
     start = sequence.computed
     sequence.table.extend(blocks)
     sequence.computed += len(blocks) * executor.hello.block_tokens
@@ -74,17 +74,17 @@ def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
 
 def catch_up(executor: Executor, sequence: Sequence) -> None:
     """Adopt what others have computed of its prompt since it was admitted."""
-    block_tokens, ledger = executor.hello.block_tokens, executor.ledger
+    block_tokens, pool = executor.hello.block_tokens, executor.pool
     while sequence.computed == len(sequence.table) * block_tokens:
         at = len(sequence.table)
         if (at + 1) * block_tokens >= sequence.opened_length:
             return
-        block = ledger.find(sequence.keys[at])
+        block = pool.block_of.get(sequence.keys[at])
         if block is None:
             return
         if sequence.reserved:  # not of a chunk beyond those that were promised
             sequence.reserved -= 1
-            ledger.unreserve(1)
+            pool.unreserve(1)
         adopt(executor, sequence, [block])
 
 
@@ -95,7 +95,7 @@ def register(executor: Executor, sequence: Sequence, upto_tokens: int) -> None:
         return
     _key(sequence)
     fresh = slice(sequence.registered, full)
-    executor.ledger.register_all(sequence.table[fresh], sequence.keys[fresh])
+    executor.pool.register(sequence.table[fresh], sequence.keys[fresh])
     sequence.registered = full
 
 
@@ -113,11 +113,11 @@ def register_tail(executor: Executor, sequence: Sequence) -> None:
     if any(target == sequence.table[at] for _, target in executor.copies):
         return  # of a fork that no step has made yet
     _key(sequence)
-    key = executor.ledger.key_of(sequence.table[at])  # it has one if its last token is the sequence's last
+    key = executor.pool.key_of[sequence.table[at]]  # it has one if its last token is the sequence's last
     if key is None:
         before = sequence.keys[at - 1] if at else sequence.keyed[0]
         key = tail_key(before, sequence.tokens[at * block_tokens : computed])
-        executor.ledger.register_tail(sequence.table[at], key, valid)
+        executor.pool.register_tail(sequence.table[at], key, valid)
     sequence.tail = Tail(at, valid, key, sequence.keyed[0])
 
 

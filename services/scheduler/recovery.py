@@ -13,7 +13,7 @@ from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.preemption import wait_again
 from services.scheduler.state import requests
-from services.scheduler.state.block_pool import Ledger
+from services.scheduler.state.block_pool import BlockPool
 from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.waiting_queue import Unit
@@ -46,8 +46,8 @@ def hello(state: State, source: str, message: ExecHello) -> None:
             state.send(source, ExecRefused(exec_epoch=epoch, why=why))
             return
         model_kinds.joined(state, message)
-        ledger = Ledger(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
-        state.executors[message.executor] = executor = Executor(message, epoch, ledger)
+        pool = BlockPool(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
+        state.executors[message.executor] = executor = Executor(message, epoch, pool)
         tiers.joined(state, executor)
         state.waiting.unpark(state.now_us)
         state.stuck = ()  # the new one may have the same numbers as the old

@@ -50,7 +50,7 @@ def grammar_ended(state: State, source: str, news: GrammarReady | GrammarFailed)
 
 def _apply(state: State, executor: Executor, result: StepResult) -> None:
     flight = executor.in_flight.popleft()
-    executor.ledger.acknowledge(result.step)
+    executor.pool.acknowledge(result.step)
     executor.steps_done += 1
     _note(state, executor, flight, result)
     if result.error:
@@ -140,7 +140,7 @@ def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> 
             for there, table in tables:
                 if there is not None and not refused:  # it may be NaN: nobody begins with that
                     for block in table:
-                        there.ledger.forget(block)
+                        there.pool.forget(block)
 
 
 def _note(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
@@ -203,5 +203,5 @@ def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepR
         sequence.decide(state.now_us, "requeue", "a step before it failed", tokens=len(sequence.tokens))
         withdraw(state, sequence, 0)
         wait_again(state, sequence)
-    executor.ledger.forget_cache()
+    executor.pool.forget_cache()
     tiers.step_failed(state, executor, result.step)

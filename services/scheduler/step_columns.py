@@ -54,7 +54,7 @@ class Columns:
         ):
             return False
         promised = [s for s in rows if s.reserved]
-        blocks = executor.ledger.try_allocate_many(len(rows), len(promised))
+        blocks = executor.pool.try_allocate(len(rows), len(promised))
         if blocks is None:
             return False
         self.table_slots.extend(ints([s.slot for s in rows]))
@@ -79,11 +79,11 @@ class Columns:
             promised = min(short, sequence.reserved)
             sequence.reserved -= promised
             short -= promised
-            table.extend(executor.ledger.allocate_many(promised))
+            table.extend(executor.pool.allocate(promised))
         while short > 0:
-            if (block := executor.ledger.try_allocate()) is None:
+            if (block := executor.pool.try_allocate()) is None:
                 return False
-            table.append(block)
+            table += block
             short -= 1
         if sequence.table_sent < len(table):
             self.table_slots.append(sequence.slot)
@@ -132,9 +132,8 @@ def fork(executor: Executor, leader: Sequence) -> None:
         follower.table = leader.table[:full]
         follower.keyed, follower.keys, follower.registered = leader.keyed, leader.keys[:full], full
         follower.cached_tokens = leader.cached_tokens
-        for block in follower.table:
-            executor.ledger.share(block)
+        executor.pool.adopt(follower.table)
         if tail:
             follower.reserved -= 1  # promised at admission
-            follower.table.append(executor.ledger.allocate())
+            follower.table += executor.pool.allocate(1)
             executor.copies.append((leader.table[full], follower.table[full]))

@@ -195,8 +195,8 @@ def _left(prompts: Collection[Sequence]) -> int:
 
 def _room(executor: Executor, sequence: Sequence) -> int:
     """Tokens for which it has blocks, or may take them: all of its prompt, unless it was promised a chunk."""
-    ledger = executor.ledger
-    blocks = len(sequence.table) + sequence.reserved + max(ledger.free_blocks - ledger.reserved, 0)
+    pool = executor.pool
+    blocks = len(sequence.table) + sequence.reserved + max(pool.unreserved_blocks, 0)
     return blocks * executor.hello.block_tokens - sequence.computed
 
 
@@ -369,11 +369,11 @@ def worth_waiting(state: State, executor: Executor, needy: int) -> bool:
     """True when some of the `needy` rows that lack a block will have one so soon that the step should wait,
     though the device stands still meanwhile: it is weighed against what the rows would lose, their share of a
     step. Begins the copies that it would wait for."""
-    ledger = executor.ledger
-    if executor.in_flight or needy <= ledger.free_blocks - ledger.reserved or not ledger.coming_blocks:
+    pool = executor.pool
+    if executor.in_flight or needy <= pool.unreserved_blocks or not pool.coming_blocks:
         return False
     store.clean(state, executor)
-    soon = min(needy - (ledger.free_blocks - ledger.reserved), ledger.copying_blocks)
+    soon = min(needy - pool.unreserved_blocks, pool.copying_blocks)
     began_us = [
         job.began_us
         for job in state.tiers.jobs.values()

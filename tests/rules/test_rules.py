@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import statistics
 
 import pytest
-from support.source_tree import FunctionNode, Source, length, product
+from support.source_tree import PRODUCT, FunctionNode, Source, length, product
 
 from shared.config import Settings
 
@@ -131,6 +132,28 @@ def test_no_mixins() -> None:
     assert [c.name for s in product() for c in s.classes() if c.name.endswith("Mixin")] == []
 
 
+def test_no_concrete_class_inherits_from_another() -> None:
+    """Parts are composed. Only Actor, Settings and exceptions have subclasses, and protocols."""
+    sources = [s for s in product() if s.name.split("/")[0] in PRODUCT]
+    bases = {c.name: [_name(_bare(base)) for base in c.bases] for s in sources for c in s.classes()}
+    built_in = {name: thing for name, thing in vars(builtins).items() if isinstance(thing, type)}
+    exceptions = {name for name, kind in built_in.items() if issubclass(kind, BaseException)}
+    while more := {name for name, of in bases.items() if exceptions.intersection(of)} - exceptions:
+        exceptions |= more
+    protocols = {name for name, of in bases.items() if "Protocol" in of}
+    concrete = set(bases) - exceptions - protocols - {"Actor", "Settings"}
+    found = []
+    for source in sources:
+        ours = {c.name for c in source.classes()}
+        ours |= {module.split(".")[-1] for module, _ in source.imports() if module.split(".")[0] in PRODUCT}
+        for node in source.classes():
+            for base in map(_bare, node.bases):
+                root = base.value if isinstance(base, ast.Attribute) else base
+                if _name(root) in ours and _name(base) in concrete:
+                    found.append(f"{source.name}:{node.name} inherits from {_name(base)}")
+    assert found == []
+
+
 def test_at_most_60_settings() -> None:
     assert 10 < len(Settings.model_fields) <= 60
     assert all(field.description for field in Settings.model_fields.values())
@@ -145,6 +168,11 @@ def _is_kernel(function: FunctionNode) -> bool:
 
 def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+
+
+def _bare(base: ast.expr) -> ast.expr:
+    """A base class without its type arguments."""
+    return base.value if isinstance(base, ast.Subscript) else base
 
 
 def _is_broad(node: ast.ExceptHandler) -> bool:

@@ -8,7 +8,7 @@ penalties); on a GPU the others are chosen on every rank at once, from the same 
 reaches the followers' records before anything that builds on it, for the leader sends in the order in which
 it does things itself.
 
-Where ranks are stages the last one chooses all tokens (LastStage), and the leader hears of them:
+Where ranks are stages the last one chooses all tokens (worker.SampleThread), and the leader hears of them:
 
     device thread:  StepPlan ──▶ orders ──▶ stages; the first layers here, and on to the next plan
     who samples:    waits    ◀── Sampled ── last stage
@@ -185,8 +185,8 @@ def build_group(
                 LEADER, size, store, device, ordered=ordered, sums=sums, gone=lambda: members.why_gone
             )
             undo.callback(ranks.close)
-            kind = PipelineBackend if options.pipeline else GroupBackend
-            group = kind(rank_builder(device.type)(options, ranks), members, ranks)
+            own = rank_builder(device.type)(options, ranks)
+            group = GroupBackend(own, members, ranks, pipeline=options.pipeline)
         except RuntimeError as error:  # a sum without one of them
             if why := members.why(LAST_WORDS_S):
                 raise SetupError(why) from error
@@ -207,12 +207,16 @@ def rank_builder(device: str) -> BuildRank:
 
 
 class GroupBackend:
-    """See services.executor.engine.Backend. Made by `build_group`."""
+    """See services.executor.engine.Backend. Made by `build_group`.
 
-    def __init__(self, own: RankBackend, members: Members, ranks: Ranks) -> None:
-        self._own, self._members, self._ranks = own, members, ranks
+    The ranks of a pipeline are stages, the leader the first, and the last one samples. As many steps as there
+    are stages may be between `forward` and `sample`, each in another stage."""
+
+    def __init__(self, own: RankBackend, members: Members, ranks: Ranks, *, pipeline: bool) -> None:
+        self._own, self._members, self._ranks, self._pipeline = own, members, ranks, pipeline
         sizes = ranks.exchange(own.info.bytes_per_block)
-        self._info = replace(own.info, bytes_per_block=sum(sizes))
+        stages = ranks.size if pipeline else own.info.stages
+        self._info = replace(own.info, bytes_per_block=sum(sizes), stages=stages)
         self._copier: Copier = GroupCopier(own.copier(), members, ranks.size)
 
     @property
@@ -225,8 +229,13 @@ class GroupBackend:
         self._info = replace(self._info, two_stream_tokens=self._own.info.two_stream_tokens)
 
     def open_slot(self, opened: SlotOpen) -> None:
-        self._members.tell(for_followers(opened))
-        self._own.open_slot(opened)
+        bare = for_followers(opened)
+        if self._pipeline:
+            self._members.tell_each([*[bare] * (self._ranks.size - 2), opened])
+            self._own.open_slot(bare)
+        else:
+            self._members.tell(bare)
+            self._own.open_slot(opened)
 
     def close_slot(self, slot: int) -> None:
         self._members.tell(Close(slot))
@@ -252,7 +261,14 @@ class GroupBackend:
         return output
 
     def _chosen(self, pending: Pending) -> StepOutput:
-        return self._own.sample(pending)
+        if not self._pipeline:
+            return self._own.sample(pending)
+        found = self._members.sampled()
+        assert found.step == pending.plan.step, "steps leave the last stage in order, and each one leaves"
+        if found.output is None:
+            raise EngineError(found.error)
+        self._own.take(pending, found.output.ids, found.output.done)
+        return found.output
 
     def copier(self) -> Copier:
         return self._copier
@@ -265,28 +281,6 @@ class GroupBackend:
         self._members.end()
         self._own.close()
         self._ranks.close()
-
-
-class PipelineBackend(GroupBackend):
-    """Of ranks that are stages, the leader the first. As many steps as stages may be between `forward` and
-    `sample`, each in another stage."""
-
-    def __init__(self, own: RankBackend, members: Members, ranks: Ranks) -> None:
-        super().__init__(own, members, ranks)
-        self._info = replace(self._info, stages=ranks.size)
-
-    def open_slot(self, opened: SlotOpen) -> None:
-        bare = for_followers(opened)
-        self._members.tell_each([*[bare] * (self._ranks.size - 2), opened])
-        self._own.open_slot(bare)
-
-    def _chosen(self, pending: Pending) -> StepOutput:
-        found = self._members.sampled()
-        assert found.step == pending.plan.step, "steps leave the last stage in order, and each one leaves"
-        if found.output is None:
-            raise EngineError(found.error)
-        self._own.take(pending, found.output.ids, found.output.done)
-        return found.output
 
 
 def for_followers(opened: SlotOpen) -> SlotOpen:

@@ -56,10 +56,10 @@ Copy = Callable[[CopyOrder], None]
 
 
 class Follower:
-    """One rank's engine under orders."""
+    """One rank's engine under orders; with `sampler` it is the last stage of a pipeline."""
 
-    def __init__(self, backend: RankBackend, copy: Copy) -> None:
-        self._backend, self._copy = backend, copy
+    def __init__(self, backend: RankBackend, copy: Copy, sampler: SampleThread | None = None) -> None:
+        self._backend, self._copy, self._sampler = backend, copy, sampler
         self._pending: dict[int, Pending] = {}  # by step
         self.refused = 0  # a step that this rank could not compute, and the leader has not said so yet
         self.stepped_s = -RECENT_US / 1e6  # when the last step came
@@ -70,8 +70,9 @@ class Follower:
             case StepPlan():
                 self.stepped_s = time.monotonic()
                 self._forward(order)
-            case Took():
-                self._take(order)
+            case Took(step, ids, done):
+                if self._sampler is None:  # the last stage has chosen them itself
+                    self._backend.take(self._pending.pop(step), ids, done)
             case Failed(step=step):
                 self._pending.pop(step, None)
                 self.refused = 0 if step == self.refused else self.refused
@@ -89,16 +90,15 @@ class Follower:
 
     def _forward(self, plan: StepPlan) -> None:
         try:
-            self._forwarded(self._backend.forward(plan))
+            pending = self._backend.forward(plan)
         except EngineError as error:
             log.warning("step %d is refused: %s", plan.step, error)
             self.refused = plan.step
-
-    def _forwarded(self, pending: Pending) -> None:
-        self._pending[pending.plan.step] = pending
-
-    def _take(self, order: Took) -> None:
-        self._backend.take(self._pending.pop(order.step), order.ids, order.done)
+            return
+        if self._sampler is None:
+            self._pending[plan.step] = pending
+        else:
+            self._sampler.put(pending)
 
     def _open(self, opened: SlotOpen) -> None:
         try:
@@ -107,28 +107,20 @@ class Follower:
             log.warning("slot %d is refused: %s", opened.slot, error)
 
 
-class LastStage(Follower):
-    """The one of a pipeline's stages that samples, on a lane of its own, and says what it has chosen. The
+class SampleThread:
+    """Samples the steps of a pipeline's last stage on a thread of its own, and sends what it has chosen. The
     leader waits for that before it does anything else with the slots of a step."""
 
     def __init__(
-        self,
-        backend: RankBackend,
-        copy: Copy,
-        tell: Callable[[Sampled], None],
-        enter: Callable[[], None],
-        stages: int,
+        self, backend: RankBackend, tell: Callable[[Sampled], None], enter: Callable[[], None], stages: int
     ) -> None:
-        """`enter` is called on the lane first."""
-        super().__init__(backend, copy)
-        self._tell, self._enter = tell, enter
+        """`enter` is called on the thread first."""
+        self._backend, self._tell, self._enter = backend, tell, enter
         self._lane = HostLane(max(MOST_PENDING, stages))
 
-    def _forwarded(self, pending: Pending) -> None:
+    def put(self, pending: Pending) -> None:
+        """Sample a step. Waits while as many as there are stages are here."""
         self._lane.put((), 0, lambda: self._sample(pending))
-
-    def _take(self, order: Took) -> None:
-        """It has said so itself."""
 
     def _sample(self, pending: Pending) -> None:
         step = pending.plan.step
@@ -204,7 +196,7 @@ def follow(pipe: Connection, orphaned: Callable[[], None], processors: str = "")
     sizes = ranks.exchange(backend.info.bytes_per_block)
     copier = PartCopier(backend.copier(), sum(sizes[:rank]))
     copies = CopyThread(copier, say, enter)
-    follower = LastStage(backend, copies.put, say, enter, size) if samples else Follower(backend, copies.put)
+    follower = Follower(backend, copies.put, SampleThread(backend, say, enter, size) if samples else None)
     copies.stepped_s = lambda: follower.stepped_s
     serve(follower, orders, REFUSED_WITHIN_S)
     backend.close()

@@ -56,14 +56,14 @@ def _end(state: State, tier: Tier) -> None:
             _expire(state, job)
     for executor in state.executors.values():
         if executor.hello.host_id == tier.host_id:
-            executor.ledger.tier_lost()
+            executor.pool.set_tier(False)
 
 
 def joined(state: State, executor: Executor) -> None:
     """An executor is new on a host, or a tier is."""
     hello = executor.hello
     if hello.bytes_per_block and hello.host_id in state.tiers.by_host:
-        executor.ledger.tier_ready()
+        executor.pool.set_tier(True)
 
 
 def executor_gone(state: State, executor: Executor) -> None:
@@ -116,17 +116,17 @@ def gone(state: State, source: str, message: KvGone) -> None:
     keys = [message.keys[at : at + KEY_BYTES] for at in range(0, len(message.keys), KEY_BYTES)]
     for executor in state.executors.values():
         if executor.hello.host_id == tier.host_id:
-            ledger = executor.ledger
+            pool = executor.pool
             mine = [key for key in keys if _is_paused(state, executor, key)]
-            ledger.lost_below(mine, ledger.free_blocks - ledger.reserved)
-            ledger.lost_below(keys, 0)
+            pool.lost_below(mine, pool.unreserved_blocks)
+            pool.lost_below(keys, 0)
 
 
 def _is_paused(state: State, executor: Executor, key: bytes) -> bool:
     """Whether the block with this key waits for a paused sequence. What others left, and was too cold for the
     tier, is not copied there a second time: it would push out what is warmer, for ever."""
-    block = executor.ledger.find(key)
-    return block is not None and store.is_paused(state, executor.ledger.owner_of(block)[0])
+    block = executor.pool.block_of.get(key)
+    return block is not None and store.is_paused(state, executor.pool.owner_of[block][0])
 
 
 def expire(state: State) -> None:

@@ -8,6 +8,7 @@ A row whose blocks are on their way stays out of the steps and holds up nobody.
 from __future__ import annotations
 
 from itertools import takewhile
+from typing import NamedTuple
 
 from services.scheduler import recompute_cost
 from services.scheduler.kv_tiers.lookups import MAX_KEYS, count, executor_of, finish, fresh, tier_of
@@ -47,7 +48,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> N
         )
         state.meter.loads_declined += 1
         return
-    job = _ask(state, executor, tier, sequence, (keys, valid, load_us, compute_us))
+    job = _ask(state, executor, tier, sequence, _Load(keys, valid, load_us, compute_us))
     if job is not None:
         job.fetched = [at in answer.fetched for at in range(first, first + len(keys))]
 
@@ -86,13 +87,8 @@ def _go_on(state: State, executor: Executor, sequence: Sequence) -> None:
     answer = Answer(state.now_us, (1,) * MAX_KEYS, state.now_us)
     keys, valid = _there(executor, sequence, answer)
     if keys and sequence.reserved >= len(keys):
-        _ask(
-            state,
-            executor,
-            tier,
-            sequence,
-            (keys, valid, _load_us(executor, tier, len(keys), 0, state.now_us), 0),
-        )
+        load_us = _load_us(executor, tier, len(keys), 0, state.now_us)
+        _ask(state, executor, tier, sequence, _Load(keys, valid, load_us))
 
 
 def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: int) -> int:
@@ -105,16 +101,19 @@ def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: i
     return ask_us + wait_us + link.copy_us(blocks * size) + executor.up.trip_us // 2
 
 
-def _ask(
-    state: State,
-    executor: Executor,
-    tier: Tier,
-    sequence: Sequence,
-    what: tuple[list[bytes], list[int], int, int],
-) -> Job | None:
-    keys, valid, load_us, compute_us = what
+class _Load(NamedTuple):
+    """What to bring, and how long that and computing it would take."""
+
+    keys: list[bytes]
+    valid: list[int]  # tokens in each block
+    load_us: int
+    compute_us: int = 0  # 0: not predicted
+
+
+def _ask(state: State, executor: Executor, tier: Tier, sequence: Sequence, load: _Load) -> Job | None:
+    keys, valid, load_us, compute_us = load
     sequence.reserved -= len(keys)
-    blocks = executor.ledger.allocate_many(len(keys))
+    blocks = executor.pool.allocate(len(keys))
     sequence.table.extend(blocks)
     if any(source in blocks for source, _ in executor.copies):
         return None  # the next step reads one of them for a fork: compute instead
@@ -159,7 +158,7 @@ def ready(state: State, source: str, message: KvReady) -> None:
     fetched = max(sum(job.fetched[:there]), min(message.from_l2, there))
     state.meter.l2_hit_blocks += fetched
     state.meter.l1_hit_blocks += there - fetched
-    executor.ledger.end_copy(job.blocks[there:])
+    executor.pool.end_copy(job.blocks[there:])
     job.blocks, job.keys, job.valid = job.blocks[:there], job.keys[:there], job.valid[:there]
     job.phase, job.sent_us = Phase.COPYING, state.now_us
     count(executor, job, there * size)
@@ -214,17 +213,19 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
 
 def _take(state: State, executor: Executor, sequence: Sequence, job: Job) -> None:
     """Its blocks are as if they had been computed."""
-    ledger, block_tokens = executor.ledger, executor.hello.block_tokens
+    pool, block_tokens = executor.pool, executor.hello.block_tokens
     start = sequence.computed
     sequence.computed += sum(job.valid)
     new = max(0, sequence.computed - max(sequence.reach, start))
     state.meter.restored_tokens += sequence.computed - start
     sequence.reach = max(sequence.reach, sequence.computed)
     sequence.cached_tokens += new
-    below = tier_of(state, job) is not None
-    for block, key, valid in zip(job.blocks, job.keys, job.valid, strict=True):
-        if valid == block_tokens and ledger.register(block, key) and below:
-            ledger.mark_clean(block, key)
+    full = job.valid.count(block_tokens)  # all but a tail
+    blocks, keys = job.blocks[:full], job.keys[:full]
+    pool.register(blocks, keys)
+    if tier_of(state, job) is not None:
+        for block, key in zip(blocks, keys, strict=True):
+            pool.mark_clean(block, key)
     sequence.registered = max(sequence.registered, sequence.computed // block_tokens)
 
 

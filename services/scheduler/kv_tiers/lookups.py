@@ -143,7 +143,7 @@ def _places(state: State, unit: Unit) -> list[tuple[Executor, Tier]]:
     places: dict[Place, tuple[Executor, Tier]] = {}
     for executor in state.executors.values():
         tier = tiers.below(executor.hello, state.now_us)
-        if tier is None or not executor.ledger.write_back or executor.draining:
+        if tier is None or not executor.pool.write_back or executor.draining:
             continue
         if executor.hello.model == unit.request.asked.model:
             places.setdefault(_place(executor, tier), (executor, tier))
@@ -203,7 +203,7 @@ def fresh(state: State, executor: Executor, tier: Tier, blocks: list[int], keys:
         keys=keys,
         began_us=state.now_us,
     )
-    executor.ledger.begin_copy(blocks)
+    executor.pool.begin_copy(blocks)
     state.tiers.jobs[job.number] = job
     return job
 
@@ -240,7 +240,7 @@ def finish(state: State, job: Job, *, release: bool = True) -> None:
     del state.tiers.jobs[job.number]
     executor = executor_of(state, job)
     if executor is not None:
-        executor.ledger.end_copy(job.blocks)
+        executor.pool.end_copy(job.blocks)
         uncount(executor, job)
     source = f"kv_offload.{job.tier}"
     tier = state.tiers.named(source)

@@ -49,10 +49,10 @@ PAUSING_PM = 600  # ../headroom.py keeps so much free only where sequences have 
 
 def clean(state: State, executor: Executor) -> bool:
     """Begin what copies should be made now. True when blocks have become free at once."""
-    ledger = executor.ledger
-    if not ledger.write_back:
+    pool = executor.pool
+    if not pool.write_back:
         return False
-    dirty = ledger.dirty_blocks or ledger.settled_blocks
+    dirty = pool.dirty_blocks or pool.stable_blocks
     pressed = _pressed(state, executor) if dirty or executor.growth_pm >= PAUSING_PM else 0
     if state.draining and pressed <= 0:
         return False  # whoever drains would wait for a copy that nobody will ask for
@@ -69,7 +69,7 @@ def clean(state: State, executor: Executor) -> bool:
     room = 0 if busy else most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
     if executor.down.seen and not executor.down.fresh(state.now_us):
         room = min(room, TRY_BLOCKS)
-    free_before = ledger.free_blocks
+    free_before = pool.free_blocks
     tries = pressed > 0 and not executor.down.known(state.now_us) and not executor.down.pending_jobs
     chosen = choose(state, executor, max(pressed, room) if tries else pressed, room)
     if chosen and pressed <= 0 and not swaps:
@@ -79,13 +79,13 @@ def clean(state: State, executor: Executor) -> bool:
         _store(state, executor, tier, chosen, leaves=swaps)
     elif pressed > 0 and room and not executor.down.pending_jobs and _may_pause(state, executor):
         _store_ahead(state, executor, tier, room)
-    return ledger.free_blocks > free_before
+    return pool.free_blocks > free_before
 
 
 def waits(state: State) -> bool:
     """True while nobody asks for anything and blocks might be copied ahead of need: a tick sees to it."""
     idle = not state.requests and not state.draining and state.reuse_pm >= EAGER_PM
-    return idle and any(executor.ledger.dirty_blocks for executor in state.executors.values())
+    return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
 
 
 def _may_be_eager(state: State, executor: Executor) -> bool:
@@ -98,8 +98,8 @@ def _may_be_eager(state: State, executor: Executor) -> bool:
 
 def _pressed(state: State, executor: Executor) -> int:
     """Places that are, or will soon be, wanted beyond those that are free or about to be."""
-    ledger = executor.ledger
-    most = max(1, ledger.blocks // CUSHION_SHARE)
+    pool = executor.pool
+    most = max(1, pool.blocks // CUSHION_SHARE)
     wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most)
     unit = state.waiting.units.get(state.stuck[0]) if state.stuck else None
     if unit is not None and unit.request.asked.model == executor.hello.model:
@@ -108,15 +108,15 @@ def _pressed(state: State, executor: Executor) -> int:
         )
         if unit.resumes:  # it needs no second place for what it has here
             hits = prefix_cache.lookup(executor, unit.sequences[0])
-            wanted -= len(hits) - ledger.free_taken_by(hits)
-    return wanted - (ledger.free_blocks - ledger.reserved) - ledger.copied_blocks
+            wanted -= len(hits) - pool.free_taken_by(hits)
+    return wanted - pool.unreserved_blocks - pool.copied_blocks
 
 
 def _give_up(executor: Executor, pressed: int) -> bool:
     """There is nobody to copy to."""
-    blocks = executor.ledger.dirty(max(pressed, 0))
+    blocks = executor.pool.to_copy(max(pressed, 0))
     for block in blocks:
-        executor.ledger.give_up(block)
+        executor.pool.give_up(block)
     return bool(blocks)
 
 
@@ -130,9 +130,9 @@ def _store(
     after_step: int = 0,
 ) -> None:
     """Ask for a place for these blocks."""
-    ledger, hello = executor.ledger, executor.hello
-    keys = [key for block in blocks if (key := ledger.key_of(block)) is not None]
-    paused = any(is_paused(state, ledger.owner_of(block)[0]) for block in blocks)
+    pool, hello = executor.pool, executor.hello
+    keys = [key for block in blocks if (key := pool.key_of[block]) is not None]
+    paused = any(is_paused(state, pool.owner_of[block][0]) for block in blocks)
     job = fresh(state, executor, tier, blocks, keys)
     job.due_us, job.lease_us = state.now_us + ANSWER_US, state.now_us + LEASE_US
     job.leaves, job.after_step = leaves, after_step
@@ -144,7 +144,7 @@ def _store(
         value_bytes=hello.bytes_per_block,
         lease_us=LEASE_US,
         priority=int(paused),
-        valid_tokens=ints(ledger.valid_of(block) or hello.block_tokens for block in blocks),
+        valid_tokens=ints(pool.valid_tokens.get(block, hello.block_tokens) for block in blocks),
         fingerprint=hello.fingerprint,
     )
     state.send(tier.source, message)
@@ -166,11 +166,11 @@ def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> Non
     if executor.down.copy_us(size_bytes) <= executor.pace.step_us:
         return
     prefix_cache.register(executor, victim, min(victim.computed, len(victim.tokens)))
-    ledger = executor.ledger
+    pool = executor.pool
     blocks = [
         block
         for block in victim.table[: victim.registered]
-        if ledger.key_of(block) is not None and block not in ledger.clean and block not in ledger.copies
+        if pool.key_of[block] is not None and block not in pool.clean and block not in pool.copies
     ][:room]
     if blocks:
         state.meter.stored_ahead_blocks += len(blocks)
@@ -220,7 +220,7 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
     them is not known to have gone well."""
     tier = tier_of(state, job)
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
-    ok = ok and job.after_step <= executor.ledger.acked_step
+    ok = ok and job.after_step <= executor.pool.acked_step
     if ok:
         executor.down.observe(job.queued_bytes, message.took_us, state.now_us)
         state.meter.stored_blocks += sum(job.written)
@@ -257,16 +257,16 @@ def _end(state: State, job: Job, places: list[int], *, release: bool = True) -> 
     executor = executor_of(state, job)
     if executor is None:
         return
-    ledger = executor.ledger
+    pool = executor.pool
     if job.after_step and -2 not in places:
         executor.ahead_us = state.now_us + EAGER_US
     for at, (block, key) in enumerate(zip(job.blocks, job.keys, strict=True)):
         if places and places[at] == -2:
-            ledger.mark_clean(block, key)
+            pool.mark_clean(block, key)
             if job.leaves:
-                ledger.forget(block)
+                pool.forget(block)
         else:
-            ledger.give_up(block)
+            pool.give_up(block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,14 +281,14 @@ class _Look:
 
 
 def choose(state: State, executor: Executor, pressed: int, room: int) -> list[int]:
-    """The blocks to copy now: dirty ones, and where that is not enough settled ones. Dirty ones that are not
+    """The blocks to copy now: dirty ones, then stable ones if those are too few. Dirty ones that are not
     worth it become free.
 
     The policy of kind `tier` judges them in groups, by cost: a copy (measured rate, with half the queue), or
     computing it again (by the length before it), times the chance that somebody will want it. Blocks of
     paused sequences will be wanted; of ended ones as often as prompts have found their beginnings cached.
     """
-    ledger = executor.ledger
+    pool = executor.pool
     look = _Look(
         pressed=pressed,
         copy_us=_copy_us(state, executor),
@@ -298,20 +298,17 @@ def choose(state: State, executor: Executor, pressed: int, room: int) -> list[in
     )
     judge, chosen, dealt = state.limits.policy.the("tier"), list[int](), 0
     verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # of the blocks of a sequence, in groups
-    dirty, settled = ledger.dirty(max(LOOKED_AT, 2 * pressed)), list[int]()
-    if room and pressed > 0:
-        settled = ledger.settled(LOOKED_AT)
-    for block in (*dirty, *settled):
+    stable = LOOKED_AT if room and pressed > 0 else 0
+    for block in pool.to_copy(max(LOOKED_AT, 2 * pressed), stable):
         if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
             break  # enough
-        seq, at = ledger.owner_of(block)
+        seq, at = pool.owner_of[block]
         group = seq, at // GROUP
         if group not in verdicts:
             view = _view(state, executor, look, group)
             verdicts[group] = judge(view), view.paused
         what, paused = verdicts[group]
-        if what == "drop" and not ledger.is_fenced(block):
-            ledger.give_up(block)
+        if what == "drop" and pool.give_up(block):
             state.meter.dropped_blocks += 1
             state.meter.dropped_paused_blocks += paused
             dealt += 1

@@ -76,27 +76,27 @@ def _kept_out(state: State, hello: ExecHello) -> dict[str, object]:
 
 
 def _executor(executor: Executor) -> dict[str, object]:
-    ledger, hello = executor.ledger, executor.hello
+    pool, hello = executor.pool, executor.hello
     held = executor.running
     used = sum(s.computed for s in held)
     return {
         "model": hello.model,
         "backend": hello.backend,
         "dtype": hello.dtype,
-        "context": min(hello.max_context, ledger.blocks * ledger.block_tokens),
+        "context": min(hello.max_context, pool.blocks * pool.block_tokens),
         "model_digest": hello.model_digest,
         "epoch": executor.epoch,
-        "blocks": ledger.blocks,
-        "free_blocks": ledger.free_blocks,
-        "reserved_blocks": ledger.reserved,
-        "fenced_blocks": ledger.fenced_blocks,
-        "cached_blocks": ledger.cached_blocks,
-        "dirty_blocks": ledger.dirty_blocks,
-        "copying_blocks": ledger.copying_blocks,
+        "blocks": pool.blocks,
+        "free_blocks": pool.free_blocks,
+        "reserved_blocks": pool.reserved,
+        "fenced_blocks": pool.fenced_blocks,
+        "cached_blocks": pool.cached_blocks,
+        "dirty_blocks": pool.dirty_blocks,
+        "copying_blocks": pool.copying_blocks,
         "waste_tokens": waste_tokens(executor),
-        "block_tokens": ledger.block_tokens,
-        "slots": ledger.slots,
-        "free_slots": ledger.free_slots,
+        "block_tokens": pool.block_tokens,
+        "slots": pool.slots,
+        "free_slots": pool.free_slots,
         "running": len(held),
         "computed_tokens": used,
         "steps": executor.steps_done,
@@ -183,27 +183,27 @@ def queued(state: State) -> dict[str, int]:
 
 def blocks(executor: Executor) -> dict[str, int]:
     """Its blocks by state; `reserved` ones are free or cached, and promised."""
-    ledger = executor.ledger
+    pool = executor.pool
     return {
-        "free": ledger.free_blocks - ledger.cached_blocks,
-        "cached": ledger.cached_blocks,
-        "held": ledger.held_blocks,
-        "fenced": ledger.fenced_blocks,
-        "dirty": ledger.dirty_blocks,
-        "copying": ledger.copying_blocks,
-        "reserved": ledger.reserved,
+        "free": pool.free_blocks - pool.cached_blocks,
+        "cached": pool.cached_blocks,
+        "held": pool.held_blocks,
+        "fenced": pool.fenced_blocks,
+        "dirty": pool.dirty_blocks,
+        "copying": pool.copying_blocks,
+        "reserved": pool.reserved,
     }
 
 
 def used_share(executor: Executor) -> float:
     """The part of its blocks that something running needs; what the cache alone keeps is free for others."""
-    return executor.ledger.held_blocks / executor.ledger.blocks
+    return executor.pool.held_blocks / executor.pool.blocks
 
 
 def waste_tokens(executor: Executor) -> int:
     """Places for tokens in the tables of what runs that hold none: the ends of last blocks, and blocks
     given out ahead."""
-    block_tokens = executor.ledger.block_tokens
+    block_tokens = executor.pool.block_tokens
     return sum(len(s.table) * block_tokens - s.computed for s in executor.running)
 
 

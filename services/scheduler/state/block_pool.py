@@ -1,180 +1,244 @@
-"""A `Ledger` gives out the blocks and slots of one executor. Its pool is a prefix cache of its own leavings.
+"""`BlockPool` gives out the KV blocks and the slots of one executor, and is its prefix cache.
 
-            take ┌──────────────── empty ◀──────────────┐ no key
-                 ▼                                       │
-               held (refs > 0) ──release──▶ fenced ──acknowledge──▶ copying ──end_copy
-                 ▲ ▲                          │          │ key
-                 │ └──────────adopt───────────┘          ▼                   ┌── stored, or given up
-                 └──────adopt, or take when nothing is empty──── cached ◀────┴── dirty
-
-Every block is in exactly one of these states. A *key* names the tokens of a full block and all before
-it (shared/kv_blocks.py). Empty blocks are given out first, then the least recently released cached
-one, whose key is forgotten. Within a release the tail of a table goes first: a block without the
-blocks before it is of no use, so heads must live longest.
-
-A *fence* is the last step that may name a block: a step in flight may still read or write it, so an
-unheld block waits until that step is acknowledged. A prefix hit may revive it meanwhile. A copy to or
-from another tier is a fence, too: a block that is being copied is given to nobody else.
-
-With `write_back` an unheld block with a key and without a copy below is *dirty*: it is given out only
-once it has been copied, or somebody has judged that it is not worth it.
-
-`BlockPool` has these states, `CopiedPool` adds the tiers below, `SettledPool` what they may take early, and
-`Ledger` slots and promises.
+Admission, the step planner, preemption and the KV tiers call it, all through `Executor.pool`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 MOST_LOST = 65_536  # keys: 10 MB
 
 
 @dataclass(kw_only=True)
 class BlockPool:
-    """Block ids 0..blocks-1. Steps are acknowledged in order."""
+    """Block ids 0..blocks-1, slot ids 0..slots-1. Each block is in one of six states:
+
+        empty ──allocate──▶ held ──release──▶ fenced ──acknowledge──▶ given back
+                             ▲ ▲                 │
+                             │ └──────adopt──────┴── copying, dirty, cached
+                             └─allocate, if no block is empty── cached
+
+        given back ─▶ copying  if a copy is in flight         ──end_copy──▶ given back
+                   ─▶ empty    if it has no key
+                   ─▶ dirty    if a tier should copy it first ──begin_copy──▶ copying
+                                                              ──mark_clean, give_up──▶ cached
+                   ─▶ cached   otherwise                      ──begin_copy──▶ copying
+                                                              ──lost_below──▶ dirty
+        dirty, cached ──forget──▶ empty
+
+    held     At least one sequence has it in its table; `refs` counts the tables.
+    fenced   No table has it, but a step in flight may read or write it: its fence is the last such step. It
+             is *stable* if its keyed tokens were complete before the steps in flight; they only read it or
+             append after them. A tier may copy a stable block while these steps run.
+    copying  No table has it and no step names it, but a copy to or from a tier reads or writes it.
+    dirty    It has a key, and no tier has a copy. It waits for a copy, or for the decision against one.
+    cached   It has a key and can be evicted. It is *clean* if a tier has a copy, too.
+
+    Empty and cached blocks are *free*. Empty ones are given out first, then the least recently released
+    cached one, whose key is forgotten. The last block of a table is evicted first: a block is of no use
+    without those before it. A key names the tokens of a full block and all before it (shared/kv_blocks.py),
+    or those of a partial block at the end of a preempted sequence (`valid_tokens`).
+
+    A reservation is a number of free blocks that a sequence will need. `allocate` takes from a reservation
+    and never fails; `try_allocate` leaves reserved blocks alone. A reservation names no block: each cached
+    block that a sequence adopts is one free block less for others (`free_taken_by`).
+
+    Invariants, which `check` verifies: a block is in one state; a key has one block, and an empty block no
+    key; a free block is not copied; a stable block is fenced; a fence is a step that is not acknowledged;
+    0 <= reserved <= free_blocks. Steps are acknowledged in order.
+    """
 
     blocks: int
+    slots: int
+    block_tokens: int
+    reserved: int = 0  # blocks
     acked_step: int = 0
-    evicted: int = 0  # cached blocks that had to make room, since the start
+    evicted: int = 0  # cached blocks that were given out, since the start
     write_back: bool = False  # a tier below takes copies
-    # keys evicted without a copy, oldest first
-    lost: dict[bytes, None] = field(init=False, default_factory=dict)
-    _empty: list[int] = field(init=False)
-    _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # next to evict first
-    _fences: dict[int, dict[int, None]] = field(init=False, default_factory=dict)  # step -> its blocks
-    _refs: list[int] = field(init=False)
-    _last_step: list[int] = field(init=False)  # the last that may name the block, of all who held it
-    _key_of: list[bytes | None] = field(init=False)
-    _block_of: dict[bytes, int] = field(init=False, default_factory=dict)
-    _dirty: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # oldest first
+    refs: list[int] = field(init=False)  # block -> tables that have it
+    key_of: list[bytes | None] = field(init=False)
+    block_of: dict[bytes, int] = field(init=False, default_factory=dict)
+    valid_tokens: dict[int, int] = field(init=False, default_factory=dict)  # of partial blocks with a key
+    owner_of: list[tuple[int, int]] = field(init=False)  # who released it last: sequence, index in its table
     clean: set[int] = field(init=False, default_factory=set)  # with a key that a tier below holds, too
     copies: dict[int, int] = field(init=False, default_factory=dict)  # block -> copies in flight
-    _copying: dict[int, None] = field(init=False, default_factory=dict)  # unheld, unfenced ones of them
-    _valid: dict[int, int] = field(init=False, default_factory=dict)  # partial blocks with a key: tokens
-    _owner: list[tuple[int, int]] = field(init=False)  # who released it last, and where in its table it was
+    lost: dict[bytes, None] = field(init=False, default_factory=dict)  # evicted without a copy, oldest first
+    _empty: list[int] = field(init=False)  # a stack
+    _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # next to evict first
+    _dirty: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # oldest release first
+    _copying: dict[int, None] = field(init=False, default_factory=dict)
+    _fences: dict[int, dict[int, None]] = field(init=False, default_factory=dict)  # step -> its blocks
+    _stable: dict[int, None] = field(init=False, default_factory=dict)  # fenced: the last of a table first
+    _last_step: list[int] = field(init=False)  # block -> the last step that may name it, of all its holders
+    _free_slots: list[int] = field(init=False)  # a stack
+    _slot_fences: dict[int, list[int]] = field(init=False, default_factory=dict)  # step -> its slots
 
     def __post_init__(self) -> None:
         self._empty = list(range(self.blocks - 1, -1, -1))
-        self._refs = [0] * self.blocks
+        self._free_slots = list(range(self.slots - 1, -1, -1))
+        self.refs = [0] * self.blocks
+        self.key_of = [None] * self.blocks
+        self.owner_of = [(0, 0)] * self.blocks
         self._last_step = [0] * self.blocks
-        self._key_of = [None] * self.blocks
-        self._owner = [(0, 0)] * self.blocks
+
+    # How many blocks and slots are in which state
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can be taken now: empty and cached ones."""
+        """Blocks that can be given out now: empty and cached ones."""
         return len(self._empty) + len(self._cached)
 
     @property
+    def unreserved_blocks(self) -> int:
+        """Free blocks that are not reserved."""
+        return len(self._empty) + len(self._cached) - self.reserved
+
+    @property
     def cached_blocks(self) -> int:
-        """Evictable blocks with a key."""
         return len(self._cached)
 
     @property
+    def dirty_blocks(self) -> int:
+        return len(self._dirty)
+
+    @property
+    def stable_blocks(self) -> int:
+        """Fenced blocks that a tier may copy now."""
+        return len(self._stable)
+
+    @property
+    def copying_blocks(self) -> int:
+        return len(self._copying)
+
+    @property
+    def copied_blocks(self) -> int:
+        """Unheld blocks with a copy in flight: copying ones, and fenced ones."""
+        return sum([not self.refs[block] for block in self.copies])
+
+    @property
     def fenced_blocks(self) -> int:
-        """Blocks that nobody holds and that a step in flight may still name."""
         return sum(len(fence) for fence in self._fences.values())
 
     @property
     def coming_blocks(self) -> int:
-        """Unheld blocks that will be free without anybody's giving up anything: fenced, copied, or dirty."""
+        """Blocks that become free without a preemption: fenced, copying and dirty ones."""
         return self.fenced_blocks + len(self._copying) + len(self._dirty)
 
     @property
     def held_blocks(self) -> int:
         return self.blocks - self.free_blocks - self.coming_blocks
 
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def fenced_slots(self) -> int:
+        """Slots that a step in flight may still name."""
+        return sum(len(slots) for slots in self._slot_fences.values())
+
+    # A sequence is admitted: reservations, prefix hits, a slot
+
+    def reserve(self, blocks: int) -> None:
+        """Reserve free blocks. The caller has compared with `unreserved_blocks`."""
+        self.reserved += blocks
+
+    def unreserve(self, blocks: int) -> None:
+        """Give a reservation back, or a part of one."""
+        self.reserved -= blocks
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix of `keys` that is known, whoever holds them. Changes nothing."""
+        """Blocks of the longest known prefix of `keys`, in whatever state."""
         found = []
         for key in keys:
-            block = self._block_of.get(key)
+            block = self.block_of.get(key)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def find(self, key: bytes) -> int | None:
-        """The block with this key."""
-        return self._block_of.get(key)
-
     def free_taken_by(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` would no longer be free once adopted."""
+        """How many free blocks `adopt` would take."""
         return sum(block in self._cached for block in blocks)
 
     def adopt(self, blocks: Sequence[int]) -> None:
-        """One more hold on each block: held, fenced or cached. Raises KeyError for an empty one."""
+        """One more table has these blocks. Raises KeyError for an empty one."""
+        refs = self.refs
         for block in blocks:
-            if self._refs[block] == 0:
-                del self._home_of(block)[block]
-            self._refs[block] += 1
+            if not refs[block]:
+                fence = self._fences.get(self._last_step[block], {})
+                for state in (fence, self._cached, self._dirty, self._copying):
+                    if block in state:
+                        del state[block]
+                        break
+                else:
+                    raise KeyError(block)
+                self._stable.pop(block, None)
+            refs[block] += 1
 
-    def register(self, block: int, key: bytes) -> bool:
-        """Note that a held block has all its tokens. False when another block already has the key:
-        this one stays without. Raises ValueError for a block that is not held or has another key."""
-        self.register_all((block,), (key,))
-        return self._key_of[block] == key
+    def writable(self, key: bytes) -> int | None:
+        """The block with this key, if no table has it, no step in flight names it and no copy uses it."""
+        block = self.block_of.get(key)
+        if block is None or self.refs[block] or block in self.copies:
+            return None
+        return None if self._last_step[block] > self.acked_step else block
 
-    def register_all(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """`register` each of the blocks."""
-        refs, key_of, block_of = self._refs, self._key_of, self._block_of
+    def claim(self, block: int) -> None:
+        """Adopt a `writable` block to append to it: it loses its key."""
+        self.adopt((block,))
+        self._forget_keys((block,))
+
+    def take_slot(self) -> int:
+        return self._free_slots.pop()
+
+    # A sequence grows: blocks, and keys for those that are full
+
+    def allocate(self, count: int) -> list[int]:
+        """Blocks from a reservation."""
+        self.reserved -= count
+        return self._take(count)
+
+    def try_allocate(self, count: int = 1, reserved: int = 0) -> list[int] | None:
+        """Blocks, `reserved` of them from reservations. None if too few of the others are free."""
+        if self.unreserved_blocks < count - reserved:
+            return None
+        self.reserved -= reserved
+        return self._take(count)
+
+    def register(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Each of these held blocks has all its tokens. It stays without a key if another block has that key.
+        Raises ValueError for a block that is not held or has a different key."""
+        refs, key_of, block_of = self.refs, self.key_of, self.block_of
         for block, key in zip(blocks, keys, strict=True):
             if not refs[block] or (key_of[block] is not None and key_of[block] != key):
                 raise ValueError(f"block {block} cannot take a key: it is not held, or has another one")
             if block_of.setdefault(key, block) == block:
                 key_of[block] = key
 
-    def forget_cache(self) -> None:
-        """No key is valid any more, neither of cached blocks nor of held or fenced ones."""
-        self._block_of.clear()
-        self.clean.clear()
-        self._valid.clear()
-        self._key_of = [None] * self.blocks
-        self._empty += [*self._cached, *self._dirty]
-        self._cached.clear()
-        self._dirty.clear()
+    def register_tail(self, block: int, key: bytes, valid_tokens: int) -> None:
+        """This held block without a key has the last tokens of a sequence that is about to be preempted."""
+        self.register((block,), (key,))
+        if self.key_of[block] == key:
+            self.valid_tokens[block] = valid_tokens
 
-    def forget(self, block: int) -> None:
-        """What a fenced, cached or dirty block holds is of no use any more."""
-        if block in self._fences.get(self._last_step[block], ()):
-            self._forget_keys((block,))
-        for home in (self._cached, self._dirty):
-            if block in home:
-                del home[block]
-                self._forget_keys((block,))
-                self._empty.append(block)
+    def held_only_by(self, tables: Iterable[Sequence[int]]) -> int:
+        """How many blocks these tables have and no other: what their release would free."""
+        holds = Counter(chain.from_iterable(tables))
+        return sum(self.refs[block] == count for block, count in holds.items())
 
-    def acknowledge(self, step: int) -> None:
-        """The executor has finished every step up to `step`."""
-        self.acked_step = max(self.acked_step, step)
-        for at in sorted(at for at in self._fences if at <= step):
-            for block in self._fences.pop(at):
-                self._give_back(block)
+    # A sequence ends or is preempted, and the steps in flight come back
 
-    def _take(self, count: int) -> list[int]:
-        """Free blocks, each held once. Raises KeyError when there are not that many."""
-        blocks = self._empty[: -count - 1 : -1]
-        del self._empty[len(self._empty) - len(blocks) :]
-        if len(blocks) < count:
-            evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(blocks))]
-            if self.write_back:
-                _note_lost(self.lost, (self._key_of[b] for b in evicted if b not in self.clean))
-            self._forget_keys(evicted)
-            self.evicted += len(evicted)
-            blocks += evicted
-        refs = self._refs
-        for block in blocks:
-            refs[block] = 1
-        return blocks
-
-    def _release(self, blocks: Sequence[int], last_step: int) -> None:
-        """Give up one hold on each block of a table; the last hold leaves it to its fence."""
-        refs, last_steps = self._refs, self._last_step
-        for block in reversed(blocks):
+    def release(self, table: Sequence[int], slots: Sequence[int], last_step: int, seq: int = 0) -> None:
+        """Sequence `seq` gives up its table and slots. `last_step` is the last step that may name them."""
+        refs, last_steps = self.refs, self._last_step
+        if self.write_back:  # only tiers use the owners
+            for at, block in enumerate(table):
+                self.owner_of[block] = (seq, at)
+        for block in reversed(table):
             refs[block] -= 1
             if last_steps[block] < last_step:
                 last_steps[block] = last_step
@@ -183,118 +247,52 @@ class BlockPool:
                     self._fences.setdefault(last_steps[block], {})[block] = None
                 else:
                     self._give_back(block)
-
-    def _give_back(self, block: int) -> None:
-        if block in self.copies:
-            self._copying[block] = None
-        elif self._key_of[block] is None:
-            self._empty.append(block)
-        elif self.write_back and block not in self.clean:
-            self._dirty[block] = None
+        if last_step > self.acked_step:
+            self._slot_fences.setdefault(last_step, []).extend(slots)
         else:
-            self._cached[block] = None
+            self._free_slots.extend(slots)
 
-    def _home_of(self, block: int) -> MutableMapping[int, None]:
-        """Where an unheld block with a key is. Raises KeyError for an empty one."""
-        fence = self._fences.get(self._last_step[block])
-        if fence is not None and block in fence:
-            return fence
-        for home in (self._cached, self._dirty, self._copying):
-            if block in home:
-                return home
-        raise KeyError(block)
+    def mark_stable(self, table: Sequence[int]) -> None:
+        """Acknowledged steps have computed all keyed tokens of these blocks, which were just released."""
+        if self.write_back:
+            for block in reversed(table):
+                fenced = not self.refs[block] and self._last_step[block] > self.acked_step
+                if fenced and self.key_of[block] and block not in self.clean and block not in self.copies:
+                    self._stable[block] = None
 
-    def _forget_keys(self, blocks: Sequence[int]) -> None:
-        key_of, block_of = self._key_of, self._block_of
-        for block in blocks:
-            key, key_of[block] = key_of[block], None
-            if key is not None:
-                del block_of[key]
-        self.clean.difference_update(blocks)
-        for block in self._valid.keys() & blocks:
-            del self._valid[block]
+    def acknowledge(self, step: int) -> None:
+        """The executor has finished every step up to `step`."""
+        self.acked_step = max(self.acked_step, step)
+        for at in sorted(at for at in self._fences if at <= step):
+            for block in self._fences.pop(at):
+                self._give_back(block)
+        for at in sorted(at for at in self._slot_fences if at <= step):
+            self._free_slots.extend(self._slot_fences.pop(at))
 
+    # A tier below copies blocks
 
-def _note_lost(lost: dict[bytes, None], keys: Iterable[bytes | None]) -> None:
-    """Whoever asks for one of these keys shows what a copy would have been worth (as the ghost lists of ARC,
-    Megiddo and Modha 2003)."""
-    lost.update(dict.fromkeys(key for key in keys if key is not None))
-    for key in list(islice(lost, max(len(lost) - MOST_LOST, 0))):
-        del lost[key]
+    def set_tier(self, present: bool) -> None:
+        """A tier comes, and holds nothing, or the tier goes. Free blocks stay free: they may be reserved."""
+        self.write_back = present
+        self.clean.clear()
+        self._stable.clear()
+        self._cached.update(self._dirty)
+        self._dirty.clear()
 
-
-@dataclass(kw_only=True)
-class CopiedPool(BlockPool):
-    """The pool as the tiers below see it: which blocks have copies there, and which are being copied.
-
-    Clean blocks can be dropped for nothing, dirty ones cost a copy or a recompute. `dirty` lists them in the
-    order in which they should be dealt with: the oldest release first, in it the tail of a table first.
-    """
-
-    @property
-    def dirty_blocks(self) -> int:
-        """Unheld blocks that wait to be copied or given up."""
-        return len(self._dirty)
-
-    @property
-    def copying_blocks(self) -> int:
-        """Unheld blocks that are being copied."""
-        return len(self._copying)
-
-    def dirty(self, most: int) -> list[int]:
-        """The first of them."""
-        return list(islice(self._dirty, most))
-
-    def key_of(self, block: int) -> bytes | None:
-        """The key of a block, if it has one."""
-        return self._key_of[block]
-
-    def owner_of(self, block: int) -> tuple[int, int]:
-        """The sequence that released a block last, and the block's place in its table."""
-        return self._owner[block]
-
-    def register_tail(self, block: int, key: bytes, valid_tokens: int) -> None:
-        """Note that the first tokens of a held block are those of a paused sequence."""
-        if self._key_of[block] is None and self.register(block, key):
-            self._valid[block] = valid_tokens
-
-    def valid_of(self, block: int) -> int:
-        """How many tokens a partial block holds; 0 for a full one."""
-        return self._valid.get(block, 0)
-
-    def writable(self, key: bytes) -> int | None:
-        """The block with this key, if nobody holds it, and no step in flight and no copy names it."""
-        block = self._block_of.get(key)
-        if block is None or self._refs[block] or block in self.copies:
-            return None
-        if self._last_step[block] > self.acked_step:
-            return None
-        return block
-
-    def own(self, table: list[int], seq: int) -> None:
-        """A sequence is about to release these blocks of its table."""
-        for at, block in enumerate(table):
-            self._owner[block] = (seq, at)
-
-    def alone(self, blocks: Iterable[int]) -> int:
-        """How many of these held blocks one holder alone holds: what its leaving would free."""
-        return sum(self._refs[block] == 1 for block in blocks)
-
-    def alone_with(self, tables: Iterable[Sequence[int]]) -> int:
-        """How many blocks the holders of these tables hold without anybody else."""
-        holds = Counter(block for table in tables for block in table)
-        return sum(self._refs[block] == count for block, count in holds.items())
+    def to_copy(self, most_dirty: int, most_stable: int = 0) -> list[int]:
+        """Dirty blocks, the oldest release first, then stable ones."""
+        stable = [block for block in islice(self._stable, most_stable) if self.key_of[block] is not None]
+        return [*islice(self._dirty, most_dirty), *stable]
 
     def begin_copy(self, blocks: Sequence[int]) -> None:
-        """A copy reads or writes these blocks from now on. Nobody gets them before its end."""
+        """A copy reads or writes these blocks: they are not given out before `end_copy`."""
         for block in blocks:
             self.copies[block] = self.copies.get(block, 0) + 1
-            if block in self._dirty:
-                del self._dirty[block]
-                self._copying[block] = None
-            elif block in self._cached:
-                del self._cached[block]
-                self._copying[block] = None
+            self._stable.pop(block, None)
+            for state in (self._dirty, self._cached):
+                if block in state:
+                    del state[block]
+                    self._copying[block] = None
 
     def end_copy(self, blocks: Iterable[int]) -> None:
         """That copy is over."""
@@ -307,212 +305,108 @@ class CopiedPool(BlockPool):
                     self._give_back(block)
 
     def mark_clean(self, block: int, key: bytes) -> None:
-        """A tier below holds what this block holds, if it still has that key: it may go."""
-        if self._key_of[block] == key and self.write_back:
+        """A tier holds the content of this key: the block, if it still has the key, need not be copied."""
+        if self.key_of[block] == key and self.write_back:
             self.clean.add(block)
-            if block in self._dirty:
-                del self._dirty[block]
-                self._cached[block] = None
+            self.give_up(block)
 
-    def lost_below(self, keys: Iterable[bytes], spare: int) -> None:
-        """No tier below holds these keys any more. Of the blocks that were free for that, at most `spare` are
-        dirty from now on: the others are promised to somebody."""
+    def lost_below(self, keys: Iterable[bytes], most_dirty: int) -> None:
+        """No tier holds these keys any more. At most `most_dirty` of their cached blocks become dirty again:
+        the others may be reserved."""
         for key in keys:
-            block = self._block_of.get(key)
+            block = self.block_of.get(key)
             if block is not None and block in self.clean:
                 self.clean.discard(block)
-                if spare > 0 and self.write_back and block in self._cached:
+                if most_dirty > 0 and self.write_back and block in self._cached:
                     del self._cached[block]
                     self._dirty[block] = None
-                    spare -= 1
+                    most_dirty -= 1
 
-    def give_up(self, block: int) -> None:
-        """A dirty block is not worth a copy: it may go, after those that may go already."""
-        if block in self._dirty:
-            del self._dirty[block]
-            self._cached[block] = None
+    def give_up(self, block: int) -> bool:
+        """A dirty block is cached without a copy, and the last to be evicted. False if it is not dirty."""
+        if block not in self._dirty:
+            return False
+        del self._dirty[block]
+        self._cached[block] = None
+        return True
 
-    def tier_ready(self) -> None:
-        """There is a tier below, and it holds nothing. What is free now stays free: it may be promised."""
-        self.tier_lost()
-        self.write_back = True
+    # Content is forgotten
 
-    def tier_lost(self) -> None:
-        """There is none: every copy is gone, and nothing can be stored."""
-        self.write_back = False
+    def forget(self, block: int) -> None:
+        """The content of a fenced, cached or dirty block is of no use any more."""
+        if block in self._fences.get(self._last_step[block], ()):
+            self._forget_keys((block,))
+        for state in (self._cached, self._dirty):
+            if block in state:
+                del state[block]
+                self._forget_keys((block,))
+                self._empty.append(block)
+
+    def forget_cache(self) -> None:
+        """No key is valid any more, whatever the state of its block."""
+        self.block_of.clear()
         self.clean.clear()
-        self._cached.update(self._dirty)
+        self.valid_tokens.clear()
+        self.key_of = [None] * self.blocks
+        self._empty += [*self._cached, *self._dirty]
+        self._cached.clear()
         self._dirty.clear()
 
+    # Steps of the chart that several methods share
 
-@dataclass(kw_only=True)
-class SettledPool(CopiedPool):
-    """Adds to the pool which fenced blocks a tier below may take before their fence is lifted.
-
-    A fenced block is *settled* where what its key names was there before the steps that fence it: they read
-    it, or write behind it. A copy of it is made while they run, so that it is free as soon as they are back.
-    """
-
-    _settled: dict[int, None] = field(init=False, default_factory=dict)  # the tail of a table first
-
-    @property
-    def copied_blocks(self) -> int:
-        """Unheld blocks that are being copied, fenced ones among them."""
-        return sum([not self._refs[block] for block in self.copies])
-
-    @property
-    def settled_blocks(self) -> int:
-        """Fenced blocks that may be copied now."""
-        return len(self._settled)
-
-    def settled(self, most: int) -> list[int]:
-        """The first of them."""
-        return [block for block in islice(self._settled, most) if self._key_of[block] is not None]
-
-    def is_fenced(self, block: int) -> bool:
-        """Whether a step in flight may still name an unheld block."""
-        return self._last_step[block] > self.acked_step
-
-    def settle(self, table: Sequence[int]) -> None:
-        """All that the keys of this table name was computed by steps that are acknowledged, and a holder has
-        just released it."""
-        if self.write_back:
-            for block in reversed(table):
-                fenced = not self._refs[block] and self.is_fenced(block)
-                if fenced and self._key_of[block] and block not in self.clean and block not in self.copies:
-                    self._settled[block] = None
-
-    def adopt(self, blocks: Sequence[int]) -> None:
-        """One more hold on each block, see BlockPool; a held one is not settled."""
-        super().adopt(blocks)
-        self._unsettle(blocks)
-
-    def begin_copy(self, blocks: Sequence[int]) -> None:
-        """See CopiedPool; one that is being copied needs no other copy."""
-        super().begin_copy(blocks)
-        self._unsettle(blocks)
-
-    def tier_lost(self) -> None:
-        """See CopiedPool; nobody takes what is settled."""
-        super().tier_lost()
-        self._settled.clear()
+    def _take(self, count: int) -> list[int]:
+        """Free blocks, each held once. Raises KeyError when there are too few."""
+        blocks = self._empty[: -count - 1 : -1]
+        del self._empty[len(self._empty) - len(blocks) :]
+        if len(blocks) < count:
+            evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(blocks))]
+            if self.write_back:
+                _note_lost(self.lost, (self.key_of[b] for b in evicted if b not in self.clean))
+            self._forget_keys(evicted)
+            self.evicted += len(evicted)
+            blocks += evicted
+        refs = self.refs
+        for block in blocks:
+            refs[block] = 1
+        return blocks
 
     def _give_back(self, block: int) -> None:
-        self._settled.pop(block, None)
-        super()._give_back(block)
-
-    def _unsettle(self, blocks: Iterable[int]) -> None:
-        for block in blocks if self._settled else ():
-            self._settled.pop(block, None)
-
-
-@dataclass(kw_only=True)
-class Ledger(SettledPool):
-    """The one place where the blocks and slots of an executor are given out. Block ids 0..blocks-1, slot ids
-    0..slots-1.
-
-    It adds to the pool what admission needs: slots, fenced like blocks, and *promises*. A promised block is
-    free but spoken for, so `allocate` out of a promise never fails; `try_allocate` takes only what nobody was
-    promised. A sequence that starts on cached blocks is promised those it lacks; the ones it adopts may stop
-    being free by that (`free_taken_by`), which `can_admit` has to count too.
-    """
-
-    slots: int
-    block_tokens: int
-    reserved: int = 0  # blocks promised and not yet allocated
-    _free_slots: list[int] = field(init=False)
-    _slot_fences: dict[int, list[int]] = field(init=False, default_factory=dict)  # step -> its slots
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._free_slots = list(range(self.slots - 1, -1, -1))
-
-    @property
-    def free_slots(self) -> int:
-        return len(self._free_slots)
-
-    @property
-    def fenced_slots(self) -> int:
-        """Slots that a step in flight may still name."""
-        return sum(len(slots) for slots in self._slot_fences.values())
-
-    def can_admit(self, blocks: int, slots: int, taken: int = 0) -> bool:
-        """True when `blocks` can be promised beside the promises already made, once adopting a prefix
-        has made `taken` blocks less free."""
-        return self.free_blocks - self.reserved - taken >= blocks and self.free_slots >= slots
-
-    def reserve(self, blocks: int) -> None:
-        """Promise blocks. Check `can_admit` first."""
-        self.reserved += blocks
-
-    def unreserve(self, blocks: int) -> None:
-        """Take a promise back."""
-        self.reserved -= blocks
-
-    def allocate(self) -> int:
-        """One block out of a promise."""
-        self.reserved -= 1
-        return self._take(1)[0]
-
-    def allocate_many(self, count: int) -> list[int]:
-        """Blocks out of a promise."""
-        self.reserved -= count
-        return self._take(count)
-
-    def try_allocate(self) -> int | None:
-        """One block without a promise; None when all that are free are promised."""
-        return self._take(1)[0] if self.free_blocks > self.reserved else None
-
-    def try_allocate_many(self, count: int, promised: int) -> list[int] | None:
-        """Blocks of which so many are out of a promise; None when all others that are free are promised."""
-        if self.free_blocks - self.reserved < count - promised:
-            return None
-        self.reserved -= promised
-        return self._take(count)
-
-    def claim(self, block: int) -> None:
-        """Hold a block alone, to write on: its key is forgotten. Only for one that nobody holds."""
-        self.adopt((block,))
-        self._forget_keys((block,))
-
-    def share(self, block: int) -> None:
-        """One more holder of a block."""
-        self.adopt((block,))
-
-    def take_slot(self) -> int:
-        return self._free_slots.pop()
-
-    def release(self, blocks: Sequence[int], slots: Sequence[int], last_step: int) -> None:
-        """Give up one hold on each block of a table, and the slots; `last_step` is the last that may
-        name them."""
-        self._release(blocks, last_step)
-        if last_step > self.acked_step:
-            self._slot_fences.setdefault(last_step, []).extend(slots)
+        """No sequence holds the block and no step names it."""
+        self._stable.pop(block, None)
+        if block in self.copies:
+            self._copying[block] = None
+        elif self.key_of[block] is None:
+            self._empty.append(block)
+        elif self.write_back and block not in self.clean:
+            self._dirty[block] = None
         else:
-            self._free_slots.extend(slots)
+            self._cached[block] = None
 
-    def acknowledge(self, step: int) -> None:
-        """The executor has finished every step up to `step`."""
-        super().acknowledge(step)
-        for at in sorted(at for at in self._slot_fences if at <= step):
-            self._free_slots.extend(self._slot_fences.pop(at))
+    def _forget_keys(self, blocks: Sequence[int]) -> None:
+        key_of, block_of = self.key_of, self.block_of
+        for block in blocks:
+            key, key_of[block] = key_of[block], None
+            if key is not None:
+                del block_of[key]
+        self.clean.difference_update(blocks)
+        for block in self.valid_tokens.keys() & blocks:
+            del self.valid_tokens[block]
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is empty, cached, held or fenced exactly once, every
-        key and its block know each other, no slot is free twice and every promise can be kept."""
+        """Raise AssertionError unless the invariants hold."""
         empty, cached = set(self._empty), set(self._cached) | set(self._dirty)
-        held = {block for block, refs in enumerate(self._refs) if refs > 0}
+        held = {block for block, refs in enumerate(self.refs) if refs > 0}
         fenced = [block for fence in self._fences.values() for block in fence]
         slots = [*self._free_slots, *(slot for fence in self._slot_fences.values() for slot in fence)]
-        known = {key: block for block, key in enumerate(self._key_of) if key is not None}
-        assert min(self._refs, default=0) >= 0, "a block was released twice"
+        known = {key: block for block, key in enumerate(self.key_of) if key is not None}
+        assert min(self.refs, default=0) >= 0, "a block was released twice"
         assert len(empty) == len(self._empty), "a block is free twice"
         assert len(set(slots)) == len(slots), "a slot is free twice"
         copying = set(self._copying)
         states = len(empty) + len(self._cached) + len(self._dirty) + len(held) + len(fenced) + len(copying)
         assert len(empty | cached | held | set(fenced) | copying) == states, "a block is in two states"
         assert states == self.blocks, "a block is lost"
-        assert known == self._block_of, "a key and its block do not know each other"
+        assert known == self.block_of, "a key and its block do not name each other"
         assert not empty & set(known.values()), "an empty block has a key"
         assert cached <= set(known.values()), "a cached block has no key"
         assert copying <= set(self.copies), "a block waits for a copy that is over"
@@ -520,5 +414,14 @@ class Ledger(SettledPool):
         assert self.clean <= set(known.values()), "a block without a key has a copy"
         assert not self.clean & set(self._dirty), "a block is clean and dirty"
         assert self.write_back or not self._dirty, "a block waits for a tier that is not there"
+        assert set(self._stable) <= set(fenced), "a stable block is not fenced"
         assert all(step > self.acked_step for step in self._fences), "a fence outlived its step"
-        assert 0 <= self.reserved <= self.free_blocks, "more is promised than there is"
+        assert 0 <= self.reserved <= self.free_blocks, "more is reserved than is free"
+
+
+def _note_lost(lost: dict[bytes, None], keys: Iterable[bytes | None]) -> None:
+    """A later lookup of one of these keys shows what a copy would have been worth (as the ghost lists of ARC,
+    Megiddo and Modha 2003)."""
+    lost.update(dict.fromkeys(key for key in keys if key is not None))
+    for key in list(islice(lost, max(len(lost) - MOST_LOST, 0))):
+        del lost[key]

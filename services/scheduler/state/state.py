@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from services.scheduler.state import requests
-from services.scheduler.state.block_pool import Ledger
+from services.scheduler.state.block_pool import BlockPool
 from services.scheduler.state.cost_model import Costs, Pace
 from services.scheduler.state.counters import Meter
 from services.scheduler.state.policies import Policy
@@ -56,11 +56,11 @@ class InFlight:
 
 @dataclass(slots=True)
 class Executor:
-    """One incarnation of one executor: its ledger and its window."""
+    """One incarnation of one executor: its pool and its window."""
 
     hello: ExecHello
     epoch: int
-    ledger: Ledger
+    pool: BlockPool
     step: int = 0  # last step planned
     in_flight: deque[InFlight] = field(default_factory=deque)
     early: dict[int, StepResult] = field(default_factory=dict)  # results that came before an older one

@@ -90,15 +90,15 @@ class Forced:
     def look(self) -> bool:
         """Let the scheduler look at its dirty blocks now. True when all are copied."""
         executor = self.executor
-        ledger = executor.ledger
+        pool = executor.pool
         executor.looked_us = -(10**9)
         self._handle(Ticked())
-        return not (ledger.dirty_blocks or ledger.fenced_blocks or self.state.tiers.jobs)
+        return not (pool.dirty_blocks or pool.fenced_blocks or self.state.tiers.jobs)
 
     def evict(self) -> int:
         """Everything that the device holds for nobody is lost. How many blocks it was."""
-        ledger = self.executor.ledger
-        return self._forget(self.executor, [*ledger._cached, *ledger._dirty])
+        pool = self.executor.pool
+        return self._forget(self.executor, [*pool._cached, *pool._dirty])
 
     def _pause(self, executor: Executor, victims: list[Sequence]) -> None:
         if not victims:
@@ -114,26 +114,26 @@ class Forced:
         self._handle(Ticked())  # what the pause has to say goes out
 
     def _see_off(self, executor: Executor) -> None:
-        ledger = executor.ledger
+        pool = executor.pool
         executor.looked_us = -(10**9)  # its dirty blocks are judged at once
-        theirs = {block for block in range(ledger.blocks) if ledger._owner[block][0] in self.away}
-        waiting = [*ledger._dirty, *ledger._copying, *(b for fence in ledger._fences.values() for b in fence)]
+        theirs = {block for block in range(pool.blocks) if pool.owner_of[block][0] in self.away}
+        waiting = [*pool._dirty, *pool._copying, *(b for fence in pool._fences.values() for b in fence)]
         if theirs.intersection(waiting):
             return
-        self._forget(executor, [block for block in ledger._cached if block in theirs])
+        self._forget(executor, [block for block in pool._cached if block in theirs])
         self.away.clear()
         self._slots(executor).shut = False
         self._handle(Ticked())
 
     def _slots(self, executor: Executor) -> Slots:
-        ledger = executor.ledger
-        if not isinstance(ledger._free_slots, Slots):
-            ledger._free_slots = Slots(ledger._free_slots)
-        return ledger._free_slots
+        pool = executor.pool
+        if not isinstance(pool._free_slots, Slots):
+            pool._free_slots = Slots(pool._free_slots)
+        return pool._free_slots
 
     def _forget(self, executor: Executor, blocks: list[int]) -> int:
         for block in blocks:
-            executor.ledger.forget(block)
+            executor.pool.forget(block)
         self.engine.spoil(blocks)
         return len(blocks)
 

@@ -160,7 +160,7 @@ class World:
             self._carry_out(command)
         state = self.scheduler.state
         for executor in state.executors.values():
-            executor.ledger.check()
+            executor.pool.check()
         watched: dict[int, int] = {}
         for at_us, seq in state.due.heap:
             watched[seq] = min(at_us, watched.get(seq, at_us))
@@ -293,10 +293,10 @@ class World:
         assert self.scheduler.idle
         assert not self.scheduler.state.waiting
         for executor in self.scheduler.state.executors.values():
-            ledger = executor.ledger
-            free = ledger.free_blocks + ledger.dirty_blocks
-            assert (free, ledger.free_slots) == (ledger.blocks, ledger.slots)
-            assert (ledger.reserved, ledger.fenced_blocks) == (0, 0)
+            pool = executor.pool
+            free = pool.free_blocks + pool.dirty_blocks
+            assert (free, pool.free_slots) == (pool.blocks, pool.slots)
+            assert (pool.reserved, pool.fenced_blocks) == (0, 0)
             assert not self.engines[executor.hello.executor].slots
         assert not any(self.copies.values())
         if self.side.tier is not None:
@@ -349,8 +349,8 @@ class World:
 
     def _take_copy(self, name: str, copy: KvCopy) -> None:
         waiting = {result.step for result in self.results[name]}
-        ledger, size = self.scheduler.state.executors[name].ledger, self.engines[name].hello.block_tokens
-        valid = {x: ledger.valid_of(x) or size for x in copy.blocks}  # what is written behind that is no harm
+        pool, size = self.scheduler.state.executors[name].pool, self.engines[name].hello.block_tokens
+        valid = {x: pool.valid_tokens.get(x, size) for x in copy.blocks}  # a step may write after that
         steps = {
             step: (named[1], {x for x, at in named[3].items() if at < valid.get(x, 1)}, named[4])
             for step, named in self.unanswered.get(name, {}).items()

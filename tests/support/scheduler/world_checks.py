@@ -20,10 +20,10 @@ from services.scheduler.step_planner import ready_rows
 def memory(world: World) -> None:
     """P1, P2: every hold on a block is an entry of a table, every promise one of a sequence."""
     for executor in world.scheduler.state.executors.values():
-        ledger, running = executor.ledger, executor.running
+        pool, running = executor.pool, executor.running
         held = Counter(block for s in running for block in s.table)
-        assert held == {block: refs for block, refs in enumerate(ledger._refs) if refs}
-        assert ledger.reserved == sum(s.reserved for s in running)
+        assert held == {block: refs for block, refs in enumerate(pool.refs) if refs}
+        assert pool.reserved == sum(s.reserved for s in running)
         assert min((s.reserved for s in running), default=0) >= 0
         assert all(len(set(s.table)) == len(s.table) for s in running), "a block is twice in a table"
 
@@ -93,7 +93,7 @@ def no_idle_window(world: World) -> None:
     depth = {"single": 1, "run_ahead": world.limits.window, "two_batch": 2}[world.limits.overlap]
     for executor in world.scheduler.state.executors.values():
         if executor.holds:
-            assert executor.ledger.copying_blocks, "it waits for nothing"
+            assert executor.pool.copying_blocks, "it waits for nothing"
             assert not executor.in_flight
         elif executor.in_flight and step_planner.in_time(
             world.scheduler.state, executor, len(needy(executor))
@@ -103,7 +103,7 @@ def no_idle_window(world: World) -> None:
             decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
             assert not prompts
             assert all(_wants_block(executor, s) for s in decodes)
-            assert not decodes or executor.ledger.coming_blocks, "rows that wait for blocks of nobody"
+            assert not decodes or executor.pool.coming_blocks, "rows that wait for blocks of nobody"
 
 
 def nobody_forgotten(world: World) -> None:

@@ -65,7 +65,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_tail(prompt_length: int) -> No
     world = World()
     world.add_engine()
     world.ask("a", list(range(20, 20 + prompt_length)), 7, n=3, seed=4)
-    ledger = world.scheduler.state.executors["e1"].ledger
+    pool = world.scheduler.state.executors["e1"].pool
     world.run()
     world.assert_answers("a")
     texts = {tuple(reader.tokens) for reader in world.readers_of("a")}
@@ -74,7 +74,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_tail(prompt_length: int) -> No
     assert sum(copies) == (0 if prompt_length % 4 == 0 else 2)
     prefills = [plan for plan in world.plans if 0 in plan.from_device]
     assert sum(sum(plan.counts) for plan in prefills) == prompt_length  # computed once, not thrice
-    assert ledger.free_blocks == ledger.blocks
+    assert pool.free_blocks == pool.blocks
     world.assert_idle()
 
 

@@ -54,7 +54,7 @@ def share(executor: Executor, sequence: Sequence) -> float:
     """The part of its slots or blocks that the tenant of a sequence has, whichever is more."""
     own = [s for s in executor.running if s.tenant == sequence.tenant]
     blocks = sum(len(s.table) + s.reserved for s in own)
-    return max(len(own) / executor.ledger.slots, blocks / executor.ledger.blocks)
+    return max(len(own) / executor.pool.slots, blocks / executor.pool.blocks)
 
 
 class Machine(RuleBasedStateMachine):

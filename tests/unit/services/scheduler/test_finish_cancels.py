@@ -30,10 +30,10 @@ def held_by_others(world: World) -> bool:
     """True when all that is held belongs to sequences that still run."""
     executor = world.scheduler.state.executors["e1"]
     mine = {block for sequence in executor.running for block in sequence.table}
-    ledger = executor.ledger
+    pool = executor.pool
     names = {sequence.request.asked.request for sequence in executor.running}
-    free = ledger.free_blocks == ledger.blocks - len(mine) and ledger.fenced_blocks == 0
-    return names == {"b"} and free and ledger.free_slots == ledger.slots - len(executor.running)
+    free = pool.free_blocks == pool.blocks - len(mine) and pool.fenced_blocks == 0
+    return names == {"b"} and free and pool.free_slots == pool.slots - len(executor.running)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])

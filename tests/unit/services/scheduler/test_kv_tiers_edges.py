@@ -52,7 +52,7 @@ def test_what_the_last_request_leaves_is_stored_once_it_is_quiet() -> None:
     world.run()
     assert not store.waits(world.scheduler.state)
     assert len(world.tier.l1) == 10
-    assert only(world).ledger.dirty_blocks == 0
+    assert only(world).pool.dirty_blocks == 0
 
 
 def stored(tier: FakeTier | None = None) -> World:
@@ -63,7 +63,7 @@ def stored(tier: FakeTier | None = None) -> World:
     world.tick(store.QUIET_US)
     world.run()
     assert len(world.tier.l1) >= 5
-    only(world).ledger.forget_cache()
+    only(world).pool.forget_cache()
     return world
 
 
@@ -139,10 +139,10 @@ def test_a_sequence_that_is_cancelled_meanwhile_leaves_its_blocks_to_the_copy() 
     world = stored()
     until_loading(world, "second")
     world.handle(Arrived("client", Cancel(tenant="public", request="second")))
-    ledger = only(world).ledger
-    assert ledger.copying_blocks == 5
+    pool = only(world).pool
+    assert pool.copying_blocks == 5
     world.run()
-    assert ledger.copying_blocks == 0
+    assert pool.copying_blocks == 0
     world.assert_idle()
 
 
@@ -195,7 +195,7 @@ def test_no_block_is_given_up_for_a_slow_link_while_its_first_copy_tells_how_slo
     world.ask("first", PROMPT, 2)
     world.run()
     (tier,) = state.tiers.by_host.values()
-    (block,) = executor.ledger.dirty(1)
+    (block,) = executor.pool.to_copy(1)
     job = lookups.fresh(state, executor, tier, [block], [bytes(32)])
     lookups.count(executor, job, 1 << 20)
     assert store._copy_us(state, executor) == 0
@@ -250,9 +250,9 @@ def test_a_dead_tier_is_nobodys_hope() -> None:
 
 def test_another_generation_holds_nothing() -> None:
     world = stored()
-    assert only(world).ledger.write_back
+    assert only(world).pool.write_back
     world.restart_tier()
-    assert not only(world).ledger.clean
+    assert not only(world).pool.clean
     world.ask("second", PROMPT, 2)
     world.run()
     assert cached_tokens(world, "second") == 0
@@ -275,11 +275,11 @@ def test_what_leaves_the_tiers_is_not_copied_there_again() -> None:
     world.run()
     world.tick(store.QUIET_US)
     world.run()
-    ledger, keys = only(world).ledger, list(world.tier.l1)
-    assert len(ledger.clean) == 5
+    pool, keys = only(world).pool, list(world.tier.l1)
+    assert len(pool.clean) == 5
     world.handle(Arrived("kv_offload.k1", KvGone(keys=b"".join(keys))))
-    assert not ledger.clean
-    assert ledger.dirty_blocks == 0
+    assert not pool.clean
+    assert pool.dirty_blocks == 0
     assert not world.scheduler.state.tiers.jobs
 
 

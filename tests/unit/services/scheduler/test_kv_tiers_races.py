@@ -40,7 +40,7 @@ def stored(limits: Limits | None = None) -> World:
     world.tick(200_000)
     world.run()
     assert len(world.tier.l1) == 5
-    only(world).ledger.forget_cache()
+    only(world).pool.forget_cache()
     return world
 
 
@@ -51,7 +51,7 @@ def paused(world: World) -> None:
         assert world.deliver()
     state.now_us = world.now_us
     preemption.pause(state, executor, executor.running[0], "for a test", [executor.running[0]])
-    executor.ledger.forget_cache()
+    executor.pool.forget_cache()
     while world.deliver():
         pass
 
@@ -63,7 +63,7 @@ def test_a_scheduler_that_drains_begins_no_store_that_nobody_needs() -> None:
     world.run()
     world.tick(200_000)
     world.run()
-    assert only(world).ledger.dirty_blocks == 5
+    assert only(world).pool.dirty_blocks == 5
     assert "KvReserve" not in world.tier.counts
     assert world.scheduler.idle
 
@@ -78,7 +78,7 @@ def test_what_came_from_an_old_arena_is_not_in_the_new_one() -> None:
     assert world.deliver_copy()
     (sequence,) = only(world).running
     assert sequence.cached_tokens == 20
-    assert not only(world).ledger.clean
+    assert not only(world).pool.clean
     world.run()
     world.assert_answers("second")
 
@@ -111,9 +111,9 @@ def test_a_tail_that_is_long_in_being_copied_holds_up_nobody() -> None:
     (sequence,) = executor.running
     state.now_us = world.now_us
     preemption.pause(state, executor, sequence, "for a test", [sequence])
-    tail = executor.ledger.find(sequence.tail.key)
+    tail = executor.pool.block_of.get(sequence.tail.key)
     assert tail is not None
-    executor.ledger.begin_copy([tail])  # and nothing comes back
+    executor.pool.begin_copy([tail])  # and nothing comes back
     world.ask("second", PROMPT[::-1], 2)
     for _ in range(2 * lookups.MOST_WAIT_US // 10_000):
         world.tick(10_000)
@@ -145,7 +145,7 @@ def test_rows_that_want_a_block_of_the_smallest_engine_get_it() -> None:
     world.scheduler.state.reuse_pm = 0  # nothing is copied that nobody needs
     world.ask("first", [5] * 6, 3)
     world.run()
-    assert only(world).ledger.dirty_blocks == 2
+    assert only(world).pool.dirty_blocks == 2
     world.ask("second", [6] * 6, 14)
     world.run()
     world.assert_answers("second")
@@ -166,9 +166,9 @@ def test_a_load_does_not_write_what_a_fork_still_reads() -> None:
     leader.stop_ids = frozenset(range(1_000))
     assert world.deliver()  # the leader ends, the plan with the copy is sent
     assert executor.forked_step == executor.step
-    assert not executor.ledger._refs[source]
-    executor.ledger._empty.remove(source)
-    executor.ledger._empty.append(source)  # the next to be given out
+    assert not executor.pool.refs[source]
+    executor.pool._empty.remove(source)
+    executor.pool._empty.append(source)  # the next to be given out
     world.ask("second", PROMPT, 2)
     while not world.copies["e1"]:
         assert world.deliver_tier()
@@ -311,7 +311,7 @@ def test_a_tier_without_room_is_not_asked_over_and_over_for_those_who_run() -> N
         assert world.deliver_tier() or world.deliver("e1")
     executor = only(world)
     executor.growth_pm = 1_000
-    executor.ledger.reserve(executor.ledger.free_blocks - 2)  # others are promised the rest
+    executor.pool.reserve(executor.pool.free_blocks - 2)  # others are promised the rest
     world.tier.no_room = True
     asked_us = world.now_us
     for _ in range(10):

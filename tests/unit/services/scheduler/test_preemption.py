@@ -132,7 +132,7 @@ def three_at_once(policy: Policy) -> tuple[World, int, int]:
         assert policy.kv == "on_demand" or not any(
             s.pinned or s.spared_until_us for s in state.sequences.values()
         )
-        executor.ledger.check()
+        executor.pool.check()
     for name in asked:
         world.assert_answers(name)
     world.assert_idle()
@@ -174,9 +174,9 @@ def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
     start, found = admission._start, list[int]()
 
     def watched(state: State, offer: admission.Offer, unit: Unit) -> None:
-        ledger, short = offer.executor.ledger, headroom.needy(offer.executor)
+        pool, short = offer.executor.pool, headroom.needy(offer.executor)
         start(state, offer, unit)
-        assert len(short) <= ledger.free_blocks - ledger.reserved
+        assert len(short) <= pool.unreserved_blocks
         found.append(len(short))
 
     monkeypatch.setattr(admission, "_start", watched)

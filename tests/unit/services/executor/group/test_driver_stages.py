@@ -29,7 +29,7 @@ from support.executor.tiny_models import save_tiny
 
 from services.executor.cpu.engine import build
 from services.executor.engine import Pending
-from services.executor.group.driver import Failed, PipelineBackend, Sampled, build_group
+from services.executor.group.driver import Failed, GroupBackend, Sampled, build_group
 from services.executor.parallel.ranks import Solo
 from services.executor.sampling.logits_processors import load_processors
 from shared.errors import EngineError, SetupError
@@ -55,27 +55,26 @@ def watched(folder: Path) -> Iterator[Watched]:
 
 
 @pytest.fixture
-def group(watched: Watched) -> PipelineBackend:
+def group(watched: Watched) -> GroupBackend:
     watched.group.reset()
-    assert isinstance(watched.group, PipelineBackend)
     return watched.group
 
 
-def test_what_stages_choose_is_what_one_rank_chooses(group: PipelineBackend, folder: Path) -> None:
+def test_what_stages_choose_is_what_one_rank_chooses(group: GroupBackend, folder: Path) -> None:
     alone = build(options(folder, processors=load_processors(PLUGINS)))
     assert life(PlanMaker(group)) == life(PlanMaker(alone))
     group.reset()
     assert life(PlanMaker(group, seed=5)) == life(PlanMaker(alone, seed=6))
 
 
-def test_the_facts_are_those_of_all(group: PipelineBackend, folder: Path) -> None:
+def test_the_facts_are_those_of_all(group: GroupBackend, folder: Path) -> None:
     alone = build(options(folder)).info
     assert group.info.bytes_per_block == alone.bytes_per_block
     assert (group.info.blocks, group.info.vocab, group.info.stages) == (80, alone.vocab, 3)
     assert group.info.fingerprint != alone.fingerprint
 
 
-def test_steps_are_under_way_in_several_stages(group: PipelineBackend, folder: Path, tmp_path: Path) -> None:
+def test_steps_are_under_way_in_several_stages(group: GroupBackend, folder: Path, tmp_path: Path) -> None:
     """The tokens of the first wait for a file that comes when the others have been given away."""
     found = []
     for engine in (group, build(options(folder))):
@@ -92,7 +91,7 @@ def test_steps_are_under_way_in_several_stages(group: PipelineBackend, folder: P
     assert found[0] == found[1]
 
 
-def test_a_chunk_without_a_sample_goes_through_all_stages(group: PipelineBackend) -> None:
+def test_a_chunk_without_a_sample_goes_through_all_stages(group: GroupBackend) -> None:
     maker = PlanMaker(group)
     maker.open(0, PROMPT, GREEDY)
     firsts = [group.forward(maker.plan([Row(0, 5 * i, 5)])) for i in range(3)]
@@ -103,7 +102,7 @@ def test_a_chunk_without_a_sample_goes_through_all_stages(group: PipelineBackend
     assert list(whole.prefill({1: len(PROMPT)}).ids) == list(cut)
 
 
-def test_a_plan_that_every_stage_refuses_costs_a_step(group: PipelineBackend, watched: Watched) -> None:
+def test_a_plan_that_every_stage_refuses_costs_a_step(group: GroupBackend, watched: Watched) -> None:
     maker = PlanMaker(group)
     maker.open(0, PROMPT, GREEDY)
     first = maker.prefill({0: len(PROMPT)}).ids[0]
@@ -116,7 +115,7 @@ def test_a_plan_that_every_stage_refuses_costs_a_step(group: PipelineBackend, wa
     assert watched.lost.empty()
 
 
-def test_blocks_of_all_stages_go_down_and_come_back(group: PipelineBackend) -> None:
+def test_blocks_of_all_stages_go_down_and_come_back(group: GroupBackend) -> None:
     go_down_and_come_back(group)
 
 
@@ -133,7 +132,7 @@ def test_what_the_last_stage_cannot_sample_fails_on_the_leader(folder: Path) -> 
         piece_bytes = 1
 
     played: Any = Played()
-    pipeline = PipelineBackend(played, played, Solo())
+    pipeline = GroupBackend(played, played, Solo(), pipeline=True)
     with pytest.raises(EngineError, match="KeyError: 7"):
         pipeline.sample(Pending(plan=plan(3)))
     assert told == [Failed(3)]

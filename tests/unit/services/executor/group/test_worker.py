@@ -33,7 +33,7 @@ from services.executor.group.driver import (
     Took,
     for_followers,
 )
-from services.executor.group.worker import CopyThread, Follower, LastStage, follow, serve
+from services.executor.group.worker import CopyThread, Follower, SampleThread, follow, serve
 from services.executor.parallel.ranks import meeting
 from shared.errors import EngineError
 from shared.messages import Ints, Sampling, SlotOpen, StepPlan, ints
@@ -114,7 +114,8 @@ def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
 
     engine: Any = Samples()
     engine.refuses = {5}
-    last = LastStage(engine, lambda order: None, said.put, lambda: entered.append("here"), stages=2)
+    sampler = SampleThread(engine, said.put, lambda: entered.append("here"), stages=2)
+    last = Follower(engine, lambda order: None, sampler)
     for order in (plan(3), plan(4), plan(5), Failed(5), Took(3, ints([3]), ints([0])), plan(6)):
         last.obey(order)
     found = [said.get(timeout=WITHIN_S) for _ in range(3)]

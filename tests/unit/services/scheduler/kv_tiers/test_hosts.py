@@ -84,7 +84,7 @@ def test_a_tier_whose_clock_went_back_serves_when_the_one_before_is_missed() -> 
     assert owner(world) == "k1"
     world.handle(TierLost("k1"))
     assert owner(world) == "k2"
-    assert world.scheduler.state.executors["e1"].ledger.write_back
+    assert world.scheduler.state.executors["e1"].pool.write_back
     world.handle(TierLost("k2"))
     assert (owner(world), world.scheduler.state.tiers.beside) == ("", {})
 

@@ -72,11 +72,11 @@ def test_what_was_shared_stays_shared_and_cycles_close() -> None:
 
 
 def test_instances_come_back_without_their_constructor() -> None:
-    ledger = busy().scheduler.state.executors["e1"].ledger
-    made = again(ledger)
-    assert type(made) is type(ledger)
-    assert freeze(made) == freeze(ledger)
-    assert made is not ledger
+    pool = busy().scheduler.state.executors["e1"].pool
+    made = again(pool)
+    assert type(made) is type(pool)
+    assert freeze(made) == freeze(pool)
+    assert made is not pool
 
 
 def test_enums_functions_errors_and_records_come_back() -> None:

@@ -1,4 +1,4 @@
-"""The ledger against a model of lists and scans: any order of admissions, hits, growth, forks, copy jobs,
+"""The block pool against a model of lists and scans: any order of admissions, hits, growth, forks, copy jobs,
 ends, acknowledgements early and late, and failed steps. `HYPOTHESIS_PROFILE=soak` runs many more."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.state.block_pool import Ledger
+from services.scheduler.state.block_pool import BlockPool
 
 pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
@@ -66,7 +66,7 @@ class Model:
         return [block for block in found[:end] if block is not None]
 
     def given_out(self, block: int) -> None:
-        """The ledger gave out `block`: it had to be an empty one, or else the first in order."""
+        """The pool gave out `block`: it had to be an empty one, or else the first in order."""
         empty = set(self.order) - set(self.cached())
         assert block in empty if empty else block == self.order[0]
         self.order.remove(block)
@@ -95,12 +95,12 @@ class Model:
         self.slots = {slot: last for slot, last in self.slots.items() if last > step}
 
 
-class LedgerAgainstModel(RuleBasedStateMachine):
+class PoolAgainstModel(RuleBasedStateMachine):
     """Drives both and compares every answer."""
 
     @initialize(blocks=st.integers(1, 12), slots=st.integers(2, 5))
     def start(self, blocks: int, slots: int) -> None:
-        self.ledger = Ledger(blocks=blocks, slots=slots, block_tokens=4)
+        self.pool = BlockPool(blocks=blocks, slots=slots, block_tokens=4)
         self.model = Model(list(range(blocks)))
         self.step = 0
         self.evicted = 0
@@ -115,20 +115,19 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 
     def admit(self, path: bytes, more: int) -> Holder | None:
         """A sequence that is promised what it will need beyond its prefix hit, if that fits."""
-        model, ledger = self.model, self.ledger
-        hits = ledger.match([key_of(path[: i + 1]) for i in range(len(path))])
+        model, pool = self.model, self.pool
+        hits = pool.match([key_of(path[: i + 1]) for i in range(len(path))])
         assert hits == model.match(path)
         taken = len(set(hits) & set(model.order))
-        assert ledger.free_taken_by(hits) == taken
+        assert pool.free_taken_by(hits) == taken
         promise = len(path) - len(hits) + more
-        room = len(model.order) - model.promised() - taken
-        slots = ledger.slots - len(self.sequences()) - len(model.slots)
-        assert ledger.can_admit(promise, 1, taken) == (room >= promise and slots >= 1)
-        if not ledger.can_admit(promise, 1, taken):
+        room = len(model.order) - model.promised()
+        assert pool.unreserved_blocks == room
+        if promise > room - taken or not pool.free_slots:
             return None
-        ledger.adopt(hits)
-        ledger.reserve(promise)
-        slot = ledger.take_slot()
+        pool.adopt(hits)
+        pool.reserve(promise)
+        slot = pool.take_slot()
         assert slot not in [holder.slot for holder in model.holders]
         assert slot not in model.slots
         holder = Holder(slot, promise=promise, path=path, named=len(hits))
@@ -158,16 +157,17 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 
     def grow(self, holder: Holder, blocks: int) -> None:
         for _ in range(min(blocks, holder.promise)):
-            self.taken(holder, self.ledger.allocate())
+            (block,) = self.pool.allocate(1)
+            self.taken(holder, block)
             holder.promise -= 1
 
     @precondition(lambda self: self.sequences())
     @rule(data=st.data())
     def grow_on_demand(self, data: st.DataObject) -> None:
         room = len(self.model.order) > self.model.promised()
-        block = self.ledger.try_allocate()
-        assert (block is not None) == room
-        if block is not None:
+        found = self.pool.try_allocate()
+        assert (found is not None) == room
+        for block in found or ():
             self.taken(data.draw(st.sampled_from(self.sequences())), block)
 
     @precondition(lambda self: any(s.named < min(len(s.table), len(s.path)) for s in self.sequences()))
@@ -180,7 +180,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         for at in range(holder.named, min(len(holder.table), len(holder.path), holder.named + blocks)):
             block, path = holder.table[at], holder.path[: at + 1]
             first = self.model.find(path) in (None, block)
-            assert self.ledger.register(block, key_of(path)) == first
+            self.pool.register([block], [key_of(path)])
+            assert (self.pool.key_of[block] == key_of(path)) == first
             if first:
                 self.model.keys[block] = key_of(path)
             holder.named = at + 1
@@ -191,7 +192,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         """A copy job holds one cached block, unless the block has been promised."""
         block = data.draw(st.sampled_from(sorted(self.model.keys)))
         if block not in self.model.order or len(self.model.order) > self.model.promised():
-            self.ledger.adopt([block])
+            self.pool.adopt([block])
             self.model.holders.append(Holder())
             self.model.hold(self.model.holders[-1], block)
 
@@ -202,7 +203,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         leader, follower = data.draw(st.permutations(self.sequences()))[:2]
         if not follower.table:
             for block in leader.table[:blocks]:
-                self.ledger.share(block)
+                self.pool.adopt([block])
                 self.model.hold(follower, block)
             follower.path, follower.named = leader.path, min(len(follower.table), leader.named)
 
@@ -225,65 +226,65 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         self.prefill((holder.path + turn)[:6], False)
 
     def let_go(self, holder: Holder, last_step: int) -> None:
-        self.ledger.unreserve(holder.promise)
-        self.ledger.release(holder.table, [holder.slot] if holder.slot >= 0 else [], last_step)
+        self.pool.unreserve(holder.promise)
+        self.pool.release(holder.table, [holder.slot] if holder.slot >= 0 else [], last_step)
         self.model.drop(holder, last_step)
 
     @precondition(lambda self: self.model.acked < self.step)
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
         step = data.draw(st.integers(self.model.acked + 1, self.step))
-        self.ledger.acknowledge(step)
+        self.pool.acknowledge(step)
         self.model.acknowledge(step)
 
     @rule(ago=st.integers(0, 3))
     def acknowledge_again(self, ago: int) -> None:
-        self.ledger.acknowledge(max(self.model.acked - ago, 0))
+        self.pool.acknowledge(max(self.model.acked - ago, 0))
 
     @precondition(lambda self: self.model.keys)
     @rule(dice=st.integers(1, 8))
     def forget(self, dice: int) -> None:
         """A step failed. Not too often, or nothing would stay cached."""
         if dice == 8:
-            self.ledger.forget_cache()
+            self.pool.forget_cache()
             self.model.keys.clear()
 
     @rule(path=PATHS)
     def look_up(self, path: bytes) -> None:
-        assert self.ledger.find(key_of(path)) == self.model.find(path)
-        assert (self.ledger.find(key_of(path)) is None) == (self.model.find(path) is None)
+        assert self.pool.block_of.get(key_of(path)) == self.model.find(path)
+        assert (self.pool.block_of.get(key_of(path)) is None) == (self.model.find(path) is None)
 
     @invariant()
     def agrees(self) -> None:
-        ledger, model = self.ledger, self.model
-        ledger.check()
-        assert ledger.acked_step == model.acked
-        assert ledger.reserved == model.promised()
-        assert ledger.free_blocks == len(model.order)
-        assert ledger.cached_blocks == len(model.cached())
-        assert ledger.held_blocks == len(model.held())
-        assert ledger.fenced_blocks == len(model.fenced)
-        assert ledger.free_slots == ledger.slots - len(self.sequences()) - len(model.slots)
-        assert ledger.fenced_slots == len(model.slots)
-        assert ledger.evicted == self.evicted
+        pool, model = self.pool, self.model
+        pool.check()
+        assert pool.acked_step == model.acked
+        assert pool.reserved == model.promised()
+        assert pool.free_blocks == len(model.order)
+        assert pool.cached_blocks == len(model.cached())
+        assert pool.held_blocks == len(model.held())
+        assert pool.fenced_blocks == len(model.fenced)
+        assert pool.free_slots == pool.slots - len(self.sequences()) - len(model.slots)
+        assert pool.fenced_slots == len(model.slots)
+        assert pool.evicted == self.evicted
 
     def teardown(self) -> None:
         """When all have ended every block is free, and comes out in the order of the model."""
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "pool"):
             return
         for holder in list(self.model.holders):
             self.let_go(holder, self.step)
-        self.ledger.acknowledge(self.step)
+        self.pool.acknowledge(self.step)
         self.model.acknowledge(self.step)
         self.agrees()
-        assert self.ledger.free_blocks == self.ledger.blocks
+        assert self.pool.free_blocks == self.pool.blocks
         last = Holder()
-        while (block := self.ledger.try_allocate()) is not None:
+        for block in self.pool.try_allocate(self.pool.blocks) or ():
             self.taken(last, block)
-        assert sorted(last.table) == list(range(self.ledger.blocks))
+        assert sorted(last.table) == list(range(self.pool.blocks))
 
 
-TestLedgerAgainstModel = LedgerAgainstModel.TestCase
-TestLedgerAgainstModel.settings = settings(
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestPoolAgainstModel.settings = settings(
     max_examples=max(200, settings.default.max_examples), stateful_step_count=60
 )

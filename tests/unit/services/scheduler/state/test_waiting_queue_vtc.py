@@ -119,11 +119,11 @@ def test_a_rejected_request_holds_nothing() -> None:
     for name in ("runs", "waits"):
         world.ask(name, [5, 6], 9)
     state = world.scheduler.state
-    ledger = state.executors["e1"].ledger
+    pool = state.executors["e1"].pool
 
     def held() -> tuple[object, ...]:
         return (set(state.requests), set(state.sequences), len(state.waiting), state.waiting.held_tokens,
-                list(state.due.heap), ledger.free_blocks, ledger.reserved, ledger.free_slots,
+                list(state.due.heap), pool.free_blocks, pool.reserved, pool.free_slots,
                 dict(state.waiting.served.counters), state.next_seq)  # fmt: skip
 
     before = held()
