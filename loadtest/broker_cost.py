@@ -1,6 +1,6 @@
 """What the broker costs: the same engine over a MemoryBus in one process, and over a nats-server in five.
 
-    python -m loadtest.broker_cost --out docs/benchmarks/broker_cost.json
+    python -m loadtest.broker_cost --out broker_cost.json
 
 Both are up all the time and are loaded in turn; the order changes with each pair, both get the same requests
 (a closed loop), and no prompt comes twice. In one process the client shares a GIL with five services: that

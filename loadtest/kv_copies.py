@@ -1,8 +1,8 @@
 """How fast KV blocks go between an engine's cache and the host's arena, and what that does to the step
 that computes beside it. Through the copy lane that executors use, without messages.
 
-    python -m loadtest.kv_copies --device cpu --out docs/benchmarks/kv_copies_cpu.json
-    python -m loadtest.kv_copies --device cuda --out docs/benchmarks/kv_copies_h200.json
+    python -m loadtest.kv_copies --device cpu --out kv_copies_cpu.json
+    python -m loadtest.kv_copies --device cuda --out kv_copies_h200.json
 
 On a GPU also: what pinning an arena costs, and one call of the driver a piece against one a block
 (loadtest.kv_copies_gpu).

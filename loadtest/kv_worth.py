@@ -1,7 +1,7 @@
 """Are KV tiers worth it? On the real model, with real processes.
 
-python -m loadtest.kv_worth chats --out docs/benchmarks    chats that come back; prompts that do not
-python -m loadtest.kv_worth curve --out docs/benchmarks    bring back or compute again, by length
+python -m loadtest.kv_worth chats --out out    chats that come back; prompts that do not
+python -m loadtest.kv_worth curve --out out    bring back or compute again, by length
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ real_<name>.md and .json with --out.
     python -m loadtest.real_modes grid          auto against single and run_ahead over NATS
     python -m loadtest.real_modes batching      mixed, prefill_first, decode_first and static, real model
     python -m loadtest.real_modes second_turn   a conversation's second turn against the same prompt cold
-    python -m loadtest.real_modes all --out docs/benchmarks
+    python -m loadtest.real_modes all --out out
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Many slow SSE streams at once through the gateway, against the simulated engine: none lost, none mixed.
 
-    python -m loadtest.sse_streams --streams 1000 --minutes 5 --slow 20 --out docs/benchmarks/sse_streams.json
+    python -m loadtest.sse_streams --streams 1000 --minutes 5 --slow 20 --out sse_streams.json
 
 Every stream has a seed that another one has, too: the two texts must be equal, and their chunks carry their
 own id. Some clients take nothing: the others must not notice. The gateway's memory is sampled from /proc.

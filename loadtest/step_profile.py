@@ -1,6 +1,6 @@
 """Where the time of a step goes: the real model over the real pipeline, 32 streams in a closed loop.
 
-    python -m loadtest.step_profile --out docs/benchmarks/step_profile.json
+    python -m loadtest.step_profile --out step_profile.json
 
 The services are processes on their own nats-server. An observer, one more subscriber, reads the plans
 and results that pass between scheduler and executor. A step's busy time runs from the plan's being

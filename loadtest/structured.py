@@ -1,6 +1,6 @@
 """Structured output on a real engine: does every answer validate, and what does it cost?
 
-    python -m loadtest.structured --runs 200 --seconds 30 --out docs/benchmarks/structured.json
+    python -m loadtest.structured --runs 200 --seconds 30 --out structured.json
 
 200 answers over 20 schemas, each checked with jsonschema; one that `max_tokens` cuts short is a failure. Then
 JSON and free text take turns at the same concurrency: tokens a second of each, and the ratio of each round.

@@ -1,6 +1,6 @@
 """The arms of the recompute tax as the real model is served, in the virtual world: many draws of the lengths.
 
-python -m loadtest.tax_draws --draws 6 --out docs/benchmarks
+python -m loadtest.tax_draws --draws 6 --out out
 
 What the machine's drift hides when arms are served one after the other, and what one draw shows by chance, is
 told here: the scheduler and kv_offload are the real ones, steps take what they took on two cores (below).

@@ -1,6 +1,6 @@
 """The arms of the recompute tax as work of the engine: recorded while served, then replayed in turn.
 
-python -m loadtest.tax_replay --pools 380 --rounds 4 --out docs/benchmarks
+python -m loadtest.tax_replay --pools 380 --rounds 4 --out out
 """
 
 from __future__ import annotations

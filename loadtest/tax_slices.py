@@ -1,6 +1,6 @@
 """The arms of the recompute tax as they are served, in slices of time that take turns.
 
-python -m loadtest.tax_slices --pools 380 --only swap tiered --rounds 8 --out docs/benchmarks
+python -m loadtest.tax_slices --pools 380 --only swap tiered --rounds 8 --out out
 """
 
 from __future__ import annotations

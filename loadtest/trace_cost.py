@@ -1,6 +1,6 @@
 """What tracing costs: throughput with every request traced against none, in alternating pairs.
 
-    python -m loadtest.trace_cost --out docs/benchmarks/trace_cost.json
+    python -m loadtest.trace_cost --out trace_cost.json
 
 Two pipelines of the same services run side by side, each on its own nats-server: one sends its spans to a
 collector, a third process. They are loaded in turn, and the order changes with each pair. The engine is

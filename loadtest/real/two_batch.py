@@ -60,7 +60,7 @@ async def run(size: Size, command: str) -> Report:
         f"Two batches in turn, {size.rows} rows",
         "SmolLM2-135M-Instruct (or the simulated engine with its step times) behind five processes and a "
         f"nats-server; tokens a second while all rows decode, median (least…most) of {size.rounds} rounds in "
-        "turn. `in_turn` and `wait` are logits processors (docs/processors.md).",
+        "turn. `in_turn` and `wait` are logits processors (docs/design/processors.md).",
         command,
         ["rows on the host", "single tok/s", "two_batch tok/s", "two_batch / single", "auto / single",
          "auto took", "step ms single", "step ms half", "idle % single", "idle % two_batch"],
