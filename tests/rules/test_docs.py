@@ -60,6 +60,18 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_pages_that_others_name_exist() -> None:
+    """Code, the changelog, compose and its configuration."""
+    others = [
+        ROOT / "CHANGELOG.md",
+        ROOT / "compose.yaml",
+        *(ROOT / "docker").rglob("*.yml"),
+        *(s.path for s in product()),
+    ]
+    named = {name for other in others for name in re.findall(r"(?<![\w/])docs/[\w/-]+\.md", other.read_text())}
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_pages_that_are_read_first_are_short(name: str) -> None:
     assert (DOCS / name).read_text().count("\n") <= MOST_LINES[name]
