@@ -68,7 +68,9 @@ def test_pages_that_others_name_exist() -> None:
         *(ROOT / "docker").rglob("*.yml"),
         *(s.path for s in product()),
     ]
-    named = {name for other in others for name in re.findall(r"(?<![\w/])docs/[\w/-]+\.md", other.read_text())}
+    named = {
+        name for other in others for name in re.findall(r"(?<![\w/])docs/[\w/-]+\.md", other.read_text())
+    }
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
