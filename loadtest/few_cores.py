@@ -3,7 +3,7 @@
 Each case is measured with the default number of threads and with each fixed one; `headrace up` is started
 anew every time, so that its start is in the figures, too.
 
-    python -m loadtest.few_cores --out docs/benchmarks/few_cores.json           (root, for the quotas)
+    python -m loadtest.few_cores --out few_cores.json           (root, for the quotas)
 
 On a machine with nothing else to do. What it prints last is the table; `goals` says what is to hold:
 the default reaches 0.9 of the best fixed number in each case, a third of alone beside one busy process, and

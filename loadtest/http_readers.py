@@ -1,6 +1,6 @@
 """What readers over HTTP see beside readers over NATS: the gaps between tokens, and the gateways' CPU time.
 
-    python -m loadtest.http_readers --streams 256 --gateways 1,2 --out docs/benchmarks/http_readers.json
+    python -m loadtest.http_readers --streams 256 --gateways 1,2 --out http_readers.json
 
 One `headrace up` for each number of gateways, on the simulated engine or by the flags behind `--`. Readers of
 both kinds take turns, each time in a process of `headrace bench`, and all streams begin at once. Everything

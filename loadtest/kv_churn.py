@@ -1,6 +1,6 @@
 """Does kv_offload give back what it lends, and keep what is pinned? Its real shell with LMCache's memory.
 
-    python -m loadtest.kv_churn --out docs/benchmarks/kv_churn.json
+    python -m loadtest.kv_churn --out kv_churn.json
 
 Ten thousand cycles in random order: lookups, loads that are released, cancelled or left to their deadlines,
 stores that are committed, in part, not at all or too late, and schedulers that die in between. Then an

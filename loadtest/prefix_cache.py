@@ -1,6 +1,6 @@
 """What the prefix cache finds in real conversations: a public trace, replayed through the block pool.
 
-    python -m loadtest.prefix_cache conversation_trace.jsonl --out docs/benchmarks/prefix_cache.json
+    python -m loadtest.prefix_cache conversation_trace.jsonl --out prefix_cache.json
 
 The trace is Mooncake's (kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0): 12,031 requests whose
 prompts are given as ids of 512-token blocks, where an id stands for its block and all before it. Requests

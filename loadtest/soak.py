@@ -1,6 +1,6 @@
 """Thousands of requests while clients cancel, vanish and err, and (second part) services die.
 
-    python -m loadtest.soak --requests 10000 --out docs/benchmarks/soak.json
+    python -m loadtest.soak --requests 10000 --out soak.json
 
 Part one, *steady*: no service dies; the memory of every process is sampled, its slope after warm-up is
 the result. Part two, *faults*: every few seconds a service or the server is killed or stopped. In both

@@ -1,7 +1,7 @@
 """What a step costs when the broker is in the loop: SimExecutor over a real nats-server against the
 same engine and scheduler without any bus, in turn, in one run.
 
-    python -m loadtest.step_overhead --out docs/benchmarks/step_overhead.json
+    python -m loadtest.step_overhead --out step_overhead.json
 
 The step period is the time between the starts of successive steps that carry every row, as the
 executor stamps them. `excess` is how much longer the median period is than in the paired run

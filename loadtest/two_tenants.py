@@ -1,6 +1,6 @@
 """What a tenant feels of another one: its time to the first token, alone and under each load of the other.
 
-    python -m loadtest.two_tenants --out docs/benchmarks/two_tenants.json
+    python -m loadtest.two_tenants --out two_tenants.json
     python -m loadtest.two_tenants --loads flood,unread --count 100
 
 A fresh `headrace up` with the simulated engine for each load. Tenant b asks over HTTP, one request at a time.

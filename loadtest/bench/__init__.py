@@ -1,4 +1,4 @@
-"""The load client: NATS and any OpenAI HTTP server, measured by one program (docs/bench.md).
+"""The load client: NATS and any OpenAI HTTP server, measured by one program (docs/guides/load_test.md).
 
 arrivals.py   when requests are sent           workloads.py, chats.py, replay.py   what is asked
 drive.py      open and closed loop             over_nats.py, over_http.py          how it is sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,12 +34,17 @@ def write(result: Result, path: Path) -> None:
     path.write_text(text.replace('"runs": []', f'"runs": [\n{runs}\n ]') + "\n")
 
 
+def text_of(path: Path) -> str:
+    """The text of a result, also of a committed one, which is compressed (`.gz`). Raises OSError."""
+    return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+
+
 def read(path: Path) -> Result:
     """Raises BadRequest."""
     try:
-        result = json.loads(path.read_text())
+        result = json.loads(text_of(path))
     except OSError as error:
-        raise BadRequest(f"{path} cannot be read: {error.strerror}") from None
+        raise BadRequest(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise BadRequest(f"{path} is not JSON: {error}") from None
     if not isinstance(result, dict) or result.get("headrace_bench") != FORMAT:

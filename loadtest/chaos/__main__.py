@@ -1,6 +1,6 @@
 """The chaos matrix: every service killed, stopped for 10 s and for 40 s, and some pairs, under load.
 
-    python -m loadtest.chaos --out docs/benchmarks/chaos.json
+    python -m loadtest.chaos --out chaos.json
     python -m loadtest.chaos --faults kill --victims scheduler scheduler+detokenizer
     python -m loadtest.chaos --requests 48 --limit-s 600 --victims executor -- --backend torch --dtype f32
 

@@ -1,4 +1,4 @@
-"""How near an engine's logits are to those of float32, and its perplexity on a text (docs/eval.md).
+"""How near an engine's logits are to float32's, and its perplexity on a text (docs/guides/accuracy.md).
 
 text.py         a text as windows of tokens, and which of them are scored
 engines.py      the engines to compare: settings, each with changes of its own

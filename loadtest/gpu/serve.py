@@ -1,7 +1,7 @@
 """The whole engine: services as processes over a nats-server, clients that read streams, an 8B model of
 random weights on the GPU.
 
-    python -m loadtest.gpu.serve --out docs/benchmarks/gpu_serve_h200.json
+    python -m loadtest.gpu.serve --out gpu_serve_h200.json
 """
 
 from __future__ import annotations

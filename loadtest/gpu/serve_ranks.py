@@ -1,6 +1,6 @@
 """Prompts through the whole engine on several GPUs, their steps whole and, where it decides so, in halves.
 
-    python -m loadtest.gpu.serve_ranks --ranks 2 --out docs/benchmarks/gpu_serve_ranks2_h200.json
+    python -m loadtest.gpu.serve_ranks --ranks 2 --out gpu_serve_ranks2_h200.json
 
 Two fleets of processes on the same GPUs, loaded in turn: `--overlap auto/off` and `auto/auto`.
 """

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from loadtest.bench.document import text_of
 from loadtest.real.served import Served
 from services.launcher.commands.trace import find
 
@@ -70,7 +71,7 @@ def picture(turn: dict[str, Any], path: Path) -> None:
 
 def main(found: Path, out: Path) -> None:
     """Draw turn 2 of the run."""
-    turns = json.loads(found.read_text())["multi_turn"]["auto"]["steps_of_turns"]
+    turns = json.loads(text_of(found))["multi_turn"]["auto"]["steps_of_turns"]
     picture(turns[1], out)
 
 

@@ -1,4 +1,4 @@
-"""Other servers beside this one, on the same weights, by the same client, in one run (docs/peers.md).
+"""Other servers beside this one: same weights, same client, one run (docs/benchmarks/peers.md).
 
 smollm2.toml   how each is started, and in smollm2_settings.toml what else it was tried with
 export.py      the weights of a GGUF file for servers that read folders

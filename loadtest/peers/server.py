@@ -46,7 +46,7 @@ class Peer:
         for path in filter(None, made.get("LD_PRELOAD", "").split(":")):
             if not Path(path).is_file():
                 raise SetupError(
-                    f"{self.name} preloads {path}, which is not there: docs/peers.md has where from"
+                    f"{self.name} preloads {path}, which does not exist: see docs/benchmarks/peers.md"
                 )
         return made
 

@@ -6,7 +6,7 @@ its readers there (1,024 tokens in, 256 out; steps of up to 1,024 tokens).
 The virtual machine is a little quicker or slower than the real one: vLLM's times are scaled by what the
 closed loop of 64 gives here, against the 4,837 tokens/s that it gave there. On a real one, the same load:
 
-    python -m loadtest.gpu.serve --parts defaults --out docs/benchmarks/gpu_defaults_h200.json
+    python -m loadtest.gpu.serve --parts defaults --out gpu_defaults_h200.json
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A wrong type or range is a 400 that names the field, and so is a field that nobody here knows (a
 misspelt wish must not be dropped in silence) and a known one whose wish cannot be met yet. The limits
-here are listed in docs/limits.md.
+here are listed in docs/reference/limits.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What docs/kv-tiers.md says of bursts, small: the whole is `python -m loadtest.kv_churn`."""
+"""What docs/design/kv_tiers.md says of bursts, small: the whole is `python -m loadtest.kv_churn`."""
 
 from __future__ import annotations
 

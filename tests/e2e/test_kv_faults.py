@@ -252,7 +252,7 @@ async def until_hit(house: House, traffic: Traffic, watch: TierWatch) -> float:
 
 
 def report(fault: str, house: House, run: Run, l1_s: list[float], times_s: tuple[float, float]) -> None:
-    """The figures of docs/faults.md."""
+    """The figures of docs/guides/faults.md."""
     calm, cold = house.runs["calm"], house.runs["cold"]
     l1_ms = [median(of or [0.0]) * 1000 for of in (l1_s, house.watch.l1_s)]
     print(

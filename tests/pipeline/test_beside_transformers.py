@@ -24,7 +24,7 @@ CHATS = [[USER], [SYSTEM, USER], [SYSTEM, USER, ANSWER, {"role": "user", "conten
 TEXTS = ["The quick brown fox", "  naïve\n\n日本語 1234", "<|im_start|>user\n<s>x</s>", " "]
 
 
-# Of a GGUF we put a space before each piece of a SentencePiece text, as llama.cpp does (docs/semantics.md)
+# A GGUF gets a space before each piece of a SentencePiece text, as in llama.cpp (docs/design/semantics.md)
 FORMS = [
     (family, form)
     for family in FAMILIES

@@ -1,4 +1,4 @@
-"""docs/limits.md says what the code holds: each constant it names has the number it gives."""
+"""docs/reference/limits.md says what the code holds: each constant it names has the number it gives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "limits.md"
 ROWS = [
     (most.strip(), held.strip().strip("`"))
     for _, most, held, _ in re.findall(r"^\|([^|]+)\|([^|]+)\|([^|]+)\|([^|]+)\|$", PAGE.read_text(), re.M)

@@ -1,4 +1,4 @@
-"""docs/semantics.md: each of its lines names a test that exists, or says that it is a difference."""
+"""docs/design/semantics.md: each of its lines names a test that exists, or says that it is a difference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-PAGE = (TESTS.parent / "docs" / "semantics.md").read_text()
+PAGE = (TESTS.parent / "docs" / "design" / "semantics.md").read_text()
 LINES = [
     re.split(r"(?<!\\)\|", line)[1:-1]
     for line in PAGE.splitlines()

@@ -4,7 +4,7 @@
     of experts           copies between GPUs, which hold none, where these map each other's memory: a grouped
                          product has a program for each processor, and runs twice as long where one must wait
 
-Measured on four H200 (docs/benchmarks/multi-gpu.md): 8,192 tokens of a dense 8B 1.17 x with NCCL; of experts
+Measured on four H200 (docs/benchmarks/multi_gpu.md): 8,192 tokens of a dense 8B 1.17 x with NCCL; of experts
 1.02 x with NCCL, 1.12 x with copies.
 """
 

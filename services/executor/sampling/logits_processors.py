@@ -1,4 +1,4 @@
-"""Logits processors are the extension point for custom sampling. See docs/processors.md.
+"""Logits processors are the extension point for custom sampling. See docs/design/processors.md.
 
 A processor is a class of yours, loaded by name at start and built for each sequence that asks for it. It
 sees a row of logits on the host before penalties, bias and sampling. Rows with one are *host-fed*: they are
@@ -80,7 +80,7 @@ def _load(name: str, target: str) -> MakeProcessor:
     if not callable(found) or (isinstance(found, type) and not callable(getattr(found, "process", None))):
         raise SetupError(
             f"logits_processors: {name}={target} is no logits processor: a class with a method `process` is "
-            "expected; see docs/processors.md"
+            "expected; see docs/design/processors.md"
         )
     make: MakeProcessor = found
     return make

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.bench.document import text_of
 from loadtest.prefix_cache import POOLS, compact, keys_of, load, replay
 
 pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
 ROOT = Path(__file__).parents[3]
 TRACE = ROOT / "tests" / "data" / "mooncake_conversation.txt.gz"
+RESULT = ROOT / "loadtest" / "results" / "prefix_cache" / "prefix_cache.json.gz"
 SAMPLE = ROOT / "tests" / "data" / "mooncake_conversation_150.jsonl"
 
 
@@ -54,7 +56,7 @@ def test_hits_are_those_of_a_dict(
     found, evicted = hits_of_a_dict(requests, pool_blocks)
     assert result.hits == found
     assert result.evicted == evicted
-    report = json.loads((ROOT / "docs" / "benchmarks" / "prefix_cache.json").read_text())
+    report = json.loads(text_of(RESULT))
     (row,) = [row for row in report["pools"] if row["pool_blocks"] == pool_blocks]
     assert (row["hit_blocks"], row["evicted_blocks"]) == (sum(found), evicted)
 

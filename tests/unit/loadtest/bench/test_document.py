@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import io
 import json
 import re
@@ -52,6 +53,9 @@ def test_a_result_is_what_was_written(tmp_path: Path) -> None:
     result, path = made("one"), tmp_path / "one.json"
     document.write(result, path)
     assert document.read(path) == result == json.loads(path.read_text())
+    compressed = tmp_path / "result.json.gz"
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    assert document.read(compressed) == result
     assert {"commit", "date", "machine", "versions", "configuration", "server"} <= result.keys()
     assert result["versions"]["numpy"]
     assert result["machine"]["cores"] >= 1

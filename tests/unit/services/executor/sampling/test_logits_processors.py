@@ -85,7 +85,8 @@ def test_what_cannot_be_loaded_stops_the_executor_and_says_how_to_mend_it(target
     with pytest.raises(SetupError, match=rf"^logits_processors: bad={target} {why}") as caught:
         load_processors(f"bad={target}")
     assert (
-        "take it out of the setting" in caught.value.message or "docs/processors.md" in caught.value.message
+        "take it out of the setting" in caught.value.message
+        or "docs/design/processors.md" in caught.value.message
     )
 
 
@@ -123,7 +124,7 @@ def test_wait_refuses_what_is_no_time(ms: object) -> None:
 
 
 def test_the_example_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[5] / "docs" / "processors.md").read_text()
+    page = (Path(__file__).parents[5] / "docs" / "design" / "processors.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     (setting,) = re.findall(r"HEADRACE_LOGITS_PROCESSORS=(\S+)", page)
     (tmp_path / "my_processors.py").write_text(code)
