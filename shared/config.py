@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
@@ -192,6 +192,35 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, environment, file: no dotenv files, no secrets folder."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+_METAVARS = {  # where the last word of the name is not clear
+    "port": "PORT",
+    "http": "HOST:PORT",
+    "http_keys": "FILE",
+    "tenant_classes": "FILE",
+    "drain_timeout_s": "SECONDS",
+    "request_timeout_s": "SECONDS",
+    "max_context": "TOKENS",
+    "sim": "TIMES",
+    "l1": "MIB",
+    "l2": "URL",
+    "window": "STEPS",
+    "policy": "KIND=NAME,...",
+    "slo": "CLASS=MS/MS/MS,...",
+    "event_log": "FILE",
+    "logits_processors": "NAME=MODULE:CLASS,...",
+    "max_waiting": "REQUESTS",
+}
+
+
+def metavar(name: str) -> str:
+    """What a setting takes, as `--help` shows it: its alternatives where they are few, else a word."""
+    kind = Settings.model_fields[name].annotation
+    if 0 < len(alternatives := get_args(kind)) <= 4:
+        return f"{{{','.join(alternatives)}}}"
+    word = name.rpartition("_")[2]
+    return _METAVARS.get(name) or ("N" if kind is int and word == name else word.upper())
 
 
 @dataclass(frozen=True, slots=True)

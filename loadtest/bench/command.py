@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from loadtest.bench.record import Record
 from loadtest.bench.run import Bench
 from loadtest.bench.servers import server
 from loadtest.sim.plots import need_matplotlib
+from services.launcher.console import fail
 from shared.errors import HeadraceError, SetupError
 
 
@@ -35,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _plot(given)
     except HeadraceError as error:
-        print(f"error {error.code} {error.type}: {error.message}", file=sys.stderr)
-        return 1
+        return fail(error)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from loadtest.eval.engines import Arm
 from loadtest.eval.text import TEXT, read_windows
+from services.launcher.console import fail
 from shared.config import load
 from shared.errors import BadRequest, HeadraceError
 from shared.vocab.files import resolve
@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _evaluate(given)
     except HeadraceError as error:
-        print(f"error {error.code} {error.type}: {error.message}", file=sys.stderr)
-        return 1
+        return fail(error)
     return 0
 
 

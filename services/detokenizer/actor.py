@@ -108,7 +108,9 @@ class DetokenizerActor(Actor):
         self._run(self._core.upkeep(self._port.clock.now_us(), self._lives))
 
     def facts(self) -> Facts:
-        return Facts(model=self._model, load=tuple(self._core.load().items()))
+        load = self._core.load()
+        counts = {name: load[name] for name in ("frames", "tokens")}
+        return Facts(model=self._model, load=tuple(load.items()), counts=counts)
 
     @property
     def readings(self) -> Readings:

@@ -171,7 +171,8 @@ class ExecutorActor(Actor):
         model = "" if info is None else info.model
         generation = self._arenas.generation if self._arenas is not None else 0
         scheduler = self._scheduler.removeprefix("scheduler.") if self._welcomed else ""
-        return Facts(model=model, load=load, arena_generation=generation, scheduler=scheduler)
+        counts = {"steps": self._steps, "failed_steps": self._failed_steps}
+        return Facts(model=model, load=load, arena_generation=generation, scheduler=scheduler, counts=counts)
 
     @property
     def readings(self) -> Readings:

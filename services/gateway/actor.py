@@ -96,7 +96,7 @@ class GatewayActor(Actor):
         if self._desk is None:
             return Facts()
         load = (("http_port", self._http.address[1]), ("active", self._desk.meter.active))
-        return Facts(load=load)
+        return Facts(load=load, counts={"requests": self._desk.meter.requests})
 
     @property
     def readings(self) -> Readings:

@@ -108,9 +108,10 @@ class KvOffloadActor(Actor):
         state = self._core.state
         if not state.l1.capacity_bytes:
             return Facts()
-        arena = state.l1.arena
+        arena, figures = state.l1.arena, state.figures
         return Facts(
             load=load(state),
+            counts={"lookups": figures.lookups, "hits": figures.hits_l1 + figures.hits_l2},
             arena=arena.name,
             arena_generation=arena.generation,
             tiers=tiers(state),

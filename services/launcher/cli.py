@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from services.launcher import console
@@ -17,8 +18,14 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130
-_ALL_SETTINGS = ("up", "serve", "config", "doctor")  # verbs with a flag for every setting
-_CLIENT_SETTINGS = ("nats_url", "fleet", "cache_dir", "model", "model_name")
+_FLEET = ("nats_url", "fleet", "cache_dir")  # to find it
+_ASKING = (*_FLEET, "model", "model_name", "request_timeout_s")
+# The flags of each command, as settings; for all others an environment or a file may have values, too.
+_SETTINGS = {
+    "chat": _ASKING, "request": _ASKING, "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
+    "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
+}  # fmt: skip
+_EVERY_SETTING = ("up", "serve", "config")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,13 +70,15 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headrace", description="An LLM inference server made of actors over NATS."
     )
+    versions = _versions() if verb == "--version" else ""
+    parser.add_argument("--version", action="version", version=versions, help="of Headrace, Python and torch")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
-        if name == verb and name not in ("pull", "replay", "health", "bench", "eval", "version"):
-            _add_setting_flags(sub, everything=name in _ALL_SETTINGS, several_models=name == "up")
+        if name == verb and (name in _EVERY_SETTING or name in _SETTINGS):
+            _add_setting_flags(sub, _SETTINGS.get(name), several_models=name == "up")
         return sub
 
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
@@ -85,23 +94,13 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     request.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
     pull = add("pull", "fetch a model into the cache", _pull)
     pull.add_argument("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
-    pull.add_argument("--config", type=Path, help="TOML file with settings")
-    pull.add_argument("--cache-dir", help="where models are kept")
-    status = add("status", "what the services say about themselves", _status)
-    status.add_argument("--json", action="store_true", help="everything, as JSON")
-    kv = add("kv", "what the KV tiers hold, and what they are good for", _kv)
-    kv.add_argument("--json", action="store_true", help="everything, as JSON")
-    trace = add("trace", "where the time of one request went", _trace)
-    trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
-    trace.add_argument("--json", action="store_true", help="the data, with the steps of its time")
-    trace.add_argument(
-        "--overlap", dest="lanes", action="store_true", help="some of its steps, as lanes of A and B"
-    )
-    trace.add_argument("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
+    pull.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    pull.add_argument("--cache-dir", metavar="DIR", help="where models are kept")
+    _add_views(add)
     record = add("record", "write the event log of a running scheduler to a file", _record)
     record.add_argument("out", type=Path, help="the file, a new one")
     record.add_argument("--seconds", type=float, help="how long; default: until Ctrl-C")
-    record.add_argument("--scheduler", default="", help="its id, where there are several")
+    record.add_argument("--scheduler", default="", metavar="ID", help="its id, where there are several")
     replay = add("replay", "recompute a scheduler's event log and compare", _replay)
     replay.add_argument("log", type=Path, help="what `event_log` or `headrace record` wrote")
     replay.add_argument("--policy", metavar="KIND=NAME,...", help="simulate the log with another policy")
@@ -134,32 +133,61 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         sub.set_defaults(program=name)
     serve = add("serve", "run one service in the foreground", _serve)
     serve.add_argument("kind", help="gateway, tokenizer, scheduler, executor, kv_offload or detokenizer")
-    add("version", "print the version", _version)
+    add("version", "print the versions of Headrace, Python and torch", _version)
     return parser
 
 
+def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
+    """What runs, and what has run."""
+    from pathlib import Path
+
+    status = add("status", "problems, and a line for each service", _status)
+    status.add_argument(
+        "service",
+        nargs="?",
+        default="",
+        metavar="SERVICE",
+        help="all facts of a kind, an id, or its beginning",
+    )
+    status.add_argument("--json", action="store_true", help="everything, as JSON")
+    top = add("top", "`status`, again and again", _top)
+    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
+    top.add_argument(
+        "--count", type=int, default=0, metavar="N", help="so many times; default: until q or Ctrl-C"
+    )
+    kv = add("kv", "what the KV tiers hold, and what they are good for", _kv)
+    kv.add_argument("--json", action="store_true", help="everything, as JSON")
+    trace = add("trace", "where the time of one request went", _trace)
+    trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
+    trace.add_argument("--json", action="store_true", help="the data, with the steps of its time")
+    trace.add_argument(
+        "--overlap", dest="lanes", action="store_true", help="some of its steps, as lanes of A and B"
+    )
+    trace.add_argument("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
+
+
 def _add_setting_flags(
-    parser: argparse.ArgumentParser, *, everything: bool, several_models: bool = False
+    parser: argparse.ArgumentParser, names: Sequence[str] | None, *, several_models: bool = False
 ) -> None:
+    """Flags for these settings, None for every one."""
     import argparse
     from pathlib import Path
 
-    from shared.config import PREFIX, Settings
+    from shared.config import PREFIX, Settings, metavar
 
     group = parser.add_argument_group("settings", "also as variables and in a TOML file, see --config")
     group.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
-    for name, field in Settings.model_fields.items():
-        if not everything and name not in _CLIENT_SETTINGS:
-            continue
+    for name in names or Settings.model_fields:
+        field = Settings.model_fields[name]
         flag, text = f"--{name.replace('_', '-')}", f"{field.description} [{PREFIX}{name.upper()}]"
         text = text.replace("%", "%%")
         if field.annotation is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif name == "model" and several_models:
             text = text.replace("model to serve", "model to serve, may be repeated")
-            group.add_argument(flag, dest=name, metavar="X", action="append", default=[], help=text)
+            group.add_argument(flag, dest=name, metavar=metavar(name), action="append", default=[], help=text)
         else:
-            group.add_argument(flag, dest=name, metavar="X", help=text)
+            group.add_argument(flag, dest=name, metavar=metavar(name), help=text)
 
 
 def _load(given: argparse.Namespace) -> Loaded:
@@ -211,7 +239,15 @@ def _status(given: argparse.Namespace) -> None:
     from services.launcher.session import find_target
 
     loaded = _load(given)
-    _run(status(find_target(loaded), loaded.settings.fleet, as_json=given.json))
+    _run(status(find_target(loaded), loaded.settings.fleet, given.service, as_json=given.json))
+
+
+def _top(given: argparse.Namespace) -> None:
+    from services.launcher.commands.status import top
+    from services.launcher.session import find_target
+
+    loaded = _load(given)
+    _run(top(find_target(loaded), loaded.settings.fleet, given.interval, given.count))
 
 
 def _kv(given: argparse.Namespace) -> None:
@@ -311,12 +347,18 @@ def _serve(given: argparse.Namespace) -> int:
 
 
 def _version(_: argparse.Namespace) -> None:
-    from importlib.metadata import PackageNotFoundError, version
+    print(_versions())
 
-    try:
-        print(f"headrace {version('headrace')}")
-    except PackageNotFoundError:
-        print("headrace, from a source tree that is not installed")
+
+def _versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+    from platform import python_version
+
+    found = {"headrace": "from a source tree that is not installed", "Python": python_version()}
+    for package in ("headrace", "torch"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return ", ".join(f"{name} {which}" for name, which in found.items())
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ def bold(text: str) -> str:
     return paint(text, _BOLD, sys.stdout)
 
 
+def red(text: str) -> str:
+    """For stdout."""
+    return paint(text, _RED, sys.stdout)
+
+
 def dim(text: str) -> str:
     """For stdout."""
     return paint(text, _DIM, sys.stdout)
@@ -58,10 +63,14 @@ def hush(stream: TextIO) -> None:
 
 
 def fail(error: HeadraceError) -> int:
-    """Tell an error on stderr; the exit status."""
-    head = paint("error", _RED, sys.stderr)
-    _print(f"{head} {error.code} {error.type}: {error.message}", sys.stderr)
+    """An error on stderr; the exit status."""
+    _print(f"{paint('error', _RED, sys.stderr)} ({kind_of(error)}): {error.message}", sys.stderr)
     return 1
+
+
+def kind_of(error: HeadraceError) -> str:
+    """The kind of an error in words: the code is for programs."""
+    return error.type.removesuffix("_error").replace("_", " ")
 
 
 class ServiceLines:

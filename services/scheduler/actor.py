@@ -105,14 +105,15 @@ class SchedulerActor(Actor):
             self._recorder.upkeep(self._port.clock.now_us())
 
     def facts(self) -> Facts:
-        return Facts(model=self._model, load=status.load(self._core.state))
+        state = self._core.state
+        return Facts(model=self._model, load=status.load(state), counts=status.counts(state))
 
     @property
     def readings(self) -> Readings:
         return status.readings(self._core.state)
 
     def status(self) -> dict[str, object]:
-        return status.status(self._core.state)
+        return {"model": self._model, **status.status(self._core.state)}
 
     async def drain(self) -> None:
         self._handle(DrainAsked())

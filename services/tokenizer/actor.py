@@ -136,10 +136,9 @@ class TokenizerActor(Actor):
                 task.result()  # a tick that failed fails the actor, as a message would have
 
     def facts(self) -> Facts:
-        known = self._model.max_context
-        return Facts(
-            model=self._name, load=(("context", self._context()), ("model_context", known), (STANDS_BY, 1))
-        )
+        load = (("context", self._context()), ("model_context", self._model.max_context), (STANDS_BY, 1))
+        counts = {"requests": self._core.requests, "prompt_tokens": self._core.prompt_tokens}
+        return Facts(model=self._name, load=load, counts=counts)
 
     @property
     def readings(self) -> Readings:

@@ -17,7 +17,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, ParamSpec
@@ -34,7 +34,7 @@ from shared.nats.interface import Bus, BusFault, Delivery
 from shared.replies import to_json
 from shared.telemetry import tracer as tracing
 from shared.telemetry.metrics import MeterSink, from_env, scrape_point
-from shared.telemetry.readings import Reading, Readings, process_readings
+from shared.telemetry.readings import Reading, Readings, Recent, process_readings
 from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.actor")
@@ -53,7 +53,8 @@ Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
 
 @dataclass(slots=True)
 class Facts:
-    """What an actor's beat says about it beyond its name and state."""
+    """What a heartbeat carries beyond the actor's name and state. `counts` are not sent: `headrace status`
+    shows how they changed within the last seconds."""
 
     model: str = ""
     load: tuple[tuple[str, int], ...] = ()
@@ -62,6 +63,7 @@ class Facts:
     tiers: tuple[str, ...] = ()
     rates: tuple[int, ...] = ()
     scheduler: str = ""
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 class Actor:
@@ -138,6 +140,7 @@ class Runtime:
     _early: list[Callable[[], None]] | None = field(init=False, default_factory=list)
     _upkeep_us: int = field(init=False, default=0)
     _deaf: bool = field(init=False, default=False)
+    _recent: Recent = field(init=False, default_factory=Recent)
 
     def __post_init__(self) -> None:
         source = f"{self.actor.kind}.{self.actor_id}"
@@ -200,7 +203,8 @@ class Runtime:
         """Say that this actor lives."""
         if self.on_beat is not None:
             self.on_beat("deaf" if self._deaf and self.state == "ready" else self.state)
-        facts = Facts() if self._early is not None or self.failure is not None else self.actor.facts()
+        facts = self._facts()
+        self._recent.sample(self.clock.now_us(), facts.counts)
         beat = Beat(
             kind=self.actor.kind,
             actor=self.actor_id,
@@ -286,8 +290,17 @@ class Runtime:
 
     def _on_status(self, delivery: Delivery) -> None:
         if access.answerable(self.bus, delivery):
-            about = {**identity(self.port), "state": self.state, "wire_errors": self.port.wire_errors}
+            about = {
+                **identity(self.port),
+                "state": self.state,
+                "age_s": (self.clock.wall_us() - self.port.epoch) // 1_000_000,
+                "wire_errors": self.port.wire_errors,
+                "last_10_s": self._recent.change(self.clock.now_us(), self._facts().counts),
+            }
             self.bus.publish(delivery.reply, to_json({**about, **self._status()}))
+
+    def _facts(self) -> Facts:
+        return Facts() if self._early is not None or self.failure is not None else self.actor.facts()
 
     def _status(self) -> dict[str, object]:
         return {} if self._early is not None or self.failure is not None else self.actor.status()

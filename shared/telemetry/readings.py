@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 Attributes = tuple[tuple[str, str], ...]
+
+WINDOW_US = 10_000_000
+SAMPLE_US = 900_000  # just less than a heartbeat interval of a second
 
 _STARTED_S = time.time()  # when this was imported: at the process's start
 
@@ -37,6 +41,30 @@ class Spread:
 
 
 Readings = Sequence[Reading | Spread]
+
+
+class Recent:
+    """How counts have changed within the last WINDOW_US, from a sample at each heartbeat."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, Mapping[str, int]]] = deque()
+
+    def sample(self, now_us: int, counts: Mapping[str, int]) -> None:
+        """Keep the counts of now, unless the last sample is younger than SAMPLE_US."""
+        samples = self._samples
+        if not counts or (samples and now_us - samples[-1][0] < SAMPLE_US):
+            return
+        samples.append((now_us, counts))
+        while len(samples) > 1 and samples[1][0] <= now_us - WINDOW_US:
+            samples.popleft()
+
+    def change(self, now_us: int, counts: Mapping[str, int]) -> dict[str, float]:
+        """What was added to each count within the last `seconds`; empty before the first sample."""
+        if not self._samples:
+            return {}
+        since_us, before = self._samples[0]
+        grown = {name: count - before.get(name, 0) for name, count in counts.items()}
+        return {"seconds": round((now_us - since_us) / 1e6, 1), **grown}
 
 
 def process_readings() -> Iterator[Reading]:

@@ -204,7 +204,7 @@ async def test_over_the_payload_limit(up: Up, nc: Nats) -> None:
         await nc.publish(SUBJECT, bytes(nc.max_payload + 1))
     said = await asyncio.to_thread(up.run, "request", "-", stdin=json.dumps({"prompt": "a" * 8_400_000}))
     assert said.returncode == 1
-    assert "error 413 payload_too_large" in said.stderr
+    assert "error (payload too large)" in said.stderr
     assert "send less, or raise max_payload" in said.stderr
     await assert_well(up, nc, pids)
 

@@ -57,12 +57,12 @@ def test_a_streamed_request_prints_the_same_text_in_frames(up: Up) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ('{"prompt": "x", "model": "nobody"}', "error 404 model_not_found"),
-        ('{"prompt": "x", "temperature": 9}', "error 400 invalid_request_error"),
-        ("{}", "error 400 invalid_request_error"),
+        ('{"prompt": "x", "model": "nobody"}', "error (model not found): "),
+        ('{"prompt": "x", "temperature": 9}', "error (invalid request): "),
+        ("{}", "error (invalid request): "),
     ],
 )
-def test_errors_go_to_stderr_with_their_code(up: Up, body: str, said: str) -> None:
+def test_errors_go_to_stderr_with_their_kind(up: Up, body: str, said: str) -> None:
     done = up.run("request", body)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(said), done.stderr
@@ -85,12 +85,44 @@ def test_status_names_every_service(up: Up) -> None:
     services = status_of(up)
     assert set(services) == {"tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"}
     assert {s["state"] for s in services.values()} == {"ready"}
-    table = up.run("status").stdout.splitlines()
-    assert [line.split(".")[0] for line in table[1:] if not line.startswith(" ")] == [
+    head, *table = up.run("status").stdout.splitlines()
+    assert head == f"fleet default at {up.nats_url}, {MODEL}: no problems"
+    assert [line.split(".")[0] for line in table if " ready " in line] == [
         "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer",
     ]  # fmt: skip
     other = up.run("status", "--fleet", "other")
-    assert other.stderr.startswith("error 503 unavailable: ")
+    assert other.stderr.startswith("error (unavailable): ")
+
+
+def test_status_of_one_service_has_every_fact(up: Up) -> None:
+    asked = f"executor.{status_of(up)['executor']['id']}"
+    facts = dict(line.split(maxsplit=1) for line in up.run("status", asked).stdout.splitlines()[1:])
+    answer = json.loads(up.run("status", "exec", "--json").stdout)["services"][0]
+    assert (facts["kind"], facts["model"]) == ("executor", MODEL)
+    assert set(answer) - {"last_10_s"} <= set(facts)
+    assert "last_10_s.steps" in facts
+    unknown = up.run("status", "gpu")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert unknown.stderr.startswith(
+        "error (invalid request): there is no service 'gpu' in fleet default: choose"
+    )
+
+
+def test_the_last_seconds_have_the_tokens_of_a_request(up: Up) -> None:
+    before = status_of(up)["scheduler"]["measured"]["tokens"]["generated"]
+    assert up.run("request", '{"prompt": "Hello", "max_tokens": 200}').returncode == 0
+    scheduler = status_of(up)["scheduler"]
+    assert scheduler["measured"]["tokens"]["generated"] - before == 200
+    assert scheduler["last_10_s"]["generated"] >= 200
+
+
+def test_top_is_the_same_table_again(up: Up) -> None:
+    done = up.run("top", "--count", "2", "--interval", "0.6")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (
+        re.findall(r"^(fleet default) .*: no problems$", done.stdout, re.MULTILINE) == ["fleet default"] * 2
+    )
+    assert len(re.findall(r"^scheduler\.\w+ +ready ", done.stdout, re.MULTILINE)) == 2
 
 
 def test_doctor_is_content(up: Up) -> None:
@@ -154,3 +186,18 @@ def test_a_conversation_with_a_stopped_answer(up: Up, chat: Terminal) -> None:
     assert_idle(up)
     chat.type("\x04")
     assert chat.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("key", ["q", "\x03"])
+def test_top_on_a_terminal_ends_with_a_key_and_gives_the_screen_back(up: Up, key: str) -> None:
+    terminal = Terminal(up, "top", "--interval", "0.6")
+    try:
+        terminal.read_until(r"\x1b\[\?1049h")  # the second screen
+        for _ in range(2):
+            terminal.read_until(r"(?s:every 0\.6 s.*?fleet default .*?: no problems)")
+            terminal.read_until(r"detokenizer\.\w+  ready ")
+        terminal.type(key)
+        terminal.read_until(r"\x1b\[\?1049l")
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.close()

@@ -258,7 +258,7 @@ def test_the_trace_command(up: Up, tmp_path: Path) -> None:
 def test_the_trace_command_says_what_is_wrong(up: Up, tmp_path: Path) -> None:
     unknown = up.run("trace", "never-asked")
     assert unknown.returncode == 1
-    assert "error 404 request_not_found: no request 'never-asked' is running" in unknown.stderr
+    assert "error (request not found): no request 'never-asked' is running" in unknown.stderr
     nobody = up.run("trace", "r", "--nats-url", "nats://127.0.0.1:9")
     assert nobody.returncode == 1
     assert "no connection to the nats-server" in nobody.stderr

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from services.launcher.console import dim
+from services.launcher.console import dim, kind_of
 from services.launcher.session import Target, connected
 from shared.client import Client
 from shared.errors import BadRequest, HeadraceError
@@ -92,7 +92,7 @@ def _answer(loop: LoopThread, chat: Chat, line: str) -> None:
     except KeyboardInterrupt:
         print(dim("[stopped]"))
     except HeadraceError as error:
-        print(f"error {error.code}: {error.message}")
+        print(f"error ({kind_of(error)}): {error.message}")
 
 
 class LoopThread:

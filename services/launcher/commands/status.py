@@ -1,111 +1,138 @@
-"""`headrace status` and `headrace kv` print what the services say about themselves, asked over NATS.
+"""`headrace status`, `top` and `kv` ask the services for their state over NATS, and print it.
 
-`status` shows every service, `kv` what each KV tier holds, what it was good for, and how well its use was
-predicted. Pages are the addresses at which Prometheus reads the processes of `headrace up`.
+`status` and `top` print the lines of overview.py; `kv` prints what each KV tier holds, what it was good for,
+and how well its use was predicted. Pages are the addresses at which Prometheus reads the processes of `up`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import json
+import os
+import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import termios
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 
-from services.launcher.console import has_colour
+from services.launcher import console
+from services.launcher.commands.overview import ANSWER_S, Facts, Fleet, every_fact, lines, percent, size
+from services.launcher.serve import KINDS
 from services.launcher.session import Target, connected
 from shared.client import ask_all
-from shared.errors import Unavailable
+from shared.errors import BadRequest, HeadraceError, Unavailable
 from shared.nats import access, subjects
+from shared.nats.interface import Bus
 from shared.processes import http_url
 from shared.telemetry.metrics import PATH, reserve
 from shared.telemetry.otel import PROMETHEUS_HOST, PROMETHEUS_PORT, prometheus_address
 
-WAIT_S = 0.5  # answers come within milliseconds; a service busy with a start may take longer
-_ORDER = ("gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
-_IDENTITY = ("kind", "id", "state", "epoch", "fleet")
-
-Facts = dict[str, Any]
 NOBODY = (
     "no kv_offload runs in this fleet: what device memory loses is computed again.",
     "`headrace up` starts one; elsewhere run `headrace serve kv_offload` on each host with an executor",
 )
 OFF = "off: nothing is kept below device memory. Start it with --l1 auto, or a size in MiB"
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-async def status(target: Target, fleet: str, *, as_json: bool) -> None:
-    """Print the services of `fleet`. Raises Unavailable when there are none."""
-    services = await services_of(target, fleet)
+async def status(target: Target, fleet: str, wanted: str = "", *, as_json: bool) -> None:
+    """Print the services of `fleet`, or every fact of those whose kind or id begins with `wanted`. Raises
+    Unavailable when no service answers, BadRequest when none is called so."""
+    found = Fleet(fleet, access.shown(target.nats_url), await services_of(target, fleet))
+    chosen = found.find(wanted)
+    if not chosen:
+        names = ", ".join(found.name_of(s["kind"], s["id"]) for s in found.services)
+        raise BadRequest(f"there is no service {wanted!r} in fleet {fleet}: choose one of {names}, or a kind")
     if as_json:
-        print(
-            json.dumps(
-                {"nats_url": access.shown(target.nats_url), "fleet": fleet, "services": services}, indent=2
-            )
-        )
+        print(json.dumps({"nats_url": found.nats_url, "fleet": fleet, "services": chosen}, indent=2))
+    elif wanted:
+        print("\n\n".join("\n".join(every_fact(found, service)) for service in chosen))
     else:
-        _print_table([("service", "state", "details"), *(row for s in services for row in _rows(s))])
+        print("\n".join(lines(found, _width())))
 
 
-async def services_of(target: Target, fleet: str) -> list[dict[str, Any]]:
-    """What each service of `fleet` says, in the order of the pipeline. Raises Unavailable when none does."""
+async def services_of(target: Target, fleet: str) -> list[Facts]:
+    """The answers of the services of `fleet` in the order of the pipeline. Raises Unavailable without any."""
     async with connected(target.nats_url) as bus:
-        answers = await ask_all(bus, subjects.STATUS, WAIT_S)
-    services = sorted((a for a in answers if a.get("fleet") == fleet), key=_place)
+        return await _answers(bus, fleet)
+
+
+async def _answers(bus: Bus, fleet: str) -> list[Facts]:
+    answers = await ask_all(bus, subjects.STATUS, ANSWER_S)
+    services = sorted((a for a in answers if a.get("fleet") == fleet), key=_order)
     if not services:
         fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
         raise Unavailable(f"no service of fleet {fleet!r} answers; there are: {fleets or 'none'}")
     return services
 
 
-def details(answer: dict[str, Any]) -> list[str]:
-    """What a service adds to its identity: one line of `name value` pairs, and one for each member of a
-    group, such as the executors of a scheduler."""
-    plain, groups = [], []
-    for name, value in answer.items():
-        if name in _IDENTITY:
-            continue
-        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
-            groups += [f"{name} {member}: {_pairs(facts)}" for member, facts in value.items()]
-        else:
-            plain.append((name, value))
-    return [_pairs(dict(plain)), *groups]
-
-
-def _pairs(facts: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {_text(value)}" for name, value in facts.items())
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list) and value and not isinstance(value[0], dict | list):
-        return ",".join(map(str, value))
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _place(answer: dict[str, Any]) -> tuple[int, str]:
+def _order(answer: Facts) -> tuple[int, str]:
     kind = str(answer.get("kind"))
-    return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), f"{kind}.{answer.get('id')}")
+    return (KINDS.index(kind) if kind in KINDS else len(KINDS), f"{kind}.{answer.get('id')}")
 
 
-def _rows(answer: dict[str, Any]) -> list[tuple[str, str, str]]:
-    first, *more = details(answer)
-    head = (f"{answer.get('kind')}.{answer.get('id')}", str(answer.get("state")), first)
-    return [head, *(("", "", f"  {line}") for line in more)]
+def _width() -> int:
+    """Columns of the terminal; 0 where there is none."""
+    return shutil.get_terminal_size().columns if console.is_terminal(sys.stdout) else 0
 
 
-def _print_table(rows: list[tuple[str, str, str]]) -> None:
-    if has_colour(sys.stdout):
-        from rich.console import Console
-        from rich.table import Table
+async def top(target: Target, fleet: str, interval_s: float, count: int) -> None:
+    """The table of `status` each `interval_s` until Ctrl-C or `count` times; on a terminal each in place of
+    the last one, and `q` ends it. Raises Unavailable when no service answers the first time; later the fleet
+    may come back."""
+    ended = asyncio.Event()
+    async with connected(target.nats_url) as bus:
+        url, services = access.shown(target.nats_url), await _answers(bus, fleet)
+        with _screen(ended) as show, contextlib.suppress(asyncio.CancelledError):  # Ctrl-C ends it well
+            text = lines(Fleet(fleet, url, services), _width())
+            for turn in itertools.count(1):
+                show(
+                    [
+                        console.dim(f"{datetime.now():%H:%M:%S}, every {interval_s:g} s; q or Ctrl-C ends"),
+                        *text,
+                    ]
+                )
+                if turn == count or await _set_within(ended, interval_s - ANSWER_S):
+                    return
+                try:
+                    text = lines(Fleet(fleet, url, await _answers(bus, fleet)), _width())
+                except HeadraceError as error:
+                    text = [f"{error.message}; trying again"]
 
-        table = Table(*rows[0], box=None, header_style="bold")
-        for row in rows[1:]:
-            table.add_row(*row)
-        Console().print(table)
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), max(seconds, 0))
+    return event.is_set()
+
+
+@contextlib.contextmanager
+def _screen(ended: asyncio.Event) -> Iterator[Callable[[list[str]], None]]:
+    """A function that shows lines: on a terminal in place of the last ones, else below. `q` sets `ended`."""
+    if not (console.is_terminal(sys.stdout) and sys.stdin.isatty()):
+        yield lambda text: print("\n".join(text), end="\n\n", flush=True)
         return
-    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-    for service, state, rest in rows:
-        print(f"{service:<{widths[0]}}  {state:<{widths[1]}}  {rest}".rstrip())
+    from rich.live import Live
+    from rich.text import Text
+
+    loop, keyboard = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def on_key() -> None:
+        if b"q" in os.read(keyboard, 64):
+            ended.set()
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, on_key)
+    try:
+        with Live(screen=True, auto_refresh=False) as live:
+            yield lambda text: live.update(Text.from_ansi("\n".join(text), no_wrap=True), refresh=True)
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 async def kv(target: Target, fleet: str, *, as_json: bool) -> None:
@@ -221,23 +248,9 @@ def _link_line(executor: str, facts: Facts) -> str:
 # ---- figures ------------------------------------------------------------------------------------
 
 
-def size(count: float) -> str:
-    """Bytes, with three digits."""
-    for unit in _UNITS[:-1]:
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} {_UNITS[-1]}"
-
-
 def rate(bytes_per_s: float) -> str:
     """Bytes a second; 0 is one that nobody has measured."""
     return f"{size(bytes_per_s)}/s" if bytes_per_s else "not measured"
-
-
-def percent(part: float, whole: float) -> str:
-    """A share; a dash of nothing."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def _share(l1: Facts) -> str:

@@ -7,7 +7,9 @@ there.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
+from itertools import islice
 
 from services.scheduler import model_kinds
 from services.scheduler.recompute_cost import Recompute
@@ -38,12 +40,28 @@ TIER_COUNTERS = {  # of the meter, and the unit of each
     "tier_rests": "{rest}",
 }
 _US, _PER_MILLE = 1e6, 1e3
+LAST_STEPS = 256  # of an executor, for the median of its step time
 
 
 def load(state: State) -> tuple[tuple[str, int], ...]:
     """Numbers for the beat."""
     running = sum(len(e.running) for e in state.executors.values())
     return (("requests", len(state.requests)), ("running", running), ("waiting", len(state.waiting)))
+
+
+def counts(state: State) -> dict[str, int]:
+    """For `headrace status`, which shows how they changed within the last seconds."""
+    meter = state.meter
+    return {
+        "waiting": len(state.waiting),
+        "refused_429": meter.rejected.get(429, 0),
+        "refused_503": meter.rejected.get(503, 0),
+        "prefilled": meter.prefill_tokens,
+        "generated": meter.generated_tokens,
+        "prefix_lookups": meter.prefix_lookup_tokens,
+        "prefix_hits": meter.prefix_hit_tokens,
+        "preemptions": meter.preemptions,
+    }
 
 
 def status(state: State) -> dict[str, object]:
@@ -55,7 +73,7 @@ def status(state: State) -> dict[str, object]:
         "running": phases.count(Phase.RUNNING),
         "closing": phases.count(Phase.CLOSING),
         "detokenizers": sorted(state.detokenizers),
-        "executors": {name: _executor(e) for name, e in sorted(state.executors.items())},
+        "executors": {name: _executor(state, e) for name, e in sorted(state.executors.items())},
         "kept_out": {name: _kept_out(state, hello) for name, hello in sorted(state.outside.items())},
         "tiers": {
             name: _link_status(state, e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)
@@ -75,7 +93,7 @@ def _kept_out(state: State, hello: ExecHello) -> dict[str, object]:
     }
 
 
-def _executor(executor: Executor) -> dict[str, object]:
+def _executor(state: State, executor: Executor) -> dict[str, object]:
     pool, hello = executor.pool, executor.hello
     held = executor.running
     used = sum(s.computed for s in held)
@@ -93,6 +111,7 @@ def _executor(executor: Executor) -> dict[str, object]:
         "cached_blocks": pool.cached_blocks,
         "dirty_blocks": pool.dirty_blocks,
         "copying_blocks": pool.copying_blocks,
+        "kv_used_pct": round(100 * used_share(executor), 1),
         "waste_tokens": waste_tokens(executor),
         "block_tokens": pool.block_tokens,
         "slots": pool.slots,
@@ -100,8 +119,16 @@ def _executor(executor: Executor) -> dict[str, object]:
         "running": len(held),
         "computed_tokens": used,
         "steps": executor.steps_done,
+        "step_p50_ms": step_p50_us(state, executor) / 1000,
         "in_flight": len(executor.in_flight),
     }
+
+
+def step_p50_us(state: State, executor: Executor) -> int:
+    """The median time of the executor's last LAST_STEPS steps; 0 without any."""
+    own = (s for s in reversed(state.steps.ring) if s.executor == executor.hello.executor)
+    took_us = [step.forward_us + step.sample_us for step in islice(own, LAST_STEPS)]
+    return int(statistics.median(took_us)) if took_us else 0
 
 
 def _has_tier(state: State, executor: Executor) -> bool:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,7 @@ from services.launcher.cli import main
 from services.launcher.commands import doctor as doctor_module
 from services.launcher.commands.chat import read_body
 from services.launcher.commands.doctor import Finding
-from services.launcher.commands.status import details
-from shared.config import PREFIX, Settings
+from shared.config import PREFIX, Settings, metavar
 from shared.errors import BadRequest
 
 
@@ -29,7 +29,7 @@ def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("verb", [[], ["up"], ["chat"], ["status"], ["pull"]])
+@pytest.mark.parametrize("verb", [[], ["up"], ["chat"], ["status"], ["top"], ["pull"]])
 def test_help_imports_nothing_heavy(verb: list[str]) -> None:
     code = (
         "import sys\nfrom services.launcher.cli import main\n"
@@ -48,6 +48,49 @@ def test_help_of_up_names_every_setting_and_its_variable(capsys: pytest.CaptureF
     for name in Settings.model_fields:
         assert f"--{name.replace('_', '-')}" in words
         assert f"HEADRACE_{name.upper()}" in words
+
+
+def test_help_shows_the_settings_that_a_command_uses(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for verb in ("doctor", "status", "top", "auth", "chat"):
+        with pytest.raises(SystemExit):
+            main([verb, "--help"])
+        flags = set(re.findall(r"^  --([a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+        shown[verb] = {name for name in Settings.model_fields if name.replace("_", "-") in flags}
+    fleet = {"nats_url", "fleet", "cache_dir"}
+    assert shown == {
+        "doctor": fleet | {"model", "backend"}, "status": fleet, "top": fleet, "auth": {"nats_url", "fleet"},
+        "chat": fleet | {"model", "model_name", "request_timeout_s"},
+    }  # fmt: skip
+
+
+def test_other_settings_still_come_from_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_SLOTS", "many")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err.startswith("error (setup): slots: Input should be a valid integer")
+
+
+def test_metavars_have_a_meaning() -> None:
+    found = {name: metavar(name) for name in Settings.model_fields}
+    counts = {"gateways", "tokenizers", "executors", "detokenizers", "slots", "threads"}
+    assert {name for name, word in found.items() if len(word) < 2} == counts
+    few = (
+        "nats_url",
+        "port",
+        "device",
+        "model",
+        "beat_interval_ms",
+        "backlog_limit_bytes",
+        "cache_dir",
+        "http",
+        "l1",
+    )
+    assert [found[name] for name in few] == [
+        "URL", "PORT", "DEVICE", "MODEL", "MS", "BYTES", "DIR", "HOST:PORT", "MIB",
+    ]  # fmt: skip
+    assert (found["backend"], found["dtype"]) == ("{auto,torch,dummy,sim}", "DTYPE")
 
 
 def test_config_show_says_where_each_value_comes_from(
@@ -97,7 +140,7 @@ def test_a_user_without_home_and_passwd_entry_is_given_one(tmp_path: Path) -> No
 def test_no_server_is_an_error_with_its_mend(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--nats-url", "nats://127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error 500 setup_error: no connection to the nats-server at nats://127.0.0.1:1 ")
+    assert error.startswith("error (setup): no connection to the nats-server at nats://127.0.0.1:1 ")
     assert "headrace up" in error
 
 
@@ -134,17 +177,6 @@ def test_a_request_that_cannot_be_read(text: str | None, file: Path | None, said
         read_body(text, file)
 
 
-def test_status_details_are_one_line_and_one_for_each_member() -> None:
-    answer = {"kind": "scheduler", "id": "a", "state": "ready", "epoch": 1, "fleet": "f", "running": 0,
-              "executors": {"e1": {"free": 7, "dtype": "f32"}, "e2": {"free": 8}}, "models": ["m", "n"],
-              "rates": {}, "late": None}  # fmt: skip
-    assert details(answer) == [
-        "running 0  models m,n  rates {}  late null",
-        "executors e1: free 7  dtype f32",
-        "executors e2: free 8",
-    ]
-
-
 def test_doctor_passes_here_and_fails_when_something_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +191,14 @@ def test_doctor_passes_here_and_fails_when_something_does(
     assert capsys.readouterr().out == "fail  x: do y\n"
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
-    assert capsys.readouterr().out.startswith("headrace")
+def test_versions_without_importing_anything() -> None:
+    code = (
+        "import sys\nfrom services.launcher.cli import main\n"
+        "try: main(['--version'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)\n"
+        "main(['version'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    versions, ended, again = done.stdout.splitlines()
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert versions == f"headrace {version('headrace')}, Python {python}, torch {version('torch')}"
+    assert (ended, again) == ("0 False", versions)

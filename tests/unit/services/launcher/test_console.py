@@ -9,7 +9,8 @@ from typing import TextIO
 
 import pytest
 
-from services.launcher.console import ServiceLines, fail, say
+from services.launcher.console import ServiceLines, fail, kind_of, say
+from shared import errors
 from shared.errors import Unavailable
 
 
@@ -28,6 +29,13 @@ def test_lines_without_a_reader_are_lost_and_nothing_else(monkeypatch: pytest.Mo
         assert fail(Unavailable("nobody hears")) == 1
     sys.stdout.close()  # raises where a line still waits for a reader
     sys.stderr.close()
+
+
+def test_an_error_has_its_kind_in_words_and_no_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fail(errors.BadRequest("send `prompt`")) == 1
+    assert capsys.readouterr().err == "error (invalid request): send `prompt`\n"
+    kinds = [kind_of(kind("why")) for kind in errors.HeadraceError.__subclasses__()]
+    assert not [kind for kind in kinds if not kind.replace(" ", "").isalpha()]
 
 
 def test_a_full_disk_loses_lines_until_it_has_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

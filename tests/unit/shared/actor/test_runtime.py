@@ -193,9 +193,10 @@ async def test_a_setup_error_is_told_without_a_traceback(
 async def test_status_and_discovery_answers(fleet: Fleet) -> None:
     runtime = await fleet.started(Recorder())
     epoch = runtime.port.epoch
+    fleet.clock.advance(90_000_000)
     assert await fleet.ask(subjects.STATUS) == {
-        "kind": "executor", "id": "a", "epoch": epoch, "fleet": "f", "state": "ready",
-        "wire_errors": 0, "slots": 4,
+        "kind": "executor", "id": "a", "epoch": epoch, "fleet": "f", "state": "ready", "age_s": 90,
+        "wire_errors": 0, "last_10_s": {}, "slots": 4,
     }  # fmt: skip
     name = "headrace-executor"
     for subject in ("$SRV.PING", f"$SRV.PING.{name}", f"$SRV.PING.{name}.a"):
@@ -219,6 +220,21 @@ async def test_status_and_discovery_answers(fleet: Fleet) -> None:
     fleet.outside.publish("$SRV.PING", b"")
     fleet.outside.publish(subjects.STATUS, b"")
     await fleet.broker.settle()
+
+
+async def test_status_shows_how_counts_changed_within_the_last_seconds(fleet: Fleet) -> None:
+    actor, done = Recorder(), 7
+    actor.facts = lambda: Facts(counts={"done": done})  # type: ignore[method-assign]  # no other fact matters
+    runtime = await fleet.started(actor)
+    for _ in range(3):
+        fleet.clock.advance(1_000_000)
+        done += 5
+        runtime.beat()
+    fleet.clock.advance(500_000)
+    done += 1
+    assert (await fleet.ask(subjects.STATUS))["last_10_s"] == {"seconds": 3.5, "done": 16}
+    runtime.fail(RuntimeError("no facts any more"))
+    assert (await fleet.ask(subjects.STATUS))["last_10_s"] == {"seconds": 3.5}
 
 
 async def test_bus_faults_are_logged(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from services.kv_offload import actor
 from services.kv_offload.actor import build
 from services.kv_offload.backends.builtin import CountingArena
 from services.launcher.commands import status
-from services.launcher.commands.status import details
+from services.launcher.commands.overview import Fleet, every_fact, size
 from services.launcher.session import Target
 from services.scheduler.reports import status as scheduler_status
 from services.scheduler.state.state import Limits, State
@@ -148,15 +148,16 @@ def test_status_and_metrics_agree() -> None:
     assert found[f"{kind}l1.size", (("state", "written"),)] == MIB
     assert not any(name.startswith(f"{kind}l2.breaker") for name, _ in found)
     assert dict(actor.load(state)) == {"l1_bytes": 8 * MIB, "l1_used": 4 * MIB, "leased": 3 * MIB, "hits": 2}
-    shown = details({"kind": "kv_offload", **actor.status(state)})
-    assert [line.split(":")[0] for line in shown[1:]] == ["tiers l1", "tiers l2", "keys asked", "keys moved"]
+    answer = store(used())
+    facts = {line.split()[0]: line.split()[-1] for line in every_fact(Fleet("f", "", [answer]), answer)}
+    assert (facts["tiers.l1.used_bytes"], facts["keys.moved.stored"]) == (str(4 * MIB), "3")
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e13, "25 TB"), (5e15, "5e+03 TB")]
 )
 def test_sizes(count: float, text: str) -> None:
-    assert status.size(count) == text
+    assert size(count) == text
 
 
 def test_a_password_is_not_shown() -> None:

@@ -14,7 +14,7 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from loadtest.otlp_receiver import Receiver
-from services.launcher.commands.status import details
+from services.launcher.commands.overview import Fleet, every_fact
 from services.scheduler.reports import status
 from services.scheduler.state.counters import Histogram, Meter
 from services.scheduler.state.policies import Policy
@@ -116,12 +116,18 @@ def test_tokens_are_counted_as_they_are() -> None:
 def test_status_shows_what_was_measured() -> None:
     world = busy()
     world.run()
-    lines = details({"kind": "scheduler", **status.status(world.scheduler.state)})
-    assert [line.split(":")[0] for line in lines[1:]] == [
-        "executors e1", "measured queue", "measured steps", "measured tokens", "measured tiers",
-    ]  # fmt: skip
-    assert "interactive 0  standard 0  batch 0  rejected {}" in lines[2]
-    assert "generated 30" in lines[4]
+    state = world.scheduler.state
+    answer = {"kind": "scheduler", "id": "s", "state": "ready", **status.status(state)}
+    facts = {line.split()[0]: line.split()[-1] for line in every_fact(Fleet("f", "", [answer]), answer)}
+    assert (facts["measured.queue.batch"], facts["measured.queue.rejected"]) == ("0", "{}")
+    assert (facts["measured.tokens.generated"], facts["executors.e1.kv_used_pct"]) == ("30", "0.0")
+    took_us = sorted(step.forward_us + step.sample_us for step in state.steps.ring)
+    middle = took_us[len(took_us) // 2] + took_us[(len(took_us) - 1) // 2]
+    assert facts["executors.e1.step_p50_ms"] == str(int(middle / 2) / 1000)
+    assert status.counts(state) | {"prefilled": 0, "prefix_lookups": 0} == {
+        "waiting": 0, "refused_429": 0, "refused_503": 0, "prefilled": 0, "generated": 30,
+        "prefix_lookups": 0, "prefix_hits": 0, "preemptions": 0,
+    }  # fmt: skip
 
 
 def test_what_moves_between_tiers_is_counted() -> None:
