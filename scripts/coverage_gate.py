@@ -13,7 +13,6 @@ FLOOR_PERCENT = 95.0
 CORES = ("shared/", "services/scheduler/", "services/kv_offload/")
 CORE_FILES = (
     "services/tokenizer/core.py",
-    "services/tokenizer/request.py",
     "services/tokenizer/prepare.py",
     "services/tokenizer/structured_output.py",
     "services/gateway/openai_request.py",

@@ -18,6 +18,7 @@ from typing import Any
 from starlette.responses import Response
 
 from services.gateway.errors import body_of, headers_of, status_of
+from shared.api import REQUEST_ID
 from shared.client import SlowReader
 from shared.errors import HeadraceError
 from shared.replies import to_json
@@ -26,7 +27,6 @@ from shared.telemetry.readings import Attributes, Reading, Readings, Spread
 from shared.telemetry.traces import SpanRecord
 
 ID_HEADER = "x-request-id"
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # as the native protocol wants it
 _ID_BYTES = 12
 _GIVEN_CHARS = 96  # of a given id that begin the request's own
 
@@ -58,7 +58,7 @@ class Visit:
 
 def given_id(header: str) -> str:
     """The id that the client gave if it can be one."""
-    return header if _ID.fullmatch(header) else ""
+    return header if re.fullmatch(REQUEST_ID, header) else ""
 
 
 def fresh_id(given: str) -> str:

@@ -1,19 +1,23 @@
 """The OpenAPI document describes every path of the gateway and every answer it can give.
 
-COMPONENTS are the JSON Schemas of requests and answers. Their limits are the tokenizer's, and a test holds
-them equal (tests/unit/services/gateway/test_openapi.py).
+COMPONENTS are the JSON Schemas of requests and answers: those of requests come from the models that the
+tokenizer validates with (shared/api.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+
 from services.gateway.openai_request import MAX_PROMPTS
+from shared.api import ChatRequest, CompletionRequest, GenerateRequest
 
 Json = dict[str, Any]
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
+_WORD: Schema = {"type": ["string", "null"]}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 _TOKENS: Schema = {"type": "array", "items": COUNT}
 
@@ -60,17 +64,10 @@ def _paths() -> Json:
         "/v1/completions": {"post": _post("Completion", "continue a prompt", generating, stream=True)},
         "/v1/models": {"get": _get("Models", "the models served", (401, 500, 503, 504))},
         "/v1/models/{model}": {
-            "get": {
-                **_get("Model", "one of them", (401, 404, 500, 503, 504)),
-                "parameters": [
-                    {
-                        "name": "model",
-                        "in": "path",
-                        "required": True,
-                        "schema": {"type": "string", "minLength": 1},
-                    }
-                ],
-            }
+            "get": _get("Model", "one of them", (401, 404, 500, 503, 504)),
+            "parameters": [
+                {"name": "model", "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}}
+            ],
         },
         "/tokenize": {"post": _post("Tokenize", "the token ids of a prompt", _ASKING)},
         "/detokenize": {"post": _post("Detokenize", "the text of token ids", _ASKING)},
@@ -91,19 +88,12 @@ def _paths() -> Json:
 
 
 def _post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = False) -> Json:
-    good = _json(f"{name}Answer", "the answer")
+    body = {"required": True, "content": {"application/json": {"schema": _ref(f"{name}Request")}}}
+    asked = {**_get(name, summary, errors), "requestBody": body}
+    asked["responses"]["200"] = good = _json(f"{name}Answer", "the answer")
     if stream:
         good["content"]["text/event-stream"] = {"schema": {}}  # chunks, then [DONE]
-    return {
-        "summary": summary,
-        "operationId": name.lower(),
-        "security": [{}, {"key": []}],
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(f"{name}Request")}},
-        },
-        "responses": {"200": good, **_errors(errors)},
-    }
+    return asked
 
 
 def _get(name: str, summary: str, errors: tuple[int, ...]) -> Json:
@@ -135,220 +125,90 @@ def _ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _number(least: float, most: float, kind: str = "number", **more: Any) -> Schema:
-    return {"type": kind, "minimum": least, "maximum": most, **more}
-
-
 def _one_of(*values: object) -> Schema:
     return {"enum": list(values)}
 
 
-def _object(required: list[str], properties: dict[str, Schema], *, extra: bool = False) -> Schema:
-    return {
-        "type": "object",
-        "required": required,
-        "properties": properties,
-        "additionalProperties": extra,
-    }
+def _object(*optional: str, **fields: Schema) -> Schema:
+    """Of these fields and no others; those that are not `optional` are always there."""
+    required = [name for name in fields if name not in optional]
+    return {"type": "object", "required": required, "properties": fields, "additionalProperties": False}
 
 
 def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]} if schema else schema
+    null = {"type": "null"}
+    return schema if null in schema.get("anyOf", ()) else {"anyOf": [schema, null]}
 
 
-# Fields of both kinds of request, beside the prompt and the log probabilities.
-COMMON: dict[str, Schema] = {
-    "model": {"type": "string", "minLength": 1, "description": "may be left out where only one is served"},
-    "max_tokens": {"type": "integer", "minimum": 1},
-    "max_completion_tokens": {"type": "integer", "minimum": 1},
-    "n": _number(1, 64, "integer"),
-    "temperature": _number(0, 2),
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": _number(-1, 2**31 - 1, "integer"),
-    "min_p": _number(0, 1),
-    "seed": {"type": "integer", "minimum": -(2**63), "exclusiveMaximum": 2**64},
-    "stop": {
+def _requests() -> dict[str, Schema]:
+    """The models of shared/api.py, and what HTTP adds: null for any field but the prompt; several prompts of
+    a completion, and its `echo`."""
+    kinds: list[tuple[type[GenerateRequest], JsonSchemaMode]]
+    kinds = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+    schemas: dict[str, Schema]
+    schemas = models_json_schema(kinds, ref_template="#/components/schemas/{model}")[1]["$defs"]
+    chat, completion = (schemas[kind.__name__]["properties"] for kind, _ in kinds)
+    prompts = completion["prompt"]["anyOf"]
+    several = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_PROMPTS} for each in prompts]
+    completion["prompt"]["anyOf"] = prompts + several
+    completion["echo"] = {"type": "boolean", "description": "begin with the prompt; not with `logprobs`"}
+    for fields, prompt in ((chat, "messages"), (completion, "prompt")):
+        fields |= {name: _or_null(schema) for name, schema in fields.items() if name != prompt}
+    asked = ("model", "messages", "add_generation_prompt")
+    schemas["TokenizeRequest"] = {
         "anyOf": [
-            {"type": "string", "minLength": 1, "maxLength": 256},
-            {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 256}, "maxItems": 16},
+            _object("model", model=chat["model"], prompt={"anyOf": prompts}),
+            _object("model", "add_generation_prompt", **{name: chat[name] for name in asked}),
         ]
-    },
-    "stop_token_ids": {"type": "array", "items": COUNT, "maxItems": 64},
-    "ignore_eos": {"type": "boolean"},
-    "include_stop_str_in_output": {"type": "boolean"},
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(0.01, 10),
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
-        "additionalProperties": _number(-100, 100),
-        "maxProperties": 1024,
-    },
-    "stream": {"type": "boolean"},
-    "stream_options": _object(
-        [], {"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}}
-    ),
-    "user": TEXT,
-    "request_id": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
-    "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400},
-    "slo_class": _one_of("interactive", "standard", "batch"),
-    "finish_detached": {"type": "boolean"},
-    "logits_processors": {"type": "array", "maxItems": 8},
-    "tools": {"type": "array", "maxItems": 128},
-    "tool_choice": {
-        "anyOf": [_one_of("none", "auto", "required"), {"type": "object", "required": ["type", "function"]}]
-    },
-    "response_format": {"type": "object", "description": "text, json_object or json_schema"},
-    "structured_outputs": {"type": "object", "description": "json, regex, choice, grammar or json_object"},
-    "grammar": {"type": "string", "description": "EBNF with a rule root"},
-    "metadata": {},
-    "store": {},
-    "service_tier": {},
-    "parallel_tool_calls": {},
-    "safety_identifier": {},
-}
-# Fields that are known and can ask for what happens anyway, no more.
-NOT_YET: dict[str, Schema] = {
-    "functions": _one_of([]),
-    "prompt_logprobs": _one_of(False, 0),
-    "suffix": _one_of(""),
-    "best_of": _one_of(1),
-    "modalities": _one_of(["text"]),
-}
-_MESSAGE = _object(
-    ["role"],
-    {
-        "role": {"type": "string", "pattern": "^[A-Za-z_-]{1,32}$"},
-        "content": {
-            "anyOf": [
-                TEXT,
-                {"type": "null"},
-                {
-                    "type": "array",
-                    "items": _object(["type", "text"], {"type": _one_of("text"), "text": TEXT}, extra=True),
-                },
-            ]
-        },
-    },
-    extra=True,
-)
-CHAT_FIELDS: dict[str, Schema] = {
-    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": 4096},
-    "add_generation_prompt": {"type": "boolean"},
-    "logprobs": {"type": "boolean"},
-    "top_logprobs": _number(0, 20, "integer"),
-    "echo": _one_of(False),
-}
-COMPLETION_FIELDS: dict[str, Schema] = {
-    "prompt": {
-        "anyOf": [
-            TEXT,
-            _TOKENS,
-            {"type": "array", "items": TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
-            {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_PROMPTS},
-        ]
-    },
-    "add_generation_prompt": {"type": "boolean"},
-    "logprobs": _number(0, 20, "integer"),
-    "echo": {"type": "boolean", "description": "not together with logprobs"},
-}
+    }
+    schemas["DetokenizeRequest"] = _object("model", model=chat["model"], tokens=prompts[1])
+    return schemas
 
 
-def _request(required: str, own: dict[str, Schema]) -> Schema:
-    fields = {**COMMON, **NOT_YET, **own}
-    return _object(
-        [required],
-        {name: schema if name == required else _or_null(schema) for name, schema in fields.items()},
-    )
-
-
-_MODEL_NAME = _or_null(COMMON["model"])
 _USAGE = _object(
-    ["prompt_tokens", "completion_tokens", "total_tokens"],
-    {
-        "prompt_tokens": COUNT,
-        "completion_tokens": COUNT,
-        "total_tokens": COUNT,
-        "prompt_tokens_details": _object(["cached_tokens"], {"cached_tokens": COUNT}),
-    },
+    "prompt_tokens_details",
+    **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT),
+    prompt_tokens_details=_object(cached_tokens=COUNT),
 )
-_REASON = _one_of("stop", "length", "tool_calls")
-_LOGPROBS: Schema = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 
 
-def _answer(kind: str, content: dict[str, Schema]) -> Schema:
-    choice = {"index": COUNT, **content, "logprobs": _LOGPROBS, "finish_reason": _REASON}
+def _answer(kind: str, **content: Schema) -> Schema:
+    logprobs = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+    reason = _one_of("stop", "length", "tool_calls")
+    choice = _object(index=COUNT, **content, logprobs=logprobs, finish_reason=reason)
     return _object(
-        ["id", "object", "created", "model", "choices", "usage"],
-        {
-            "id": TEXT,
-            "object": _one_of(kind),
-            "created": COUNT,
-            "model": TEXT,
-            "choices": {"type": "array", "items": _object(list(choice), choice)},
-            "usage": _USAGE,
-            "timings": {"type": "object", "description": "milliseconds, and tokens a second"},
-        },
+        "timings",
+        id=TEXT,
+        object=_one_of(kind),
+        created=COUNT,
+        model=TEXT,
+        choices={"type": "array", "items": choice},
+        usage=_USAGE,
+        timings={"type": "object", "description": "milliseconds, and tokens a second"},
     )
 
 
 _ASSISTANT = _object(
-    ["role", "content"],
-    {
-        "role": _one_of("assistant"),
-        "content": {"type": ["string", "null"]},
-        "refusal": {"type": "null"},
-        "tool_calls": {"type": "array", "items": {"type": "object"}},
-    },
+    "refusal",
+    "tool_calls",
+    role=_one_of("assistant"),
+    content=_WORD,
+    refusal={"type": "null"},
+    tool_calls={"type": "array", "items": {"type": "object"}},
 )
-_MODEL = _object(
-    ["id", "object", "created", "owned_by"],
-    {"id": TEXT, "object": _one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT},
-)
-_ERROR = _object(
-    ["message", "type", "param", "code"],
-    {
-        "message": TEXT,
-        "type": TEXT,
-        "param": {"type": ["string", "null"]},
-        "code": {"type": ["string", "null"]},
-        "request_id": TEXT,
-    },
-)
+_ERROR = _object("request_id", message=TEXT, type=TEXT, param=_WORD, code=_WORD, request_id=TEXT)
 
 COMPONENTS: dict[str, Schema] = {
-    "ChatRequest": _request("messages", CHAT_FIELDS),
-    "CompletionRequest": _request("prompt", COMPLETION_FIELDS),
-    "ChatAnswer": _answer("chat.completion", {"message": _ASSISTANT}),
-    "CompletionAnswer": _answer("text_completion", {"text": TEXT}),
-    "Model": _MODEL,
-    "Models": _object(
-        ["object", "data"],
-        {
-            "object": _one_of("list"),
-            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
-        },
+    **_requests(),
+    "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
+    "CompletionAnswer": _answer("text_completion", text=TEXT),
+    "Model": _object(
+        "max_model_len", id=TEXT, object=_one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT
     ),
-    "TokenizeRequest": {
-        "anyOf": [
-            _object(["prompt"], {"model": _MODEL_NAME, "prompt": {"anyOf": [TEXT, _TOKENS]}}),
-            _object(
-                ["messages"],
-                {
-                    "model": _MODEL_NAME,
-                    "messages": CHAT_FIELDS["messages"],
-                    "add_generation_prompt": _or_null({"type": "boolean"}),
-                },
-            ),
-        ]
-    },
-    "TokenizeAnswer": _object(
-        ["model", "count", "tokens"], {"model": TEXT, "count": COUNT, "tokens": _TOKENS}
-    ),
-    "DetokenizeRequest": _object(["tokens"], {"model": _MODEL_NAME, "tokens": _TOKENS}),
-    "DetokenizeAnswer": _object(["model", "prompt"], {"model": TEXT, "prompt": TEXT}),
-    "State": _object(["status"], {"status": _one_of("ok", "unavailable"), "reason": TEXT}),
-    "Version": _object(["version"], {"version": TEXT}),
-    "Error": _object(["error"], {"error": _ERROR}),
+    "Models": _object(object=_one_of("list"), data={"type": "array", "items": _ref("Model")}),
+    "TokenizeAnswer": _object(model=TEXT, count=COUNT, tokens=_TOKENS),
+    "DetokenizeAnswer": _object(model=TEXT, prompt=TEXT),
+    "State": _object("reason", status=_one_of("ok", "unavailable"), reason=TEXT),
+    "Version": _object(version=TEXT),
+    "Error": _object(error=_ERROR),
 }

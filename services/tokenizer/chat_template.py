@@ -62,7 +62,7 @@ class ChatTemplate:
         given = None
         if self._knows_tools:
             messages = [parsed(message) for message in messages]
-            given = None if tools is None else self._guard(list(tools.given), self._control)
+            given = None if tools is None else self._guard(tools.given, self._control)
         else:
             messages = [spelled(message) for message in messages]
             messages = messages if tools is None else told(messages, tools)

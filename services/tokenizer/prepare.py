@@ -1,18 +1,28 @@
-"""From the bytes of a public request to a Tokenized: parse, validate, render, encode. Pure."""
+"""From the bytes of a public request to a Tokenized: parse, validate, render, encode. Pure.
+
+Each 400 names its field: a wrong type or range, a field that nobody knows (a misspelt wish must not be
+dropped in silence) and a known one whose wish cannot be met yet. The fields are those of shared/api.py.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
+from pydantic import ValidationError
+
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.request import REQUEST_ID, GenerateRequest, read_body, read_request
-from services.tokenizer.structured_output import read_tools
+from services.tokenizer.structured_output import Tools, grammar_of, read_tools
+from shared.api import REQUEST_ID, ChatRequest, CompletionRequest
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
+from shared.json_body import read_json, refuse_odd_values
 from shared.messages import Sampling, Tokenized, floats, ints
 from shared.nats.access import CLASSES
 from shared.vocab.vocabulary import Vocabulary
@@ -20,9 +30,14 @@ from shared.vocab.vocabulary import Vocabulary
 log = logging.getLogger("headrace.tokenizer")
 
 DEFAULT_COMPLETION_TOKENS = 16  # as in the OpenAI API
+MAX_ERROR_CHARS = 400  # an error rides in a header as well; what it quotes of a request may be long
 MAX_CANCELS = 10_000  # then the oldest go: anybody may cancel what never was
 CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
+
+Request = ChatRequest | CompletionRequest
+_KNOWN = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+_JUDGED = frozenset({"prompt", "logits_processors"})  # of msgpack, where they are read: no byte passes there
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +128,61 @@ class ServedModel:
     processors: tuple[str, ...] = ()  # logits processors that a request may name
 
 
+def read_body(body: bytes) -> dict[str, Any]:
+    """The fields of a request: JSON if it begins with `{`, else a msgpack map. Null means absent.
+
+    Raises BadRequest."""
+    try:
+        if body.lstrip()[:1] == b"{":
+            fields = read_json(body)
+        else:
+            fields = msgpack.unpackb(body, strict_map_key=False, object_pairs_hook=_map)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise BadRequest(
+            f"the body is neither a JSON object nor a msgpack map: {error!s:.200}; send for example "
+            '{"messages":[{"role":"user","content":"Hi"}]}'
+        ) from error
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise BadRequest("the body must be a JSON object or a msgpack map with field names")
+    if body.lstrip()[:1] != b"{":
+        refuse_odd_values({name: value for name, value in fields.items() if name not in _JUDGED})
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _map(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A map of msgpack with keys that JSON could have. Raises ValueError for any other."""
+    fields = {}
+    for key, value in pairs:
+        if type(key) not in (str, int):
+            raise ValueError(f"a key of a map is {key!r:.40}, a text is expected")
+        fields[key] = value
+    return fields
+
+
+def read_request(fields: dict[str, Any]) -> Request:
+    """The validated request: a chat if it has `messages`, else a completion. Raises BadRequest that names the
+    field."""
+    if not fields.keys() <= _KNOWN:
+        raise _unknown(next(name for name in fields if name not in _KNOWN))
+    if ("messages" in fields) == ("prompt" in fields):
+        raise BadRequest("give either `messages` or `prompt`")
+    kind = ChatRequest if "messages" in fields else CompletionRequest
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        path = ".".join(str(step) for step in first["loc"])[:80]
+        text = first["msg"].removeprefix("Value error, ")[:MAX_ERROR_CHARS]
+        text = text if text.startswith("`") else f"`{path}`: {text}"
+        raise BadRequest(text, param=str(first["loc"][0])) from error
+
+
+def _unknown(name: str) -> BadRequest:
+    near = difflib.get_close_matches(name[:40], sorted(_KNOWN), 1)
+    mend = f"did you mean `{near[0]}`?" if near else "leave it out"
+    return BadRequest(f"`{name:.40}` is not a field of a request; {mend}", param=name[:40])
+
+
 def request_id_of(fields: dict[str, Any], fresh_id: str) -> str:
     """The id to answer under, also when the rest of the request is wrong. One that could not be an id
     is not repeated: it may be of any size."""
@@ -145,6 +215,8 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     """The request for the scheduler, from the `fields` of its body. Raises BadRequest, and
     DeadlineExceeded for one that has waited too long to be worth the work."""
     request = read_request(fields)
+    tools = read_tools(request)
+    grammar = grammar_of(request, tools)
     if request.model not in (None, model.name):
         raise BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
@@ -154,7 +226,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     timeout_us = model.default_timeout_us if request.timeout_s is None else int(request.timeout_s * 1e6)
     if 0 < submission.received_us <= submission.handled_us - timeout_us:
         raise DeadlineExceeded(LATE)
-    prompt = encode_prompt(request, model, submission.received_wall_us)
+    prompt = encode_prompt(request, tools, model, submission.received_wall_us)
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
     return Tokenized(
         request=request.request_id or submission.fresh_id,
@@ -168,25 +240,25 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         n=request.n,
         max_tokens=_max_tokens(request, len(prompt), model.max_context),
         stream=request.stream,
-        format="chat" if request.messages is not None else "completion",
+        format="chat" if isinstance(request, ChatRequest) else "completion",
         finish_detached=request.finish_detached,
         seed=seed,
         sampling=_sampling(request, model.vocabulary.size),
         stop=tuple(request.stop),
         stop_ids=ints(_stop_ids(request, model.vocabulary)),
-        logprobs=request.logprobs,
+        logprobs=_logprobs(request),
         tokens=ints(prompt),
         include_stop=request.include_stop_str_in_output,
         include_usage=request.stream_options.include_usage,
         handled_wall_us=submission.handled_wall_us,
         parent_span=submission.parent_span,
         processors=_processors(request, model),
-        grammar=request.grammar,
+        grammar=grammar,
         open_end=request.max_completion_tokens is None and request.max_tokens is None,
     )
 
 
-def _slo_class(request: GenerateRequest, submission: Submission) -> str:
+def _slo_class(request: Request, submission: Submission) -> str:
     """The class of a request; one that names none has the default, or the highest that its tenant may use
     where that is another. Raises Forbidden."""
     allowed = submission.classes
@@ -201,20 +273,19 @@ def _slo_class(request: GenerateRequest, submission: Submission) -> str:
     return min(allowed, key=CLASSES.index)
 
 
-def encode_prompt(request: GenerateRequest, model: ServedModel, wall_us: int) -> list[int]:
+def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wall_us: int) -> list[int]:
     """The prompt's token ids. A text prompt gets the model's begin token; ids are taken as they are.
     Raises BadRequest."""
     vocabulary = model.vocabulary
-    if request.messages is not None:
+    if isinstance(request, ChatRequest):
         _check_chars("messages", sum(len(message.content) for message in request.messages), model)
         messages = [message.model_dump() for message in request.messages]
-        tools = read_tools({"tools": request.tools or [], "tool_choice": request.tool_choice or "auto"})
         ids = model.template.encode(messages, tools, request.add_generation_prompt, wall_us)
     elif isinstance(request.prompt, str):
         _check_chars("prompt", len(request.prompt), model)
         ids = [*vocabulary.prefix_ids, *vocabulary.encode(request.prompt, special=True)]
     else:
-        ids = request.prompt or []
+        ids = request.prompt
         if len(ids) < model.max_context:
             _check_ids("prompt", ids, vocabulary.size)
     if not ids:
@@ -222,14 +293,20 @@ def encode_prompt(request: GenerateRequest, model: ServedModel, wall_us: int) ->
     return ids
 
 
-def _max_tokens(request: GenerateRequest, prompt_tokens: int, max_context: int) -> int:
-    room = max_context - prompt_tokens
+def _logprobs(request: Request) -> int:
+    """0 for none, else 1 + the number of alternatives: `logprobs` itself, or `top_logprobs`."""
+    if request.logprobs is False:
+        return 0
+    return 1 + (request.top_logprobs if request.logprobs is True else request.logprobs)
+
+
+def _max_tokens(request: Request, prompt_tokens: int, max_context: int) -> int:
+    room, chat = max_context - prompt_tokens, isinstance(request, ChatRequest)
     if room < 1:
-        param = "messages" if request.messages is not None else "prompt"
-        raise _too_long(param, f"{prompt_tokens} tokens", max_context)
+        raise _too_long("messages" if chat else "prompt", f"{prompt_tokens} tokens", max_context)
     asked = request.max_completion_tokens or request.max_tokens
     if asked is None:
-        asked = room if request.messages is not None else DEFAULT_COMPLETION_TOKENS
+        asked = room if chat else DEFAULT_COMPLETION_TOKENS
     return min(asked, room)
 
 
@@ -247,7 +324,7 @@ def _too_long(param: str, size: str, max_context: int) -> BadRequest:
     )
 
 
-def _sampling(request: GenerateRequest, vocabulary_size: int) -> Sampling:
+def _sampling(request: Request, vocabulary_size: int) -> Sampling:
     bias = sorted(request.logit_bias.items())
     _check_ids("logit_bias", [token for token, _ in bias], vocabulary_size)
     return Sampling(
@@ -263,7 +340,7 @@ def _sampling(request: GenerateRequest, vocabulary_size: int) -> Sampling:
     )
 
 
-def _processors(request: GenerateRequest, model: ServedModel) -> tuple[str, ...]:
+def _processors(request: Request, model: ServedModel) -> tuple[str, ...]:
     packed = []
     for entry in request.logits_processors:
         if entry.name not in model.processors:
@@ -289,7 +366,7 @@ def _processors(request: GenerateRequest, model: ServedModel) -> tuple[str, ...]
     return tuple(packed)
 
 
-def _stop_ids(request: GenerateRequest, vocabulary: Vocabulary) -> list[int]:
+def _stop_ids(request: Request, vocabulary: Vocabulary) -> list[int]:
     _check_ids("stop_token_ids", request.stop_token_ids, vocabulary.size)
     ends = () if request.ignore_eos else vocabulary.eos_ids
     return sorted({*ends, *request.stop_token_ids})

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.tokenizer.core import Fail
-from services.tokenizer.prepare import Origin, ServedModel, encode_prompt
-from services.tokenizer.request import read_body, read_request
+from services.tokenizer.prepare import Origin, ServedModel, encode_prompt, read_body, read_request
+from services.tokenizer.structured_output import grammar_of, read_tools
 from shared import codec
 from shared.actor.mailbox import Port
 from shared.actor.membership import Peers
@@ -200,7 +200,10 @@ def models_body(contexts: Mapping[str, int]) -> dict[str, Any]:
 def tokenize_body(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any]:
     """Token ids of the `prompt` or `messages` in `data`, exactly as a request would get them.
     Raises BadRequest."""
-    ids = encode_prompt(read_request(read_body(data)), model, wall_us)
+    request = read_request(read_body(data))
+    tools = read_tools(request)
+    grammar_of(request, tools)  # a wrong one is refused here, too
+    ids = encode_prompt(request, tools, model, wall_us)
     return {"model": model.name, "count": len(ids), "tokens": ids}
 
 

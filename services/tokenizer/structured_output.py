@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.tokenizer.automaton_size import ebnf_states, regex_states
+from shared.api import GenerateRequest, Tool
 from shared.errors import BadRequest
 
 Schema = dict[str, Any]
 
 MAX_GRAMMAR_CHARS = 32_768  # with its kind: more would leave no room for other options
 MAX_STATES = 4_096  # of an automaton, see automaton_size.py; of a schema all patterns and lengths that differ
-MAX_TOOLS = 128
 MAX_DEPTH = 32  # of a schema
 _TOO_DEEP = f"is nested deeper than {MAX_DEPTH}"
 MAX_LENGTH, MAX_ITEMS = 1_024, 256  # of what is written out in a grammar: more would take seconds to compile
@@ -32,63 +32,36 @@ FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # those that end by the
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 BEGIN, END = "<tool_call>", "</tool_call>"
 
-_FIELDS = ("response_format", "structured_outputs", "grammar")
+_FIELDS = ("response_format", "structured_outputs", "grammar")  # and tools: an answer follows one of them
 
 
-def grammar_of(fields: dict[str, Any]) -> str:
-    """The grammar that the fields of a request ask for, empty when they ask for none. Raises BadRequest."""
-    tools = read_tools(fields)
-    asked = [name for name in _FIELDS if fields.get(name) not in (None, "", {"type": "text"})]
-    asked += ["tools"] if tools is not None else []
-    if len(asked) > 1:
-        raise BadRequest(f"`{asked[1]}` and `{asked[0]}` exclude each other", param=asked[1])
+def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
+    """The grammar that a request asks for, empty when it asks for none; `tools` are its own. Raises
+    BadRequest."""
+    fields = {name: getattr(request, name) for name in _FIELDS} | {"tools": tools}
+    asked = [name for name, value in fields.items() if value is not None]
     if not asked:
         return ""
-    read: dict[str, Callable[[Any], str]] = {
-        "response_format": _response_format,
-        "structured_outputs": _structured,
-        "grammar": lambda value: _ebnf(value, "grammar"),
-        "tools": lambda _: json.dumps(tools.grammar) if tools is not None else "",
-    }
-    text = read[asked[0]](fields[asked[0]])
-    _check_chars(text, asked[0])
-    if fields.get("ignore_eos") is True:
-        raise BadRequest(f"`ignore_eos`: with `{asked[0]}` an answer ends by itself", param="ignore_eos")
+    if len(asked) > 1:
+        raise BadRequest(f"`{asked[1]}` and `{asked[0]}` exclude each other", param=asked[1])
+    (param,) = asked
+    match fields[param]:
+        case Tools() as tools:
+            text = json.dumps(tools.grammar)
+        case {"json_schema": {"schema": schema}} | {"json": schema}:
+            text = _json(schema, param)
+        case {"type": "json_object"} | {"json_object": True}:
+            text = _json(ANY_OBJECT, param)
+        case {"regex": pattern}:
+            text = _packed("regex", _checked_regex(pattern, param))
+        case {"choice": choices}:
+            text = _packed("ebnf", "root ::= " + " | ".join(map(_quoted, choices)))
+        case str(ebnf) | {"grammar": ebnf}:
+            text = _ebnf(ebnf, param)
+    _check_chars(text, param)
+    if request.ignore_eos:
+        raise BadRequest(f"`ignore_eos`: with `{param}` an answer ends by itself", param="ignore_eos")
     return text
-
-
-def _response_format(value: Any) -> str:
-    param = "response_format"
-    match value:
-        case {"type": "json_object", **rest} if not rest:
-            return _json(ANY_OBJECT, param)
-        case {"type": "json_schema", "json_schema": {"schema": schema}, **rest} if not rest:
-            return _json(schema, param)
-    raise BadRequest(
-        '`response_format`: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
-        '"json_schema": {"name": …, "schema": …}} is expected',
-        param=param,
-    )
-
-
-def _structured(value: Any) -> str:
-    param = "structured_outputs"
-    match value:
-        case {"json": schema, **rest} if not rest:
-            return _json(schema, param)
-        case {"json_object": True, **rest} if not rest:
-            return _json(ANY_OBJECT, param)
-        case {"regex": str() as pattern, **rest} if not rest:
-            return _packed("regex", _checked_regex(pattern, param))
-        case {"choice": [*choices], **rest} if not rest and choices:
-            if all(isinstance(choice, str) and choice for choice in choices):
-                return _packed("ebnf", "root ::= " + " | ".join(map(_quoted, choices)))
-        case {"grammar": text, **rest} if not rest:
-            return _ebnf(text, param)
-    raise BadRequest(
-        "`structured_outputs`: one of `json`, `json_object`, `regex`, `choice`, `grammar` is expected",
-        param=param,
-    )
 
 
 def _json(schema: Any, param: str) -> str:
@@ -122,8 +95,8 @@ def _too_large(states: int) -> str:
     return f"has {states} states with its repetitions, over {MAX_STATES}: lower their bounds, or use * or +"
 
 
-def _ebnf(text: Any, param: str) -> str:
-    if not isinstance(text, str) or not re.search(r"(?m)^\s*root\s*::=", text):
+def _ebnf(text: str, param: str) -> str:
+    if not re.search(r"(?m)^\s*root\s*::=", text):
         raise BadRequest(f"`{param}`: EBNF with a rule `root ::= …` is expected", param=param)
     _check_chars(text, param)
     if (states := ebnf_states(text)) > MAX_STATES:
@@ -140,7 +113,6 @@ def _packed(kind: str, source: str) -> str:
     return json.dumps({"kind": kind, "source": source}, ensure_ascii=False)
 
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HOW = (
     "You may call functions. They are, as JSON, in <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
     'To call one, answer with a JSON object in tags:\n<tool_call>\n{{"name": <function>, "arguments": '
@@ -160,7 +132,7 @@ class Tools:
     gets them; for any other they are put into the system message.
     """
 
-    given: tuple[dict[str, Any], ...]
+    given: list[Tool]
     schemas: dict[str, Schema | bool]
     choice: str  # auto, required
 
@@ -189,42 +161,19 @@ class Tools:
         return {"kind": "json", "source": json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})}
 
 
-def read_tools(fields: dict[str, Any]) -> Tools | None:
+def read_tools(request: GenerateRequest) -> Tools | None:
     """The tools that a request may call; None when it has none or calls none. Raises BadRequest."""
-    given, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
-    schemas = _schemas(given)
-    match choice:
-        case {"type": "function", "function": {"name": str() as name}} if name in schemas:
-            return Tools(tuple(given), {name: schemas[name]}, "required")
-        case "none":
-            return None
-        case "auto" | "required" if schemas or choice == "auto":
-            return Tools(tuple(given), schemas, choice) if schemas else None
-    raise BadRequest(
-        '`tool_choice`: none, auto, required or {"type": "function", "function": {"name": …}} of one of '
-        "`tools` is expected",
-        param="tool_choice",
-    )
-
-
-def _schemas(given: Any) -> dict[str, Schema | bool]:
-    if not isinstance(given, list) or len(given) > MAX_TOOLS:
-        raise BadRequest(f"`tools`: a list of at most {MAX_TOOLS} functions is expected", param="tools")
-    schemas: dict[str, Schema | bool] = {}
-    for tool in given:
-        match tool:
-            case {"type": "function", "function": {"name": str() as name, **rest}} if _NAME.fullmatch(name):
-                parameters = rest.get("parameters") or {"type": "object", "additionalProperties": True}
-                schemas[name] = followed(parameters, "tools")
-            case _:
-                raise BadRequest(
-                    '`tools`: {"type": "function", "function": {"name": …, "parameters": …}} with a name of '
-                    "letters, digits, _ and - is expected",
-                    param="tools",
-                )
+    given, choice = request.tools or [], request.tool_choice
+    functions = [tool["function"] for tool in given]
+    schemas = {each["name"]: followed(each.get("parameters") or ANY_OBJECT, "tools") for each in functions}
     if len(schemas) < len(given):
         raise BadRequest("`tools`: two functions have the same name", param="tools")
-    return schemas
+    if isinstance(choice, dict):
+        schemas = {name: schema for name, schema in schemas.items() if name == choice["function"]["name"]}
+        choice = "required"
+    if choice == "required" and not schemas:
+        raise BadRequest("`tool_choice`: `tools` has no such function", param="tool_choice")
+    return Tools(given, schemas, choice) if schemas and choice != "none" else None
 
 
 def told(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:

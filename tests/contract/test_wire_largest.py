@@ -15,7 +15,9 @@ from support.wire_samples import SAMPLES
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
 from services.scheduler.results import MAX_ROWS
 from services.scheduler.state.requests import MAX_CHUNKS, MAX_DECISIONS
-from services.tokenizer.request import (
+from services.tokenizer.structured_output import MAX_GRAMMAR_CHARS
+from shared import codec
+from shared.api import (
     MAX_BIASES,
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -23,8 +25,6 @@ from services.tokenizer.request import (
     MAX_STOP_IDS,
     MAX_STOPS,
 )
-from services.tokenizer.structured_output import MAX_GRAMMAR_CHARS
-from shared import codec
 from shared.codec import (
     MAX_MESSAGE_BYTES,
     MAX_OPTIONS_BYTES,

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from support.text_models import gpt2_char, plain_bpe
 
 from services.tokenizer.actor import load_model
-from services.tokenizer.prepare import ServedModel, encode_prompt
-from services.tokenizer.request import read_request
+from services.tokenizer.prepare import ServedModel, encode_prompt, read_request
 from shared.config import Settings
 from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, models_dir
 from shared.vocab.gguf import read_metadata
@@ -45,7 +44,7 @@ def raw() -> tuple[list[str], list[tuple[str, str]]]:
 def test_prompt_ids(model: ServedModel, question: str) -> None:
     request = read_request({"messages": [{"role": "user", "content": question}]})
     expected = f"{SYSTEM} 1 4093 198 {PROMPTS[question]} 2 198 1 520 9531 198"
-    assert encode_prompt(request, model, 0) == [int(token) for token in expected.split()]
+    assert encode_prompt(request, None, model, 0) == [int(token) for token in expected.split()]
 
 
 def test_answer_text(model: ServedModel) -> None:

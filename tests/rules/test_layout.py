@@ -43,7 +43,7 @@ LAYERS = {
 # A request's way: shared, tokenizer, scheduler, executor on a CPU, detokenizer. Ceilings as counted; the plan
 # is 60 files and 15,000 lines.
 ONE_PATH = (
-    "shared/actor/", "shared/nats/", "shared/vocab/", "shared/clock.py", "shared/codec.py",
+    "shared/actor/", "shared/nats/", "shared/vocab/", "shared/api.py", "shared/clock.py", "shared/codec.py",
     "shared/errors.py", "shared/kv_blocks.py", "shared/messages.py",
     "services/tokenizer/",
     "services/scheduler/",
@@ -56,8 +56,8 @@ HANGING = (
     "services/detokenizer/copies.py", "services/detokenizer/failover.py", "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 82, 19_946
-PRODUCT_FILES, PRODUCT_LINES = 201, 43_806
+PATH_FILES, PATH_LINES = 82, 20_050
+PRODUCT_FILES, PRODUCT_LINES = 201, 43_770
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

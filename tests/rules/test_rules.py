@@ -13,6 +13,11 @@ from shared.config import Settings
 
 SERVICES = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway", "launcher")
 TORCH = ("torch", "triton")
+# Functions with arguments in a tuple: to be fewer, never more.
+SMUGGLING = {
+    "services/scheduler/kv_tiers/load.py:_ask", "loadtest/bench/workloads.py:_log_normal",
+    "loadtest/sim/synthetic.py:_log_normal", "loadtest/step_host.py:_plan",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", product(), ids=lambda s: s.name)
@@ -85,6 +90,18 @@ def test_parameter_counts() -> None:
     counts = {f"{s.name}:{f.name}": parameters(f) for s, f in functions}
     overridden = {name for name in counts if name.endswith("settings_customise_sources")}  # pydantic's own
     assert {n: c for n, c in counts.items() if c > 8 and n not in overridden} == {}
+
+
+def test_no_arguments_in_tuples() -> None:
+    """No parameter is a tuple of more than two; kernels are exempt."""
+    found = {
+        f"{source.name}:{function.name}"
+        for source in product()
+        for function in source.functions()
+        for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+        if a.annotation is not None and _is_wide(a.annotation) and source.room.partition("/")[0] != "kernels"
+    }
+    assert found <= SMUGGLING
 
 
 def test_every_function_is_annotated() -> None:
@@ -173,6 +190,16 @@ def _name(node: ast.expr) -> str:
 def _bare(base: ast.expr) -> ast.expr:
     """A base class without its type arguments."""
     return base.value if isinstance(base, ast.Subscript) else base
+
+
+def _is_wide(annotation: ast.expr) -> bool:
+    """A tuple of three or more, or None; not one of any length."""
+    match annotation:
+        case ast.BinOp(left=left, right=right):
+            return _is_wide(left) or _is_wide(right)
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=parts)):
+            return len(parts) > 2
+    return False
 
 
 def _is_broad(node: ast.ExceptHandler) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.errors import Unprocessable
 from services.gateway.openai_request import MAX_PROMPTS, Call, fields_of, model_of, read_call
-from services.tokenizer.request import REQUEST_ID
+from shared.api import REQUEST_ID
 from shared.errors import BadRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]

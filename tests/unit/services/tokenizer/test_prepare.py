@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from support.text_models import CONTROLS, TEMPLATE, write_bpe_gguf
 
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.prepare import ServedModel, Submission, prepare, request_id_of
+from services.tokenizer.prepare import ServedModel, Submission, prepare, read_body, request_id_of
 from services.tokenizer.queries import tokenize_body
-from services.tokenizer.request import read_body
 from shared.errors import BadRequest, SetupError
 from shared.messages import Sampling, Tokenized, floats, ints
 from shared.vocab.vocab_files import gguf_parts
@@ -267,9 +266,9 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "functions": [{}]}, "functions", "`functions` is not supported yet; leave it out"),
     ({"prompt": "x", "echo": True}, "echo", "not supported yet"),
     ({"prompt": "x", "logprobs": 21}, "logprobs", "`logprobs`: a number from 0 to 20"),
-    ({"prompt": "x", "logprobs": "5"}, "logprobs", "`logprobs`: a number is expected"),
-    ({**CHAT, "logprobs": 2}, "logprobs", "`logprobs`: true or false is expected"),
-    ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    ({"prompt": "x", "logprobs": "5"}, "logprobs", "`logprobs`: a number from 0 to 20 is expected"),
+    ({**CHAT, "logprobs": 2}, "logprobs", "`logprobs`: Input should be a valid boolean"),
+    ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "needs `logprobs` to be true"),
     ({"prompt": "x", "max_token": 5}, "max_token", "not a field of a request; did you mean `max_tokens`"),
     ({"prompt": "x", "zzzzzz": 5}, "zzzzzz", "not a field of a request; leave it out"),

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import example, given
 from support.hostile_values import as_response_format, deep, schemas
 from support.json_schemas import SCHEMAS
+from support.structured import grammar_of
 
-from services.tokenizer.request import read_request
 from services.tokenizer.structured_output import (
     MAX_DEPTH,
     MAX_GRAMMAR_CHARS,
     MAX_ITEMS,
     MAX_LENGTH,
-    grammar_of,
 )
 from shared.errors import BadRequest
 
@@ -121,7 +120,6 @@ def test_a_pattern_is_judged_without_a_search(pattern: str) -> None:
 def test_nothing_asked_for() -> None:
     for fields in ({}, {"response_format": {"type": "text"}}, {"grammar": ""}):
         assert grammar_of(fields) == ""
-    assert read_request({"prompt": "p"}).grammar == ""
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,6 @@ def test_nothing_asked_for() -> None:
 )
 def test_the_one_form(fields: dict[str, Any], kind: str, text: Any) -> None:
     assert source(fields) == (kind, text)
-    assert read_request({"prompt": "p", **fields}).grammar == grammar_of(fields)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

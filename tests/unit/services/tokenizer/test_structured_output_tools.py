@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from support.structured import grammar_of, tools_of
 
 from services.gateway import openai_response
 from services.gateway.openai_request import TAGGED, WHOLE, Call, ToolText, how_called
 from services.gateway.openai_response import ChunkMaker
-from services.tokenizer.structured_output import grammar_of, parsed, read_tools, spelled, told
+from services.tokenizer.structured_output import parsed, spelled, told
 from shared.errors import BadRequest
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
@@ -64,7 +65,7 @@ def test_the_grammar_of_calls(choice: Any, kind: str, source: Any) -> None:
 def test_no_tools_no_grammar() -> None:
     for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}, {"tool_choice": "auto"}):
         assert grammar_of(fields) == ""
-        assert read_tools(fields) is None
+        assert tools_of(fields) is None
         assert how_called(fields) == ""
 
 
@@ -89,7 +90,7 @@ def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
 
 
 def test_a_template_without_tools_is_told_in_the_system_message() -> None:
-    tools = read_tools({"tools": [CLOCK]})
+    tools = tools_of({"tools": [CLOCK]})
     assert tools is not None
     user = {"role": "user", "content": "Hi"}
     first, second = told([user], tools)

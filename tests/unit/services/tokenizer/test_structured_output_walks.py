@@ -16,9 +16,9 @@ import pytest
 import torch
 from support.default_model import model_path
 from support.json_schemas import SCHEMAS
+from support.structured import grammar_of
 
 from services.executor.sampling.grammar import Grammars
-from services.tokenizer.structured_output import grammar_of
 from shared.messages import SlotOpen, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary

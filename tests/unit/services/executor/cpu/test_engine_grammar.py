@@ -7,8 +7,8 @@ import json
 import jsonschema
 from support.default_model import default_engine, greedy_cases, model_path
 from support.executor.plan_maker import GREEDY, PlanMaker
+from support.structured import grammar_of
 
-from services.tokenizer.structured_output import grammar_of
 from shared.messages import Sampling, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import load_vocabulary

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.default_model import model_path
+from support.structured import grammar_of
 
 from services.executor.sampling import grammar_compiler, grammar_process
 from services.executor.sampling.grammar_compiler import (
@@ -21,7 +22,6 @@ from services.executor.sampling.grammar_compiler import (
     GrammarCompiler,
     GrammarRefusedError,
 )
-from services.tokenizer.structured_output import grammar_of
 from shared.errors import EngineError
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from support.default_model import model_path
+from support.structured import grammar_of
 
 from services.executor.sampling import grammar
 from services.executor.sampling.grammar import Grammars
 from services.executor.sampling.sampler import Sampler
-from services.tokenizer.structured_output import grammar_of
 from shared.messages import GrammarFailed, GrammarReady, Sampling, SlotOpen, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary

@@ -1,0 +1,321 @@
+"""The public request: OpenAI's fields and a few of Headrace's own, each with its type, bounds and meaning.
+
+A field is written here and nowhere else: the tokenizer validates requests with these models, and the OpenAPI
+document of the gateway is their JSON schema. Wrong types, values out of bounds and unknown fields are
+refused. A null field counts as absent: readers of a body drop it. docs/reference/limits.md lists the bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    WrapValidator,
+    with_config,
+)
+from pydantic.json_schema import SkipJsonSchema
+from typing_extensions import TypedDict
+
+from shared.codec import MAX_PROCESSORS
+
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 64
+MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS = 1024, 64, 20, 4096, 128
+MAX_TIMEOUT_S = 86_400
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: in float32 a far smaller one makes infinity
+MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, and an int on every wire
+
+NOT_YET = "not supported yet"
+NO_EFFECT = "accepted, without effect"
+
+Extensible = with_config(ConfigDict(extra="ignore", strict=True))  # any other key is taken, too
+
+
+def only(*values: object) -> PlainValidator:
+    """These values and no others: `true`, `1` and `1.0` differ."""
+
+    def check(value: object, info: ValidationInfo) -> object:
+        if not any(type(value) is type(each) and value == each for each in values):
+            raise ValueError(f"`{info.field_name}` is {NOT_YET}; leave it out")
+        return value
+
+    return PlainValidator(check, Annotated[Any, WithJsonSchema({"enum": [*values]})])
+
+
+def as_given(expected: str, *nothing: object) -> WrapValidator:
+    """Checks a value and keeps it as it came: chat templates write its keys in their order. The error names
+    what is `expected`, whatever is wrong inside. The values `nothing` become None."""
+
+    def check(value: object, inner: Callable[[object], object]) -> object:
+        if value in nothing:
+            return None
+        try:
+            inner(value)
+        except ValidationError:
+            raise ValueError(f"{expected} is expected") from None
+        return value
+
+    return WrapValidator(check)
+
+
+def _listed(stop: object) -> object:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _named(processor: object) -> object:
+    return {"name": processor} if isinstance(processor, str) else processor
+
+
+def _text_or_ids(prompt: object) -> object:
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
+        return prompt
+    raise ValueError("one text or one list of token ids is expected")
+
+
+def _joined(content: object) -> object:
+    """Parts become one text; null, as in a turn that only calls functions, becomes an empty one."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    texts = []
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise ValueError("only parts of type `text` are supported")
+    return "".join(texts)
+
+
+def _yes_or_number(value: object) -> object:
+    if type(value) is bool or (type(value) is int and 0 <= value <= MAX_LOGPROBS):
+        return value
+    raise ValueError(f"a number from 0 to {MAX_LOGPROBS} is expected")
+
+
+def _beside_logprobs(value: object, info: ValidationInfo) -> object:
+    """A number in `logprobs` counts for both."""
+    asked = info.data.get("logprobs")
+    if value and asked is False:
+        raise ValueError("`top_logprobs` needs `logprobs` to be true")
+    return asked if type(asked) is int else value
+
+
+def _one_rule(asked: StructuredOutputs) -> StructuredOutputs:
+    if len(asked) != 1 or asked.get("json_object") is False:
+        raise ValueError("one rule is expected")
+    return asked
+
+
+SloClass = Literal["interactive", "standard", "batch"]
+TokenId = Annotated[int, Field(ge=0)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Repetition = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)]
+BiasId = Annotated[int, Field(strict=False)]  # JSON has text keys only
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[BiasId, Bias],
+    Field(max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
+]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
+Stop = Annotated[StopStrings, BeforeValidator(_listed, StopString | StopStrings)]
+
+
+@Extensible
+class TextPart(TypedDict):
+    """A part of a turn's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One turn. Further fields (`name`, `tool_calls`, …) reach the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Annotated[str, Field(pattern=r"^[A-Za-z_-]{1,32}$")]
+    content: Annotated[str, BeforeValidator(_joined, str | list[TextPart] | None)] = ""
+
+
+class StreamOptions(BaseModel):
+    """How a stream ends."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: bool = Field(default=True, description="with the usage; over HTTP the default is false")
+    include_obfuscation: bool = Field(default=False, description=NO_EFFECT)
+
+
+class LogitsProcessor(BaseModel):
+    """A logits processor of this fleet and its arguments."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+Processor = Annotated[LogitsProcessor, BeforeValidator(_named, str | LogitsProcessor)]
+
+
+class PlainFormat(TypedDict):
+    """The answer is any text, or a JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+@Extensible
+class NamedSchema(TypedDict):
+    """`name`, `strict` and `description` have no effect."""
+
+    schema: Annotated[Any, Field(description="a JSON schema")]
+
+
+class SchemaFormat(TypedDict):
+    """The answer is JSON that the schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+@with_config(
+    ConfigDict(extra="forbid", strict=True, json_schema_extra={"minProperties": 1, "maxProperties": 1})
+)
+class StructuredOutputs(TypedDict, total=False):
+    """One rule for the answer."""
+
+    json: Annotated[Any, Field(description="a JSON schema, or the text of one")]
+    json_object: Annotated[bool, Field(json_schema_extra={"const": True})]
+    regex: str
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    grammar: Annotated[str, Field(description="EBNF with a rule `root`")]
+
+
+@Extensible
+class Function(TypedDict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    parameters: NotRequired[Annotated[Any, Field(description="the JSON schema of its arguments")]]
+
+
+@Extensible
+class Tool(TypedDict):
+    """A function, in OpenAI's wrapping."""
+
+    type: Literal["function"]
+    function: Function
+
+
+NOTHING = ("", {"type": "text"})  # what a client may send that wants no structured output
+
+
+class GenerateRequest(BaseModel):
+    """The fields of both kinds of request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = Field(None, min_length=1, description="may be left out where only one is served")
+    add_generation_prompt: bool = Field(True, description="a chat's prompt opens the turn of the answer")
+    max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
+    max_completion_tokens: int | None = Field(None, ge=1, description="likewise; the one that counts of both")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to the prompt")
+    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
+    top_k: int = Field(0, ge=-1, le=MAX_TOP_K, description="tokens to draw from; 0 and -1: all")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="drawn where there is none")
+    stop: Stop = Field(default_factory=list, description="texts that end an answer")
+    stop_token_ids: StopIds = Field(default_factory=list, description="tokens that end an answer")
+    ignore_eos: bool = Field(False, description="the model's own end tokens end nothing")
+    include_stop_str_in_output: bool = Field(False, description="the answer holds the text that ended it")
+    presence_penalty: Penalty = Field(0.0, description="for each token of the answer so far")
+    frequency_penalty: Penalty = Field(0.0, description="likewise, times how often it is there")
+    repetition_penalty: Repetition = Field(1.0, description="divides logits of tokens that are there")
+    logit_bias: Biases = Field(default_factory=dict, description="added to the logits of these token ids")
+    logprobs: bool | int = False
+    top_logprobs: SkipJsonSchema[Annotated[Alternatives, BeforeValidator(_beside_logprobs)]] = 0
+    stream: bool = Field(False, description="the answer comes in pieces")
+    stream_options: StreamOptions = StreamOptions()
+    user: str = Field("", description=NO_EFFECT)
+    request_id: str | None = Field(None, pattern=REQUEST_ID, description="of no other request that runs")
+    timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="seconds until the end")
+    slo_class: SloClass = Field("standard", description="the times to answer in: docs/design/scheduler.md")
+    finish_detached: bool = Field(False, description="goes on when its client has gone")
+    logits_processors: list[Processor] = Field(
+        default_factory=list, max_length=MAX_PROCESSORS, description="in their order"
+    )
+    # These five become one grammar: see services/tokenizer/structured_output.py.
+    response_format: Annotated[
+        PlainFormat | SchemaFormat | None,
+        as_given(
+            '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": …, '
+            '"schema": …}}',
+            *NOTHING,
+        ),
+    ] = Field(None, description="the form of the answer")
+    structured_outputs: Annotated[
+        Annotated[StructuredOutputs, AfterValidator(_one_rule)] | None,
+        as_given("one of `json`, `json_object`, `regex`, `choice`, `grammar`", *NOTHING),
+    ] = Field(None, description="the form of the answer, under vLLM's names")
+    grammar: Annotated[str | None, as_given("EBNF with a rule `root ::= …`", *NOTHING)] = Field(
+        None, description="EBNF with a rule `root`"
+    )
+    tools: Annotated[
+        Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None,
+        as_given(
+            f"a list of at most {MAX_TOOLS} functions "
+            '{"type": "function", "function": {"name": …, "parameters": …}} with a name of letters, digits, '
+            "_ and -"
+        ),
+    ] = Field(None, description="functions that the model may call")
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | Tool,
+        as_given('none, auto, required or {"type": "function", "function": {"name": …}} of one of `tools`'),
+    ] = Field("auto", description="whether it calls none, any number, one at least, or this one")
+    metadata: Any = Field(None, description=NO_EFFECT)
+    store: Any = Field(None, description=NO_EFFECT)
+    service_tier: Any = Field(None, description=NO_EFFECT)
+    parallel_tool_calls: Any = Field(None, description=NO_EFFECT)
+    safety_identifier: Any = Field(None, description=NO_EFFECT)
+    functions: Annotated[Any, only([])] = Field(None, description=NOT_YET)
+    prompt_logprobs: Annotated[Any, only(False, 0)] = Field(None, description=NOT_YET)
+    echo: Annotated[Any, only(False)] = Field(None, description=NOT_YET)
+    suffix: Annotated[Any, only("")] = Field(None, description=NOT_YET)
+    best_of: Annotated[Any, only(1)] = Field(None, description=NOT_YET)
+    modalities: Annotated[Any, only(["text"])] = Field(None, description=NOT_YET)
+    audio: Annotated[Any, only(None)] = Field(None, description=NOT_YET)
+
+
+class ChatRequest(GenerateRequest):
+    """A conversation to answer."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, description="the turns so far")
+    logprobs: bool = Field(False, description="log probabilities of the answer's tokens")
+    top_logprobs: Annotated[Alternatives, BeforeValidator(_beside_logprobs)] = Field(
+        0, description="and of so many of the likeliest beside each; needs `logprobs`"
+    )
+
+
+class CompletionRequest(GenerateRequest):
+    """A prompt to go on with."""
+
+    prompt: Annotated[str | list[int], PlainValidator(_text_or_ids, str | list[TokenId])] = Field(
+        description="a text, or token ids"
+    )
+    logprobs: Annotated[bool | int, PlainValidator(_yes_or_number, bool | Alternatives)] = Field(
+        False, description="log probabilities of the answer's tokens, each beside so many of the likeliest"
+    )
