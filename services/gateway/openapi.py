@@ -161,7 +161,10 @@ def _requests() -> dict[str, Schema]:
             _object("model", "add_generation_prompt", **{name: chat[name] for name in asked}),
         ]
     }
-    schemas["DetokenizeRequest"] = _object("model", model=chat["model"], tokens=prompts[1])
+    schemas["DetokenizeRequest"] = {
+        **_object("model", model=chat["model"], tokens=prompts[1]),
+        "additionalProperties": True,  # without effect
+    }
     return schemas
 
 
