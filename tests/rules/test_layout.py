@@ -56,8 +56,8 @@ HANGING = (
     "services/detokenizer/copies.py", "services/detokenizer/failover.py", "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 82, 20_010
-PRODUCT_FILES, PRODUCT_LINES = 200, 43_373
+PATH_FILES, PATH_LINES = 82, 20_014
+PRODUCT_FILES, PRODUCT_LINES = 200, 43_377
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
