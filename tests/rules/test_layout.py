@@ -56,8 +56,8 @@ HANGING = (
     "services/detokenizer/copies.py", "services/detokenizer/failover.py", "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 82, 20_050
-PRODUCT_FILES, PRODUCT_LINES = 201, 43_773
+PATH_FILES, PATH_LINES = 82, 20_054
+PRODUCT_FILES, PRODUCT_LINES = 201, 43_777
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

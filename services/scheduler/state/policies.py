@@ -72,7 +72,11 @@ def with_traits(*names: str) -> Callable[[_Function], _Function]:
 
 
 def _trait(kind: str, name: str) -> property:
-    return property(lambda policy: getattr(policy.the(kind), name, False))
+    @cache  # each decision asks for some
+    def has(policy: str) -> bool:
+        return getattr(load(kind, policy), name, False)
+
+    return property(lambda policy: has(getattr(policy, kind)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 from support.scheduler.world import World
 
+from loadtest import policies
 from services.scheduler import admission, headroom, preemption
 from services.scheduler.headroom import spare_blocks
-from services.scheduler.state import policies, requests
+from services.scheduler.state import requests
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import PIN_AFTER, Arrived, PeerDraining, Sequence, Ticked
 from services.scheduler.state.state import Executor, Limits, State
