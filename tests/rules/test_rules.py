@@ -150,7 +150,7 @@ def test_no_mixins() -> None:
 
 
 def test_no_concrete_class_inherits_from_another() -> None:
-    """Parts are composed. Only Actor, Settings, exceptions, protocols and data models of pydantic have subclasses."""
+    """Parts are composed. Only Actor, Settings, exceptions, protocols and data models have subclasses."""
     sources = [s for s in product() if s.name.split("/")[0] in PRODUCT]
     bases = {c.name: [_name(_bare(base)) for base in c.bases] for s in sources for c in s.classes()}
     built_in = {name: thing for name, thing in vars(builtins).items() if isinstance(thing, type)}
