@@ -137,7 +137,9 @@ def _in_turn(args: argparse.Namespace) -> Report:
 
 def arms_of(*, greedy: bool) -> list[Arm]:
     """The arms; `greedy`: with admission that leaves nothing for growth."""
-    return [replace(arm, policy=arm.policy + ",kv=loadtest.policies:greedy" * greedy) for arm in ARMS]
+    return [
+        replace(arm, policy=arm.policy + ",reservation=loadtest.policies:greedy" * greedy) for arm in ARMS
+    ]
 
 
 def _text(lengths: Lengths, slots: int, machine: str) -> str:

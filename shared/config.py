@@ -100,7 +100,9 @@ class Settings(BaseSettings):
         "ranks talk under compute, else as measured at start",
     )  # fmt: skip
     step_tokens: int = Field(1024, ge=1, description="most tokens in a step, prompt chunks and decodes")
-    policy: str = Field("", description="scheduling policies: rank=,fill=,kv=,victim=,place=; see docs")
+    policy: str = Field(
+        "", description="scheduling policies: order=,batching=,reservation=,victim=,routing=,tier=; see docs"
+    )
     slo: str = Field("", description="classes: name=ttft/tbt/age in ms; interactive, standard, batch")
     model_digest: str = Field(
         "", description="only executors with this digest of weights and modes serve; empty: the first's"

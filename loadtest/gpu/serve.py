@@ -158,7 +158,7 @@ class Bench:
         raise ValueError(f"there is no part {name!r}: {PARTS}")
 
     async def _overload(self, kv: str, step_tokens: int) -> dict[str, Any]:
-        tiers = {"kv_blocks": KV_BLOCKS, "l1": L1_MIB, "policy": f"kv={kv}"}
+        tiers = {"kv_blocks": KV_BLOCKS, "l1": L1_MIB, "policy": f"reservation={kv}"}
         async with self.start(**tiers, step_tokens=step_tokens) as fleet:
             await pinned(fleet)
             await fleet.all(bodies("warm-tiers", 8, 16))

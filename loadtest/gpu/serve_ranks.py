@@ -47,7 +47,7 @@ async def compare(folder: str, ranks: int) -> dict[str, Any]:
     base = env_of(
         backend="dummy", model=folder, model_name=MODEL, device=f"cuda/tp{ranks}", dtype="bf16", l1="off",
         max_context=8192, slots=64, kv_blocks=BLOCKS, step_tokens=STEP_TOKENS, slo=NO_BOUNDS,
-        policy="fill=prefill_first", log_level="info",
+        policy="batching=prefill_first", log_level="info",
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         fleets = {  # one after the other: at its start an engine measures

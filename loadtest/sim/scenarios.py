@@ -80,17 +80,17 @@ STALLS = ("itl_ms_p99", "itl_ms_max", "stall_ms_p99")
 MEMORY = ("preemptions", "recomputed_tokens", "recomputed_pct", "moved_gb", "l2_gb", "makespan_s")
 OURS = "loadtest.policies:"
 FILL = (
-    Arm("static", f"fill={OURS}static"),
-    *(Arm(name, f"fill={name}") for name in ("mixed", "prefill_first", "decode_first")),
+    Arm("static", f"batching={OURS}static"),
+    *(Arm(name, f"batching={name}") for name in ("mixed", "prefill_first", "decode_first")),
 )
 KV = (
-    Arm("reserve", f"kv=reserve,tier={OURS}recompute"),
+    Arm("reserve", f"reservation=reserve,tier={OURS}recompute"),
     *(Arm(t, f"tier={OURS}{t}") for t in ("recompute", "swap")),
     Arm("tiered", "tier=tiered"),
 )
 VLLM = (  # admits by the chunk, keeps no room for growth; without prefix caching a pause loses all
-    Arm("recompute, vLLM", f"kv={OURS}by_chunk,tier={OURS}forget"),
-    Arm("recompute, vLLM with prefix cache", f"kv={OURS}by_chunk,tier={OURS}recompute"),
+    Arm("recompute, vLLM", f"reservation={OURS}by_chunk,tier={OURS}forget"),
+    Arm("recompute, vLLM with prefix cache", f"reservation={OURS}by_chunk,tier={OURS}recompute"),
 )
 L1 = TierSpec(l1_bytes=128 << 30)  # 1M tokens
 TOKEN_BYTES = 128 << 10
@@ -223,7 +223,7 @@ SCENARIOS: dict[str, Scenario] = {
         workload=_mooncake,
         machine=H200,
         replicas=4,
-        arms=(Arm("prefix", "place=prefix"), Arm("room", "place=room")),
+        arms=(Arm("prefix", "routing=prefix"), Arm("room", "routing=room")),
         columns=(*LATENCY, "cached_pct", "prefill_tokens"),
         plot="ttft_ms_p50",
     ),
@@ -233,8 +233,8 @@ SCENARIOS: dict[str, Scenario] = {
         (
             Arm("mixed"),
             Arm("mixed, steps of up to 8192", limits=(("step_tokens", 8_192),)),
-            Arm("whole prompts", "fill=prefill_first"),
-            Arm("decode_first", "fill=decode_first"),
+            Arm("whole prompts", "batching=prefill_first"),
+            Arm("decode_first", "batching=decode_first"),
         ),
     ),
     "fairness": Scenario(
@@ -245,7 +245,7 @@ SCENARIOS: dict[str, Scenario] = {
         arms=tuple(
             Arm(
                 f"{rank}",
-                f"rank={rank}",
+                f"order={rank}",
                 slo="standard=0/100/0",
                 limits=(("max_waiting", 10_000), ("max_waiting_tokens", 10**8)),
             )

@@ -241,7 +241,7 @@ def _safe(executor: Executor, unit: Unit) -> bool:
 def _place(state: State, offers: list[Offer]) -> Offer:
     if len(offers) == 1:
         return offers[0]
-    chosen = state.limits.policy.the("place")([offer.option for offer in offers])
+    chosen = state.limits.policy.the("routing")([offer.option for offer in offers])
     return next(offer for offer in offers if offer.option == chosen)
 
 
@@ -301,7 +301,7 @@ def _note(state: State, offer: Offer, unit: Unit, sequence: Sequence) -> None:
     sequence.decide(
         state.now_us,
         "resume" if unit.resumes else "admit",
-        f"{state.limits.policy.place}: {offer.option.source}, {offer.option.room_blocks} blocks free",
+        f"{state.limits.policy.routing}: {offer.option.source}, {offer.option.room_blocks} blocks free",
         blocks=sequence.reserved,
         hit_tokens=sequence.computed,
         recompute_tokens=max(0, sequence.reach - sequence.computed),

@@ -8,9 +8,10 @@ Of a sequence that an end-of-sequence token may end, a share of the expected gro
 more stalls than any victim rule in simulation; the share adapts: each pause for want of a block adds to it,
 each step without one takes a little away (AIMD, as SGLang's new_token_ratio).
 
-Of one that nothing but its length ends, all is known. With `kv=foreseen` those are laid out in time: each
-grows by a token a step until it ends and gives back what it holds. What has to be free now is the highest
-point of that curve, as in LightLLM's Past-Future scheduler (arXiv:2507.10150), and nobody has to be paused.
+A sequence that only its length ends has a known growth. With `reservation=foreseen` such sequences are laid
+out in time: each grows by a token a step until it ends and gives back its blocks. The highest point of that
+curve has to be free now, as in LightLLM's Past-Future scheduler (arXiv:2507.10150); then no sequence has to
+be preempted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STEP_DIVIDES = 512
 def promises(state: State, executor: Executor, unit: Unit) -> list[int]:
     """Blocks to promise to each sequence of a unit; the others share the first one's full prompt blocks."""
     block_tokens, head = executor.hello.block_tokens, unit.sequences[0]
-    promise = reserve if head.pinned else state.limits.policy.the("kv")
+    promise = reserve if head.pinned else state.limits.policy.the("reservation")
     if len(unit.sequences) == 1:
         return [promise(len(head.tokens), head.max_length, block_tokens)]
     shared = len(head.tokens) // block_tokens

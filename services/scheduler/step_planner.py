@@ -60,7 +60,7 @@ def _plan_step(state: State, executor: Executor, mode: str, half: int | None) ->
     if half is not None and decodes:
         decodes = balance(executor, half, decodes)
     stalled_us = state.now_us - executor.decoded_us if decodes and executor.decoded_us else 0
-    fill = state.limits.policy.the("fill")
+    fill = state.limits.policy.the("batching")
     share: Share = fill(FillView(len(decodes), len(prompts), stalled_us))
     columns = Columns(mode, half)
     executor.pace.crowded = False

@@ -36,7 +36,7 @@ def test_a_recorded_log_replays(start_up: StartUp, tmp_path: Path) -> None:
     assert report["difference"] is None
     assert report["snapshots"] == 2, "where it began and where it ended"
     assert report["first_event"] > 1, "what came before the recording is in its snapshot"
-    compared = json.loads(up.run("replay", str(path), "--policy", "fill=static", "--json").stdout)
+    compared = json.loads(up.run("replay", str(path), "--policy", "batching=static", "--json").stdout)
     assert (compared["requests"], compared["happened"]["served"], compared["changed"]["served"]) == (3, 3, 3)
     lanes = up.run("trace", "r1", "--overlap")
     assert lanes.returncode == 0, lanes.stderr

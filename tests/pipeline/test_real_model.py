@@ -62,7 +62,7 @@ MODES: dict[str, dict[str, Any]] = {
     "two batches": {"overlap": "two_batch"},
     "auto, small chunks": {"step_tokens": 16},
     "too few blocks": {"kv_blocks": 8, "slots": 8},
-    "prompts first": {"policy": "fill=prefill_first,kv=reserve"},
+    "prompts first": {"policy": "batching=prefill_first,reservation=reserve"},
 }
 
 

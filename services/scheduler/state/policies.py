@@ -1,25 +1,25 @@
 """The policies are pure functions, each known by a name, each replaceable in the configuration.
 
-    policy = "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix,tier=tiered"
+    policy = "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=prefix,tier=tiered"
 
-rank    who is admitted next within a class?                   vtc, fcfs
-fill    what is the next step of an executor made of?          mixed, prefill_first, decode_first
-kv      how many blocks is a sequence promised at admission?   on_demand, foreseen, reserve
-victim  who is paused first when blocks are short?             latest
-place   which of the executors that can run a unit gets it?    prefix, room
-tier    what becomes of a block without a copy below?          tiered
+order        which sequence group of a class is admitted next?            vtc, fcfs
+batching     what does the next step of an executor consist of?           mixed, prefill_first, decode_first
+reservation  how many blocks are reserved for a sequence at admission?    on_demand, foreseen, reserve
+victim       which sequence is preempted first when blocks are short?     latest
+routing      which of the executors that can run a group gets it?         prefix, room
+tier         what becomes of a block without a copy below?                tiered
 
 A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler.
 loadtest/policies.py has baselines for comparison. The signatures:
 
-rank    (arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]: of a waiting unit and what its
-        client has been served; less is sooner. It must not fall while a unit waits
-fill    (view: FillView) -> Share
-kv      (tokens: int, max_length: int, block_tokens: int) -> int, blocks; `tokens` are known now, `max_length`
-        is the most there may ever be
-victim  (candidates: list[Sequence]) -> list[Sequence], the first victim first
-place   (options: list[Option]) -> Option; there is at least one
-tier    (view: TierView) -> str, one of copy, drop, keep; of an unheld block
+order        (arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]: of a waiting group and
+             what its client has been served; less is sooner. It must not fall while a group waits
+batching     (view: FillView) -> Share
+reservation  (tokens: int, max_length: int, block_tokens: int) -> int, blocks; `tokens` are known now,
+             `max_length` is the most there may ever be
+victim       (candidates: list[Sequence]) -> list[Sequence], the first victim first
+routing      (options: list[Option]) -> Option; there is at least one
+tier         (view: TierView) -> str, one of copy, drop, keep; of an unheld block
 
 What a policy asks of the code around it, beyond its answers, are its traits (`with_traits`, see Policy): no
 other code compares names of policies.
@@ -40,16 +40,17 @@ from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
 
 KINDS = {  # names, arguments
-    "rank": (("vtc", "fcfs"), ("arrival_us", "number", "served_tokens")),
-    "fill": (("mixed", "prefill_first", "decode_first"), ("view",)),
-    "kv": (("on_demand", "foreseen", "reserve"), ("tokens", "max_length", "block_tokens")),
+    "order": (("vtc", "fcfs"), ("arrival_us", "number", "served_tokens")),
+    "batching": (("mixed", "prefill_first", "decode_first"), ("view",)),
+    "reservation": (("on_demand", "foreseen", "reserve"), ("tokens", "max_length", "block_tokens")),
     "victim": (("latest",), ("candidates",)),
-    "place": (("prefix", "room"), ("options",)),
+    "routing": (("prefix", "room"), ("options",)),
     "tier": (("tiered",), ("view",)),
 }
+OLD_KINDS = {"rank": "order", "fill": "batching", "kv": "reservation", "place": "routing"}  # accepted in 0.1
 BASELINES = "loadtest.policies"
 MOVED = {  # there; in 0.1 their names alone are accepted, too
-    "fill": ("static",), "kv": ("greedy", "by_chunk"), "tier": ("swap", "recompute", "forget"),
+    "batching": ("static",), "reservation": ("greedy", "by_chunk"), "tier": ("swap", "recompute", "forget"),
 }  # fmt: skip
 STALL_US = 1_000_000  # so long prompts go before decodes: see prefill_first
 # Tokens of prefix hit that one running sequence outweighs; without it all requests with a common beginning
@@ -81,23 +82,25 @@ def _trait(kind: str, name: str) -> property:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The names in force, and the traits of their functions. `policy.the("rank")` is the function."""
+    """The names in force, and the traits of their functions. `policy.the("order")` is the function."""
 
-    rank: str = "vtc"
-    fill: str = "mixed"
-    kv: str = "on_demand"
+    order: str = "vtc"
+    batching: str = "mixed"
+    reservation: str = "on_demand"
     victim: str = "latest"
-    place: str = "prefix"
+    routing: str = "prefix"
     tier: str = "tiered"
 
     def the(self, kind: str) -> Callable[..., Any]:
         """The function of a kind."""
         return load(kind, getattr(self, kind))
 
-    fair = _trait("rank", "fair")  # clients take turns: ahead of one are as many of another as of its own
-    closed = _trait("fill", "closed")  # nobody joins a batch that has begun
-    greedy = _trait("kv", "greedy")  # admission keeps nothing free for growth, and nobody is spared or pinned
-    foresees = _trait("kv", "foresees")  # admission looks ahead along growth that is known
+    fair = _trait("order", "fair")  # clients take turns: ahead of one are as many of another as of its own
+    closed = _trait("batching", "closed")  # nobody joins a batch that has begun
+    greedy = _trait(
+        "reservation", "greedy"
+    )  # admission keeps nothing free for growth, and nobody is spared or pinned
+    foresees = _trait("reservation", "foresees")  # admission looks ahead along growth that is known
     no_tiers = _trait("tier", "no_tiers")  # nothing is copied to tiers or looked up there
     forgets = _trait("tier", "forgets")  # nothing of a paused sequence stays cached
     leaves = _trait("tier", "leaves")  # what is copied leaves the device at once
@@ -113,6 +116,9 @@ def parse(text: str, base: Policy | None = None) -> Policy:
     policy = base or Policy()
     for part in filter(None, (part.strip() for part in text.split(","))):
         kind, _, name = part.partition("=")
+        if kind in OLD_KINDS:
+            log.warning("policy %s=%s: write %s=%s", kind, name, OLD_KINDS[kind], name)
+            kind = OLD_KINDS[kind]
         if kind not in KINDS:
             raise SetupError(f"setting policy: there is no {kind!r}, only {', '.join(KINDS)}")
         load(kind, name)

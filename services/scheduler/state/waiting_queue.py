@@ -379,7 +379,7 @@ class Waiting:
 
     def _head_of(self, line: Line, heads: list[Head]) -> Unit | None:
         """The first unit by rank of the clients in a heap, which is then on top."""
-        rank = self.policy.the("rank")
+        rank = self.policy.the("order")
         while heads:
             head = heads[0]
             client = head[2]
@@ -395,7 +395,7 @@ class Waiting:
         return None
 
     def _rank(self, unit: Unit) -> tuple[int, ...]:
-        return self.policy.the("rank")(*unit.order, self.served.of(unit.client))  # type: ignore[no-any-return]  # policies.py
+        return self.policy.the("order")(*unit.order, self.served.of(unit.client))  # type: ignore[no-any-return]  # policies.py
 
 
 def tokens_of(unit: Unit) -> int:

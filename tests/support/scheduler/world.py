@@ -49,17 +49,17 @@ from shared.messages import (
     ints,
 )
 
-RESERVE = Limits(policy=Policy(kv="reserve"))
+RESERVE = Limits(policy=Policy(reservation="reserve"))
 
 
 def any_limits(data: st.DataObject) -> Limits:
     """Settings of any kind: windows, overlap modes, policies."""
     policy = Policy(
-        rank=data.draw(st.sampled_from(["vtc", "fcfs"])),
-        fill=data.draw(
+        order=data.draw(st.sampled_from(["vtc", "fcfs"])),
+        batching=data.draw(
             st.sampled_from(["mixed", "prefill_first", "decode_first", "loadtest.policies:static"])
         ),
-        kv=data.draw(st.sampled_from(["on_demand", "on_demand", "reserve", "foreseen"])),
+        reservation=data.draw(st.sampled_from(["on_demand", "on_demand", "reserve", "foreseen"])),
     )
     return Limits(
         window=data.draw(st.integers(1, 4)),

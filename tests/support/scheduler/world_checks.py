@@ -88,7 +88,7 @@ def no_idle_window(world: World) -> None:
     """Nothing that could be computed waits while the window is open: with `mixed` steps, and if there are
     blocks for it, or are about to be."""
     fixed = world.limits.overlap in ("single", "run_ahead", "two_batch") and world.limits.window > 1
-    if not fixed or world.limits.policy.fill != "mixed":
+    if not fixed or world.limits.policy.batching != "mixed":
         return
     depth = {"single": 1, "run_ahead": world.limits.window, "two_batch": 2}[world.limits.overlap]
     for executor in world.scheduler.state.executors.values():
@@ -138,7 +138,7 @@ class Turns:
         for executor in world.scheduler.state.executors.values():
             for s in ready_rows(executor, False, None)[0]:
                 since = self.since.get((s.seq, s.placement), executor.step)
-                if _wants_block(executor, s) or world.limits.policy.fill != "mixed":
+                if _wants_block(executor, s) or world.limits.policy.batching != "mixed":
                     since = executor.step
                 assert executor.step - since < 2, "a ready row in neither A nor B"
                 now[s.seq, s.placement] = since

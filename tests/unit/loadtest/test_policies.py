@@ -32,9 +32,9 @@ def test_what_becomes_of_a_block(paused: bool, pressed: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "traits"),
     [
-        ("fill=loadtest.policies:static", {"closed"}),
-        ("kv=loadtest.policies:greedy", {"greedy"}),
-        ("kv=loadtest.policies:by_chunk", {"greedy"}),
+        ("batching=loadtest.policies:static", {"closed"}),
+        ("reservation=loadtest.policies:greedy", {"greedy"}),
+        ("reservation=loadtest.policies:by_chunk", {"greedy"}),
         ("victim=loadtest.policies:least_computed", set()),
         ("tier=loadtest.policies:swap", {"leaves"}),
         ("tier=loadtest.policies:recompute", {"no_tiers"}),

@@ -32,7 +32,7 @@ def steps(world: World, count: int) -> None:
 
 def test_a_large_request_waits_on_its_executor_alone() -> None:
     """Only the large executor can hold it, and is full: eight small ones start on the other one."""
-    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve")), checks=[*ALL])
+    world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve")), checks=[*ALL])
     world.add_engine("large", blocks=16, slots=8)
     world.add_engine("small", blocks=8, slots=8)
     world.ask("runs", [4] * 4, 44)  # 12 blocks
@@ -52,7 +52,7 @@ def test_a_large_request_waits_on_its_executor_alone() -> None:
 
 def test_a_small_one_that_comes_later_starts_where_the_first_will_not() -> None:
     """Nothing has changed on any executor since the first had to wait."""
-    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve")))
+    world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve")))
     world.add_engine("large", blocks=16, slots=8)
     world.add_engine("small", blocks=8, slots=8)
     world.ask("runs", [4] * 4, 44)
@@ -64,7 +64,7 @@ def test_a_small_one_that_comes_later_starts_where_the_first_will_not() -> None:
 
 def test_a_small_one_starts_where_many_large_ones_before_it_never_will() -> None:
     """More of them than are looked at: none of them fits on the small executor."""
-    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve")))
+    world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve")))
     world.add_engine("large", blocks=16, slots=8)
     world.add_engine("small", blocks=8, slots=8)
     world.ask("runs", [4] * 4, 44)
@@ -78,7 +78,7 @@ def test_a_small_one_starts_where_many_large_ones_before_it_never_will() -> None
 def test_the_first_keeps_one_executor_until_it_starts() -> None:
     """With room that comes on both in turn, and small ones that would take it at once, it would start on
     none."""
-    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve"), overlap="single"))
+    world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve"), overlap="single"))
     for name in ("e1", "e2"):
         world.add_engine(name, blocks=16, slots=16)
         for i in range(4):
@@ -111,7 +111,7 @@ def test_a_wide_request_takes_the_slots_that_are_free() -> None:
 
 
 def test_choices_start_as_blocks_come_free() -> None:
-    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve")), checks=[*ALL])
+    world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve")), checks=[*ALL])
     world.add_engine(slots=8, blocks=20)
     world.ask("runs", [4] * 4, 36)  # 10 blocks
     world.ask("wide", [5] * 8, 8, n=6)  # 2 shared and 2 each: 4 choices in 10 blocks, all in 14
@@ -153,7 +153,7 @@ def test_a_wide_request_is_charged_for_all_of_its_choices(slots: int) -> None:
 
 def test_a_row_that_fails_is_forgotten_where_its_choices_are() -> None:
     """Two choices on executors of different size: the blocks of each are those of its own executor."""
-    world = World(Limits(classes=NEVER, policy=Policy(place="room")), checks=[*ALL])
+    world = World(Limits(classes=NEVER, policy=Policy(routing="room")), checks=[*ALL])
     world.add_engine("large", slots=1, blocks=400)
     world.add_engine("small", slots=2, blocks=20)
     world.ask("fills", [4] * 4, 3)
@@ -177,7 +177,7 @@ def test_a_row_that_fails_is_forgotten_where_its_choices_are() -> None:
 def aged_world(risen: bool) -> World:
     """A full executor of standard requests, and one of class batch that has waited for long, perhaps."""
     slo = requests.parse("interactive=0/50/0,standard=0/50/1000,batch=0/500/1000")
-    world = World(Limits(classes=slo, policy=Policy(kv="reserve")))
+    world = World(Limits(classes=slo, policy=Policy(reservation="reserve")))
     world.add_engine(slots=2, blocks=32)
     for name in ("s0", "s1"):
         world.ask(name, [4] * 4, 50)

@@ -113,7 +113,7 @@ def test_nobody_loses_its_only_sequence_to_a_newcomer() -> None:
 
 
 def test_a_prompt_that_takes_most_blocks_gives_way() -> None:
-    world = World(Limits(classes=SLO, policy=Policy(kv="reserve"), step_tokens=4), checks=[*ALL])
+    world = World(Limits(classes=SLO, policy=Policy(reservation="reserve"), step_tokens=4), checks=[*ALL])
     world.add_engine(slots=4, blocks=16)
     world.ask("a", [7] * 50, 14, tenant="a")
     world.ask("b", [99] * 4, 4, tenant="b")
@@ -142,7 +142,7 @@ def test_who_needs_a_block_takes_it_from_the_tenant_that_has_most() -> None:
 
 def behind_a_large_one(long_blocks: int, large_blocks: int) -> World:
     """Of tenant a one runs, and a large one waits; of 1,000 blocks. Then `pass_by`."""
-    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve"), window=1))
+    world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve"), window=1))
     world.add_engine(slots=8, blocks=1_000, max_context=5_000, max_step_tokens=1_024)
     world.ask("a-long", [4] * 4, 4 * long_blocks - 4, tenant="a")
     for tenant in "bcd":

@@ -107,7 +107,7 @@ def test_nobody_says_hello_for_another() -> None:
 
 
 def test_waiting_tokens_are_counted_for_every_choice() -> None:
-    world = World(limits=Limits(max_waiting_tokens=20, policy=Policy(kv="reserve")))
+    world = World(limits=Limits(max_waiting_tokens=20, policy=Policy(reservation="reserve")))
     world.add_engine(blocks=8)
     world.ask("running", [5] * 8, 24)
     world.ask("first", [5] * 4, 20)  # an empty queue takes any
@@ -154,7 +154,7 @@ def test_the_one_that_reads_a_sequence_alone_can_detach_it() -> None:
 
 
 def test_the_order_holds_on_executors_that_could_hold_the_first() -> None:
-    world = World(Limits(policy=Policy(kv="reserve")))
+    world = World(Limits(policy=Policy(reservation="reserve")))
     world.add_engine("e1", blocks=8)
     world.ask("runs", [5], 20)
     world.ask("first", list(range(20)), 12)  # all 8 blocks: waits

@@ -16,7 +16,7 @@ CANCEL = Arrived("client", Cancel(tenant="public", request="a"))
 
 def running(window: int, results: int, **more: object) -> World:
     """Two requests, "a" to be stopped and "b" that goes on, after some results."""
-    policy = Policy(kv="reserve")
+    policy = Policy(reservation="reserve")
     world = World(limits=Limits(window=window, step_tokens=16, overlap="run_ahead", policy=policy))
     world.add_engine(blocks=64, slots=8)
     world.ask("b", [7, 8, 9], 40)

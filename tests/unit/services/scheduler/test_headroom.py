@@ -56,7 +56,7 @@ def test_it_is_enough_and_at_most_a_block_a_row_too_much(rows: list[Row]) -> Non
 
 def crowd(kv: str) -> World:
     """Six requests of 8 tokens that want 24 more each, in 20 blocks: two of them fit to their ends."""
-    world = World(Limits(policy=Policy(kv=kv)))
+    world = World(Limits(policy=Policy(reservation=kv)))
     world.add_engine(blocks=20, slots=8, block_tokens=BLOCK)
     for i in range(6):
         world.ask(f"r{i}", [5 + i] * 8, 24)
@@ -75,7 +75,7 @@ def test_more_run_at_once_than_where_all_is_promised() -> None:
     """Rows that began at other times end at other times: what one gives back the next one grows into."""
 
     def steps(kv: str) -> int:
-        world = World(Limits(policy=Policy(kv=kv)))
+        world = World(Limits(policy=Policy(reservation=kv)))
         world.add_engine(blocks=20, slots=8, block_tokens=BLOCK)
         for i in range(8):
             world.ask(f"r{i}", [5 + i] * 8, 6 + 6 * (i % 4))
@@ -88,7 +88,7 @@ def test_more_run_at_once_than_where_all_is_promised() -> None:
 
 @pytest.mark.parametrize("kv", ["on_demand", "reserve", "loadtest.policies:greedy"])
 def test_others_look_at_no_length(kv: str) -> None:
-    world = World(Limits(policy=Policy(kv=kv)))
+    world = World(Limits(policy=Policy(reservation=kv)))
     world.add_engine(blocks=64, slots=8, block_tokens=BLOCK)
     world.ask("r", [5] * 8, 40)
     state = world.scheduler.state

@@ -47,7 +47,7 @@ def test_the_latest_of_the_lowest_class_is_paused() -> None:
 
 
 def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
-    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve")))
+    world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve")))
     world.add_engine(blocks=8, slots=2)
     world.ask("batch", [5] * 4, 12, slo_class="batch")
     world.ask("standard", [6] * 4, 12)
@@ -67,7 +67,7 @@ def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
 def test_who_takes_a_place_where_no_step_is_in_flight_starts_at_once(overlap: str) -> None:
     """Found by the machine: the result that let a higher class pause the only one that ran was the last
     event; nothing was in flight, so nothing came that would have started anybody."""
-    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve"), overlap=overlap))
+    world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve"), overlap=overlap))
     world.add_engine(blocks=8, slots=3)
     world.ask("first", [4] * 4, 2, slo_class="interactive")  # 2 blocks
     world.ask("batch", [5] * 4, 20, slo_class="batch")  # 6 blocks
@@ -91,7 +91,7 @@ def test_whose_last_token_is_on_its_way_needs_no_block() -> None:
 
 
 def test_whom_a_draining_executor_alone_could_hold_holds_up_nobody() -> None:
-    world = World(Limits(classes=NEVER, policy=Policy(kv="reserve", place="room")))
+    world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve", routing="room")))
     world.add_engine("large", blocks=16, slots=1)
     world.add_engine("little", blocks=4, slots=1)
     world.ask("runs", [5] * 20, 20)
@@ -130,7 +130,7 @@ def three_at_once(policy: Policy) -> tuple[World, int, int]:
     while world.deliver():
         most = max([most, *(s.pauses for s in state.sequences.values())])
         spare = max(spare, spare_blocks(state, executor) - len(headroom.needy(executor)))
-        assert policy.kv == "on_demand" or not any(
+        assert policy.reservation == "on_demand" or not any(
             s.pinned or s.spared_until_us for s in state.sequences.values()
         )
         executor.pool.check()
@@ -141,21 +141,21 @@ def three_at_once(policy: Policy) -> tuple[World, int, int]:
 
 
 def test_a_greedy_admission_keeps_nothing_free_and_spares_nobody() -> None:
-    _, pauses_most, spare = three_at_once(Policy(kv="on_demand", tier=f"{OURS}recompute"))
+    _, pauses_most, spare = three_at_once(Policy(reservation="on_demand", tier=f"{OURS}recompute"))
     assert (pauses_most, spare > 0) == (0, True)
-    _, pauses_most, spare = three_at_once(Policy(kv=f"{OURS}greedy", tier=f"{OURS}recompute"))
+    _, pauses_most, spare = three_at_once(Policy(reservation=f"{OURS}greedy", tier=f"{OURS}recompute"))
     assert (pauses_most > 0, spare) == (True, 0)
 
 
 def test_admission_by_the_chunk_pauses_within_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "CHUNK_TOKENS", 4)
-    _, pauses_most, spare = three_at_once(Policy(kv=f"{OURS}by_chunk", tier=f"{OURS}recompute"))
+    _, pauses_most, spare = three_at_once(Policy(reservation=f"{OURS}by_chunk", tier=f"{OURS}recompute"))
     assert (pauses_most > 0, spare) == (True, 0)
 
 
 @pytest.mark.parametrize(("tier", "again"), [(f"{OURS}recompute", False), (f"{OURS}forget", True)])
 def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: str, again: bool) -> None:
-    world, _, _ = three_at_once(Policy(kv=f"{OURS}greedy", tier=tier))
+    world, _, _ = three_at_once(Policy(reservation=f"{OURS}greedy", tier=tier))
     hits = [
         dict(decision.numbers)["hit_tokens"]
         for trace in world.scheduler.state.recent.traces.values()
@@ -181,7 +181,7 @@ def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
         found.append(len(short))
 
     monkeypatch.setattr(admission, "_start", watched)
-    world = World(Limits(classes=NEVER, policy=Policy(kv=kv, tier=f"{OURS}recompute")))
+    world = World(Limits(classes=NEVER, policy=Policy(reservation=kv, tier=f"{OURS}recompute")))
     world.add_engine(blocks=24, slots=8)
     (executor,) = world.scheduler.state.executors.values()
     for number in range(12):
@@ -221,7 +221,7 @@ def test_who_was_paused_does_not_take_its_place_back_from_whom_it_was_paused_for
     kv: str, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of its tenant nothing runs then: so it came first, was paused again for the same one, and so on."""
-    world = World(Limits(classes=NEVER, overlap=overlap, policy=Policy(kv=kv)))
+    world = World(Limits(classes=NEVER, overlap=overlap, policy=Policy(reservation=kv)))
     counts = count_pauses(monkeypatch, world)
     world.add_engine(slots=2, blocks=64)
     world.ask("c1", [4] * 4, 56, tenant="c", slo_class="interactive")
@@ -268,7 +268,8 @@ def test_within_one_event_nobody_is_paused_twice(
 
     limits = Limits(
         classes=NEVER, window=dice.randint(1, 3), step_tokens=dice.choice((4, 16, 64)),
-        overlap=dice.choice(("single", "run_ahead", "two_batch")), policy=Policy(kv=KV[seed % len(KV)]),
+        overlap=dice.choice(("single", "run_ahead", "two_batch")),
+        policy=Policy(reservation=KV[seed % len(KV)]),
     )  # fmt: skip
     world = World(limits)
     if any_order:
@@ -379,7 +380,7 @@ def newcomers(world: World, until: str, prompt: int = 4, tokens: int = 3) -> lis
 @pytest.mark.parametrize("kv", ["on_demand", f"{OURS}greedy"])
 def test_a_newcomer_gets_a_place_however_often_it_comes(kv: str) -> None:
     """Pauses for a tenant of which nothing runs pin nobody who goes on in between."""
-    world = World(Limits(classes=NEVER, window=2, policy=Policy(kv=kv)))
+    world = World(Limits(classes=NEVER, window=2, policy=Policy(reservation=kv)))
     world.add_engine(slots=4, blocks=4_000, max_context=800)
     for i in range(8):
         world.ask(f"a{i}", [7 + i] * 4, 300, tenant="a")

@@ -25,7 +25,9 @@ def short() -> World:
     """Two rows on four blocks want a fifth and a sixth: one has just been paused, and its blocks, which no
     tier holds, are being copied down."""
     limits = Limits(overlap="single")
-    world = World(replace(limits, policy=replace(limits.policy, kv="loadtest.policies:greedy")), now_us=1_000)
+    world = World(
+        replace(limits, policy=replace(limits.policy, reservation="loadtest.policies:greedy")), now_us=1_000
+    )
     world.add_engine(blocks=4, max_context=16)
     world.add_tier(FakeTier(capacity=64))
     executor = only(world)
@@ -87,7 +89,9 @@ LOOP_US = 100
 def ahead() -> World:
     """Steps run ahead; somebody has just been paused while one is in flight."""
     limits = Limits(overlap="run_ahead", window=2)
-    world = World(replace(limits, policy=replace(limits.policy, kv="loadtest.policies:greedy")), now_us=1_000)
+    world = World(
+        replace(limits, policy=replace(limits.policy, reservation="loadtest.policies:greedy")), now_us=1_000
+    )
     world.add_engine(blocks=12, slots=6)
     world.add_tier(FakeTier(capacity=64))
     for number in range(4):

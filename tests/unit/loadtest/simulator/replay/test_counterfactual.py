@@ -28,7 +28,7 @@ from shared.errors import SetupError
 from shared.step_model import H200_8B
 
 MACHINE = Machine(model=H200_8B, slots=32, blocks=4_000, hop=Hop(delay_us=700))
-LIMITS = Limits(overlap="run_ahead", policy=policies.parse("rank=fcfs,kv=reserve"))
+LIMITS = Limits(overlap="run_ahead", policy=policies.parse("order=fcfs,reservation=reserve"))
 
 
 class Kept(io.BytesIO):
@@ -117,14 +117,14 @@ def test_the_simulation_of_the_same_policy_is_near_what_happened(recorded: tuple
 
 def test_another_policy_is_simulated_as_it_would_have_been(recorded: tuple[bytes, Readers]) -> None:
     """The truth: the same arrivals, the true step times, the other policy."""
-    other = "fill=loadtest.policies:static,rank=vtc"
+    other = "batching=loadtest.policies:static,order=vtc"
     found = compare(records(recorded[0]), other)
     limits = replace(LIMITS, policy=policies.parse(other, LIMITS.policy))
     _, readers = run(limits)
     truth = _column(readers, 0, limits.classes)
     assert (
         found.policies[1]
-        == f"rank=vtc,{other.partition(',')[0]},kv=reserve,victim=latest,place=prefix,tier=tiered"
+        == f"order=vtc,{other.partition(',')[0]},reservation=reserve,victim=latest,routing=prefix,tier=tiered"
     )
     for name, within in (
         ("ttft_ms_p50", 0.15),
@@ -141,22 +141,22 @@ def test_the_command_prints_three_columns(
 ) -> None:
     path = tmp_path / "events.log"
     path.write_bytes(recorded[0])
-    assert main(["replay", str(path), "--policy", "fill=decode_first"]) == 0
+    assert main(["replay", str(path), "--policy", "batching=decode_first"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "simulation of 150 requests from the log; only the first column was measured"
-    other = "rank=fcfs,fill=decode_first,kv=reserve,victim=latest,place=prefix,tier=tiered"
+    other = "order=fcfs,batching=decode_first,reservation=reserve,victim=latest,routing=prefix,tier=tiered"
     assert lines[2] == f"  other policy       {other}"
     assert lines[5].split() == ["happened", "simulated", "simulated,", "other", "policy"]
     assert lines[6].split() == ["served", "150", "150", "150"]
-    assert main(["replay", str(path), "--policy", "fill=decode_first", "--json"]) == 0
+    assert main(["replay", str(path), "--policy", "batching=decode_first", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["simulation"] is True
-    assert main(["replay", str(path), "--policy", "fill=best"]) == 1
-    assert "fill='best' is none of mixed" in capsys.readouterr().err
+    assert main(["replay", str(path), "--policy", "batching=best"]) == 1
+    assert "batching='best' is none of mixed" in capsys.readouterr().err
 
 
 def test_a_policy_that_does_not_exist_is_refused(recorded: tuple[bytes, Readers]) -> None:
-    with pytest.raises(SetupError, match="there is no 'order'"):
-        compare(records(recorded[0]), "order=lifo")
+    with pytest.raises(SetupError, match="there is no 'rule'"):
+        compare(records(recorded[0]), "rule=lifo")
 
 
 def test_a_log_of_nothing_has_no_counterfactual(recorded: tuple[bytes, Readers]) -> None:

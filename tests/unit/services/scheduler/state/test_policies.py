@@ -25,21 +25,26 @@ def test_every_name_is_a_function() -> None:
 
 
 def test_what_is_not_named_stays() -> None:
-    assert str(parse("")) == "rank=vtc,fill=mixed,kv=on_demand,victim=latest,place=prefix,tier=tiered"
-    assert parse("kv=reserve, rank=fcfs") == Policy(kv="reserve", rank="fcfs")
-    assert parse("fill=decode_first", Policy(kv="reserve")) == Policy(fill="decode_first", kv="reserve")
+    assert (
+        str(parse(""))
+        == "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=prefix,tier=tiered"
+    )
+    assert parse("reservation=reserve, order=fcfs") == Policy(reservation="reserve", order="fcfs")
+    assert parse("batching=decode_first", Policy(reservation="reserve")) == Policy(
+        batching="decode_first", reservation="reserve"
+    )
 
 
 def test_a_policy_of_ones_own() -> None:
-    policy = parse("kv=services.scheduler.state.policies:reserve")
-    assert policy.the("kv") is policies.reserve
+    policy = parse("reservation=services.scheduler.state.policies:reserve")
+    assert policy.the("reservation") is policies.reserve
 
 
 def test_traits_are_those_of_the_functions() -> None:
     traits = ("fair", "closed", "greedy", "foresees", "no_tiers", "forgets", "leaves", "ahead")
     assert {name for name in traits if getattr(Policy(), name)} == {"fair", "ahead"}
-    assert parse("kv=foreseen").foresees
-    assert not parse("rank=fcfs").fair
+    assert parse("reservation=foreseen").foresees
+    assert not parse("order=fcfs").fair
 
 
 def test_names_that_have_moved_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,20 +53,28 @@ def test_names_that_have_moved_are_accepted_with_a_warning(caplog: pytest.LogCap
             moved = f"loadtest.policies:{name}"
             assert parse(f"{kind}={name}").the(kind) is load(kind, moved)
             assert caplog.messages[-1] == f"policy {kind}={name}: write {kind}={moved}"
-    with pytest.raises(SetupError, match="kv='static' is none of on_demand"):
-        parse("kv=static")
+    with pytest.raises(SetupError, match="reservation='static' is none of on_demand"):
+        parse("reservation=static")
+
+
+def test_kinds_that_have_new_names_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    old = "rank=fcfs,fill=decode_first,kv=reserve,place=room"
+    new = Policy(order="fcfs", batching="decode_first", reservation="reserve", routing="room")
+    assert parse(old) == new == parse(str(new))
+    assert caplog.messages[0] == "policy rank=fcfs: write order=fcfs"
+    assert len(caplog.messages) == 4
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("speed=high", "there is no 'speed', only rank, fill, kv, victim, place"),
-        ("rank=best", "rank='best' is none of vtc, fcfs, nor module:function"),
-        ("rank=no.such:thing", "cannot be loaded"),
-        ("rank=services.scheduler.state.policies:nothing", "cannot be loaded"),
-        ("rank=services.scheduler.state.policies:STALL_US", "is no function of"),
+        ("speed=high", "there is no 'speed', only order, batching, reservation, victim, routing"),
+        ("order=best", "order='best' is none of vtc, fcfs, nor module:function"),
+        ("order=no.such:thing", "cannot be loaded"),
+        ("order=services.scheduler.state.policies:nothing", "cannot be loaded"),
+        ("order=services.scheduler.state.policies:STALL_US", "is no function of"),
         (
-            "rank=services.scheduler.state.policies:mixed",
+            "order=services.scheduler.state.policies:mixed",
             "is no function of .arrival_us, number, served_tokens.: see .*policies.py",
         ),
     ],

@@ -122,7 +122,7 @@ def compare(waiting: Waiting, plain: Plain) -> None:
 def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
     dice, now_us = random.Random(seed), 0
     ages = AGE_US if seed % 2 else (0, 0, 0)  # none where units are set aside: that begins anew or does not
-    waiting = Waiting(Policy(rank=rank), ages)
+    waiting = Waiting(Policy(order=rank), ages)
     plain = Plain(rank, waiting, ages=ages)
     for number in range(1, 1_500, 3):
         now_us += dice.choice((0, 1, 40))

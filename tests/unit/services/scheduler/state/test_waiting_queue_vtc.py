@@ -67,7 +67,7 @@ def test_clients_that_are_ahead_of_the_others_are_not_kept_for_ever(monkeypatch:
 def worst_gap(rank: str) -> int:
     """The largest difference of what two clients were served while both had requests waiting."""
     slo = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
-    world = World(Limits(policy=Policy(rank=rank), classes=slo))
+    world = World(Limits(policy=Policy(order=rank), classes=slo))
     world.add_engine(slots=SLOTS, blocks=64)
     for i in range(220):
         tenant = "b" if i % 11 == 10 else "a"
