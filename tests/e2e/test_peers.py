@@ -102,7 +102,7 @@ def test_a_preload_that_is_not_there(tmp_path: Path) -> None:
     there.touch()
     peer = Peer("a", "unix:/none", "true", {"LD_PRELOAD": f"{there}:~/none/libtcmalloc.so"})
     with (
-        pytest.raises(SetupError, match=r"a preloads /.*/none/libtcmalloc.so, which is not there"),
+        pytest.raises(SetupError, match=r"a preloads /.*/none/libtcmalloc.so, which does not exist"),
         running(peer, tmp_path / "log"),
     ):
         pass

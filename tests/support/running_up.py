@@ -162,11 +162,12 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def ignoring(*signals: int) -> Callable[[], None]:
-    """A `preexec_fn`: the process is started with these ignored, as by nohup or a script."""
+    """A `preexec_fn`: the process is started with these ignored, as by nohup or a script. Others that end a
+    process have their default, whatever the tests were started with."""
 
     def ignore() -> None:
-        for number in signals:
-            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN if number in signals else signal.SIG_DFL)
 
     return ignore
 
