@@ -38,13 +38,17 @@ import sys
 import textwrap
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 LINE = 110
+# names that are no words of English: snake_case, TwoHumps, CAPITALS
+DISTINCT = re.compile(
+    r"\b_?[A-Za-z0-9]+(?:_[A-Za-z0-9]+)+\b|\b_?[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)+\b|\b_?[A-Z][A-Z0-9]{3,}\b"
+)
 LEFT_ALONE = ("CHANGELOG.md", "tests/data/", "scripts/", "docs/benchmarks/", "loadtest/results/")
 LARGE = (
     "torch",
@@ -676,9 +680,7 @@ def mentioned(text: str, names: dict[str, str]) -> str:
     text = re.sub(
         r"(?<!`)`[^`\n]+`(?!`)", lambda quoted: re.sub(r"\b[A-Za-z_]\w*\b", renamed, quoted[0]), text
     )
-    return re.sub(
-        r"\b_?[A-Za-z0-9]+(?:_[A-Za-z0-9]+)+\b|\b[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)+\b", renamed, text
-    )
+    return DISTINCT.sub(renamed, text)
 
 
 def retexted(text: str, path: str, table: Table, used: dict[str, int], names: dict[str, str]) -> str:
@@ -751,13 +753,17 @@ def filled_block(block: str, indent: str) -> str:
     columns = any("  " in line.strip() for line in lines)  # a table
     if not plain or columns or all(len(line) <= LINE for line in lines):
         return block
+    end = lines.pop() if lines[-1].strip() == '"""' else None
     words = " ".join(line.strip() for line in lines)
     wrapper = textwrap.TextWrapper(LINE, indent, indent, break_long_words=False, break_on_hyphens=False)
-    return wrapper.fill(words)
+    return wrapper.fill(words) + (f"\n{end}" if end is not None else "")
 
 
-def only(names: dict[str, set[str]]) -> dict[str, str]:
-    """The names that have one new name."""
+def unambiguous(changes: Iterable[tuple[int, str, str]]) -> dict[str, str]:
+    """The old names that have one new name."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for _, old, new in changes:
+        names[old].add(new)
     return {old: next(iter(new)) for old, new in names.items() if len(new) == 1}
 
 
@@ -785,18 +791,18 @@ def main() -> None:
             given.index.write_bytes(pickle.dumps(index))
     renamer = Renamer(table, index)
     written: dict[str, str] = {}
-    everywhere: dict[str, set[str]] = defaultdict(set)
-    for path in listed("*.py"):
-        text = Path(path).read_text()
-        new = text
-        names: dict[str, set[str]] = defaultdict(set)
-        for start, old, name in sorted(set(renamer.changes(path)), reverse=True):
+    found = {path: sorted(set(renamer.changes(path)), reverse=True) for path in listed("*.py")}
+    everywhere = unambiguous(change for changes in found.values() for change in changes)
+    kept = {use.name for path in found for use in index.uses.get(path, ())}
+    kept -= {old for changes in found.values() for _, old, _ in changes}
+    distinct = {old: new for old, new in everywhere.items() if DISTINCT.fullmatch(old) and old not in kept}
+    for path, changes in found.items():
+        new = Path(path).read_text()
+        for start, old, name in changes:
             if new[start : start + len(old)] != old:
                 sys.exit(f"{path} is not as mypy has seen it: leave out --index")
             new = new[:start] + name + new[start + len(old) :]
-            names[old].add(name)
-            everywhere[old].add(name)
-        new = retexted(new, path, table, renamer.used, only(names))
+        new = retexted(new, path, table, renamer.used, distinct | unambiguous(changes))
         written[path] = edited(new, path, table, renamer.used)
     for path in listed():
         named = any(fnmatch.fnmatch(path, glob) for glob, _, _ in table.texts + table.edits)
@@ -805,7 +811,7 @@ def main() -> None:
                 text = Path(path).read_text()
             except UnicodeDecodeError:
                 continue
-            new = retexted(text, path, table, renamer.used, only(everywhere))
+            new = retexted(text, path, table, renamer.used, distinct)
             written[path] = edited(new, path, table, renamer.used)
     for line in sorted(renamer.unknown):
         print("unknown type:", line)
@@ -832,15 +838,11 @@ def edited(text: str, path: str, table: Table, used: dict[str, int]) -> str:
         if fnmatch.fnmatch(path, glob):
             text, count = re.subn(old, new, text, flags=re.M)
             used[f"edit {glob} {old}"] += count
-    if path.endswith(".py"):
-        for old, new in table.files:
-            text = moved_imports(text, old, new)
+    for old, new in table.files:
+        text = text.replace(old, new)
+        if old.endswith(".py"):
+            text = re.sub(rf"\b{re.escape(module_of(old))}\b", module_of(new), text)
     return text
-
-
-def moved_imports(text: str, old: str, new: str) -> str:
-    before, after = module_of(old), module_of(new)
-    return re.sub(rf"\b{re.escape(before)}\b", after, text)
 
 
 def table_lines(table: Table) -> list[str]:
