@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from loadtest.bench.asked import Conversation, Turn
 from loadtest.bench.chats import multi_turn
@@ -15,9 +16,22 @@ from loadtest.bench.shape import Shape
 Conversations = list[Conversation]
 Workload = Callable[[Shape, Prompts], Conversations]
 
-# Log-normal lengths (median, sigma, most) with the means that the vLLM paper gives for ShareGPT (Kwon et
-# al., SOSP 2023, fig. 11): 161 tokens of input and 338 of output. The sigmas are ours.
-SHAREGPT_INPUT, SHAREGPT_OUTPUT = (90, 1.08, 1_024), (205, 1.0, 2_048)
+
+class LogNormal(NamedTuple):
+    """Log-normal lengths, in tokens."""
+
+    median: int
+    sigma: float
+    most: int
+
+    def draw(self, rng: random.Random) -> float:
+        """One length."""
+        return min(self.median * math.exp(rng.gauss(0, self.sigma)), self.most)
+
+
+# The means are those that the vLLM paper gives for ShareGPT (Kwon et al., SOSP 2023, fig. 11): 161 tokens of
+# input and 338 of output. The sigmas are ours.
+SHAREGPT_INPUT, SHAREGPT_OUTPUT = LogNormal(90, 1.08, 1_024), LogNormal(205, 1.0, 2_048)
 CLASSES = ("interactive", "standard", "batch")
 BATCH_TIMES = 4  # a batch request is so many times as long as an interactive one
 
@@ -43,8 +57,8 @@ def sharegpt(shape: Shape, prompts: Prompts) -> Conversations:
     """Lengths like those of ShareGPT's conversations; made up, its texts are not here."""
 
     def turn() -> Turn:
-        lengths = [shape.scaled(_log_normal(prompts.rng, s)) for s in (SHAREGPT_INPUT, SHAREGPT_OUTPUT)]
-        return Turn(prompts.make(lengths[0]), lengths[1])
+        tokens, output = (shape.scaled(s.draw(prompts.rng)) for s in (SHAREGPT_INPUT, SHAREGPT_OUTPUT))
+        return Turn(prompts.make(tokens), output)
 
     return [Conversation((turn(),)) for _ in range(shape.prompts)]
 
@@ -82,8 +96,3 @@ WORKLOADS: Mapping[str, Workload] = {
     "long-beside-chat": long_beside_chat,
     "priority": priorities,
 }
-
-
-def _log_normal(rng: random.Random, shape: tuple[int, float, int]) -> float:
-    median, sigma, most = shape
-    return min(median * math.exp(rng.gauss(0, sigma)), most)

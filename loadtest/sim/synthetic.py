@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, replace
 
+from loadtest.bench.workloads import LogNormal
 from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
 
 SECOND_US = 1_000_000
@@ -13,19 +13,19 @@ SECOND_US = 1_000_000
 
 @dataclass(frozen=True)
 class Mix:
-    """Poisson arrivals of bursts at `rate` requests a second; lengths log-normal: (median, sigma, most)."""
+    """Poisson arrivals of bursts at `rate` requests a second; lengths are log-normal."""
 
     requests: int
     rate: float
-    prompt: tuple[int, float, int]
-    output: tuple[int, float, int]
+    prompt: LogNormal
+    output: LogNormal
     max_tokens: int
     burst: int = 1
     slo_class: str = "standard"
 
 
-REASONING = Mix(150, 1.2, prompt=(400, 0.5, 2_000), output=(2_000, 0.6, 8_000), max_tokens=8_192)
-CHAT = Mix(600, 8.0, prompt=(1_500, 0.8, 8_000), output=(250, 0.7, 2_000), max_tokens=2_048, burst=30)
+REASONING = Mix(150, 1.2, LogNormal(400, 0.5, 2_000), LogNormal(2_000, 0.6, 8_000), max_tokens=8_192)
+CHAT = Mix(600, 8.0, LogNormal(1_500, 0.8, 8_000), LogNormal(250, 0.7, 2_000), max_tokens=2_048, burst=30)
 INTERACTIVE = replace(CHAT, requests=300, rate=3.0, slo_class="interactive")
 
 
@@ -127,8 +127,8 @@ def _mixed(seed: int, mix: Mix) -> Workload:
             SimRequest(
                 request=f"{mix.slo_class[0]}{number}",
                 arrival_us=at_us,
-                prompt=plain_prompt(10_000 + number, _log_normal(rng, mix.prompt)),
-                output_tokens=_log_normal(rng, mix.output),
+                prompt=plain_prompt(10_000 + number, _length(rng, mix.prompt)),
+                output_tokens=_length(rng, mix.output),
                 max_tokens=mix.max_tokens,
                 slo_class=mix.slo_class,
             )
@@ -136,6 +136,5 @@ def _mixed(seed: int, mix: Mix) -> Workload:
     return Workload(tuple(made))
 
 
-def _log_normal(rng: random.Random, shape: tuple[int, float, int]) -> int:
-    median, sigma, most = shape
-    return min(max(int(median * math.exp(rng.gauss(0, sigma))), 1), most)
+def _length(rng: random.Random, lengths: LogNormal) -> int:
+    return max(int(lengths.draw(rng)), 1)

@@ -13,11 +13,6 @@ from shared.config import Settings
 
 SERVICES = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway", "launcher")
 TORCH = ("torch", "triton")
-# Functions with arguments in a tuple: to be fewer, never more.
-SMUGGLING = {
-    "services/scheduler/kv_tiers/load.py:_ask", "loadtest/bench/workloads.py:_log_normal",
-    "loadtest/sim/synthetic.py:_log_normal", "loadtest/step_host.py:_plan",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", product(), ids=lambda s: s.name)
@@ -101,7 +96,7 @@ def test_no_arguments_in_tuples() -> None:
         for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
         if a.annotation is not None and _is_wide(a.annotation) and source.room.partition("/")[0] != "kernels"
     }
-    assert found <= SMUGGLING
+    assert found == set()
 
 
 def test_every_function_is_annotated() -> None:
