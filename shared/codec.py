@@ -70,6 +70,8 @@ MAX_ROW_ERROR_CHARS = 1_000
 MAX_STAGES = 64  # of a pipeline
 MAX_PIECES = 256  # of a step in halves, in its result
 
+WIRE_NAMES: dict[str, str] = {}  # of classes whose kind on the wire is another word
+
 _SEED_END = 2**64
 _USUAL = 1_024  # rows: shorter columns of these contents, the usual ones, are compared as bytes
 _ONES = array("i", [1] * _USUAL).tobytes()
@@ -103,7 +105,7 @@ def encode(envelope: Envelope) -> bytes:
 
 def _packed(envelope: Envelope) -> bytes:
     message = envelope.message
-    layout = _LAYOUTS[type(message).__name__]
+    layout = _LAYOUT_OF[type(message)]
     head = [VERSION, layout.kind, envelope.source, envelope.epoch, envelope.seq, envelope.trace]
     packed: bytes = msgpack.packb(head + layout.to_row(message))
     return packed
@@ -173,9 +175,15 @@ def _sound(kind: Any, fields: list[Any]) -> Message:
     return message
 
 
+def kind_of(message: object) -> str:
+    """The kind of a message on the wire."""
+    name = type(message).__name__
+    return WIRE_NAMES.get(name, name)
+
+
 def to_row(message: Message) -> list[Any]:
     """[kind, field, field, ...]: a message of any size as plain data, for what is no wire."""
-    layout = _LAYOUTS[type(message).__name__]
+    layout = _LAYOUT_OF[type(message)]
     return [layout.kind, *layout.to_row(message)]
 
 
@@ -205,13 +213,13 @@ def split(message: Message) -> Iterator[Message]:
     parts = 1 + len(starts)
     _check_parts(message, parts)
     yield dataclasses.replace(message, part=0, parts=parts, tokens=tokens[:first])
-    bare = _LAYOUTS[type(message).__name__].bare(message)
+    bare = _LAYOUT_OF[type(message)].bare(message)
     for part, start in enumerate(starts, 1):
         yield dataclasses.replace(bare, part=part, parts=parts, tokens=tokens[start : start + PAGE_TOKENS])
 
 
 def _options_bytes(message: Paged) -> int:
-    row = _LAYOUTS[type(message).__name__].to_row(dataclasses.replace(message, tokens=array("i")))
+    row = _LAYOUT_OF[type(message)].to_row(dataclasses.replace(message, tokens=array("i")))
     size = len(msgpack.packb(row))
     known = isinstance(message, Tokenized) and (
         message.age_us or message.generated or message.shard or message.model_digest
@@ -284,7 +292,7 @@ class _Layout:
 
     def __init__(self, cls: type) -> None:
         hints = get_type_hints(cls, include_extras=True)
-        self.kind = cls.__name__
+        self.kind = WIRE_NAMES.get(cls.__name__, cls.__name__)
         self._cls = cls
         self._names = tuple(f.name for f in dataclasses.fields(cls))
         self._required = sum(
@@ -385,7 +393,8 @@ _integer, _string = _exact(int), _exact(str)
 _PLAIN: dict[Any, Convert] = {
     int: _integer, str: _string, bool: _exact(bool), bytes: _exact(bytes), float: _number,
 }  # fmt: skip
-_LAYOUTS = {cls.__name__: _Layout(cls) for cls in get_args(messages.Message)}
+_LAYOUT_OF: dict[type, _Layout] = {cls: _Layout(cls) for cls in get_args(messages.Message)}
+_LAYOUTS = {layout.kind: layout for layout in _LAYOUT_OF.values()}  # by the kind on the wire
 
 KINDS = tuple(_LAYOUTS)
 assert isinstance(messages.Message, UnionType)

@@ -19,9 +19,9 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
 )
 
 from shared.errors import SetupError
@@ -29,6 +29,9 @@ from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
+OLD_NAMES: dict[str, str] = {}  # of settings: accepted with a warning for one release
+
+log = logging.getLogger("headrace.config")
 
 T = TypeVar("T")
 
@@ -183,18 +186,6 @@ class Settings(BaseSettings):
         """These settings as environment variables, for a child process."""
         return {PREFIX + name.upper(): _to_text(getattr(self, name)) for name in type(self).model_fields}
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, environment, file: no dotenv files, no secrets folder."""
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
-
 
 _METAVARS = {  # where the last word of the name is not clear
     "port": "PORT",
@@ -237,23 +228,47 @@ class Loaded:
 def load(config_file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Loaded:
     """Read every source; `flags` with value None count as not given. Raises SetupError with the
     setting, its source and what is wrong."""
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    given = _new_names({name: value for name, value in (flags or {}).items() if value is not None})
     path = config_file or (Path(p) if (p := os.environ.get(CONFIG_VARIABLE)) else None)
-    in_file = _read_toml(path) if path is not None else {}
-    settings_cls = _with_file(path)
+    in_file = _new_names(_read_toml(path)) if path is not None else {}
     origins = {name: _origin(name, given, in_file) for name in Settings.model_fields}
+    old = {
+        name: value
+        for name, new in OLD_NAMES.items()
+        if (value := os.environ.get(PREFIX + name.upper())) is not None
+        and PREFIX + new.upper() not in os.environ
+    }
     try:
-        settings = settings_cls(**given)
+        settings = _with_file(in_file)(**_new_names(old) | given)
     except ValidationError as error:
         raise SetupError(_explain(error, origins, path)) from None
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}
+    known = {PREFIX + name.upper() for name in (*Settings.model_fields, *OLD_NAMES)} | {CONFIG_VARIABLE}
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     return Loaded(settings, origins, tuple(unknown))
 
 
-def _with_file(path: Path | None) -> type[Settings]:
+def _new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values under the present names of their settings. A present name wins over an old one."""
+    old = {name: value for name, value in values.items() if name in OLD_NAMES}
+    for name in old:
+        log.warning("setting %s is named %s: the next release refuses the old name", name, OLD_NAMES[name])
+    new = {name: value for name, value in values.items() if name not in OLD_NAMES}
+    return {OLD_NAMES[name]: value for name, value in old.items()} | new
+
+
+def _with_file(in_file: Mapping[str, Any]) -> type[Settings]:
     class FileSettings(Settings):
-        model_config = SettingsConfigDict(toml_file=path)
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            """Flags, environment, file: no dotenv files, no secrets folder."""
+            return init_settings, env_settings, InitSettingsSource(settings_cls, dict(in_file))
 
     return FileSettings
 
@@ -274,7 +289,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _origin(name: str, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> str:
     if name in flags:
         return "flag"
-    if any(key.upper() == PREFIX + name.upper() for key in os.environ):
+    variables = {PREFIX + spelt.upper() for spelt in (name, *(o for o, n in OLD_NAMES.items() if n == name))}
+    if any(key.upper() in variables for key in os.environ):
         return "env"
     return "file" if name in in_file else "default"
 

@@ -173,7 +173,7 @@ def _add_setting_flags(
     import argparse
     from pathlib import Path
 
-    from shared.config import PREFIX, Settings, metavar
+    from shared.config import OLD_NAMES, PREFIX, Settings, metavar
 
     group = parser.add_argument_group("settings", "also as variables and in a TOML file, see --config")
     group.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
@@ -188,12 +188,15 @@ def _add_setting_flags(
             group.add_argument(flag, dest=name, metavar=metavar(name), action="append", default=[], help=text)
         else:
             group.add_argument(flag, dest=name, metavar=metavar(name), help=text)
+    for name in (old for old, new in OLD_NAMES.items() if new in (names or Settings.model_fields)):
+        group.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
 
 
 def _load(given: argparse.Namespace) -> Loaded:
-    from shared.config import Settings, load
+    from shared.config import OLD_NAMES, Settings, load
 
-    return load(given.config, {name: getattr(given, name, None) for name in Settings.model_fields})
+    names = (*Settings.model_fields, *OLD_NAMES)
+    return load(given.config, {name: getattr(given, name, None) for name in names})
 
 
 def _up(given: argparse.Namespace) -> int:

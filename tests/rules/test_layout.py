@@ -56,8 +56,8 @@ HANGING = (
     "services/detokenizer/copies.py", "services/detokenizer/failover.py", "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 82, 20_061
-PRODUCT_FILES, PRODUCT_LINES = 201, 43_786
+PATH_FILES, PATH_LINES = 82, 20_070
+PRODUCT_FILES, PRODUCT_LINES = 201, 43_814
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.codec import Envelope
+from shared.codec import Envelope, kind_of
 from shared.messages import (
     Accepted,
     ArenaReleased,
@@ -367,7 +367,7 @@ BEAT = Beat(
     scheduler="s0",
 )
 
-SAMPLES: dict[str, Message] = {type(m).__name__: m for m in (*REQUESTS, *STEPS, *TIERS, BEAT)}
+SAMPLES: dict[str, Message] = {kind_of(m): m for m in (*REQUESTS, *STEPS, *TIERS, BEAT)}
 
 
 def enveloped(message: Message) -> Envelope:
