@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.running_up import running_up
-from shared.client import Client, ask_all
+from shared.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 
@@ -96,7 +96,7 @@ async def first_tokens(url: str, rest_s: float, times: int) -> dict[str, float]:
     """Median ms to the first token, of requests one behind the other and of requests behind a rest."""
     bus = await NatsBus.connect(url, name="idle-cores")
     client = await Client.open(bus)
-    answers = await ask_all(bus, subjects.STATUS, ANSWER_S)
+    answers = await request_all(bus, subjects.STATUS, ANSWER_S)
     model = next(answer["model"] for answer in answers if answer["kind"] == "executor")
 
     async def one() -> float:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench.machine import circumstances
-from loadtest.kv_house import ANSWER_S, BLOCK_BYTES, LONG_US, PRINT, House, keys
+from loadtest.kv_process import ANSWER_S, BLOCK_BYTES, LONG_US, PRINT, House, keys
 from services.kv_offload.backends.arena import MIB
 from shared.messages import KvCommit, KvLookup, KvRelease, ints
 

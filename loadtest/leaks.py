@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.client import ask_all
+from shared.client import request_all
 from shared.nats import subjects
 from shared.nats.interface import Bus, NoResponders
 
@@ -18,7 +18,7 @@ MUST_BE_ZERO = {
     "tokenizer": ("pending",),
     "scheduler": ("requests", "waiting", "running", "closing"),
     "executor": ("open_slots", "queued"),
-    "detokenizer": ("sequences", "requests", "orphans", "unsure"),
+    "detokenizer": ("sequences", "requests", "failover", "unconfirmed"),
 }
 MUST_BE_ZERO_OF_ENGINE = ("reserved_blocks", "fenced_blocks", "copying_blocks", "in_flight", "running")
 
@@ -58,7 +58,7 @@ async def settle(bus: Bus, expected: Mapping[str, int], timeout_s: float) -> lis
     deadline = loop.time() + timeout_s
     while loop.time() < deadline:
         try:
-            status = await ask_all(bus, subjects.STATUS, 0.3)
+            status = await request_all(bus, subjects.STATUS, 0.3)
         except NoResponders:
             continue
         if not (held := leaks(status, expected)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.state.policies import FillView, Share, TierView, on_demand, with_traits
+from services.scheduler.state.policies import BatchingView, OffloadView, StepShare, on_demand, with_traits
 from services.scheduler.state.requests import Sequence
 from shared.kv_blocks import blocks_for
 
@@ -10,9 +10,9 @@ CHUNK_TOKENS = 1_024  # the first chunk, to by_chunk
 
 
 @with_traits("closed")
-def static(view: FillView) -> Share:
+def static(view: BatchingView) -> StepShare:
     """All prompts of the batch, then all its tokens: request-level batching."""
-    return Share(not view.prompts, "whole")
+    return StepShare(not view.prompts, "whole")
 
 
 @with_traits("greedy")
@@ -34,21 +34,21 @@ def least_computed(candidates: list[Sequence]) -> list[Sequence]:
 
 
 @with_traits("leaves")
-def swap(view: TierView) -> str:
+def swap(view: OffloadView) -> str:
     """Whatever it costs, the blocks of a paused sequence are copied at once and leave the device."""
-    if view.paused:
+    if view.preempted:
         return "copy"
     return "drop" if view.pressed else "keep"
 
 
 @with_traits("no_tiers")
-def recompute(view: TierView) -> str:
+def recompute(view: OffloadView) -> str:
     """Nothing is copied or asked for; the blocks of a paused sequence stay cached until others need them."""
     return "drop"
 
 
 @with_traits("no_tiers", "forgets")
-def forget(view: TierView) -> str:
+def forget(view: OffloadView) -> str:
     """Nothing is copied, and nothing of a paused sequence stays cached: all of it is computed again, as in
     vLLM without prefix caching."""
     return "drop"

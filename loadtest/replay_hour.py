@@ -38,7 +38,7 @@ def record(trace: Path, minutes: float, log: Path) -> dict[str, Any]:
     started = time.monotonic()
     world.run()
     sink.close()
-    meter = core.state.meter
+    meter = core.state.counters
     return {
         "requests": sum(meter.finished.values()) + sum(meter.rejected.values()),
         "rejected": sum(meter.rejected.values()),

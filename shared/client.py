@@ -36,14 +36,14 @@ from shared.nats.interface import Bus, BusFault, Delivery, NoResponders, Request
 
 END_HEADER = "Headrace-End"
 DEFAULT_TIMEOUT_S = 300.0
-ASK_TIMEOUT_S = 10.0  # of a small question
+REQUEST_TIMEOUT_S = 10.0  # of a small question
 PROBE_TIMEOUT_S = 60.0
-RETURN_S = 30.0  # after our own connection was cut, for a stream to go on: far longer than any replay
+RESUME_S = 30.0  # after our own connection was cut, for a stream to go on: far longer than any replay
 AGAIN_S, TIMES_AGAIN = (
     1.0,
     4,
 )  # after that, for a request without a reply to be sent again: its services are back first
-HOLE_S = 3.0  # wait for a stream with a hole to start over; after a broker's return that takes one
+GAP_S = 3.0  # wait for a stream with a hole to start over; after a broker's return that takes one
 
 MAX_UNREAD_BYTES = 2_097_152  # of one request: some 10,000 frames, a hundred seconds of a fast stream
 MAX_TENANT_BYTES = 67_108_864  # of all requests of a tenant: beyond, those that have more than an equal part
@@ -68,7 +68,7 @@ class SlowReader(HeadraceError):
 
 
 @dataclass(slots=True)
-class Pile:
+class UnreadTotal:
     """What the readers of one tenant have not taken, in all."""
 
     streams: int = 0
@@ -82,8 +82,8 @@ class Client:
     bus: Bus
     tenant: str = subjects.DEFAULT_TENANT
     _own: str = ""  # inbox of the connection
-    _waiting: dict[str, Unread] = field(default_factory=dict)  # by reply subject
-    _piles: dict[str, Pile] = field(default_factory=dict)  # by tenant
+    _waiting: dict[str, UnreadFrames] = field(default_factory=dict)  # by reply subject
+    _unread_totals: dict[str, UnreadTotal] = field(default_factory=dict)  # by tenant
 
     @classmethod
     async def open(cls, bus: Bus, tenant: str = subjects.DEFAULT_TENANT) -> Client:
@@ -134,17 +134,17 @@ class Client:
         """Ask every service to stop working on a request of this tenant."""
         self.bus.publish(subjects.cancel(self.tenant, request_id), b"")
 
-    async def ask(self, subject: str, body: Mapping[str, Any] | None = None) -> Body:
+    async def request(self, subject: str, body: Mapping[str, Any] | None = None) -> Body:
         """The one answer to a small question in the name of this tenant. Raises the error that the service
         names, NoResponders, RequestTimeout."""
         data = b"" if body is None else _json(body)
         reply = self._new_reply()
-        replies = self._waiting[reply] = Unread(lambda: None)
+        replies = self._waiting[reply] = UnreadFrames(lambda: None)
         try:
             self.bus.publish(subject, data, reply=reply)
-            delivery = await replies.get(ASK_TIMEOUT_S)
+            delivery = await replies.get(REQUEST_TIMEOUT_S)
         except TimeoutError:
-            raise RequestTimeout(f"no answer on {subject} within {ASK_TIMEOUT_S:g} s") from None
+            raise RequestTimeout(f"no answer on {subject} within {REQUEST_TIMEOUT_S:g} s") from None
         finally:
             self._waiting.pop(reply).close()
         if delivery.no_responders:
@@ -162,8 +162,8 @@ class Client:
         request_id = str(body.setdefault("request_id", secrets.token_hex(11)))
         subject, data = self._written(model, body)
         reply, order = self._new_reply(), FrameOrder()
-        pile = self._piles.setdefault(self.tenant, Pile())
-        replies = self._waiting[reply] = Unread(lambda: self.cancel(request_id), pile)
+        total = self._unread_totals.setdefault(self.tenant, UnreadTotal())
+        replies = self._waiting[reply] = UnreadFrames(lambda: self.cancel(request_id), total)
         ended = False
         try:
             headers = {"traceparent": trace} if trace else None
@@ -171,9 +171,9 @@ class Client:
             replies.send()
             while not ended:
                 try:
-                    delivery = await replies.get(timeout_s if order.hole is None else min(timeout_s, HOLE_S))
+                    delivery = await replies.get(timeout_s if order.gap is None else min(timeout_s, GAP_S))
                 except TimeoutError:
-                    raise order.hole or _no_answer(request_id, timeout_s) from None
+                    raise order.gap or _no_answer(request_id, timeout_s) from None
                 ended = True  # an error, or the last message: nothing is left to cancel
                 message = _message(delivery, model)
                 if "error" in message and not (body["stream"] and order.outdated(message)):
@@ -184,8 +184,8 @@ class Client:
                     yield message
         finally:
             self._waiting.pop(reply).close()
-            if not pile.streams:
-                self._piles.pop(self.tenant, None)
+            if not total.streams:
+                self._unread_totals.pop(self.tenant, None)
             if not ended and body.get("finish_detached") is not True:
                 self.cancel(request_id)
 
@@ -208,16 +208,16 @@ class Client:
         if fault.kind == "reconnected":
             loop = asyncio.get_running_loop()
             running = {reply: each.count for reply, each in self._waiting.items() if each.count > 1}
-            loop.call_later(RETURN_S, self._end_silent, running)
+            loop.call_later(RESUME_S, self._end_silent, running)
             for reply, each in self._waiting.items():
                 if not each.count:
-                    each.times_again = TIMES_AGAIN
+                    each.resends = TIMES_AGAIN
                     loop.call_later(AGAIN_S, self._send_again, reply)
 
     def _send_again(self, reply: str) -> None:
         replies = self._waiting.get(reply)
-        if replies is not None and not replies.count and replies.times_again:
-            replies.times_again -= 1
+        if replies is not None and not replies.count and replies.resends:
+            replies.resends -= 1
             replies.send()
 
     def _end_silent(self, counts: Mapping[str, int]) -> None:
@@ -230,7 +230,7 @@ class Client:
         replies = self._waiting.get(delivery.subject)
         if replies is None:
             return
-        if delivery.no_responders and replies.times_again:  # it may be running: who answers is not back yet
+        if delivery.no_responders and replies.resends:  # it may be running: who answers is not back yet
             asyncio.get_running_loop().call_later(AGAIN_S, self._send_again, delivery.subject)
             return
         replies.put(delivery)
@@ -243,7 +243,7 @@ class FrameOrder:
 
     attempt: int = -1
     frame: int = 0  # the next one
-    hole: MissingFrame | None = None
+    gap: MissingFrame | None = None
 
     def outdated(self, frame: Mapping[str, Any]) -> bool:
         """True for a frame, an error too, of a detokenizer that was given up and does not know it yet."""
@@ -258,15 +258,15 @@ class FrameOrder:
         starts_over = attempt > self.attempt or (number == 0 and frame["type"] == "accepted")
         expected = 0 if starts_over else self.frame
         if number != expected:
-            self.hole = self.hole or MissingFrame(
+            self.gap = self.gap or MissingFrame(
                 f"frame {expected} of request {frame.get('request_id')} is missing (frame {number} came): "
                 "the reader was too slow or the connection broke; ask again"
             )
         elif starts_over:
-            self.hole = None
-        if self.hole is None:
+            self.gap = None
+        if self.gap is None:
             self.attempt, self.frame = attempt, number + 1
-        return self.hole is None
+        return self.gap is None
 
 
 async def probe(client: Client, model: str) -> None:
@@ -300,7 +300,7 @@ def error_of(body: Mapping[str, Any]) -> HeadraceError:
     return error
 
 
-async def ask_all(bus: Bus, subject: str, wait_s: float) -> list[Body]:
+async def request_all(bus: Bus, subject: str, wait_s: float) -> list[Body]:
     """The JSON replies of everybody who answers on `subject` within `wait_s`.
 
     Raises NoResponders when nobody listens.
@@ -363,7 +363,7 @@ def _message(delivery: Delivery, model: str) -> Body:
     return message
 
 
-class Unread:
+class UnreadFrames:
     """What came for one request and was not read yet: a queue of at most MAX_UNREAD_BYTES and one message,
     and of at most an equal part of MAX_TENANT_BYTES where its tenant has left so much unread.
 
@@ -372,14 +372,23 @@ class Unread:
     """
 
     __slots__ = (
-        "_bytes", "_deliveries", "_due_s", "_failure", "_on_full", "_pile", "_reader", "_timer", "count",
-        "send", "times_again",
+        "_bytes",
+        "_deliveries",
+        "_due_s",
+        "_failure",
+        "_on_full",
+        "_reader",
+        "_timer",
+        "_total",
+        "count",
+        "resends",
+        "send",
     )  # fmt: skip
 
-    def __init__(self, on_full: Callable[[], None], pile: Pile | None = None) -> None:
+    def __init__(self, on_full: Callable[[], None], total: UnreadTotal | None = None) -> None:
         self._on_full = on_full
-        self._pile = pile or Pile()
-        self._pile.streams += 1
+        self._total = total or UnreadTotal()
+        self._total.streams += 1
         self._deliveries: deque[Delivery] = deque()
         self._bytes = 0
         self._failure: HeadraceError | None = None
@@ -388,7 +397,7 @@ class Unread:
         self._timer: asyncio.TimerHandle | None = None  # one for many waits: most end long before it
         self.count = 0  # messages that came
         self.send: Callable[[], None] = lambda: None  # publishes the request
-        self.times_again = 0  # that it may be sent again, since the connection was cut
+        self.resends = 0  # that it may be sent again, since the connection was cut
 
     def put(self, delivery: Delivery) -> None:
         """Keep a message for the reader."""
@@ -407,13 +416,13 @@ class Unread:
         self._wake()
 
     def _full(self) -> bool:
-        pile = self._pile
-        over = pile.size > MAX_TENANT_BYTES and self._bytes * pile.streams >= pile.size
+        total = self._total
+        over = total.size > MAX_TENANT_BYTES and self._bytes * total.streams >= total.size
         return self._bytes > MAX_UNREAD_BYTES or over
 
     def _count(self, size: int) -> None:
         self._bytes += size
-        self._pile.size += size
+        self._total.size += size
 
     def fail(self, error: HeadraceError) -> None:
         """Nothing more comes: the reader finds this error behind what is there."""
@@ -442,7 +451,7 @@ class Unread:
         self._disarm()
         self._count(-self._bytes)
         self._deliveries.clear()
-        self._pile.streams -= 1
+        self._total.streams -= 1
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -6,10 +6,10 @@ Columns ride as raw little-endian bytes, nested records as arrays. A decoder ign
 does not know (a newer sender) and fills missing ones with their defaults (an older sender); another
 major version, an unknown kind or a wrong type is a WireError.
 
-`flaw` says what a message promises beyond its types: columns of one length, counts that add up, sane numbers.
-That is checked once, where bytes become a message, so that no actor meets a row that is not there. Whatever
-depends on the receiver's state (is this slot open?) is the receiver's to check. The check runs for each
-message of each step: a few microseconds at 256 rows.
+`validation_error` says what a message promises beyond its types: columns of one length, counts that add up,
+sane numbers. That is checked once, where bytes become a message, so that no actor meets a row that is not
+there. Whatever depends on the receiver's state (is this slot open?) is the receiver's to check. The check
+runs for each message of each step: a few microseconds at 256 rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import msgpack
 from shared import messages
 from shared.errors import PayloadTooLarge, WireError
 from shared.messages import (
-    PIECE_LANES,
-    Beat,
+    SEGMENT_LANES,
     Claims,
     Close,
     Ended,
     ExecHello,
     Fragment,
+    Heartbeat,
     Ints,
     Message,
     Open,
@@ -58,7 +58,7 @@ FRAGMENT_BYTES = 60_000  # of a message that is cut: with the envelope under MAX
 MAX_OPTIONS_BYTES = 56 * 1024  # of a Tokenized without its tokens: its Open and SlotOpen fit as well
 _ENVELOPE_BYTES = 1_024  # more than source, numbers and trace take
 
-# what `flaw` takes for sane
+# what `validation_error` takes for sane
 MAX_PARTS = 256  # of one token list, or of a message that is cut: 15 MB
 MAX_TOKENS = (MAX_PARTS - 1) * PAGE_TOKENS  # of one sequence: 3 million, whatever fits beside the options
 MAX_CHOICES = 1_024
@@ -68,9 +68,9 @@ MAX_NUMBER = 2**53  # of a stream
 MAX_PROCESSORS, MAX_PROCESSOR_CHARS = 8, 4_096  # of one request; a name with its arguments
 MAX_ROW_ERROR_CHARS = 1_000
 MAX_STAGES = 64  # of a pipeline
-MAX_PIECES = 256  # of a step in halves, in its result
+MAX_SEGMENTS = 256  # of a step in micro-batches, in its result
 
-WIRE_NAMES: dict[str, str] = {}  # of classes whose kind on the wire is another word
+WIRE_NAMES = {"Heartbeat": "Beat"}  # of classes whose kind on the wire is another word
 
 _SEED_END = 2**64
 _USUAL = 1_024  # rows: shorter columns of these contents, the usual ones, are compared as bytes
@@ -83,7 +83,7 @@ Paged = Tokenized | Open | SlotOpen  # the kinds whose `tokens` may need several
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """A message and where it comes from. `seq` counts the messages of one sender to one mailbox
-    from 1; 0 marks a message outside any stream (beats)."""
+    from 1; 0 marks a message outside any stream (heartbeats)."""
 
     source: str  # kind.id of the sender
     epoch: int
@@ -154,7 +154,7 @@ def decode(data: bytes) -> Envelope:
     if type(version) is not int or version != VERSION:
         raise WireError(f"protocol version {version!r} is not {VERSION}: upgrade the older service")
     header = (_string(source), _integer(epoch), _integer(seq))
-    return Envelope(*header, _sound(kind, row[6:]), _string(trace))
+    return Envelope(*header, _validated(kind, row[6:]), _string(trace))
 
 
 def _unpacked(data: bytes) -> Any:
@@ -164,13 +164,13 @@ def _unpacked(data: bytes) -> Any:
         raise WireError(f"not msgpack: {error}") from error
 
 
-def _sound(kind: Any, fields: list[Any]) -> Message:
+def _validated(kind: Any, fields: list[Any]) -> Message:
     """The message of a kind with these fields, which keeps its promises."""
     layout = _LAYOUTS.get(kind) if isinstance(kind, str) else None
     if layout is None:
         raise WireError(f"unknown message kind {kind!r:.80}")
     message: Message = layout.from_row(fields)
-    if wrong := flaw(message):
+    if wrong := validation_error(message):
         raise WireError(f"{kind}: {wrong}")
     return message
 
@@ -276,7 +276,7 @@ class Assembler:
         self._fragments = []
         row = _unpacked(b"".join(each.data for each in fragments))
         kind, *fields = row if isinstance(row, list) and row else [None]
-        message = _sound(kind, fields)
+        message = _validated(kind, fields)
         if isinstance(message, Fragment | Paged):
             raise WireError(f"{kind} is not sent in fragments")
         return message
@@ -400,7 +400,7 @@ KINDS = tuple(_LAYOUTS)
 assert isinstance(messages.Message, UnionType)
 
 
-def flaw(message: object) -> str:
+def validation_error(message: object) -> str:
     """What is wrong with a message, empty when nothing is."""
     check = _CHECKS.get(type(message).__name__)
     return "" if check is None else check(message)
@@ -460,16 +460,16 @@ def _step_result(m: StepResult) -> str:
         return "a duration is negative"
     if m.row_errors and (wrong := _row_errors(m)):
         return wrong
-    if m.pieces and (wrong := _pieces(m.pieces)):
+    if m.segments and (wrong := _segments(m.segments)):
         return wrong
     return "" if _scores(m) else "its log probabilities do not add up"
 
 
-def _pieces(pieces: Ints) -> str:
-    if len(pieces) > 3 * MAX_PIECES:
-        return f"it has over {MAX_PIECES} pieces"
-    if len(pieces) % 3 or _negative(pieces) or max(pieces[::3]) >= len(PIECE_LANES):
-        return "a piece of it has no lane, begin or length"
+def _segments(segments: Ints) -> str:
+    if len(segments) > 3 * MAX_SEGMENTS:
+        return f"it has over {MAX_SEGMENTS} segments"
+    if len(segments) % 3 or _negative(segments) or max(segments[::3]) >= len(SEGMENT_LANES):
+        return "a segment of it has no lane, begin or length"
     return ""
 
 
@@ -577,12 +577,12 @@ def _stream_at(m: StreamAt) -> str:
     return "" if 0 <= m.last_seq < MAX_NUMBER else "its number is out of range"
 
 
-def _beat(m: Beat) -> str:
+def _heartbeat(m: Heartbeat) -> str:
     return "" if 0 < m.interval_us <= MAX_INTERVAL_US else "its interval is out of range"
 
 
 _CHECKS: dict[str, Callable[[Any], str]] = {
-    "Beat": _beat, "Claims": _claims, "Close": _close, "Ended": _ended, "ExecHello": _exec_hello,
+    "Heartbeat": _heartbeat, "Claims": _claims, "Close": _close, "Ended": _ended, "ExecHello": _exec_hello,
     "Fragment": _fragment, "Open": _open, "PromptTokens": _prompt_tokens, "Resend": _resend,
     "SlotOpen": _slot_open, "StepPlan": _step_plan, "StepResult": _step_result, "StreamAt": _stream_at,
     "StreamReset": _stream_reset, "Tokenized": _tokenized, "Tokens": _tokens,

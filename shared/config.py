@@ -29,7 +29,7 @@ from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
-OLD_NAMES: dict[str, str] = {}  # of settings: accepted with a warning for one release
+OLD_NAMES = {"beat_interval_ms": "heartbeat_interval_ms"}  # accepted with a warning for one release
 
 log = logging.getLogger("headrace.config")
 
@@ -48,7 +48,9 @@ class Settings(BaseSettings):
         "default", pattern=r"^[A-Za-z0-9_-]+$", description="services of one fleet work together"
     )
     host_id: str = Field("", description="this machine, as other services see it; empty: the host name")
-    beat_interval_ms: int = Field(1000, ge=10, description="time between the beats of a service, ms")
+    heartbeat_interval_ms: int = Field(
+        1000, ge=10, description="time between the heartbeats of a service, ms"
+    )
     drain_timeout_s: float = Field(30, ge=0, description="longest wait for running requests at a stop, s")
     backlog_limit_bytes: int = Field(8_388_608, ge=65_536, description="unsent bytes that make a client slow")
     # gateway
@@ -324,7 +326,7 @@ class WatchedFile(Generic[T]):
         """Raises SetupError when the file cannot be used."""
         self._setting, self._path, self._parse, self._log = setting, Path(path).expanduser(), parse, log
         self._stamp: tuple[int, ...] = ()
-        self._told = ""  # why the file cannot be used
+        self._reported = ""  # why the file cannot be used
         try:
             self._read()
         except (OSError, ValueError) as error:
@@ -334,13 +336,13 @@ class WatchedFile(Generic[T]):
         """Read the file again if it has changed. What cannot be used changes nothing, and is logged once."""
         try:
             self._read()
-            self._told = ""
+            self._reported = ""
         except (OSError, ValueError) as error:
-            if str(error) != self._told:
+            if str(error) != self._reported:
                 self._log.error(
                     "%s: %s cannot be used, those before remain: %s", self._setting, self._path, error
                 )
-            self._told = str(error)
+            self._reported = str(error)
 
     def _read(self) -> None:
         facts = self._path.stat()

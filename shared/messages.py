@@ -1,6 +1,6 @@
 """Every message that crosses the wire is a frozen dataclass of this module.
 
-    liveness             the beat of every actor
+    liveness             the heartbeat of every actor
     requests and text    client -> tokenizer -> scheduler -> detokenizer -> client
     steps                what the scheduler asks of an executor, and what comes back
     key-value tiers      scheduler <-> kv_offload, and the copies an executor makes
@@ -35,7 +35,12 @@ else:  # array.array cannot be subscripted before Python 3.12
 MOVED = 410  # code of a Rejected or Cancel: another detokenizer has this request, and tells its client
 
 ROW_REFUSED = "refused: "  # begins a row error that is a 400, not a 500
-PIECE_LANES = ("compute A", "compute B", "comm A", "comm B")  # of the halves of a step, on two streams
+SEGMENT_LANES = (
+    "compute A",
+    "compute B",
+    "comm A",
+    "comm B",
+)  # of the micro-batches of a step, on two streams
 
 FEW = 16  # values; more are packed at a third of what it costs `array` to parse each
 Ints = Annotated[IntArray, "i"]  # int32 column, little-endian bytes on the wire
@@ -64,7 +69,7 @@ def floats(values: Iterable[float] = ()) -> Floats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """Every actor, about once a second: I live, in this state, under this load."""
 
     kind: str
@@ -386,7 +391,7 @@ class ExecHello:
     stages: int = 1  # pipeline stages: so many steps can be computed at once
     two_stream_tokens: int = 0  # StepPlan.two_stream is quicker from so many tokens on; 0: it is not offered
     max_stop_ids: int = 0  # of a slot; 0: any number
-    tells_grammars: bool = False  # GrammarReady or GrammarFailed follows each SlotOpen with a grammar
+    reports_grammars: bool = False  # GrammarReady or GrammarFailed follows each SlotOpen with a grammar
     model_digest: str = ""  # hex: weights, dtype, KV format, deterministic: where equal, so are answers
 
 
@@ -495,7 +500,7 @@ class StepPlan:
     wait_jobs: Ints = field(default_factory=ints)  # reserved: copies that must end before the forward
     forward: bool = True
     sample: bool = True
-    two_stream: bool = False  # in two halves, the ranks' talk of one under the compute of the other
+    two_stream: bool = False  # in two micro-batches, the ranks' talk of one under the compute of the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -522,8 +527,9 @@ class StepResult:
     host_us: int = 0  # logits processors, on the host
     # (index into `ids`, why): that sequence alone failed; by its request's own fault with ROW_REFUSED first
     row_errors: tuple[tuple[int, str], ...] = ()
-    # the first pieces of a two-stream step: of each its lane (PIECE_LANES), begin from the step's, length, us
-    pieces: Ints = field(default_factory=ints)
+    # the first segments of a two-stream step: of each its lane (SEGMENT_LANES), begin from the step's,
+    # length, us
+    segments: Ints = field(default_factory=ints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -551,7 +557,7 @@ class StreamAt:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
     """either way: a piece of a message that is too long for one, such as the plan of a step that sets a long
-    block table. The pieces of a message follow each other; joined, their `data` are its packed row."""
+    block table. The segments of a message follow each other; joined, their `data` are its packed row."""
 
     part: int
     parts: int
@@ -694,14 +700,13 @@ Message = (
     | Close | Ended | ExecHello | ExecWelcome | ExecRefused | ExecReset | SlotOpen | SlotClose | GrammarReady
     | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | Fragment
     | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCommit | KvStored
-    | KvRelease | KvGone | KvCopy | KvCopied | ArenaReleased | Beat | Claims
+    | KvRelease | KvGone | KvCopy | KvCopied | ArenaReleased | Heartbeat | Claims
 )  # fmt: skip
 
 __all__ = [
     "MOVED",
     "Accepted",
     "ArenaReleased",
-    "Beat",
     "Cancel",
     "Chunk",
     "Claims",
@@ -717,6 +722,7 @@ __all__ = [
     "Fragment",
     "GrammarFailed",
     "GrammarReady",
+    "Heartbeat",
     "Ints",
     "KvCommit",
     "KvCopied",

@@ -1,6 +1,6 @@
 """GPUs store to each other's memory, in Triton: sums with the norm behind them, and columns.
 
-`spread_add_rms_norm_` is the sum of a product's parts over GPUs, the residual add and the norm, in one
+`all_reduce_add_rms_norm_` is the sum of a product's parts over GPUs, the residual add and the norm, in one
 kernel:
 
     rank 0   row 0: part ─┐                      ┌─▶ row 0's norm          row r belongs to rank r % ranks: it
@@ -14,8 +14,8 @@ who takes something out writes EMPTY again. Calls alternate between two halves o
 writes to a half again is later than everybody's call between, and so than what emptied it. Numbers that say
 themselves that they have come: "LL" of NCCL, and TensorRT-LLM's Lamport all-reduce.
 
-`hand_out` stores columns that a rank has computed to where every rank of the group wants them. Each GPU then
-has the whole rows in their order, without a copy that puts together what has come.
+`all_gather` stores columns that a rank has computed to where every rank of the group wants them. Each GPU
+then has the whole rows in their order, without a copy that puts together what has come.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _BLOCK = 2048  # columns that a program hands out
 
 
 @triton.jit
-def _box(boxes: tl.tensor, rank: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    return tl.multiple_of(tl.load(boxes + rank).to(tl.pointer_type(BITS)), 16)
+def _peer_buffer(buffers: tl.tensor, rank: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(BITS)), 16)
 
 
 @triton.jit
-def _letters(value: tl.tensor, BITS: tl.constexpr, NOTHING: tl.constexpr) -> tl.tensor:
+def _cells(value: tl.tensor, BITS: tl.constexpr, NOTHING: tl.constexpr) -> tl.tensor:
     bits = value.to(BITS, bitcast=True)
     return tl.where(bits == NOTHING, 0, bits)
 
@@ -82,12 +82,12 @@ def _empty(
 
 
 @triton.jit(do_not_specialize=["turn", "rank", "rows"])
-def _spread_norm(
+def _all_reduce_norm(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
-    boxes: tl.tensor,
+    buffers: tl.tensor,
     split_stride: tl.tensor,
     turn: tl.tensor,
     rank: tl.tensor,
@@ -110,7 +110,7 @@ def _spread_norm(
     inside = at < WIDTH
     dtype: tl.constexpr = residual.dtype.element_ty
     scales = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    own = _box(boxes, rank, BITS)
+    own = _peer_buffer(buffers, rank, BITS)
     norms = turn * HALF + row * WIDTH  # a half: the norms of all rows, then the parts of those that are owned
     parts = turn * HALF + rows * WIDTH + row // RANKS * (RANKS * WIDTH)
     if ONE_HOP:
@@ -119,13 +119,13 @@ def _spread_norm(
     value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         value += tl.load(x + split * split_stride + row * WIDTH + at, mask=inside, other=0.0)
-    letters = _letters(value.to(dtype), BITS, NOTHING)
+    letters = _cells(value.to(dtype), BITS, NOTHING)
     if ONE_HOP:
         for step in tl.static_range(1, RANKS + 1):
-            there = _box(boxes, (rank + step) % RANKS, BITS)
+            there = _peer_buffer(buffers, (rank + step) % RANKS, BITS)
             tl.store(there + parts + rank * WIDTH + at, letters, mask=inside)
     else:
-        tl.store(_box(boxes, owner, BITS) + parts + rank * WIDTH + at, letters, mask=inside)
+        tl.store(_peer_buffer(buffers, owner, BITS) + parts + rank * WIDTH + at, letters, mask=inside)
     if owner == rank:
         kept = tl.load(residual + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
         value = _take(own + parts + at, inside, WIDTH, RANKS, dtype, NOTHING)
@@ -135,8 +135,8 @@ def _spread_norm(
         normed = (value * scale * scales).to(dtype)
         if not ONE_HOP:
             for step in tl.static_range(1, RANKS):
-                there = _box(boxes, (rank + step) % RANKS, BITS)
-                tl.store(there + norms + at, _letters(normed, BITS, NOTHING), mask=inside)
+                there = _peer_buffer(buffers, (rank + step) % RANKS, BITS)
+                tl.store(there + norms + at, _cells(normed, BITS, NOTHING), mask=inside)
         tl.store(out + row * WIDTH + at, normed, mask=inside)
         tl.store(residual + row * WIDTH + at, total, mask=inside)
         _empty(own + parts + at, inside, WIDTH, RANKS, BITS, NOTHING)
@@ -147,7 +147,7 @@ def _spread_norm(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _hand_out(
+def _all_gather(
     own: tl.tensor,
     addresses: tl.tensor,
     rank: tl.tensor,
@@ -168,9 +168,9 @@ def _hand_out(
 
 
 @dataclass(frozen=True, slots=True)
-class Boxes:
-    """The letter boxes of a group as rank `rank` of `size` has them, each of two halves of `half_bytes`, and
-    filled with EMPTY before anybody begins. Sums of up to `one_hop_bytes` go in one hop."""
+class PeerBuffers:
+    """The symmetric buffers of a group as rank `rank` of `size` has them, each of two halves of `half_bytes`,
+    and filled with EMPTY before anybody begins. Sums of up to `one_hop_bytes` go in one hop."""
 
     addresses: Tensor  # [size] int64, of the boxes of all ranks
     rank: int
@@ -178,7 +178,7 @@ class Boxes:
     half_bytes: int
     one_hop_bytes: int = 0
 
-    def hold(self, rows: int, row_bytes: int) -> bool:
+    def fits(self, rows: int, row_bytes: int) -> bool:
         """Whether there is room for such a call."""
         owned = -(-rows // self.size) * self.size
         needed = rows * self.size if rows * row_bytes <= self.one_hop_bytes else rows + owned
@@ -194,8 +194,8 @@ class Norm:
     chained: bool = False  # see kernels.launch
 
 
-def spread_add_rms_norm_(
-    x: Tensor, residual: Tensor, norm: Norm, boxes: Boxes, turn: int, out: Tensor | None = None
+def all_reduce_add_rms_norm_(
+    x: Tensor, residual: Tensor, norm: Norm, buffers: PeerBuffers, turn: int, out: Tensor | None = None
 ) -> Tensor:
     """kernels.norm.gpu.add_rms_norm_ of the sum over all ranks of their `x`, at once on all of them; but
     of `residual` only the rows that a rank owns are right afterwards, `rank` and every `size`-th after it, or
@@ -204,21 +204,21 @@ def spread_add_rms_norm_(
     out = torch.empty_like(residual) if out is None else out
     rows, width = out.shape
     block, narrow = triton.next_power_of_2(width), out.element_size() == 2
-    _spread_norm[(rows,)](
-        x, residual, norm.weight, out, boxes.addresses, rows * width, turn, boxes.rank, rows, norm.eps,
-        RANKS=boxes.size, HALF=boxes.half_bytes // out.element_size(), WIDTH=width, BLOCK=block,
+    _all_reduce_norm[(rows,)](
+        x, residual, norm.weight, out, buffers.addresses, rows * width, turn, buffers.rank, rows, norm.eps,
+        RANKS=buffers.size, HALF=buffers.half_bytes // out.element_size(), WIDTH=width, BLOCK=block,
         SPLITS=x.shape[0] if x.dim() == 3 else 1, BITS=tl.int16 if narrow else tl.int32,
-        NOTHING=EMPTY if narrow else _EMPTY_32, ONE_HOP=out.nbytes <= boxes.one_hop_bytes,
+        NOTHING=EMPTY if narrow else _EMPTY_32, ONE_HOP=out.nbytes <= buffers.one_hop_bytes,
         CHAINED=norm.chained, launch_pdl=norm.chained,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out
 
 
-def hand_out(own: Tensor, addresses: Tensor, rank: int, whole: int) -> None:
+def all_gather(own: Tensor, addresses: Tensor, rank: int, whole: int) -> None:
     """Put `own` `[rows, width]` into columns `rank * width` on of `[rows, whole]` at each of `addresses`,
     int64, one for each rank. Columns behind the last are left out."""
     rows, width = own.shape
-    _hand_out[(rows, triton.cdiv(width, _BLOCK))](
+    _all_gather[(rows, triton.cdiv(width, _BLOCK))](
         own, addresses, rank, width, whole, RANKS=len(addresses), BLOCK=_BLOCK, num_warps=8
     )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu_jit.llvm_intrinsics import bf16_at, exp, f32_at, fast, narrow, take, widen
+from kernels.cpu_jit.llvm_intrinsics import bf16_at, exp, f32_at, fast, fetch_add, narrow, widen
 from kernels.cpu_jit.thread_team import Call, Kernel
 
 _ROWS = 4  # of a piece
@@ -19,7 +19,7 @@ _LEAST = np.float32(-88.0)  # below it the gate is closed: `exp` stops growing a
 @fast
 def _rows(gate_up: Any, out: Any, rows: int, width: int, p: Any) -> None:
     while True:
-        first = take(p) * _ROWS
+        first = fetch_add(p) * _ROWS
         if first >= rows:
             return
         for row in range(first, min(first + _ROWS, rows)):

@@ -22,7 +22,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from kernels.cpu_jit.llvm_intrinsics import after, bf16_at, exp, f32_at, fast, i64_at, narrow, take
+from kernels.cpu_jit.llvm_intrinsics import bf16_at, exp, f32_at, fast, fetch_add, i64_at, narrow, offset_by
 from kernels.cpu_jit.thread_team import Call, Kernel, Number, team_size
 from kernels.cpu_jit.vectors import LANES, add_weighted, dots
 
@@ -56,33 +56,35 @@ def _attend(query: Any, kv: Any, out: Any, p: Any, heads: int, dim: int) -> None
     rows, shared, kv_heads, row_stride, blocks = p[8], p[9], p[10], p[11], p[12]
     block_tokens, block_stride, layer, room = p[13], p[14], p[15], p[16]
     stride = kv_heads * dim
-    scores = after(f32_at(p[5]), take(after(p, 1)) * heads * (room + dim))  # this thread's own
-    sums = after(scores, heads * room)
+    scores = offset_by(f32_at(p[5]), fetch_add(offset_by(p, 1)) * heads * (room + dim))  # this thread's own
+    sums = offset_by(scores, heads * room)
     scale = _ONE / np.sqrt(np.float32(dim))
     while True:
-        piece = take(p)
+        piece = fetch_add(p)
         if piece >= rows * kv_heads:
             return
         row, head = piece // kv_heads, piece % kv_heads * shared
-        length, table = lengths[row], after(tables, row * blocks)
+        length, table = lengths[row], offset_by(tables, row * blocks)
         key = layer + piece % kv_heads * dim
         for first in range(head, head + shared, heads):
-            own = after(query, row * row_stride + first * dim)
+            own = offset_by(query, row * row_stride + first * dim)
             for at in range(0, length, block_tokens):
-                keys = after(kv, table[at // block_tokens] * block_stride + key)
-                dots(own, keys, stride, min(block_tokens, length - at), after(scores, at), room, heads, dim)
+                keys = offset_by(kv, table[at // block_tokens] * block_stride + key)
+                dots(
+                    own, keys, stride, min(block_tokens, length - at), offset_by(scores, at), room, heads, dim
+                )
             for i in range(heads * dim):
                 sums[i] = _ZERO
-            totals = after(scores, room - 1)
+            totals = offset_by(scores, room - 1)
             for each in range(heads):
-                totals[each * room] = _softmax(after(scores, each * room), length, scale)
+                totals[each * room] = _softmax(offset_by(scores, each * room), length, scale)
             for at in range(0, length, block_tokens):
-                values = after(kv, table[at // block_tokens] * block_stride + key + block_tokens * stride)
+                values = offset_by(kv, table[at // block_tokens] * block_stride + key + block_tokens * stride)
                 tokens = min(block_tokens, length - at)
-                add_weighted(values, stride, tokens, after(scores, at), room, sums, heads, dim)
+                add_weighted(values, stride, tokens, offset_by(scores, at), room, sums, heads, dim)
             for each in range(heads):
-                to = after(out, ((row * kv_heads * shared) + first + each) * dim)
-                _divide(after(sums, each * dim), totals[each * room], dim, to)
+                to = offset_by(out, ((row * kv_heads * shared) + first + each) * dim)
+                _divide(offset_by(sums, each * dim), totals[each * room], dim, to)
 
 
 @cache

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu_jit.llvm_intrinsics import after, call_at, clock_ns, i64_at
+from kernels.cpu_jit.llvm_intrinsics import call_at, clock_ns, i64_at, offset_by
 from kernels.cpu_jit.thread_team import Call, Kernel, openmp, team_size
 
 EVERY_NS = 150_000
@@ -34,8 +34,8 @@ def _run(p: Any) -> None:
     entry, barrier, clock, give_way, not_before = i64_at(p[1]), p[3], p[4], p[5], i64_at(p[6])
     since = clock_ns(clock)
     for i in range(p[2]):
-        call = after(entry, i * _WIDTH)
-        call_at(call[0], after(call, 1))
+        call = offset_by(entry, i * _WIDTH)
+        call_at(call[0], offset_by(call, 1))
         if barrier:
             call_at(barrier, call)
         now = clock_ns(clock)

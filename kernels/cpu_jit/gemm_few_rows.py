@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kernels.cpu_jit.llvm_intrinsics import bf16_at, fast, narrow, take, widen
+from kernels.cpu_jit.llvm_intrinsics import bf16_at, fast, fetch_add, narrow, widen
 from kernels.cpu_jit.thread_team import Kernel
 
 _BYTES = 1 << 15  # of the matrix, about, in a piece
@@ -46,7 +46,7 @@ def _four(x: Any, first: int, weight: Any, at: int, width: int, out: Any, to: in
 @fast
 def _tall(x: Any, weight: Any, out: Any, rows: int, width: int, height: int, piece_rows: int, p: Any) -> None:
     while True:
-        first = take(p) * piece_rows
+        first = fetch_add(p) * piece_rows
         if first >= height:
             return
         for row in range(first, min(first + piece_rows, height)):

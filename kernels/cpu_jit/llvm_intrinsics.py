@@ -39,7 +39,7 @@ i64_at = _pointer(types.int64, _I64)
 
 
 @intrinsic
-def after(typing: Any, pointer: types.Type, count: types.Type) -> Any:
+def offset_by(typing: Any, pointer: types.Type, count: types.Type) -> Any:
     """The pointer to the element that is `count` after the one at `pointer`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -75,7 +75,7 @@ def clock_ns(typing: Any, address: types.Type) -> Any:
 
 
 @intrinsic
-def take(typing: Any, pointer: types.Type) -> Any:
+def fetch_add(typing: Any, pointer: types.Type) -> Any:
     """The number at `pointer`, which is one more afterwards: every thread gets another one."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:

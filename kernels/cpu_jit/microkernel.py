@@ -14,7 +14,7 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu_jit.vectors import LANES, call, spread
+from kernels.cpu_jit.vectors import LANES, broadcast, call
 
 PANEL = 48  # rows of the matrix
 _WIDE = PANEL // LANES
@@ -42,8 +42,8 @@ class _Pairs:
     def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
         return load(builder, panel, part * 2 * LANES, _PAIRS)
 
-    def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
-        return builder.bitcast(spread(builder, load(builder, x, column, _I32)), _PAIRS)
+    def broadcast(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
+        return builder.bitcast(broadcast(builder, load(builder, x, column, _I32)), _PAIRS)
 
     def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, sums, matrix, x)
@@ -57,8 +57,8 @@ class _Floats:
     def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
         return load(builder, panel, part * LANES, _SUMS)
 
-    def spread(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
-        return spread(builder, load(builder, x, column, _F32))
+    def broadcast(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
+        return broadcast(builder, load(builder, x, column, _F32))
 
     def multiply(self, builder: ir.IRBuilder, sums: Any, matrix: Any, x: Any) -> Any:
         return call(builder, "llvm.fma.v16f32", _SUMS, matrix, x, sums)
@@ -67,7 +67,7 @@ class _Floats:
 _KINDS: dict[Any, _Pairs | _Floats] = {types.float32: _Floats(), types.uint16: _Pairs()}  # by elements
 
 
-def tile_of(rows: int) -> Any:
+def microkernel(rows: int) -> Any:
     """See the function in it."""
 
     @intrinsic
@@ -89,7 +89,7 @@ def _generator(rows: int, kind: _Pairs | _Floats, stored: Any) -> Callable[..., 
             matrix = [kind.read(builder, at, part) for part in range(_WIDE)]
             found = []
             for line, own in zip(lines, sums, strict=True):
-                own_x = kind.spread(builder, line, column)
+                own_x = kind.broadcast(builder, line, column)
                 found.append([kind.multiply(builder, *each, own_x) for each in zip(own, matrix, strict=True)])
             return found
 
@@ -124,7 +124,7 @@ def sum_up(builder: ir.IRBuilder, rows: int, count: Any, step: int, add: Callabl
 
 
 def store(builder: ir.IRBuilder, sums: Any, out: Any, dtype: Any) -> None:
-    """Store LANES sums: as they are, or rounded to bfloat16."""
+    """Store COMPILERS sums: as they are, or rounded to bfloat16."""
     if dtype == types.float32:
         builder.store(sums, builder.bitcast(out, _SUMS.as_pointer()), align=4)
     else:

@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu_jit.microkernel import PANEL, Sums, load, number, store, sum_up
-from kernels.cpu_jit.vectors import LANES, call, spread
+from kernels.cpu_jit.vectors import LANES, broadcast, call
 
 BLOCK = 32  # columns
 _AT_ONCE = 4  # columns of an instruction
@@ -27,7 +27,7 @@ _WORDS, _SUMS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _MULTIPLY, _FMA = "llvm.x86.avx512.vpdpbusd.512", "llvm.fma.v16f32"
 
 
-def byte_tile_of(rows: int) -> Any:
+def microkernel_int8(rows: int) -> Any:
     """See the function in it."""
 
     @intrinsic
@@ -59,7 +59,7 @@ def _generator(rows: int, stored: Any) -> Callable[..., Any]:
             places = [builder.add(builder.mul(blocks, number(row)), block) for row in range(rows)]
             found = []
             for own, place, whole in zip(sums, places, _block(builder, x, starts, places, at), strict=True):
-                scale = spread(builder, load(builder, of_x, place, _F32))
+                scale = broadcast(builder, load(builder, of_x, place, _F32))
                 floats = [builder.sitofp(each, _SUMS) for each in whole]
                 pairs = zip(floats, own, strict=True)
                 found.append([call(builder, _FMA, _SUMS, each, scale, old) for each, old in pairs])
@@ -77,13 +77,13 @@ def _generator(rows: int, stored: Any) -> Callable[..., Any]:
 
 def _block(builder: ir.IRBuilder, x: Any, starts: Any, places: list[Any], panel: Any) -> list[list[Any]]:
     """The sums of a block, integers, by row and part of the panel."""
-    found = [[spread(builder, load(builder, starts, place, _I32))] * _WIDE for place in places]
+    found = [[broadcast(builder, load(builder, starts, place, _I32))] * _WIDE for place in places]
     lines = [builder.gep(x, [builder.mul(place, number(BLOCK))]) for place in places]
     for column in range(0, BLOCK, _AT_ONCE):
         parts = [(column * PANEL) + part * _AT_ONCE * LANES for part in range(_WIDE)]
         matrix = [load(builder, panel, part, _WORDS) for part in parts]
         for row, line in enumerate(lines):
-            four = spread(builder, load(builder, line, column, _I32))
+            four = broadcast(builder, load(builder, line, column, _I32))
             found[row] = [
                 call(builder, _MULTIPLY, _WORDS, old, read, four)
                 for old, read in zip(found[row], matrix, strict=True)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu_jit.llvm_intrinsics import bf16_at, f32_at, fast, float_of, narrow, take, widen
+from kernels.cpu_jit.llvm_intrinsics import bf16_at, f32_at, fast, fetch_add, float_of, narrow, widen
 from kernels.cpu_jit.thread_team import Call, Kernel, Number, bits_of
 
 _ROWS = 4  # of a piece
@@ -18,7 +18,7 @@ _ONE = np.float32(1.0)
 @fast
 def _rows(x: Any, residual: Any, weight: Any, out: Any, rows: int, width: int, eps: Any, p: Any) -> None:
     while True:
-        first = take(p) * _ROWS
+        first = fetch_add(p) * _ROWS
         if first >= rows:
             return
         for row in range(first, min(first + _ROWS, rows)):

@@ -18,10 +18,20 @@ import torch
 from torch import Tensor
 
 import kernels.cpu_jit
-from kernels.cpu_jit.llvm_intrinsics import after, bf16_at, f32_at, fast, i8_at, i32_at, nearest, take, widen
+from kernels.cpu_jit.llvm_intrinsics import (
+    bf16_at,
+    f32_at,
+    fast,
+    fetch_add,
+    i8_at,
+    i32_at,
+    nearest,
+    offset_by,
+    widen,
+)
 from kernels.cpu_jit.microkernel import PANEL
-from kernels.cpu_jit.microkernel_int8 import BLOCK, byte_tile_of
-from kernels.cpu_jit.packed_weights import in_panels
+from kernels.cpu_jit.microkernel_int8 import BLOCK, microkernel_int8
+from kernels.cpu_jit.packed_weights import packed_layout
 from kernels.cpu_jit.thread_team import Call, Kernel, Number
 
 _MOST = np.float32(127)
@@ -29,14 +39,14 @@ _ZERO = np.float32(0)
 _ROWS = 4  # of a piece of `x`
 _MIDDLE = 128  # what bytes of the matrix are too large by
 
-_four, _two, _one = (byte_tile_of(rows) for rows in (4, 2, 1))
+_four, _two, _one = (microkernel_int8(rows) for rows in (4, 2, 1))
 
 
 @fast
 def _quantise(x: Any, out: Any, scales: Any, starts: Any, rows: int, width: int, p: Any) -> None:
     blocks = width // BLOCK
     while True:
-        first = take(p) * _ROWS * blocks
+        first = fetch_add(p) * _ROWS * blocks
         if first >= rows * blocks:
             return
         for block in range(first, min(first + _ROWS * blocks, rows * blocks)):
@@ -52,7 +62,7 @@ def _quantise(x: Any, out: Any, scales: Any, starts: Any, rows: int, width: int,
 
 
 @fast
-def _panels(
+def _multiply(
     x: Any,
     of_x: Any,
     starts: Any,
@@ -66,14 +76,22 @@ def _panels(
 ) -> None:
     blocks = width // BLOCK
     while True:
-        to = take(p) * PANEL
+        to = fetch_add(p) * PANEL
         if to >= height:
             return
-        panel, own, target = after(panels, to * width), after(scales, to), after(out, min(to, height - PANEL))
+        panel, own, target = (
+            offset_by(panels, to * width),
+            offset_by(scales, to),
+            offset_by(out, min(to, height - PANEL)),
+        )
         row = 0
         while row < rows:
-            at, of, start = after(x, row * width), after(of_x, row * blocks), after(starts, row * blocks)
-            goal = after(target, row * height)
+            at, of, start = (
+                offset_by(x, row * width),
+                offset_by(of_x, row * blocks),
+                offset_by(starts, row * blocks),
+            )
+            goal = offset_by(target, row * height)
             if row + 4 <= rows:
                 _four(at, of, start, blocks, panel, own, goal, height)
                 row += 4
@@ -91,29 +109,29 @@ def _of_x(p: Any) -> None:
 
 def _to_bf16(p: Any) -> None:
     x, of_x, starts, panels, scales = i8_at(p[1]), f32_at(p[2]), i32_at(p[3]), i8_at(p[4]), f32_at(p[5])
-    _panels(x, of_x, starts, panels, scales, bf16_at(p[6]), p[7], p[8], p[9], p)
+    _multiply(x, of_x, starts, panels, scales, bf16_at(p[6]), p[7], p[8], p[9], p)
 
 
 def _to_f32(p: Any) -> None:
     x, of_x, starts, panels, scales = i8_at(p[1]), f32_at(p[2]), i32_at(p[3]), i8_at(p[4]), f32_at(p[5])
-    _panels(x, of_x, starts, panels, scales, f32_at(p[6]), p[7], p[8], p[9], p)
+    _multiply(x, of_x, starts, panels, scales, f32_at(p[6]), p[7], p[8], p[9], p)
 
 
 _QUANTISE, _PRODUCTS = Kernel(_of_x), {torch.bfloat16: Kernel(_to_bf16), torch.float32: Kernel(_to_f32)}
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Panels:
+class PackedInt8Weights:
     """A matrix in bytes, 128 too large, in panels, and what 1 stands for in each of its rows: `scales`
-    `[panels, 48]`."""
+    `[data, 48]`."""
 
-    panels: Tensor
+    data: Tensor
     height: int
     scales: Tensor
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        return self.panels, self.scales
+        return self.data, self.scales
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
         """See kernels.cpu_jit.packed_weights.Matrix."""
@@ -126,7 +144,7 @@ class Int8Panels:
         to = (panels, scales, out.data_ptr(), rows, width, self.height)
         return (
             Call(_QUANTISE, -(-rows // _ROWS), (x.data_ptr(), *quantised, rows, width), scratch),
-            Call(_PRODUCTS[out.dtype], len(self.panels), (*quantised, *to), scratch),
+            Call(_PRODUCTS[out.dtype], len(self.data), (*quantised, *to), scratch),
         )
 
 
@@ -137,10 +155,12 @@ def can_quantise(weight: Tensor) -> bool:
     return fits and kernels.cpu_jit.has(*kernels.cpu_jit.INT8)
 
 
-def quantise(weight: Tensor) -> Int8Panels:
+def quantise(weight: Tensor) -> PackedInt8Weights:
     """`weight` `[out, in]` in bfloat16 to int8, each row by its largest number."""
     scales = weight.float().abs().amax(1).clamp(min=1e-30) / 127
     rounded = (weight.float() / scales[:, None]).round() + _MIDDLE
     if rest := len(scales) % PANEL:
         scales = torch.cat((scales[:-rest], scales[-PANEL:]))
-    return Int8Panels(in_panels(rounded.to(torch.uint8), 4), len(weight), scales.view(-1, PANEL).contiguous())
+    return PackedInt8Weights(
+        packed_layout(rounded.to(torch.uint8), 4), len(weight), scales.view(-1, PANEL).contiguous()
+    )

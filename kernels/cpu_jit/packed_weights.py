@@ -19,51 +19,51 @@ import torch
 from torch import Tensor
 
 import kernels.cpu_jit
-from kernels.cpu_jit.llvm_intrinsics import after, bf16_at, f32_at, fast, take
-from kernels.cpu_jit.microkernel import PANEL, tile_of
+from kernels.cpu_jit.llvm_intrinsics import bf16_at, f32_at, fast, fetch_add, offset_by
+from kernels.cpu_jit.microkernel import PANEL, microkernel
 from kernels.cpu_jit.thread_team import Call, Kernel, Number
 
 _TILE = 8  # rows of x
 
-_eight, _four, _two, _one = (tile_of(rows) for rows in (8, 4, 2, 1))
+_eight, _four, _two, _one = (microkernel(rows) for rows in (8, 4, 2, 1))
 
 
 @fast
 def _all(x: Any, panel: Any, out: Any, rows: int, width: int, height: int) -> None:
     row = 0
     while row + _TILE <= rows:
-        _eight(after(x, row * width), width, panel, after(out, row * height), height)
+        _eight(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
         row += _TILE
     if row + 4 <= rows:
-        _four(after(x, row * width), width, panel, after(out, row * height), height)
+        _four(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
         row += 4
     if row + 2 <= rows:
-        _two(after(x, row * width), width, panel, after(out, row * height), height)
+        _two(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
         row += 2
     if row < rows:
-        _one(after(x, row * width), width, panel, after(out, row * height), height)
+        _one(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
 
 
 @fast
-def _panels(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
+def _multiply(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
     while True:
-        to = take(p) * PANEL
+        to = fetch_add(p) * PANEL
         if to >= height:
             return
-        target = after(out, min(to, height - PANEL))  # the last panel may begin within the one before
-        _all(x, after(panels, to * width), target, rows, width, height)
+        target = offset_by(out, min(to, height - PANEL))  # the last panel may begin within the one before
+        _all(x, offset_by(panels, to * width), target, rows, width, height)
 
 
 def _bf16(p: Any) -> None:
-    _panels(bf16_at(p[1]), bf16_at(p[2]), bf16_at(p[3]), p[4], p[5], p[6], p)
+    _multiply(bf16_at(p[1]), bf16_at(p[2]), bf16_at(p[3]), p[4], p[5], p[6], p)
 
 
 def _bf16_to_f32(p: Any) -> None:
-    _panels(bf16_at(p[1]), bf16_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
+    _multiply(bf16_at(p[1]), bf16_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
 
 
 def _f32(p: Any) -> None:
-    _panels(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
+    _multiply(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
 
 
 _KERNELS = {  # by what is multiplied and what comes of it
@@ -81,7 +81,7 @@ def can_multiply(weight: Tensor) -> bool:
     return fits and kernels.cpu_jit.has(_NEEDS[weight.dtype])
 
 
-class Matrix(Protocol):
+class PackedMatrix(Protocol):
     """A matrix `[height, in]` as instructions want it. Of another one alike a product needs its `parts`."""
 
     @property
@@ -96,28 +96,28 @@ class Matrix(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Panels:
+class PackedWeights:
     """A matrix in float32 or bfloat16, in panels."""
 
-    panels: Tensor
+    data: Tensor
     height: int
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        return (self.panels,)
+        return (self.data,)
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
         numbers = (x.data_ptr(), *parts, out.data_ptr(), *x.shape, self.height)
-        return (Call(_KERNELS[x.dtype, out.dtype], len(self.panels), numbers),)
+        return (Call(_KERNELS[x.dtype, out.dtype], len(self.data), numbers),)
 
 
-def pack(weight: Tensor) -> Panels:
+def pack(weight: Tensor) -> PackedWeights:
     """`weight` `[out, in]` in panels, as above. The last one ends with the matrix."""
-    return Panels(in_panels(weight, 2 if weight.dtype == torch.bfloat16 else 1), len(weight))
+    return PackedWeights(packed_layout(weight, 2 if weight.dtype == torch.bfloat16 else 1), len(weight))
 
 
-def in_panels(weight: Tensor, columns: int) -> Tensor:
-    """`weight` `[out, in]` in panels, `columns` together: `[panels, in / columns, 48, columns]`."""
+def packed_layout(weight: Tensor, columns: int) -> Tensor:
+    """`weight` `[out, in]` in panels, `columns` together: `[data, in / columns, 48, columns]`."""
     height, width = weight.shape
     whole, rest = divmod(height, PANEL)
     panels = weight[: whole * PANEL].view(whole, PANEL, width)
@@ -126,7 +126,7 @@ def in_panels(weight: Tensor, columns: int) -> Tensor:
     return panels.view(-1, PANEL, width // columns, columns).transpose(1, 2).contiguous()
 
 
-def multiply(x: Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
+def multiply(x: Tensor, matrix: PackedMatrix, dtype: torch.dtype | None = None) -> Tensor:
     """`x @ matrix.T` of `x` `[rows, in]`, contiguous, added up in float32 and rounded once, to `dtype`
     (float32 or that of `x`): `[rows, out]`."""
     out = x.new_empty(len(x), matrix.height, dtype=dtype)

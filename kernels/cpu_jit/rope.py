@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu_jit.llvm_intrinsics import bf16_at, f32_at, fast, i64_at, narrow, take, widen
+from kernels.cpu_jit.llvm_intrinsics import bf16_at, f32_at, fast, fetch_add, i64_at, narrow, widen
 from kernels.cpu_jit.thread_team import Call, Kernel, Number
 
 _ROWS = 4  # of a piece
@@ -30,7 +30,7 @@ def _rows(
 ) -> None:
     width = kv_heads * dim
     while True:
-        first = take(p) * _ROWS
+        first = fetch_add(p) * _ROWS
         if first >= rows:
             return
         for row in range(first, min(first + _ROWS, rows)):

@@ -3,7 +3,7 @@ not what it reads, nor that a few rows of 64 sums fit.
 
 Written for 16 lanes of float32; a machine with shorter vectors takes two or four of its own for each. `heads`
 and `dim` are known when a kernel is compiled, as numbers that its function closes over. `dim` is a multiple
-of LANES.
+of COMPILERS.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def add_weighted(
             found: list[Any] = []
             for head in range(heads.literal_value):
                 at = builder.add(builder.mul(apart, ir.Constant(_I64, head)), token)
-                weight = spread(builder, builder.load(builder.gep(weights, [at])))
+                weight = broadcast(builder, builder.load(builder.gep(weights, [at])))
                 for part in parts:
                     product = builder.fmul(weight, read[part], flags=_FAST)
                     found.append(builder.fadd(sums[len(found)], product, flags=_FAST))
@@ -100,7 +100,7 @@ def add_weighted(
 
 
 def _read(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
-    """LANES numbers of a pointer to float32 or to the bits of bfloat16, as float32."""
+    """COMPILERS numbers of a pointer to float32 or to the bits of bfloat16, as float32."""
     at = builder.gep(pointer, [ir.Constant(_I64, offset)])
     if pointer.type.pointee == ir.FloatType():
         return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
@@ -109,8 +109,8 @@ def _read(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
     return builder.bitcast(words, _FLOATS)
 
 
-def spread(builder: ir.IRBuilder, number: Any) -> Any:
-    """A number in all LANES."""
+def broadcast(builder: ir.IRBuilder, number: Any) -> Any:
+    """A number in all COMPILERS."""
     undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     one = builder.insert_element(undefined, number, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * LANES))

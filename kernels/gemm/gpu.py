@@ -135,7 +135,7 @@ def _matmul_fixed(
     EVEN: tl.constexpr,
     BIASED: tl.constexpr,
 ) -> None:
-    # Tiles in groups of GROUP rows of tiles, column by column.
+    # Tiles in groups of JUDGED_TOGETHER rows of tiles, column by column.
     tiles, row_tiles = (width + TILE - 1) // TILE, (rows + ROWS - 1) // ROWS
     group = tl.program_id(0) // (GROUP * tiles)
     high = tl.minimum(row_tiles - group * GROUP, GROUP)

@@ -3,7 +3,7 @@
 The host knows slot, position and place in the batch of every token, and the id of those that it feeds. Ids
 that the step before has chosen, and whether a slot is done, are known on the device alone.
 
-`stamp` writes the device's clock.
+`record_timestamp` writes the device's clock.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _resolve(
     last_tokens: tl.tensor,
     done: tl.tensor,
     ids: tl.tensor,
-    places: tl.tensor,
+    slot_mapping: tl.tensor,
     lengths: tl.tensor,
     tokens: tl.tensor,
     rows: tl.tensor,
     table_blocks: tl.tensor,
     spare: tl.tensor,
-    nobody: tl.tensor,
+    spare_slot: tl.tensor,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -47,8 +47,8 @@ def _resolve(
     block = tl.where(ended != 0, spare, block)
     decode_rows = tl.load(columns + 3 * tokens)
     tl.store(ids + at, tl.where(given < 0, last, given), mask=inside)
-    tl.store(places + at, block * BLOCK_TOKENS + position % BLOCK_TOKENS, mask=inside)
-    attends = (at < decode_rows) & (slot != nobody) & (ended == 0)
+    tl.store(slot_mapping + at, block * BLOCK_TOKENS + position % BLOCK_TOKENS, mask=inside)
+    attends = (at < decode_rows) & (slot != spare_slot) & (ended == 0)
     tl.store(lengths + at, tl.where(attends, position + 1, 0), mask=at < rows)
 
 
@@ -68,7 +68,7 @@ def _move(source: tl.tensor, target: tl.tensor, count: tl.tensor, BLOCK: tl.cons
 
 
 @triton.jit
-def _stamp(target: tl.tensor) -> None:
+def _record_timestamp(target: tl.tensor) -> None:
     tl.store(target, globaltimer())
 
 
@@ -87,7 +87,7 @@ class Resolved:
     """What `resolve` writes, int32: of every token, and `lengths` of the decode rows, which come first."""
 
     ids: Tensor  # [tokens]
-    places: Tensor  # [tokens], block * block_tokens + offset
+    slot_mapping: Tensor  # [tokens], block * block_tokens + offset
     lengths: Tensor  # [rows], tokens of context; 0 for rows that are no-ops
 
 
@@ -97,7 +97,7 @@ def resolve(columns: Tensor, state: SlotState, spare: int, block_tokens: int, fo
     done goes to the block `spare`."""
     tokens = len(found.ids)
     _resolve[(triton.cdiv(tokens, _BLOCK),)](
-        columns, state.tables, state.last_tokens, state.done, found.ids, found.places, found.lengths,
+        columns, state.tables, state.last_tokens, state.done, found.ids, found.slot_mapping, found.lengths,
         tokens, len(found.lengths), state.tables.shape[1], spare, len(state.done) - 1,
         BLOCK_TOKENS=block_tokens, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
@@ -116,7 +116,7 @@ def move(source: Tensor, target: Tensor) -> None:
     _move[(triton.cdiv(count, 4 * _BLOCK),)](source, target, count, BLOCK=4 * _BLOCK, num_warps=4)
 
 
-def stamp(target: Tensor) -> None:
+def record_timestamp(target: Tensor) -> None:
     """`target[0]`, int64: the device's clock in ns, when all that was queued before on this stream is done. A
     microsecond of one processor; the clock of some devices moves in steps of one."""
-    _stamp[(1,)](target, num_warps=1)
+    _record_timestamp[(1,)](target, num_warps=1)

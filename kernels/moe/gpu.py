@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.moe.ref import Places
+from kernels.moe.ref import Permutation
 
 _ROUTED = 8  # rows of logits in a program
 _SUB = 64  # pairs that are counted at once: a tile of them by the experts
@@ -94,7 +94,7 @@ def _begin(
 
 
 @triton.jit
-def _place(
+def _permute(
     experts: tl.tensor,
     begins: tl.tensor,
     rows: tl.tensor,
@@ -118,7 +118,7 @@ def _place(
 
 
 @triton.jit
-def _spread(
+def _dispatch(
     x: tl.tensor,
     rows: tl.tensor,
     out: tl.tensor,
@@ -185,7 +185,7 @@ def route(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Ten
     return weights, numbers
 
 
-def place(experts: Tensor, first: int, count: int) -> Places:
+def permute(experts: Tensor, first: int, count: int) -> Permutation:
     """See kernels.moe.ref; `experts` is contiguous."""
     pairs, device = experts.numel(), experts.device
     span = triton.cdiv(triton.cdiv(pairs, _PARTS), _SUB) * _SUB
@@ -195,28 +195,28 @@ def place(experts: Tensor, first: int, count: int) -> Places:
     rows = torch.empty(experts.shape, dtype=torch.int32, device=device)
     _count[(parts,)](experts, begins, pairs, first, span, PAD=pad, SUB=_SUB, num_warps=4)
     _begin[(1,)](begins, ends, count, parts, PAD=pad, PARTS=_PARTS, num_warps=16)
-    _place[(parts,)](experts, begins, rows, pairs, first, count, span, PAD=pad, SUB=_SUB, num_warps=4)
-    return Places(ends, rows)
+    _permute[(parts,)](experts, begins, rows, pairs, first, count, span, PAD=pad, SUB=_SUB, num_warps=4)
+    return Permutation(ends, rows)
 
 
-def spread(x: Tensor, places: Places) -> Tensor:
+def dispatch(x: Tensor, permutation: Permutation) -> Tensor:
     """See kernels.moe.ref; `x` is contiguous."""
-    tokens, k = places.rows.shape
+    tokens, k = permutation.rows.shape
     out = x.new_empty(tokens * k, x.shape[1])
     width = x.shape[1]
-    _spread[(tokens,)](
-        x, places.rows, out, K=k, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4
+    _dispatch[(tokens,)](
+        x, permutation.rows, out, K=k, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4
     )
     return out
 
 
-def combine(y: Tensor, places: Places, weights: Tensor) -> Tensor:
+def combine(y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor:
     """See kernels.moe.ref; `y` and `weights` are contiguous."""
-    tokens, k = places.rows.shape
+    tokens, k = permutation.rows.shape
     width = y.shape[1]
     out = y.new_empty(tokens, width)
     block = triton.next_power_of_2(width)
-    _combine[(tokens,)](y, places.rows, weights, out, K=k, WIDTH=width, BLOCK=block, num_warps=4)
+    _combine[(tokens,)](y, permutation.rows, weights, out, K=k, WIDTH=width, BLOCK=block, num_warps=4)
     return out
 
 

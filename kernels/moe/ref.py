@@ -18,7 +18,7 @@ from kernels.activation.ref import swiglu
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Permutation:
     """Where pairs lie among rows sorted by expert, those of one expert in the order of their tokens.
 
     `ends` `[experts here]` int32: the row behind each expert's last. `rows` `[tokens, k]` int32: the row of
@@ -39,7 +39,7 @@ def route(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Ten
     return weights, experts.int()
 
 
-def place(experts: Tensor, first: int, count: int) -> Places:
+def permute(experts: Tensor, first: int, count: int) -> Permutation:
     """Sort the pairs of `experts` `[tokens, k]` that go to `first` up to `first + count`."""
     flat = experts.flatten().long() - first
     flat = torch.where((flat >= 0) & (flat < count), flat, count)
@@ -47,24 +47,24 @@ def place(experts: Tensor, first: int, count: int) -> Places:
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = F.one_hot(flat, count + 1).sum(0)[:count].cumsum(0)
     rows = torch.where(flat < count, rows, -1)
-    return Places(ends.int(), rows.view(experts.shape).int())
+    return Permutation(ends.int(), rows.view(experts.shape).int())
 
 
-def spread(x: Tensor, places: Places) -> Tensor:
+def dispatch(x: Tensor, permutation: Permutation) -> Tensor:
     """The rows of `x` `[tokens, width]` where their pairs lie: `[tokens * k, width]`; those behind the last
     end are undefined."""
-    tokens, k = places.rows.shape
+    tokens, k = permutation.rows.shape
     out = x.new_empty(tokens * k, x.shape[1])
-    token, slot = (places.rows >= 0).nonzero(as_tuple=True)
-    out[places.rows[token, slot].long()] = x[token]
+    token, slot = (permutation.rows >= 0).nonzero(as_tuple=True)
+    out[permutation.rows[token, slot].long()] = x[token]
     return out
 
 
-def combine(y: Tensor, places: Places, weights: Tensor) -> Tensor:
+def combine(y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor:
     """The weighted sum, in float32, of each token's rows of `y` `[pairs, width]`: `[tokens, width]`. Pairs
     that are not here add nothing."""
-    here = places.rows >= 0
-    rows = y[places.rows.clamp(min=0).flatten().long()].view(*places.rows.shape, y.shape[1]).float()
+    here = permutation.rows >= 0
+    rows = y[permutation.rows.clamp(min=0).flatten().long()].view(*permutation.rows.shape, y.shape[1]).float()
     rows = torch.where(here[..., None], rows, 0.0)  # not weights of 0: what is undefined may be a NaN
     return (rows * weights[..., None]).sum(1).to(y.dtype)
 

@@ -66,7 +66,7 @@ def _rope_write(
     kv: tl.tensor,
     rotations: tl.tensor,
     positions: tl.tensor,
-    places: tl.tensor,
+    slot_mapping: tl.tensor,
     q_norm: tl.tensor,
     k_norm: tl.tensor,
     layer: tl.tensor,
@@ -93,7 +93,7 @@ def _rope_write(
     position = tl.load(positions + token).to(tl.int64)
     cos = tl.load(rotations + position * 2 * DIM + d, mask=within, other=0.0)[None, :]
     sin = tl.load(rotations + position * 2 * DIM + DIM + DIM // 2 + d, mask=within, other=0.0)[None, :]
-    place = tl.load(places + token).to(tl.int64)
+    place = tl.load(slot_mapping + token).to(tl.int64)
     ready(CHAINED)
 
     g = tl.arange(0, GROUP_PAD)
@@ -130,12 +130,12 @@ def _rope_write(
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RopeInputs:
     """Where the tokens of a step are: all `[tokens]` int32 but `rotations`, the table of `rope_table`."""
 
     rotations: Tensor
     positions: Tensor
-    places: Tensor  # block * block_tokens + offset
+    slot_mapping: Tensor  # block * block_tokens + offset
     chained: bool = False  # see kernels.launch
     dtype: torch.dtype | None = None  # of the queries; None: that of the cache
 
@@ -149,20 +149,22 @@ class HeadNorms:
     eps: float
 
 
-def rope_write(qkv: Tensor, placed: Placed, norms: HeadNorms, kv: Tensor, layer: int, heads: int) -> Tensor:
+def rope_write(
+    qkv: Tensor, inputs: RopeInputs, norms: HeadNorms, kv: Tensor, layer: int, heads: int
+) -> Tensor:
     """Rotate the queries and keys of `qkv` `[tokens, (heads + 2 * kv_heads) * head_dim]`, write keys and
     values of `layer` to `kv`; the queries `[tokens, heads, head_dim]`. Keys are rotated in `qkv`, too. It may
     also be `[splits, tokens, ...]` in float32, whose sum counts; then it is kept."""
     _, layers, _, block_tokens, kv_heads, dim = kv.shape
     tokens, width = qkv.shape[-2:]
-    query = torch.empty(tokens, heads, dim, dtype=placed.dtype or kv.dtype, device=kv.device)
+    query = torch.empty(tokens, heads, dim, dtype=inputs.dtype or kv.dtype, device=kv.device)
     group = heads // kv_heads
     _rope_write[(tokens, kv_heads)](
-        qkv, query, kv, placed.rotations, placed.positions, placed.places, norms.query, norms.key,
+        qkv, query, kv, inputs.rotations, inputs.positions, inputs.slot_mapping, norms.query, norms.key,
         layer, layers, norms.eps, tokens * width,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), DIM=dim,
         HALF=triton.next_power_of_2(dim // 2), BLOCK_TOKENS=block_tokens,
         SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1, NORM=norms.query is not None, IN_PLACE=qkv.dim() == 2,
-        CHAINED=placed.chained, launch_pdl=placed.chained, num_warps=1,
+        CHAINED=inputs.chained, launch_pdl=inputs.chained, num_warps=1,
     )  # fmt: skip
     return query

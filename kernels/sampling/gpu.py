@@ -14,7 +14,8 @@ float32 in an order that integers have. A row whose filter keeps more than there
 distribution, a large top-k) is bisected over all its logits, by the same program: slower, as exact.
 
 A row whose largest logit is not finite (NaN counts as infinity, which the first pass writes down) has no
-token: it is FLAWED, its slot is done, and it goes through the kernel as a greedy row does, which always ends.
+token: it is INVALID, its slot is done, and it goes through the kernel as a greedy row does, which always
+ends.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sampling.ref import FLAWED, GROUP_TOKENS
+from kernels.sampling.ref import GROUP_TOKENS, INVALID
 
 _PER_PROGRAM = 8  # groups of pass 1
 _TRIED = 96  # groups whose logits are candidates
 _CANDIDATES = 2048  # logits that it bisects
 _SCAN = 16  # groups read at a time
-_FLAWED = tl.constexpr(FLAWED)
+_INVALID = tl.constexpr(INVALID)
 LOWEST = tl.constexpr(-0x7FFFFFFF)  # below the key of minus infinity
 
 
@@ -348,7 +349,7 @@ def _choose(
     s = tl.arange(0, STOPS)
     stopped = tl.sum((tl.load(stop_ids + slot * STOPS + s) == answer).to(tl.int32), 0) > 0
     stopped = stopped | (position + 1 >= tl.load(max_lengths + slot))
-    ended = tl.where(sound, stopped.to(tl.int32), _FLAWED)
+    ended = tl.where(sound, stopped.to(tl.int32), _INVALID)
     tl.store(ids + row, tl.where(before != 0, -1, answer))
     tl.store(dones + row, tl.where(before != 0, 2, ended))
     if before == 0:
@@ -402,7 +403,7 @@ def choose(
 ) -> None:
     """A token for each row of `logits` `[rows, vocab]`: that of slot `slots[row]` for place `positions[row]`
     of its sequence. Slots that are done get id -1 and done 2, as in a StepResult; others move on, or end with
-    id -1 and done FLAWED."""
+    id -1 and done INVALID."""
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, GROUP_TOKENS)
     _groups[(rows, triton.cdiv(groups, _PER_PROGRAM))](

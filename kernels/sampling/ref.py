@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP_TOKENS = 256
-FLAWED = 3  # in a done column: the row's logits are not finite, its slot has ended without a token
+INVALID = 3  # in a done column: the row's logits are not finite, its slot has ended without a token
 _SORTED = (256, 2048)  # largest logits sorted for a top-k up to this, else all: 0.2, 0.5, 4 ms a row
 _BINS, _BINS_PER_UNIT = 4096, 128  # for top-p: down to 32 below the largest logit, e^-32 of its probability
 _LEVEL_TOKEN, _LEVEL_GROUP = 0, 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.client import ask_all
+from shared.client import request_all
 from shared.nats import subjects
 from shared.nats.interface import Bus, NoResponders
 
@@ -21,7 +21,7 @@ Counts = dict[str, int]
 async def counts(bus: Bus, model: str) -> Counts | None:
     """The sums over every scheduler that has an executor of this model, since their start."""
     try:
-        answers = await ask_all(bus, subjects.STATUS, ANSWER_S)
+        answers = await request_all(bus, subjects.STATUS, ANSWER_S)
     except NoResponders:
         return None
     measured = [answer["measured"] for answer in answers if _serves(answer, model)]

@@ -38,9 +38,9 @@ from loadtest.gpu import comm_report
 from loadtest.gpu.comm_model import Stack, shapes_of
 from loadtest.gpu.comm_times import all_say, talk_us, times
 from loadtest.gpu.comm_ways import LIMIT, How, Together, Way, offered
-from services.executor.parallel.coroutines import in_turn
+from services.executor.parallel.coroutines import run_in_turn
 from services.executor.parallel.ranks import Collectives
-from services.executor.parallel.step_split import CUT_TOKENS, Chunk, crossover, halves
+from services.executor.parallel.step_split import CUT_TOKENS, Chunk, split_chunks, split_threshold
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LARGE = 2048  # tokens from which on more than off, silent, on and their copies are measured
@@ -108,11 +108,11 @@ class Bench:
         self._prompt = asked.prompt
         self._sizes = [int(size) for size in asked.sizes.split(",")]
         self._group = Collectives()
-        self._together: Together = in_turn
+        self._together: Together = run_in_turn
         if self._on_gpu:
-            from services.executor.cuda.comm_overlap import Lanes
+            from services.executor.cuda.comm_overlap import CommStream
 
-            self._together = Lanes(device).together
+            self._together = CommStream(device).run_interleaved
         self._stack = Stack(kind, shapes_of(kind, asked.layers, tiny=asked.tiny), self._group, device)
         rows = max(self._sizes + [LONGEST] * self._on_gpu) * self._group.size
         row_bytes = self._stack.shapes.hidden * self._stack.dtype.itemsize
@@ -135,7 +135,7 @@ class Bench:
             _say(f"{self._kind}{self._group.size} {comm_report.line(rows[-1])} | {took_s:.1f} s")
         report = {
             "layers": self._stack.shapes.layers, "prompt": self._prompt, "ranks": self._group.size,
-            "crossover": crossover(started), "sizes": rows[::-1], "talks": self._alone(),
+            "crossover": split_threshold(started), "sizes": rows[::-1], "talks": self._alone(),
         }  # fmt: skip
         _say(f"{self._kind}{self._group.size} on from {report['crossover']} tokens")
         return report
@@ -147,7 +147,7 @@ class Bench:
         first = comm_report.medians(times(ways, STARTED, self._device))
         one, two = comm_report.quickest(first, "off"), comm_report.quickest(first, "on")
         started[tokens] = first[one], first[two]
-        chosen = one if crossover(started) > tokens else two
+        chosen = one if split_threshold(started) > tokens else two
         kernels = {}
         if tokens == PROFILED and self._on_gpu:
             profiled = {"off", two, "on copy"} & set(ways)
@@ -165,7 +165,7 @@ class Bench:
         chunks = tuple(Chunk(i, at, 0, min(each, tokens - at)) for i, at in enumerate(firsts))
         x = self._stack.tokens(tokens, self._group.rank)
         attention = self._stack.attention(len(chunks), each)
-        parts = halves(chunks, min(CUT_TOKENS, tokens // 2))
+        parts = split_chunks(chunks, min(CUT_TOKENS, tokens // 2))
         cut = sum(chunk.count for chunk in parts[0])
         prepared = [attention.prepare(part) for part in (chunks, *parts)]
         inputs = [x, x[:cut], x[cut:]]
@@ -191,7 +191,7 @@ class Bench:
         """None, on all ranks, if it fails on any."""
         way = None
         try:
-            way = Way(run, self._together if name.startswith("on") else in_turn, out, spare)
+            way = Way(run, self._together if name.startswith("on") else run_in_turn, out, spare)
             if self._on_gpu:
                 way.capture(self._pool)
                 self._pool = self._pool or way.graph.pool()
@@ -209,7 +209,7 @@ class Bench:
         for name, way in ways.items():
             if name in ("off", "silent", "on silent"):
                 continue
-            way.directly(in_turn)
+            way.directly(run_in_turn)
             turns = way.out.clone()
             way.out.fill_(torch.nan)
             way()

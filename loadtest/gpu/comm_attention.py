@@ -84,7 +84,7 @@ class CudaAttention:
 
     def prepare(self, chunks: tuple[Chunk, ...]) -> Any:
         from kernels.attention.prefill import PrefillTiles, tile_queries
-        from kernels.rope.gpu import Placed
+        from kernels.rope.gpu import RopeInputs
         from services.executor.cuda.input_batch import split_dense, tiles_of
 
         device, shapes = self._tables.device, self._shapes
@@ -92,7 +92,7 @@ class CudaAttention:
         slots = torch.cat([torch.full((c.count,), c.slot) for c in chunks]).to(device)
         blocks = self._tables[slots, positions // BLOCK_TOKENS]
         places = (blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS).int()
-        placed = Placed(self._rotations, positions.int(), places, dtype=torch.bfloat16)
+        placed = RopeInputs(self._rotations, positions.int(), places, dtype=torch.bfloat16)
         dense, rest = split_dense(chunks)
         tiles = None
         if rest:

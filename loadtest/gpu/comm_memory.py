@@ -23,18 +23,18 @@ class HostMemory:
         paths = [Path(str(where[0])) / str(rank) for rank in range(self.size)]
         with paths[self.rank].open("wb") as file:
             file.truncate(bytes_each)
-        self.meet()
+        self.barrier()
         self._all = [
             torch.from_file(str(path), shared=True, size=bytes_each, dtype=torch.uint8) for path in paths
         ]
-        self.meet()  # all have mapped all
+        self.barrier()  # all have mapped all
         paths[self.rank].unlink()
-        self.meet()
+        self.barrier()
         if self.rank == 0:
             os.rmdir(str(where[0]))
 
     def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
         return self._all[rank].narrow(0, at, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         distributed.barrier()

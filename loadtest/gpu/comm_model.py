@@ -22,7 +22,7 @@ from loadtest.gpu.comm_attention import Attention, CudaAttention, HostAttention,
 from loadtest.gpu.experts import ExpertWeights, Gathered, Group
 from loadtest.gpu.shape import LLAMA_8B, QWEN3_30B_A3B
 from services.executor.checkpoint.config import Shapes, from_hf
-from services.executor.parallel.coroutines import Program
+from services.executor.parallel.coroutines import ForwardPass
 
 _SPREAD = 0.02
 _TINY = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -91,7 +91,7 @@ class Stack:
             return CudaAttention(self._here, prompts, room, self.device)
         return HostAttention(self._here, prompts, room)
 
-    def program(self, x: Tensor, attention: Attention, prepared: Any, group: Talks) -> Program:
+    def program(self, x: Tensor, attention: Attention, prepared: Any, group: Talks) -> ForwardPass:
         """A pass of the tokens `x` `[tokens, hidden]`; what comes out of the last norm."""
         eps, layers = self.shapes.norm_eps, self._layers
         residual = x.clone()

@@ -14,17 +14,17 @@ from torch import Tensor
 from loadtest.gpu.comm_memory import HostMemory
 from loadtest.gpu.comm_model import Talks
 from loadtest.gpu.comm_times import all_say
+from services.executor.cuda.comm_overlap import BARRIER_PROCESSORS, nccl_of_few_blocks
 from services.executor.cuda.comm_overlap import BLOCKS as LIMIT
-from services.executor.cuda.comm_overlap import MEETING, few_blocks
-from services.executor.parallel.coroutines import Program
-from services.executor.parallel.ranks import Collectives, Copies, Memory
+from services.executor.parallel.coroutines import ForwardPass
+from services.executor.parallel.ranks import Collectives, Memory, PeerCopies
 
-Together = Callable[[Sequence[Program]], list[Tensor]]
+Together = Callable[[Sequence[ForwardPass]], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """`spare`: processors that the products leave free."""
+    """`leave_processors_free`: processors that the products leave free."""
 
     talks: Talks
     spare: int = 0
@@ -59,11 +59,15 @@ def offered(group: Collectives, device: torch.device, most_bytes: int) -> dict[s
     silent = Silent(group)
     ways = {"off": How(group), "silent": How(silent), "on": How(group)}
     if device.type == "cuda":
-        limited = few_blocks()
+        limited = nccl_of_few_blocks()
         ways |= {f"on {LIMIT}": How(limited), f"on {LIMIT} spared": How(limited, LIMIT)}
     copies = _copies(group, device, most_bytes) if most_bytes else None
     if copies is not None:
-        ways |= {"off copy": How(copies), "on copy": How(copies), "on copy spared": How(copies, MEETING)}
+        ways |= {
+            "off copy": How(copies),
+            "on copy": How(copies),
+            "on copy spared": How(copies, BARRIER_PROCESSORS),
+        }
     return ways | {"on silent": How(silent)}
 
 
@@ -104,16 +108,16 @@ class Way:
 def _spare(count: int) -> contextlib.AbstractContextManager[None]:
     if not count or not torch.cuda.is_available():
         return contextlib.nullcontext()
-    from services.executor.cuda.comm_overlap import spare
+    from services.executor.cuda.comm_overlap import leave_processors_free
 
-    return spare(count)
+    return leave_processors_free(count)
 
 
-def _copies(group: Collectives, device: torch.device, most_bytes: int) -> Copies | None:
+def _copies(group: Collectives, device: torch.device, most_bytes: int) -> PeerCopies | None:
     """None, on all ranks, where one has no such memory or hears something else than its group says."""
     heard, copies = False, None
     try:
-        copies = Copies(_memory(device, most_bytes))
+        copies = PeerCopies(_memory(device, most_bytes))
     except (RuntimeError, ImportError, AttributeError, OSError) as error:
         print(f"rank {group.rank}: no copies: {error}", flush=True)
     if not all_say(copies is not None, device) or copies is None:
@@ -138,7 +142,7 @@ def _memory(device: torch.device, most_bytes: int) -> Memory:
     return PeerMemory(most_bytes, device, distributed.group.WORLD)
 
 
-def _same(copies: Copies, group: Collectives, device: torch.device) -> bool:
+def _same(copies: PeerCopies, group: Collectives, device: torch.device) -> bool:
     """Whether copies say what collectives say, of whole numbers, a few times."""
     heard = []
     for turn in range(3):

@@ -102,7 +102,7 @@ def mixed(built: Built) -> dict[str, float]:
 @torch.inference_mode()
 def _floor_s(built: Built, tokens: int, length: int) -> float:
     """Matrix products and cuDNN's attention of one step of whole prompts, nothing else."""
-    model: Any = built.own._passes._model
+    model: Any = built.own._runner._model
     shapes, layers = model._shapes, model._layers
     hidden = torch.randn(tokens, shapes.hidden, dtype=torch.bfloat16, device="cuda")
     wide = torch.randn(tokens, shapes.intermediate, dtype=torch.bfloat16, device="cuda")

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.moe import Places
+from kernels.moe import Permutation
 from services.executor.checkpoint.config import ExpertShapes
-from services.executor.parallel.coroutines import Program
+from services.executor.parallel.coroutines import ForwardPass
 
 
 class Kernels(Protocol):
@@ -26,11 +26,11 @@ class Kernels(Protocol):
 
     def route(self, logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]: ...
 
-    def place(self, experts: Tensor, first: int, count: int) -> Places: ...
+    def permute(self, experts: Tensor, first: int, count: int) -> Permutation: ...
 
-    def spread(self, x: Tensor, places: Places) -> Tensor: ...
+    def dispatch(self, x: Tensor, permutation: Permutation) -> Tensor: ...
 
-    def combine(self, y: Tensor, places: Places, weights: Tensor) -> Tensor: ...
+    def combine(self, y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor: ...
 
     def experts_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor: ...
 
@@ -65,7 +65,7 @@ class Gathered:
     group: Group
     kernels: Kernels
 
-    def mlp(self, x: Tensor, layer: ExpertWeights) -> Program:
+    def mlp(self, x: Tensor, layer: ExpertWeights) -> ForwardPass:
         """The experts' MLP of this rank's tokens `x` `[tokens, hidden]`: the same shape."""
         group, kernels, here = self.group, self.kernels, len(layer.gate_up)
         weights, chosen = _routed(kernels, self.shapes, x, layer)
@@ -74,10 +74,10 @@ class Gathered:
 
         yield lambda: group.all_gather_each((all_routes, tokens), (routes, x))
         all_weights = all_routes[:, 0].contiguous().view(torch.float32).flatten(0, 1)
-        places = kernels.place(all_routes[:, 1].flatten(0, 1).contiguous(), group.rank * here, here)
-        rows = kernels.spread(tokens.flatten(0, 1), places)
-        found = kernels.experts_mlp(rows, layer.gate_up, layer.down, places.ends)
-        share, out = kernels.combine(found, places, all_weights), torch.empty_like(x)
+        permutation = kernels.permute(all_routes[:, 1].flatten(0, 1).contiguous(), group.rank * here, here)
+        rows = kernels.dispatch(tokens.flatten(0, 1), permutation)
+        found = kernels.experts_mlp(rows, layer.gate_up, layer.down, permutation.ends)
+        share, out = kernels.combine(found, permutation, all_weights), torch.empty_like(x)
         yield lambda: group.reduce_scatter_into(out, share.view_as(tokens))
         return out
 

@@ -27,7 +27,7 @@ from loadtest.gpu.readers import FIRST_ID, LAST_ID
 from loadtest.gpu.serve import write_model
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.running_up import running_up
-from shared.client import Client, ask_all
+from shared.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 
@@ -65,7 +65,7 @@ async def round_of(client: Client, bus: NatsBus, round_: int, most: int) -> dict
     began_s = time.monotonic()
     reads = await asyncio.gather(*(one(client, body) for body in bodies))
     took_s = time.monotonic() - began_s
-    answers = await ask_all(bus, subjects.STATUS, STATUS_S)
+    answers = await request_all(bus, subjects.STATUS, STATUS_S)
     (executor,) = (answer for answer in answers if answer["kind"] == "executor")
     gaps = [b - a for parts in reads for a, b in itertools.pairwise(parts)]
     found = {

@@ -30,8 +30,8 @@ import torch
 from loadtest.driver import Driver
 from loadtest.gpu.shape import LLAMA_8B
 from services.executor.checkpoint.loader import TorchOptions
-from services.executor.device_thread import DeviceThread, Reset, checked
-from services.executor.engine import Backend, BackendInfo, sequence_flaw
+from services.executor.device_thread import DeviceThread, Reset, checked_slot
+from services.executor.engine import Backend, BackendInfo, sequence_error
 from shared.clock import SystemClock
 from shared.messages import Sampling, SlotClose, SlotOpen, StepPlan, StepResult, floats, ints
 
@@ -110,7 +110,7 @@ def drawn(dice: random.Random, slot: int) -> SlotOpen:
 def _hostile(dice: random.Random, slot: int, info: BackendInfo) -> SlotOpen:
     """Most get as far as the engine; some are what it is never shown."""
     one = drawn(dice, slot)
-    while dice.random() < BEYOND and sequence_flaw(one, info):
+    while dice.random() < BEYOND and sequence_error(one, info):
         one = drawn(dice, slot)
     return one
 
@@ -164,7 +164,7 @@ class House:
         dice.shuffle(blocks)
         tables = {o.slot: [blocks.pop() for _ in range(BLOCKS_EACH)] for o in opened}
         for one in opened:
-            self._device.put(checked(one, self.info))
+            self._device.put(checked_slot(one, self.info))
         plans: list[StepPlan] = []
         for step in range(DECODES + 1):
             rows = [
@@ -256,7 +256,7 @@ def small_engine(device: str, *, deterministic: bool) -> Backend:
             from services.executor.cuda.engine import build
 
             backend = build(options)
-            embedding = backend._passes._model._embedding
+            embedding = backend._runner._model._embedding
     embedding[ROTTEN] = math.nan
     return backend
 

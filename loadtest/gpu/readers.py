@@ -13,7 +13,7 @@ from typing import Any
 
 from loadtest.fleet import MODEL
 from loadtest.real.served import ANSWER_S, Body, Served
-from shared.client import ask_all
+from shared.client import request_all
 from shared.nats import subjects
 
 PROMPT, ANSWER = 1024, 256
@@ -96,12 +96,12 @@ def bodies(name: str, rows: int, tokens: int, **more: Any) -> list[Body]:
 
 async def executor_status(fleet: Served) -> dict[str, Any]:
     """What the only executor says about itself; empty while it does not answer."""
-    answers = await ask_all(fleet.bus, subjects.STATUS, ANSWER_S)
+    answers = await request_all(fleet.bus, subjects.STATUS, ANSWER_S)
     return next((dict(a) for a in answers if a["kind"] == "executor"), {})
 
 
 async def judging(fleet: Served) -> dict[str, Any]:
     """What the scheduler judges copies by, of the only executor."""
-    answers = await ask_all(fleet.bus, subjects.STATUS, ANSWER_S)
+    answers = await request_all(fleet.bus, subjects.STATUS, ANSWER_S)
     links = next((a["tiers"] for a in answers if a["kind"] == "scheduler"), {})
     return {name: value for facts in links.values() for name, value in facts.items() if name != "host"}

@@ -37,7 +37,7 @@ class Built:
     @property
     def weight_bytes(self) -> int:
         """Read on this GPU in a decode step: all but the embedding."""
-        weights: Any = self.own._passes._model
+        weights: Any = self.own._runner._model
         layers = sum(
             tensor.numel() * tensor.element_size()
             for layer in weights._layers

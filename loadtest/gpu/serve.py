@@ -31,7 +31,7 @@ from loadtest.gpu.shape import LLAMA_8B
 from loadtest.real.served import Served, env_of, served
 from loadtest.real.steady import steady
 from loadtest.recompute_tax import arms_of
-from services.scheduler.state.requests import DEFAULT
+from services.scheduler.state.requests import DEFAULT_CLASSES
 from shared.vocab.vocabulary import byte_characters
 
 NO_BOUNDS = "standard=60000/10000/60000"  # ms: prompts come in at once, whatever the steps take
@@ -178,7 +178,7 @@ class Bench:
 
     async def _loops(self, step_tokens: int | None = None) -> dict[str, Any]:
         """With steps of so many tokens, or by the settings that a user gets: budget and promises follow."""
-        settings = {"step_tokens": step_tokens} if step_tokens else {"slo": DEFAULT}
+        settings = {"step_tokens": step_tokens} if step_tokens else {"slo": DEFAULT_CLASSES}
         async with self.start(**settings) as fleet:
             await fleet.all(bodies(f"warm-{step_tokens}", 8, 16))
             found = {"closed": _told(await closed_loop(fleet))}

@@ -39,7 +39,7 @@ async def prefill(fleet: Served, name: str) -> tuple[float, int, int]:
     took_s = loop.time() - began_s
     steps = await steps_of(fleet, f"{name}-{PROMPTS - 1}")
     chunks = [step for step in steps if step["prefill_tokens"]]
-    return PROMPT * PROMPTS / took_s, sum(bool(step["pieces"]) for step in chunks), len(chunks)
+    return PROMPT * PROMPTS / took_s, sum(bool(step["segments"]) for step in chunks), len(chunks)
 
 
 async def compare(folder: str, ranks: int) -> dict[str, Any]:

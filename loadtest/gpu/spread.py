@@ -177,11 +177,11 @@ def _hidden(output: StepOutput) -> dict[str, float]:
     """Of the first talks of a step, what was under compute."""
 
     def of(lanes: tuple[int, int]) -> list[tuple[int, int]]:
-        return [(p.from_us, p.from_us + p.took_us) for p in output.pieces if p.lane in lanes]
+        return [(p.from_us, p.from_us + p.took_us) for p in output.segments if p.lane in lanes]
 
     compute, comm = of(COMPUTE), of(COMM)
     talked = covered_us(comm)
     return {
-        "first_pieces": float(len(output.pieces)), "comm_us": float(talked),
+        "first_pieces": float(len(output.segments)), "comm_us": float(talked),
         "hidden": (talked + covered_us(compute) - covered_us([*compute, *comm])) / max(talked, 1),
     }  # fmt: skip

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.cuda import CUDAGraph
 
-from kernels.collectives.gpu import Norm, spread_add_rms_norm_
+from kernels.collectives.gpu import Norm, all_reduce_add_rms_norm_
 from kernels.norm.gpu import add_rms_norm_
 from loadtest.gpu.timing import eager_ms
-from services.executor.parallel.peer_memory import ShortSums
-from services.executor.parallel.ranks import Spread, join, meeting
+from services.executor.parallel.peer_memory import OneShotAllReduce
+from services.executor.parallel.ranks import DistributedRanks, join, rendezvous
 
 SIZES = tuple(1 << power for power in range(13, 25))  # bytes
 LAUNCHES, WITHIN_S = 64, 300.0
@@ -26,7 +26,7 @@ WIDTH = 4096  # of the rows that are normalised
 def sums(size: int) -> list[dict[str, Any]]:
     """µs of a sum on rank 0, by bytes and way; None: there is no such way here."""
     spawning = multiprocessing.get_context("spawn")
-    store, answers = meeting(size), spawning.SimpleQueue()
+    store, answers = rendezvous(size), spawning.SimpleQueue()
     ranks = [spawning.Process(target=_rank, args=(rank, size, store.port, answers)) for rank in range(size)]
     for process in ranks:
         process.start()
@@ -45,13 +45,13 @@ def _rank(rank: int, size: int, port: int, answers: Any) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     ranks = join(rank, size, port, device)
-    if ranks.short is not None:
-        ranks.short = ShortSums(size, device, SIZES[-1])
+    if ranks.one_shot is not None:
+        ranks.one_shot = OneShotAllReduce(size, device, SIZES[-1])
     found = []
     for size_bytes in SIZES:
         x = torch.ones(size_bytes // 2, dtype=torch.bfloat16, device=device)
         row: dict[str, Any] = {"bytes": size_bytes, "nccl_us": _graph_us(torch.distributed.all_reduce, x)}
-        row["short_us"] = None if ranks.short is None else _graph_us(ranks.short.all_reduce, x)
+        row["short_us"] = None if ranks.one_shot is None else _graph_us(ranks.one_shot.all_reduce, x)
         _check(ranks, x)
         row |= _with_norm(ranks, x)
         found.append(row)
@@ -59,13 +59,13 @@ def _rank(rank: int, size: int, port: int, answers: Any) -> None:
         answers.put(found)
 
 
-def _with_norm(ranks: Spread, x: Tensor) -> dict[str, float]:
+def _with_norm(ranks: DistributedRanks, x: Tensor) -> dict[str, float]:
     """µs of a sum with the residual add and the norm behind it, apart, and in one kernel."""
     rows = x.view(-1, WIDTH)
-    boxes = ranks.boxes.of(len(rows), WIDTH * x.element_size()) if ranks.boxes is not None else None
-    if boxes is None or ranks.short is None:
+    boxes = ranks.symmetric.of(len(rows), WIDTH * x.element_size()) if ranks.symmetric is not None else None
+    if boxes is None or ranks.one_shot is None:
         return {}
-    short, turns = ranks.short, itertools.cycle((0, 1))
+    short, turns = ranks.one_shot, itertools.cycle((0, 1))
     residual, weight = torch.zeros_like(rows), torch.ones_like(rows[0])
     residual.normal_()
 
@@ -73,7 +73,7 @@ def _with_norm(ranks: Spread, x: Tensor) -> dict[str, float]:
         add_rms_norm_(short.all_reduce(rows), residual, weight, 1e-5)
 
     def together(_: Tensor) -> None:
-        spread_add_rms_norm_(rows, residual, Norm(weight, 1e-5, chained=True), boxes, next(turns))
+        all_reduce_add_rms_norm_(rows, residual, Norm(weight, 1e-5, chained=True), boxes, next(turns))
 
     def once(x: Tensor) -> None:  # a graph begins and ends as the one before
         together(x)
@@ -82,7 +82,7 @@ def _with_norm(ranks: Spread, x: Tensor) -> dict[str, float]:
     return {"apart_us": _graph_us(apart, x), "norm_us": _graph_us(once, x) / 2}
 
 
-def _check(ranks: Spread, x: Tensor) -> None:
+def _check(ranks: DistributedRanks, x: Tensor) -> None:
     x.fill_(ranks.rank + 1)
     ranks.all_reduce(x)
     assert bool((x == ranks.size * (ranks.size + 1) / 2).all()), "a sum is wrong"

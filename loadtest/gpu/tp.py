@@ -35,8 +35,8 @@ def tp(size: int, limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
     built = llama_8b(step_tokens, ranks=size)
     found["start"] = {
         "load_s": built.load_s, "warm_up_s": built.warm_up_s, "blocks": built.backend.info.blocks,
-        "short_sums": built.own._passes._model._ranks.short is not None,
-        "letter_boxes": built.own._passes._model._ranks.boxes is not None,
+        "short_sums": built.own._runner._model._ranks.one_shot is not None,
+        "letter_boxes": built.own._runner._model._ranks.symmetric is not None,
     }  # fmt: skip
     print("start", found["start"], flush=True)
     found["decode"] = engine.decode(built, limits, DECODES)
@@ -50,7 +50,7 @@ def _idle(built: Built, rows: int, steps: int = 64, context: int = 1024) -> dict
     """How long the leader's GPU waits for the next step, two in flight: from the end of what one has queued
     to the begin of what the next has. Inside a step kernels start under each other, which a profiler that
     tells them apart would end."""
-    passes: Any = built.own._passes
+    passes: Any = built.own._runner
     queue, sample, marks = passes.queue, passes.sample, list[Event]()
 
     def marking(run: Callable[..., Any], *, first: bool) -> Callable[..., Any]:

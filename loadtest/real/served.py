@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.fleet import Fleet, until_ready
-from shared.client import Client, ask_all
+from shared.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 
@@ -31,7 +31,7 @@ class Served:
 
     async def measured(self) -> Body:
         """What the scheduler has counted since its start."""
-        answers = await ask_all(self.bus, subjects.STATUS, ANSWER_S)
+        answers = await request_all(self.bus, subjects.STATUS, ANSWER_S)
         (scheduler,) = (a for a in answers if a["kind"] == "scheduler")
         counted: Body = scheduler["measured"]
         return counted

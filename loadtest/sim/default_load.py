@@ -22,7 +22,7 @@ from services.scheduler.state.state import Limits
 CLOSED, CLOSED_TOK_S = 64, 4_837
 LOADS = {0: 192, 16: 192, 32: 320}  # requests a second (0: the closed loop) -> requests
 NAMES = ("p50", "p90", "p99", "max")
-VLLM_ITL_MS = {16: (6.95, 17.0, 27.8, 30.0), 32: (31.6, 36.2, 68.3, 109.0)}  # as NAMES
+VLLM_ITL_MS = {16: (6.95, 17.0, 27.8, 30.0), 32: (31.6, 36.2, 68.3, 109.0)}  # as CLASS_NAMES
 VLLM_TTFT_MS = {16: (63.0, 143.0), 32: (354.0, 1_775.0)}  # p50, p99
 PROMPT, ANSWER = 1_024, 256
 WARM = 8

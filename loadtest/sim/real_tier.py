@@ -27,7 +27,7 @@ class RealTier:
     @property
     def moved(self) -> Moved:
         """Its counters."""
-        figures = self._kv.core.state.figures
+        figures = self._kv.core.state.counters
         return Moved(
             l2_put_bytes=figures.l2_puts * self._block_bytes,
             l2_get_bytes=figures.l2_gets * self._block_bytes,

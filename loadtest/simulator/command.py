@@ -9,7 +9,7 @@ from typing import Any
 
 from loadtest.simulator.replay.counterfactual import compare_file
 from loadtest.simulator.replay.rerun import rerun_file
-from services.launcher.console import bold, dim, paint, say
+from services.launcher.console import bold, dim, paint, print_line
 
 COLUMNS = ("happened", "same", "changed")
 _RED, _GREEN = 31, 32
@@ -22,10 +22,10 @@ def replay(path: Path, *, last_only: bool, as_json: bool) -> int:
     SetupError, and LogError for a file that is no log."""
     body: Body = rerun_file(path, last_only=last_only).body
     if as_json:
-        say(json.dumps(body, indent=2))
+        print_line(json.dumps(body, indent=2))
     else:
         for line in told(body):
-            say(line)
+            print_line(line)
     return 0 if body["difference"] is None else 1
 
 
@@ -34,7 +34,7 @@ def counterfactual(path: Path, policy: str, *, as_json: bool) -> None:
     and LogError for a file that is no log or has no step times."""
     body: Body = compare_file(path, policy).body
     for line in [json.dumps(body, indent=2)] if as_json else compared(body):
-        say(line)
+        print_line(line)
 
 
 def compared(body: Body) -> list[str]:

@@ -83,7 +83,7 @@ class Readers:
             record.ended_us, record.reason, record.code = now_us, close.reason, close.code
             record.retry_after_ms = close.retry_after_ms
             record.cached_tokens = close.usage.cached_tokens
-            record.pauses = sum(decision.what == "pause" for decision in close.decisions)
+            record.pauses = sum(decision.what == "preempt" for decision in close.decisions)
             self.records.append(record)
         return record
 

@@ -115,7 +115,7 @@ class World:
     def _output_tokens(self, seq: int) -> int:
         """The real length of a sequence; its slot is opened before its reader, so that only the scheduler
         knows yet whose it is."""
-        return self._live[self.scheduler.state.sequences[seq].request.asked.request][0].output_tokens
+        return self._live[self.scheduler.state.sequences[seq].request.tokenized.request][0].output_tokens
 
     def _push(self, at_us: int, event: Event | SimRequest | ToTier) -> None:
         self._number += 1
@@ -144,7 +144,7 @@ class World:
     def _handle(self, event: Event) -> None:
         for command in self.scheduler.handle(event, self.now_us):
             self._carry_out(command)
-        self.scheduler.state.steps.unsent.clear()
+        self.scheduler.state.step_log.unsent.clear()
         if not self._ticking and not self.scheduler.idle:
             self._ticking = True
             busy = any(engine.in_flight for engine in self.engines.values())

@@ -12,7 +12,7 @@ from typing import Any
 from loadtest.fleet import MODEL
 from loadtest.real.served import ANSWER_S, Body, Served, env_of, real_env, served
 from loadtest.tax.protocol import SEED, Arm, Lengths, Outcome, Point
-from shared.client import ask_all
+from shared.client import request_all
 from shared.nats import subjects
 
 BLOCK_TOKENS = 8  # so that a pool of a tenth still has some
@@ -110,7 +110,7 @@ async def _one(fleet: Served, body: Body, now_s: Callable[[], float]) -> float:
 
 async def _counted(fleet: Served) -> dict[str, float]:
     """What scheduler and executor have counted so far."""
-    answers = await ask_all(fleet.bus, subjects.STATUS, ANSWER_S)
+    answers = await request_all(fleet.bus, subjects.STATUS, ANSWER_S)
     by_kind: Mapping[str, dict[str, Any]] = {answer["kind"]: answer for answer in answers}
     scheduler, executor = by_kind["scheduler"], by_kind["executor"]
     tokens = scheduler["measured"]["tokens"]

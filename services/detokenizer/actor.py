@@ -4,8 +4,8 @@ Frames are built once per turn of the event loop, so a detokenizer that lags beh
 steps that wait there. While more than `backlog_limit_bytes` wait to leave this process no frame is built,
 except the last one of a request.
 
-Beside the core stand `Readers`, which hears of the clients, `Endings`, which sees the last frame of a request
-leave, and `answer`, which turns ids into text by request and reply.
+Beside the core stand `ClientEvents`, which hears of the clients, `Completions`, which sees the last frame of
+a request leave, and `answer`, which turns ids into text by request and reply.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import logging
 from collections.abc import Callable
 
 from services.detokenizer import failover
-from services.detokenizer.client_liveness import PROBE_HEADERS, Presence
+from services.detokenizer.client_liveness import PROBE_HEADERS, ClientLiveness
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.open_requests import Command, Fault, Finished, Publish, Tell
+from services.detokenizer.open_requests import Command, Fault, Finished, Publish, SendTo
 from services.detokenizer.reconnect import TURN_S
-from services.detokenizer.response import RequestText
-from shared.actor.mailbox import Port
+from services.detokenizer.response import ResponseText
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
-from shared.actor.runtime import Actor, Facts
+from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import BadRequest, HeadraceError, PayloadTooLarge
 from shared.messages import Ended, Message, Rejected, Tokenized, rejection
@@ -32,19 +32,19 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
-from shared.telemetry.readings import Reading, Readings
-from shared.telemetry.traces import Choice, Reply, RequestFacts, request_spans
+from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.traces import Choice, Reply, RequestRecord, request_spans
 from shared.vocab.files import resolve, served_name
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.detokenizer")
 
-LOOK_AGAIN_S = 0.02  # how soon a full backlog is looked at again
+POLL_S = 0.02  # how soon a full backlog is looked at again
 TURNS = 2  # of the event loop after a last frame: one for the writer of the bus, one for its flusher
 SMALL_BYTES = 65_536  # leave in one write; there is always something under way on a busy bus
-MAX_LOOKS = 100  # then the broker takes nothing, and others have noticed
+MAX_POLLS = 100  # then the broker takes nothing, and others have noticed
 WATCHED = ("scheduler", "detokenizer")  # with both of a request somebody has to go on with it
-TELL_S = 0.1  # how soon the others hear what is answered
+CLAIMS_EVERY_S = 0.1  # how soon the others hear what is answered
 MAX_QUESTION_BYTES = 1_048_576  # answered on the event loop: some 50 ms of it
 
 
@@ -60,65 +60,67 @@ class DetokenizerActor(Actor):
         self._backlog_limit_bytes = backlog_limit_bytes
         self._core = DetokenizerCore(vocabulary)
         self._flush_due = False
-        self._seeking = False
-        self._telling = False
+        self._finding = False
+        self._claims_timer = False
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def start(self, port: Port) -> None:
-        self._port = port
-        self._endings = Endings(port, lambda: self._run([]))
-        self._readers = Readers(port, self._core, self._run)
-        await self._readers.listen()
+    async def start(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._endings = Completions(mailbox, lambda: self._run([]))
+        self._client_events = ClientEvents(mailbox, self._core, self._run)
+        await self._client_events.listen()
         pattern = subjects.detokenize_any_tenant(self._model)
-        await port.bus.subscribe(
-            pattern, lambda asked: answer(port.bus, self._model, self._vocabulary, asked), queue="detokenize"
+        await mailbox.bus.subscribe(
+            pattern,
+            lambda tokenized: answer(mailbox.bus, self._model, self._vocabulary, tokenized),
+            queue="detokenize",
         )
 
     def receive(self, source: str, message: Message, trace: str) -> None:
-        clock = self._port.clock
+        clock = self._mailbox.clock
         self._run(self._core.handle(source, message, trace, clock.wall_us(), clock.now_us()))
         if not self._flush_due:
             self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._port.guarded(self._flush))
+            asyncio.get_running_loop().call_soon(self._mailbox.guarded(self._flush))
 
     def on_peer(self, peer: Peer) -> None:
-        beat = peer.beat
-        ours = (beat.kind, beat.model, beat.state) == (self.kind, self._model, "ready")
-        if ours and peer.source != self._port.source and (known := self._core.copies.known).done:
-            self._port.send(peer.source, known)
+        heartbeat = peer.heartbeat
+        ours = (heartbeat.kind, heartbeat.model, heartbeat.state) == (self.kind, self._model, "ready")
+        if ours and peer.source != self._mailbox.source and (known := self._core.backups.known).done:
+            self._mailbox.send(peer.source, known)
 
     def on_restart(self, source: str) -> None:
         kind = source.partition(".")[0]
         if kind in WATCHED:
-            self._orphaned(self._core.lost(source, f"the {kind} was restarted", self._lives, void=True))
+            self._after_loss(self._core.lost(source, f"the {kind} was restarted", self._lives, void=True))
 
     def on_peer_gone(self, peer: Peer) -> None:
-        if (kind := peer.beat.kind) in WATCHED:
-            self._orphaned(self._core.lost(peer.source, f"the {kind} has gone", self._lives))
+        if (kind := peer.heartbeat.kind) in WATCHED:
+            self._after_loss(self._core.lost(peer.source, f"the {kind} has gone", self._lives))
 
     def on_stream_lost(self, source: str) -> None:
         self._run(self._core.stream_lost(source))
 
     def on_broker(self, online: bool) -> None:
-        self._readers.on_broker(online)
+        self._client_events.on_broker(online)
 
     def upkeep(self) -> None:
-        self._readers.upkeep()
-        self._run(self._core.upkeep(self._port.clock.now_us(), self._lives))
+        self._client_events.upkeep()
+        self._run(self._core.upkeep(self._mailbox.clock.now_us(), self._lives))
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         load = self._core.load()
         counts = {name: load[name] for name in ("frames", "tokens")}
-        return Facts(model=self._model, load=tuple(load.items()), counts=counts)
+        return HeartbeatPayload(model=self._model, load=tuple(load.items()), counts=counts)
 
     @property
-    def readings(self) -> Readings:
+    def metrics(self) -> Metrics:
         counted = (
-            Reading(f"headrace.detokenizer.{name}", value, "1", grows=name in ("frames", "tokens"))
+            MetricPoint(f"headrace.detokenizer.{name}", value, "1", is_counter=name in ("frames", "tokens"))
             for name, value in self._core.load().items()
         )
-        return (*counted, Reading("headrace.detokenizer.backlog", self._port.bus.backlog_bytes, "By"))
+        return (*counted, MetricPoint("headrace.detokenizer.backlog", self._mailbox.bus.backlog_bytes, "By"))
 
     def status(self) -> dict[str, object]:
         return {"model": self._model, **self._core.load()}
@@ -126,56 +128,58 @@ class DetokenizerActor(Actor):
     async def drain(self) -> None:
         """Requests end here; what remains at the time limit is opened elsewhere by its scheduler."""
         await self._idle.wait()
-        if self._core.copies.unsent:
-            self._tell_others()
+        if self._core.backups.unsent:
+            self._send_claims()
 
     # ---- internals ------------------------------------------------------------------------------
 
     def _lives(self, source: str) -> bool:
-        return self._port.peers.get(source) is not None
+        return self._mailbox.peers.get(source) is not None
 
-    def _orphaned(self, commands: list[Command]) -> None:
+    def _after_loss(self, commands: list[Command]) -> None:
         self._run(commands)
-        if not self._seeking:
-            self._seek()
+        if not self._finding:
+            self._find_schedulers()
 
-    def _seek(self) -> None:
+    def _find_schedulers(self) -> None:
         """Find a scheduler for the requests that have none."""
-        self._seeking = False
-        peers, now_us = self._port.peers, self._port.clock.now_us()
-        if not peers.deaf(self._port.source, now_us):  # cut off, nobody could be asked
-            self._run(self._core.orphans.turn(peers.serving(self._model), now_us))
-        if self._core.orphans.active:
-            self._seeking = True
-            asyncio.get_running_loop().call_later(failover.TURN_S, self._port.guarded(self._seek))
+        self._finding = False
+        peers, now_us = self._mailbox.peers, self._mailbox.clock.now_us()
+        if not peers.is_cut_off(self._mailbox.source, now_us):  # cut off, nobody could be asked
+            self._run(self._core.failover.turn(peers.serving(self._model), now_us))
+        if self._core.failover.active:
+            self._finding = True
+            asyncio.get_running_loop().call_later(
+                failover.TURN_S, self._mailbox.guarded(self._find_schedulers)
+            )
 
-    def _tell_others(self) -> None:
+    def _send_claims(self) -> None:
         """What they need not keep any more."""
-        self._telling = False
-        claims = self._core.copies.report()
-        peers = self._port.peers
+        self._claims_timer = False
+        claims = self._core.backups.report()
+        peers = self._mailbox.peers
         for actor in (*peers.ready(self.kind, self._model), *peers.draining(self.kind, self._model)):
-            if actor != self._port.actor:
-                self._port.send(f"{self.kind}.{actor}", claims)
+            if actor != self._mailbox.actor:
+                self._mailbox.send(f"{self.kind}.{actor}", claims)
 
     def _flush(self) -> None:
-        if self._port.bus.backlog_bytes > self._backlog_limit_bytes:
-            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._port.guarded(self._flush))
+        if self._mailbox.bus.backlog_bytes > self._backlog_limit_bytes:
+            asyncio.get_running_loop().call_later(POLL_S, self._mailbox.guarded(self._flush))
             return
         self._flush_due = False
-        self._run(self._core.flush(self._port.clock.wall_us(), self._port.clock.now_us()))
+        self._run(self._core.flush(self._mailbox.clock.wall_us(), self._mailbox.clock.now_us()))
 
     def _run(self, commands: list[Command]) -> None:
         finished: Finished | None = None
         for command in commands:
             if type(command) is Publish:
-                publish(self._port, command)
-            elif type(command) is Tell:
+                publish(self._mailbox, command)
+            elif type(command) is SendTo:
                 if finished is not None and isinstance(command.message, Ended):
                     self._endings.add(finished, command)
                     finished = None
-                elif (refusal := tell(self._port, command)) is not None:
-                    self._run(self._core.orphans.answered(command.scheduler, refusal))
+                elif (refusal := send(self._mailbox, command)) is not None:
+                    self._run(self._core.failover.answered(command.scheduler, refusal))
             elif type(command) is Fault:
                 log.error("%s", command.detail)
             elif type(command) is Finished:
@@ -184,80 +188,80 @@ class DetokenizerActor(Actor):
                 finished = command
         if finished is not None:
             self._endings.add(finished, None)
-        if not self._telling and self._core.copies.unsent:
-            self._telling = True
-            asyncio.get_running_loop().call_later(TELL_S, self._tell_others)
+        if not self._claims_timer and self._core.backups.unsent:
+            self._claims_timer = True
+            asyncio.get_running_loop().call_later(CLAIMS_EVERY_S, self._send_claims)
         if self._core.idle and not self._endings.waiting:
             self._idle.set()
         else:
             self._idle.clear()
 
 
-def publish(port: Port, frame: Publish) -> None:
+def publish(mailbox: Mailbox, frame: Publish) -> None:
     """Send a frame; the server tells `gone` when nobody listens."""
-    reply = subjects.gone(port.actor, str(frame.number))
+    reply = subjects.gone(mailbox.actor, str(frame.number))
     try:
-        port.bus.publish(frame.inbox, frame.data, reply=reply, headers=frame.headers)
+        mailbox.bus.publish(frame.inbox, frame.data, reply=reply, headers=frame.headers)
     except PayloadTooLarge as error:
         log.error("an answer is too large: %s", error)
-        port.bus.publish(frame.inbox, error_reply(error, "", ""), headers=end_headers(error))
+        mailbox.bus.publish(frame.inbox, error_reply(error, "", ""), headers=end_headers(error))
 
 
-def tell(port: Port, command: Tell) -> Rejected | None:
+def send(mailbox: Mailbox, command: SendTo) -> Rejected | None:
     """Send to a scheduler; a refusal where no message can carry a request with what it has generated, since
     its options are at the limit."""
     try:
-        port.send(command.scheduler, command.message, command.trace)
+        mailbox.send(command.scheduler, command.message, command.trace)
     except PayloadTooLarge as error:
-        asked = command.message
-        if not isinstance(asked, Tokenized):
+        tokenized = command.message
+        if not isinstance(tokenized, Tokenized):
             raise
-        return rejection(asked, error.code, error.message)
+        return rejection(tokenized, error.code, error.message)
     return None
 
 
-class Readers:
+class ClientEvents:
     """Tells the core what the bus shows of the readers of this shard's streams: a reader has gone, cancels,
     or is back."""
 
-    def __init__(self, port: Port, core: DetokenizerCore, run: Callable[[list[Command]], None]) -> None:
-        self._port = port
+    def __init__(self, mailbox: Mailbox, core: DetokenizerCore, run: Callable[[list[Command]], None]) -> None:
+        self._mailbox = mailbox
         self._core = core
         self._run = run
-        self._presence = Presence()
-        self._replaying = False
+        self._liveness = ClientLiveness()
+        self._reconnecting = False
 
     async def listen(self) -> None:
         """Subscribe to the news of the readers."""
-        bus, guarded = self._port.bus, self._port.guarded
-        await bus.subscribe(subjects.gone_all(self._port.actor), guarded(self._on_gone))
+        bus, guarded = self._mailbox.bus, self._mailbox.guarded
+        await bus.subscribe(subjects.gone_all(self._mailbox.actor), guarded(self._on_gone))
         await bus.subscribe(subjects.CANCEL_ALL, guarded(self._on_cancel))
 
     def upkeep(self) -> None:
-        """Once a beat: ask who still waits for an answer that is not streamed."""
-        self._core.replay.age()
-        if self._core.replay.active:
+        """Once a heartbeat: ask who still waits for an answer that is not streamed."""
+        self._core.reconnect.age()
+        if self._core.reconnect.active:
             return  # readers are on their way back
-        for probe in self._presence.turn(self._core.plain):
-            reply = subjects.gone(self._port.actor, probe.name)
-            self._port.bus.publish(probe.subject, b"", reply=reply, headers=PROBE_HEADERS)
+        for probe in self._liveness.turn(self._core.plain):
+            reply = subjects.gone(self._mailbox.actor, probe.name)
+            self._mailbox.bus.publish(probe.subject, b"", reply=reply, headers=PROBE_HEADERS)
 
     def on_broker(self, online: bool) -> None:
         """The connection was cut, or is back."""
         if online:
-            self._core.replay.broker_back(self._core.streams)
+            self._core.reconnect.broker_back(self._core.streams)
         else:
-            self._core.replay.broker_lost()
+            self._core.reconnect.broker_lost()
         self._run([])  # idle or not
-        if online and not self._replaying:
-            self._replaying = True
-            asyncio.get_running_loop().call_later(TURN_S, self._port.guarded(self._replay))
+        if online and not self._reconnecting:
+            self._reconnecting = True
+            asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._reconnect))
 
-    def _replay(self) -> None:
-        self._run(self._core.replay_turn())
-        self._replaying = self._core.replay.active
-        if self._replaying:
-            asyncio.get_running_loop().call_later(TURN_S, self._port.guarded(self._replay))
+    def _reconnect(self) -> None:
+        self._run(self._core.reconnect_turn())
+        self._reconnecting = self._core.reconnect.active
+        if self._reconnecting:
+            asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._reconnect))
 
     def _on_gone(self, delivery: Delivery) -> None:
         name = delivery.subject.rpartition(".")[2]
@@ -265,56 +269,56 @@ class Readers:
             return
         if name.isdecimal():
             self._run(self._core.client_gone(int(name)))
-        elif (number := self._presence.unheard(name)) is not None and not self._core.replay.active:
+        elif (number := self._liveness.no_responder(name)) is not None and not self._core.reconnect.active:
             self._run(self._core.client_gone(number))
 
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
-            self._core.orphans.cancelled(*names)
-            self._core.copies.cancelled(*names)
+            self._core.failover.cancelled(*names)
+            self._core.backups.cancelled(*names)
 
 
-class Endings:
+class Completions:
     """Requests whose last frame is on its way out of this process.
 
     The detokenizer has the last stamp of every request. When the frame has left, it tells the scheduler (in
     Ended), and it sends the spans of a request that is traced.
     """
 
-    def __init__(self, port: Port, on_empty: Callable[[], None]) -> None:
-        self._port = port
+    def __init__(self, mailbox: Mailbox, on_empty: Callable[[], None]) -> None:
+        self._mailbox = mailbox
         self._on_empty = on_empty
-        self._looks = port.guarded(self._look)
+        self._polls = mailbox.guarded(self._poll)
         self.waiting = 0
 
-    def add(self, finished: Finished, tell: Tell | None) -> None:
-        """A request has ended; `tell` is the Ended that completes it, None when nobody waits for one."""
+    def add(self, finished: Finished, tell: SendTo | None) -> None:
+        """A request has ended; `send` is the Ended that completes it, None when nobody waits for one."""
         self.waiting += 1
-        built_us = self._port.clock.wall_us()
-        asyncio.get_running_loop().call_soon(self._looks, finished.request, tell, built_us, 0)
+        built_us = self._mailbox.clock.wall_us()
+        asyncio.get_running_loop().call_soon(self._polls, finished.request, tell, built_us, 0)
 
-    def _look(self, request: RequestText, tell: Tell | None, built_us: int, looks: int) -> None:
+    def _poll(self, request: ResponseText, tell: SendTo | None, built_us: int, looks: int) -> None:
         loop = asyncio.get_running_loop()
         if looks < TURNS:
-            loop.call_soon(self._looks, request, tell, built_us, looks + 1)
+            loop.call_soon(self._polls, request, tell, built_us, looks + 1)
             return
-        if self._port.bus.backlog_bytes > SMALL_BYTES and looks < MAX_LOOKS:
-            loop.call_later(LOOK_AGAIN_S, self._looks, request, tell, built_us, looks + 1)
+        if self._mailbox.bus.backlog_bytes > SMALL_BYTES and looks < MAX_POLLS:
+            loop.call_later(POLL_S, self._polls, request, tell, built_us, looks + 1)
             return
         reply = Reply(
             opened_us=request.opened_us,
             first_us=request.first_us,
             built_us=built_us,
-            sent_us=self._port.clock.wall_us(),
+            sent_us=self._mailbox.clock.wall_us(),
         )
         if tell is not None and isinstance(tell.message, Ended):
-            self._port.send(tell.scheduler, stamped(tell.message, reply))
+            self._mailbox.send(tell.scheduler, stamped(tell.message, reply))
         self.waiting -= 1
         if not self.waiting:
             self._on_empty()
-        tracer, parent_span = self._port.tracer, request.opened.parent_span
+        tracer, parent_span = self._mailbox.tracer, request.opened.parent_span
         if tracer is not None and parent_span and traces.is_sampled(request.trace):
-            facts = facts_of(request, reply, self._port.source)
+            facts = request_record(request, reply, self._mailbox.source)
             tracer.export(request.trace, parent_span, request_spans(facts))
 
 
@@ -325,10 +329,10 @@ def stamped(ended: Ended, reply: Reply) -> Ended:
     )
 
 
-def facts_of(request: RequestText, reply: Reply, detokenizer: str) -> RequestFacts:
+def request_record(request: ResponseText, reply: Reply, detokenizer: str) -> RequestRecord:
     """What the spans of an ended request are made of."""
     opened = request.opened
-    return RequestFacts(
+    return RequestRecord(
         request=opened.request,
         tenant=opened.tenant,
         model=opened.model,
@@ -345,14 +349,16 @@ def facts_of(request: RequestText, reply: Reply, detokenizer: str) -> RequestFac
     )
 
 
-def answer(bus: Bus, model: str, vocabulary: Vocabulary, asked: Delivery) -> None:
-    """Reply to `headrace.v1.detokenize.…` with the text of the ids in `asked`, or a typed error."""
-    if not access.answerable(bus, asked):
+def answer(bus: Bus, model: str, vocabulary: Vocabulary, tokenized: Delivery) -> None:
+    """Reply to `headrace.v1.detokenize.…` with the text of the ids in `tokenized`, or a typed error."""
+    if not access.answerable(bus, tokenized):
         return
     try:
-        bus.publish(asked.reply, to_json({"model": model, "text": decode_body(asked.data, vocabulary)}))
+        bus.publish(
+            tokenized.reply, to_json({"model": model, "text": decode_body(tokenized.data, vocabulary)})
+        )
     except HeadraceError as error:  # the text may be over the server's limit, too
-        bus.publish(asked.reply, error_reply(error, "", ""), headers=end_headers(error))
+        bus.publish(tokenized.reply, error_reply(error, "", ""), headers=end_headers(error))
 
 
 def decode_body(data: bytes, vocabulary: Vocabulary) -> str:

@@ -17,17 +17,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.detokenizer.response import RequestText
+from services.detokenizer.response import ResponseText
 from shared.nats.access import SERVICE_PREFIX
 
-ABSENT_TURNS = 3  # as many as the missed beats of a dead service: a client may be on its way back
+ABSENT_TURNS = 3  # as many as the missed heartbeats of a dead service: a client may be on its way back
 SIBLING = "headrace-probe"
 _WILDCARD = re.compile(rf"_INBOX\.([^.]+\.({SERVICE_PREFIX}[^.]+\.)?)?[^.]+")  # inboxes of client libraries
 PROBE_HEADERS = {"Headrace-Probe": "1"}
 
 
 @dataclass(slots=True)
-class _Reader:
+class _Client:
     mute: bool = False  # it does not listen to siblings
     absent: int = 0  # turns in a row
     absent_now: bool = False
@@ -41,15 +41,15 @@ class Probe:
     name: str
 
 
-class Presence:
+class ClientLiveness:
     """The readers of the open plain requests of one shard, by the number of their request."""
 
     def __init__(self) -> None:
-        self._readers: dict[int, _Reader] = {}
+        self._clients: dict[int, _Client] = {}
 
-    def turn(self, plain: Iterable[RequestText]) -> list[Probe]:
-        """Once a beat: whom to ask, of the open requests that do not stream."""
-        before, self._readers = self._readers, {}
+    def turn(self, plain: Iterable[ResponseText]) -> list[Probe]:
+        """Once a heartbeat: whom to ask, of the open requests that do not stream."""
+        before, self._clients = self._clients, {}
         probes = []
         for request in plain:
             inbox, number = request.opened.inbox, request.number
@@ -57,7 +57,7 @@ class Presence:
             if not _WILDCARD.fullmatch(head):
                 continue
             known = number in before
-            reader = self._readers[number] = before.get(number) or _Reader()
+            reader = self._clients[number] = before.get(number) or _Client()
             if reader.mute:
                 continue
             reader.absent = reader.absent + 1 if reader.absent_now else 0
@@ -65,11 +65,11 @@ class Presence:
             probes.append(Probe(f"{head}.{SIBLING}", f"{'p' if known else 'f'}{number}"))
         return probes
 
-    def unheard(self, name: str) -> int | None:
+    def no_responder(self, name: str) -> int | None:
         """The server says that nobody listened to probe `name`: the number of a request whose client has
         gone, None for any other."""
         kind, number = name[:1], name[1:]
-        reader = self._readers.get(int(number)) if number.isdecimal() else None
+        reader = self._clients.get(int(number)) if number.isdecimal() else None
         if reader is None or reader.mute or kind not in ("f", "p"):
             return None
         if kind == "f":

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.detokenizer.copies import Copies
-from services.detokenizer.failover import Orphans
+from services.detokenizer.backups import Backups
+from services.detokenizer.failover import Failover
 from services.detokenizer.open_requests import (
     Command,
     Fault,
     Finished,
-    OpenTable,
+    OpenRequests,
     Publish,
     RequestKey,
-    Tell,
+    SendTo,
     detached,
 )
-from services.detokenizer.reconnect import Replay
-from services.detokenizer.response import RequestText
+from services.detokenizer.reconnect import Reconnect
+from services.detokenizer.response import ResponseText
 from services.detokenizer.text import ScoreReader, TokenGap
 from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
 from shared.messages import (
@@ -42,7 +42,7 @@ from shared.messages import (
 from shared.replies import end_headers
 from shared.vocab.vocabulary import Vocabulary
 
-MOST_ASKED = 4  # to open one request again, two beats apart: each time all of its scheduler start over
+MOST_ASKED = 4  # to open one request again, two heartbeats apart: each time all of its scheduler start over
 FORGOTTEN = "messages of its scheduler were lost, and it does not open the request again; send it again"
 
 
@@ -50,13 +50,13 @@ class DetokenizerCore:
     """All the text of one shard."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._table = OpenTable(vocabulary)
-        self.replay = Replay()
-        self.orphans = Orphans(self._table, self._fail, self._forget)
-        self.copies = Copies()
+        self._table = OpenRequests(vocabulary)
+        self.reconnect = Reconnect()
+        self.failover = Failover(self._table, self._fail, self._forget)
+        self.backups = Backups()
         self.frames = 0
         self.tokens = 0
-        self._torn: set[str] = set()  # schedulers that had requests with a hole at the last beat
+        self._torn: set[str] = set()  # schedulers that had requests with a hole at the last heartbeat
         self._now_us = 0  # of the present event, or the last one
         self._wall_us = 0  # likewise, for spans only
 
@@ -73,22 +73,22 @@ class DetokenizerCore:
             case Close():
                 return self._close(scheduler, message)
             case Tokenized() if message.shard:
-                self.copies.keep(scheduler, message, trace, now_us)
+                self.backups.keep(scheduler, message, trace, now_us)
                 return []
             case Claims():
-                self.copies.told(message, now_us)
+                self.backups.on_claims(message, now_us)
                 return []
             case Tokenized():
-                self.orphans.keep(scheduler, message)
+                self.failover.keep(scheduler, message)
                 return []
             case Accepted() | Rejected():
-                return self.orphans.answered(scheduler, message)
+                return self.failover.answered(scheduler, message)
         return [Fault(f"{type(message).__name__} of {scheduler} is not for a detokenizer")]
 
     def flush(self, wall_us: int = 0, now_us: int = 0) -> list[Command]:
         """One frame for each stream that has text waiting."""
         waiting, self._table.waiting = self._table.waiting, {}
-        held = self.replay.holds
+        held = self.reconnect.holds
         for request in waiting.values():
             request.begins(now_us, wall_us)
         deltas = [(r, r.delta()) for r in waiting.values() if not held(r.number)]
@@ -99,7 +99,7 @@ class DetokenizerCore:
         scheduler decides whether it goes on."""
         key = self._table.key_of(number)
         request = None if key is None else self._table.requests[key]
-        if self.replay.absent(number, request) or key is None or request is None:
+        if self.reconnect.absent(number, request) or key is None or request is None:
             return []
         if request.kept is None or not request.kept.finish_detached:
             request.unwanted = request.unwanted or Cancelled("the client has gone")
@@ -108,18 +108,18 @@ class DetokenizerCore:
         return [detached(key, request)]
 
     @property
-    def streams(self) -> list[RequestText]:
+    def streams(self) -> list[ResponseText]:
         """The open requests that stream."""
         return [r for r in self._table.requests.values() if r.opened.stream]
 
     @property
-    def plain(self) -> list[RequestText]:
+    def plain(self) -> list[ResponseText]:
         """The open requests that get one reply."""
         return [r for r in self._table.requests.values() if not r.opened.stream]
 
-    def replay_turn(self) -> list[Command]:
+    def reconnect_turn(self) -> list[Command]:
         """Every replay.TURN_S while the replay is active."""
-        frames, gone = self.replay.turn()
+        frames, gone = self.reconnect.turn()
         self.frames += len(frames)
         return [*frames, *(command for number in gone for command in self.client_gone(number))]
 
@@ -131,38 +131,38 @@ class DetokenizerCore:
         return [_missed(scheduler)]
 
     def upkeep(self, now_us: int = 0, lives: Callable[[str], bool] = lambda source: True) -> list[Command]:
-        """Once a beat: ask once more to open again what was not opened within two; what is not opened even so
-        its scheduler has forgotten."""
+        """Once a heartbeat: ask once more to open again what was not opened within two; what is not opened
+        even so its scheduler has forgotten."""
         self._now_us = now_us
-        self.copies.expire(now_us, lives)
+        self.backups.expire(now_us, lives)
         torn = {key[0] for key, request in self._table.requests.items() if request.torn and lives(key[0])}
         late = torn & self._torn
         self._torn = torn - late
-        commands, asked = list[Command](), set[str]()
+        commands, tokenized = list[Command](), set[str]()
         for key, request in list(self._table.requests.items()):
             if request.torn and key[0] in late:
                 if request.torn < MOST_ASKED:
-                    asked.add(key[0])
+                    tokenized.add(key[0])
                     request.torn += 1
                 else:
                     commands += [detached(key, request), *self._fail(key, Unavailable(FORGOTTEN))]
-        return [*(_missed(scheduler) for scheduler in sorted(asked)), *commands]
+        return [*(_missed(scheduler) for scheduler in sorted(tokenized)), *commands]
 
     def lost(
         self, source: str, why: str, lives: Callable[[str], bool], *, void: bool = False
     ) -> list[Command]:
         """A scheduler or another detokenizer is silent, or has lost all it knew (`void`)."""
-        commands = self.orphans.lost(source, why, void=void)
-        for copy in self.copies.gone(source, lives, self._now_us, void=void):
-            if self._table.named(copy.asked.tenant, copy.asked.request):
+        commands = self.failover.lost(source, why, void=void)
+        for copy in self.backups.gone(source, lives, self._now_us, void=void):
+            if self._table.named(copy.tokenized.tenant, copy.tokenized.request):
                 continue
-            request = self._table.adopt(copy.scheduler, copy.asked, copy.trace)
+            request = self._table.adopt(copy.scheduler, copy.tokenized, copy.trace)
             request.opens(copy.since_us, self._wall_us)
             if copy.cancelled:
                 request.unwanted = Cancelled("cancelled by the client")
-            elif copy.asked.stream:
+            elif copy.tokenized.stream:
                 commands.append(self._publish(request, request.accepted()))
-            commands += self.orphans.lost(copy.scheduler, f"{why}, as its other service has", void=True)
+            commands += self.failover.lost(copy.scheduler, f"{why}, as its other service has", void=True)
         return commands
 
     def load(self) -> dict[str, int]:
@@ -170,9 +170,9 @@ class DetokenizerCore:
         return {
             "sequences": len(self._table.sequences),
             "requests": len(self._table.requests),
-            "orphans": len(self.orphans),
-            "copies": len(self.copies),
-            "unsure": len(self.replay),
+            "failover": len(self.failover),
+            "backups": len(self.backups),
+            "unconfirmed": len(self.reconnect),
             "frames": self.frames,
             "tokens": self.tokens,
         }
@@ -180,13 +180,13 @@ class DetokenizerCore:
     @property
     def idle(self) -> bool:
         """True when no request is open and no reader is in doubt."""
-        return not self._table.requests and not self.replay.waiting
+        return not self._table.requests and not self.reconnect.waiting
 
     # ---- messages -------------------------------------------------------------------------------
 
     def _open(self, scheduler: str, opened: Open, trace: str) -> list[Command]:
-        self.copies.opened(opened)
-        commands, read = self.orphans.opened(scheduler, opened)
+        self.backups.opened(opened)
+        commands, read = self.failover.opened(scheduler, opened)
         request, fresh = self._table.add(scheduler, opened, trace) if read else (None, False)
         if request is None:
             return commands
@@ -221,7 +221,7 @@ class DetokenizerCore:
                 continue
             try:
                 if stream.take(first, ids[start:at], row):
-                    commands.append(Tell(scheduler, StopFound(seq=seq, index=stream.taken)))
+                    commands.append(SendTo(scheduler, StopFound(seq=seq, index=stream.taken)))
             except TokenGap as gap:
                 commands += self._gap(scheduler, request, gap)
                 continue
@@ -267,14 +267,14 @@ class DetokenizerCore:
 
     # ---- the ends of requests -------------------------------------------------------------------
 
-    def _gap(self, scheduler: str, request: RequestText, gap: TokenGap) -> list[Command]:
+    def _gap(self, scheduler: str, request: ResponseText, gap: TokenGap) -> list[Command]:
         fault = Fault(f"request {request.opened.request} of {scheduler}: {gap.message}")
         key = _key(scheduler, request)
         return [fault, detached(key, request), *self._fail(key, gap)]
 
     def _forget(self, key: RequestKey) -> None:
         """Somebody else answers this request."""
-        self.replay.forget(self._table.forget(key).number)
+        self.reconnect.forget(self._table.forget(key).number)
 
     def _fail(self, key: RequestKey, error: HeadraceError) -> list[Command]:
         request = self._table.requests[key]
@@ -287,9 +287,9 @@ class DetokenizerCore:
         rest = request.delta() if waits else b""
         last = build()
         self._table.forget(key)
-        self.copies.answered(request.opened, self._now_us)
-        held = self.replay.holds(request.number)
-        self.replay.ended(request)
+        self.backups.answered(request.opened, self._now_us)
+        held = self.reconnect.holds(request.number)
+        self.reconnect.ended(request)
         if held:
             return [Finished(request)]
         if rest:
@@ -297,18 +297,18 @@ class DetokenizerCore:
         commands = [self._publish(request, rest)] if rest else []
         return [*commands, self._publish(request, last, headers), Finished(request)]
 
-    def _publish(self, request: RequestText, data: bytes, headers: dict[str, str] | None = None) -> Command:
+    def _publish(self, request: ResponseText, data: bytes, headers: dict[str, str] | None = None) -> Command:
         self.frames += 1
         return Publish(request.opened.inbox, data, request.number, headers or {})
 
 
-def _key(scheduler: str, request: RequestText) -> RequestKey:
+def _key(scheduler: str, request: ResponseText) -> RequestKey:
     return (scheduler, request.opened.tenant, request.opened.request)
 
 
-def _missed(scheduler: str) -> Tell:
-    return Tell(scheduler, Detached(seqs=ints()))
+def _missed(scheduler: str) -> SendTo:
+    return SendTo(scheduler, Detached(seqs=ints()))
 
 
-def _ended(scheduler: str, close: Close, index: int, reason: str) -> Tell:
-    return Tell(scheduler, Ended(seq=close.seq, index=index, reason=reason))
+def _ended(scheduler: str, close: Close, index: int, reason: str) -> SendTo:
+    return SendTo(scheduler, Ended(seq=close.seq, index=index, reason=reason))

@@ -1,6 +1,6 @@
 """A scheduler has died; its requests have not. Pure.
 
-This shard knows the text of each, its tokens, and the request as it was asked (`RequestText.kept`). It asks
+This shard knows the text of each, its tokens, and the request as it was asked (`ResponseText.kept`). It asks
 another scheduler to go on, or the one that was started instead. The stream then continues behind its last
 token, and its reader has seen nothing but a pause.
 
@@ -18,8 +18,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.detokenizer.open_requests import Command, OpenTable, RequestKey, Tell, detached
-from services.detokenizer.response import RequestText
+from services.detokenizer.open_requests import Command, OpenRequests, RequestKey, SendTo, detached
+from services.detokenizer.response import ResponseText
 from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
 from shared.kv_blocks import rendezvous
 from shared.messages import MOVED, Accepted, Cancel, Detached, Open, Rejected, Tokenized, ints
@@ -32,105 +32,105 @@ Name = tuple[str, str]  # tenant, request
 
 
 @dataclass(slots=True)
-class _Orphan:
+class _LostRequest:
     key: RequestKey
     inbox: str
     void: bool  # its scheduler has lost it, and not only been silent
     why: str
-    asked: str = ""  # the scheduler that is to go on, `kind.id`
+    tokenized: str = ""  # the scheduler that is to go on, `kind.id`
     refused_by: str = ""
     refusal: str = ""
     turns_left: int = WAIT_TURNS
     over: bool = False  # answered, or given up: whoever was asked has been told, and may not have heard it
 
 
-class Orphans:
+class Failover:
     """The requests of one shard that have no scheduler."""
 
     def __init__(
         self,
-        table: OpenTable,
+        table: OpenRequests,
         fail: Callable[[RequestKey, HeadraceError], list[Command]],
         forget: Callable[[RequestKey], None],
     ) -> None:
         self._table = table
         self._fail = fail
         self._forget = forget
-        self._orphans: dict[Name, _Orphan] = {}
+        self._lost: dict[Name, _LostRequest] = {}
 
     def __len__(self) -> int:
-        return sum(not orphan.over for orphan in self._orphans.values())
+        return sum(not lost.over for lost in self._lost.values())
 
     @property
     def active(self) -> bool:
         """True while `turn` has something to look at."""
-        return bool(self._orphans)
+        return bool(self._lost)
 
-    def keep(self, scheduler: str, asked: Tokenized) -> None:
+    def keep(self, scheduler: str, tokenized: Tokenized) -> None:
         """What was asked, from the scheduler that serves it."""
-        request = self._table.requests.get((scheduler, asked.tenant, asked.request))
+        request = self._table.requests.get((scheduler, tokenized.tenant, tokenized.request))
         if request is not None:
-            request.kept = asked
+            request.kept = tokenized
 
     def lost(self, scheduler: str, why: str, *, void: bool = False) -> list[Command]:
         """The scheduler is silent, or has lost all it knew (`void`)."""
-        for orphan in self._orphans.values():
-            if orphan.asked == scheduler:
-                orphan.asked = ""
+        for lost in self._lost.values():
+            if lost.tokenized == scheduler:
+                lost.tokenized = ""
         commands: list[Command] = []
         for key in self._table.of_scheduler(scheduler):
-            request, known = self._table.requests[key], self._orphans.get(key[1:])
+            request, known = self._table.requests[key], self._lost.get(key[1:])
             if known is not None and known.key == key and self._request_of(known) is request:
                 known.void |= void
                 continue
-            if (error := _hopeless(request, why, known)) is not None:
+            if (error := _unrecoverable(request, why, known)) is not None:
                 commands += [detached(key, request), *self._fail(key, error)]
             else:
-                self._orphans[key[1:]] = _Orphan(key, request.opened.inbox, void, why)
+                self._lost[key[1:]] = _LostRequest(key, request.opened.inbox, void, why)
         return commands
 
     def turn(self, ready: Sequence[str], now_us: int) -> list[Command]:
         """Every TURN_S while `active`; `ready` are the ids of the schedulers that could go on."""
-        return [command for name in list(self._orphans) for command in self._turn(name, ready, now_us)]
+        return [command for name in list(self._lost) for command in self._turn(name, ready, now_us)]
 
     def answered(self, scheduler: str, answer: Accepted | Rejected) -> list[Command]:
         """What the scheduler says that was asked to go on. After Accepted its Opens follow."""
         name = (answer.tenant, answer.request)
-        orphan = self._orphans.get(name)
-        if orphan is None or orphan.asked != scheduler or isinstance(answer, Accepted):
+        lost = self._lost.get(name)
+        if lost is None or lost.tokenized != scheduler or isinstance(answer, Accepted):
             return []
-        orphan.asked, orphan.refused_by, orphan.refusal = "", scheduler, answer.message
-        if answer.code == Unavailable.code and not orphan.over:
+        lost.tokenized, lost.refused_by, lost.refusal = "", scheduler, answer.message
+        if answer.code == Unavailable.code and not lost.over:
             return []
-        del self._orphans[name]
-        if self._request_of(orphan) is None:
+        del self._lost[name]
+        if self._request_of(lost) is None:
             return []
-        commands = self._detached(orphan)
+        commands = self._detached(lost)
         if answer.code == MOVED:
-            self._forget(orphan.key)
+            self._forget(lost.key)
             return commands
         error = from_code(answer.code, answer.message, answer.retry_after_ms)
-        return [*commands, *self._fail(orphan.key, error)]
+        return [*commands, *self._fail(lost.key, error)]
 
     def opened(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
         """A scheduler opens a sequence: of an orphan, perhaps, that is now its own. Returns what follows from
         that, and whether somebody reads the sequence."""
         name = (opened.tenant, opened.request)
-        orphan = self._orphans.get(name)
-        if orphan is None or orphan.inbox != opened.inbox:
+        lost = self._lost.get(name)
+        if lost is None or lost.inbox != opened.inbox:
             return self._second(scheduler, opened)
-        request = self._request_of(orphan)
+        request = self._request_of(lost)
         if request is None:
-            return [], scheduler != orphan.asked  # to that one a Cancel is on its way: see _turn
-        if orphan.key[0] == scheduler and not orphan.void:
+            return [], scheduler != lost.tokenized  # to that one a Cancel is on its way: see _turn
+        if lost.key[0] == scheduler and not lost.void:
             return [], True
-        del self._orphans[name]
-        commands = self._detached(orphan) if orphan.key[0] != scheduler else []
+        del self._lost[name]
+        commands = self._detached(lost) if lost.key[0] != scheduler else []
         if opened.attempt > request.opened.attempt:
-            self._forget(orphan.key)  # its tokenizer has asked anew: it starts over
+            self._forget(lost.key)  # its tokenizer has asked anew: it starts over
         else:
             request.deaths += 1
-            self._table.hand_over(orphan.key, scheduler)
+            self._table.hand_over(lost.key, scheduler)
         return commands, True
 
     def cancelled(self, tenant: str, request: str) -> None:
@@ -141,58 +141,58 @@ class Orphans:
 
     # ---- internals ------------------------------------------------------------------------------
 
-    def _request_of(self, orphan: _Orphan) -> RequestText | None:
+    def _request_of(self, lost: _LostRequest) -> ResponseText | None:
         """None once it is over; its id may be used again."""
-        request = None if orphan.over else self._table.requests.get(orphan.key)
-        return request if request is not None and request.opened.inbox == orphan.inbox else None
+        request = None if lost.over else self._table.requests.get(lost.key)
+        return request if request is not None and request.opened.inbox == lost.inbox else None
 
     def _second(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
         """One that was asked to go on, and then given up for another, has only been slow."""
         for key, request in self._table.named(opened.tenant, opened.request):
             reads_it = request.opened.inbox == opened.inbox and request.opened.attempt >= opened.attempt
             if key[0] != scheduler and reads_it:
-                return [Tell(scheduler, Detached(seqs=ints([opened.seq]), moved=True))], False
+                return [SendTo(scheduler, Detached(seqs=ints([opened.seq]), moved=True))], False
         return [], True
 
     def _turn(self, name: Name, ready: Sequence[str], now_us: int) -> Iterator[Command]:
-        orphan = self._orphans[name]
-        request = self._request_of(orphan)
-        orphan.turns_left -= 1
-        back = not orphan.void and orphan.key[0].removeprefix("scheduler.") in ready
-        if orphan.over:
-            if not orphan.asked or not orphan.turns_left:
-                del self._orphans[name]
-        elif request is None or request.unwanted is not None or not orphan.turns_left:
-            yield from self._give_up(orphan, request)
-        elif orphan.asked:
+        lost = self._lost[name]
+        request = self._request_of(lost)
+        lost.turns_left -= 1
+        back = not lost.void and lost.key[0].removeprefix("scheduler.") in ready
+        if lost.over:
+            if not lost.tokenized or not lost.turns_left:
+                del self._lost[name]
+        elif request is None or request.unwanted is not None or not lost.turns_left:
+            yield from self._give_up(lost, request)
+        elif lost.tokenized:
             return
         elif back:
-            del self._orphans[name]
+            del self._lost[name]
         elif ready:
-            others = [actor for actor in ready if f"scheduler.{actor}" != orphan.refused_by]
-            orphan.asked = f"scheduler.{rendezvous(name[1], others or ready)}"
-            yield Tell(orphan.asked, resumption(request, now_us), request.trace)
+            others = [actor for actor in ready if f"scheduler.{actor}" != lost.refused_by]
+            lost.tokenized = f"scheduler.{rendezvous(name[1], others or ready)}"
+            yield SendTo(lost.tokenized, resumption(request, now_us), request.trace)
 
-    def _give_up(self, orphan: _Orphan, request: RequestText | None) -> Iterator[Command]:
+    def _give_up(self, lost: _LostRequest, request: ResponseText | None) -> Iterator[Command]:
         """Nobody is to go on, or the one that was thought dead has answered (`request` is None)."""
-        name = orphan.key[1:]
-        if orphan.asked:
-            orphan.over, orphan.turns_left = True, WAIT_TURNS
-            yield Tell(orphan.asked, Cancel(tenant=name[0], request=name[1]))
+        name = lost.key[1:]
+        if lost.tokenized:
+            lost.over, lost.turns_left = True, WAIT_TURNS
+            yield SendTo(lost.tokenized, Cancel(tenant=name[0], request=name[1]))
         else:
-            del self._orphans[name]
+            del self._lost[name]
         if request is not None:
-            yield from self._detached(orphan)
-            yield from self._fail(orphan.key, request.unwanted or _nobody(orphan))
+            yield from self._detached(lost)
+            yield from self._fail(lost.key, request.unwanted or _no_scheduler(lost))
 
-    def _detached(self, orphan: _Orphan) -> list[Command]:
+    def _detached(self, lost: _LostRequest) -> list[Command]:
         """For a scheduler that was only stopped."""
-        request = self._table.requests[orphan.key]
-        known = orphan.void and request.seqs
-        return [] if known else [detached(orphan.key, request, moved=True)]
+        request = self._table.requests[lost.key]
+        known = lost.void and request.seqs
+        return [] if known else [detached(lost.key, request, moved=True)]
 
 
-def _hopeless(request: RequestText, why: str, known: _Orphan | None) -> HeadraceError | None:
+def _unrecoverable(request: ResponseText, why: str, known: _LostRequest | None) -> HeadraceError | None:
     """Why nobody should be asked to go on; None: somebody should."""
     if request.unwanted is not None:
         return request.unwanted
@@ -203,13 +203,13 @@ def _hopeless(request: RequestText, why: str, known: _Orphan | None) -> Headrace
     return None
 
 
-def _nobody(orphan: _Orphan) -> Unavailable:
+def _no_scheduler(lost: _LostRequest) -> Unavailable:
     """What the client is told in the end."""
-    why = orphan.refusal or "no other one goes on with the request"
-    return Unavailable(f"{orphan.why}, and {why}; send it again")
+    why = lost.refusal or "no other one goes on with the request"
+    return Unavailable(f"{lost.why}, and {why}; send it again")
 
 
-def resumption(request: RequestText, now_us: int) -> Tokenized:
+def resumption(request: ResponseText, now_us: int) -> Tokenized:
     """What another scheduler needs to go on: the request with all its tokens up to here."""
     kept = request.kept
     assert kept is not None  # or it would not be an orphan
@@ -230,7 +230,7 @@ def resumption(request: RequestText, now_us: int) -> Tokenized:
     )
 
 
-def _so_far(request: RequestText, choice: int) -> tuple[array[int], str]:
+def _so_far(request: ResponseText, choice: int) -> tuple[array[int], str]:
     """The tokens of a choice, and why it has ended; a stop string may be known here alone."""
     stream, closed = request.choices.get(choice), request.closed.get(choice)
     if stream is None:

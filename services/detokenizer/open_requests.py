@@ -1,4 +1,5 @@
-"""An `OpenTable` holds the open requests of one shard. The commands are what the core tells its shell to do.
+"""An `OpenRequests` holds the open requests of one shard. The commands are what the core tells its shell to
+do.
 
 A request is found by its key or its number, a sequence by its scheduler and its number there.
 """
@@ -9,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.detokenizer.response import RequestText
+from services.detokenizer.response import ResponseText
 from services.detokenizer.text import SequenceStream
 from shared.messages import MOVED, Cancel, Detached, Ended, Open, StopFound, Tokenized
 from shared.vocab.vocabulary import Vocabulary
@@ -17,19 +18,19 @@ from shared.vocab.vocabulary import Vocabulary
 RequestKey = tuple[str, str, str]  # scheduler, tenant, request
 
 
-class OpenTable:
+class OpenRequests:
     """The open requests; the one place that adds and forgets them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.sequences: dict[tuple[str, int], tuple[SequenceStream, RequestText]] = {}
-        self.requests: dict[RequestKey, RequestText] = {}
-        self.waiting: dict[int, RequestText] = {}  # streams with text to send, by number
+        self.sequences: dict[tuple[str, int], tuple[SequenceStream, ResponseText]] = {}
+        self.requests: dict[RequestKey, ResponseText] = {}
+        self.waiting: dict[int, ResponseText] = {}  # streams with text to send, by number
         self._vocabulary = vocabulary
         self._numbers: dict[int, RequestKey] = {}
         self._named: dict[tuple[str, str], list[RequestKey]] = {}
         self._last_number = 0
 
-    def add(self, scheduler: str, opened: Open, trace: str) -> tuple[RequestText | None, bool]:
+    def add(self, scheduler: str, opened: Open, trace: str) -> tuple[ResponseText | None, bool]:
         """Place a sequence: (its request or None for a duplicate or outdated Open, whether the
         request is new). A higher attempt replaces an earlier one."""
         key = (scheduler, opened.tenant, opened.request)
@@ -40,7 +41,7 @@ class OpenTable:
         fresh = request is None
         if request is None:
             self._last_number += 1
-            request = self.requests[key] = RequestText(opened, self._last_number, trace)
+            request = self.requests[key] = ResponseText(opened, self._last_number, trace)
             self._list(key, request)
         elif opened.attempt < request.opened.attempt:
             return None, False
@@ -54,13 +55,13 @@ class OpenTable:
         self.sequences[scheduler, opened.seq] = (request.add(opened, self._vocabulary), request)
         return request, fresh
 
-    def adopt(self, scheduler: str, asked: Tokenized, trace: str) -> RequestText:
+    def adopt(self, scheduler: str, tokenized: Tokenized, trace: str) -> ResponseText:
         """Place a request of which no token is known, as one that its scheduler has lost."""
-        choices = [opened_of(asked, choice) for choice in range(asked.n)]
+        choices = [opened_of(tokenized, choice) for choice in range(tokenized.n)]
         self._last_number += 1
-        key = (scheduler, asked.tenant, asked.request)
-        request = self.requests[key] = RequestText(choices[0], self._last_number, trace)
-        request.kept = dataclasses.replace(asked, shard="")
+        key = (scheduler, tokenized.tenant, tokenized.request)
+        request = self.requests[key] = ResponseText(choices[0], self._last_number, trace)
+        request.kept = dataclasses.replace(tokenized, shard="")
         self._list(key, request)
         for opened in choices:
             request.add(opened, self._vocabulary)
@@ -70,7 +71,7 @@ class OpenTable:
         """The request with this number, if it is still open."""
         return self._numbers.get(number)
 
-    def named(self, tenant: str, request: str) -> list[tuple[RequestKey, RequestText]]:
+    def named(self, tenant: str, request: str) -> list[tuple[RequestKey, ResponseText]]:
         """The open requests of this name: one, but for a moment when it goes to another scheduler."""
         return [(key, self.requests[key]) for key in self._named.get((tenant, request), ())]
 
@@ -91,7 +92,7 @@ class OpenTable:
         """All requests of one scheduler."""
         return [key for key in self.requests if key[0] == scheduler]
 
-    def forget(self, key: RequestKey) -> RequestText:
+    def forget(self, key: RequestKey) -> ResponseText:
         """The request has ended; its sequences go with it."""
         request = self.requests.pop(key)
         del self._numbers[request.number]
@@ -104,32 +105,32 @@ class OpenTable:
             self.sequences.pop((key[0], seq), None)
         return request
 
-    def _list(self, key: RequestKey, request: RequestText) -> None:
+    def _list(self, key: RequestKey, request: ResponseText) -> None:
         self._numbers[request.number] = key
         self._named.setdefault(key[1:], []).append(key)
 
 
-def opened_of(asked: Tokenized, choice: int) -> Open:
+def opened_of(tokenized: Tokenized, choice: int) -> Open:
     """The Open of a choice that nobody has opened yet, for the next attempt at its reader."""
     return Open(
         seq=-1,
-        request=asked.request,
-        attempt=asked.attempt + 1,
-        tenant=asked.tenant,
-        model=asked.model,
-        inbox=asked.inbox,
+        request=tokenized.request,
+        attempt=tokenized.attempt + 1,
+        tenant=tokenized.tenant,
+        model=tokenized.model,
+        inbox=tokenized.inbox,
         choice=choice,
-        choices=asked.n,
-        stream=asked.stream,
-        format=asked.format,
-        stop=asked.stop,
-        include_stop=asked.include_stop,
-        logprobs=asked.logprobs,
-        received_wall_us=asked.received_wall_us,
-        prompt_tokens=len(asked.tokens),
-        include_usage=asked.include_usage,
-        parent_span=asked.parent_span,
-        stop_ids=asked.stop_ids,
+        choices=tokenized.n,
+        stream=tokenized.stream,
+        format=tokenized.format,
+        stop=tokenized.stop,
+        include_stop=tokenized.include_stop,
+        logprobs=tokenized.logprobs,
+        received_wall_us=tokenized.received_wall_us,
+        prompt_tokens=len(tokenized.tokens),
+        include_usage=tokenized.include_usage,
+        parent_span=tokenized.parent_span,
+        stop_ids=tokenized.stop_ids,
     )
 
 
@@ -145,7 +146,7 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendTo:
     """Send a message to a scheduler (`kind.id`)."""
 
     scheduler: str
@@ -164,16 +165,16 @@ class Fault:
 class Finished:
     """The last frame of a request precedes this. The Ended that follows, if any, is its last one."""
 
-    request: RequestText
+    request: ResponseText
 
 
-Command = Publish | Tell | Fault | Finished
+Command = Publish | SendTo | Fault | Finished
 
 
-def detached(key: RequestKey, request: RequestText, *, moved: bool = False) -> Tell:
-    """For a scheduler whose request nobody reads here. Of one that was adopted (copies.py) it has not told us
-    the sequences, and of none would mean that messages were lost."""
+def detached(key: RequestKey, request: ResponseText, *, moved: bool = False) -> SendTo:
+    """For a scheduler whose request nobody reads here. Of one that was adopted (backups.py) it has not told
+    us the sequences, and of none would mean that messages were lost."""
     scheduler, tenant, name = key
     if seqs := request.seqs:
-        return Tell(scheduler, Detached(seqs=seqs, moved=moved))
-    return Tell(scheduler, Cancel(tenant=tenant, request=name, code=MOVED))
+        return SendTo(scheduler, Detached(seqs=seqs, moved=moved))
+    return SendTo(scheduler, Cancel(tenant=tenant, request=name, code=MOVED))

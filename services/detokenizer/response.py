@@ -1,4 +1,4 @@
-"""A `RequestText` is the reply of one request: its choices, the bytes that its client gets, and its end.
+"""A `ResponseText` is the reply of one request: its choices, the bytes that its client gets, and its end.
 
 The shapes follow the OpenAI API; a stream frame adds what NATS needs:
 
@@ -29,7 +29,7 @@ from shared.replies import error_reply, to_json
 from shared.vocab.vocabulary import Vocabulary
 
 MAX_SENT = 256  # pieces kept for a reader that missed them; then they become one: 200 bytes a piece add up
-REPLAYS = 1_000  # attempts that one detokenizer may begin: the next one's are higher than all of them
+MAX_RESENDS = 1_000  # attempts that one detokenizer may begin: the next one's are higher than all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Closed:
     message: Close
 
 
-class RequestText:
+class ResponseText:
     """The reply of one request. `number` names it on this shard (see subjects.gone)."""
 
     __slots__ = (
@@ -59,7 +59,7 @@ class RequestText:
         self.torn = 0  # how often its scheduler was asked to open it again: messages of it were lost
         self.choices: dict[int, SequenceStream] = {}  # by index
         self.closed: dict[int, Closed] = {}
-        self._frames = FrameMaker(opened)
+        self._frames = FrameBuilder(opened)
         self._sent: list[tuple[int, Delta]] = []  # by choice: for a reader that missed it
         self._reply = b""  # of a plain request, as sent
         self.ended = False
@@ -181,14 +181,14 @@ def slowest(timings: Iterable[Timings]) -> Timings:
     return max(timings, key=lambda t: t.queue_us + t.prefill_us + t.decode_us)
 
 
-class FrameMaker:
+class FrameBuilder:
     """Numbers and builds the frames of one request's stream."""
 
     __slots__ = ("_attempt", "_chat", "_created", "_frame", "_model", "_prefix", "_request", "_role_sent")
 
     def __init__(self, opened: Open) -> None:
         self._request = opened.request
-        self._attempt = (opened.attempt - 1) * REPLAYS + 1
+        self._attempt = (opened.attempt - 1) * MAX_RESENDS + 1
         self._model = opened.model
         self._created = opened.received_wall_us // 1_000_000
         self._chat = opened.format == "chat"

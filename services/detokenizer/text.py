@@ -46,7 +46,7 @@ class SequenceStream:
 
     __slots__ = (
         "_decoder", "_finder", "_pieces", "_scores", "_sent", "_shape",
-        "choice", "ended", "ids", "reason", "seq", "stop_index", "stop_told", "taken",
+        "choice", "ended", "ids", "reason", "seq", "stop_index", "stop_reported", "taken",
     )  # fmt: skip
 
     def __init__(self, opened: Open, vocabulary: Vocabulary) -> None:
@@ -55,7 +55,7 @@ class SequenceStream:
         self.taken = 0  # tokens read; stays at the stop string's last token once that is found
         self.ids = array("i")  # these tokens: should the scheduler die, nobody else has them
         self.stop_index: int | None = None
-        self.stop_told = False  # to its scheduler
+        self.stop_reported = False  # to its scheduler
         self.ended = False
         self.reason = ""
         self._sent = 0
@@ -72,9 +72,9 @@ class SequenceStream:
         scheduler has come so far. Tokens read before, and those behind a stop string, are dropped. `scores`
         are for these ids, or empty. Raises TokenGap."""
         if self.stop_index is not None or self.ended:
-            late = self.stop_index is not None and not (self.ended or self.stop_told)
-            self.stop_told |= late and first + len(ids) >= self.taken
-            return late and self.stop_told
+            late = self.stop_index is not None and not (self.ended or self.stop_reported)
+            self.stop_reported |= late and first + len(ids) >= self.taken
+            return late and self.stop_reported
         if first != self.taken:
             if first > self.taken:
                 raise TokenGap(f"tokens {self.taken} to {first - 1} of the answer were lost; send it again")
@@ -89,12 +89,12 @@ class SequenceStream:
         self.ids += ids[: self.taken - before]
         if self._shape is not None:
             self._scores.extend(scores[: self.taken - before])
-        self.stop_told = self.stop_index is not None
-        return self.stop_told
+        self.stop_reported = self.stop_index is not None
+        return self.stop_reported
 
     def hand_over(self) -> None:
         """Another scheduler goes on with it, under a number that its Open brings."""
-        self.seq, self.stop_told = -1, False
+        self.seq, self.stop_reported = -1, False
 
     def _take_watching(self, finder: StopFinder, ids: array[int]) -> None:
         """One by one, since the index of the token that completes a stop string matters."""

@@ -13,14 +13,14 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from services.executor.device_thread import DeviceThread, Reset, checked
-from services.executor.engine import Alarm, Backend, BackendInfo, GrammarNews, open_flaw, plan_flaw
-from services.executor.kv_transfer.worker import ArenaSide
+from services.executor.device_thread import DeviceThread, Reset, checked_slot
+from services.executor.engine import Alarm, Backend, BackendInfo, GrammarNews, open_error, plan_error
+from services.executor.kv_transfer.worker import ArenaTransfers
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer, Peers
-from shared.actor.runtime import Actor, Facts
+from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
 from shared.messages import (
@@ -37,12 +37,12 @@ from shared.messages import (
     StepPlan,
     StepResult,
 )
-from shared.telemetry.readings import Attributes, Reading, Readings
+from shared.telemetry.readings import Attributes, MetricPoint, Metrics
 from shared.vocab.files import resolve
 
 log = logging.getLogger("headrace.executor")
 
-STOP_WITHIN_S = 5.0
+STOP_TIMEOUT_S = 5.0
 STUCK_US = 120_000_000  # far above any step; a process whose device call never returns must be replaced
 MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the engine's
 SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
@@ -66,9 +66,9 @@ class ExecutorActor(Actor):
         self._build_backend = build_backend
         self._host_id = host_id
         self._alarm = alarm or Alarm()
-        self._news = news or GrammarNews()
+        self._grammar_news = news or GrammarNews()
         self._backend: Backend | None = None
-        self._arenas: ArenaSide | None = None  # since the engine is built
+        self._arenas: ArenaTransfers | None = None  # since the engine is built
         self._scheduler = ""  # kind.id
         self._welcomed = False
         self._kept_out = ""  # why the scheduler lets others serve
@@ -81,11 +81,11 @@ class ExecutorActor(Actor):
         self._failed_steps = 0
         self._failed_in_a_row = 0
 
-    async def start(self, port: Port) -> None:
-        self._port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         loop = asyncio.get_running_loop()
         built: asyncio.Future[Backend] = loop.create_future()
-        take_result, take_grammar = port.guarded(self._on_result), port.guarded(self._on_grammar)
+        take_result, take_grammar = mailbox.guarded(self._on_result), mailbox.guarded(self._on_grammar)
 
         def on_built(result: Backend | BaseException) -> None:
             if isinstance(result, BaseException):
@@ -102,13 +102,13 @@ class ExecutorActor(Actor):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(take_grammar, news)
 
-        self._news.tell = on_grammar
-        self._device = DeviceThread(self._build_backend, port.clock, on_result)
+        self._grammar_news.report = on_grammar
+        self._device = DeviceThread(self._build_backend, mailbox.clock, on_result)
         self._device.start(on_built)
         self._backend = await built
         computing = lambda: self._device.since_us > 0  # noqa: E731
-        self._arenas = ArenaSide(self._backend, port, self._host_id, self._say_hello, computing)
-        self._belong(choice(port.peers, self._backend.info.model))
+        self._arenas = ArenaTransfers(self._backend, mailbox, self._host_id, self._send_hello, computing)
+        self._choose_scheduler(scheduler_for(mailbox.peers, self._backend.info.model))
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         if source != self._scheduler:
@@ -125,7 +125,7 @@ class ExecutorActor(Actor):
                 log.warning("reset by the scheduler: %s", why)
                 self._begin_incarnation()
             case _ if self._welcomed:
-                self._work(message)
+                self._apply(message)
 
     def on_restart(self, source: str) -> None:
         if source == self._scheduler:
@@ -136,18 +136,18 @@ class ExecutorActor(Actor):
     def on_peer(self, peer: Peer) -> None:
         if self._arenas is not None:
             self._arenas.on_peer(peer)
-        if self._backend is None or peer.beat.kind != "scheduler" or peer.beat.state != "ready":
+        if self._backend is None or peer.heartbeat.kind != "scheduler" or peer.heartbeat.state != "ready":
             return
-        if not self._scheduler and peer.beat.model == self._backend.info.model:
-            self._belong(peer.beat.actor)
+        if not self._scheduler and peer.heartbeat.model == self._backend.info.model:
+            self._choose_scheduler(peer.heartbeat.actor)
         elif peer.source == self._scheduler and not self._welcomed:
-            self._say_hello()
+            self._send_hello()
 
     def on_peer_gone(self, peer: Peer) -> None:
         if self._arenas is not None:
             self._arenas.on_peer_gone(peer)
         if peer.source == self._scheduler and self._backend is not None:
-            self._belong(choice(self._port.peers, self._backend.info.model))
+            self._choose_scheduler(scheduler_for(self._mailbox.peers, self._backend.info.model))
 
     def upkeep(self) -> None:
         if self._alarm.why:
@@ -156,15 +156,15 @@ class ExecutorActor(Actor):
             raise EngineError(f"{self._failed_in_a_row} steps in a row failed: the engine is broken")
         copying_us = self._arenas.since_us if self._arenas is not None else 0
         for what, since_us in (("step", self._device.since_us), ("copy", copying_us)):
-            if since_us and self._port.clock.now_us() - since_us > STUCK_US:
+            if since_us and self._mailbox.clock.now_us() - since_us > STUCK_US:
                 raise EngineError(f"a {what} has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
         if self._scheduler:
-            self._say_hello()
+            self._send_hello()
         elif self._backend is not None:  # the last requests of one that drains need an executor, too
-            for draining in self._port.peers.draining("scheduler", self._backend.info.model)[:1]:
-                self._belong(draining)
+            for draining in self._mailbox.peers.draining("scheduler", self._backend.info.model)[:1]:
+                self._choose_scheduler(draining)
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         info = self._backend.info if self._backend is not None else None
         context = () if info is None else (("context", info.context),)
         load = (("steps", self._steps), ("slots", len(self._open_slots)), *context)
@@ -172,14 +172,16 @@ class ExecutorActor(Actor):
         generation = self._arenas.generation if self._arenas is not None else 0
         scheduler = self._scheduler.removeprefix("scheduler.") if self._welcomed else ""
         counts = {"steps": self._steps, "failed_steps": self._failed_steps}
-        return Facts(model=model, load=load, arena_generation=generation, scheduler=scheduler, counts=counts)
+        return HeartbeatPayload(
+            model=model, load=load, arena_generation=generation, scheduler=scheduler, counts=counts
+        )
 
     @property
-    def readings(self) -> Readings:
+    def metrics(self) -> Metrics:
         if self._arenas is None:
             return ()
-        counts = Counts(self._steps, self._failed_steps, len(self._open_slots))
-        return readings(counts, self._device, self._arenas)
+        counts = StepCounts(self._steps, self._failed_steps, len(self._open_slots))
+        return metric_points(counts, self._device, self._arenas)
 
     def status(self) -> dict[str, object]:
         if self._backend is None or self._arenas is None:
@@ -207,13 +209,13 @@ class ExecutorActor(Actor):
         await self._empty.wait()
 
     async def stop(self) -> None:
-        within_s = 0.0 if self._alarm.why else STOP_WITHIN_S  # what an engine that is gone was at never ends
+        within_s = 0.0 if self._alarm.why else STOP_TIMEOUT_S  # what an engine that is gone was at never ends
         if self._arenas is not None:
             await asyncio.to_thread(self._arenas.close, within_s)
         if self._backend is not None:
             await asyncio.to_thread(self._device.join, within_s)
 
-    def _belong(self, scheduler: str) -> None:
+    def _choose_scheduler(self, scheduler: str) -> None:
         """Start over as an executor of this scheduler; "" for none."""
         self._scheduler = f"scheduler.{scheduler}" if scheduler else ""
         self._begin_incarnation()
@@ -223,7 +225,7 @@ class ExecutorActor(Actor):
         blocks for the incarnation before ends before it is announced."""
         if self._arenas is None:
             return
-        self._exec_epoch = epoch = max(self._port.clock.wall_us(), self._exec_epoch + 1)
+        self._exec_epoch = epoch = max(self._mailbox.clock.wall_us(), self._exec_epoch + 1)
         self._welcomed, self._kept_out = False, ""
         self._last_step = 0
         self._open_slots.clear()
@@ -231,33 +233,33 @@ class ExecutorActor(Actor):
         arenas = self._arenas
         arenas.begin(self._scheduler, epoch)
         self._device.put(Reset(lambda: arenas.stepped(epoch, 0)))
-        self._say_hello()
+        self._send_hello()
 
-    def _say_hello(self) -> None:
-        if self._backend is None or self._arenas is None or not self._arenas.quiet:
+    def _send_hello(self) -> None:
+        if self._backend is None or self._arenas is None or not self._arenas.idle:
             return  # once it is quiet, this is called again
         if self._scheduler and not self._welcomed:
-            hello = hello_of(self._backend.info, self._port.actor, self._exec_epoch, self._host_id)
-            self._port.send(self._scheduler, hello)
+            hello = hello_of(self._backend.info, self._mailbox.actor, self._exec_epoch, self._host_id)
+            self._mailbox.send(self._scheduler, hello)
 
-    def _work(self, message: Message) -> None:
+    def _apply(self, message: Message) -> None:
         assert self._backend is not None, "welcomed before it was built"
         info = self._backend.info
         match message:
             case StepPlan(exec_epoch=epoch, step=step):
                 if epoch == self._exec_epoch and step == self._last_step + 1:
                     self._last_step = step
-                    self._device.refuse(plan_flaw(message, info, self._open_slots))
+                    self._device.refuse(plan_error(message, info, self._open_slots))
                     self._device.put(message)
                 elif epoch == self._exec_epoch and step > self._last_step:
                     log.error("step %d was planned, step %d expected", step, self._last_step + 1)
                     self._begin_incarnation()  # the plans between will never come
-            case SlotOpen() if flaw := open_flaw(message, info):
-                self._device.refuse(flaw)
+            case SlotOpen() if error := open_error(message, info):
+                self._device.refuse(error)
             case SlotOpen(slot=slot):
                 self._open_slots.add(slot)
                 self._empty.clear()
-                self._device.put(checked(message, info))
+                self._device.put(checked_slot(message, info))
             case SlotClose(slot=slot):
                 self._open_slots.discard(slot)
                 if not self._open_slots:
@@ -268,7 +270,7 @@ class ExecutorActor(Actor):
 
     def _on_grammar(self, news: GrammarReady | GrammarFailed) -> None:
         if news.slot in self._open_slots:  # of an earlier use of the slot: its generation says so
-            self._port.send(self._scheduler, news)
+            self._mailbox.send(self._scheduler, news)
 
     def _on_result(self, result: StepResult) -> None:
         if result.exec_epoch != self._exec_epoch:
@@ -278,11 +280,11 @@ class ExecutorActor(Actor):
         self._failed_in_a_row = self._failed_in_a_row + 1 if result.error else 0
         if result.error:
             log.error("step %d failed: %s", result.step, result.error)
-        self._port.send(self._scheduler, result)
-        self._device.published_us = max(0, self._port.clock.wall_us() - result.end_wall_us)
+        self._mailbox.send(self._scheduler, result)
+        self._device.published_us = max(0, self._mailbox.clock.wall_us() - result.end_wall_us)
 
 
-def choice(peers: Peers, model: str) -> str:
+def scheduler_for(peers: Peers, model: str) -> str:
     """The scheduler of a model that a new executor belongs to, "" without one: before all others one that has
     requests and nobody to compute them, then the one that most executors have chosen, so that a second one
     stands by."""
@@ -290,7 +292,7 @@ def choice(peers: Peers, model: str) -> str:
 
     def rank(actor: str) -> tuple[bool, int, str]:
         peer = peers.get(f"scheduler.{actor}")
-        requests = dict(peer.beat.load).get("requests", 0) if peer is not None else 0
+        requests = dict(peer.heartbeat.load).get("requests", 0) if peer is not None else 0
         return not (requests and not served[actor]), -served[actor], actor
 
     return min(peers.ready("scheduler", model), key=rank, default="")
@@ -368,7 +370,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         overlap_comm=settings.overlap_comm,
         deterministic=settings.deterministic,
         processors=processors,
-        tell=lambda of_grammar: news.tell(of_grammar),
+        report_grammar=lambda of_grammar: news.report(of_grammar),
     )
     if ranks == 1:
         return build(options)
@@ -396,7 +398,7 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
         backend=info.backend,
         dtype=info.dtype,
         bytes_per_block=info.bytes_per_block,
-        tells_grammars=info.tells_grammars,
+        reports_grammars=info.reports_grammars,
         stages=info.stages,
         two_stream_tokens=info.two_stream_tokens,
         max_stop_ids=info.max_stop_ids,
@@ -405,7 +407,7 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class StepCounts:
     """What the actor itself counts."""
 
     steps: int
@@ -413,26 +415,26 @@ class Counts:
     open_slots: int
 
 
-def readings(counts: Counts, device: DeviceThread, arenas: ArenaSide) -> Readings:
+def metric_points(counts: StepCounts, device: DeviceThread, arenas: ArenaTransfers) -> Metrics:
     """What an executor shows of itself as metrics: how busy its device is, and what it copies.
 
     `device.idle` is the time that the device thread waited for a plan: over the sum of `device.idle` and
     `device.busy` it gives the idle share under load. It is counted when the plan comes, so it stands still
     while nobody asks for anything."""
     return [
-        Reading(f"{OURS}.steps", counts.steps, "{step}", grows=True),
-        Reading(f"{OURS}.failed_steps", counts.failed_steps, "{step}", grows=True),
-        Reading(f"{OURS}.open_slots", counts.open_slots, "{slot}"),
-        Reading(f"{OURS}.plans_queued", device.queued, "{plan}"),
-        Reading(f"{OURS}.device.busy", device.busy_us / _US, "s", grows=True),
-        Reading(f"{OURS}.device.idle", device.idle_us / _US, "s", grows=True),
-        Reading(f"{OURS}.copies_queued", arenas.queued, "{copy}"),
-        *_copied(arenas),
+        MetricPoint(f"{OURS}.steps", counts.steps, "{step}", is_counter=True),
+        MetricPoint(f"{OURS}.failed_steps", counts.failed_steps, "{step}", is_counter=True),
+        MetricPoint(f"{OURS}.open_slots", counts.open_slots, "{slot}"),
+        MetricPoint(f"{OURS}.plans_queued", device.queued, "{plan}"),
+        MetricPoint(f"{OURS}.device.busy", device.busy_us / _US, "s", is_counter=True),
+        MetricPoint(f"{OURS}.device.idle", device.idle_us / _US, "s", is_counter=True),
+        MetricPoint(f"{OURS}.copies_queued", arenas.queued, "{copy}"),
+        *_copy_metrics(arenas),
     ]
 
 
-def _copied(arenas: ArenaSide) -> Iterator[Reading]:
+def _copy_metrics(arenas: ArenaTransfers) -> Iterator[MetricPoint]:
     for direction, done in arenas.copied.items():
         where: Attributes = (("direction", direction),)
-        yield Reading(f"{OURS}.copies", done.copies, "{copy}", where, grows=True)
-        yield Reading(f"{OURS}.copied", done.bytes, "By", where, grows=True)
+        yield MetricPoint(f"{OURS}.copies", done.copies, "{copy}", where, is_counter=True)
+        yield MetricPoint(f"{OURS}.copied", done.bytes, "By", where, is_counter=True)

@@ -46,7 +46,7 @@ class Arena:
             os.close(self._file)
             raise ArenaError(f"cannot map the arena {name} of {self.size_bytes} bytes: {error}") from error
 
-    def flaw(self, offsets: Sequence[int], block_bytes: int) -> str:
+    def range_error(self, offsets: Sequence[int], block_bytes: int) -> str:
         """Why blocks at these offsets cannot be copied; empty when they can. A segment that has shrunk
         would kill the process that touches its end."""
         if min(offsets) < 0 or max(offsets) + block_bytes > self.size_bytes:

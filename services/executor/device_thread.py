@@ -4,7 +4,7 @@
     device thread: take -> forward -> sample -> StepResult ──▶ loop thread
 
 With two plans queued, the next step starts while the result of the last is still on its way. A step with
-rows whose tokens need the host is sampled on the host lane instead, and what follows it meanwhile, too. So
+rows whose tokens need the host is sampled on the host thread instead, and what follows it meanwhile, too. So
 is a step whose sampling an engine has queued behind its forward: the lane waits for the ids, and the next
 plan of the same slots is queued on the device before the ids come.
 """
@@ -16,8 +16,15 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from services.executor.engine import Backend, BackendInfo, Pending, StepOutput, sequence_flaw, stand_in
-from services.executor.host_thread import MOST_PENDING, HostLane
+from services.executor.engine import (
+    Backend,
+    BackendInfo,
+    Pending,
+    StepOutput,
+    sequence_error,
+    without_host_work,
+)
+from services.executor.host_thread import MAX_PENDING, HostThread
 from services.executor.sampling.logits_processors import cut_why
 from shared.clock import Clock
 from shared.errors import EngineError
@@ -41,26 +48,26 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Barred:
+class RejectedSlot:
     """A slot for a sequence that the engine must not see: each of its rows is a row error."""
 
     opened: SlotOpen
     why: str
 
 
-def checked(opened: SlotOpen, info: BackendInfo) -> SlotOpen | Barred:
+def checked_slot(opened: SlotOpen, info: BackendInfo) -> SlotOpen | RejectedSlot:
     """The slot as a device thread may be given it."""
-    flaw = sequence_flaw(opened, info)
-    return Barred(opened, ROW_REFUSED + flaw) if flaw else opened
+    error = sequence_error(opened, info)
+    return RejectedSlot(opened, ROW_REFUSED + error) if error else opened
 
 
-Work = SlotOpen | Barred | SlotClose | StepPlan | Reset | Refused | None  # None ends the thread
+Work = SlotOpen | RejectedSlot | SlotClose | StepPlan | Reset | Refused | None  # None ends the thread
 Deliver = Callable[[StepResult], None]
 
 
 class DeviceThread:
     """Owns the backend. `deliver` is called with each result in step order, on the device thread or on the
-    host lane."""
+    host thread."""
 
     def __init__(self, build: Callable[[], Backend], clock: Clock, deliver: Deliver) -> None:
         self._build = build
@@ -70,10 +77,10 @@ class DeviceThread:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._on_built: Callable[[Backend | BaseException], None] = lambda built: None
         self._broken: Exception | None = None  # what a slot's opening or closing met
-        self._lane = HostLane()
+        self._host_thread = HostThread()
         self._staged = False  # a pipeline: the last stage of a step runs under the first of the next
         self._host_fed: set[int] = set()  # slots with logits processors
-        self._barred: dict[int, str] = {}  # slots whose sequence could not be opened, and why
+        self._rejected: dict[int, str] = {}  # slots whose sequence could not be opened, and why
         self._began_us = 0
         self.busy_us = 0
         self.idle_us = 0
@@ -89,10 +96,10 @@ class DeviceThread:
         """Queue work; never blocks."""
         self._work.put((self._clock.now_us(), work))
 
-    def refuse(self, flaw: str) -> None:
+    def refuse(self, error: str) -> None:
         """Make the next step fail with this flaw, if there is one."""
-        if flaw:
-            self.put(Refused(EngineError(flaw)))
+        if error:
+            self.put(Refused(EngineError(error)))
 
     def join(self, timeout_s: float) -> None:
         """End the thread after the queued work."""
@@ -106,7 +113,7 @@ class DeviceThread:
     @property
     def since_us(self) -> int:
         """When the oldest step that has no result yet began, 0 between steps."""
-        return self._lane.since_us or self._began_us
+        return self._host_thread.since_us or self._began_us
 
     def _run(self) -> None:
         try:
@@ -116,10 +123,10 @@ class DeviceThread:
             self._on_built(error)
             return
         self._staged = backend.info.stages > 1
-        self._lane = HostLane(max(MOST_PENDING, backend.info.stages))
+        self._host_thread = HostThread(max(MAX_PENDING, backend.info.stages))
         self._on_built(backend)
         self._serve(backend)
-        self._lane.close()
+        self._host_thread.close()
         backend.close()
 
     def _serve(self, backend: Backend) -> None:
@@ -127,7 +134,7 @@ class DeviceThread:
         while True:
             waited_from_us = self._clock.now_us()
             arrived_us, work = self._work.get()
-            if not self._lane.busy:  # else the device works on what was queued before
+            if not self._host_thread.busy:  # else the device works on what was queued before
                 wait_us += max(self._clock.now_us() - max(waited_from_us, self._ended_us), 0)
             if work is None:
                 return
@@ -138,21 +145,21 @@ class DeviceThread:
                 self._set_slots(backend, work)
 
     def _step(self, backend: Backend, plan: StepPlan, arrived_us: int, wait_us: int) -> None:
-        if self._lane.busy:
-            self._lane.wait_for({*plan.slots, *plan.sample_slots})
+        if self._host_thread.busy:
+            self._host_thread.wait_for({*plan.slots, *plan.sample_slots})
         self._began_us = began_us = self._clock.now_us()
-        barred = {slot: why for slot, why in self._barred.items() if slot in plan.sample_slots}
+        rejected = {slot: why for slot, why in self._rejected.items() if slot in plan.sample_slots}
         queued_us = began_us - arrived_us
-        step = Step(backend, plan, self._clock, wait_us=wait_us, queued_us=queued_us, barred=barred)
+        step = Step(backend, plan, self._clock, wait_us=wait_us, queued_us=queued_us, rejected=rejected)
         refused, self._broken = self._broken, None
         step.forward(refused)
         self.idle_us += wait_us
         host_fed = bool(self._host_fed) and not self._host_fed.isdisjoint(plan.sample_slots)
-        if host_fed or step.answered or self._lane.busy or self._staged:
+        if host_fed or step.answered or self._host_thread.busy or self._staged:
             if not step.answered:
                 self.busy_us += self._clock.now_us() - began_us
             fenced = () if step.answered else plan.sample_slots  # what is queued on the device comes in order
-            self._lane.put(fenced, began_us, lambda: self._finish(step, began_us))
+            self._host_thread.put(fenced, began_us, lambda: self._finish(step, began_us))
             self._began_us = 0
         else:
             self._finish(step)
@@ -164,27 +171,29 @@ class DeviceThread:
         if step.answered and began_us:  # queued behind the one before, it began when that ended
             self.busy_us += ended_us - max(began_us, self._ended_us)
         self._ended_us = ended_us
-        if not self._lane.busy:
+        if not self._host_thread.busy:
             self._began_us = 0
         self._deliver(result)
 
-    def _set_slots(self, backend: Backend, work: SlotOpen | Barred | SlotClose | Reset | Refused) -> None:
+    def _set_slots(
+        self, backend: Backend, work: SlotOpen | RejectedSlot | SlotClose | Reset | Refused
+    ) -> None:
         """An error here has no answer of its own: one of a sequence becomes that of its rows, any other that
         of the next step."""
         try:
             match work:
                 case SlotOpen():
                     self._open(backend, work)
-                case Barred(opened=opened, why=why):
-                    self._bar(backend, opened, why)
+                case RejectedSlot(opened=opened, why=why):
+                    self._reject(backend, opened, why)
                 case SlotClose(slot=slot):
                     self._free(slot)
                     backend.close_slot(slot)
                 case Reset():
-                    self._lane.drain()
+                    self._host_thread.drain()
                     self._broken = None
                     self._host_fed.clear()
-                    self._barred.clear()
+                    self._rejected.clear()
                     backend.reset()
                     work.done()
                 case Refused(error=error):
@@ -199,25 +208,25 @@ class DeviceThread:
         try:
             backend.open_slot(opened)
         except Exception as error:  # noqa: BLE001 - of this sequence, say no memory for its penalties
-            self._bar(backend, opened, f"the slot cannot be opened: {type(error).__name__}: {error}")
+            self._reject(backend, opened, f"the slot cannot be opened: {type(error).__name__}: {error}")
 
-    def _bar(self, backend: Backend, opened: SlotOpen, why: str) -> None:
+    def _reject(self, backend: Backend, opened: SlotOpen, why: str) -> None:
         self._free(opened.slot)
-        backend.open_slot(stand_in(opened, backend.info.vocab))
-        self._barred[opened.slot] = cut_why(why)
+        backend.open_slot(without_host_work(opened, backend.info.vocab))
+        self._rejected[opened.slot] = cut_why(why)
 
     def _free(self, slot: int) -> None:
         """Wait until no step samples the slot, and forget what is known of it here."""
-        self._lane.wait_for((slot,))
+        self._host_thread.wait_for((slot,))
         self._host_fed.discard(slot)
-        self._barred.pop(slot, None)
+        self._rejected.pop(slot, None)
 
 
 class Step:
     """One step on its way: its forward, then its sampling, perhaps on another thread, and the times they
     took.
 
-        plan arrives ── queued ──▶ start ── forward ──▶ (host lane) ── processors ── sample ──▶ end
+        plan arrives ── queued ──▶ start ── forward ──▶ (host thread) ── processors ── sample ──▶ end
 
     An engine's error in either half becomes the error of the result."""
 
@@ -229,15 +238,15 @@ class Step:
         *,
         wait_us: int = 0,
         queued_us: int = 0,
-        barred: Mapping[int, str] | None = None,
+        rejected: Mapping[int, str] | None = None,
     ) -> None:
-        """`wait_us`: the device had nothing to do before; `queued_us`: the plan lay here; `barred`: slots
+        """`wait_us`: the device had nothing to do before; `queued_us`: the plan lay here; `rejected`: slots
         whose rows are errors, and why."""
         self._backend = backend
         self._plan = plan
         self._clock = clock
         self._wait_us, self._queued_us = wait_us, queued_us
-        self._barred = barred or {}
+        self._rejected = rejected or {}
         self._start_wall_us, self._start_us = clock.wall_us(), clock.now_us()
         self._forwarded_us = self._start_us
         self._pending: Pending | None = None
@@ -273,10 +282,12 @@ class Step:
             output = self._backend.sample(self._pending)
         except Exception as error:  # noqa: BLE001 - as above
             return self._failed(error)
-        return self._result(self._without_barred(output), sampling_us, published_us)
+        return self._result(self._without_rejected(output), sampling_us, published_us)
 
-    def _without_barred(self, output: StepOutput) -> StepOutput:
-        rows = {row: self._barred[s] for row, s in enumerate(self._plan.sample_slots) if s in self._barred}
+    def _without_rejected(self, output: StepOutput) -> StepOutput:
+        rows = {
+            row: self._rejected[s] for row, s in enumerate(self._plan.sample_slots) if s in self._rejected
+        }
         if not rows:
             return output
         ids, done = output.ids[:], output.done[:]
@@ -306,7 +317,9 @@ class Step:
             queued_us=self._queued_us,
             host_us=output.host_us,
             row_errors=output.row_errors,
-            pieces=ints(n for piece in output.pieces for n in (piece.lane, piece.from_us, piece.took_us)),
+            segments=ints(
+                n for segment in output.segments for n in (segment.lane, segment.from_us, segment.took_us)
+            ),
         )
 
     def _failed(self, error: Exception | None) -> StepResult:

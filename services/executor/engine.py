@@ -1,13 +1,13 @@
 """An engine runs plans behind `Backend`; SimBackend and TorchBackend pass the same contract tests.
 
 Every method of an engine is called from one thread, the device thread, in the order of the messages, but
-`sample`: it may run on the host lane, of one step at a time and in step order, while the device thread goes
+`sample`: it may run on the host thread, of one step at a time and in step order, while the device thread goes
 on. Whatever the device thread then forwards, opens or closes is of other slots than those sampled: both
 threads write entries of their own slots in state that they share. Plans are strictly ordered by step. The
-methods of its copier belong to a third thread, the copy lane (services.executor.kv_transfer.worker).
+methods of its copier belong to a third thread, the copy worker (services.executor.kv_transfer.worker).
 
-`plan_flaw`, `open_flaw`, `sequence_flaw` and `copy_flaw` find what must not reach an engine: slots that are
-not open, blocks, positions and tokens that do not exist. On a device such an index kills the process or
+`plan_error`, `open_error`, `sequence_error` and `copy_error` find what must not reach an engine: slots that
+are not open, blocks, positions and tokens that do not exist. On a device such an index kills the process or
 writes into another sequence's memory; here it costs the step, the sequence that brings it, or the copy. They
 are called on the event loop, while the device computes.
 """
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from torch.cuda import Event
 
 WARM_ROWS = 64  # matrix products are compiled up to here: larger steps take so long that it does not show
-MOST = 32  # pieces: of some four layers
+MAX_SEGMENTS = 32  # pieces: of some four layers
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
-COMPUTE, COMM = (0, 1), (2, 3)  # the lanes of A and B, see shared.messages.PIECE_LANES
+COMPUTE, COMM = (0, 1), (2, 3)  # the lanes of A and B, see shared.messages.SEGMENT_LANES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class BackendInfo:
     stages: int = 1  # of a pipeline: so many steps are computed at once
     two_stream_tokens: int = 0  # see ExecHello
     max_stop_ids: int = 0  # likewise
-    tells_grammars: bool = False  # likewise
+    reports_grammars: bool = False  # likewise
     model_digest: str = ""  # likewise
 
     @property
@@ -77,7 +77,7 @@ class BackendInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """Some compute or talk of a half of a step: when it began, from the step's start on, and how long it
     took."""
 
@@ -97,7 +97,7 @@ class Pending:
     answer: Tensor | None = None  # ids and done [2, rows]: sampling is queued already, `sample` only waits
     tokens: tuple[Ints, ...] = ()  # with an answer: the host records of its slots
     due_s: float = 0.0  # sim: when the forward ends, on the monotonic clock
-    pieces: Callable[[], tuple[Piece, ...]] = tuple  # of a step in halves, once it has ended
+    segments: Callable[[], tuple[Segment, ...]] = tuple  # of a step in halves, once it has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class StepOutput:
     top_logprobs: Floats = field(default_factory=floats)
     host_us: int = 0  # logits processors
     row_errors: tuple[tuple[int, str], ...] = ()
-    pieces: tuple[Piece, ...] = ()  # of a step in halves
+    segments: tuple[Segment, ...] = ()  # of a step in halves
 
 
 @dataclass(slots=True)
@@ -127,25 +127,25 @@ class Alarm:
         self.why = self.why or why
 
 
-TellGrammar = Callable[[GrammarReady | GrammarFailed], None]
+ReportGrammar = Callable[[GrammarReady | GrammarFailed], None]
 
 
-def nobody(news: GrammarReady | GrammarFailed) -> None:
-    """A TellGrammar of an engine that is asked nothing."""
+def ignore_grammar_news(news: GrammarReady | GrammarFailed) -> None:
+    """A ReportGrammar of an engine that is asked nothing."""
 
 
 @dataclass(slots=True)
 class GrammarNews:
     """Whom an engine tells that a grammar has been compiled: set once, before it is built."""
 
-    tell: TellGrammar = nobody
+    report: ReportGrammar = ignore_grammar_news
 
 
-GiveWay = Callable[[float], bool]
+YieldDevice = Callable[[float], bool]
 
 
-def at_once(took_s: float) -> bool:
-    """A GiveWay where no step waits."""
+def no_yield(took_s: float) -> bool:
+    """A YieldDevice where no step waits."""
     return True
 
 
@@ -155,10 +155,10 @@ class Copier(Protocol):
 
     piece_bytes: int  # to copy in one call: about a millisecond's work, so that a stop need not wait longer
 
-    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
+    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
         """Copy from and to this arena from now on. May take seconds, in slices of some milliseconds: after
-        each `give_way` is called with what it took, returns when the next may begin, and False when nobody
-        wants the arena any more. Raises ArenaError then. Errors leave nothing attached."""
+        each `yield_device` is called with what it took, returns when the next may begin, and False when
+        nobody wants the arena any more. Raises ArenaError then. Errors leave nothing attached."""
 
     def detach(self) -> None:
         """Let go of the mapping; without one it does nothing."""
@@ -189,7 +189,7 @@ class Backend(Protocol):
 
     def open_slot(self, opened: SlotOpen) -> None:
         """Set a slot up from scratch: tokens, sampling, seed, stops. Its block table is empty. What this
-        raises is that sequence's error; its `stand_in` is opened then."""
+        raises is that sequence's error; its `without_host_work` is opened then."""
 
     def close_slot(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
@@ -216,7 +216,7 @@ class Backend(Protocol):
         """Free everything. A second call does nothing."""
 
 
-def plan_flaw(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
+def plan_error(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
     """Why the plan cannot run on this engine with these slots open; empty when it can."""
     slots = {*plan.slots, *plan.table_slots}
     if plan.sample_slots != plan.slots:  # as in a step of decodes
@@ -233,7 +233,7 @@ def plan_flaw(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
     return ""
 
 
-def open_flaw(opened: SlotOpen, info: BackendInfo) -> str:
+def open_error(opened: SlotOpen, info: BackendInfo) -> str:
     """Why there is no such slot on this engine, whatever runs in it; empty when there is."""
     if opened.slot >= info.slots:
         return f"slot {opened.slot} is not one of {info.slots} slots"
@@ -244,7 +244,7 @@ def open_flaw(opened: SlotOpen, info: BackendInfo) -> str:
     return ""
 
 
-def sequence_flaw(opened: SlotOpen, info: BackendInfo) -> str:
+def sequence_error(opened: SlotOpen, info: BackendInfo) -> str:
     """Why this engine cannot compute what the sequence brings; empty when it can. The scheduler's door looks
     at the same, with what ExecHello says."""
     for what, ids in (("prompt", opened.tokens), ("logit_bias", opened.sampling.bias_ids)):
@@ -260,7 +260,7 @@ def sequence_flaw(opened: SlotOpen, info: BackendInfo) -> str:
     return "" if all(abs(number) <= MOST_FLOAT32 for number in numbers) else "its sampling is not finite"
 
 
-def stand_in(opened: SlotOpen, vocab: int) -> SlotOpen:
+def without_host_work(opened: SlotOpen, vocab: int) -> SlotOpen:
     """The slot of a sequence that cannot be opened, so that plans which name it can be computed: with what
     the engine knows of its tokens, and no wishes."""
     tokens = opened.tokens
@@ -278,7 +278,7 @@ def stand_in(opened: SlotOpen, vocab: int) -> SlotOpen:
     )
 
 
-def copy_flaw(copy: KvCopy, info: BackendInfo) -> str:
+def copy_error(copy: KvCopy, info: BackendInfo) -> str:
     """Why the blocks cannot be copied, whatever the arena; empty when they can."""
     if len(copy.blocks) != len(copy.offsets):
         return f"it has {len(copy.blocks)} blocks and {len(copy.offsets)} offsets"
@@ -311,7 +311,7 @@ def warm_up_steps(info: BackendInfo) -> Iterator[WarmUp]:
     tokens = min(info.max_step_tokens, info.max_context - 3, 2 * info.block_tokens)
     if tokens < 2:
         return
-    half = tokens // 2
+    micro_batch = tokens // 2
     for sampling in (_GREEDY, _FILTERED):
         opened = SlotOpen(
             slot=0,
@@ -323,7 +323,10 @@ def warm_up_steps(info: BackendInfo) -> Iterator[WarmUp]:
             tokens=ints([0] * tokens),
         )
         blocks = blocks_for(tokens + 1, info.block_tokens)
-        yield opened, [_plan(0, half, blocks), _plan(half, tokens - half, 0), _plan(tokens, 1, 0)]
+        yield (
+            opened,
+            [_plan(0, micro_batch, blocks), _plan(micro_batch, tokens - micro_batch, 0), _plan(tokens, 1, 0)],
+        )
 
 
 def long_steps(info: BackendInfo) -> Iterator[WarmUp]:
@@ -362,7 +365,7 @@ def _plan(start: int, count: int, blocks: int) -> StepPlan:
     )
 
 
-class Notes:
+class HostSegmentTimer:
     """What the two halves of one step did when: their compute, and their talks under it. For traces. A lane
     may be noted on a thread of its own. Only the first pieces of a step are given: they show how it went on,
     and a step of a deep model has hundreds."""
@@ -370,21 +373,21 @@ class Notes:
     def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now_ns = now_ns
         self._began_ns = now_ns()
-        self._noted: list[tuple[int, int, int]] = []
+        self._recorded: list[tuple[int, int, int]] = []
 
     @contextmanager
-    def on(self, lane: int) -> Iterator[None]:
+    def segment(self, lane: int) -> Iterator[None]:
         """Note what is done within this."""
         began_ns = self._now_ns()
         try:
             yield
         finally:
-            self._noted.append((lane, began_ns, self._now_ns()))
+            self._recorded.append((lane, began_ns, self._now_ns()))
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         """The first ones, in the order of their beginnings."""
-        first = sorted(self._noted, key=lambda noted: noted[1])[:MOST]
+        first = sorted(self._recorded, key=lambda timed: timed[1])[:MAX_SEGMENTS]
         return tuple(
-            Piece(lane, (began - self._began_ns) // 1000, (ended - began) // 1000)
+            Segment(lane, (began - self._began_ns) // 1000, (ended - began) // 1000)
             for lane, began, ended in first
         )

@@ -1,7 +1,7 @@
-"""The host lane: what is left of a step after its forward, off the device thread.
+"""The host thread: what is left of a step after its forward, off the device thread.
 
     device thread: forward A ─┬─ forward B ───────┬─ forward A' ...
-    host lane:                └ processors, sample, result A ┘ └ ... B
+    host thread:                └ processors, sample, result A ┘ └ ... B
 
 Steps leave it in the order in which they came.
 """
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-MOST_PENDING = 2  # two halves of a batch; with more, results would only grow older here
+MAX_PENDING = 2  # two halves of a batch; with more, results would only grow older here
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class _Pending:
     finish: Callable[[], None]
 
 
-class HostLane:
+class HostThread:
     """A thread, started by the first step that needs it. One other thread gives it work."""
 
-    def __init__(self, most: int = MOST_PENDING) -> None:
+    def __init__(self, most: int = MAX_PENDING) -> None:
         self._most = most
         self._pending: deque[_Pending] = deque()  # the first one runs
         self._changed = threading.Condition()

@@ -21,17 +21,17 @@ from starlette.types import ASGIApp
 from services.gateway.app import build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
 from services.gateway.health import Health
-from services.gateway.native_call import Lines
-from services.gateway.routes import Desk, Keys
-from shared.actor.mailbox import Port
+from services.gateway.native_call import TenantConnections
+from services.gateway.routes import Endpoints, Keys
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
-from shared.actor.runtime import Actor, Facts
+from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import SetupError, drain_over
 from shared.nats import access
 from shared.processes import bind, http_url
-from shared.telemetry.readings import Readings
+from shared.telemetry.readings import Metrics
 
 BACKLOG = 2_048
 MAX_FILES = 65_536
@@ -55,22 +55,22 @@ class GatewayActor(Actor):
         self._shared = shared
         self._keys = keys
         self._timeout_s = timeout_s
-        self._desk: Desk | None = None
+        self._endpoints: Endpoints | None = None
 
-    async def start(self, port: Port) -> None:
-        self._port = port
-        client = await Client.open(port.bus)
-        self._desk = Desk(
-            lines=Lines(client, apart=self._keys.demanded),
+    async def start(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        client = await Client.open(mailbox.bus)
+        self._endpoints = Endpoints(
+            connections=TenantConnections(client, apart=self._keys.demanded),
             keys=self._keys,
             health=Health(client),
             timeout_s=self._timeout_s,
-            component=port.source,
-            instance=port.actor if self._shared else "",
-            tracer=port.tracer,
-            clock=port.clock,
+            component=mailbox.source,
+            instance=mailbox.actor if self._shared else "",
+            tracer=mailbox.tracer,
+            clock=mailbox.clock,
         )
-        self._http = HttpServer(build_app(self._desk), listen(*self._address, shared=self._shared))
+        self._http = HttpServer(build_app(self._endpoints), listen(*self._address, shared=self._shared))
         await self._http.start()
         self._look()
 
@@ -80,57 +80,57 @@ class GatewayActor(Actor):
     on_peer_gone = on_peer
 
     def on_broker(self, online: bool) -> None:
-        if self._desk is not None:
-            self._desk.health.online = online
-            self._desk.health.doubt("the nats-server was away just now")
+        if self._endpoints is not None:
+            self._endpoints.health.online = online
+            self._endpoints.health.doubt("the nats-server was away just now")
             self._look()
 
     def upkeep(self) -> None:
-        if self._desk is not None:
+        if self._endpoints is not None:
             self._http.check()
             self._keys.refresh()
-            self._desk.lines.sweep()
+            self._endpoints.connections.sweep()
             self._look()
 
-    def facts(self) -> Facts:
-        if self._desk is None:
-            return Facts()
-        load = (("http_port", self._http.address[1]), ("active", self._desk.meter.active))
-        return Facts(load=load, counts={"requests": self._desk.meter.requests})
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        if self._endpoints is None:
+            return HeartbeatPayload()
+        load = (("http_port", self._http.address[1]), ("active", self._endpoints.counters.active))
+        return HeartbeatPayload(load=load, counts={"requests": self._endpoints.counters.requests})
 
     @property
-    def readings(self) -> Readings:
-        return () if self._desk is None else self._desk.meter.readings()
+    def metrics(self) -> Metrics:
+        return () if self._endpoints is None else self._endpoints.counters.metrics()
 
     def status(self) -> dict[str, object]:
-        if self._desk is None:
+        if self._endpoints is None:
             return {}
-        meter = self._desk.meter
+        counters = self._endpoints.counters
         return {
             "url": http_url(*self._http.address),
-            "health": self._desk.health.why or "ok",
-            "active": meter.active,
-            "lines": len(self._desk.lines),
-            "requests": meter.requests,
-            "chunks": meter.chunks,
-            "slow_readers": meter.slow_readers,
+            "health": self._endpoints.health.why or "ok",
+            "active": counters.active,
+            "lines": len(self._endpoints.connections),
+            "requests": counters.requests,
+            "chunks": counters.chunks,
+            "slow_readers": counters.slow_readers,
         }
 
     async def drain(self) -> None:
-        if self._desk is not None:
-            self._desk.health.stop()
+        if self._endpoints is not None:
+            self._endpoints.health.stop()
             await self._http.drain()
 
     async def stop(self) -> None:
-        if self._desk is not None:
-            self._desk.health.stop()
-            self._desk.lines.fail(drain_over("gateway"))
+        if self._endpoints is not None:
+            self._endpoints.health.stop()
+            self._endpoints.connections.fail(drain_over("gateway"))
             await self._http.stop()
-            await self._desk.lines.close()
+            await self._endpoints.connections.close()
 
     def _look(self) -> None:
-        if self._desk is not None:
-            self._desk.health.look(self._port.peers)
+        if self._endpoints is not None:
+            self._endpoints.health.check(self._mailbox.peers)
 
 
 def build(settings: Settings) -> GatewayActor:

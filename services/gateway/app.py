@@ -1,8 +1,8 @@
 """The ASGI application routes HTTP requests, and an edge surrounds each of them.
 
 The edge gives each request its id and trace, counts it, turns typed errors into responses, and sends the
-request's spans when its last byte has been handed over. The endpoints of `about`, which say something about
-this gateway, need no key, but for what tells of other people's requests, which is for the operator.
+request's spans when its last byte has been handed over. The endpoints of `system_routes`, which say something
+about this gateway, need no key, but for what tells of other people's requests, which is for the operator.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import exchange as visits
 from services.gateway.errors import NoRoute, WrongMethod
-from services.gateway.exchange import Visit, answer, refusal
+from services.gateway.exchange import Exchange, answer, refusal
 from services.gateway.openai_response import BODY_SEND
 from services.gateway.openapi import document
-from services.gateway.routes import VISIT, Desk, visit_of
+from services.gateway.routes import EXCHANGE, Endpoints, exchange_of
 from shared.errors import EngineError, HeadraceError, Unavailable
 from shared.telemetry import traces
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
@@ -34,38 +34,38 @@ MET_503 = "a request was answered with 503"
 _ROUTES = frozenset(document("")["paths"])
 
 
-def build_app(desk: Desk) -> ASGIApp:
+def build_app(endpoints: Endpoints) -> ASGIApp:
     """The application of one gateway."""
     routes = [
-        Route("/v1/chat/completions", desk.chat, methods=["POST"]),
-        Route("/v1/completions", desk.complete, methods=["POST"]),
-        Route("/v1/models", desk.models, methods=["GET"]),
-        Route("/v1/models/{model:path}", desk.model, methods=["GET"]),
-        Route("/tokenize", desk.tokenize, methods=["POST"]),
-        Route("/detokenize", desk.detokenize, methods=["POST"]),
-        *about(desk),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/completions", endpoints.complete, methods=["POST"]),
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", endpoints.model, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        *system_routes(endpoints),
     ]
     handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
-    return Edge(Starlette(routes=routes, exception_handlers=handlers), desk)  # type: ignore[arg-type]  # its handlers are typed for Exception alone
+    return Edge(Starlette(routes=routes, exception_handlers=handlers), endpoints)  # type: ignore[arg-type]  # its handlers are typed for Exception alone
 
 
-def about(desk: Desk) -> list[Route]:
+def system_routes(endpoints: Endpoints) -> list[Route]:
     """Health, readiness, metrics, version, and the description of all there is."""
     version = _version()
     described = document(version)
     to_prometheus(())  # imports what a page takes, while nobody waits
 
     async def health(_: Request) -> Response:
-        return _state(desk.health.why)
+        return _state(endpoints.health.why)
 
     async def ready(_: Request) -> Response:
-        return _state(desk.health.unready)
+        return _state(endpoints.health.unready)
 
     async def metrics(request: Request) -> Response:
-        desk.keys.only_operator(request.headers.get("authorization", ""))
-        readings = desk.meter.readings()
-        if desk.instance:  # whichever is asked next counts for itself
-            own = (("gateway", desk.instance),)
+        endpoints.keys.only_operator(request.headers.get("authorization", ""))
+        readings = endpoints.counters.metrics()
+        if endpoints.instance:  # whichever is asked next counts for itself
+            own = (("gateway", endpoints.instance),)
             readings = [replace(each, attributes=(*own, *each.attributes)) for each in readings]
         return Response(to_prometheus(readings), headers={"Content-Type": CONTENT_TYPE})
 
@@ -98,9 +98,9 @@ def _version() -> str:
 
 
 async def _refused(request: Request, error: HeadraceError) -> Response:
-    visit = visit_of(request)
-    visit.error = error
-    return refusal(error, visit.request_id)
+    exchange = exchange_of(request)
+    exchange.error = error
+    return refusal(error, exchange.request_id)
 
 
 async def _no_route(request: Request, found: HTTPException) -> Response:
@@ -121,58 +121,60 @@ async def _failed(request: Request, _: Exception) -> Response:
 class Edge:
     """What every request passes on its way in and out."""
 
-    def __init__(self, app: ASGIApp, desk: Desk) -> None:
+    def __init__(self, app: ASGIApp, endpoints: Endpoints) -> None:
         self._app = app
-        self._desk = desk
+        self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection's request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        desk = self._desk
-        visit = scope[VISIT] = self._begin(scope)
+        endpoints = self._endpoints
+        exchange = scope[EXCHANGE] = self._begin(scope)
         scope[BODY_SEND] = send
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                visit.status = message["status"]
+                exchange.status = message["status"]
                 headers = MutableHeaders(raw=message["headers"])
-                headers[visits.ID_HEADER] = visit.given_id or visit.request_id
-                if visit.trace:
-                    headers[traces.HEADER] = visit.trace
+                headers[visits.ID_HEADER] = exchange.given_id or exchange.request_id
+                if exchange.trace:
+                    headers[traces.HEADER] = exchange.trace
             await send(message)
 
-        desk.meter.begin()
+        endpoints.counters.begin()
         try:
             await self._app(scope, receive, marked)
         finally:
-            self._end(visit)
+            self._end(exchange)
 
-    def _begin(self, scope: Scope) -> Visit:
+    def _begin(self, scope: Scope) -> Exchange:
         headers = Headers(scope=scope)
-        tracer, given = self._desk.tracer, traces.from_headers(headers)
+        tracer, given = self._endpoints.tracer, traces.from_headers(headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
         given_id = visits.given_id(headers.get(visits.ID_HEADER, ""))
-        return Visit(
+        return Exchange(
             method=scope["method"],
             route=_route(scope["path"]),
             request_id=visits.fresh_id(given_id),
             given_id=given_id,
             trace=trace,
             parent_span=parent_span,
-            started_us=self._desk.clock.wall_us(),
+            started_us=self._endpoints.clock.wall_us(),
         )
 
-    def _end(self, visit: Visit) -> None:
-        desk = self._desk
-        visit.ended_us = max(desk.clock.wall_us(), visit.started_us)
-        desk.meter.end(visit)
-        if isinstance(visit.error, Unavailable):
-            why = MET_503 if desk.keys.demanded else visit.error.message  # /health needs no key
-            desk.health.doubt(why, visit.model)
-        if desk.tracer is not None and visit.asked_us and traces.is_sampled(visit.trace):
-            desk.tracer.export(visit.trace, visit.parent_span, visits.spans(visit, desk.component))
+    def _end(self, exchange: Exchange) -> None:
+        endpoints = self._endpoints
+        exchange.ended_us = max(endpoints.clock.wall_us(), exchange.started_us)
+        endpoints.counters.end(exchange)
+        if isinstance(exchange.error, Unavailable):
+            why = MET_503 if endpoints.keys.demanded else exchange.error.message  # /health needs no key
+            endpoints.health.doubt(why, exchange.model)
+        if endpoints.tracer is not None and exchange.requested_us and traces.is_sampled(exchange.trace):
+            endpoints.tracer.export(
+                exchange.trace, exchange.parent_span, visits.spans(exchange, endpoints.component)
+            )
 
 
 def _route(path: str) -> str:

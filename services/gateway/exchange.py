@@ -1,6 +1,6 @@
-"""A Visit records one HTTP request from its first byte to its last, and a Meter counts all visits.
+"""A Exchange records one HTTP request from its first byte to its last, and a Meter counts all exchanges.
 
-A Visit holds the tenant, the id and the stamps of a request; `spans` is its trace. The Meter names what it
+A Exchange holds the tenant, the id and the stamps of a request; `spans` is its trace. The Meter names what it
 counts as OpenTelemetry does, and `/metrics` writes that for Prometheus. Responses are JSON: answers, and
 refusals of the OpenAI form.
 """
@@ -23,7 +23,7 @@ from shared.client import SlowReader
 from shared.errors import HeadraceError
 from shared.replies import to_json
 from shared.telemetry import traces as c
-from shared.telemetry.readings import Attributes, Reading, Readings, Spread
+from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import SpanRecord
 
 ID_HEADER = "x-request-id"
@@ -35,7 +35,7 @@ OURS = "headrace.gateway"
 
 
 @dataclass(slots=True, kw_only=True)
-class Visit:
+class Exchange:
     """Stamps are wall-clock microseconds; 0 = has not happened."""
 
     method: str
@@ -45,7 +45,7 @@ class Visit:
     trace: str = ""  # the traceparent of our own span, or what the client sent
     parent_span: str = ""  # above our own span; empty: not traced by us
     started_us: int = 0
-    asked_us: int = 0  # the native request was sent
+    requested_us: int = 0  # the native request was sent
     first_us: int = 0  # of a stream: its first chunk was ready
     answered_us: int = 0  # the last native message came
     ended_us: int = 0
@@ -68,27 +68,29 @@ def fresh_id(given: str) -> str:
     return f"{given[:_GIVEN_CHARS]}.{drawn}" if given else drawn
 
 
-def spans(visit: Visit, component: str) -> list[SpanRecord]:
+def spans(exchange: Exchange, component: str) -> list[SpanRecord]:
     """The request as the gateway sees it; between its two stages lie the spans of the native request."""
     attributes: dict[str, str | int] = {
         c.COMPONENT: component,
-        c.REQUEST_ID: visit.request_id,
-        c.TENANT: visit.tenant,
-        c.HTTP_METHOD: visit.method,
-        c.HTTP_ROUTE: visit.route,
-        c.HTTP_STATUS: visit.status,
+        c.REQUEST_ID: exchange.request_id,
+        c.TENANT: exchange.tenant,
+        c.HTTP_METHOD: exchange.method,
+        c.HTTP_ROUTE: exchange.route,
+        c.HTTP_STATUS: exchange.status,
     }
-    error = visit.error.message if visit.error is not None else ""
-    if visit.error is not None:
-        attributes[c.ERROR_TYPE] = visit.error.type
-    name = f"{visit.method} {visit.route}"
-    asked = visit.asked_us or visit.ended_us
-    answered = max(visit.answered_us or visit.ended_us, asked)
+    error = exchange.error.message if exchange.error is not None else ""
+    if exchange.error is not None:
+        attributes[c.ERROR_TYPE] = exchange.error.type
+    name = f"{exchange.method} {exchange.route}"
+    asked = exchange.requested_us or exchange.ended_us
+    answered = max(exchange.answered_us or exchange.ended_us, asked)
     where = {c.COMPONENT: component}
     return [
-        SpanRecord(name, visit.started_us, visit.ended_us, None, {**attributes}, kind="server", error=error),
-        SpanRecord("receive", visit.started_us, asked, attributes={**where}),
-        SpanRecord("respond", answered, max(visit.ended_us, answered), attributes={**where}),
+        SpanRecord(
+            name, exchange.started_us, exchange.ended_us, None, {**attributes}, kind="server", error=error
+        ),
+        SpanRecord("receive", exchange.started_us, asked, attributes={**where}),
+        SpanRecord("respond", answered, max(exchange.ended_us, answered), attributes={**where}),
     ]
 
 
@@ -114,12 +116,12 @@ class Durations:
         self.counts[bisect_left(BOUNDS_S, took_s)] += 1
         self.total_s += took_s
 
-    def spread(self, name: str, attributes: Attributes = ()) -> Spread:
+    def histogram(self, name: str, attributes: Attributes = ()) -> HistogramPoint:
         """As others read it."""
-        return Spread(name, BOUNDS_S, list(self.counts), self.total_s, "s", attributes)
+        return HistogramPoint(name, BOUNDS_S, list(self.counts), self.total_s, "s", attributes)
 
 
-class Meter:
+class ExchangeCounters:
     """The counts of one gateway."""
 
     def __init__(self) -> None:
@@ -134,44 +136,44 @@ class Meter:
         """A request came."""
         self.active += 1
 
-    def enter(self, visit: Visit) -> None:
+    def enter(self, exchange: Exchange) -> None:
         """It asks for an answer, in the name of a tenant."""
-        visit.counted = True
-        self.open[visit.tenant] += 1
+        exchange.counted = True
+        self.open[exchange.tenant] += 1
 
-    def end(self, visit: Visit) -> None:
+    def end(self, exchange: Exchange) -> None:
         """It was answered, or its client has gone."""
         self.active -= 1
-        if visit.counted:
-            self.open[visit.tenant] -= 1
+        if exchange.counted:
+            self.open[exchange.tenant] -= 1
             self.open += Counter()  # without those of whom nothing is open
-        self.slow_readers += isinstance(visit.error, SlowReader)
-        took = self._took.setdefault((visit.route, visit.status), Durations())
-        took.add((visit.ended_us - visit.started_us) / 1e6)
-        if visit.first_us:
-            first = self._first.setdefault(visit.route, Durations())
-            first.add((visit.first_us - visit.started_us) / 1e6)
+        self.slow_readers += isinstance(exchange.error, SlowReader)
+        took = self._took.setdefault((exchange.route, exchange.status), Durations())
+        took.add((exchange.ended_us - exchange.started_us) / 1e6)
+        if exchange.first_us:
+            first = self._first.setdefault(exchange.route, Durations())
+            first.add((exchange.first_us - exchange.started_us) / 1e6)
 
     @property
     def requests(self) -> int:
         """Requests that have ended."""
         return sum(sum(took.counts) for took in self._took.values())
 
-    def readings(self) -> Readings:
+    def metrics(self) -> Metrics:
         """Everything, now."""
         counted = [
-            Reading("http.server.active_requests", self.active, "{request}"),
-            Reading(f"{OURS}.chunks", self.chunks, "{chunk}", grows=True),
-            Reading(f"{OURS}.slow_readers", self.slow_readers, "{stream}", grows=True),
+            MetricPoint("http.server.active_requests", self.active, "{request}"),
+            MetricPoint(f"{OURS}.chunks", self.chunks, "{chunk}", is_counter=True),
+            MetricPoint(f"{OURS}.slow_readers", self.slow_readers, "{stream}", is_counter=True),
         ]
         took = [
-            durations.spread(
+            durations.histogram(
                 "http.server.request.duration", ((c.HTTP_ROUTE, route), (c.HTTP_STATUS, str(status)))
             )
             for (route, status), durations in sorted(self._took.items())
         ]
         first = [
-            durations.spread(f"{OURS}.time_to_first_chunk", ((c.HTTP_ROUTE, route),))
+            durations.histogram(f"{OURS}.time_to_first_chunk", ((c.HTTP_ROUTE, route),))
             for route, durations in sorted(self._first.items())
         ]
         return [*counted, *took, *first]

@@ -3,7 +3,7 @@
     a kind is missing ──▶ all are there ──probe──▶ proven ──a kind goes, or a request met 503──▶ …
 
 Each model goes this way by itself; one that is proven is enough. A probe is the beginning of an answer of one
-model; it is repeated with the beats until it is answered, then no more.
+model; it is repeated with the heartbeats until it is answered, then no more.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Health:
         """Why a request would not succeed; empty: it would."""
         return self.unready or self._why
 
-    def look(self, peers: Peers) -> None:
-        """The living services have changed, or a beat has passed."""
+    def check(self, peers: Peers) -> None:
+        """The living services have changed, or a heartbeat has passed."""
         if self.draining:
             return
         if self._probing is not None and self._probing.done():
@@ -81,4 +81,4 @@ class Health:
         else:
             self._proven.add(model)
             self._probing = None
-            self.look(peers)
+            self.check(peers)

@@ -1,4 +1,5 @@
-"""Talk makes the native requests of one HTTP request: their answers together, or their frames as they come.
+"""NativeCall makes the native requests of one HTTP request: their answers together, or their frames as they
+come.
 
 `read_body` reads the body of the HTTP request within bounds of size and time. `unless_gone` works for an HTTP
 client that may go away: when it does the work is cancelled, and the native request with it.
@@ -32,10 +33,10 @@ GRACE_S = 5.0  # beyond a request's own time limit, whose end the services tell 
 BODY_TIMEOUT_S = 30.0
 HEADROOM_BYTES = 4_096  # of the server's limit: for what a native request says besides
 
-MAX_LINES = 64
-LINE_OPEN_S = 10.0
-LINE_IDLE_S = 300.0  # far longer than a request takes from its key to its first native message
-LINE_CLOSE_S = 2.0  # of all lines at the end
+MAX_CONNECTIONS = 64
+CONNECTION_OPEN_S = 10.0
+CONNECTION_IDLE_S = 300.0  # far longer than a request takes from its key to its first native message
+CONNECTION_CLOSE_S = 2.0  # of all lines at the end
 
 Tagged = tuple[int, Body]  # number of the prompt, frame
 
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class TenantConnection:
     """A connection to the nats-server, and the client on it."""
 
     opening: asyncio.Task[Client]
@@ -52,79 +53,81 @@ class Line:
 
 
 @dataclass(slots=True)
-class Lines:
+class TenantConnections:
     """The connections of one gateway. Each tenant has one of its own from its first request on, so that what
-    waits there for it delays no other. Beyond MAX_LINES, tenants share those of others. A gateway without
-    keys has one tenant, and `main` alone."""
+    waits there for it delays no other. Beyond MAX_CONNECTIONS, tenants share those of others. A gateway
+    without keys has one tenant, and `main` alone."""
 
-    main: Client  # never a tenant's where there are keys: beats and health are heard there
+    main: Client  # never a tenant's where there are keys: heartbeats and health are heard there
     apart: bool  # there are keys
-    _lines: dict[str, Line] = field(default_factory=dict)  # by the tenant that came first
+    _connections: dict[str, TenantConnection] = field(default_factory=dict)  # by the tenant that came first
     _leaving: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._connections)
 
     async def of(self, tenant: str) -> Client:
         """The client that asks in the name of a tenant. Raises Unavailable."""
         if not self.apart:
             return self.main.as_tenant(tenant)
-        line = self._lines.get(tenant)
-        if line is None and len(self._lines) < MAX_LINES:
-            line = self._lines[tenant] = Line(asyncio.create_task(self._open(tenant)))
-        elif line is None:
-            line = [*self._lines.values()][crc32(tenant.encode()) % len(self._lines)]
-        line.used_s = asyncio.get_running_loop().time()
-        return (await asyncio.shield(line.opening)).as_tenant(tenant)
+        connection = self._connections.get(tenant)
+        if connection is None and len(self._connections) < MAX_CONNECTIONS:
+            connection = self._connections[tenant] = TenantConnection(asyncio.create_task(self._open(tenant)))
+        elif connection is None:
+            connection = [*self._connections.values()][crc32(tenant.encode()) % len(self._connections)]
+        connection.used_s = asyncio.get_running_loop().time()
+        return (await asyncio.shield(connection.opening)).as_tenant(tenant)
 
     def sweep(self) -> None:
-        """Close what nobody has used for LINE_IDLE_S."""
+        """Close what nobody has used for CONNECTION_IDLE_S."""
         now_s = asyncio.get_running_loop().time()
-        for tenant, line in [*self._lines.items()]:
-            if line.client is None or line.client.waiting:
-                line.used_s = now_s
-            elif now_s - line.used_s > LINE_IDLE_S:
-                self._close(tenant, line)
+        for tenant, connection in [*self._connections.items()]:
+            if connection.client is None or connection.client.waiting:
+                connection.used_s = now_s
+            elif now_s - connection.used_s > CONNECTION_IDLE_S:
+                self._close(tenant, connection)
 
     def fail(self, error: HeadraceError) -> None:
         """End all requests that wait for an answer."""
-        for client in (self.main, *(line.client for line in self._lines.values())):
+        for client in (self.main, *(connection.client for connection in self._connections.values())):
             if client is not None:
                 client.fail(error)
 
     async def close(self) -> None:
         """Close all but `main`, which is the runtime's."""
-        for tenant, line in [*self._lines.items()]:
-            self._close(tenant, line)
+        for tenant, connection in [*self._connections.items()]:
+            self._close(tenant, connection)
         if self._leaving:
-            await asyncio.wait(self._leaving, timeout=LINE_CLOSE_S)
+            await asyncio.wait(self._leaving, timeout=CONNECTION_CLOSE_S)
 
     async def _open(self, tenant: str) -> Client:
-        line, bus = self._lines[tenant], None
+        connection, bus = self._connections[tenant], None
         try:
-            bus = await self.main.bus.another(tenant, LINE_OPEN_S)
-            bus.on_fault(partial(self._on_fault, tenant, line))
-            line.client = await Client.open(bus)
+            bus = await self.main.bus.another(tenant, CONNECTION_OPEN_S)
+            bus.on_fault(partial(self._on_fault, tenant, connection))
+            connection.client = await Client.open(bus)
         except Exception as error:  # noqa: BLE001 - whatever it is: the tenant hears of it, and may try again
             log.error("no connection to the nats-server for tenant %s: %s", tenant, error)
-            self._lines.pop(tenant, None)
+            self._connections.pop(tenant, None)
             if bus is not None:
                 self._leave(bus)
             raise Unavailable("the gateway has no connection to its nats-server: try again") from None
-        return line.client
+        return connection.client
 
-    def _on_fault(self, tenant: str, line: Line, fault: BusFault) -> None:
+    def _on_fault(self, tenant: str, connection: TenantConnection, fault: BusFault) -> None:
         log.warning("the connection of tenant %s: %s: %s", tenant, fault.kind, fault.detail)
-        if fault.kind in ("refused", "closed") and line.client is not None:
-            line.client.fail(Unavailable("the gateway's connection to its nats-server ended: try again"))
-            self._close(tenant, line)
+        if fault.kind in ("refused", "closed") and connection.client is not None:
+            connection.client.fail(
+                Unavailable("the gateway's connection to its nats-server ended: try again")
+            )
+            self._close(tenant, connection)
 
-    def _close(self, tenant: str, line: Line) -> None:
-        if self._lines.get(tenant) is line:
-            del self._lines[tenant]
-            line.opening.cancel()
-            if line.client is not None:
-                self._leave(line.client.bus)
+    def _close(self, tenant: str, connection: TenantConnection) -> None:
+        if self._connections.get(tenant) is connection:
+            del self._connections[tenant]
+            connection.opening.cancel()
+            if connection.client is not None:
+                self._leave(connection.client.bus)
 
     def _leave(self, bus: Bus) -> None:
         leaving = asyncio.create_task(bus.drain())
@@ -133,14 +136,14 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class NativeCall:
     """How to ask: as whom, how long, in which trace."""
 
     client: Client
     timeout_s: float  # of a request that names none
     trace: str = ""
 
-    async def answers(self, call: Call) -> list[Body]:
+    async def responses(self, call: Call) -> list[Body]:
         """The native answer to each prompt. Raises the first error of any, and cancels the others."""
         if len(call.bodies) == 1:
             return [await self._complete(call.bodies[0])]
@@ -152,10 +155,10 @@ class Talk:
         return [task.result() for task in tasks]
 
     async def frames(self, call: Call) -> AsyncGenerator[Tagged]:
-        """The frames of every prompt in the order of their arrival. Raises like `answers`. Leaving the
+        """The frames of every prompt in the order of their arrival. Raises like `responses`. Leaving the
         iteration early cancels what runs."""
         streams = [
-            self.client.stream(body, timeout_s=self._patience_s(body), trace=self.trace)
+            self.client.stream(body, timeout_s=self._timeout_s(body), trace=self.trace)
             for body in call.bodies
         ]
         if len(streams) > 1:
@@ -168,9 +171,9 @@ class Talk:
                 yield 0, frame
 
     async def _complete(self, body: Body) -> Body:
-        return await self.client.complete(body, timeout_s=self._patience_s(body), trace=self.trace)
+        return await self.client.complete(body, timeout_s=self._timeout_s(body), trace=self.trace)
 
-    def _patience_s(self, body: Body) -> float:
+    def _timeout_s(self, body: Body) -> float:
         asked: Any = body.get("timeout_s")
         limited = type(asked) in (int, float) and asked > 0
         return (float(asked) if limited else self.timeout_s) + GRACE_S

@@ -1,6 +1,6 @@
 """Native answers and frames become answers and streams of the exact shapes of the OpenAI API.
 
-`answer` builds one JSON answer. ChunkMaker turns the frames of native streams into the chunks of one OpenAI
+`answer` builds one JSON answer. ChunkBuilder turns the frames of native streams into the chunks of one OpenAI
 stream, as JSON, which EventStream sends; all but EventStream is pure:
 
     accepted          nothing: the first chunk waits for the first word, so that a refusal has its status
@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.errors import body_of
-from services.gateway.exchange import Meter, Visit, refusal
+from services.gateway.exchange import Exchange, ExchangeCounters, refusal
 from services.gateway.native_call import Tagged, unless_gone
 from services.gateway.openai_request import Call, ToolText
 from shared.clock import Clock
@@ -86,7 +86,7 @@ def _checksum(text: str, before: int) -> int:
     return crc32(text.encode("utf-8", "surrogatepass"), before)
 
 
-class ChunkMaker:
+class ChunkBuilder:
     """The chunks of one HTTP stream."""
 
     def __init__(self, call: Call, echoed: tuple[str, ...] = ()) -> None:
@@ -258,13 +258,18 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, frames: AsyncGenerator[Tagged], chunks: ChunkMaker, visit: Visit, meter: Meter, clock: Clock
+        self,
+        frames: AsyncGenerator[Tagged],
+        chunks: ChunkBuilder,
+        exchange: Exchange,
+        counters: ExchangeCounters,
+        clock: Clock,
     ) -> None:
         super().__init__()
         self._frames = frames
         self._chunks = chunks
-        self._visit = visit
-        self._meter = meter
+        self._exchange = exchange
+        self._counters = counters
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -272,8 +277,8 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self._serve(scope, receive, send))
         except HeadraceError as error:
-            self._visit.error = error  # the client has gone: there is nobody to tell
-            self._visit.status = self._visit.status or error.code
+            self._exchange.error = error  # the client has gone: there is nobody to tell
+            self._exchange.status = self._exchange.status or error.code
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, send_body = False, scope.get(BODY_SEND, send)
@@ -283,20 +288,20 @@ class EventStream(Response):
                     chunks = self._chunks.take(prompt, frame)
                     if chunks and not started:
                         started = True
-                        self._visit.first_us = self._clock.wall_us()
+                        self._exchange.first_us = self._clock.wall_us()
                         await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
                     if chunks:
                         await send_body(_body(events(chunks)))
-                        self._meter.chunks += len(chunks)
-            self._visit.answered_us = self._clock.wall_us()
+                        self._counters.chunks += len(chunks)
+            self._exchange.answered_us = self._clock.wall_us()
             await send_body(_body(DONE, last=True))
         except HeadraceError as error:
-            self._visit.error = error
-            self._visit.answered_us = self._clock.wall_us()
+            self._exchange.error = error
+            self._exchange.answered_us = self._clock.wall_us()
             if started:
-                await send_body(_body(events([_json(body_of(error, self._visit.request_id))]), last=True))
+                await send_body(_body(events([_json(body_of(error, self._exchange.request_id))]), last=True))
             else:
-                await refusal(error, self._visit.request_id)(scope, receive, send)
+                await refusal(error, self._exchange.request_id)(scope, receive, send)
 
 
 def _body(data: bytes, *, last: bool = False) -> Message:

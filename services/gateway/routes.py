@@ -1,4 +1,4 @@
-"""Desk holds what the endpoints work with, and serves the endpoints that ask a model.
+"""Endpoints holds what the endpoints work with, and serves the endpoints that ask a model.
 
 Keys says in whose name a request comes.
 """
@@ -18,11 +18,11 @@ from starlette.responses import Response
 
 from services.gateway import openai_response
 from services.gateway.errors import NotAuthorized
-from services.gateway.exchange import Meter, Visit, answer, given_id
+from services.gateway.exchange import Exchange, ExchangeCounters, answer, given_id
 from services.gateway.health import Health
-from services.gateway.native_call import HEADROOM_BYTES, Lines, Talk, read_body, unless_gone
+from services.gateway.native_call import HEADROOM_BYTES, NativeCall, TenantConnections, read_body, unless_gone
 from services.gateway.openai_request import Call, fields_of, model_of, read_call
-from services.gateway.openai_response import ChunkMaker, EventStream
+from services.gateway.openai_response import ChunkBuilder, EventStream
 from shared.client import Client
 from shared.clock import Clock, SystemClock
 from shared.config import WatchedFile
@@ -37,31 +37,31 @@ log = logging.getLogger("headrace.gateway")
 
 MAX_ACTIVE = 8_192  # requests of one gateway
 RETRY_AFTER_MS = 1_000
-VISIT = "headrace.visit"  # where a request's Visit is kept in its scope
+EXCHANGE = "headrace.visit"  # where a request's Exchange is kept in its scope
 
 OPERATOR = access.user_of(access.OPERATOR)
 HASHED = "sha256:"
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
-def visit_of(request: Request) -> Visit:
-    """The Visit that the edge began."""
-    visit: Visit = request.scope[VISIT]
-    return visit
+def exchange_of(request: Request) -> Exchange:
+    """The Exchange that the edge began."""
+    exchange: Exchange = request.scope[EXCHANGE]
+    return exchange
 
 
 @dataclass(slots=True)
-class Desk:
+class Endpoints:
     """Everything that outlives a request."""
 
-    lines: Lines
+    connections: TenantConnections
     keys: Keys
     health: Health
     timeout_s: float
     component: str = "gateway"  # as spans name it
     instance: str = ""  # which of the gateways on this port; empty: the only one
     tracer: Tracer | None = None
-    meter: Meter = field(default_factory=Meter)
+    counters: ExchangeCounters = field(default_factory=ExchangeCounters)
     clock: Clock = field(default_factory=SystemClock)
 
     async def chat(self, request: Request) -> Response:
@@ -88,47 +88,53 @@ class Desk:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: vLLM's shape of the native answer."""
         fields, client = await self._asked(request)
-        found = await self._ask(client, subjects.tokenize(client.tenant, fields["model"]), fields)
+        found = await self._request_native(client, subjects.tokenize(client.tenant, fields["model"]), fields)
         return answer({"model": found["model"], "count": found["count"], "tokens": found["tokens"]})
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: likewise."""
         fields, client = await self._asked(request)
-        found = await self._ask(client, subjects.detokenize(client.tenant, fields["model"]), fields)
+        found = await self._request_native(
+            client, subjects.detokenize(client.tenant, fields["model"]), fields
+        )
         return answer({"model": found["model"], "prompt": found["text"]})
 
     # ---- internals ------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, *, chat: bool) -> Response:
-        visit = visit_of(request)
+        exchange = exchange_of(request)
         self._admit(request)
-        meter, tenant = self.meter, visit.tenant
-        meter.enter(visit)
-        own = meter.open[tenant]
-        if own > 1 and over_share(own, meter.active, MAX_ACTIVE, len(meter.open)):
-            full = f"{meter.active} requests are open at this gateway, {own} of them yours: try again later"
+        counters, tenant = self.counters, exchange.tenant
+        counters.enter(exchange)
+        own = counters.open[tenant]
+        if own > 1 and over_share(own, counters.active, MAX_ACTIVE, len(counters.open)):
+            full = (
+                f"{counters.active} requests are open at this gateway, {own} of them yours: try again later"
+            )
             raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
         fields, client = await self._asked(request)
-        call = read_call(fields, chat=chat, request_id=visit.request_id)
+        call = read_call(fields, chat=chat, request_id=exchange.request_id)
         if given_id(call.request_id):  # any other is refused by the tokenizer, and no header could hold it
-            visit.request_id = call.request_id
-        talk = Talk(client, self.timeout_s, visit.trace)
+            exchange.request_id = call.request_id
+        native = NativeCall(client, self.timeout_s, exchange.trace)
         echoed = await self._echoed(call, client) if call.echo else ()
-        visit.asked_us = self.clock.wall_us()
+        exchange.requested_us = self.clock.wall_us()
         if call.stream:
-            return EventStream(talk.frames(call), ChunkMaker(call, echoed), visit, self.meter, self.clock)
-        natives = await unless_gone(request.receive, talk.answers(call))
-        visit.answered_us = self.clock.wall_us()
+            return EventStream(
+                native.frames(call), ChunkBuilder(call, echoed), exchange, self.counters, self.clock
+            )
+        natives = await unless_gone(request.receive, native.responses(call))
+        exchange.answered_us = self.clock.wall_us()
         return answer(openai_response.answer(call, natives, echoed))
 
     def _admit(self, request: Request) -> str:
         """The tenant whose key this is. Raises NotAuthorized."""
-        tenant = visit_of(request).tenant = self.keys.tenant_of(request.headers.get("authorization", ""))
+        tenant = exchange_of(request).tenant = self.keys.tenant_of(request.headers.get("authorization", ""))
         return tenant
 
     async def _client(self, request: Request) -> Client:
         """The native client in the name of that tenant. Raises NotAuthorized, Unavailable."""
-        return await self.lines.of(self._admit(request))
+        return await self.connections.of(self._admit(request))
 
     async def _asked(self, request: Request) -> tuple[dict[str, Any], Client]:
         """The fields of a request, its model among them."""
@@ -138,17 +144,17 @@ class Desk:
         if not fields.get("model"):
             served = await _served(client)
         model = model_of(fields, served)
-        visit_of(request).model = model
+        exchange_of(request).model = model
         try:
             subjects.token(model)
         except UnicodeEncodeError:
             raise BadRequest("`model` holds a lone surrogate: send whole characters", param="model") from None
         return {**fields, "model": model}, client
 
-    async def _ask(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
+    async def _request_native(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
         """A small question about a model, to which nobody listens where nobody serves it."""
         try:
-            return await client.ask(subject, fields)
+            return await client.request(subject, fields)
         except NoResponders:
             served = await _served(client)
             if fields["model"] not in served:
@@ -162,13 +168,13 @@ class Desk:
             if isinstance(body["prompt"], str):
                 return body["prompt"]
             subject = subjects.detokenize(client.tenant, call.model)
-            return str((await client.ask(subject, {"tokens": body["prompt"]}))["text"])
+            return str((await client.request(subject, {"tokens": body["prompt"]}))["text"])
 
         return tuple(await asyncio.gather(*map(text, call.bodies)))
 
 
 async def _models(client: Client) -> dict[str, Any]:
-    return await client.ask(subjects.models(client.tenant))
+    return await client.request(subjects.models(client.tenant))
 
 
 async def _served(client: Client) -> list[str]:

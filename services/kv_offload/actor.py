@@ -1,7 +1,8 @@
 """The shell of kv_offload, one per host, joins the core to its mailbox and to the threads of L2.
 
 The arena opens on a thread; until it is there every lookup answers that nothing is stored. The functions
-behind `build` are what kv_offload tells about itself: beats, `headrace status`, `headrace kv` and metrics.
+behind `build` are what kv_offload tells about itself: heartbeats, `headrace status`, `headrace kv` and
+metrics.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from services.kv_offload.events import (
     Send,
     Ticked,
 )
-from services.kv_offload.l2.worker import Errand, Lane
+from services.kv_offload.l2.worker import L2Job, L2Pool
 from services.kv_offload.state import ReadLease, State, WriteLease
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
-from shared.actor.runtime import Actor, Facts
+from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.messages import Message
-from shared.telemetry.readings import Attributes, Reading, Readings
+from shared.telemetry.readings import Attributes, MetricPoint, Metrics
 
 log = logging.getLogger("headrace.kv_offload")
 
@@ -57,17 +58,17 @@ class KvOffloadActor(Actor):
         self._connect = connect  # to L2; None: there is none
         self._core = KvCore(CountingArena(0, generation=0))
         self._opening: asyncio.Future[Opened] | None = None
-        self._lane: Lane | None = None
+        self._l2_pool: L2Pool | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._problem: Exception | None = None
         self._why_off = ""  # there are no tiers, though they were asked for
 
-    async def start(self, port: Port) -> None:
-        self._port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         if not self._plan.bytes:
             return
         loop = asyncio.get_running_loop()
-        self._opening = loop.run_in_executor(None, arenas.open_arena, self._plan, port.epoch)
+        self._opening = loop.run_in_executor(None, arenas.open_arena, self._plan, mailbox.epoch)
         try:
             arena = (await asyncio.shield(self._opening)).arena
         except NoRoom as error:  # recomputing what device memory loses is slower, and all that this costs
@@ -77,19 +78,19 @@ class KvOffloadActor(Actor):
         if self._connect is not None:
             remote = await asyncio.to_thread(self._connect)  # imports what it needs, finds a wrong URL
             await asyncio.to_thread(remote.close)
-            self._lane = Lane(self._connect, arena.view, self._l2_ended)
-            await self._lane.greet()
-        self._core = KvCore(arena, l2=self._lane is not None)
-        for source in port.peers.ready("executor"):
-            if (peer := port.peers.get(f"executor.{source}")) is not None:
+            self._l2_pool = L2Pool(self._connect, arena.view, self._l2_ended)
+            await self._l2_pool.greet()
+        self._core = KvCore(arena, l2=self._l2_pool is not None)
+        for source in mailbox.peers.ready("executor"):
+            if (peer := mailbox.peers.get(f"executor.{source}")) is not None:
                 self.on_peer(peer)
         log.info("L1: %d MiB in %s, kept by %s", self._plan.bytes >> 20, arena.name, self._plan.store)
 
     def receive(self, source: str, message: Message, trace: str) -> None:
-        self._handle(Arrived(source, self._port.epoch_of(source), message, trace))
+        self._handle(Arrived(source, self._mailbox.epoch_of(source), message, trace))
 
     def on_peer(self, peer: Peer) -> None:
-        if peer.beat.state not in ("stopped", "failed"):
+        if peer.heartbeat.state not in ("stopped", "failed"):
             self._handle(PeerSeen(peer.source, peer.epoch))
 
     def on_restart(self, source: str) -> None:
@@ -101,17 +102,17 @@ class KvOffloadActor(Actor):
     def upkeep(self) -> None:
         if self._problem is not None:
             raise self._problem
-        if self._lane is not None:
-            self._lane.check()
+        if self._l2_pool is not None:
+            self._l2_pool.check()
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         state = self._core.state
         if not state.l1.capacity_bytes:
-            return Facts()
-        arena, figures = state.l1.arena, state.figures
-        return Facts(
+            return HeartbeatPayload()
+        arena, counters = state.l1.arena, state.counters
+        return HeartbeatPayload(
             load=load(state),
-            counts={"lookups": figures.lookups, "hits": figures.hits_l1 + figures.hits_l2},
+            counts={"lookups": counters.lookups, "hits": counters.hits_l1 + counters.hits_l2},
             arena=arena.name,
             arena_generation=arena.generation,
             tiers=tiers(state),
@@ -119,12 +120,12 @@ class KvOffloadActor(Actor):
         )
 
     @property
-    def readings(self) -> Readings:
-        return readings(self._core.state)
+    def metrics(self) -> Metrics:
+        return metric_points(self._core.state)
 
     def status(self) -> dict[str, object]:
-        stuck = 0 if self._lane is None else self._lane.stuck
-        why = "" if self._lane is None else self._lane.why
+        stuck = 0 if self._l2_pool is None else self._l2_pool.stuck
+        why = "" if self._l2_pool is None else self._l2_pool.why
         kept = {"store": self._plan.store, "l2_url": self._l2_url, "l2_error": why, "stuck_calls": stuck}
         off = {"why_off": self._why_off} if self._why_off else {}
         return {**status(self._core.state), **kept, **off}
@@ -132,8 +133,8 @@ class KvOffloadActor(Actor):
     async def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._lane is not None:
-            await asyncio.to_thread(self._lane.close)
+        if self._l2_pool is not None:
+            await asyncio.to_thread(self._l2_pool.close)
         if self._opening is not None:
             await asyncio.wait({self._opening})  # a start that was broken off
             if self._opening.exception() is None:
@@ -142,7 +143,7 @@ class KvOffloadActor(Actor):
     # ---- internals ------------------------------------------------------------------------------
 
     def _handle(self, event: Event, fill: Callable[[Fill], None] | None = None) -> None:
-        for command in self._core.handle(event, self._port.clock.now_us()):
+        for command in self._core.handle(event, self._mailbox.clock.now_us()):
             if isinstance(command, Fill):
                 assert fill is not None, "only a get that ended is copied on"
                 fill(command)
@@ -152,18 +153,18 @@ class KvOffloadActor(Actor):
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, Send):
-            self._port.send(command.to, command.message, command.trace)
+            self._mailbox.send(command.to, command.message, command.trace)
             return
-        assert self._lane is not None, "a core without L2 calls nobody"
+        assert self._l2_pool is not None, "a core without L2 calls nobody"
         if isinstance(command, Abandon):
-            self._lane.abandon(command.call)
+            self._l2_pool.abandon(command.call)
         elif not isinstance(command, Fill):
-            self._lane.run(command)
+            self._l2_pool.run(command)
 
-    def _l2_ended(self, errand: Errand) -> None:
+    def _l2_ended(self, job: L2Job) -> None:
         arena = self._core.state.l1.arena
-        if errand.ended is not None:
-            self._later(partial(self._handle, errand.ended, partial(copy_in, arena, errand)))
+        if job.ended is not None:
+            self._later(partial(self._handle, job.ended, partial(copy_in, arena, job)))
 
     def _arm(self) -> None:
         """Look again when the core wants to."""
@@ -171,23 +172,23 @@ class KvOffloadActor(Actor):
             self._timer.cancel()
             self._timer = None
         if (due_us := self._core.due_us()) is not None:
-            wait_s = max(due_us - self._port.clock.now_us(), 0) / 1e6
+            wait_s = max(due_us - self._mailbox.clock.now_us(), 0) / 1e6
             tick = partial(self._later, partial(self._handle, Ticked()))
             self._timer = asyncio.get_running_loop().call_later(wait_s, tick)
 
     def _later(self, what: Callable[[], None]) -> None:
-        """What does not come by the mailbox fails the actor, too, at the next beat."""
+        """What does not come by the mailbox fails the actor, too, at the next heartbeat."""
         try:
             what()
         except Exception as error:  # noqa: BLE001 - raised again in `upkeep`
             self._problem = self._problem or error
 
 
-def copy_in(arena: Arena, errand: Errand, command: Fill) -> None:
+def copy_in(arena: Arena, job: L2Job, command: Fill) -> None:
     """The verified bytes of a get go to their place in L1. On the loop: nobody can take the place away
     meanwhile. 0.1 ms a MiB."""
-    with arena.view(command.slot) as place:
-        place[:] = errand.payload
+    with arena.view(command.slot) as range_:
+        range_[:] = job.payload
 
 
 def build(settings: Settings) -> KvOffloadActor:
@@ -209,30 +210,30 @@ def _without_password(url: str) -> str:
 
 
 def load(state: State) -> tuple[tuple[str, int], ...]:
-    """Numbers for the beat."""
-    l1, figures = state.l1, state.figures
+    """Numbers for the heartbeat."""
+    l1, counters = state.l1, state.counters
     return (
         ("l1_bytes", l1.capacity_bytes),
         ("l1_used", l1.used_bytes),
         ("leased", l1.pinned_bytes + writing_bytes(state)),
-        ("hits", figures.hits_l1 + figures.hits_l2),
+        ("hits", counters.hits_l1 + counters.hits_l2),
     )
 
 
 def tiers(state: State) -> tuple[str, ...]:
-    """For the beat: those that a lookup may find something in."""
+    """For the heartbeat: those that a lookup may find something in."""
     return ("l1", "l2") if state.l2.usable else ("l1",)
 
 
 def rates(state: State) -> tuple[int, int]:
-    """For the beat: bytes a second to L2 and from it; 0 until learnt."""
+    """For the heartbeat: bytes a second to L2 and from it; 0 until learnt."""
     return (state.l2.put_rate.bytes_per_s, state.l2.get_rate.bytes_per_s)
 
 
 def writing_bytes(state: State) -> int:
     """Of ranges that executors may be writing; those in quarantine are counted apart."""
     leases = (lease for lease in state.leases.values() if isinstance(lease, WriteLease))
-    return sum(place.size_bytes for lease in leases for place in lease.ranges if place is not None)
+    return sum(range_.size_bytes for lease in leases for range_ in lease.ranges if range_ is not None)
 
 
 def status(state: State) -> dict[str, object]:
@@ -264,78 +265,78 @@ def _l1(state: State) -> dict[str, object]:
 
 
 def _l2(state: State) -> dict[str, object]:
-    l2, figures = state.l2, state.figures
+    l2, counters = state.l2, state.counters
     if not l2.enabled:
         return {"breaker": "none"}
     return {
         "breaker": "open" if l2.breaker.open else "closed",
         "opened": l2.breaker.opened,
-        "known": len(l2.known),
+        "known": len(l2.presence),
         "in_flight": len(l2.calls),
         "queued": len(l2.wants) + len(l2.urgent) + len(l2.early) + len(l2.deletes) + len(l2.puts),
         "put_bytes_per_s": l2.put_rate.bytes_per_s,
         "get_bytes_per_s": l2.get_rate.bytes_per_s,
-        "errors": figures.l2_errors,
-        "timeouts": figures.l2_timeouts,
-        "refused": figures.l2_refused,
-        "corrupt": figures.corrupt,
+        "errors": counters.l2_errors,
+        "timeouts": counters.l2_timeouts,
+        "refused": counters.l2_refused,
+        "corrupt": counters.corrupt,
     }
 
 
 def _asked(state: State) -> dict[str, object]:
-    figures = state.figures
+    counters = state.counters
     return {
-        "lookups": figures.lookups,
-        "hits_l1": figures.hits_l1,
-        "hits_l2": figures.hits_l2,
-        "misses": figures.lookups - figures.hits_l1 - figures.hits_l2,
-        "hit_rate": round(figures.hit_rate, 4),
-        "loaded": figures.loaded,
-        "loads_late": figures.loads_late,
-        "absent": figures.l2_absent,
+        "lookups": counters.lookups,
+        "hits_l1": counters.hits_l1,
+        "hits_l2": counters.hits_l2,
+        "misses": counters.lookups - counters.hits_l1 - counters.hits_l2,
+        "hit_rate": round(counters.hit_rate, 4),
+        "loaded": counters.loaded,
+        "loads_late": counters.loads_late,
+        "absent": counters.l2_absent,
     }
 
 
 def _moved(state: State) -> dict[str, object]:
-    figures = state.figures
+    counters = state.counters
     return {
-        "stored": figures.stored,
-        "no_room": figures.no_room,
-        "late_commits": figures.late_commits,
-        "expired_leases": figures.expired_leases,
-        "promotions": figures.promotions,
-        "l2_puts": figures.l2_puts,
-        "l2_gets": figures.l2_gets,
+        "stored": counters.stored,
+        "no_room": counters.no_room,
+        "late_commits": counters.late_commits,
+        "expired_leases": counters.expired_leases,
+        "promotions": counters.promotions,
+        "l2_puts": counters.l2_puts,
+        "l2_gets": counters.l2_gets,
     }
 
 
-def readings(state: State) -> Readings:
+def metric_points(state: State) -> Metrics:
     """Everything, for export."""
     return [*_counters(state), *_gauges(state)]
 
 
-def _counters(state: State) -> Iterator[Reading]:
-    figures = state.figures
+def _counters(state: State) -> Iterator[MetricPoint]:
+    counters = state.counters
     for name, value in (
-        ("lookup_keys", figures.lookups),
-        ("stored_keys", figures.stored),
-        ("loaded_keys", figures.loaded),
-        ("promoted_keys", figures.promotions),
-        ("no_room_keys", figures.no_room),
+        ("lookup_keys", counters.lookups),
+        ("stored_keys", counters.stored),
+        ("loaded_keys", counters.loaded),
+        ("promoted_keys", counters.promotions),
+        ("no_room_keys", counters.no_room),
         ("evicted_keys", state.l1.evictions),
-        ("corrupt_keys", figures.corrupt),
+        ("corrupt_keys", counters.corrupt),
     ):
-        yield Reading(f"{OURS}.{name}", value, "{key}", grows=True)
-    for tier, hits in (("l1", figures.hits_l1), ("l2", figures.hits_l2)):
-        yield Reading(f"{OURS}.hit_keys", hits, "{key}", (("tier", tier),), grows=True)
-    failures = {"error": figures.l2_errors, "timeout": figures.l2_timeouts, "refused": figures.l2_refused}
+        yield MetricPoint(f"{OURS}.{name}", value, "{key}", is_counter=True)
+    for tier, hits in (("l1", counters.hits_l1), ("l2", counters.hits_l2)):
+        yield MetricPoint(f"{OURS}.hit_keys", hits, "{key}", (("tier", tier),), is_counter=True)
+    failures = {"error": counters.l2_errors, "timeout": counters.l2_timeouts, "refused": counters.l2_refused}
     for how, calls in failures.items():
-        yield Reading(f"{OURS}.l2.failures", calls, "{call}", (("how", how),), grows=True)
-    for name, count in (("loads_late", figures.loads_late), ("leases.expired", figures.expired_leases)):
-        yield Reading(f"{OURS}.{name}", count, "1", grows=True)
+        yield MetricPoint(f"{OURS}.l2.failures", calls, "{call}", (("how", how),), is_counter=True)
+    for name, count in (("loads_late", counters.loads_late), ("leases.expired", counters.expired_leases)):
+        yield MetricPoint(f"{OURS}.{name}", count, "1", is_counter=True)
 
 
-def _gauges(state: State) -> Iterator[Reading]:
+def _gauges(state: State) -> Iterator[MetricPoint]:
     l1, l2 = state.l1, state.l2
     for kind, size in (
         ("capacity", l1.capacity_bytes),
@@ -345,9 +346,9 @@ def _gauges(state: State) -> Iterator[Reading]:
         ("quarantined", state.quarantined_bytes),
     ):
         where: Attributes = (("state", kind),)
-        yield Reading(f"{OURS}.l1.size", size, "By", where)
+        yield MetricPoint(f"{OURS}.l1.size", size, "By", where)
     if l2.enabled:
-        yield Reading(f"{OURS}.l2.known_keys", len(l2.known), "{key}")
-        yield Reading(f"{OURS}.l2.breaker_open", int(l2.breaker.open), "1")
+        yield MetricPoint(f"{OURS}.l2.known_keys", len(l2.presence), "{key}")
+        yield MetricPoint(f"{OURS}.l2.breaker_open", int(l2.breaker.open), "1")
         for to, rate in (("put", l2.put_rate.bytes_per_s), ("get", l2.get_rate.bytes_per_s)):
-            yield Reading(f"{OURS}.l2.rate", rate, "By/s", (("direction", to),))
+            yield MetricPoint(f"{OURS}.l2.rate", rate, "By/s", (("direction", to),))

@@ -64,7 +64,7 @@ class KvCore:
         self._expire()
         self._apply(event)
         dispatch.pump(state)
-        self._tell_gone()
+        self._send_evicted()
         commands, state.out = state.out, []
         return commands
 
@@ -144,7 +144,7 @@ class KvCore:
     def _l2_ended(self, event: L2Ended) -> None:
         state = self.state
         if state.l2.breaker.probed(event.call, event.status == "ok", state.now_us):
-            state.l2.known.clear()  # it may have lost everything, and be full of what others put
+            state.l2.presence.clear()  # it may have lost everything, and be full of what others put
             state.l2.announced.clear()
         call = dispatch.end(state, event)
         if call is None:
@@ -156,8 +156,8 @@ class KvCore:
         elif call.kind == "get":
             self._got(call.names[0], event)
         elif call.kind == "put" and event.status == "ok":
-            state.figures.l2_puts += 1
-            state.l2.known.add(call.names[0])
+            state.counters.l2_puts += 1
+            state.l2.presence.add(call.names[0])
             state.l2.announced.add(call.names[0][0])
 
     def _failed(self, call: Call) -> None:
@@ -181,7 +181,7 @@ class KvCore:
         if call.names[0][0] in state.l2.sizes:  # without its size no value can be read
             for name, present in zip(call.names, event.present, strict=False):
                 if present:
-                    state.l2.known.add(name)
+                    state.l2.presence.add(name)
         if call.lookup is not None:
             load.finish_lookup(state, call.lookup)
 
@@ -190,26 +190,26 @@ class KvCore:
         state = self.state
         entry = state.l1.entries.get(name)
         if event.status == "ok":
-            state.figures.l2_gets += 1
-            state.figures.promotions += entry is None
-            state.l2.known.add(name)
-            if entry is None and (place := state.l1.take(event.value_bytes, urgent=False)) is not None:
-                state.out.append(Fill(event.call, place.slot))
-                entry = state.l1.publish(name, place, event.valid_tokens, urgent=False)
+            state.counters.l2_gets += 1
+            state.counters.promotions += entry is None
+            state.l2.presence.add(name)
+            if entry is None and (range_ := state.l1.take(event.value_bytes, urgent=False)) is not None:
+                state.out.append(Fill(event.call, range_.slot))
+                entry = state.l1.publish(name, range_, event.valid_tokens, urgent=False)
         else:
-            state.l2.known.forget(name)
+            state.l2.presence.forget(name)
             if event.status == "corrupt":
-                state.figures.corrupt += 1
+                state.counters.corrupt += 1
                 state.l2.deletes[name] = None
             else:
-                state.figures.l2_absent += 1
+                state.counters.l2_absent += 1
             if entry is None:
                 state.l1.evicted.append(name)
         load.arrived(state, name, entry)
 
     # ---- news -----------------------------------------------------------------------------------
 
-    def _tell_gone(self) -> None:
+    def _send_evicted(self) -> None:
         """Say which keys have left their last tier."""
         state = self.state
         evicted, state.l1.evicted = state.l1.evicted, []

@@ -46,7 +46,7 @@ class PeerSeen:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`source` missed its beats or stopped. It may be back."""
+    """`source` missed its heartbeats or stopped. It may be back."""
 
     source: str
 

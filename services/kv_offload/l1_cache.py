@@ -94,18 +94,18 @@ class L1:
             self._evict()
         return None
 
-    def publish(self, name: Name, place: Range, valid_tokens: int, *, urgent: bool) -> Entry:
+    def publish(self, name: Name, range_: Range, valid_tokens: int, *, urgent: bool) -> Entry:
         """The range is written: from now on it is the value of `name`, which had none."""
-        self.arena.seal(place.slot)
-        self.taken_bytes -= place.room_bytes
-        entry = self.entries[name] = Entry(name, place, valid_tokens, urgent)
+        self.arena.seal(range_.slot)
+        self.taken_bytes -= range_.room_bytes
+        entry = self.entries[name] = Entry(name, range_, valid_tokens, urgent)
         self._unpinned[name] = entry
         return entry
 
-    def give(self, place: Range) -> None:
+    def give(self, range_: Range) -> None:
         """Free a range that was taken and not published."""
-        self.taken_bytes -= place.room_bytes
-        self._free(place)
+        self.taken_bytes -= range_.room_bytes
+        self._free(range_)
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -162,9 +162,9 @@ class L1:
         self.evicted.append(victim.name)
         self._free(victim.range)
 
-    def _free(self, place: Range) -> None:
-        self.used_bytes -= place.room_bytes
-        self.arena.discard(place.slot)
+    def _free(self, range_: Range) -> None:
+        self.used_bytes -= range_.room_bytes
+        self.arena.discard(range_.slot)
 
 
 def _pages(size_bytes: int) -> int:

@@ -76,9 +76,9 @@ class Load:
 
 
 @dataclass(slots=True)
-class Figures:
-    """What is counted since the start, for `headrace kv`, beats and metrics. Keys are blocks that a scheduler
-    asked for."""
+class Counters:
+    """What is counted since the start, for `headrace kv`, heartbeats and metrics. Keys are blocks that a
+    scheduler asked for."""
 
     lookups: int = 0  # keys looked up
     hits_l1: int = 0
@@ -111,7 +111,7 @@ class State:
     l1: L1
     l2: L2
     now_us: int = 0
-    figures: Figures = field(default_factory=Figures)
+    counters: Counters = field(default_factory=Counters)
     leases: dict[LeaseId, WriteLease | ReadLease] = field(default_factory=dict)
     quarantine: dict[LeaseId, Quarantined] = field(default_factory=dict)
     lookups: dict[LeaseId, Lookup] = field(default_factory=dict)
@@ -134,13 +134,13 @@ class State:
     def use(self, entry: Entry) -> None:
         """Somebody wants this value again: from the second time on L2 should have it."""
         entry.uses += 1
-        if self.l2.usable and entry.name not in self.l2.known:
+        if self.l2.usable and entry.name not in self.l2.presence:
             self.l2.puts[entry.name] = None
 
     @property
     def quarantined_bytes(self) -> int:
         """Of ranges that nobody may use yet."""
-        return sum(place.room_bytes for q in self.quarantine.values() for place in q.ranges)
+        return sum(range_.room_bytes for q in self.quarantine.values() for range_ in q.ranges)
 
 
 def names_of(fingerprint: str, keys: bytes) -> list[Name]:

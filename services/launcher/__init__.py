@@ -4,7 +4,7 @@ cli.py            the command line
 up.py             `headrace up`: nats-server, services, readiness
 serve.py          one service as one process, and its health check
 supervisor.py     service processes kept running
-beats.py          whether a service lives; the health check
+heartbeats.py          whether a service lives; the health check
 own_folder.py     temporary files, swept when their owner has died
 nats_server.py    the embedded nats-server
 session.py        which server and model a client command means

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has what it wanted
-        console.hush(sys.stdout)
+        console.silence(sys.stdout)
         return 0
 
 
@@ -234,7 +234,7 @@ def _pull(given: argparse.Namespace) -> None:
     from services.launcher.commands.pull import pull
 
     settings = _load(given).settings
-    pull(given.name or settings.model, settings.cache_dir, console.say)
+    pull(given.name or settings.model, settings.cache_dir, console.print_line)
 
 
 def _status(given: argparse.Namespace) -> None:
@@ -296,11 +296,11 @@ def _auth(given: argparse.Namespace) -> None:
     url, tls = settings.nats_url or DEFAULT_NATS_URL, auth.tls_of(given.tls_cert, given.tls_key)
     classes = auth.classes_of(given.classes)
     plan = auth.Plan(url, settings.fleet, tuple(given.tenant), given.force, tls, classes)
-    auth.generate(given.folder, plan, console.say)
+    auth.generate(given.folder, plan, console.print_line)
 
 
 def _health(kind: str) -> int:
-    from services.launcher.beats import health
+    from services.launcher.heartbeats import health
 
     health(kind)
     return 0

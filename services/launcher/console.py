@@ -43,7 +43,7 @@ def dim(text: str) -> str:
     return paint(text, _DIM, sys.stdout)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """A line of the launcher's own on stdout, at once."""
     _print(text, sys.stdout)
 
@@ -54,10 +54,10 @@ def _print(text: str, stream: TextIO) -> None:
         print(text, file=stream, flush=True)
     except OSError as error:
         if error.errno in (errno.EPIPE, errno.EIO):
-            hush(stream)
+            silence(stream)
 
 
-def hush(stream: TextIO) -> None:
+def silence(stream: TextIO) -> None:
     """Its reader has gone, a pipe or a terminal: what is written from now on goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

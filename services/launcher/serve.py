@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.launcher.beats import BeatFile, runtime_path
+from services.launcher.heartbeats import HeartbeatFile, runtime_path
 from services.launcher.supervisor import leave
 from shared.errors import SetupError
 from shared.processes import ensure_home
@@ -62,10 +62,10 @@ def builder(kind: str) -> Callable[[Settings], Actor]:
     return build
 
 
-def serve(kind: str, settings: Settings, *, name: str = "", beats: str = "") -> int:
+def serve(kind: str, settings: Settings, *, name: str = "", heartbeats: str = "") -> int:
     """Run one service until a signal drains it. Returns the exit status. `name` is how the log calls it; `up`
-    gives one and puts it before each line itself. `beats`: the file in which to note each beat, else that of
-    the health check. Raises SetupError."""
+    gives one and puts it before each line itself. `heartbeats`: the file in which to note each heartbeat,
+    else that of the health check. Raises SetupError."""
     from shared import processes
     from shared.actor.runtime import ProcessOptions, run
     from shared.config import DEFAULT_NATS_URL
@@ -77,14 +77,14 @@ def serve(kind: str, settings: Settings, *, name: str = "", beats: str = "") -> 
     os.environ.update(environment(kind, os.environ))
     os.umask(0o077)  # event logs, KV in a folder: what holds prompts is for its owner alone
     url = settings.nats_url or DEFAULT_NATS_URL
-    path = beats or runtime_path(kind)
-    noted = _beat_file(path, settings.beat_interval_ms / 1000) if path else None
+    path = heartbeats or runtime_path(kind)
+    noted = _heartbeat_file(path, settings.heartbeat_interval_ms / 1000) if path else None
     options = ProcessOptions(
         fleet=settings.fleet,
         host_id=settings.host_id,
-        beat_interval_us=settings.beat_interval_ms * 1000,
+        heartbeat_interval_us=settings.heartbeat_interval_ms * 1000,
         drain_timeout_s=settings.drain_timeout_s,
-        on_beat=noted.note if noted is not None else None,
+        on_heartbeat=noted.note if noted is not None else None,
     )
     return leave(run(builder(kind)(settings), partial(_connect, url), options))
 
@@ -103,11 +103,11 @@ async def _connect(url: str, name: str) -> Bus:
     return await NatsBus.connect(url, name=name)
 
 
-def _beat_file(path: str, interval_s: float) -> BeatFile | None:
-    """Where to note the beats; None, and a warning, where that cannot be written."""
+def _heartbeat_file(path: str, interval_s: float) -> HeartbeatFile | None:
+    """Where to note the heartbeats; None, and a warning, where that cannot be written."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return BeatFile(path, interval_s)
+        return HeartbeatFile(path, interval_s)
     except OSError as error:
         log.warning("%s: nobody can see whether this service hangs", error)
         return None
@@ -121,11 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m services.launcher.serve", description=__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--name", default="", help="how the log calls it")
-    parser.add_argument("--beats", default="", help="the file in which to note each beat")
+    parser.add_argument("--heartbeats", default="", help="the file in which to note each beat")
     given = parser.parse_args(argv)
     try:
         ensure_home()
-        return serve(given.kind, load().settings, name=given.name, beats=given.beats)
+        return serve(given.kind, load().settings, name=given.name, heartbeats=given.heartbeats)
     except SetupError as error:
         return fail(error)
 

@@ -68,7 +68,7 @@ def _tell(fault: BusFault) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFile:
+class RunState:
     """The note that `headrace up` leaves so that a second shell finds its server without a flag."""
 
     pid: int
@@ -96,10 +96,10 @@ def path_for(settings: Settings) -> Path:
     return home / f"{settings.fleet}.json"
 
 
-def read(path: Path) -> RunFile | None:
+def read(path: Path) -> RunState | None:
     """The note, if its `up` still runs."""
     try:
-        note = RunFile(**json.loads(path.read_text()))
+        note = RunState(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # none, or of another version
         return None
     return note if _is_alive(note.pid) else None

@@ -93,13 +93,13 @@ class Supervisor:
                 service.task = asyncio.get_running_loop().create_task(self._keep(service))
 
     async def drain(
-        self, order: Sequence[Collection[str]], timeout_s: float, tell: Callable[[int, str], None]
+        self, order: Sequence[Collection[str]], timeout_s: float, report: Callable[[int, str], None]
     ) -> bool:
         """SIGTERM each group of kinds in turn, the next when the one before has ended; once more when the
-        time is over, so that they tell their clients, the next after LAST_WORDS_S, whoever hangs; then kill
+        time is over, so that they tell their clients, the next after LAST_ERROR_S, whoever hangs; then kill
         what is left.
 
-        `tell` is called with the seconds left and who is waited for, about once a second. True when
+        `report` is called with the seconds left and who is waited for, about once a second. True when
         every service ended by itself and in time.
         """
         loop = asyncio.get_running_loop()
@@ -111,7 +111,7 @@ class Supervisor:
                 service.dismiss(signal.SIGTERM)
             while (left := hurry_at - loop.time()) > 0 and any(not s.ended.is_set() for s in waiting):
                 late = {s.spec.kind: None for s in waiting if not s.ended.is_set()}
-                tell(max(0, round(left)), " and ".join(late))
+                report(max(0, round(left)), " and ".join(late))
                 await _all_ended(waiting, min(1.0, left))
             if any(not s.ended.is_set() for s in waiting):
                 clean = False

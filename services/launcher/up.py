@@ -18,14 +18,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from services.launcher import console, nats_server, own_folder, session
-from services.launcher.beats import HANGS_S, Silences, Watch, ticks_of
 from services.launcher.commands import auth
-from services.launcher.commands.status import Pages
-from services.launcher.console import ServiceLines, say
+from services.launcher.commands.status import ScrapeTargets
+from services.launcher.console import ServiceLines, print_line
+from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
 from services.launcher.nats_server import NatsServer
 from services.launcher.own_folder import OwnFolder
 from services.launcher.serve import KINDS
-from services.launcher.session import RunFile
+from services.launcher.session import RunState
 from services.launcher.supervisor import (
     BACKOFF_FIRST_S,
     BACKOFF_LAST_S,
@@ -39,12 +39,12 @@ from services.launcher.supervisor import (
 from shared import codec
 from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
-from shared.client import Client, ask_all, probe
+from shared.client import Client, probe, request_all
 from shared.clock import SystemClock
 from shared.config import Settings
 from shared.cores import usable_cores
 from shared.errors import HeadraceError, SetupError, WireError
-from shared.messages import Beat
+from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.processes import bind, http_url, with_import_path
@@ -55,7 +55,7 @@ _FEW_CORES = 4
 _EDGE = ("gateway", "tokenizer")  # together: what the one refuses while it drains the other must not take
 DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 
-TELL_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 STATUS_S = 0.3
 ANSWER_S = 1.5  # for a nats-server that is well
 
@@ -159,8 +159,8 @@ class _Up:
             stack.callback(session.remove, note, os.getpid())
             stack.callback(loop.create_task(self._supervisor.watch(self._watch.silent_s)).cancel)
             if self._server is not None:
-                stack.callback(loop.create_task(keep_running(self._server, say)).cancel)
-                stack.callback(loop.create_task(watch_server(self._server, say)).cancel)
+                stack.callback(loop.create_task(keep_running(self._server, print_line)).cancel)
+                stack.callback(loop.create_task(watch_server(self._server, print_line)).cancel)
             asked = loop.create_task(self._signals.get())
             ready = loop.create_task(self._become_ready())
             failed = self._supervisor.first_failure
@@ -172,7 +172,7 @@ class _Up:
                     raise SetupError(f"{failed.result()} before the server was ready: its last lines say why")
                 await ready
                 self._supervisor.start()
-                self._write_note()
+                self._write_run_state()
                 await asked
             ready.cancel()
             return await self._wind_down(asked.result())
@@ -197,14 +197,14 @@ class _Up:
             suffix = f"@{name}" if len(self._models) > 1 else ""
             specs += service_specs(of_model, suffix, {"HEADRACE_MODEL": model})
         specs.sort(key=lambda spec: KINDS.index(spec.kind))
-        self._pages = Pages(os.environ, [spec.name for spec in specs])
+        self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
         env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})
         lines = ServiceLines([spec.name for spec in specs], bare=s.log_json)
         return Supervisor(specs, env, lines)
 
     def _argv_of(self, spec: ServiceSpec) -> tuple[str, ...]:
-        return (*spec.argv, "--beats", self._watch.path(spec.name))
+        return (*spec.argv, "--heartbeats", self._watch.path(spec.name))
 
     def _env_of(self, spec: ServiceSpec) -> dict[str, str]:
         page = self._pages.variables(spec.name)
@@ -225,18 +225,18 @@ class _Up:
         bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
         try:
             readiness = Readiness(bus, self._settings.fleet)
-            await readiness.wait(list(self._models), say)
+            await readiness.wait(list(self._models), print_line)
             self._contexts = {model: readiness.context(model) for model in self._models}
             dtype = await readiness.dtype()
             self._same_seed = same_seed(dtype, deterministic=self._settings.deterministic)
             if (address := self._settings.http_address) is not None:
-                self._http = http_url(address[0], await readiness.gateway_port(say))
+                self._http = http_url(address[0], await readiness.gateway_port(print_line))
         finally:
             await bus.drain()
 
-    def _write_note(self) -> None:
+    def _write_run_state(self) -> None:
         monitoring = self._server.monitoring_url if self._server else ""
-        note = RunFile(
+        note = RunState(
             pid=os.getpid(),
             fleet=self._settings.fleet,
             nats_url=self._url,
@@ -246,7 +246,9 @@ class _Up:
         try:
             note.write(session.path_for(self._settings))
         except OSError as error:
-            say(f"other commands need --nats-url {access.shown(self._url)}: no note for them ({error})")
+            print_line(
+                f"other commands need --nats-url {access.shown(self._url)}: no note for them ({error})"
+            )
         contexts = self._contexts.items()
         rows = [
             *(row for model, context in contexts for row in (("model", model), ("context", context))),
@@ -260,13 +262,15 @@ class _Up:
         ]
         for name, value in rows:
             if value:
-                say(f"  {name + ':':<12}{console.bold(value)}")
-        say(f"ready after {time.monotonic() - self._started_at:.1f} s")
-        say(f'try `headrace chat -q "What is NATS?"` in a second shell; {console.dim("Ctrl-C drains")}')
+                print_line(f"  {name + ':':<12}{console.bold(value)}")
+        print_line(f"ready after {time.monotonic() - self._started_at:.1f} s")
+        print_line(
+            f'try `headrace chat -q "What is NATS?"` in a second shell; {console.dim("Ctrl-C drains")}'
+        )
 
     async def _wind_down(self, first: signal.Signals) -> int:
         """Drain; a second signal kills."""
-        say("draining: no new requests, running ones end; a second Ctrl-C kills")
+        print_line("draining: no new requests, running ones end; a second Ctrl-C kills")
         loop = asyncio.get_running_loop()
         drained = loop.create_task(
             self._supervisor.drain(DRAIN_ORDER, self._settings.drain_timeout_s, _countdown())
@@ -279,20 +283,22 @@ class _Up:
             await self._supervisor.kill()
         again.cancel()
         clean = await drained
-        say("killed" if forced else "stopped" if clean else "stopped: what did not end in time was told so")
+        print_line(
+            "killed" if forced else "stopped" if clean else "stopped: what did not end in time was told so"
+        )
         return FORCED if forced or first == signal.SIGINT else 0
 
 
 def _countdown() -> Callable[[int, str], None]:
     last = 0
 
-    def tell(left_s: int, kind: str) -> None:
+    def report(left_s: int, kind: str) -> None:
         nonlocal last
         if last and left_s != last:  # a drain that takes no time needs no countdown
-            say(f"draining: {kind} has {left_s} s left")
+            print_line(f"draining: {kind} has {left_s} s left")
         last = left_s
 
-    return tell
+    return report
 
 
 def _check_model(settings: Settings, model: str) -> None:
@@ -305,12 +311,12 @@ def _check_model(settings: Settings, model: str) -> None:
     except SetupError:
         if model != DEFAULT_MODEL:
             raise
-        say(f"the model {model} is not here yet: fetching it once")
-        pull(model, settings.cache_dir, say)
+        print_line(f"the model {model} is not here yet: fetching it once")
+        pull(model, settings.cache_dir, print_line)
         sys.stdout.flush()
 
 
-async def keep_running(server: NatsServer, tell: Callable[[str], None]) -> None:
+async def keep_running(server: NatsServer, report: Callable[[str], None]) -> None:
     """Restart `server` on its ports whenever it ends, with back-off, until cancelled. Run on the main thread.
 
     The services reconnect by themselves and repair their streams, so a restart costs the requests in
@@ -324,7 +330,7 @@ async def keep_running(server: NatsServer, tell: Callable[[str], None]) -> None:
             backoff_s = BACKOFF_FIRST_S
         runs = False
         while not runs:
-            tell(f"nats-server {what}; starts again in {backoff_s:g} s")
+            report(f"nats-server {what}; starts again in {backoff_s:g} s")
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, BACKOFF_LAST_S)
             try:
@@ -334,16 +340,16 @@ async def keep_running(server: NatsServer, tell: Callable[[str], None]) -> None:
                 what = f"did not start ({error})"
 
 
-async def watch_server(server: NatsServer, tell: Callable[[str], None]) -> None:
+async def watch_server(server: NatsServer, report: Callable[[str], None]) -> None:
     """Kill `server` when it hangs, until cancelled: whoever keeps it running starts it again."""
-    silences = Silences()
+    silences = SilenceTimers()
     while True:
         await asyncio.sleep(LOOK_S)
         pid = server.process.pid
         ticks = None if await _answers(server.monitoring_url) else ticks_of(pid)
         silent_s = silences.seconds("", None if ticks is None else (pid, ticks), time.monotonic())
         if silent_s >= HANGS_S:
-            tell(f"nats-server has not answered for {silent_s:.0f} s and used no CPU: killed")
+            report(f"nats-server has not answered for {silent_s:.0f} s and used no CPU: killed")
             server.process.kill()
 
 
@@ -390,10 +396,10 @@ def same_seed(dtype: str, *, deterministic: bool) -> str:
 
 
 class Readiness:
-    """Watches the beats of a fleet, and probes it: it is ready when a real request has begun to be answered
-    through NATS.
+    """Watches the heartbeats of a fleet, and probes it: it is ready when a real request has begun to be
+    answered through NATS.
 
-    The attempts follow the beats: nothing is polled. Every kind a request passes through has to say
+    The attempts follow the heartbeats: nothing is polled. Every kind a request passes through has to say
     "ready" first.
     """
 
@@ -402,70 +408,70 @@ class Readiness:
         self._fleet = fleet
         self._peers = Peers()
         self._clock = SystemClock()
-        self._beaten = asyncio.Event()
+        self._heartbeat_came = asyncio.Event()
 
-    async def wait(self, models: Sequence[str], tell: Callable[[str], None]) -> None:
-        """Return once a request to each of `models` was answered. `tell` hears what is missing, at times.
+    async def wait(self, models: Sequence[str], report: Callable[[str], None]) -> None:
+        """Return once a request to each of `models` was answered. `report` hears what is missing, at times.
 
         Raises the request's error when it is not of the kind that passes.
         """
-        await self._bus.subscribe(subjects.beat_all(self._fleet), self._on_beat)
+        await self._bus.subscribe(subjects.heartbeat_all(self._fleet), self._on_heartbeat)
         client = await Client.open(self._bus)
-        self._bus.publish(subjects.beat_ask(self._fleet), b"")
+        self._bus.publish(subjects.heartbeat_request(self._fleet), b"")
         for model in models:
-            await self._answered(client, model, tell)
+            await self._answered(client, model, report)
 
-    async def _answered(self, client: Client, model: str, tell: Callable[[str], None]) -> None:
+    async def _answered(self, client: Client, model: str, report: Callable[[str], None]) -> None:
         while True:
-            await self._wait_for_beats(model, tell)
+            await self._wait_for_heartbeats(model, report)
             try:
                 await probe(client, model)
             except HeadraceError as error:
                 if not error.retryable:
                     raise
-                await self._next_beat(tell, error.message)
+                await self._next_heartbeat(report, error.message)
             else:
                 return
 
     def context(self, model: str) -> str:
         """The longest prompt with its answer, for a person; after `wait`."""
-        known = self._peers.most("tokenizer", "model_context", model)
-        real = min(self._peers.most("executor", "context", model) or known, known)
+        known = self._peers.max_load("tokenizer", "model_context", model)
+        real = min(self._peers.max_load("executor", "context", model) or known, known)
         why = f": the KV cache holds no more of the model's {known:,}, see kv_blocks" if real < known else ""
         return f"{real:,} tokens{why}"
 
-    async def gateway_port(self, tell: Callable[[str], None]) -> int:
+    async def gateway_port(self, report: Callable[[str], None]) -> int:
         """The port on which a gateway serves HTTP, once one is ready; after `wait`."""
         while True:
             for actor in self._peers.ready("gateway"):
                 peer = self._peers.get(f"gateway.{actor}")
-                load = dict(peer.beat.load) if peer is not None else {}
+                load = dict(peer.heartbeat.load) if peer is not None else {}
                 if "http_port" in load:
                     return load["http_port"]
-            await self._next_beat(tell, "gateway")
+            await self._next_heartbeat(report, "gateway")
 
     async def dtype(self) -> str:
         """In what an executor computes, empty where none says so; after `wait`."""
-        found = await ask_all(self._bus, subjects.STATUS, STATUS_S)
+        found = await request_all(self._bus, subjects.STATUS, STATUS_S)
         return next((str(status["dtype"]) for status in found if status.get("dtype")), "")
 
-    async def _wait_for_beats(self, model: str, tell: Callable[[str], None]) -> None:
+    async def _wait_for_heartbeats(self, model: str, report: Callable[[str], None]) -> None:
         while gone := missing(self._peers, model):
-            await self._next_beat(tell, ", ".join(gone))
+            await self._next_heartbeat(report, ", ".join(gone))
 
-    async def _next_beat(self, tell: Callable[[str], None], why: str) -> None:
-        self._beaten.clear()
-        while not self._beaten.is_set():
+    async def _next_heartbeat(self, report: Callable[[str], None], why: str) -> None:
+        self._heartbeat_came.clear()
+        while not self._heartbeat_came.is_set():
             try:
-                await asyncio.wait_for(self._beaten.wait(), TELL_EVERY_S)
+                await asyncio.wait_for(self._heartbeat_came.wait(), REPORT_EVERY_S)
             except TimeoutError:
-                tell(f"waiting for: {why}")
+                report(f"waiting for: {why}")
 
-    def _on_beat(self, delivery: Delivery) -> None:
+    def _on_heartbeat(self, delivery: Delivery) -> None:
         try:
             envelope = codec.decode(delivery.data)
         except WireError:
             return  # not of this version
-        if isinstance(envelope.message, Beat):
-            self._peers.hear(envelope.epoch, envelope.message, self._clock.now_us())
-            self._beaten.set()
+        if isinstance(envelope.message, Heartbeat):
+            self._peers.update(envelope.epoch, envelope.message, self._clock.now_us())
+            self._heartbeat_came.set()

@@ -13,8 +13,8 @@ from services.scheduler.reports.event_log import Recorder, attach
 from services.scheduler.state import policies, requests
 from services.scheduler.state.requests import (
     Arrived,
-    DrainAsked,
-    DrainOver,
+    DrainRequested,
+    DrainTimedOut,
     Event,
     PeerDraining,
     PeerLost,
@@ -26,15 +26,15 @@ from services.scheduler.state.requests import (
 )
 from services.scheduler.state.state import Limits, State
 from services.scheduler.state.step_log import StepSpan, step_spans, step_trace
-from shared.actor.mailbox import Port
-from shared.actor.membership import Peer, unnoticed_us
-from shared.actor.runtime import Actor, Facts
+from shared.actor.mailbox import Mailbox
+from shared.actor.membership import Peer, detection_us
+from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.messages import Cancel, Message, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.replies import to_json
-from shared.telemetry.readings import Readings
+from shared.telemetry.readings import Metrics
 from shared.telemetry.tracer import Tracer
 from shared.vocab.files import served_name
 
@@ -57,37 +57,39 @@ class SchedulerActor(Actor):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def start(self, port: Port) -> None:
-        self._port = port
-        self._core.state.next_seq = port.epoch % 2**30 + 1  # no number means another sequence after a restart
+    async def start(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._core.state.next_seq = (
+            mailbox.epoch % 2**30 + 1
+        )  # no number means another sequence after a restart
         if self._event_log:
-            self._recorder = await attach(self._core, port, self._event_log, self._model)
-        await port.bus.subscribe(subjects.CANCEL_ALL, port.guarded(self._on_cancel))
-        await port.bus.subscribe(
-            subjects.TRACE_ALL, lambda asked: answer_trace(port, self._core.state, asked)
+            self._recorder = await attach(self._core, mailbox, self._event_log, self._model)
+        await mailbox.bus.subscribe(subjects.CANCEL_ALL, mailbox.guarded(self._on_cancel))
+        await mailbox.bus.subscribe(
+            subjects.TRACE_ALL, lambda tokenized: answer_trace(mailbox, self._core.state, tokenized)
         )
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         transit_us = 0
         if isinstance(message, Tokenized) and message.sent_wall_us and not message.generated:
-            transit_us = max(self._port.clock.wall_us() - message.sent_wall_us, 0)
+            transit_us = max(self._mailbox.clock.wall_us() - message.sent_wall_us, 0)
         self._handle(Arrived(source, message, trace, transit_us))
 
     def on_peer(self, peer: Peer) -> None:
-        beat = peer.beat
-        if beat.kind == "kv_offload":
+        heartbeat = peer.heartbeat
+        if heartbeat.kind == "kv_offload":
             self._handle(_tier_event(peer))
-        elif beat.model != self._model:
+        elif heartbeat.model != self._model:
             return  # a detokenizer of another model has another vocabulary
-        elif beat.scheduler not in ("", self._port.actor):
-            self._handle(PeerLost(beat.kind, beat.actor, died=False))
-        elif beat.state == "ready":
-            self._handle(PeerReady(beat.kind, beat.actor, peer.epoch, beat.arena_generation))
-        elif beat.state == "draining":
-            self._handle(PeerDraining(beat.kind, beat.actor))
+        elif heartbeat.scheduler not in ("", self._mailbox.actor):
+            self._handle(PeerLost(heartbeat.kind, heartbeat.actor, died=False))
+        elif heartbeat.state == "ready":
+            self._handle(PeerReady(heartbeat.kind, heartbeat.actor, peer.epoch, heartbeat.arena_generation))
+        elif heartbeat.state == "draining":
+            self._handle(PeerDraining(heartbeat.kind, heartbeat.actor))
 
     def on_peer_gone(self, peer: Peer) -> None:
-        self._handle(_lost(peer.beat.kind, peer.beat.actor))
+        self._handle(_lost(peer.heartbeat.kind, peer.heartbeat.actor))
 
     def on_restart(self, source: str) -> None:
         kind, _, actor = source.partition(".")
@@ -102,26 +104,26 @@ class SchedulerActor(Actor):
         if store.waits(self._core.state):
             self._handle(Ticked())
         if self._recorder is not None:
-            self._recorder.upkeep(self._port.clock.now_us())
+            self._recorder.upkeep(self._mailbox.clock.now_us())
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         state = self._core.state
-        return Facts(model=self._model, load=status.load(state), counts=status.counts(state))
+        return HeartbeatPayload(model=self._model, load=status.load(state), counts=status.counts(state))
 
     @property
-    def readings(self) -> Readings:
-        return status.readings(self._core.state)
+    def metrics(self) -> Metrics:
+        return status.metric_points(self._core.state)
 
     def status(self) -> dict[str, object]:
         return {"model": self._model, **status.status(self._core.state)}
 
     async def drain(self) -> None:
-        self._handle(DrainAsked())
+        self._handle(DrainRequested())
         await self._idle.wait()
 
     async def stop(self) -> None:
         if self._core.state.draining and self._core.state.requests:  # after a failure others go on with them
-            self._handle(DrainOver())
+            self._handle(DrainTimedOut())
         if self._ticking is not None:
             self._ticking.cancel()
         if self._recorder is not None:
@@ -130,10 +132,10 @@ class SchedulerActor(Actor):
 
     def _handle(self, event: Event) -> None:
         handle = self._core.handle if self._recorder is None else self._recorder.handle
-        for command in handle(event, self._port.clock.now_us()):
-            self._port.send(command.to, command.message, command.trace)
-        if unsent := self._core.state.steps.unsent:
-            send_spans(unsent, self._port.tracer)
+        for command in handle(event, self._mailbox.clock.now_us()):
+            self._mailbox.send(command.to, command.message, command.trace)
+        if unsent := self._core.state.step_log.unsent:
+            send_spans(unsent, self._mailbox.tracer)
         if self._core.idle:
             self._idle.set()
             return
@@ -153,11 +155,13 @@ class SchedulerActor(Actor):
 
 
 def _tier_event(peer: Peer) -> Event:
-    """What a beat of a kv_offload says: one without an arena, or on its way out, holds nothing."""
-    beat = peer.beat
-    if beat.state != "ready" or not beat.arena or not beat.tiers:
-        return TierLost(beat.actor)
-    return TierReady(beat.actor, peer.epoch, beat.host_id, beat.arena_generation, beat.tiers)
+    """What a heartbeat of a kv_offload says: one without an arena, or on its way out, holds nothing."""
+    heartbeat = peer.heartbeat
+    if heartbeat.state != "ready" or not heartbeat.arena or not heartbeat.tiers:
+        return TierLost(heartbeat.actor)
+    return TierReady(
+        heartbeat.actor, peer.epoch, heartbeat.host_id, heartbeat.arena_generation, heartbeat.tiers
+    )
 
 
 def _lost(kind: str, actor: str) -> Event:
@@ -172,16 +176,16 @@ def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:
             tracer.export(step_trace(step), "", step_spans(step))
 
 
-def answer_trace(port: Port, state: State, asked: Delivery) -> None:
-    """Reply to `headrace.v1.trace.<request>`; the body `steps` asks for the steps, too."""
+def answer_trace(mailbox: Mailbox, state: State, tokenized: Delivery) -> None:
+    """Reply to `headrace.v1.trace.<request>`; the body `step_log` asks for the steps, too."""
     try:
-        request = subjects.name_at(asked.subject, 3)
+        request = subjects.name_at(tokenized.subject, 3)
     except ValueError:
         request = ""  # of no request: the answer is "unknown"
-    if access.answerable(port.bus, asked):
-        offset_us = port.clock.wall_us() - port.clock.now_us()
-        body = traces.answer(state, request, offset_us, steps=asked.data == subjects.TRACE_STEPS)
-        port.bus.publish(asked.reply, to_json(body))
+    if access.answerable(mailbox.bus, tokenized):
+        offset_us = mailbox.clock.wall_us() - mailbox.clock.now_us()
+        body = traces.answer(state, request, offset_us, steps=tokenized.data == subjects.TRACE_STEPS)
+        mailbox.bus.publish(tokenized.reply, to_json(body))
 
 
 def build(settings: Settings) -> SchedulerActor:
@@ -197,7 +201,7 @@ def build(settings: Settings) -> SchedulerActor:
         classes=requests.parse(settings.slo),
         model_digest=settings.model_digest,
         accept_mixed=settings.accept_mixed,
-        ended_within_us=unnoticed_us(settings.beat_interval_ms * 1000),
+        ended_within_us=detection_us(settings.heartbeat_interval_ms * 1000),
     )
     model = settings.model_name or served_name(settings.model)
     return SchedulerActor(limits, model, settings.event_log)

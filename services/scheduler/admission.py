@@ -1,6 +1,6 @@
 """Admission: the first that waits starts as soon as an executor has what it needs.
 
-Units are taken in the order of the queue. One that must wait keeps an executor for itself, on which nobody
+Groups are taken in the order of the queue. One that must wait keeps an executor for itself, on which nobody
 behind it starts, so that a large one is never overtaken for ever; on the others those behind it do. Tenants
 of which nothing runs go before it, but not for ever either (`_next`). Of a request with several choices those
 start for which there is room, the others wait on. Where the first must wait, sequences of lower classes may
@@ -25,59 +25,61 @@ from services.scheduler import (
     prefix_cache,
     recompute_cost,
 )
-from services.scheduler.headroom import most_spare_blocks, spare_blocks
+from services.scheduler.headroom import headroom_blocks, headroom_bound
 from services.scheduler.kv_tiers import load, lookups
 from services.scheduler.load_shedding import RETRY_AFTER_MS
-from services.scheduler.state.policies import Option
+from services.scheduler.state.policies import RoutingOption
 from services.scheduler.state.requests import Phase, Request, Sequence
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.errors import Unavailable
 from shared.messages import SlotOpen
 
 OVERTAKEN, OVERTAKEN_US = 8, 5_000_000  # so often, and for so long: then it is nobody's turn before
 SUSPECT = 2  # deaths
-NEIGHBOURS = 4  # beside the one on trial, that have not come PAST yet
-PAST = 8  # tokens of each choice since its place, or since the death: some were on their way when it came
+MAX_UNPROVEN = 4  # beside the one on trial, that have not come PROVEN_TOKENS yet
+PROVEN_TOKENS = (
+    8  # tokens of each choice since its place, or since the death: some were on their way when it came
+)
 
 
 @dataclass(slots=True)  # not frozen: to set its fields would cost three times as much
 class Offer:
-    """An executor that can start a unit now, or some of its choices: the cached blocks of its prompt, the one
-    with its tail if it was paused, and what it promises to each that starts."""
+    """An executor that can start a group now, or some of its choices: the cached blocks of its prompt, the
+    one with its tail if it was preempted, and what it promises to each that starts."""
 
     executor: Executor
     hits: list[int]
     tail: int | None
-    promises: list[int]
-    option: Option
+    reservations: list[int]
+    option: RoutingOption
 
 
 @dataclass(slots=True)
-class Kept:
-    """What those that must wait have to themselves: executors, by source; `asks`: one of them will start as
-    soon as a tier answers."""
+class HeldExecutors:
+    """What those that must wait have to themselves: executors, by source; `awaits_lookup`: one of them will
+    start as soon as a tier answers."""
 
-    executors: set[str] = field(default_factory=set)
-    asks: bool = False
+    sources: set[str] = field(default_factory=set)
+    awaits_lookup: bool = False
 
 
 def admit(state: State) -> None:
     """Start what can start, in order."""
     waiting = state.waiting
-    if not waiting.lines:
+    if not waiting.queues:
         return
-    waiting.age(state.now_us)
+    waiting.promote_aged(state.now_us)
     for model in sorted({e.hello.model for e in state.executors.values()}):
-        while (unit := _next(state, model)) is not None:
-            if state.stuck and state.stuck == _seen(state, unit):
+        while (group := _next(state, model)) is not None:
+            if state.blocked_on and state.blocked_on == _blocking_state(state, group):
                 break
-            if not _admit(state, unit, kept := Kept()):
-                _admit_others(state, unit, kept)
+            if not _admit(state, group, held := HeldExecutors()):
+                _admit_others(state, group, held)
                 break
 
 
-def _next(state: State, model: str) -> Unit | None:
+def _next(state: State, model: str) -> SequenceGroup | None:
     """The first of a tenant of which nothing runs, or else of all; but the first of all where others have
     gone before it for long on the executor that it keeps: tenants that ask for one thing at a time would
     leave a large one no room for ever. That is no right of a tenant that has more than its share already."""
@@ -85,9 +87,9 @@ def _next(state: State, model: str) -> Unit | None:
     if (
         head is not None
         and head.overtaken >= OVERTAKEN
-        and state.now_us - head.kept_us >= OVERTAKEN_US
+        and state.now_us - head.held_since_us >= OVERTAKEN_US
         and not any(
-            head.client[0] in preemption.over_share(e, len(e.tenants))
+            head.client[0] in preemption.over_share(e, len(e.running_by_tenant))
             for e in state.executors.values()
             if e.hello.model == model
         )
@@ -98,220 +100,234 @@ def _next(state: State, model: str) -> Unit | None:
 
 def _running(state: State, model: str) -> set[str]:
     """The tenants of whom something runs."""
-    here = [e.tenants for e in state.executors.values() if e.hello.model == model]
+    here = [e.running_by_tenant for e in state.executors.values() if e.hello.model == model]
     return set().union(*here)
 
 
-def _admit(state: State, unit: Unit, kept: Kept) -> bool:
-    """Start a unit, or some of its choices, on an executor that nobody before it keeps, or set it aside.
+def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
+    """Start a group, or some of its choices, on an executor that nobody before it keeps, or set it aside.
     False when it must wait, and keeps one, too."""
-    first, executors = not kept.executors, list(state.executors.values())
-    free = [e for e in executors if e.source not in kept.executors]
-    offers = [offer for e in free if (offer := _offer(state, e, unit)) is not None]
+    first, executors = not held.sources, list(state.executors.values())
+    free = [e for e in executors if e.source not in held.sources]
+    offers = [offer for e in free if (offer := _offer(state, e, group)) is not None]
     if offers:
-        offer = _place(state, offers)
-        if not lookups.pending(state, unit):
-            _start(state, offer, unit)
+        offer = _route(state, offers)
+        if not lookups.pending(state, group):
+            _start(state, offer, group)
             return True
-        kept.asks = True
-        kept.executors.add(offer.option.source)
+        held.awaits_lookup = True
+        held.sources.add(offer.option.source)
         return False
-    if why := model_kinds.stranded(state, unit.request):
-        finish.fail(state, unit.request, Unavailable.code, why, RETRY_AFTER_MS)
+    if why := model_kinds.stranded(state, group.request):
+        finish.fail(state, group.request, Unavailable.code, why, RETRY_AFTER_MS)
         return True
-    able = [e for e in executors if model_kinds.serves(e, unit.request) and headroom.holds(e, unit)]
+    able = [e for e in executors if model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)]
     if not able:
-        state.waiting.park(unit)  # it was accepted for a larger executor, now gone or about to go
+        state.waiting.park(group)  # it was accepted for a larger executor, now gone or about to go
         return True
-    if first and preemption.give_way(state, unit, [e for e in executors if _may_join(state, e, unit)]):
+    if first and preemption.preempt_for(state, group, [e for e in executors if _may_join(state, e, group)]):
         return True
     if first:
-        lookups.refresh(state, unit)
-    _keep(state, unit, [e for e in able if e in free], kept)
+        lookups.refresh(state, group)
+    _hold_executor(state, group, [e for e in able if e in free], held)
     return False
 
 
-def _keep(state: State, unit: Unit, able: list[Executor], kept: Kept) -> None:
-    """Keep the executor on which a unit will start: once chosen it stays, or others would take all room
+def _hold_executor(state: State, group: SequenceGroup, able: list[Executor], held: HeldExecutors) -> None:
+    """Keep the executor on which a group will start: once chosen it stays, or others would take all room
     that comes, here and there in turn."""
     sources = [e.source for e in able]
-    if unit.keeps not in sources and able:
-        unit.keeps = min(
-            able, key=lambda e: (_lacks(state, e, unit) if len(able) > 1 else 0, e.source)
+    if group.held_executor not in sources and able:
+        group.held_executor = min(
+            able, key=lambda e: (_shortfall(state, e, group) if len(able) > 1 else 0, e.source)
         ).source
-        unit.kept_us, unit.overtaken = state.now_us, 0
-    if unit.keeps in sources:
-        kept.executors.add(unit.keeps)
+        group.held_since_us, group.overtaken = state.now_us, 0
+    if group.held_executor in sources:
+        held.sources.add(group.held_executor)
 
 
-def _lacks(state: State, executor: Executor, unit: Unit) -> int:
-    return sum(max(lack, 0) for lack in headroom.lacking(state, executor, unit))
+def _shortfall(state: State, executor: Executor, group: SequenceGroup) -> int:
+    return sum(max(lack, 0) for lack in headroom.shortfall(state, executor, group))
 
 
-def _admit_others(state: State, first: Unit, kept: Kept) -> None:
+def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> None:
     """Those behind the first, which waits, start where it will not. What must change before any of them may
     is noted, unless a tier is about to answer."""
-    model = first.request.asked.model
+    model = first.request.tokenized.model
     free = [e for e in state.executors.values() if e.hello.model == model and e.pool.free_slots]
-    there = [e for e in free if e.source not in kept.executors]
+    there = [e for e in free if e.source not in held.sources]
 
-    def fits(unit: Unit) -> bool:
-        one = unit if len(unit.sequences) == 1 else Unit(unit.request, unit.sequences[:1], unit.number)
-        return any(model_kinds.serves(e, unit.request) and headroom.holds(e, one) for e in there)
+    def fits(group: SequenceGroup) -> bool:
+        one = (
+            group
+            if len(group.sequences) == 1
+            else SequenceGroup(group.request, group.sequences[:1], group.number)
+        )
+        return any(model_kinds.serves(e, group.request) and headroom.fits_alone(e, one) for e in there)
 
-    for unit in state.waiting.behind(model, first, fits) if there else ():
-        if unit.line is not None:
-            _admit(state, unit, kept)
-        if all(e.source in kept.executors for e in there):
+    for group in state.waiting.candidates_after(model, first, fits) if there else ():
+        if group.queue is not None:
+            _admit(state, group, held)
+        if all(e.source in held.sources for e in there):
             break
-    if not kept.asks:
-        state.stuck = _seen(state, first)
+    if not held.awaits_lookup:
+        state.blocked_on = _blocking_state(state, first)
 
 
-def _seen(state: State, unit: Unit) -> tuple[int, ...]:
-    """What must change before a unit that had to wait may start, or, on another executor, one behind it."""
-    seen = [unit.number, unit.level, state.next_seq if len(state.executors) > 1 else 0]
+def _blocking_state(state: State, group: SequenceGroup) -> tuple[int, ...]:
+    """What must change before a group that had to wait may start, or, on another executor, one behind it."""
+    seen = [group.number, group.level, state.next_seq if len(state.executors) > 1 else 0]
     for e in state.executors.values():
         seen += e.step, e.pool.free_blocks, e.pool.reserved, e.pool.free_slots, e.draining
     return tuple(seen)
 
 
-def _offer(state: State, executor: Executor, unit: Unit) -> Offer | None:
-    hello, pool, head = executor.hello, executor.pool, unit.sequences[0]
-    if executor.holds or not pool.free_slots:  # held: the places that come are for who runs
+def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | None:
+    hello, pool, head = executor.hello, executor.pool, group.sequences[0]
+    if executor.awaits_copies or not pool.free_slots:  # held: the places that come are for who runs
         return None
-    if head.max_length > hello.max_context or not _may_join(state, executor, unit):
+    if head.max_length > hello.max_context or not _may_join(state, executor, group):
         return None
     hits = prefix_cache.lookup(executor, head)
     tail = prefix_cache.tail_block(executor, head, len(hits))
     present = hits if tail is None else [*hits, tail]
-    promises = headroom.promises(state, executor, unit)[: pool.free_slots]
-    promises[0] = max(promises[0] - len(present), 0)
+    reservations = headroom.reservations(state, executor, group)[: pool.free_slots]
+    reservations[0] = max(reservations[0] - len(present), 0)
     room = pool.unreserved_blocks - pool.free_taken_by(present)
-    if room < sum(promises) + most_spare_blocks(state, executor, head):
-        spare = spare_blocks(state, executor, unit.sequences[: len(promises)])
-        while promises and room < sum(promises) + spare:
-            promises.pop()
-        if not promises:
+    if room < sum(reservations) + headroom_bound(state, executor, head):
+        spare = headroom_blocks(state, executor, group.sequences[: len(reservations)])
+        while reservations and room < sum(reservations) + spare:
+            reservations.pop()
+        if not reservations:
             return None
     coming = pool.unreserved_blocks + pool.coming_blocks
-    option = Option(executor.source, len(hits) * hello.block_tokens, coming, len(executor.running))
-    return Offer(executor, hits, tail, promises, option)
+    option = RoutingOption(executor.source, len(hits) * hello.block_tokens, coming, len(executor.running))
+    return Offer(executor, hits, tail, reservations, option)
 
 
-def _may_join(state: State, executor: Executor, unit: Unit) -> bool:
+def _may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """True where nothing but room for it is wanted."""
-    return model_kinds.serves(executor, unit.request) and _safe(executor, unit) and _joins(state, executor)
+    return (
+        model_kinds.serves(executor, group.request)
+        and _safe(executor, group)
+        and _batch_is_open(state, executor)
+    )
 
 
-def _joins(state: State, executor: Executor) -> bool:
+def _batch_is_open(state: State, executor: Executor) -> bool:
     return not (state.limits.policy.closed and any(s.computed for s in executor.running))
 
 
 def on_trial(request: Request) -> bool:
     """Whether executors may die of it. Who has passed once, and was there at the next death, is tried to its
     end."""
-    if request.deaths < SUSPECT:
+    if request.executor_deaths < SUSPECT:
         return False
     generated = sum(s.generated for s in request.sequences)
-    return request.deaths > SUSPECT or generated <= request.died_at + PAST * len(request.sequences)
+    return request.executor_deaths > SUSPECT or generated <= request.tokens_at_death + PROVEN_TOKENS * len(
+        request.sequences
+    )
 
 
-def tried(executor: Executor) -> Request | None:
+def request_on_trial(executor: Executor) -> Request | None:
     """The request that is on trial here."""
-    suspects = (s.request for s in executor.running if s.request.deaths >= SUSPECT)
+    suspects = (s.request for s in executor.running if s.request.executor_deaths >= SUSPECT)
     return next((request for request in suspects if on_trial(request)), None)
 
 
-def _safe(executor: Executor, unit: Unit) -> bool:
-    """True where no trial is disturbed: neither that of the unit nor one that it would join."""
-    there, trial = tried(executor), on_trial(unit.request)
-    if there is unit.request or (there is None and not trial):
+def _safe(executor: Executor, group: SequenceGroup) -> bool:
+    """True where no trial is disturbed: neither that of the group nor one that it would join."""
+    there, trial = request_on_trial(executor), on_trial(group.request)
+    if there is group.request or (there is None and not trial):
         return True
     if there is not None and trial:
         return False
-    request = there or unit.request
+    request = there or group.request
     unproven = [
-        s for s in executor.running if s.request is not request and len(s.tokens) <= s.opened_length + PAST
+        s
+        for s in executor.running
+        if s.request is not request and len(s.tokens) <= s.opened_length + PROVEN_TOKENS
     ]
-    joining = 0 if trial else len(unit.sequences)
-    return len(unproven) + joining <= NEIGHBOURS
+    joining = 0 if trial else len(group.sequences)
+    return len(unproven) + joining <= MAX_UNPROVEN
 
 
-def _place(state: State, offers: list[Offer]) -> Offer:
+def _route(state: State, offers: list[Offer]) -> Offer:
     if len(offers) == 1:
         return offers[0]
-    chosen = state.limits.policy.the("routing")([offer.option for offer in offers])
+    chosen = state.limits.policy.function("routing")([offer.option for offer in offers])
     return next(offer for offer in offers if offer.option == chosen)
 
 
-def _start(state: State, offer: Offer, unit: Unit) -> None:
-    executor, leader, request, level = offer.executor, unit.sequences[0], unit.request, unit.level
+def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
+    executor, parent, request, level = offer.executor, group.sequences[0], group.request, group.level
     head = state.waiting.first(executor.hello.model)
-    if head is not None and head is not unit and head.keeps == offer.option.source:
+    if head is not None and head is not group and head.held_executor == offer.option.source:
         head.overtaken += 1
-    if (begins := len(offer.promises)) < len(unit.sequences):
-        unit = state.waiting.split(unit, begins)
+    if (begins := len(offer.reservations)) < len(group.sequences):
+        group = state.waiting.split(group, begins)
     else:
-        state.waiting.remove(unit)
+        state.waiting.remove(group)
     if request.model_digest != executor.hello.model_digest:
         request.model_digest = executor.hello.model_digest
-        arrival.leave_asked(state, request)
-    for sequence, blocks in zip(unit.sequences, offer.promises, strict=True):
+        arrival.send_to_shard(state, request)
+    for sequence, blocks in zip(group.sequences, offer.reservations, strict=True):
         executor.pool.reserve(blocks)
         executor.generation += 1
         sequence.phase, sequence.reserved, sequence.level = Phase.RUNNING, blocks, level
         sequence.executor, sequence.slot = executor.hello.executor, executor.pool.take_slot()
         sequence.last_executor = sequence.executor
         sequence.generation = executor.generation
-        sequence.leader = None if sequence is leader else leader
+        sequence.parent = None if sequence is parent else parent
         sequence.opened_after = executor.step
         sequence.opened_length = len(sequence.tokens)
-        sequence.compiling = executor.hello.tells_grammars and bool(sequence.request.asked.grammar)
-        if sequence is leader:
-            _take_hits(state, offer, unit)
-        executor.enter(sequence)
-        _note(state, offer, unit, sequence)
+        sequence.compiles_grammar = executor.hello.reports_grammars and bool(
+            sequence.request.tokenized.grammar
+        )
+        if sequence is parent:
+            _take_hits(state, offer, group)
+        executor.add(sequence)
+        _record(state, offer, group, sequence)
         state.send(offer.option.source, _slot_open(sequence), sequence.request.trace)
-    load.begin(state, executor, leader, unit)
-    recompute_cost.returned(state, executor, leader, unit)
+    load.begin(state, executor, parent, group)
+    recompute_cost.on_resume(state, executor, parent, group)
 
 
-def _take_hits(state: State, offer: Offer, unit: Unit) -> None:
-    leader = unit.sequences[0]
-    fresh = leader.admitted_us == 0
-    found = prefix_cache.adopt(offer.executor, leader, offer.hits)
+def _take_hits(state: State, offer: Offer, group: SequenceGroup) -> None:
+    parent = group.sequences[0]
+    fresh = parent.admitted_us == 0
+    found = prefix_cache.adopt(offer.executor, parent, offer.hits)
     if offer.tail is not None:
-        prefix_cache.claim_tail(offer.executor, leader, offer.tail)
+        prefix_cache.claim_tail(offer.executor, parent, offer.tail)
     if fresh:
-        state.meter.prefix_lookup_tokens += len(leader.tokens)
-        state.meter.prefix_hit_tokens += found
-        below = max((sum(t > 0 for t in answer.found) for answer in unit.answers.values()), default=0)
+        state.counters.prefix_lookup_tokens += len(parent.tokens)
+        state.counters.prefix_hit_tokens += found
+        below = max((sum(t > 0 for t in answer.found) for answer in group.lookup_results.values()), default=0)
         known = max(len(offer.hits), below)
-        known += prefix_cache.lost_after(offer.executor, leader, known)
-        hit = min(known * offer.executor.hello.block_tokens, len(leader.tokens))
-        state.reuse_pm = (15 * state.reuse_pm + 1000 * hit // len(leader.tokens)) // 16
+        known += prefix_cache.lost_after(offer.executor, parent, known)
+        hit = min(known * offer.executor.hello.block_tokens, len(parent.tokens))
+        state.prefix_reuse_pm = (15 * state.prefix_reuse_pm + 1000 * hit // len(parent.tokens)) // 16
 
 
-def _note(state: State, offer: Offer, unit: Unit, sequence: Sequence) -> None:
+def _record(state: State, offer: Offer, group: SequenceGroup, sequence: Sequence) -> None:
     pool = offer.executor.pool
     if not sequence.admitted_us:
         sequence.admitted_us = state.now_us
-        state.meter.queue_us.add(state.now_us - sequence.request.arrival_us)
-    sequence.decide(
+        state.counters.queue_us.add(state.now_us - sequence.request.arrival_us)
+    sequence.record_decision(
         state.now_us,
-        "resume" if unit.resumes else "admit",
+        "resume" if group.resumes else "admit",
         f"{state.limits.policy.routing}: {offer.option.source}, {offer.option.room_blocks} blocks free",
         blocks=sequence.reserved,
         hit_tokens=sequence.computed,
-        recompute_tokens=max(0, sequence.reach - sequence.computed),
+        recompute_tokens=max(0, sequence.most_computed - sequence.computed),
         free=pool.free_blocks,
         reserved=pool.reserved,
     )
 
 
 def _slot_open(sequence: Sequence) -> SlotOpen:
-    asked = sequence.request.asked
+    tokenized = sequence.request.tokenized
     return SlotOpen(
         slot=sequence.slot,
         generation=sequence.generation,
@@ -320,12 +336,12 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         computed=sequence.computed,
         max_length=sequence.max_length,
         seed=sequence.seed,
-        sampling=asked.sampling,
-        stop_ids=asked.stop_ids,
-        logprobs=asked.logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-        grammar=asked.grammar,
+        sampling=tokenized.sampling,
+        stop_ids=tokenized.stop_ids,
+        logprobs=tokenized.logprobs,
+        prompt_logprobs=tokenized.prompt_logprobs,
+        grammar=tokenized.grammar,
         tokens=sequence.tokens[:],
-        processors=asked.processors,
-        tenant=asked.tenant,
+        processors=tokenized.processors,
+        tenant=tokenized.tenant,
     )

@@ -9,59 +9,59 @@ from services.scheduler.kv_tiers import lookups
 from services.scheduler.state import requests
 from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.state import State
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.kv_blocks import choice_seed, rendezvous
 from shared.messages import MOVED, Accepted, Cancel, Close, Detached, Open, Tokenized
-from shared.telemetry.traces import RequestFacts
+from shared.telemetry.traces import RequestRecord
 
 CLIENT = "client"  # source of what comes from no service
 MAX_TOMBSTONES = 10_000  # then the oldest go: anybody may cancel what never was
 
 
-def take(state: State, source: str, asked: Tokenized, trace: str, transit_us: int = 0) -> None:
+def arrive(state: State, source: str, tokenized: Tokenized, trace: str, transit_us: int = 0) -> None:
     """Accept a request and open its text at a detokenizer, or refuse it."""
-    key = (asked.tenant, asked.request)
-    if _known(state, asked):
-        accept(state, source, asked)
+    key = (tokenized.tenant, tokenized.request)
+    if _known(state, tokenized):
+        accept(state, source, tokenized)
         return
-    asked = load_shedding.fitted(state, asked)
-    rejected = load_shedding.refused(state, asked)
+    tokenized = load_shedding.with_possible_max_tokens(state, tokenized)
+    rejected = load_shedding.refuse(state, tokenized)
     if rejected is not None:
         state.send(source, rejected, trace)
         return
-    level = requests.level_of(asked.slo_class)
+    level = requests.level_of(tokenized.slo_class)
     limit_us = state.limits.classes[level].ttft_us
     request = Request(
-        asked=asked,
+        tokenized=tokenized,
         trace=trace,
         tokenizer=source,
         arrival_us=state.now_us,
-        deadline_us=state.now_us + asked.timeout_us,
+        deadline_us=state.now_us + tokenized.timeout_us,
         level=level,
-        start_by_us=state.now_us + limit_us if limit_us else 0,
+        start_deadline_us=state.now_us + limit_us if limit_us else 0,
         transit_us=transit_us,
-        attempt=asked.attempt,
-        model_digest=model_kinds.expected(state, asked.model),
+        attempt=tokenized.attempt,
+        model_digest=model_kinds.expected(state, tokenized.model),
     )
-    request.sequences = [new_sequence(state, request, choice) for choice in range(asked.n)]
+    request.sequences = [new_sequence(state, request, choice) for choice in range(tokenized.n)]
     state.requests[key] = request
     for executor in state.executors.values():  # now, and not when a step waits for the decision
-        if executor.hello.model == asked.model:
-            prefix_cache.name_blocks(executor, request.sequences[0])
+        if executor.hello.model == tokenized.model:
+            prefix_cache.extend_keys(executor, request.sequences[0])
             break
-    unit = Unit(request, list(request.sequences), request.sequences[0].seq)
+    group = SequenceGroup(request, list(request.sequences), request.sequences[0].seq)
     for sequence in request.sequences:
-        sequence.unit = unit.number
+        sequence.group = group.number
         state.watch(finish.due_at_us(sequence), sequence.seq)
-    state.waiting.add(unit, state.now_us)
-    lookups.arrived(state, unit)
-    accept(state, source, asked)
+    state.waiting.add(group, state.now_us)
+    lookups.arrived(state, group)
+    accept(state, source, tokenized)
     assign_shard(state, request)
 
 
 def assign_shard(state: State, request: Request) -> None:
     """Choose the request's detokenizer, if one is alive, and open its sequences there."""
-    request.shard = rendezvous(request.asked.request, state.detokenizers) if state.detokenizers else ""
+    request.shard = rendezvous(request.tokenized.request, state.detokenizers) if state.detokenizers else ""
     if request.shard:
         open_at_shard(state, request)
 
@@ -70,37 +70,37 @@ def open_at_shard(state: State, request: Request) -> None:
     """Open the sequences of a request at its detokenizer, and leave there what was asked."""
     open_sequences(state, request)
     request.opened_us = state.now_us
-    leave_asked(state, request)
+    send_to_shard(state, request)
 
 
-def leave_asked(state: State, request: Request) -> None:
+def send_to_shard(state: State, request: Request) -> None:
     """Leave at its detokenizer, if one is alive, what was asked and which executors compute it: should this
     scheduler die, that one asks another to go on."""
     if not request.shard:
         return
-    asked = request.asked
-    if request.model_digest != asked.model_digest:
-        asked = dataclasses.replace(asked, model_digest=request.model_digest)
+    tokenized = request.tokenized
+    if request.model_digest != tokenized.model_digest:
+        tokenized = dataclasses.replace(tokenized, model_digest=request.model_digest)
     if (age_us := request.opened_us - request.arrival_us) > 0:  # not the first time
         began_us = [s.first_token_us - request.arrival_us for s in request.sequences if s.first_token_us]
-        asked = dataclasses.replace(asked, age_us=age_us, first_us=min(began_us, default=0))
-    state.send(f"detokenizer.{request.shard}", asked, request.trace)
-    leave_copy(state, request)
+        tokenized = dataclasses.replace(tokenized, age_us=age_us, first_us=min(began_us, default=0))
+    state.send(f"detokenizer.{request.shard}", tokenized, request.trace)
+    send_to_backup(state, request)
 
 
-def leave_copy(state: State, request: Request) -> None:
+def send_to_backup(state: State, request: Request) -> None:
     """Leave what was asked at another detokenizer, too, if there is one: should this scheduler die together
     with the request's own, that one asks another scheduler to begin again."""
     others = [shard for shard in state.detokenizers if shard != request.shard]
-    request.keeper = rendezvous(request.asked.request, others) if others else ""
-    if request.keeper:
+    request.backup_shard = rendezvous(request.tokenized.request, others) if others else ""
+    if request.backup_shard:
         copy = dataclasses.replace(
-            request.asked,
+            request.tokenized,
             shard=request.shard,
             attempt=request.attempt,
             age_us=max(state.now_us - request.arrival_us, 0),
         )
-        state.send(f"detokenizer.{request.keeper}", copy, request.trace)
+        state.send(f"detokenizer.{request.backup_shard}", copy, request.trace)
 
 
 def open_sequences(state: State, request: Request) -> None:
@@ -111,28 +111,28 @@ def open_sequences(state: State, request: Request) -> None:
 
 def open_message(sequence: Sequence) -> Open:
     """The Open of a sequence with everything generated so far."""
-    request, asked = sequence.request, sequence.request.asked
-    kept = min(sequence.generated, sequence.final) if not sequence.live else sequence.generated
+    request, tokenized = sequence.request, sequence.request.tokenized
+    held = min(sequence.generated, sequence.final) if not sequence.live else sequence.generated
     return Open(
         seq=sequence.seq,
-        request=asked.request,
+        request=tokenized.request,
         attempt=request.attempt,
-        tenant=asked.tenant,
-        model=asked.model,
-        inbox=asked.inbox,
+        tenant=tokenized.tenant,
+        model=tokenized.model,
+        inbox=tokenized.inbox,
         choice=sequence.choice,
-        choices=asked.n,
-        stream=asked.stream,
-        format=asked.format,
-        stop=asked.stop,
-        include_stop=asked.include_stop,
-        logprobs=asked.logprobs,
-        received_wall_us=asked.received_wall_us,
+        choices=tokenized.n,
+        stream=tokenized.stream,
+        format=tokenized.format,
+        stop=tokenized.stop,
+        include_stop=tokenized.include_stop,
+        logprobs=tokenized.logprobs,
+        received_wall_us=tokenized.received_wall_us,
         prompt_tokens=sequence.prompt_tokens,
-        tokens=sequence.tokens[sequence.prompt_tokens : sequence.prompt_tokens + kept],
-        include_usage=asked.include_usage,
-        parent_span=asked.parent_span,
-        stop_ids=asked.stop_ids,
+        tokens=sequence.tokens[sequence.prompt_tokens : sequence.prompt_tokens + held],
+        include_usage=tokenized.include_usage,
+        parent_span=tokenized.parent_span,
+        stop_ids=tokenized.stop_ids,
     )
 
 
@@ -148,7 +148,7 @@ def cancel(state: State, source: str, message: Cancel) -> None:
                 state.send(f"detokenizer.{request.shard}", moved)
         code, why = (message.code, message.message) if message.code else (499, "cancelled by the client")
         finish.fail(state, request, code, why)
-    elif source == CLIENT and key not in state.recent.traces and key not in state.refused:
+    elif source == CLIENT and key not in state.ended.by_key and key not in state.refused:
         if len(state.tombstones) >= MAX_TOMBSTONES:
             del state.tombstones[next(iter(state.tombstones))]
         state.tombstones.pop(key, None)  # the oldest are first
@@ -163,25 +163,25 @@ def detach(state: State, source: str, message: Detached) -> None:
         if sequence is None or source != f"detokenizer.{sequence.request.shard}":
             continue
         sequence.request.detached = True
-        if message.moved or not sequence.request.asked.finish_detached:
+        if message.moved or not sequence.request.tokenized.finish_detached:
             why = "another scheduler has it" if message.moved else "the client has gone"
             finish.fail(state, sequence.request, 499, why)
 
 
-def _known(state: State, asked: Tokenized) -> bool:
+def _known(state: State, tokenized: Tokenized) -> bool:
     """True for a resend of what is running or has ended: the same request from the same inbox. One that a
     tokenizer first saw after that is of a client that has lost the answer, and is run again."""
-    key = (asked.tenant, asked.request)
+    key = (tokenized.tenant, tokenized.request)
     request = state.requests.get(key)
     if request is not None:
-        return request.asked.inbox == asked.inbox
-    ended = state.recent.traces.get(key)
-    if ended is None or ended.inbox != asked.inbox:
+        return request.tokenized.inbox == tokenized.inbox
+    ended = state.ended.by_key.get(key)
+    if ended is None or ended.inbox != tokenized.inbox:
         return False
-    return asked.received_wall_us <= _ended_wall_us(ended.facts)
+    return tokenized.received_wall_us <= _ended_wall_us(ended.record)
 
 
-def _ended_wall_us(facts: RequestFacts) -> int:
+def _ended_wall_us(facts: RequestRecord) -> int:
     """Until when, by the clock of its tokenizer, a request counts as running: what it took on its way is not
     known, nor how exactly the clocks of two tokenizers agree."""
     timings = [choice.close.timings for choice in facts.choices]
@@ -189,25 +189,25 @@ def _ended_wall_us(facts: RequestFacts) -> int:
     return facts.received_wall_us + lived_us + load_shedding.OVERTAKE_US
 
 
-def accept(state: State, source: str, asked: Tokenized) -> None:
+def accept(state: State, source: str, tokenized: Tokenized) -> None:
     """Tell who asked that the request is in good hands."""
-    accepted = Accepted(tenant=asked.tenant, request=asked.request, attempt=asked.attempt)
+    accepted = Accepted(tenant=tokenized.tenant, request=tokenized.request, attempt=tokenized.attempt)
     state.send(source, accepted)
 
 
 def new_sequence(state: State, request: Request, choice: int) -> Sequence:
     """A choice of a request, with its prompt."""
-    asked = request.asked
+    tokenized = request.tokenized
     sequence = Sequence(
         seq=state.next_seq,
         request=request,
         choice=choice,
-        seed=choice_seed(asked.seed, choice),
-        tokens=asked.tokens[:],
-        prompt_tokens=len(asked.tokens),
-        max_length=len(asked.tokens) + asked.max_tokens,
-        stop_ids=frozenset(asked.stop_ids),
-        host_fed=bool(asked.processors),
+        seed=choice_seed(tokenized.seed, choice),
+        tokens=tokenized.tokens[:],
+        prompt_tokens=len(tokenized.tokens),
+        max_length=len(tokenized.tokens) + tokenized.max_tokens,
+        stop_ids=frozenset(tokenized.stop_ids),
+        host_fed=bool(tokenized.processors),
     )
     state.next_seq = state.next_seq % 0x7FFFFFFF + 1
     state.sequences[sequence.seq] = sequence

@@ -10,8 +10,8 @@ from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state.requests import (
     Arrived,
-    DrainAsked,
-    DrainOver,
+    DrainRequested,
+    DrainTimedOut,
     Event,
     PeerDraining,
     PeerLost,
@@ -48,16 +48,18 @@ from shared.messages import (
 def decide(state: State) -> None:
     """Start who can start, see to room, then fill every window that is open. Changes nothing when nothing has
     changed."""
-    state.quiet_us = 0 if state.requests else state.quiet_us or state.now_us
+    state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
     admission.admit(state)
     while _cleaned(state):
         admission.admit(state)
     for executor in state.executors.values():
         _plan(state, executor)
         if executor.pool.stable_blocks:
-            store.clean(state, executor)
-        while executor.running and not executor.in_flight and store.clean(state, executor):
-            _plan(state, executor)  # who was paused for a place has left it dirty, and no step will come back
+            store.copy_dirty(state, executor)
+        while executor.running and not executor.in_flight and store.copy_dirty(state, executor):
+            _plan(
+                state, executor
+            )  # who was preempted for a place has left it dirty, and no step will come back
 
 
 def _plan(state: State, executor: Executor) -> None:
@@ -67,7 +69,7 @@ def _plan(state: State, executor: Executor) -> None:
 
 def _cleaned(state: State) -> bool:
     """See to the dirty blocks of every executor; True when some have become free, and others may start."""
-    freed = [store.clean(state, executor) for executor in state.executors.values()]
+    freed = [store.copy_dirty(state, executor) for executor in state.executors.values()]
     return any(freed)
 
 
@@ -91,7 +93,7 @@ class Scheduler:
 
     def taken(self) -> list[Send]:
         """The commands that have come up since the last call."""
-        commands, self.state.out = self.state.out, []
+        commands, self.state.commands = self.state.commands, []
         return sorted(commands, key=lambda command: not command.to.startswith("executor."))
 
     @property
@@ -108,10 +110,10 @@ class Scheduler:
     def _apply(self, event: Event) -> None:
         state = self.state
         match event:
-            case Arrived(source, Tokenized() as asked, trace) if asked.generated:
-                recovery.take(state, source, asked, trace)
-            case Arrived(source, Tokenized() as asked, trace, transit_us):
-                arrival.take(state, source, asked, trace, transit_us)
+            case Arrived(source, Tokenized() as tokenized, trace) if tokenized.generated:
+                recovery.take_over(state, source, tokenized, trace)
+            case Arrived(source, Tokenized() as tokenized, trace, transit_us):
+                arrival.arrive(state, source, tokenized, trace, transit_us)
             case Arrived(source, message):
                 self._apply_message(source, message)
             case PeerReady("detokenizer", actor, epoch):
@@ -126,7 +128,7 @@ class Scheduler:
                 recovery.detokenizer_lost(state, actor)
             case PeerReady("executor", actor, _, generation):
                 if generation >= 0:
-                    tiers.maps(state, actor, generation)
+                    tiers.on_arena_mapped(state, actor, generation)
                 recovery.executor_back(state, actor)
             case PeerLost("executor", actor, died):
                 why = "the executor is gone" if died else "the executor belongs to another scheduler now"
@@ -143,10 +145,10 @@ class Scheduler:
             case Ticked():
                 finish.expire(state)
                 tiers.expire(state)
-            case DrainAsked():
+            case DrainRequested():
                 state.draining = True
-            case DrainOver():
-                finish.give_up(state)
+            case DrainTimedOut():
+                finish.fail_all(state)
 
     def _apply_message(self, source: str, message: Message) -> None:
         state = self.state
@@ -168,9 +170,9 @@ class Scheduler:
             case ExecHello():
                 recovery.hello(state, source, message)
             case ArenaReleased():
-                tiers.released(state, source, message)
+                tiers.on_arena_released(state, source, message)
             case KvFound():
-                lookups.found(state, source, message)
+                lookups.on_found(state, source, message)
             case KvReserved():
                 store.reserved(state, source, message)
             case KvStored():
@@ -180,4 +182,4 @@ class Scheduler:
             case KvCopied():
                 tiers.copied(state, source, message)
             case KvGone():
-                tiers.gone(state, source, message)
+                tiers.on_evicted(state, source, message)

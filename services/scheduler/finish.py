@@ -6,7 +6,7 @@ import dataclasses
 
 from services.scheduler import headroom
 from services.scheduler.preemption import withdraw
-from services.scheduler.state.requests import Phase, Request, Sequence, Trace, close_of, facts_of
+from services.scheduler.state.requests import EndedRequest, Phase, Request, Sequence, close_of, request_record
 from services.scheduler.state.state import State
 from shared.errors import drain_over
 from shared.messages import Close, Ended, StopFound
@@ -17,9 +17,11 @@ TOMBSTONE_US = 60_000_000
 
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
     """End a live sequence normally after `final` generated tokens."""
-    headroom.learn(state, final)
+    headroom.observe_output(state, final)
     first_us, last_us = sequence.first_token_us, sequence.last_token_us
-    state.meter.add_ended(state.now_us - sequence.request.arrival_us, last_us - first_us, sequence.generated)
+    state.counters.add_ended(
+        state.now_us - sequence.request.arrival_us, last_us - first_us, sequence.generated
+    )
     end(state, sequence, final, reason)
 
 
@@ -40,7 +42,7 @@ def fail(state: State, request: Request, code: int, message: str, retry_after_ms
             send_close(state, sequence)
 
 
-def give_up(state: State) -> None:
+def fail_all(state: State) -> None:
     """End all requests: this scheduler leaves, and cannot wait for them."""
     error = drain_over("scheduler")
     for request in list(state.requests.values()):
@@ -72,7 +74,7 @@ def ended(state: State, source: str, message: Ended) -> None:
 
 def expire(state: State) -> None:
     """Close what is past its time: requests that wait or run, records without an Ended, tombstones."""
-    while (seq := state.due.pop(state.now_us)) is not None:
+    while (seq := state.deadlines.pop(state.now_us)) is not None:
         sequence = state.sequences.get(seq)
         if sequence is None:
             continue
@@ -83,7 +85,7 @@ def expire(state: State) -> None:
         elif state.now_us >= sequence.request.deadline_us:
             fail(state, sequence.request, 408, _late(sequence.request))
         else:
-            state.meter.count_rejected(429)
+            state.counters.count_rejected(429)
             fail(state, sequence.request, 429, *_kept_waiting(state, sequence.request))
     while state.tombstones and next(iter(state.tombstones.values())) <= state.now_us - TOMBSTONE_US:
         del state.tombstones[next(iter(state.tombstones))]
@@ -97,7 +99,7 @@ def due_at_us(sequence: Sequence) -> int:
     late_us, silent_us = request.deadline_us, sequence.close_deadline_us
     if sequence.live:
         begun = any(s.admitted_us for s in request.sequences)
-        return late_us if begun or not request.start_by_us else min(late_us, request.start_by_us)
+        return late_us if begun or not request.start_deadline_us else min(late_us, request.start_deadline_us)
     return silent_us if request.shard else max(silent_us, late_us)  # nobody has told the client yet
 
 
@@ -108,8 +110,9 @@ def forget(state: State, sequence: Sequence) -> None:
     request = sequence.request
     if all(s.phase is Phase.ENDED for s in request.sequences):
         state.requests.pop(request.key, None)
-        state.recent.add(
-            request.key, Trace(request.asked.inbox, request.trace, facts_of(request, state.now_us))
+        state.ended.add(
+            request.key,
+            EndedRequest(request.tokenized.inbox, request.trace, request_record(request, state.now_us)),
         )
         request.sequences = []  # they name it: without the circle it is freed now
 
@@ -118,12 +121,12 @@ def _close(state: State, sequence: Sequence, final: int, reason: str) -> Close:
     """Give its memory back and make its Close. The device ends a row itself at a stop id: the KV of that
     last token is never computed."""
     client = sequence.request.client
-    state.waiting.served.charge_output(client, max(sequence.generated - sequence.charged, 0))
+    state.waiting.served.charge_output(client, max(sequence.generated - sequence.charged_tokens, 0))
     if sequence.phase is Phase.RUNNING:
         withdraw(state, sequence, len(sequence.tokens) - 1)
     else:
         state.waiting.drop(sequence)
-    state.meter.count_finished(reason)
+    state.counters.count_finished(reason)
     sequence.phase, sequence.final, sequence.reason = Phase.CLOSING, final, reason
     return close_of(sequence, state.now_us, final, reason)
 
@@ -138,7 +141,7 @@ def send_close(state: State, sequence: Sequence) -> None:
 
 
 def _late(request: Request) -> str:
-    seconds, generated = request.asked.timeout_us / 1e6, sum(s.generated for s in request.sequences)
+    seconds, generated = request.tokenized.timeout_us / 1e6, sum(s.generated for s in request.sequences)
     return (
         f"not done within its {seconds:g} s: {generated} tokens generated; "
         "raise timeout_s or ask for fewer tokens"
@@ -149,7 +152,7 @@ def _kept_waiting(state: State, request: Request) -> tuple[str, int]:
     """What a client is told whose request could not begin in time, and when to retry, ms."""
     waited_s = (state.now_us - request.arrival_us) / 1e6
     message = (
-        f"waited {waited_s:.1f} s in the queue, the limit of class {request.asked.slo_class}: nothing was "
-        "computed; try again later, or ask in class batch"
+        f"waited {waited_s:.1f} s in the queue, the limit of class {request.tokenized.slo_class}: nothing "
+        "was computed; try again later, or ask in class batch"
     )
     return message, max(1_000, int(waited_s * 500))

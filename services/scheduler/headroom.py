@@ -1,12 +1,12 @@
-"""Admission asks here what a unit needs of an executor, and how many blocks must stay free.
+"""Admission asks here what a group needs of an executor, and how many blocks must stay free.
 
 The running sequences go first: what the rows of the next step lack is never given to one that joins, or each
-that joins would push out another at once. And admission that looks at present needs alone pauses sequence
+that joins would push out another at once. And admission that looks at present needs alone preempts sequence
 after sequence later on.
 
 Of a sequence that an end-of-sequence token may end, a share of the expected growth is kept free. That removed
-more stalls than any victim rule in simulation; the share adapts: each pause for want of a block adds to it,
-each step without one takes a little away (AIMD, as SGLang's new_token_ratio).
+more stalls than any victim rule in simulation; the share adapts: each preemption for want of a block adds to
+it, each step without one takes a little away (AIMD, as SGLang's new_token_ratio).
 
 A sequence that only its length ends has a known growth. With `reservation=foreseen` such sequences are laid
 out in time: each grows by a token a step until it ends and gives back its blocks. The highest point of that
@@ -22,53 +22,58 @@ from typing import NamedTuple
 from services.scheduler.state.policies import on_demand, reserve
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.waiting_queue import SequenceGroup
 
 LEAST_PM, MOST_PM = 50, 1_000  # per mille of the expected growth
-PAUSE_ADDS_PM = 100
+PREEMPTION_ADDS_PM = 100
 STEP_DIVIDES = 512
 
 
-def promises(state: State, executor: Executor, unit: Unit) -> list[int]:
-    """Blocks to promise to each sequence of a unit; the others share the first one's full prompt blocks."""
-    block_tokens, head = executor.hello.block_tokens, unit.sequences[0]
-    promise = reserve if head.pinned else state.limits.policy.the("reservation")
-    if len(unit.sequences) == 1:
-        return [promise(len(head.tokens), head.max_length, block_tokens)]
+def reservations(state: State, executor: Executor, group: SequenceGroup) -> list[int]:
+    """Blocks to promise to each sequence of a group; the others share the first one's full prompt blocks."""
+    block_tokens, head = executor.hello.block_tokens, group.sequences[0]
+    blocks_for_sequence = reserve if head.pinned else state.limits.policy.function("reservation")
+    if len(group.sequences) == 1:
+        return [blocks_for_sequence(len(head.tokens), head.max_length, block_tokens)]
     shared = len(head.tokens) // block_tokens
-    sizes = [(len(s.tokens), s.max_length, block_tokens) for s in unit.sequences]
-    total = [max(promise(*size), on_demand(*size)) for size in sizes]  # who waits for a fork has its blocks
+    sizes = [(len(s.tokens), s.max_length, block_tokens) for s in group.sequences]
+    total = [
+        max(blocks_for_sequence(*size), on_demand(*size)) for size in sizes
+    ]  # who waits for a fork has its blocks
     return [total[0]] + [blocks - shared for blocks in total[1:]]
 
 
-def lacking(state: State, executor: Executor, unit: Unit) -> tuple[int, int]:
-    """Blocks and slots that a unit lacks, once the steps in flight are back; none where it is not above 0."""
+def shortfall(state: State, executor: Executor, group: SequenceGroup) -> tuple[int, int]:
+    """Blocks and slots that a group lacks, once the steps in flight are back; none where it is not above
+    0."""
     pool = executor.pool
     coming = pool.unreserved_blocks + pool.coming_blocks
-    blocks = sum(promises(state, executor, unit)) + spare_blocks(state, executor, unit.sequences) - coming
-    return blocks, len(unit.sequences) - pool.free_slots - pool.fenced_slots
+    blocks = (
+        sum(reservations(state, executor, group)) + headroom_blocks(state, executor, group.sequences) - coming
+    )
+    return blocks, len(group.sequences) - pool.free_slots - pool.fenced_slots
 
 
-def holds(executor: Executor, unit: Unit) -> bool:
-    """True when the executor can run the unit to its end, alone on it."""
-    hello, head = executor.hello, unit.sequences[0]
+def fits_alone(executor: Executor, group: SequenceGroup) -> bool:
+    """True when the executor can run the group to its end, alone on it."""
+    hello, head = executor.hello, group.sequences[0]
     shared = len(head.tokens) // hello.block_tokens
-    total = [reserve(len(s.tokens), s.max_length, hello.block_tokens) for s in unit.sequences]
+    total = [reserve(len(s.tokens), s.max_length, hello.block_tokens) for s in group.sequences]
     blocks = sum(total) - shared * (len(total) - 1)
     return blocks <= hello.blocks and len(total) <= hello.slots and head.max_length <= hello.max_context
 
 
-def spare_blocks(state: State, executor: Executor, joining: Iterable[Sequence] = ()) -> int:
+def headroom_blocks(state: State, executor: Executor, joining: Iterable[Sequence] = ()) -> int:
     """Blocks that admission of `joining` must leave free. None on an empty executor for what may end at any
     token, or nothing large could ever start."""
-    least = len(needy(executor))
+    least = len(rows_without_block(executor))
     if state.limits.policy.greedy:
         return least
     alone = not executor.running  # then it may have all: see holds
-    foresees = state.limits.policy.foresees and not alone
-    expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output
+    looks_ahead = state.limits.policy.looks_ahead and not alone
+    expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output_tokens
     for s in executor.running:  # once an admission, over every row
-        if foresees and s.sure_length:
+        if looks_ahead and s.fixed_length:
             continue
         length = len(s.tokens)
         left, most = mean + s.prompt_tokens - length, s.max_length - length
@@ -77,36 +82,36 @@ def spare_blocks(state: State, executor: Executor, joining: Iterable[Sequence] =
         more = length + (left if left < most else most) - (len(s.table) + s.reserved) * block_tokens
         if more > 0:
             expected += more
-    spare = expected * executor.growth_pm // (1000 * block_tokens)
-    if foresees:
-        ends = [_end(s, len(s.table) + s.reserved, block_tokens) for s in executor.running if s.sure_length]
+    spare = expected * executor.headroom_pm // (1000 * block_tokens)
+    if looks_ahead:
+        ends = [_end(s, len(s.table) + s.reserved, block_tokens) for s in executor.running if s.fixed_length]
         ends += [
             _end(s, on_demand(len(s.tokens), s.max_length, block_tokens), block_tokens)
             for s in joining
-            if s.sure_length
+            if s.fixed_length
         ]
         spare += _peak_blocks(ends, block_tokens, state.limits.window)
     return max(spare, least)
 
 
-def most_spare_blocks(state: State, executor: Executor, joining: Sequence) -> int:
-    """At least as many as `spare_blocks`, without a look at every row."""
+def headroom_bound(state: State, executor: Executor, joining: Sequence) -> int:
+    """At least as many as `headroom_blocks`, without a look at every row."""
     if state.limits.policy.greedy:
         return len(executor.running)
-    if state.limits.policy.foresees and (executor.sure_lengths or joining.sure_length):
+    if state.limits.policy.looks_ahead and (executor.fixed_lengths or joining.fixed_length):
         return executor.pool.blocks
-    each = max(state.mean_output, executor.hello.block_tokens) // executor.hello.block_tokens + 2
-    return max(len(executor.running) * each * executor.growth_pm // 1000, len(executor.running))
+    each = max(state.mean_output_tokens, executor.hello.block_tokens) // executor.hello.block_tokens + 2
+    return max(len(executor.running) * each * executor.headroom_pm // 1000, len(executor.running))
 
 
-def needy(executor: Executor) -> list[Sequence]:
+def rows_without_block(executor: Executor) -> list[Sequence]:
     """Sequences whose next token needs a block that nobody promised them."""
     block_tokens = executor.hello.block_tokens
     return [
         s
         for s in executor.running
         if not s.reserved
-        and s.leader is None
+        and s.parent is None
         and not s.awaits_grammar
         and s.planned_length < s.max_length
         and s.computed >= len(s.table) * block_tokens
@@ -141,16 +146,16 @@ def _peak_blocks(rows: list[_End], block_tokens: int, late: int) -> int:
     return peak // block_tokens
 
 
-def paused(executor: Executor) -> None:
-    """A sequence had to be paused for want of a block."""
-    executor.growth_pm = min(MOST_PM, executor.growth_pm + PAUSE_ADDS_PM)
+def on_preemption(executor: Executor) -> None:
+    """A sequence had to be preempted for want of a block."""
+    executor.headroom_pm = min(MOST_PM, executor.headroom_pm + PREEMPTION_ADDS_PM)
 
 
-def stepped(executor: Executor) -> None:
+def on_step(executor: Executor) -> None:
     """A step went by."""
-    executor.growth_pm = max(LEAST_PM, executor.growth_pm - executor.growth_pm // STEP_DIVIDES)
+    executor.headroom_pm = max(LEAST_PM, executor.headroom_pm - executor.headroom_pm // STEP_DIVIDES)
 
 
-def learn(state: State, generated: int) -> None:
+def observe_output(state: State, generated: int) -> None:
     """A sequence has ended after so many tokens."""
-    state.mean_output = max(1, (15 * state.mean_output + generated) // 16)
+    state.mean_output_tokens = max(1, (15 * state.mean_output_tokens + generated) // 16)

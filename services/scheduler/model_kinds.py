@@ -12,7 +12,7 @@ One without tokens starts over anywhere, from its prompt.
 from __future__ import annotations
 
 from services.scheduler.state.requests import Request
-from services.scheduler.state.state import Executor, Kind, State
+from services.scheduler.state.state import Executor, ModelKind, State
 from shared.messages import ExecHello
 
 SHOWN = 12  # characters of a digest
@@ -28,7 +28,7 @@ def refusal(state: State, hello: ExecHello) -> str:
             f"its model digest is {_shown(hello)}, and {wanted[:SHOWN]} is configured (model_digest): give "
             "it those weights, dtype, KV format and deterministic mode, or change the setting"
         )
-    kind = state.kinds.get(hello.model)
+    kind = state.model_kinds.get(hello.model)
     if kind is None or kind.digest == hello.model_digest or kind.members <= {hello.executor}:
         return ""
     return (
@@ -41,10 +41,10 @@ def refusal(state: State, hello: ExecHello) -> str:
 
 def joined(state: State, hello: ExecHello) -> None:
     """An executor serves. The first of a model decides its kind."""
-    state.outside.pop(hello.executor, None)
-    kind = state.kinds.get(hello.model)
+    state.excluded.pop(hello.executor, None)
+    kind = state.model_kinds.get(hello.model)
     if kind is None or kind.members <= {hello.executor}:
-        kind = state.kinds[hello.model] = Kind(hello.model_digest)
+        kind = state.model_kinds[hello.model] = ModelKind(hello.model_digest)
     if kind.digest == hello.model_digest:
         kind.members.add(hello.executor)
 
@@ -52,14 +52,14 @@ def joined(state: State, hello: ExecHello) -> None:
 def left(state: State, executor_id: str) -> list[ExecHello]:
     """An executor is gone or drains. Those that stayed out and may join now: a kind as a whole, the one that
     has waited longest."""
-    state.outside.pop(executor_id, None)
+    state.excluded.pop(executor_id, None)
     next_ones: list[ExecHello] = []
-    for model, kind in list(state.kinds.items()):
+    for model, kind in list(state.model_kinds.items()):
         kind.members.discard(executor_id)
         if kind.members:
             continue
-        del state.kinds[model]
-        outside = [hello for hello in state.outside.values() if hello.model == model]
+        del state.model_kinds[model]
+        outside = [hello for hello in state.excluded.values() if hello.model == model]
         may = [hello for hello in outside if not refusal(state, hello)]
         next_ones += [hello for hello in may if hello.model_digest == may[0].model_digest]
     return next_ones
@@ -67,7 +67,7 @@ def left(state: State, executor_id: str) -> list[ExecHello]:
 
 def expected(state: State, model: str) -> str:
     """The digest of the kind that serves a model; empty while there is none."""
-    kind = state.kinds.get(model)
+    kind = state.model_kinds.get(model)
     return kind.digest if kind is not None else ""
 
 
@@ -75,14 +75,16 @@ def serves(executor: Executor, request: Request) -> bool:
     """Whether a request may start, or go on, on an executor: of its model, and of its kind where tokens of it
     have been generated."""
     hello = executor.hello
-    if hello.model != request.asked.model or executor.draining:
+    if hello.model != request.tokenized.model or executor.draining:
         return False
     return hello.model_digest == request.model_digest or not _begun(request)
 
 
 def stranded(state: State, request: Request) -> str:
     """Why nobody can go on with a request; empty where somebody may, now or when an executor is back."""
-    others = [e for e in state.executors.values() if e.hello.model == request.asked.model and not e.draining]
+    others = [
+        e for e in state.executors.values() if e.hello.model == request.tokenized.model and not e.draining
+    ]
     if not others or any(serves(executor, request) for executor in others):
         return ""
     return (

@@ -11,16 +11,16 @@ cancel) is computed for nothing in each step ahead; how often that happens is me
 takes what promises most rows a second, and leaves the mode it is in for 1 % at least. A guard measures: a
 mode that is slower than single is dropped.
 
-In two_batch a sequence keeps its half, A or B, so that its rows meet the same others. `balance` keeps the
-halves even by the KV they read, plus a constant for the row: where they are uneven the longer one sets the
-pace of both.
+In two_batch a sequence keeps its micro-batch, A or B, so that its rows meet the same others. `balance` keeps
+the micro-batches even by the KV they read, plus a constant for the row: where they are uneven the longer one
+sets the pace of both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.state.cost_model import Costs, Pace, Speed
+from services.scheduler.state.cost_model import CostModel, Speed, StepPace
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
 from shared.step_model import StepShape
@@ -32,14 +32,14 @@ MIN_SEEN = 16  # steps, before costs mean anything
 PROBE_EVERY, PROBE_STEPS = 4_096, 16
 PROBE_US = 100_000  # at most, but two steps at least: a probe of long steps is short
 WORSE_PM = 20
-ALIKE_PM = 100  # what two measures are compared at: their steps differ by no more
+COMPARABLE_PM = 100  # what two measures are compared at: their steps differ by no more
 
 ROW_TOKENS = 256  # a row costs about as much as reading so many tokens of context
-UNEVEN_PM = 150  # of what both halves read
+UNEVEN_PM = 150  # of what both micro-batches read
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OverlapLoad:
     """What runs on an executor."""
 
     rows: int
@@ -47,7 +47,7 @@ class Load:
     kv_tokens: int
     stages: int
     window: int
-    cut: float = 0.0  # of the rows, ended unforeseen: so many are wasted for each step ahead
+    early_end_share: float = 0.0  # of the rows, ended unforeseen: so many are wasted for each step ahead
     chunk_us: int = 0  # of prompt chunks, each time that all rows advance
 
 
@@ -60,7 +60,7 @@ def mode_of(state: State, executor: Executor) -> tuple[str, int]:
         return "run_ahead", limits.window
     mode = _auto(state, executor) if limits.overlap == "auto" else limits.overlap
     if mode == "run_ahead":
-        return mode, depth(executor.pace.step_us, executor.costs.loop_us, limits.window)
+        return mode, depth(executor.pace.step_us, executor.cost_model.loop_us, limits.window)
     return mode, 1 if mode == "single" else 2
 
 
@@ -69,7 +69,7 @@ def depth(step_us: int, loop_us: int, window: int) -> int:
     return min(window, max(2, -(-(step_us + loop_us) // step_us))) if step_us else min(2, window)
 
 
-def choose(load: Load, costs: Costs, present: str) -> str:
+def choose_mode(load: OverlapLoad, costs: CostModel, present: str) -> str:
     """The mode with the most rows a second; the present one unless another gains 3 %."""
     if load.stages > 1 and load.rows > 1:
         return "two_batch"
@@ -83,7 +83,7 @@ def choose(load: Load, costs: Costs, present: str) -> str:
     return best
 
 
-def rate(mode: str, load: Load, costs: Costs) -> int:
+def rate(mode: str, load: OverlapLoad, costs: CostModel) -> int:
     """Rows per 1000 s of a mode."""
     rows, hosted, loop_us = load.rows, load.host_fed, costs.loop_us
     if mode == "single":
@@ -98,7 +98,7 @@ def rate(mode: str, load: Load, costs: Costs) -> int:
     step_us, host_us = _step_us(costs, load, in_step), costs.host_us(alternating)
     steps = 2 if hosted else depth(step_us, loop_us, load.window)
     gained = _rate(in_step, max(step_us, (step_us + loop_us + host_us) // steps, host_us))
-    return int(gained / (1.0 + load.cut * (steps - 1)))
+    return int(gained / (1.0 + load.early_end_share * (steps - 1)))
 
 
 def _auto(state: State, executor: Executor) -> str:
@@ -106,7 +106,7 @@ def _auto(state: State, executor: Executor) -> str:
     if step < pace.probe_until:
         return "single"
     rows, hosted = len(executor.running), executor.host_fed > 0
-    alike = hosted == pace.hosted and rows <= 2 * pace.since_rows <= 4 * rows  # a burst is another load
+    alike = hosted == pace.had_host_fed and rows <= 2 * pace.since_rows <= 4 * rows  # a burst is another load
     if pace.before is not None:
         _judge(pace, step)
     elif pace.mode and alike and step - pace.since_step < DWELL_STEPS:
@@ -116,16 +116,16 @@ def _auto(state: State, executor: Executor) -> str:
         pace.before, pace.probe_until = pace.speed, step + steps
         pace.measure_from = step + max(steps // 4, 1)  # the first results are still of the mode before
         return "single"
-    mode = choose(_load(state, executor), executor.costs, pace.mode)
+    mode = choose_mode(_load(state, executor), executor.cost_model, pace.mode)
     if mode == pace.banned and step < pace.banned_until:
         mode = "single"
     if mode != pace.mode:
         pace.restart()
-    pace.mode, pace.since_step, pace.since_rows, pace.hosted = mode, step, rows, hosted
+    pace.mode, pace.since_step, pace.since_rows, pace.had_host_fed = mode, step, rows, hosted
     return mode
 
 
-def _judge(pace: Pace, step: int) -> None:
+def _judge(pace: StepPace, step: int) -> None:
     """The probe is over: was the mode before it slower than single?"""
     before, pace.before, pace.probed_step = pace.before, None, step
     if before is not None and slower(pace.mode, before, pace.speed):
@@ -135,38 +135,38 @@ def _judge(pace: Pace, step: int) -> None:
 
 def slower(mode: str, of_mode: Speed, of_single: Speed) -> bool:
     """True when a mode has done worse than single by 2 %, as far as the two can be compared: the load may
-    have changed between them. Run-ahead has the same steps, so what counts is the time around them; halves
-    have other ones, and are compared where both had the same rows."""
+    have changed between them. Run-ahead has the same steps, so what counts is the time around them;
+    micro-batches have other ones, and are compared where both had the same rows."""
     if not (of_mode.steps and of_single.steps and of_single.took_us and of_mode.took_us):
         return False
     if mode == "run_ahead":
-        if not _alike(of_mode.took_us * of_single.steps, of_single.took_us * of_mode.steps):
+        if not _comparable(of_mode.took_us * of_single.steps, of_single.took_us * of_mode.steps):
             return False
         return of_mode.us * of_single.took_us * (1000 - WORSE_PM) > of_single.us * of_mode.took_us * 1000
     mine, other = 2 * of_mode.rows * of_single.steps, of_single.rows * of_mode.steps
-    if not _alike(mine, other):
+    if not _comparable(mine, other):
         return False
     return of_mode.rows * of_single.us * 1000 < of_single.rows * of_mode.us * (1000 - WORSE_PM)
 
 
-def _alike(mine: int, other: int) -> bool:
-    return abs(mine - other) * 1_000 <= other * ALIKE_PM
+def _comparable(mine: int, other: int) -> bool:
+    return abs(mine - other) * 1_000 <= other * COMPARABLE_PM
 
 
-def _load(state: State, executor: Executor) -> Load:
+def _load(state: State, executor: Executor) -> OverlapLoad:
     running, pace = executor.running, executor.pace
-    return Load(
+    return OverlapLoad(
         rows=len(running),
         host_fed=executor.host_fed,
         kv_tokens=sum(s.computed for s in running),
         stages=executor.hello.stages,
         window=state.limits.window,
-        cut=pace.cut / max(pace.sampled, 1.0),
+        early_end_share=pace.early_ends / max(pace.sampled, 1.0),
         chunk_us=pace.chunk_us * (2 if pace.mode == "two_batch" else 1),
     )
 
 
-def _step_us(costs: Costs, load: Load, rows: int, parts: int = 1) -> int:
+def _step_us(costs: CostModel, load: OverlapLoad, rows: int, parts: int = 1) -> int:
     """Of a step with so many of the rows, and one of `parts` of the chunks."""
     kv_tokens = load.kv_tokens * rows // max(load.rows, 1)
     return costs.predict_us(StepShape(rows, rows, kv_tokens, kv_tokens)) + load.chunk_us // parts
@@ -176,19 +176,19 @@ def _rate(rows: int, period_us: int) -> int:
     return rows * 1_000_000_000 // max(period_us, 1)
 
 
-def balance(executor: Executor, half: int, ready: list[Sequence]) -> list[Sequence]:
-    """The rows of the half that is planned now, after the last ones have moved over if it is too heavy.
-    Those sit this step out."""
-    mine, other = weights(executor.running)[:: -1 if half else 1]
+def balance(executor: Executor, micro_batch: int, ready: list[Sequence]) -> list[Sequence]:
+    """The rows of the micro-batch that is planned now, after the last ones have moved over if it is too
+    heavy. Those sit this step out."""
+    mine, other = weights(executor.running)[:: -1 if micro_batch else 1]
     excess = (mine - other) // 2
     if excess * 2000 <= (mine + other) * UNEVEN_PM:
         return ready
     stay = list(ready)
     while len(stay) > 1 and excess >= (weight := _weight(stay[-1])):
         moved = stay.pop()
-        moved.half = 1 - half
-        executor.halves[half] -= 1
-        executor.halves[1 - half] += 1
+        moved.micro_batch = 1 - micro_batch
+        executor.micro_batch_rows[micro_batch] -= 1
+        executor.micro_batch_rows[1 - micro_batch] += 1
         excess -= weight
     return stay
 
@@ -197,7 +197,7 @@ def weights(running: list[Sequence]) -> tuple[int, int]:
     """What a step of A and a step of B would read."""
     both = [0, 0]
     for sequence in running:
-        both[sequence.half] += _weight(sequence)
+        both[sequence.micro_batch] += _weight(sequence)
     return both[0], both[1]
 
 

@@ -1,135 +1,145 @@
-"""Preemption pauses sequences when blocks are short, and drops none.
+"""Preemption preempts sequences when blocks are short, and drops none.
 
-A paused sequence waits with all its tokens, and comes back by prefix lookup: what its blocks still hold, here
-or in a tier below, is not computed again. `withdraw` is how any sequence leaves its executor, and
-`wait_again` how it gets back into the queue.
+A preempted sequence waits with all its tokens, and comes back by prefix lookup: what its blocks still hold,
+here or in a tier below, is not computed again. `withdraw` is how any sequence leaves its executor, and
+`requeue` how it gets back into the queue.
 
-Nobody is paused for one of a lower class; a class is the one that a request counts as, which may have risen
-while it waited. But a tenant of which nothing runs takes a place from those that have more than an equal
-part, whatever their class, and who has more than that takes none from who has not. Whoever has just come back
-is spared, and so is who would free nothing, where there is another. After three pauses a sequence is pinned:
-promised all it may ever need, so that it is never short and nobody's victim. A pause for such a tenant counts
-only within the turn of who is paused, or the next ones of that tenant would find everybody pinned; those come
-first that have had their turn. So whoever is paused again and again ends all the same. Every pause is noted
-with its reason and candidates: the blocks that each would free, those that a tier below holds, and what
-bringing back or computing the rest would cost.
+Nobody is preempted for one of a lower class; a class is the one that a request counts as, which may have
+risen while it waited. But a tenant of which nothing runs takes a place from those that have more than an
+equal part, whatever their class, and who has more than that takes none from who has not. Whoever has just
+come back is spared, and so is who would free nothing, where there is another. After three preemptions a
+sequence is pinned: promised all it may ever need, so that it is never short and nobody's victim. A preemption
+for such a tenant counts only within the turn of who is preempted, or the next ones of that tenant would find
+everybody pinned; those come first that have had their turn. So whoever is preempted again and again ends all
+the same. Every preemption is noted with its reason and candidates: the blocks that each would free, those
+that a tier below holds, and what bringing back or computing the rest would cost.
 """
 
 from __future__ import annotations
 
 from services.scheduler import headroom, model_kinds, prefix_cache
-from services.scheduler.recompute_cost import Recompute
-from services.scheduler.state.requests import NAMES, PIN_AFTER, Phase, Sequence
+from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.state.requests import CLASS_NAMES, PIN_AFTER_PREEMPTIONS, Phase, Sequence
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import SlotClose
 
-NAMED = 8  # candidates that a decision names
+MAX_LISTED = 8  # candidates that a decision names
 
 
 def make_room(state: State, executor: Executor) -> int:
-    """Pause until every row of the next step gets its block, now or when steps in flight and copies are back.
-    How many rows need one, unless there is one for each row anyhow."""
+    """Preempt until every row of the next step gets its block, now or when steps in flight and copies are
+    back. How many rows need one, unless there is one for each row anyhow."""
     pool = executor.pool
     if pool.unreserved_blocks >= len(executor.running):
         return 0
-    while needy := headroom.needy(executor):
-        if len(needy) <= pool.unreserved_blocks + pool.coming_blocks:
+    while short_rows := headroom.rows_without_block(executor):
+        if len(short_rows) <= pool.unreserved_blocks + pool.coming_blocks:
             break
-        first = min(needy, key=lambda s: (s.level, s.request.arrival_us, s.seq))
-        candidates = _candidates(state, executor, _may_give(executor, first))
-        victim = state.limits.policy.the("victim")(candidates)[0]
-        headroom.paused(executor)
-        why = f"{len(needy)} rows need a block, the oldest is of seq {first.seq}"
-        pause(state, executor, victim, why, candidates)
-    return len(needy)
+        first = min(short_rows, key=lambda s: (s.level, s.request.arrival_us, s.seq))
+        candidates = _candidates(state, executor, _victims_for(executor, first))
+        victim = state.limits.policy.function("victim")(candidates)[0]
+        headroom.on_preemption(executor)
+        why = f"{len(short_rows)} rows need a block, the oldest is of seq {first.seq}"
+        preempt(state, executor, victim, why, candidates)
+    return len(short_rows)
 
 
-def give_way(state: State, unit: Unit, open_to: list[Executor]) -> bool:
-    """Pause sequences of lower classes, as many as the unit needs to start on one of the executors `open_to`
-    it, or its first choice; or, for that one, of tenants that have more than their share. None where enough
-    is on its way. True when some were: where no step is in flight their memory is free at once."""
-    tenant, one = unit.client[0], unit
-    if len(unit.sequences) > 1:
-        one = Unit(unit.request, unit.sequences[:1], unit.number)
-    serving = [e for e in state.executors.values() if model_kinds.serves(e, unit.request)]
-    last = unit.level == len(NAMES) - 1
-    comes = not (unit.resumes or last or any(tenant in e.tenants for e in serving))
-    able = [e for e in open_to if headroom.holds(e, one)]
-    ways = [(e, _of_lower_class(e, unit), _of_who_has_more(state, e, one) if comes else []) for e in able]
+def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> bool:
+    """Preempt sequences of lower classes, as many as the group needs to start on one of the executors
+    `open_to` it, or its first choice; or, for that one, of tenants that have more than their share. None
+    where enough is on its way. True when some were: where no step is in flight their memory is free at
+    once."""
+    tenant, one = group.client[0], group
+    if len(group.sequences) > 1:
+        one = SequenceGroup(group.request, group.sequences[:1], group.number)
+    serving = [e for e in state.executors.values() if model_kinds.serves(e, group.request)]
+    last = group.level == len(CLASS_NAMES) - 1
+    comes = not (group.resumes or last or any(tenant in e.running_by_tenant for e in serving))
+    able = [e for e in open_to if headroom.fits_alone(e, one)]
+    ways = [
+        (e, _of_lower_class(e, group), _of_tenants_over_share(state, e, one) if comes else []) for e in able
+    ]
     ways = [way for way in ways if way[1] or way[2]]
-    if not ways or any(max(headroom.lacking(state, e, one)) <= 0 for e in able):
+    if not ways or any(max(headroom.shortfall(state, e, one)) <= 0 for e in able):
         return False
-    why = f"seq {unit.number} of class {unit.request.asked.slo_class} needs its place"
+    why = f"seq {group.number} of class {group.request.tokenized.slo_class} needs its place"
     for executor, lower, over in ways:
-        for part in (unit, one) if one is not unit else (unit,):
-            if _make_way(state, executor, part, lower, why):
+        for part in (group, one) if one is not group else (group,):
+            if _preempt_until_fits(state, executor, part, lower, why):
                 return True
-        if _make_way(state, executor, one, over, f"nothing of tenant {tenant!r} runs: {why}", cede=True):
+        if _preempt_until_fits(
+            state, executor, one, over, f"nothing of tenant {tenant!r} runs: {why}", cede=True
+        ):
             return True
     return False
 
 
-def _of_lower_class(executor: Executor, unit: Unit) -> list[Sequence]:
-    """Those that a unit may take the place of by its class. A tenant that has more than its share takes from
+def _of_lower_class(executor: Executor, group: SequenceGroup) -> list[Sequence]:
+    """Those that a group may take the place of by its class. A tenant that has more than its share takes from
     itself and its like alone."""
-    if not any(executor.levels[unit.level + 1 :]):
+    if not any(executor.running_by_class[group.level + 1 :]):
         return []
-    lower = _from_level(executor, unit.level + 1)
-    over = over_share(executor, len(executor.tenants))
-    return [s for s in lower if s.tenant in over] if unit.client[0] in over else lower
+    lower = _from_level(executor, group.level + 1)
+    over = over_share(executor, len(executor.running_by_tenant))
+    return [s for s in lower if s.tenant in over] if group.client[0] in over else lower
 
 
-def _of_who_has_more(state: State, executor: Executor, one: Unit) -> list[Sequence]:
+def _of_tenants_over_share(state: State, executor: Executor, one: SequenceGroup) -> list[Sequence]:
     """Those that the only choice of a tenant may take the place of, if it fits in an equal part. Whose only
     one it is keeps it from a lower class."""
-    tenants = len(executor.tenants) + 1
-    if sum(headroom.promises(state, executor, one)) * tenants > executor.pool.blocks:
+    tenants = len(executor.running_by_tenant) + 1
+    if sum(headroom.reservations(state, executor, one)) * tenants > executor.pool.blocks:
         return []
     over = over_share(executor, tenants)
     return [
         s
         for s in executor.running
-        if s.tenant in over and (executor.tenants[s.tenant] > 1 or s.level >= one.level)
+        if s.tenant in over and (executor.running_by_tenant[s.tenant] > 1 or s.level >= one.level)
     ]
 
 
-def _make_way(
-    state: State, executor: Executor, unit: Unit, running: list[Sequence], why: str, cede: bool = False
+def _preempt_until_fits(
+    state: State,
+    executor: Executor,
+    group: SequenceGroup,
+    running: list[Sequence],
+    why: str,
+    cede: bool = False,
 ) -> bool:
-    """Pause as many of the `running` ones as a unit needs; none where all of them are too few. Whoever was
-    paused and has come back is paused for nobody before it was in a step: so nobody is paused twice within
-    one event, and admission comes to an end in whatever order units are taken."""
-    others = [s for s in running if not (s.pauses and s.opened_after == executor.step)]
+    """Preempt as many of the `running` ones as a group needs; none where all of them are too few. Whoever was
+    preempted and has come back is preempted for nobody before it was in a step: so nobody is preempted twice
+    within one event, and admission comes to an end in whatever order groups are taken."""
+    others = [s for s in running if not (s.preemptions and s.opened_after == executor.step)]
     candidates = _candidates(state, executor, others)
-    blocks, slots = headroom.lacking(state, executor, unit)
-    if len(candidates) < max(slots, 1) or (blocks > 0 and _frees(executor, candidates) < blocks):
+    blocks, slots = headroom.shortfall(state, executor, group)
+    if len(candidates) < max(slots, 1) or (blocks > 0 and _blocks_freed(executor, candidates) < blocks):
         return False
-    victims = state.limits.policy.the("victim")(candidates)
+    victims = state.limits.policy.function("victim")(candidates)
     if cede:
         victims = sorted(victims, key=lambda s: not _had_turn(state, s))
     for victim in victims:
         if cede and _had_turn(state, victim):
             for s in executor.running:
-                s.ceded += s is victim or s.leader is victim
-        pause(state, executor, victim, why, candidates)
-        if max(headroom.lacking(state, executor, unit)) <= 0:
+                s.ceded_preemptions += s is victim or s.parent is victim
+        preempt(state, executor, victim, why, candidates)
+        if max(headroom.shortfall(state, executor, group)) <= 0:
             break
     return True
 
 
-def _frees(executor: Executor, running: list[Sequence]) -> int:
+def _blocks_freed(executor: Executor, running: list[Sequence]) -> int:
     """Blocks that would be free, or promised to nobody, without these; those of a shared prefix once, and
     only if nobody else holds them."""
     gone = {s.seq for s in running}
-    promised = [s.reserved for s in executor.running if (s.leader or s).seq in gone]
+    promised = [s.reserved for s in executor.running if (s.parent or s).seq in gone]
     return sum(promised) + executor.pool.held_only_by(s.table for s in running)
 
 
 def _had_turn(state: State, s: Sequence) -> bool:
     """Since it came back it has run for as long as it had waited, and has computed more than it had lost."""
-    reach = max(s.reach, min(s.computed, len(s.tokens)))
-    return state.now_us >= s.turn_us and reach >= s.turn_tokens
+    reach = max(s.most_computed, min(s.computed, len(s.tokens)))
+    return state.now_us >= s.turn_until_us and reach >= s.turn_tokens
 
 
 def _from_level(executor: Executor, level: int) -> list[Sequence]:
@@ -137,44 +147,47 @@ def _from_level(executor: Executor, level: int) -> list[Sequence]:
     return [s for s in executor.running if s.level >= level]
 
 
-def _may_give(executor: Executor, first: Sequence) -> list[Sequence]:
+def _victims_for(executor: Executor, first: Sequence) -> list[Sequence]:
     """Who gives a block to one that runs: those of its class and lower ones, of tenants that have more than
     their share if there are such; where its own has not, of any class."""
     of_class = _from_level(executor, first.level)
-    if len(executor.tenants) == 1:
+    if len(executor.running_by_tenant) == 1:
         return of_class
-    over = over_share(executor, len(executor.tenants))
+    over = over_share(executor, len(executor.running_by_tenant))
     any_class = first.tenant not in over
     give = [s for s in executor.running if s.tenant in over and (any_class or s.level >= first.level)]
-    return [s for s in give if _pausable(s)] or of_class
+    return [s for s in give if _preemptible(s)] or of_class
 
 
 def over_share(executor: Executor, tenants: int) -> set[str]:
     """The tenants that have more than an equal part of an executor's slots or blocks, between so many of
     them. The only sequence of a tenant is more only by its blocks."""
-    blocks = dict.fromkeys(executor.tenants, 0)
+    blocks = dict.fromkeys(executor.running_by_tenant, 0)
     for s in executor.running:
         blocks[s.tenant] += len(s.table) + s.reserved
     return {
         tenant
-        for tenant, count in executor.tenants.items()
+        for tenant, count in executor.running_by_tenant.items()
         if (count > 1 and count * tenants > executor.pool.slots)
         or blocks[tenant] * tenants > executor.pool.blocks
     }
 
 
-def pause(state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]) -> None:
+def preempt(state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]) -> None:
     """Take a sequence off its executor; it waits. Choices that wait for its prompt go with it."""
-    followers = [s for s in executor.running if s.leader is victim]
-    costs = Recompute.of(executor)
-    named = ", ".join(_describe(executor, s, costs) for s in candidates[:NAMED])
-    for sequence in (victim, *followers):
-        sequence.pauses += 1
-        sequence.pinned = sequence.pauses - sequence.ceded >= PIN_AFTER and not state.limits.policy.greedy
-        state.meter.preemptions += 1
-        sequence.decide(
+    children = [s for s in executor.running if s.parent is victim]
+    costs = RecomputeCost.of(executor)
+    named = ", ".join(_describe(executor, s, costs) for s in candidates[:MAX_LISTED])
+    for sequence in (victim, *children):
+        sequence.preemptions += 1
+        sequence.pinned = (
+            sequence.preemptions - sequence.ceded_preemptions >= PIN_AFTER_PREEMPTIONS
+            and not state.limits.policy.greedy
+        )
+        state.counters.preemptions += 1
+        sequence.record_decision(
             state.now_us,
-            "pause",
+            "preempt",
             f"{why}; {state.limits.policy.victim} of {len(candidates)}: {named}",
             blocks=len(sequence.table),
             freed_blocks=executor.pool.held_only_by([sequence.table]),
@@ -182,7 +195,7 @@ def pause(state: State, executor: Executor, victim: Sequence, why: str, candidat
             reload_us=_reload_us(executor, sequence),
             recompute_us=costs.tokens_us(0, min(sequence.computed, len(sequence.tokens))),
             computed=min(sequence.computed, len(sequence.tokens)),
-            pauses=sequence.pauses,
+            pauses=sequence.preemptions,
             free=executor.pool.free_blocks,
             fenced=executor.pool.fenced_blocks,
         )
@@ -195,7 +208,7 @@ def pause(state: State, executor: Executor, victim: Sequence, why: str, candidat
         if state.limits.policy.forgets:
             for block in table:
                 executor.pool.forget(block)
-        wait_again(state, sequence)
+        requeue(state, sequence)
 
 
 def _stable_blocks(executor: Executor, sequence: Sequence) -> int:
@@ -208,23 +221,23 @@ def _stable_blocks(executor: Executor, sequence: Sequence) -> int:
 
 
 def _candidates(state: State, executor: Executor, running: list[Sequence]) -> list[Sequence]:
-    """Who of them may be paused, those that were not just now if there are such."""
-    all_of = [s for s in running if _pausable(s)]
-    unspared = [s for s in all_of if s.spared_until_us <= state.now_us]
+    """Who of them may be preempted, those that were not just now if there are such."""
+    all_of = [s for s in running if _preemptible(s)]
+    unspared = [s for s in all_of if s.protected_until_us <= state.now_us]
     refs = executor.pool.refs
     frees = [s for s in unspared if s.reserved or (s.table and refs[s.table[-1]] == 1)]
     return frees or unspared or all_of
 
 
-def _pausable(s: Sequence) -> bool:
+def _preemptible(s: Sequence) -> bool:
     """A choice that waits for a prompt goes with who computes it; one whose blocks are being brought would be
-    paused for nothing."""
-    return not s.pinned and s.leader is None and not s.loading
+    preempted for nothing."""
+    return not s.pinned and s.parent is None and not s.load_job
 
 
-def _describe(executor: Executor, s: Sequence, costs: Recompute) -> str:
+def _describe(executor: Executor, s: Sequence, costs: RecomputeCost) -> str:
     pool = executor.pool
-    text = f"seq {s.seq} ({s.request.asked.slo_class}, {len(s.table)} blocks, {s.pauses} pauses"
+    text = f"seq {s.seq} ({s.request.tokenized.slo_class}, {len(s.table)} blocks, {s.preemptions} preemptions"
     if not pool.write_back:
         return text + ")"
     below = sum(block in pool.clean for block in s.table)
@@ -244,8 +257,8 @@ def withdraw(state: State, sequence: Sequence, known_tokens: int) -> None:
     executor = state.executors.get(sequence.executor)
     if executor is not None and sequence in executor.running:
         prefix_cache.register(executor, sequence, min(sequence.computed, known_tokens))
-        executor.leave(sequence)
-        executor.copies = [copy for copy in executor.copies if copy[1] not in sequence.table]
+        executor.remove(sequence)
+        executor.fork_copies = [copy for copy in executor.fork_copies if copy[1] not in sequence.table]
         executor.pool.unreserve(sequence.reserved)
         executor.pool.release(sequence.table, [sequence.slot], executor.step, sequence.seq)
         closed = SlotClose(slot=sequence.slot, generation=sequence.generation, last_step=executor.step)
@@ -253,8 +266,8 @@ def withdraw(state: State, sequence: Sequence, known_tokens: int) -> None:
     sequence.leave()
 
 
-def wait_again(state: State, sequence: Sequence) -> None:
+def requeue(state: State, sequence: Sequence) -> None:
     """Queue a sequence that has left its executor, with all its tokens, ahead of those that never ran."""
     sequence.phase = Phase.WAITING
-    sequence.unit = sequence.seq
-    state.waiting.add(Unit(sequence.request, [sequence], sequence.unit, resumes=True), state.now_us)
+    sequence.group = sequence.seq
+    state.waiting.add(SequenceGroup(sequence.request, [sequence], sequence.group, resumes=True), state.now_us)

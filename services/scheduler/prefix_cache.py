@@ -13,10 +13,10 @@ from services.scheduler.state.state import Executor
 from shared.kv_blocks import extend, root_key, tail_key
 
 
-def name_blocks(executor: Executor, sequence: Sequence) -> None:
+def extend_keys(executor: Executor, sequence: Sequence) -> None:
     """Make the keys of its full blocks, as this executor's cache knows them."""
     hello = executor.hello
-    root = root_key(hello.fingerprint, sequence.request.asked.tenant)
+    root = root_key(hello.fingerprint, sequence.request.tokenized.tenant)
     if (root, hello.block_tokens) != sequence.keyed:
         sequence.keyed, sequence.keys = (root, hello.block_tokens), []
     _key(sequence)
@@ -25,7 +25,7 @@ def name_blocks(executor: Executor, sequence: Sequence) -> None:
 def lookup(executor: Executor, sequence: Sequence) -> list[int]:
     """Cached blocks of the longest prefix; the last token is always computed, since it is sampled from."""
     hello = executor.hello
-    name_blocks(executor, sequence)
+    extend_keys(executor, sequence)
     return executor.pool.match(sequence.keys[: (len(sequence.tokens) - 1) // hello.block_tokens])
 
 
@@ -36,7 +36,7 @@ def lost_after(executor: Executor, sequence: Sequence, found: int) -> int:
 
 
 def tail_block(executor: Executor, sequence: Sequence, hits: int) -> int | None:
-    """The block with the tail of a paused sequence, if it is here and follows `hits` cached blocks."""
+    """The block with the tail of a preempted sequence, if it is here and follows `hits` cached blocks."""
     tail = sequence.tail
     if not tail.key or tail.at != hits or tail.root != sequence.keyed[0]:
         return None
@@ -66,8 +66,8 @@ def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
     sequence.table.extend(blocks)
     sequence.computed += len(blocks) * executor.hello.block_tokens
     sequence.registered = len(sequence.table)
-    new = max(0, sequence.computed - max(sequence.reach, start))
-    sequence.reach = max(sequence.reach, sequence.computed)
+    new = max(0, sequence.computed - max(sequence.most_computed, start))
+    sequence.most_computed = max(sequence.most_computed, sequence.computed)
     sequence.cached_tokens += new
     return new
 
@@ -100,17 +100,17 @@ def register(executor: Executor, sequence: Sequence, upto_tokens: int) -> None:
 
 
 def register_tail(executor: Executor, sequence: Sequence) -> None:
-    """Before a pause: offer what it has computed to itself, full blocks and the partial one behind them. Its
-    last token is computed again in any case, since it is sampled from."""
+    """Before a preemption: offer what it has computed to itself, full blocks and the partial one behind them.
+    Its last token is computed again in any case, since it is sampled from."""
     block_tokens = executor.hello.block_tokens
     computed = min(sequence.computed, len(sequence.tokens) - 1)
     at, valid = divmod(computed, block_tokens)
     register(executor, sequence, at * block_tokens)
     if sequence.tail.at < at:
-        sequence.tail = NO_TAIL  # of a pause before: its block is full now
+        sequence.tail = NO_TAIL  # of a preemption before: its block is full now
     if not valid or at >= len(sequence.table):
         return
-    if any(target == sequence.table[at] for _, target in executor.copies):
+    if any(target == sequence.table[at] for _, target in executor.fork_copies):
         return  # of a fork that no step has made yet
     _key(sequence)
     key = executor.pool.key_of[sequence.table[at]]  # it has one if its last token is the sequence's last

@@ -1,7 +1,7 @@
-"""`Recompute` predicts what it costs to compute tokens again, by the costs that the executor has shown.
+"""`RecomputeCost` predicts what it costs to compute tokens again, by the costs that the executor has shown.
 
-When a paused sequence comes back it is spared for a while (`returned`), and what its return cost is compared
-with what was predicted (`owes`, `stepped`).
+When a preempted sequence comes back it is spared for a while (`on_resume`), and what its return cost is
+compared with what was predicted (`start_debt`, `on_step`).
 """
 
 from __future__ import annotations
@@ -9,46 +9,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.overlap import MIN_SEEN
-from services.scheduler.state.cost_model import Costs
+from services.scheduler.state.cost_model import CostModel
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, InFlight, State
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.step_model import StepShape
 
 CHUNK_TOKENS = 256  # of a chunk, until chunks have been planned
 MANY_CHUNKS = 8
 
-SPARED_US = 2_000_000  # at least: whoever is paused again at once has come back for nothing
-SPARED_TIMES = 4  # the cost of its return
+PROTECTED_US = 2_000_000  # at least: whoever is preempted again at once has come back for nothing
+PROTECTED_TIMES = 4  # the cost of its return
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class RecomputeCost:
     """Device time of prompt chunks beside the rows that decode now."""
 
-    costs: Costs
+    costs: CostModel
     base: StepShape
     base_us: int
     block_tokens: int
     chunk_tokens: int
 
     @classmethod
-    def of(cls, executor: Executor) -> Recompute:
+    def of(cls, executor: Executor) -> RecomputeCost:
         """As things are on an executor."""
-        return cls._beside(executor, decode_shape(executor))
+        return cls._with_base(executor, decode_shape(executor))
 
     @classmethod
-    def behind(cls, executor: Executor, sequence: Sequence) -> Recompute:
+    def after_admission(cls, executor: Executor, sequence: Sequence) -> RecomputeCost:
         """For one that has just been admitted: who is before it decodes by then."""
-        before = [s for s in executor.running if s is not sequence and not s.loading]
+        before = [s for s in executor.running if s is not sequence and not s.load_job]
         cached = sum(max(s.computed, s.opened_length) for s in before)
-        return cls._beside(executor, StepShape(len(before), len(before), cached + len(before), cached))
+        return cls._with_base(executor, StepShape(len(before), len(before), cached + len(before), cached))
 
     @classmethod
-    def _beside(cls, executor: Executor, base: StepShape) -> Recompute:
-        base_us = executor.costs.predict_us(base) if base.rows else 0
+    def _with_base(cls, executor: Executor, base: StepShape) -> RecomputeCost:
+        base_us = executor.cost_model.predict_us(base) if base.rows else 0
         chunk_tokens = executor.chunk_tokens or CHUNK_TOKENS
-        return cls(executor.costs, base, base_us, executor.hello.block_tokens, chunk_tokens)
+        return cls(executor.cost_model, base, base_us, executor.hello.block_tokens, chunk_tokens)
 
     @property
     def known(self) -> bool:
@@ -82,64 +82,66 @@ class Recompute:
 
 def decode_shape(executor: Executor) -> StepShape:
     """A step of the rows that decode now."""
-    decodes = [s.computed for s in executor.running if not s.prefilling and not s.loading]
+    decodes = [s.computed for s in executor.running if not s.prefilling and not s.load_job]
     cached = sum(decodes)
     return StepShape(len(decodes), len(decodes), cached + len(decodes), cached)
 
 
-def returned(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> None:
+def on_resume(state: State, executor: Executor, sequence: Sequence, group: SequenceGroup) -> None:
     """It runs again, and perhaps waits for a tier."""
-    if not unit.resumes:
+    if not group.resumes:
         return
-    lost = max(0, min(sequence.reach, len(sequence.tokens) - 1) - sequence.computed)
-    sequence.turn_us = 2 * state.now_us - unit.since_us
-    sequence.turn_tokens = sequence.reach + max(lost, 1)
-    cost_us = Recompute.of(executor).tokens_us(sequence.computed, lost)
+    lost = max(0, min(sequence.most_computed, len(sequence.tokens) - 1) - sequence.computed)
+    sequence.turn_until_us = 2 * state.now_us - group.queued_us
+    sequence.turn_tokens = sequence.most_computed + max(lost, 1)
+    cost_us = RecomputeCost.of(executor).tokens_us(sequence.computed, lost)
     if not state.limits.policy.greedy:
-        sequence.spared_until_us = state.now_us + max(SPARED_US, SPARED_TIMES * cost_us)
-    if not sequence.loading:
-        owes(executor, sequence)
+        sequence.protected_until_us = state.now_us + max(PROTECTED_US, PROTECTED_TIMES * cost_us)
+    if not sequence.load_job:
+        start_debt(executor, sequence)
 
 
-def owes(executor: Executor, sequence: Sequence) -> None:
-    """What it had and has lost is computed from now on. Of one that was paused within its prompt nothing can
-    be said: its chunks go on into what is new."""
+def start_debt(executor: Executor, sequence: Sequence) -> None:
+    """What it had and has lost is computed from now on. Of one that was preempted within its prompt nothing
+    can be said: its chunks go on into what is new."""
     lost = len(sequence.tokens) - 1 - sequence.computed
-    if 0 < lost <= sequence.reach - sequence.computed:
-        costs = Recompute.behind(executor, sequence)
-        sequence.owed_us = costs.tokens_us(sequence.computed, lost + 1)  # and the one that it is sampled from
-        sequence.paid_us = 0
+    if 0 < lost <= sequence.most_computed - sequence.computed:
+        costs = RecomputeCost.after_admission(executor, sequence)
+        sequence.recompute_debt_us = costs.tokens_us(
+            sequence.computed, lost + 1
+        )  # and the one that it is sampled from
+        sequence.recompute_paid_us = 0
 
 
-def stepped(state: State, executor: Executor, flight: InFlight, took_us: int) -> None:
+def on_step(state: State, executor: Executor, flight: InFlight, took_us: int) -> None:
     """A step has run: what it took beyond its decodes is the price of its chunks, by their tokens. The last
     chunk settles it: later ones are planned before its result is here."""
     plan, first = flight.plan, len(flight.plan.slots) - len(flight.chunks)
-    owing = [
+    indebted = [
         (s, row)
         for row, (s, _) in enumerate(flight.chunks, first)
-        if s.owed_us and s.opened_after < flight.step
+        if s.recompute_debt_us and s.opened_after < flight.step
     ]
-    if not owing:
+    if not indebted:
         return
     chunk_tokens = sum(plan.counts[first:])
     price_us = max(0, took_us - without_chunks_us(executor, flight))
-    for sequence, row in owing:
-        sequence.paid_us += price_us * plan.counts[row] // max(chunk_tokens, 1)
+    for sequence, row in indebted:
+        sequence.recompute_paid_us += price_us * plan.counts[row] // max(chunk_tokens, 1)
         if plan.starts[row] + plan.counts[row] >= sequence.opened_length:
-            _settle(state, sequence)
+            _close_debt(state, sequence)
 
 
-def _settle(state: State, sequence: Sequence) -> None:
-    state.meter.add_recompute(sequence.paid_us, sequence.owed_us)
-    sequence.decide(
+def _close_debt(state: State, sequence: Sequence) -> None:
+    state.counters.add_recompute(sequence.recompute_paid_us, sequence.recompute_debt_us)
+    sequence.record_decision(
         state.now_us,
         "recomputed",
         "what it had lost is there again",
-        predicted_us=sequence.owed_us,
-        took_us=sequence.paid_us,
+        predicted_us=sequence.recompute_debt_us,
+        took_us=sequence.recompute_paid_us,
     )
-    sequence.owed_us = 0
+    sequence.recompute_debt_us = 0
 
 
 def without_chunks_us(executor: Executor, flight: InFlight) -> int:
@@ -148,4 +150,4 @@ def without_chunks_us(executor: Executor, flight: InFlight) -> int:
     if not rows:
         return 0
     cached = sum(plan.starts[:rows])
-    return executor.costs.predict_us(StepShape(rows, rows, cached + rows, cached))
+    return executor.cost_model.predict_us(StepShape(rows, rows, cached + rows, cached))

@@ -11,12 +11,12 @@ import dataclasses
 from services.scheduler import admission, arrival, finish, load_shedding, model_kinds, results
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import lookups
-from services.scheduler.preemption import wait_again
+from services.scheduler.preemption import requeue
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool
 from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import (
     MOVED,
     Close,
@@ -42,7 +42,7 @@ def hello(state: State, source: str, message: ExecHello) -> None:
             drop_executor(state, message.executor, "the executor restarted")
         state.dropped.pop(message.executor, None)
         if why := model_kinds.refusal(state, message):
-            state.outside[message.executor] = message
+            state.excluded[message.executor] = message
             state.send(source, ExecRefused(exec_epoch=epoch, why=why))
             return
         model_kinds.joined(state, message)
@@ -50,7 +50,7 @@ def hello(state: State, source: str, message: ExecHello) -> None:
         state.executors[message.executor] = executor = Executor(message, epoch, pool)
         tiers.joined(state, executor)
         state.waiting.unpark(state.now_us)
-        state.stuck = ()  # the new one may have the same numbers as the old
+        state.blocked_on = ()  # the new one may have the same numbers as the old
     state.send(source, ExecWelcome(exec_epoch=epoch))
 
 
@@ -58,8 +58,8 @@ def step_result(state: State, source: str, result: StepResult) -> None:
     """Apply a result of a known incarnation; a forgotten one is told to start over."""
     executor = state.executors.get(source.removeprefix("executor."))
     if executor is not None and executor.epoch == result.exec_epoch:
-        if results.fits(executor, result):
-            results.take(state, executor, result)
+        if results.matches_plan(executor, result):
+            results.apply_result(state, executor, result)
         else:
             reset_executor(state, executor.hello.executor, "its result does not fit its plan")
     elif executor is None:
@@ -67,7 +67,7 @@ def step_result(state: State, source: str, result: StepResult) -> None:
 
 
 def executor_back(state: State, executor_id: str) -> None:
-    """An executor that had been given up beats again: its slots are stale, it must start over."""
+    """An executor that had been given up heartbeats again: its slots are stale, it must start over."""
     epoch = state.dropped.get(executor_id)
     if epoch is not None:
         state.send(f"executor.{executor_id}", ExecReset(exec_epoch=epoch, why="it was given up for dead"))
@@ -90,23 +90,24 @@ def drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fals
     culprits = _blame(executor) if died and not executor.draining else []
     for sequence in executor.running:
         sequence.leave()
-        sequence.decide(state.now_us, "requeue", why, tokens=len(sequence.tokens))
-        wait_again(state, sequence)
+        sequence.record_decision(state.now_us, "requeue", why, tokens=len(sequence.tokens))
+        requeue(state, sequence)
     for request in culprits:
-        message = f"{request.deaths} executors have died while they computed this request, {executor_id} last"
+        count = request.executor_deaths
+        message = f"{count} executors have died while they computed this request, {executor_id} last"
         finish.fail(state, request, 500, f"{message}: it is not tried again; their logs may say why")
 
 
 def _blame(executor: Executor) -> list[Request]:
     """An executor has died: it may be of the request that was on trial, or else of any that ran. Those that
     it is certain enough of."""
-    tried = admission.tried(executor)
+    tried = admission.request_on_trial(executor)
     suspects = (
         [tried] if tried is not None else list({id(s.request): s.request for s in executor.running}.values())
     )
     for request in suspects:
-        request.deaths += 1
-        request.died_at = sum(s.generated for s in request.sequences)
+        request.executor_deaths += 1
+        request.tokens_at_death = sum(s.generated for s in request.sequences)
     return [] if tried is None else suspects
 
 
@@ -125,33 +126,33 @@ def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
     if moved_epoch == epoch:
         for seq in moved:
             state.send(f"detokenizer.{shard}", Close(seq=seq, final=0, reason="moved"))
-    state.leaving.discard(shard)
+    state.draining_detokenizers.discard(shard)
     restarted = state.detokenizers.get(shard, epoch) != epoch
     state.detokenizers[shard] = epoch
     for request in list(state.requests.values()):
         if not request.shard or (restarted and request.shard == shard):
             _reopen(state, request.sequences)
-        elif not request.keeper and request.shard != shard:
-            arrival.leave_copy(state, request)
+        elif not request.backup_shard and request.shard != shard:
+            arrival.send_to_backup(state, request)
 
 
 def detokenizer_leaves(state: State, shard: str) -> None:
     """It gets no new request; those whose scheduler has died may go on there."""
     state.detokenizers.pop(shard, None)
-    state.leaving.add(shard)
+    state.draining_detokenizers.add(shard)
 
 
 def detokenizer_lost(state: State, shard: str) -> None:
     """Its sequences are opened at another one with all their tokens, or wait for one."""
-    state.leaving.discard(shard)
+    state.draining_detokenizers.discard(shard)
     epoch = state.detokenizers.pop(shard, 0)
     lost = [request for request in state.requests.values() if request.shard == shard]
     state.note_moved(shard, epoch, [s.seq for request in lost for s in request.sequences])
     for request in lost:
         _reopen(state, request.sequences)
     for request in state.requests.values():
-        if request.keeper == shard:
-            arrival.leave_copy(state, request)
+        if request.backup_shard == shard:
+            arrival.send_to_backup(state, request)
 
 
 def detokenizer_missed(state: State, source: str) -> None:
@@ -180,7 +181,7 @@ def close_again(state: State, sequences: list[Sequence]) -> None:
             finish.send_close(state, sequence)
 
 
-def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
+def take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> None:
     """Go on with a request at the detokenizer `source`, or refuse it; asked again, it is opened again.
 
     The scheduler of such a request has died. Its detokenizer knows what was asked and every token that its
@@ -189,73 +190,73 @@ def take(state: State, source: str, asked: Tokenized, trace: str) -> None:
     tokens. Where a tier still holds their blocks these are brought back, the others are computed again; the
     stream goes on behind its last token.
     """
-    key = (asked.tenant, asked.request)
-    if state.tombstones.get(key, 0) < load_shedding.received_us(state, asked):
+    key = (tokenized.tenant, tokenized.request)
+    if state.tombstones.get(key, 0) < load_shedding.received_us(state, tokenized):
         state.tombstones.pop(key, None)  # of an earlier request with this id
     request = state.requests.get(key)
     if request is not None and request.detached and not any(s.live for s in request.sequences):
         for sequence in list(request.sequences):  # it had gone to another scheduler, and comes back
             finish.forget(state, sequence)
         request = None
-    if request is not None and request.asked.inbox == asked.inbox:
+    if request is not None and request.tokenized.inbox == tokenized.inbox:
         if source == f"detokenizer.{request.shard}":
-            _open_again(state, request, asked)
-        elif asked.attempt > request.attempt:  # what its client has seen last came from this one
+            _open_again(state, request, tokenized)
+        elif tokenized.attempt > request.attempt:  # what its client has seen last came from this one
             for sequence in request.sequences:
                 state.send(f"detokenizer.{request.shard}", Close(seq=sequence.seq, final=0, reason="moved"))
-            request.attempt, request.shard = asked.attempt, source.removeprefix("detokenizer.")
-            _open_again(state, request, asked)
+            request.attempt, request.shard = tokenized.attempt, source.removeprefix("detokenizer.")
+            _open_again(state, request, tokenized)
         else:
-            state.send(source, rejection(asked, MOVED, ""), trace)
+            state.send(source, rejection(tokenized, MOVED, ""), trace)
         return
-    asked = load_shedding.fitted(state, asked)
-    rejected = load_shedding.refused_again(state, source, asked)
+    tokenized = load_shedding.with_possible_max_tokens(state, tokenized)
+    rejected = load_shedding.refuse_takeover(state, source, tokenized)
     if rejected is not None:
         state.send(source, rejected, trace)
         return
-    request = _request(state, source, asked, trace)
+    request = _request(state, source, tokenized, trace)
     state.requests[request.key] = request
-    arrival.accept(state, source, asked)
+    arrival.accept(state, source, tokenized)
     arrival.open_sequences(state, request)
-    arrival.leave_copy(state, request)
-    _go_on(state, request, asked.reasons)
+    arrival.send_to_backup(state, request)
+    _go_on(state, request, tokenized.reasons)
 
 
-def _open_again(state: State, request: Request, asked: Tokenized) -> None:
+def _open_again(state: State, request: Request, tokenized: Tokenized) -> None:
     source = f"detokenizer.{request.shard}"
-    arrival.accept(state, source, asked)
+    arrival.accept(state, source, tokenized)
     arrival.open_sequences(state, request)
-    arrival.leave_copy(state, request)
+    arrival.send_to_backup(state, request)
     close_again(state, request.sequences)
 
 
-def _request(state: State, source: str, asked: Tokenized, trace: str) -> Request:
+def _request(state: State, source: str, tokenized: Tokenized, trace: str) -> Request:
     """The request with its choices, as far as they had come."""
-    arrival_us, at = state.now_us - asked.age_us, load_shedding.prompt_length(asked)
+    arrival_us, at = state.now_us - tokenized.age_us, load_shedding.prompt_length(tokenized)
     request = Request(
-        asked=dataclasses.replace(
-            asked, tokens=asked.tokens[:at], generated=ints(), reasons=(), age_us=0, first_us=0
+        tokenized=dataclasses.replace(
+            tokenized, tokens=tokenized.tokens[:at], generated=ints(), reasons=(), age_us=0, first_us=0
         ),
         trace=trace,
         tokenizer=source,
         arrival_us=arrival_us,
-        deadline_us=arrival_us + asked.timeout_us,
-        level=requests.level_of(asked.slo_class),
-        attempt=asked.attempt,
+        deadline_us=arrival_us + tokenized.timeout_us,
+        level=requests.level_of(tokenized.slo_class),
+        attempt=tokenized.attempt,
         shard=source.removeprefix("detokenizer."),
-        model_digest=asked.model_digest,
+        model_digest=tokenized.model_digest,
     )
-    for choice, count in enumerate(asked.generated):
+    for choice, count in enumerate(tokenized.generated):
         sequence = arrival.new_sequence(state, request, choice)
         request.sequences.append(sequence)
         if not count:
             continue
-        sequence.tokens += asked.tokens[at : at + count]
+        sequence.tokens += tokenized.tokens[at : at + count]
         at += count
-        sequence.charged = count
-        sequence.reach = len(sequence.tokens) - 1  # the device never computed the last one
+        sequence.charged_tokens = count
+        sequence.most_computed = len(sequence.tokens) - 1  # the device never computed the last one
         sequence.admitted_us = arrival_us  # when it was is not known: its wait counts as prefill
-        sequence.first_token_us = arrival_us + asked.first_us
+        sequence.first_token_us = arrival_us + tokenized.first_us
     return request
 
 
@@ -269,16 +270,16 @@ def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
             live.append(sequence)
             state.watch(finish.due_at_us(sequence), sequence.seq)
             why = "its scheduler is gone: this one has its tokens from the detokenizer"
-            sequence.decide(state.now_us, "resume", why, tokens=len(sequence.tokens))
+            sequence.record_decision(state.now_us, "resume", why, tokens=len(sequence.tokens))
     if live and not any(sequence.generated for sequence in request.sequences):
-        unit = Unit(request, live, live[0].seq)
+        group = SequenceGroup(request, live, live[0].seq)
         for sequence in live:
-            sequence.unit = unit.number
-        state.waiting.add(unit, state.now_us)
-        lookups.arrived(state, unit)
+            sequence.group = group.number
+        state.waiting.add(group, state.now_us)
+        lookups.arrived(state, group)
         return
     for sequence in live:
-        wait_again(state, sequence)
+        requeue(state, sequence)
 
 
 def _over(sequence: Sequence) -> str:

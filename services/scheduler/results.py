@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from services.scheduler import finish, headroom, recompute_cost
 from services.scheduler.kv_tiers import hosts as tiers
-from services.scheduler.preemption import wait_again, withdraw
+from services.scheduler.preemption import requeue, withdraw
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, InFlight, State
 from services.scheduler.state.step_log import StepRecord
@@ -19,7 +19,7 @@ MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB that
 TokenRow = tuple[int, Sequence, int]  # index in the result, sequence, token
 
 
-def fits(executor: Executor, result: StepResult) -> bool:
+def matches_plan(executor: Executor, result: StepResult) -> bool:
     """True for the result of a step in flight, row for row, and for one seen before. Any other would leave
     its step in flight for ever, or give tokens to the wrong sequences."""
     if result.step <= executor.step - len(executor.in_flight):
@@ -28,13 +28,13 @@ def fits(executor: Executor, result: StepResult) -> bool:
     return flight is not None and len(result.ids) == len(flight.rows)
 
 
-def take(state: State, executor: Executor, result: StepResult) -> None:
+def apply_result(state: State, executor: Executor, result: StepResult) -> None:
     """Apply results in the order of their steps: one that comes early waits for those before it, one seen
     before does nothing."""
     if result.step > executor.step - len(executor.in_flight):
-        executor.early.setdefault(result.step, result)
-    while executor.in_flight and executor.in_flight[0].step in executor.early:
-        _apply(state, executor, executor.early.pop(executor.in_flight[0].step))
+        executor.early_results.setdefault(result.step, result)
+    while executor.in_flight and executor.in_flight[0].step in executor.early_results:
+        _apply(state, executor, executor.early_results.pop(executor.in_flight[0].step))
 
 
 def grammar_ended(state: State, source: str, news: GrammarReady | GrammarFailed) -> None:
@@ -42,7 +42,7 @@ def grammar_ended(state: State, source: str, news: GrammarReady | GrammarFailed)
     executor = state.executors.get(source.removeprefix("executor."))
     for sequence in executor.running if executor is not None else ():
         if (sequence.slot, sequence.generation) == (news.slot, news.generation):
-            sequence.compiling = False
+            sequence.compiles_grammar = False
             if isinstance(news, GrammarFailed):
                 finish.fail(state, sequence.request, 400, news.message)
             return
@@ -58,8 +58,8 @@ def _apply(state: State, executor: Executor, result: StepResult) -> None:
         return
     over: list[tuple[Sequence, str]] = []
     given = _give(state, executor, flight, result, over)
-    state.meter.wasted_rows += len(flight.rows) - given
-    state.meter.generated_tokens += given
+    state.counters.wasted_rows += len(flight.rows) - given
+    state.counters.generated_tokens += given
     _end(state, executor, over)
 
 
@@ -77,7 +77,7 @@ def _give(
     now_us = state.now_us
     for since_us, times in Counter([s.last_token_us for _, s, _ in rows]).items():  # one or two times
         if since_us:
-            state.meter.gap_us.add(now_us - since_us, times)
+            state.counters.inter_token_us.add(now_us - since_us, times)
     for _, s, token in rows:
         tokens = s.tokens
         tokens.append(token)
@@ -88,7 +88,7 @@ def _give(
             over.append((s, "length"))
         if not s.first_token_us:
             s.first_token_us = now_us
-            state.meter.ttft_us.add(now_us - s.request.arrival_us)
+            state.counters.ttft_us.add(now_us - s.request.arrival_us)
     for index, why in result.row_errors:
         sequence, placement = flight.rows[index]
         if sequence.placement == placement:
@@ -167,29 +167,29 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
         failed=bool(result.error),
         host_us=result.host_us,
         queued_us=result.queued_us,
-        pieces=tuple(result.pieces),
+        segments=tuple(result.segments),
     )
     chunked = [sequence.request for sequence, _ in flight.chunks]
-    state.steps.add(record, executor.epoch, chunked, (s.request for s, _ in flight.rows))
+    state.step_log.add(record, executor.epoch, chunked, (s.request for s, _ in flight.rows))
 
 
 def _learn(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
     """What the step says about costs. `took_us` is the device's time; beside it and the wait behind the step
     before, everything from plan to result is the loop."""
-    headroom.stepped(executor)
+    headroom.on_step(executor)
     took_us, lived_us = result.forward_us + result.sample_us, result.end_wall_us - result.start_wall_us
     executor.pace.note(flight.step, len(flight.rows), took_us, state.now_us, busy=bool(executor.running))
     if result.error or lived_us <= 0:
         return  # an engine that does not say
-    costs, pace = executor.costs, executor.pace
-    recompute_cost.stepped(state, executor, flight, took_us)
+    costs, pace = executor.cost_model, executor.pace
+    recompute_cost.on_step(state, executor, flight, took_us)
     costs.observe(flight.shape, took_us)
     costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
     if result.host_us:
         costs.observe_host(sum(s.host_fed for s, _ in flight.rows), result.host_us)
     chunk_us = took_us - recompute_cost.without_chunks_us(executor, flight) if flight.chunks else 0
     pace.note_step(took_us, flight.predicted_us, max(chunk_us, 0))
-    state.meter.add_step(took_us, flight.predicted_us)
+    state.counters.add_step(took_us, flight.predicted_us)
 
 
 def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
@@ -200,8 +200,10 @@ def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepR
         message = f"step {result.step} of {executor.source} failed: {result.error}"
         finish.fail(state, sequence.request, 500, message)
     for sequence in list(executor.running):
-        sequence.decide(state.now_us, "requeue", "a step before it failed", tokens=len(sequence.tokens))
+        sequence.record_decision(
+            state.now_us, "requeue", "a step before it failed", tokens=len(sequence.tokens)
+        )
         withdraw(state, sequence, 0)
-        wait_again(state, sequence)
+        requeue(state, sequence)
     executor.pool.forget_cache()
     tiers.step_failed(state, executor, result.step)

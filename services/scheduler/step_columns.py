@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.scheduler.state.requests import ChunkNote, Sequence
+from services.scheduler.state.requests import ChunkRecord, Sequence
 from services.scheduler.state.state import Executor, Row
 from shared.kv_blocks import blocks_for
 from shared.messages import StepPlan, ints
@@ -18,11 +18,11 @@ MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 KiB; a longer table goes with a pla
 
 
 @dataclass(slots=True)
-class Columns:
+class StepColumns:
     """The columns of a StepPlan while it is being built."""
 
     mode: str
-    half: int | None  # micro-batch, where steps alternate
+    micro_batch: int | None  # micro-batch, where steps alternate
     slots: array[int] = field(default_factory=EMPTY)
     starts: array[int] = field(default_factory=EMPTY)
     counts: array[int] = field(default_factory=EMPTY)
@@ -35,11 +35,11 @@ class Columns:
     table_blocks: array[int] = field(default_factory=EMPTY)
     sampled: list[Row] = field(default_factory=list)
     forks: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
+    chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
     shape: StepShape = NO_ROWS  # what of this step costs time
     two_stream: bool = False
 
-    def takes(self, entries: int) -> bool:
+    def has_table_room(self, entries: int) -> bool:
         """Whether a table of so many entries may go with this step: with others of a moderate length, or else
         beside nothing but the single blocks by which decodes grow. Those are in nearly every step, and a long
         table must not wait for one without."""
@@ -50,7 +50,7 @@ class Columns:
         """The next block for each of these decodes at once. False, and nothing done, where the executor lacks
         more of a table than that, or where blocks are short: `grow` sees to one row after the other."""
         if len(rows) >= MAX_TABLE_ENTRIES or any(
-            s.computed > s.room or s.table_sent < len(s.table) for s in rows
+            s.computed > s.table_capacity or s.table_sent < len(s.table) for s in rows
         ):
             return False
         promised = [s for s in rows if s.reserved]
@@ -67,7 +67,7 @@ class Columns:
         for s, block in zip(rows, blocks, strict=True):
             s.table.append(block)
             s.table_sent += 1
-            s.room += block_tokens
+            s.table_capacity += block_tokens
         return True
 
     def grow(self, executor: Executor, sequence: Sequence, length: int) -> bool:
@@ -91,19 +91,19 @@ class Columns:
             self.table_counts.append(len(table) - sequence.table_sent)
             self.table_blocks.extend(ints(table[sequence.table_sent :]))
             sequence.table_sent = len(table)
-            sequence.room = len(table) * block_tokens
+            sequence.table_capacity = len(table) * block_tokens
         return True
 
     def plan(self, executor: Executor) -> StepPlan:
         """The finished plan, with the block copies that it has to make first."""
-        copies, executor.copies = executor.copies, []
+        copies, executor.fork_copies = executor.fork_copies, []
         if copies:
             executor.forked_step = executor.step
         return StepPlan(
             exec_epoch=executor.epoch,
             step=executor.step,
             mode=self.mode,
-            micro_batch=self.half or 0,
+            micro_batch=self.micro_batch or 0,
             slots=self.slots,
             starts=self.starts,
             counts=self.counts,
@@ -120,20 +120,20 @@ class Columns:
         )
 
 
-def fork(executor: Executor, leader: Sequence) -> None:
-    """Give each follower the leader's prompt: full blocks shared, the partial tail copied before
+def fork(executor: Executor, parent: Sequence) -> None:
+    """Give each child the parent's prompt: full blocks shared, the partial tail copied before
     the next forward, which is the first to write behind the prompt."""
-    length, block_tokens = leader.computed, executor.hello.block_tokens
+    length, block_tokens = parent.computed, executor.hello.block_tokens
     full, tail = divmod(length, block_tokens)
-    for follower in executor.running:
-        if follower.leader is not leader:
+    for child in executor.running:
+        if child.parent is not parent:
             continue
-        follower.leader, follower.computed = None, length
-        follower.table = leader.table[:full]
-        follower.keyed, follower.keys, follower.registered = leader.keyed, leader.keys[:full], full
-        follower.cached_tokens = leader.cached_tokens
-        executor.pool.adopt(follower.table)
+        child.parent, child.computed = None, length
+        child.table = parent.table[:full]
+        child.keyed, child.keys, child.registered = parent.keyed, parent.keys[:full], full
+        child.cached_tokens = parent.cached_tokens
+        executor.pool.adopt(child.table)
         if tail:
-            follower.reserved -= 1  # promised at admission
-            follower.table += executor.pool.allocate(1)
-            executor.copies.append((leader.table[full], follower.table[full]))
+            child.reserved -= 1  # promised at admission
+            child.table += executor.pool.allocate(1)
+            executor.fork_copies.append((parent.table[full], child.table[full]))

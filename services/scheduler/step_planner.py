@@ -1,10 +1,10 @@
 """`plan_next` plans one step: decode rows first, then prompt chunks, as the chunk budget leaves room.
 
-It also decides whether the ranks compute the step in two halves (`two_stream`), and whether the step waits a
-moment for rows whose blocks are being copied (`in_time`, `worth_waiting`): a paused sequence leaves blocks
-that have to be copied down before they are given out, and a sequence that comes back waits for some from
-below. A row that misses a step for that sits out all of it, while the copy takes a small part of one: on a
-CPU 5 of 70 ms.
+It also decides whether the ranks compute the step in two micro-batches (`two_stream`), and whether the step
+waits a moment for rows whose blocks are being copied (`copies_end_soon`, `worth_waiting`): a preempted
+sequence leaves blocks that have to be copied down before they are given out, and a sequence that comes back
+waits for some from below. A row that misses a step for that sits out all of it, while the copy takes a small
+part of one: on a CPU 5 of 70 ms.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from services.scheduler.kv_tiers import store
 from services.scheduler.kv_tiers.lookups import executor_of
 from services.scheduler.overlap import MIN_SEEN, balance
 from services.scheduler.state.cost_model import chunk_tokens
-from services.scheduler.state.policies import FillView, Share
+from services.scheduler.state.policies import BatchingView, StepShare
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, InFlight, State
-from services.scheduler.step_columns import Columns, fork
+from services.scheduler.step_columns import StepColumns, fork
 from shared.messages import ints
 from shared.step_model import StepShape
 
@@ -44,25 +44,25 @@ def plan_next(state: State, executor: Executor) -> bool:
     mode, depth = overlap.mode_of(state, executor)
     if len(executor.in_flight) >= depth:
         return False
-    needy = preemption.make_room(state, executor)
-    executor.holds = needy > 0 and worth_waiting(state, executor, needy)
-    if executor.holds or in_time(state, executor, needy):
+    short_rows = preemption.make_room(state, executor)
+    executor.awaits_copies = short_rows > 0 and worth_waiting(state, executor, short_rows)
+    if executor.awaits_copies or copies_end_soon(state, executor, short_rows):
         return False
     if mode != "two_batch":
         return _plan_step(state, executor, mode, None)
-    other = 1 - executor.pace.half
-    halves = (other, 1 - other, other)  # rows may move to the first, where those that stay lack blocks
-    return any(_plan_step(state, executor, mode, half) for half in halves)
+    other = 1 - executor.pace.micro_batch
+    order = (other, 1 - other, other)  # rows may move to the first, where those that stay lack blocks
+    return any(_plan_step(state, executor, mode, micro_batch) for micro_batch in order)
 
 
-def _plan_step(state: State, executor: Executor, mode: str, half: int | None) -> bool:
-    decodes, prompts = ready_rows(executor, mode == "run_ahead", half)
-    if half is not None and decodes:
-        decodes = balance(executor, half, decodes)
+def _plan_step(state: State, executor: Executor, mode: str, micro_batch: int | None) -> bool:
+    decodes, prompts = ready_rows(executor, mode == "run_ahead", micro_batch)
+    if micro_batch is not None and decodes:
+        decodes = balance(executor, micro_batch, decodes)
     stalled_us = state.now_us - executor.decoded_us if decodes and executor.decoded_us else 0
-    fill = state.limits.policy.the("batching")
-    share: Share = fill(FillView(len(decodes), len(prompts), stalled_us))
-    columns = Columns(mode, half)
+    batching = state.limits.policy.function("batching")
+    share: StepShare = batching(BatchingView(len(decodes), len(prompts), stalled_us))
+    columns = StepColumns(mode, micro_batch)
     executor.pace.crowded = False
     if share.decodes and _add_decodes(state, executor, columns, decodes):
         executor.decoded_us = state.now_us
@@ -72,15 +72,21 @@ def _plan_step(state: State, executor: Executor, mode: str, half: int | None) ->
         return False
     columns.two_stream = two_stream(state, executor, columns)
     _send(state, executor, columns)
-    for leader in columns.forks:
-        fork(executor, leader)
+    for parent in columns.forks:
+        fork(executor, parent)
     return True
 
 
-def ready_rows(executor: Executor, ahead: bool, half: int | None) -> tuple[list[Sequence], list[Sequence]]:
+def ready_rows(
+    executor: Executor, ahead: bool, micro_batch: int | None
+) -> tuple[list[Sequence], list[Sequence]]:
     """The sequences that can decode now, and those with prompt tokens to compute. A prompt chunk needs no
     sample; a decode needs that before it: on the device, where steps run ahead, or else applied here."""
-    rows = executor.running if half is None else [s for s in executor.running if s.half == half]
+    rows = (
+        executor.running
+        if micro_batch is None
+        else [s for s in executor.running if s.micro_batch == micro_batch]
+    )
     decodes, others = [], []
     for s in rows:  # one loop, over each row of each step
         at = s.computed
@@ -92,17 +98,19 @@ def ready_rows(executor: Executor, ahead: bool, half: int | None) -> tuple[list[
         decodes = [s for s in decodes if s.computed + 1 == len(s.tokens)]
     elif executor.host_fed:
         decodes = [s for s in decodes if not s.host_fed or s.computed + 1 == len(s.tokens)]
-    # who waits for a leader, a load or a grammar lacks prompt tokens, too: it cannot be among the decodes
-    return decodes, [s for s in others if s.leader is None and not s.loading and not s.awaits_grammar]
+    # who waits for a parent, a load or a grammar lacks prompt tokens, too: it cannot be among the decodes
+    return decodes, [s for s in others if s.parent is None and not s.load_job and not s.awaits_grammar]
 
 
-def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: list[Sequence]) -> int:
+def _add_decodes(state: State, executor: Executor, columns: StepColumns, decodes: list[Sequence]) -> int:
     """One device-fed row for each of these sequences. This runs for each row of each step: whole columns at
     once, since a comprehension costs a third of a loop that appends."""
     rows = decodes[: executor.hello.max_step_tokens]
-    short = [s for s in rows if s.computed >= s.room]
+    short = [s for s in rows if s.computed >= s.table_capacity]
     if short and not _grow(state, executor, columns, short):
-        rows = [s for s in rows if s.computed < s.room]  # preemption.py sees to a block for the others
+        rows = [
+            s for s in rows if s.computed < s.table_capacity
+        ]  # preemption.py sees to a block for the others
     count, starts = len(rows), [s.computed for s in rows]
     cached = sum(starts) + count
     columns.shape = StepShape(count, count, cached, cached)
@@ -118,7 +126,7 @@ def _add_decodes(state: State, executor: Executor, columns: Columns, decodes: li
     return count
 
 
-def _grow(state: State, executor: Executor, columns: Columns, short: list[Sequence]) -> bool:
+def _grow(state: State, executor: Executor, columns: StepColumns, short: list[Sequence]) -> bool:
     """A new block for each of these decodes, and whatever of its table the executor has not seen. False when
     some are left without."""
     if columns.grow_all(executor, short):
@@ -129,30 +137,30 @@ def _grow(state: State, executor: Executor, columns: Columns, short: list[Sequen
     return len(grown) == len(short)
 
 
-def _grow_one(state: State, executor: Executor, columns: Columns, sequence: Sequence) -> bool:
+def _grow_one(state: State, executor: Executor, columns: StepColumns, sequence: Sequence) -> bool:
     unsent = len(sequence.table) - sequence.table_sent
-    if unsent and not columns.takes(unsent):
+    if unsent and not columns.has_table_room(unsent):
         return False  # a fork of a long prompt: its table travels with a later step
     _charge(state, sequence)
     return columns.grow(executor, sequence, sequence.computed + 1)
 
 
 def _add_chunks(
-    state: State, executor: Executor, columns: Columns, prompts: list[Sequence], share: Share
+    state: State, executor: Executor, columns: StepColumns, prompts: list[Sequence], share: StepShare
 ) -> None:
     """Prompt chunks, in turn, up to the chunk budget."""
     prompts, ahead_tokens = _in_turn(state, executor, prompts)
     budget = whole = chunk_budget(state, executor, columns, prompts, share)
-    state.meter.budget_tokens = budget
-    executor.pace.crowded = _left(prompts) > state.limits.step_tokens
+    state.counters.budget_tokens = budget
+    executor.pace.crowded = _tokens_left(prompts) > state.limits.step_tokens
     for sequence in prompts:
         if budget <= 0:
             break
         prefix_cache.catch_up(executor, sequence)
         unsent = len(sequence.table) - sequence.table_sent
-        if unsent and not columns.takes(unsent):
+        if unsent and not columns.has_table_room(unsent):
             continue  # a hit of a long prefix: its table travels with a later step
-        left = sequence.opened_length - sequence.compiling - sequence.computed
+        left = sequence.opened_length - sequence.compiles_grammar - sequence.computed
         count = min(budget, left, _room(executor, sequence))
         if ahead_tokens and sequence is prompts[0]:
             count = min(count, max(budget // LATE_PART, 1, budget - ahead_tokens))
@@ -175,21 +183,21 @@ def _in_turn(state: State, executor: Executor, prompts: list[Sequence]) -> tuple
     But the one that was placed first is late after a while, wherever it stands: then it is put first, for a
     part of the step, or for what those leave that it was put before: their tokens. So each comes to its end.
     """
-    if len(executor.tenants) == 1 and sum(map(bool, executor.levels)) == 1:
+    if len(executor.running_by_tenant) == 1 and sum(map(bool, executor.running_by_class)) == 1:
         return sorted(prompts, key=lambda s: s.prefill_chunks == 0), 0  # a cached prefix is no beginning
 
     def turn(s: Sequence) -> tuple[bool, int, bool, int]:
-        served = state.waiting.served.of((s.tenant, s.level))
-        return executor.tenants[s.tenant] > 1, s.level, s.prefill_chunks == 0, served
+        served = state.waiting.served.get((s.tenant, s.level))
+        return executor.running_by_tenant[s.tenant] > 1, s.level, s.prefill_chunks == 0, served
 
     in_turn, first = sorted(prompts, key=turn), prompts[0]  # those that run are in order of placement
     if state.now_us - first.admitted_us < LATE_US:
         return in_turn, 0
     at = in_turn.index(first)
-    return [first, *in_turn[:at], *in_turn[at + 1 :]], _left(in_turn[:at])
+    return [first, *in_turn[:at], *in_turn[at + 1 :]], _tokens_left(in_turn[:at])
 
 
-def _left(prompts: Collection[Sequence]) -> int:
+def _tokens_left(prompts: Collection[Sequence]) -> int:
     return sum(s.opened_length - s.computed for s in prompts)
 
 
@@ -200,9 +208,11 @@ def _room(executor: Executor, sequence: Sequence) -> int:
     return blocks * executor.hello.block_tokens - sequence.computed
 
 
-def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Sequence, count: int) -> None:
+def _add_chunk(
+    state: State, executor: Executor, columns: StepColumns, sequence: Sequence, count: int
+) -> None:
     """One host-fed row of `count` tokens, and sample rows if it reaches the last known token."""
-    columns.chunks.append((sequence, sequence.note_chunk(state.now_us, count, executor.step + 1)))
+    columns.chunks.append((sequence, sequence.record_chunk(state.now_us, count, executor.step + 1)))
     columns.grow(executor, sequence, sequence.computed + count)
     row = len(columns.slots)
     columns.slots.append(sequence.slot)
@@ -216,13 +226,13 @@ def _add_chunk(state: State, executor: Executor, columns: Columns, sequence: Seq
     prefix_cache.register(executor, sequence, sequence.computed)
     if sequence.prefilling:
         return
-    alone = sequence.request.asked.n == 1
-    followers = [] if alone else [s for s in executor.running if s.leader is sequence]
-    for sampled in (sequence, *followers):
+    alone = sequence.request.tokenized.n == 1
+    children = [] if alone else [s for s in executor.running if s.parent is sequence]
+    for sampled in (sequence, *children):
         columns.sample_rows.append(row)
         columns.sample_slots.append(sampled.slot)
         columns.sampled.append((sampled, sampled.placement))
-    if followers:
+    if children:
         columns.forks.append(sequence)
 
 
@@ -230,37 +240,39 @@ def _charge(state: State, sequence: Sequence) -> None:
     """Its client has been served another block of tokens. The prefix cache hears of it when the sequence
     leaves: until then nobody else is likely to go on from where it is."""
     generated = len(sequence.tokens) - sequence.prompt_tokens
-    state.waiting.served.charge_output(sequence.request.client, generated - sequence.charged)
-    sequence.charged = generated
+    state.waiting.served.charge_output(sequence.request.client, generated - sequence.charged_tokens)
+    sequence.charged_tokens = generated
 
 
 def _account(state: State, sequence: Sequence, count: int) -> None:
     """What was computed before is our loss; what is new is charged to the client."""
-    start, end, reach = sequence.computed, sequence.computed + count, sequence.reach
+    start, end, reach = sequence.computed, sequence.computed + count, sequence.most_computed
     again = 0 if reach <= start else min(reach, end) - start
     sequence.recomputed_tokens += again
-    sequence.reach = max(reach, end)
-    state.meter.prefill_tokens += count
-    state.meter.recomputed_tokens += again
+    sequence.most_computed = max(reach, end)
+    state.counters.prefill_tokens += count
+    state.counters.recomputed_tokens += again
     state.waiting.served.charge_input(sequence.request.client, count - again)
 
 
-def _send(state: State, executor: Executor, columns: Columns) -> None:
+def _send(state: State, executor: Executor, columns: StepColumns) -> None:
     executor.step += 1
     plan, shape = columns.plan(executor), columns.shape
-    if columns.half is not None:
-        executor.pace.half = columns.half
-    predicted_us = executor.costs.predict_us(shape) if executor.costs.seen >= overlap.MIN_SEEN else 0
+    if columns.micro_batch is not None:
+        executor.pace.micro_batch = columns.micro_batch
+    predicted_us = (
+        executor.cost_model.predict_us(shape) if executor.cost_model.seen >= overlap.MIN_SEEN else 0
+    )
     flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
     if not executor.in_flight:
         executor.pace.planned(state.now_us)
     executor.in_flight.append(flight)
-    state.meter.count_step(columns.mode)
+    state.counters.count_step(columns.mode)
     state.send(executor.source, plan)
 
 
 def chunk_budget(
-    state: State, executor: Executor, columns: Columns, prompts: Collection[Sequence], share: Share
+    state: State, executor: Executor, columns: StepColumns, prompts: Collection[Sequence], share: StepShare
 ) -> int:
     """Prompt tokens for the step in `columns`, of which the first of `prompts` gets its part first.
 
@@ -276,16 +288,16 @@ def chunk_budget(
         return min(room, hello.block_tokens)
     # a step full of decodes still takes one block of prompt, or prefill would starve
     room = min(room, max(state.limits.step_tokens - decodes, hello.block_tokens))
-    if executor.costs.seen < MIN_SEEN:
+    if executor.cost_model.seen < MIN_SEEN:
         return min(room, COLD_TOKENS)
-    start, left = next(iter(prompts)).computed, _left(prompts)
+    start, left = next(iter(prompts)).computed, _tokens_left(prompts)
     bound_us = _bound_us(state, executor, columns, left, room)
     grain = min(GRAIN_TOKENS, hello.block_tokens)
-    fits = chunk_tokens(executor.costs, columns.shape, start, bound_us, grain, room)
+    fits = chunk_tokens(executor.cost_model, columns.shape, start, bound_us, grain, room)
     budget = min(room, fits or hello.block_tokens)
     most = min(room, budget + hello.block_tokens - 1)  # a tile may end within the next block
     tiled = (decodes + most) // TILE_ROWS * TILE_ROWS - decodes
-    if tiled > budget and executor.costs.predict_us(columns.shape.with_chunk(start, tiled)) > bound_us:
+    if tiled > budget and executor.cost_model.predict_us(columns.shape.with_chunk(start, tiled)) > bound_us:
         tiled -= TILE_ROWS
     budget = tiled if tiled >= TILE_ROWS else budget
     return _evenly(left, budget, decodes) if columns.sampled and left > budget else budget
@@ -299,8 +311,9 @@ def _evenly(left: int, budget: int, decodes: int) -> int:
     return min(budget, tiled)
 
 
-def _bound_us(state: State, executor: Executor, columns: Columns, left: int, room: int) -> int:
-    """How long a step may take that takes in some of the `left` prompt tokens, `room` of them at most.
+def _bound_us(state: State, executor: Executor, columns: StepColumns, left: int, room: int) -> int:
+    """How long a step may take that takes in some of the `left` prompt tokens, `table_capacity` of them at
+    most.
 
     That is the shortest time between tokens that was promised to a class that runs; two_batch takes two steps
     for it. Where decodes alone take two thirds of that or more, prompts get half as much time as they, and
@@ -312,10 +325,10 @@ def _bound_us(state: State, executor: Executor, columns: Columns, left: int, roo
     """
     if not columns.sampled:
         return ALONE_US
-    running = zip(state.limits.classes, executor.levels, strict=True)
+    running = zip(state.limits.classes, executor.running_by_class, strict=True)
     bound_us = min(slo.tbt_us for slo, count in running if count)
-    bound_us = bound_us if columns.half is None else bound_us // 2
-    predict_us, shape = executor.costs.predict_us, columns.shape
+    bound_us = bound_us if columns.micro_batch is None else bound_us // 2
+    predict_us, shape = executor.cost_model.predict_us, columns.shape
     alone_us = predict_us(shape)
     waiting_us = (predict_us(shape.with_chunk(0, room)) - alone_us) * left // room
     if STRETCH_PM * alone_us > 1_000 * bound_us:
@@ -323,13 +336,13 @@ def _bound_us(state: State, executor: Executor, columns: Columns, left: int, roo
     return min(bound_us, max(EASY_PM * alone_us // 1_000, alone_us + waiting_us // EASY_STEPS))
 
 
-def two_stream(state: State, executor: Executor, columns: Columns) -> bool:
-    """Whether the step of these columns comes in two halves, the ranks' talk of one under the compute of the
-    other.
+def two_stream(state: State, executor: Executor, columns: StepColumns) -> bool:
+    """Whether the step of these columns comes in two micro-batches, the ranks' talk of one under the compute
+    of the other.
 
     off          never
-    auto         from as many tokens on as the executor found at its start to be quicker: below, halves read
-                 the weights twice for nothing
+    auto         from as many tokens on as the executor found at its start to be faster: below, micro-batches
+                 read the weights twice for nothing
     two_stream   wherever it is offered
 
     Steps of decodes alone are whole: their talks are short, and go with the norms behind them. The plan
@@ -342,17 +355,17 @@ def two_stream(state: State, executor: Executor, columns: Columns) -> bool:
     return mode == "two_stream" or columns.shape.tokens >= since_tokens
 
 
-def in_time(state: State, executor: Executor, needy: int) -> bool:
+def copies_end_soon(state: State, executor: Executor, short_rows: int) -> bool:
     """True while the next step may be planned later for nothing: one runs, and before its end a copy will be
     over that somebody waits for."""
-    pace, loop_us = executor.pace, executor.costs.loop_us
+    pace, loop_us = executor.pace, executor.cost_model.loop_us
     flights = executor.in_flight
     if not state.tiers.jobs or not flights or not loop_us or executor.hello.stages > 1:
         return False
     runs_us = sum(flight.predicted_us for flight in flights)
     end_us = max(pace.last_us, flights[0].planned_us) + runs_us - OVERDUE * loop_us
-    places_wanted = needy > 0 or bool(state.stuck)
-    loads = {s.loading for s in executor.running if s.loading}
+    places_wanted = short_rows > 0 or bool(state.blocked_on)
+    loads = {s.load_job for s in executor.running if s.load_job}
     for job in state.tiers.jobs.values():
         if job.number in loads:
             over_us = job.began_us + OVERDUE * job.predicted_us
@@ -365,15 +378,15 @@ def in_time(state: State, executor: Executor, needy: int) -> bool:
     return False
 
 
-def worth_waiting(state: State, executor: Executor, needy: int) -> bool:
-    """True when some of the `needy` rows that lack a block will have one so soon that the step should wait,
-    though the device stands still meanwhile: it is weighed against what the rows would lose, their share of a
-    step. Begins the copies that it would wait for."""
+def worth_waiting(state: State, executor: Executor, short_rows: int) -> bool:
+    """True when some of the `short_rows` rows that lack a block will have one so soon that the step should
+    wait, though the device stands still meanwhile: it is weighed against what the rows would lose, their
+    share of a step. Begins the copies that it would wait for."""
     pool = executor.pool
-    if executor.in_flight or needy <= pool.unreserved_blocks or not pool.coming_blocks:
+    if executor.in_flight or short_rows <= pool.unreserved_blocks or not pool.coming_blocks:
         return False
-    store.clean(state, executor)
-    soon = min(needy - pool.unreserved_blocks, pool.copying_blocks)
+    store.copy_dirty(state, executor)
+    soon = min(short_rows - pool.unreserved_blocks, pool.copying_blocks)
     began_us = [
         job.began_us
         for job in state.tiers.jobs.values()

@@ -17,25 +17,25 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from services.tokenizer.background import LONG_BYTES, Beside
+from services.tokenizer.background import LONG_BYTES, BackgroundEncoder
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.core import (
     Command,
     Event,
     Fail,
+    RequestDone,
     Schedulers,
     Send,
-    Settled,
     Tick,
     TokenizerCore,
 )
 from services.tokenizer.prepare import Prepared, ServedModel, Submission, prepared
-from services.tokenizer.queries import STANDS_BY, Asking, refuse
-from services.tokenizer.standby import MAX_COPIES, TURN_US, Heard, Standby, key_of
+from services.tokenizer.queries import STANDS_BY, Queries, refuse
+from services.tokenizer.standby import MAX_COPIES, TURN_US, PendingRequest, Standby, key_of
 from services.tokenizer.tenant_classes import TenantClasses
-from shared.actor.mailbox import Port
-from shared.actor.membership import UNNOTICED_US, Peer, Peers, unnoticed_us
-from shared.actor.runtime import Actor, Facts
+from shared.actor.mailbox import Mailbox
+from shared.actor.membership import MIN_DETECTION_US, Peer, Peers, detection_us
+from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import Overloaded, PayloadTooLarge
 from shared.fair_share import Turns, finds_no_room
@@ -44,7 +44,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
-from shared.telemetry.readings import Reading, Readings
+from shared.telemetry.readings import MetricPoint, Metrics
 from shared.vocab.files import resolve, served_name
 from shared.vocab.vocabulary import load_vocabulary
 
@@ -70,7 +70,7 @@ class TokenizerActor(Actor):
         self,
         model: ServedModel,
         classes: TenantClasses | None = None,
-        give_up_us: int = UNNOTICED_US,
+        give_up_us: int = MIN_DETECTION_US,
     ) -> None:
         """`give_up_us`: longer than a dead scheduler goes unnoticed."""
         self._model = model
@@ -85,23 +85,23 @@ class TokenizerActor(Actor):
         self._standing: asyncio.Task[None] | None = None
         self._second: Bus  # what can be read later
 
-    async def start(self, port: Port) -> None:
-        self._port = port
-        self._unheard = Rarely(log, port.clock)
-        self._beside = Beside(self._model, self._done, port.clock, self._core.cancels)
+    async def start(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._unheard = Rarely(log, mailbox.clock)
+        self._background = BackgroundEncoder(self._model, self._done, mailbox.clock, self._core.cancels)
         self._started = True
-        self._handle(schedulers(port.peers, self._name))
-        subscribe = port.bus.subscribe
-        self._arrivals = Arrivals(self._see, port.clock.now_us)
-        self._mailbox = Mailbox(self._take, self._crowds)
-        self._second = await port.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
+        self._handle(schedulers(mailbox.peers, self._name))
+        subscribe = mailbox.bus.subscribe
+        self._arrivals = Arrivals(self._see, mailbox.clock.now_us)
+        self._tenant_queue = TenantQueue(self._take, self._over_share)
+        self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
         self._second.on_fault(_log_fault)
-        self._asking = Asking(port, self._model, self._context, self._second)
+        self._queries = Queries(mailbox, self._model, self._context, self._second)
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
             await self._second.subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put_copy),
             await subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put, queue="tokenizer"),
-            *await self._asking.listen(),  # the last: who answers these is said to hear requests
+            *await self._queries.listen(),  # the last: who answers these is said to hear requests
         ]
         await self._second.flush()
         self._standing = asyncio.get_running_loop().create_task(self._stand_by())
@@ -110,7 +110,7 @@ class TokenizerActor(Actor):
         if isinstance(message, Accepted | Rejected):
             self._handle(message)
         elif isinstance(message, Claims):
-            self._standby.told(source, message, self._port.clock.now_us())
+            self._standby.on_claims(source, message, self._mailbox.clock.now_us())
         else:
             log.error("%s of %s is not for a tokenizer", type(message).__name__, source)
 
@@ -125,9 +125,9 @@ class TokenizerActor(Actor):
         self.on_peer(peer)
 
     def on_peer(self, peer: Peer) -> None:
-        ours = peer.beat.model in ("", self._name)  # one that has failed does not say
-        if ours and peer.beat.kind in ("scheduler", "executor") and self._started:
-            self._handle(schedulers(self._port.peers, self._name, peer))
+        ours = peer.heartbeat.model in ("", self._name)  # one that has failed does not say
+        if ours and peer.heartbeat.kind in ("scheduler", "executor") and self._started:
+            self._handle(schedulers(self._mailbox.peers, self._name, peer))
 
     def upkeep(self) -> None:
         self._classes.refresh()
@@ -135,21 +135,21 @@ class TokenizerActor(Actor):
             if task is not None and task.done():
                 task.result()  # a tick that failed fails the actor, as a message would have
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         load = (("context", self._context()), ("model_context", self._model.max_context), (STANDS_BY, 1))
         counts = {"requests": self._core.requests, "prompt_tokens": self._core.prompt_tokens}
-        return Facts(model=self._name, load=load, counts=counts)
+        return HeartbeatPayload(model=self._name, load=load, counts=counts)
 
     @property
-    def readings(self) -> Readings:
+    def metrics(self) -> Metrics:
         core = self._core
         return (
-            Reading("headrace.tokenizer.pending", self._pending, "{request}"),
-            Reading("headrace.tokenizer.copies", len(self._standby), "{request}"),
-            Reading("headrace.tokenizer.taken_over", self._taken_over, "{request}", grows=True),
-            Reading("headrace.tokenizer.requests", core.requests, "{request}", grows=True),
-            Reading("headrace.tokenizer.failed", core.failed, "{request}", grows=True),
-            Reading("headrace.tokenizer.prompt_tokens", core.prompt_tokens, "{token}", grows=True),
+            MetricPoint("headrace.tokenizer.pending", self._pending, "{request}"),
+            MetricPoint("headrace.tokenizer.copies", len(self._standby), "{request}"),
+            MetricPoint("headrace.tokenizer.taken_over", self._taken_over, "{request}", is_counter=True),
+            MetricPoint("headrace.tokenizer.requests", core.requests, "{request}", is_counter=True),
+            MetricPoint("headrace.tokenizer.failed", core.failed, "{request}", is_counter=True),
+            MetricPoint("headrace.tokenizer.prompt_tokens", core.prompt_tokens, "{token}", is_counter=True),
         )
 
     def status(self) -> dict[str, object]:
@@ -157,7 +157,7 @@ class TokenizerActor(Actor):
         return {
             "model": self._name,
             "context": self._context(),
-            "models_here": sorted(self._asking.served()),
+            "models_here": sorted(self._queries.served()),
             "pending": self._pending,
             "copies": len(self._standby),
             "taken_over": self._taken_over,
@@ -170,14 +170,14 @@ class TokenizerActor(Actor):
         for subscription in self._subscriptions:
             await subscription.drain()
         await self._arrivals.drain()
-        await self._mailbox.drain()
-        await self._beside.drain()
-        await self._asking.drain()
+        await self._tenant_queue.drain()
+        await self._background.drain()
+        await self._queries.drain()
         if self._ticking is not None:  # it ends when nothing is pending
             await self._ticking
         while len(self._standby) and self._others():  # noqa: ASYNC110 - what they do not finish is lost with us
             await asyncio.sleep(TURN_US / 1e6)
-        self._tell()
+        self._send_claims()
 
     async def stop(self) -> None:
         if self._standing is not None:
@@ -188,26 +188,27 @@ class TokenizerActor(Actor):
 
     @property
     def _pending(self) -> int:
-        return self._core.pending + self._beside.waiting + len(self._mailbox) + len(self._arrivals)
+        return self._core.pending + self._background.waiting + len(self._tenant_queue) + len(self._arrivals)
 
     def _context(self) -> int:
         """Tokens of the longest prompt with its answer: what the KV cache of the executors holds may be less
         than the model can do."""
         model = self._model
         return min(
-            self._port.peers.most("executor", "context", model.name) or model.max_context, model.max_context
+            self._mailbox.peers.max_load("executor", "context", model.name) or model.max_context,
+            model.max_context,
         )
 
     def _handle(self, event: Event) -> None:
-        self._run(self._core.handle(event, self._port.clock.now_us()))
+        self._run(self._core.handle(event, self._mailbox.clock.now_us()))
         if self._core.pending and self._ticking is None:
             self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
     async def _tick(self) -> None:
         while self._core.pending:
             await asyncio.sleep(TICK_S)
-            now_us = self._port.clock.now_us()
-            deaf = self._port.peers.deaf(self._port.source, now_us)
+            now_us = self._mailbox.clock.now_us()
+            deaf = self._mailbox.peers.is_cut_off(self._mailbox.source, now_us)
             self._run(self._core.handle(Tick(deaf), now_us))
         self._ticking = None
 
@@ -216,17 +217,17 @@ class TokenizerActor(Actor):
             if isinstance(command, Send):
                 message = command.message
                 if isinstance(message, Tokenized):
-                    message = dataclasses.replace(message, sent_wall_us=self._port.clock.wall_us())
+                    message = dataclasses.replace(message, sent_wall_us=self._mailbox.clock.wall_us())
                 self._send(command.scheduler, message, command.trace)
-            elif isinstance(command, Settled):
-                self._standby.done(command.key, self._port.clock.now_us())
+            elif isinstance(command, RequestDone):
+                self._standby.done(command.key, self._mailbox.clock.now_us())
             else:
-                refuse(self._port, self._name, command)
-                self._standby.done(command.key, self._port.clock.now_us())
+                refuse(self._mailbox, self._name, command)
+                self._standby.done(command.key, self._mailbox.clock.now_us())
 
     def _send(self, scheduler: str, message: Tokenized | Cancel, trace: str) -> None:
         try:
-            self._port.send(f"scheduler.{scheduler}", message, trace)
+            self._mailbox.send(f"scheduler.{scheduler}", message, trace)
         except PayloadTooLarge as error:  # no message can carry its options: refused, as a scheduler would
             if isinstance(message, Tokenized):
                 self._handle(rejection(message, error.code, error.message))
@@ -234,7 +235,7 @@ class TokenizerActor(Actor):
     def _see(self, arrival: Arrival) -> None:
         """Own a request that the broker has given us; keep a copy of anybody's."""
         delivery, received_us, copied = arrival
-        if not access.answerable(self._port.bus, delivery):
+        if not access.answerable(self._mailbox.bus, delivery):
             if not copied:
                 self._unheard.warning(
                     "no answer may go to %.200r, where a request on %.200s wants it",
@@ -242,65 +243,65 @@ class TokenizerActor(Actor):
                     delivery.subject,
                 )
         elif subjects.names_in(delivery.subject) is not None:  # else the group of every model says why not
-            clock = self._port.clock
+            clock = self._mailbox.clock
             received_wall_us = clock.wall_us() - (clock.now_us() - received_us)
-            heard = Heard(delivery, key_of(delivery), received_us, received_wall_us)
+            pending = PendingRequest(delivery, key_of(delivery), received_us, received_wall_us)
             if copied:
-                self._standby.copy(heard, received_us)
-            elif not self._standby.taken_over(heard):
-                self._own(heard)
+                self._standby.copy(pending, received_us)
+            elif not self._standby.taken_over(pending):
+                self._own(pending)
 
-    def _own(self, heard: Heard) -> None:
+    def _own(self, pending: PendingRequest) -> None:
         """Put a request that is ours into the mailbox."""
-        delivery = heard.delivery
-        heard.request_id = heard.request_id or secrets.token_urlsafe(16)
-        self._standby.own(heard)
+        delivery = pending.delivery
+        pending.request_id = pending.request_id or secrets.token_urlsafe(16)
+        self._standby.own(pending)
         try:
-            self._mailbox.put(heard)
+            self._tenant_queue.put(pending)
         except Overloaded as error:
             trace = traces.from_headers(delivery.headers)
-            self._run([Fail(delivery.reply, heard.request_id, error, trace, key=heard.key)])
+            self._run([Fail(delivery.reply, pending.request_id, error, trace, key=pending.key)])
 
-    def _crowds(self, tenant: str) -> bool:
-        return self._core.crowds(subjects.untoken(tenant), self._port.clock.now_us())
+    def _over_share(self, tenant: str) -> bool:
+        return self._core.over_share(subjects.untoken(tenant), self._mailbox.clock.now_us())
 
-    def _take(self, heard: Heard) -> None:
+    def _take(self, pending: PendingRequest) -> None:
         """Its turn has come."""
-        delivery, clock = heard.delivery, self._port.clock
-        if self._others() and self._standby.doubted(heard, clock.now_us()):
+        delivery, clock = pending.delivery, self._mailbox.clock
+        if self._others() and self._standby.doubted(pending, clock.now_us()):
             return
-        tracer, given = self._port.tracer, traces.from_headers(delivery.headers)
+        tracer, given = self._mailbox.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
         tenant = subjects.name_at(delivery.subject, TENANT)
         submission = Submission(
             tenant=tenant,
             inbox=delivery.reply,
             body=delivery.data,
-            fresh_id=heard.request_id,
+            fresh_id=pending.request_id,
             fresh_seed=secrets.randbits(64),
-            received_wall_us=heard.received_wall_us,
+            received_wall_us=pending.received_wall_us,
             trace=trace,
             handled_wall_us=clock.wall_us(),
             parent_span=parent_span,
-            received_us=heard.received_us,
+            received_us=pending.received_us,
             handled_us=clock.now_us(),
-            key=heard.key,
-            attempt=heard.attempt,
+            key=pending.key,
+            attempt=pending.attempt,
             classes=self._classes.of(tenant),
         )
         if len(delivery.data) <= LONG_BYTES:
             self._done(prepared(submission, self._model, self._core.cancels))
             return
         try:
-            self._beside.put(submission)
+            self._background.put(submission)
         except Overloaded as error:
             self._handle(submission.prepared(submission.fresh_id, error))
 
     def _done(self, ready: Prepared) -> None:
         """A request is prepared. One that has no id of its client's is told before it leaves: others would
         draw another one."""
-        if self._standby.untold(ready.key, ready.request):
-            self._tell()
+        if self._standby.is_unannounced(ready.key, ready.request):
+            self._send_claims()
         self._handle(ready)
 
     # ---- for the other tokenizers ---------------------------------------------------------------
@@ -308,11 +309,11 @@ class TokenizerActor(Actor):
     def _others(self, *, draining: bool = False) -> list[str]:
         """The ids of the other ready tokenizers of this model that say what they have, and of those that
         finish what they have."""
-        peers, kind = self._port.peers, self.kind
+        peers, kind = self._mailbox.peers, self.kind
         ids = peers.ready(kind, self._name) + (peers.draining(kind, self._name) if draining else [])
         found = (peers.get(f"{kind}.{actor}") for actor in ids)
-        others = (peer for peer in found if peer is not None and peer.source != self._port.source)
-        return [peer.beat.actor for peer in others if (STANDS_BY, 1) in peer.beat.load]
+        others = (peer for peer in found if peer is not None and peer.source != self._mailbox.source)
+        return [peer.heartbeat.actor for peer in others if (STANDS_BY, 1) in peer.heartbeat.load]
 
     async def _stand_by(self) -> None:
         while True:
@@ -321,25 +322,25 @@ class TokenizerActor(Actor):
 
     def _turn(self) -> None:
         """Tell the others what we have, and take over what they have lost."""
-        self._tell()
-        now_us, others = self._port.clock.now_us(), self._others()
-        if self._port.peers.deaf(self._port.source, now_us):
+        self._send_claims()
+        now_us, others = self._mailbox.clock.now_us(), self._others()
+        if self._mailbox.peers.is_cut_off(self._mailbox.source, now_us):
             self._standby.pardon(now_us)
-        ids = sorted([self._port.actor, *others])
-        late = self._standby.overdue(self._port.actor, ids, now_us)
-        for heard in late:
-            if heard.owners or self._asking.ours_alone(ids):  # else another fleet has it, perhaps
-                log.warning("took over a request of %s", heard.owner or "another tokenizer")
+        ids = sorted([self._mailbox.actor, *others])
+        late = self._standby.overdue(self._mailbox.actor, ids, now_us)
+        for pending in late:
+            if pending.owners or self._queries.ours_alone(ids):  # else another fleet has it, perhaps
+                log.warning("took over a request of %s", pending.owner or "another tokenizer")
                 self._taken_over += 1
-                heard.owners = max(heard.owners, 1)
-                self._own(heard)
+                pending.owners = max(pending.owners, 1)
+                self._own(pending)
         if late:
-            self._tell()
+            self._send_claims()
 
-    def _tell(self) -> None:
+    def _send_claims(self) -> None:
         if (claims := self._standby.report(busy=bool(len(self._arrivals)))) is not None:
             for actor in self._others(draining=True):  # who leaves takes over what nobody speaks of, too
-                self._port.send(f"{self.kind}.{actor}", claims)
+                self._mailbox.send(f"{self.kind}.{actor}", claims)
 
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
@@ -355,7 +356,7 @@ def schedulers(peers: Peers, model: str, news: Peer | None = None) -> Schedulers
     """Those to be asked now; `news` of a scheduler or an executor of the model, which may have died."""
     died = False
     if news is not None:
-        gone, state = peers.get(news.source) is None, news.beat.state
+        gone, state = peers.get(news.source) is None, news.heartbeat.state
         died = state == "failed" or (gone and state != "stopped")
     serving = peers.serving(model)
     idle = [actor for actor in peers.ready("scheduler", model) if actor not in serving]
@@ -426,27 +427,27 @@ class Arrivals:
         self._see(self._unseen.pop() if self._unseen else self._copies.popleft())
 
 
-class Mailbox:
+class TenantQueue:
     """The requests that one tokenizer owns and has not read.
 
-    One is taken in each turn of the event loop, of each tenant in turn: between two of them beats, cancels
-    and answers get through, and each request is stamped as it comes, not as it is taken up. A tenant is
-    passed over while it `crowds` the scheduler.
+    One is taken in each turn of the event loop, of each tenant in turn: between two of them heartbeats,
+    cancels and answers get through, and each request is stamped as it comes, not as it is taken up. A tenant
+    is passed over while it `over_share` the scheduler.
     """
 
     def __init__(
-        self, take: Callable[[Heard], None], crowds: Callable[[str], bool] = lambda tenant: False
+        self, take: Callable[[PendingRequest], None], over_share: Callable[[str], bool] = lambda tenant: False
     ) -> None:
         self._take = take
-        self._crowds = crowds
-        self._waiting: Turns[Heard] = Turns()
+        self._over_share = over_share
+        self._waiting: Turns[PendingRequest] = Turns()
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def put(self, heard: Heard) -> None:
+    def put(self, pending: PendingRequest) -> None:
         """Queue a request. Raises Overloaded when MAX_WAITING wait, and its tenant has its share of them, or
         twice as many."""
-        tenant = tenant_token(heard.delivery)
+        tenant = tenant_token(pending.delivery)
         own, tenants = self._waiting.of(tenant), self._waiting.tenants
         if finds_no_room(own, 1, len(self._waiting), MAX_WAITING, tenants):
             raise Overloaded(
@@ -454,15 +455,15 @@ class Mailbox:
                 "try again later",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        if not self._empty.is_set() or self._crowds(tenant):
+        if not self._empty.is_set() or self._over_share(tenant):
             if self._empty.is_set():
                 self._empty.clear()
                 asyncio.get_running_loop().call_soon(self._next)
-            self._waiting.put(tenant, heard)
+            self._waiting.put(tenant, pending)
             return
         self._empty.clear()
         asyncio.get_running_loop().call_soon(self._next)
-        self._take(heard)
+        self._take(pending)
 
     async def drain(self) -> None:
         """Return when all have had their turn."""
@@ -476,7 +477,7 @@ class Mailbox:
             self._empty.set()
             return
         try:
-            taken = self._waiting.pop(self._crowds)
+            taken = self._waiting.pop(self._over_share)
         except KeyError:
             asyncio.get_running_loop().call_later(CROWDED_S, self._next)
             return
@@ -507,5 +508,5 @@ def load_model(settings: Settings) -> ServedModel:
 
 def build(settings: Settings) -> TokenizerActor:
     """The tokenizer that the configuration asks for. Raises SetupError."""
-    give_up_us = unnoticed_us(settings.beat_interval_ms * 1000)
+    give_up_us = detection_us(settings.heartbeat_interval_ms * 1000)
     return TokenizerActor(load_model(settings), TenantClasses(settings.tenant_classes), give_up_us)

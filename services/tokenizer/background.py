@@ -24,7 +24,7 @@ MAX_WAITING_BYTES = 64 * 1024 * 1024
 RETRY_AFTER_MS = 1_000
 
 
-class Beside:
+class BackgroundEncoder:
     """The long requests of one tokenizer; `done` is called on the event loop with each."""
 
     def __init__(

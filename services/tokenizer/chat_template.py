@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.tokenizer.structured_output import Tools, parsed, spelled, told
+from services.tokenizer.structured_output import Tools, parsed, spelled, with_tools
 from shared.errors import NO_TEMPLATE, BadRequest, SetupError
 from shared.vocab.vocabulary import Vocabulary
 
@@ -65,7 +65,7 @@ class ChatTemplate:
             given = None if tools is None else self._guard(tools.given, self._control)
         else:
             messages = [spelled(message) for message in messages]
-            messages = messages if tools is None else told(messages, tools)
+            messages = messages if tools is None else with_tools(messages, tools)
         text = self._render([self._guarded(m) for m in messages], given, add_generation_prompt, wall_us)
         names = self._vocabulary.secret_names
         text = self._control.sub(lambda found: names[found[0]], text)

@@ -23,7 +23,7 @@ from services.tokenizer.prepare import (
     Submission,
     prepared,
 )
-from shared.actor.membership import UNNOTICED_US
+from shared.actor.membership import MIN_DETECTION_US
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -38,10 +38,10 @@ from shared.messages import Accepted, Cancel, Rejected, Tokenized
 
 RESEND_US = 1_000_000  # far above an answer under load, well below a client's patience
 WAIT_US = 30_000_000  # after a death: one that hangs is replaced after 15 s, and its successor has to start
-GRACE_US = 2_000_000  # a scheduler may miss its executor a beat before we do
+GRACE_US = 2_000_000  # a scheduler may miss its executor a heartbeat before we do
 ASK_AGAIN_US = 250_000  # schedulers that cannot serve yet
 RETRY_AFTER_MS = 1_000
-HEARS_US = 1_000_000  # who was cut off or stopped has read by then what had come for it: one beat
+HEARS_US = 1_000_000  # who was cut off or stopped has read by then what had come for it: one heartbeat
 MOST_ASKED = 16  # of a tenant, unanswered by schedulers: more would stand before those of others
 
 
@@ -65,9 +65,9 @@ class Schedulers:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: time has passed. Sent while requests are pending. `deaf`: nothing could have been heard."""
+    """Event: time has passed. Sent while requests are pending. `cut_off`: nothing could have been heard."""
 
-    deaf: bool = False
+    cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class RequestDone:
     """Command: a scheduler has this request, by the `key` of its Submission."""
 
     key: int
 
 
 Event = Submission | Prepared | Accepted | Rejected | Cancel | Schedulers | Tick
-Command = Send | Fail | Settled
+Command = Send | Fail | RequestDone
 Key = tuple[str, str]  # tenant, request
 
 
@@ -123,7 +123,7 @@ class _Pending:
 class TokenizerCore:
     """The pending requests of one tokenizer process."""
 
-    def __init__(self, model: ServedModel, give_up_us: int = UNNOTICED_US) -> None:
+    def __init__(self, model: ServedModel, give_up_us: int = MIN_DETECTION_US) -> None:
         """`give_up_us`: longer than a dead scheduler goes unnoticed."""
         self._model = model
         self._give_up_us = give_up_us
@@ -143,7 +143,7 @@ class TokenizerCore:
         """Requests that wait for a scheduler's answer; 0 when idle."""
         return len(self._pending)
 
-    def crowds(self, tenant: str, now_us: int) -> bool:
+    def over_share(self, tenant: str, now_us: int) -> bool:
         """True while a scheduler that answers has as many requests of a tenant before it as it should."""
         while self._counted and not (
             self._counted[0].counts and now_us - self._counted[0].pending_us < RESEND_US
@@ -160,7 +160,7 @@ class TokenizerCore:
                 return self._submit(event, now_us)
             case Accepted():
                 pending = self._answered(event)
-                return [Settled(pending.key)] if pending is not None and pending.key else []
+                return [RequestDone(pending.key)] if pending is not None and pending.key else []
             case Rejected():
                 return self._rejected(event, now_us)
             case Cancel():
@@ -168,7 +168,7 @@ class TokenizerCore:
             case Schedulers():
                 return self._scheduled(event, now_us)
             case Tick():
-                return self._tick(now_us, event.deaf)
+                return self._tick(now_us, event.cut_off)
 
     def _submit(self, submitted: Prepared, now_us: int) -> list[Command]:
         self.requests += 1
@@ -182,15 +182,15 @@ class TokenizerCore:
             return [self._refuse(submitted, DeadlineExceeded(LATE))]
         if (known := self._pending.get(key)) is not None:
             if known.tokenized.inbox == tokenized.inbox:  # sent again, or taken over by two
-                return [Settled(submitted.key)] if submitted.key else []
+                return [RequestDone(submitted.key)] if submitted.key else []
             running = f"request {tokenized.request!r} is running; wait for it or use another request_id"
             return [self._refuse(submitted, DuplicateRequest(running, param="request_id"))]
         if not self._schedulers and now_us >= self._patient_until_us:
-            return [self._refuse(submitted, self._nobody())]
+            return [self._refuse(submitted, self._no_scheduler())]
         self.prompt_tokens += len(tokenized.tokens)
         pending = _Pending(tokenized, submitted.trace, received_us, now_us, submitted.key)
         self._pending[key] = pending
-        return [self._ask(pending, now_us)] if self._schedulers else []
+        return [self._send_to_scheduler(pending, now_us)] if self._schedulers else []
 
     def _refuse(self, submitted: Prepared, error: HeadraceError) -> Fail:
         self.failed += 1
@@ -234,7 +234,7 @@ class TokenizerCore:
             if others or now_us < max(pending.pending_us + GRACE_US, self._patient_until_us):
                 self._pending[answer.tenant, answer.request] = pending
                 pending.waits, pending.resend_us = True, now_us + ASK_AGAIN_US
-                return [self._ask(pending, now_us)] if others else []
+                return [self._send_to_scheduler(pending, now_us)] if others else []
         error = from_code(answer.code, answer.message, answer.retry_after_ms)
         error.param = _refused_field(answer.code, pending.tokenized)
         return [self._fail(pending, error)]
@@ -245,28 +245,28 @@ class TokenizerCore:
         self.cancels.add(*key, now_us)
         return self._give_up(key, Cancelled(CANCELLED)) if key in self._pending else []
 
-    def _tick(self, now_us: int, deaf: bool) -> list[Command]:
+    def _tick(self, now_us: int, cut_off: bool) -> list[Command]:
         """Ask again, give up. Who is cut off itself, or was stopped, knows nothing of the schedulers: its
         patience begins anew when it hears again, and what is late then may have been answered."""
         commands: list[Command] = []
-        if deaf:
+        if cut_off:
             self._hears_us = now_us + HEARS_US
         for key, pending in list(self._pending.items()):
-            if deaf:
+            if cut_off:
                 pending.pending_us = now_us
             elif now_us - pending.received_us >= pending.tokenized.timeout_us:
                 if now_us >= self._hears_us:
                     commands += self._give_up(key, DeadlineExceeded(LATE))
             elif now_us >= max(pending.pending_us + self._give_up_us, self._patient_until_us):
                 refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
-                commands += self._give_up(key, refusal if pending.refusal else self._nobody())
+                commands += self._give_up(key, refusal if pending.refusal else self._no_scheduler())
             elif pending.resend_us and now_us >= pending.resend_us:
                 if not pending.waits:
                     pending.resend_us = 0
                     commands.append(Send(pending.scheduler, self._left(pending, now_us), pending.trace))
                 elif self._schedulers:
                     pending.refused_by = ()
-                    commands.append(self._ask(pending, now_us))
+                    commands.append(self._send_to_scheduler(pending, now_us))
         return commands
 
     def _scheduled(self, event: Schedulers, now_us: int) -> list[Command]:
@@ -282,10 +282,10 @@ class TokenizerCore:
                 pending.waits = True
                 self._uncount(pending)
             if pending.waits and event.ids:
-                commands.append(self._ask(pending, now_us))
+                commands.append(self._send_to_scheduler(pending, now_us))
         return commands
 
-    def _ask(self, pending: _Pending, now_us: int) -> Send:
+    def _send_to_scheduler(self, pending: _Pending, now_us: int) -> Send:
         """Send a request to the scheduler that its id hashes to, but for those that have just refused it.
         Another time is a new attempt."""
         if pending.scheduler:
@@ -325,7 +325,7 @@ class TokenizerCore:
         )
         return Fail(asked.inbox, asked.request, error, pending.trace, origin, pending.key)
 
-    def _nobody(self) -> Unavailable:
+    def _no_scheduler(self) -> Unavailable:
         return Unavailable(
             f"no scheduler answers for model {self._model.name!r}; see `headrace status`, or try again",
             retry_after_ms=RETRY_AFTER_MS,

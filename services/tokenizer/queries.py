@@ -1,4 +1,4 @@
-"""`Asking` answers the small questions: which models are there, how a prompt becomes tokens, who serves it.
+"""`Queries` answers the small questions: which models are there, how a prompt becomes tokens, who serves it.
 
 `refuse` sends the last message of a request that gets no further than the tokenizer, and the spans of its
 short life.
@@ -14,17 +14,17 @@ from services.tokenizer.core import Fail
 from services.tokenizer.prepare import Origin, ServedModel, encode_prompt, read_body, read_request
 from services.tokenizer.structured_output import grammar_of, read_tools
 from shared import codec
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
 from shared.errors import BadRequest, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel, WireError
-from shared.messages import Beat
+from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
-from shared.telemetry.traces import COMPONENT, RequestFacts, SpanRecord, received, root_attributes, root_name
+from shared.telemetry.traces import COMPONENT, RequestRecord, SpanRecord, received, root_attributes, root_name
 
-STANDS_BY = "stands_by"  # in the load of a beat: this tokenizer tells the others what it has
+STANDS_BY = "stands_by"  # in the load of a heartbeat: this tokenizer tells the others what it has
 MAX_QUESTION_BYTES = 65_536  # answered on the event loop: at most 0.2 s of it
 MAX_LOOKING = 256
 MAX_KNOWN = 1_024  # models of all fleets on a server
@@ -35,12 +35,12 @@ FORGET_US = 60_000_000  # a model whose last tokenizer has died is one that nobo
 RETRY_AFTER_MS = 1_000
 
 
-class Asking:
+class Queries:
     """Answers what needs no scheduler."""
 
-    def __init__(self, port: Port, model: ServedModel, context: Callable[[], int], second: Bus) -> None:
+    def __init__(self, mailbox: Mailbox, model: ServedModel, context: Callable[[], int], second: Bus) -> None:
         """`context` of this fleet, tokens; `second` brings the requests for any model."""
-        self._port = port
+        self._mailbox = mailbox
         self._second = second
         self._model = model
         self._context = context
@@ -51,11 +51,11 @@ class Asking:
 
     async def listen(self) -> list[Subscription]:
         """Subscribe. Each question is answered by one tokenizer."""
-        subscribe, name = self._port.bus.subscribe, self._model.name
-        beats = await subscribe(subjects.TOKENIZER_BEATS_ALL_FLEETS, self._on_beat)
-        self._port.bus.publish(subjects.BEAT_ASK_ALL_FLEETS, b"")
+        subscribe, name = self._mailbox.bus.subscribe, self._model.name
+        heartbeats = await subscribe(subjects.TOKENIZER_HEARTBEATS_ALL_FLEETS, self._on_beat)
+        self._mailbox.bus.publish(subjects.HEARTBEAT_REQUEST_ALL_FLEETS, b"")
         return [
-            beats,
+            heartbeats,
             await subscribe(subjects.MODELS, self._on_models, queue="models"),
             await subscribe(subjects.MODELS_ANY_TENANT, self._on_models, queue="models"),
             await subscribe(subjects.tokenize_any_tenant(name), self._on_tokenize, queue="tokenizer"),
@@ -68,11 +68,11 @@ class Asking:
             await asyncio.wait(self._looking)
 
     def _on_models(self, delivery: Delivery) -> None:
-        if access.answerable(self._port.bus, delivery):
-            self._port.bus.publish(delivery.reply, to_json(models_body(self.served())))
+        if access.answerable(self._mailbox.bus, delivery):
+            self._mailbox.bus.publish(delivery.reply, to_json(models_body(self.served())))
 
     def _on_tokenize(self, delivery: Delivery) -> None:
-        if not access.answerable(self._port.bus, delivery):
+        if not access.answerable(self._mailbox.bus, delivery):
             return
         try:
             if len(delivery.data) > MAX_QUESTION_BYTES:
@@ -80,8 +80,8 @@ class Asking:
                     f"{len(delivery.data)} bytes are over {MAX_QUESTION_BYTES}: ask in smaller parts",
                     param="prompt",
                 )
-            body = to_json(tokenize_body(delivery.data, self._model, self._port.clock.wall_us()))
-            self._port.bus.publish(delivery.reply, body)
+            body = to_json(tokenize_body(delivery.data, self._model, self._mailbox.clock.wall_us()))
+            self._mailbox.bus.publish(delivery.reply, body)
         except RecursionError:
             self._fail(delivery, BadRequest("the body is nested too deeply; send flat messages"))
         except HeadraceError as error:
@@ -89,7 +89,7 @@ class Asking:
 
     def _on_any_model(self, delivery: Delivery) -> None:
         names = subjects.names_in(delivery.subject)
-        if not access.answerable(self._port.bus, delivery):
+        if not access.answerable(self._mailbox.bus, delivery):
             return
         if names is None:
             wrong = f"tenant and model are names of 1 to {subjects.MAX_NAME_CHARS} characters, escaped as =XX"
@@ -127,7 +127,7 @@ class Asking:
     async def _listened(self, question: str) -> bool:
         """True when a process has subscribed to a question's subject, be it busy with other things."""
         try:
-            await self._port.bus.request(question, b"", timeout_us=LISTEN_US)
+            await self._mailbox.bus.request(question, b"", timeout_us=LISTEN_US)
         except NoResponders:
             return False
         except RequestTimeout:
@@ -135,7 +135,7 @@ class Asking:
         return True
 
     def _refuse(self, delivery: Delivery, tenant: str, model: str) -> None:
-        served, clock = self.served(), self._port.clock
+        served, clock = self.served(), self._mailbox.clock
         error: HeadraceError
         if clock.now_us() - self._known.get(model, -FORGET_US) < FORGET_US:
             error = Unavailable(
@@ -145,36 +145,36 @@ class Asking:
         else:
             there = ", ".join(sorted(served))
             error = UnknownModel(f"no service serves model {model!r}; ask for one of: {there}", param="model")
-        tracer, trace = self._port.tracer, traces.from_headers(delivery.headers)
+        tracer, trace = self._mailbox.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (trace, "") if tracer is None else tracer.begin(trace)
         now_us = clock.wall_us()
         origin = Origin(tenant, now_us, now_us, parent_span)
-        refuse(self._port, model, Fail(delivery.reply, "", error, trace, origin))
+        refuse(self._mailbox, model, Fail(delivery.reply, "", error, trace, origin))
 
     def _fail(self, delivery: Delivery, error: HeadraceError) -> None:
         trace = traces.from_headers(delivery.headers)
         body = error_reply(error, "", trace)
-        self._port.bus.publish(delivery.reply, body, headers=end_headers(error, trace))
+        self._mailbox.bus.publish(delivery.reply, body, headers=end_headers(error, trace))
 
     def _on_beat(self, delivery: Delivery) -> None:
         try:
             envelope = codec.decode(delivery.data)
         except WireError:
             return  # of a fleet with another version: not ours to judge
-        if isinstance(envelope.message, Beat):
+        if isinstance(envelope.message, Heartbeat):
             peers = self._fleets.setdefault(delivery.subject.split(".")[1], Peers())
-            beat, now_us = envelope.message, self._port.clock.now_us()
-            peers.hear(envelope.epoch, beat, now_us)
-            if beat.model in self._known or (beat.model and len(self._known) < MAX_KNOWN):
-                self._known[beat.model] = now_us
+            heartbeat, now_us = envelope.message, self._mailbox.clock.now_us()
+            peers.update(envelope.epoch, heartbeat, now_us)
+            if heartbeat.model in self._known or (heartbeat.model and len(self._known) < MAX_KNOWN):
+                self._known[heartbeat.model] = now_us
 
     def ours_alone(self, ids: Sequence[str]) -> bool:
         """True when all tokenizers of this model, in any fleet on this server, are `ids` of ours."""
         ready: list[tuple[str, str]] = []
         for fleet, peers in self._fleets.items():
-            peers.expire(self._port.clock.now_us())
+            peers.expire(self._mailbox.clock.now_us())
             ready += [(fleet, actor) for actor in peers.ready("tokenizer", self._model.name)]
-        ours = subjects.token(self._port.fleet)
+        ours = subjects.token(self._mailbox.fleet)
         return all(fleet == ours and actor in ids for fleet, actor in ready)
 
     def served(self) -> dict[str, int]:
@@ -182,9 +182,9 @@ class Asking:
         one's included: the public subjects are common to all, and a 404 must be true for all."""
         contexts = {self._model.name: self._context()}
         for peers in self._fleets.values():
-            peers.expire(self._port.clock.now_us())
+            peers.expire(self._mailbox.clock.now_us())
             for name in peers.models("tokenizer"):
-                contexts[name] = max(contexts.get(name, 0), peers.most("tokenizer", "context", name))
+                contexts[name] = max(contexts.get(name, 0), peers.max_load("tokenizer", "context", name))
         return contexts
 
 
@@ -207,20 +207,20 @@ def tokenize_body(data: bytes, model: ServedModel, wall_us: int) -> dict[str, An
     return {"model": model.name, "count": len(ids), "tokens": ids}
 
 
-def refuse(port: Port, model: str, fail: Fail) -> None:
+def refuse(mailbox: Mailbox, model: str, fail: Fail) -> None:
     """Tell the client, and trace the request if its client or the sampler wants it."""
     headers = end_headers(fail.error, fail.trace)
-    port.bus.publish(fail.inbox, error_reply(fail.error, fail.request, fail.trace), headers=headers)
-    if port.tracer is not None and fail.origin.parent_span and traces.is_sampled(fail.trace):
-        spans = refusal_spans(fail, model, port.clock.wall_us(), port.source)
-        port.tracer.export(fail.trace, fail.origin.parent_span, spans)
+    mailbox.bus.publish(fail.inbox, error_reply(fail.error, fail.request, fail.trace), headers=headers)
+    if mailbox.tracer is not None and fail.origin.parent_span and traces.is_sampled(fail.trace):
+        spans = refusal_spans(fail, model, mailbox.clock.wall_us(), mailbox.source)
+        mailbox.tracer.export(fail.trace, fail.origin.parent_span, spans)
 
 
 def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[SpanRecord]:
     """The request from its arrival until now: it waited here, then was found wanting, or a scheduler
     refused it or stayed silent."""
     origin = fail.origin
-    facts = RequestFacts(
+    facts = RequestRecord(
         request=fail.request,
         tenant=origin.tenant,
         model=model,

@@ -36,7 +36,7 @@ ATTEMPTS = 100  # more than one tokenizer makes: a request that is taken over be
 
 
 @dataclass(slots=True)
-class Heard:
+class PendingRequest:
     """A request as it came, and what is known of it."""
 
     delivery: Delivery
@@ -59,7 +59,7 @@ class Claim(NamedTuple):
 
     owner: str
     request_id: str
-    told_us: int
+    claimed_us: int
 
 
 def key_of(delivery: Delivery) -> int:
@@ -74,10 +74,10 @@ class Standby:
 
     def __init__(self) -> None:
         self._own: dict[int, int] = {}  # how many of a key: a client may send the same twice
-        self._copies: dict[int, Heard] = {}  # the oldest first
+        self._copies: dict[int, PendingRequest] = {}  # the oldest first
         self._claims: dict[int, Claim] = {}  # of what has not come here yet
         self._done: dict[int, int] = {}  # key -> when; the oldest first
-        self._said_us: dict[str, int] = {}  # by owner, its last word
+        self._reported_us: dict[str, int] = {}  # by owner, its last word
         self._bytes = 0
         self._taken: dict[int, str] = {}  # not told yet
         self._ended: list[int] = []
@@ -88,48 +88,48 @@ class Standby:
         """Copies that are kept; 0 when idle."""
         return len(self._copies)
 
-    def copy(self, heard: Heard, now_us: int) -> None:
+    def copy(self, pending: PendingRequest, now_us: int) -> None:
         """A request of whomever, to be kept in case."""
-        key = heard.key
+        key = pending.key
         if key in self._own or key in self._copies or key in self._done:
             return
-        heard.since_us = now_us
+        pending.since_us = now_us
         if (claim := self._claims.pop(key, None)) is not None:
-            heard.owner, heard.request_id, heard.owners = claim.owner, claim.request_id, 1
-        self._copies[key] = heard
-        self._bytes += len(heard.delivery.data)
+            pending.owner, pending.request_id, pending.owners = claim.owner, claim.request_id, 1
+        self._copies[key] = pending
+        self._bytes += len(pending.delivery.data)
         while len(self._copies) > MAX_COPIES or self._bytes > MAX_COPY_BYTES:
             self._drop(next(iter(self._copies)))
 
-    def doubted(self, heard: Heard, now_us: int) -> bool:
+    def doubted(self, pending: PendingRequest, now_us: int) -> bool:
         """We are about to work on a request that the broker has given us. True: we were stopped, and somebody
         else may have it by now; from now on it is a copy."""
         self._notice_stop(now_us)
         doubted = now_us < self._doubt_until_us
         if doubted:
-            self._own.pop(heard.key, None)
-            self._taken.pop(heard.key, None)
-            self.copy(heard, now_us)
+            self._own.pop(pending.key, None)
+            self._taken.pop(pending.key, None)
+            self.copy(pending, now_us)
         return doubted
 
-    def taken_over(self, heard: Heard) -> bool:
+    def taken_over(self, pending: PendingRequest) -> bool:
         """The broker has given us a request, which has waited here perhaps. Where another one has claimed it
         so late that it has taken it over, it has the id that it has there. True: it is done there, too."""
-        claim = self._claims.get(heard.key)
-        if claim is None or claim.told_us - heard.received_us < SILENT_US:
+        claim = self._claims.get(pending.key)
+        if claim is None or claim.claimed_us - pending.received_us < SILENT_US:
             return False  # nobody, or its client has sent the same twice
-        heard.request_id = claim.request_id
-        return heard.key in self._done
+        pending.request_id = claim.request_id
+        return pending.key in self._done
 
-    def untold(self, key: int, request_id: str) -> bool:
+    def is_unannounced(self, key: int, request_id: str) -> bool:
         """Whether nobody else knows the id that was drawn here for a request of ours."""
         return self._taken.get(key) == request_id
 
-    def own(self, heard: Heard) -> None:
+    def own(self, pending: PendingRequest) -> None:
         """From now on it is ours."""
-        self._drop(heard.key)
-        self._own[heard.key] = self._own.get(heard.key, 0) + 1
-        self._taken[heard.key] = heard.request_id
+        self._drop(pending.key)
+        self._own[pending.key] = self._own.get(pending.key, 0) + 1
+        self._taken[pending.key] = pending.request_id
 
     def done(self, key: int, now_us: int) -> None:
         """A scheduler has it, or its client has been told why not."""
@@ -140,33 +140,33 @@ class Standby:
             self._note_done(key, now_us)
             self._ended.append(key)
 
-    def told(self, source: str, claims: Claims, now_us: int) -> None:
+    def on_claims(self, source: str, claims: Claims, now_us: int) -> None:
         """What another tokenizer has taken, and what is done."""
-        self._said_us[source] = now_us
+        self._reported_us[source] = now_us
         for key, request_id in zip(claims.taken, claims.ids, strict=True):
-            if (heard := self._copies.get(key)) is None:
+            if (pending := self._copies.get(key)) is None:
                 if key not in self._own and key not in self._done:
                     self._claims[key] = Claim(source, request_id, now_us)
-            elif heard.owner != source:
-                heard.owner, heard.request_id = source, request_id
-                heard.owners += 1
+            elif pending.owner != source:
+                pending.owner, pending.request_id = source, request_id
+                pending.owners += 1
         for key in claims.done:
             self._drop(key)
             self._note_done(key, now_us)
 
     def gone(self, source: str) -> None:
         """Nothing more is to be expected of another tokenizer: its requests are anybody's."""
-        said_us = self._said_us.pop(source, 0)
-        for heard in self._copies.values():
-            if heard.owner == source:
-                heard.owner, heard.since_us = "", max(heard.since_us, said_us)
+        said_us = self._reported_us.pop(source, 0)
+        for pending in self._copies.values():
+            if pending.owner == source:
+                pending.owner, pending.since_us = "", max(pending.since_us, said_us)
         for key in [key for key, claim in self._claims.items() if claim.owner == source]:
             del self._claims[key]
 
     def pardon(self, now_us: int) -> None:
         """We could not hear: nobody's silence until now counts."""
-        for heard in self._copies.values():
-            heard.since_us = now_us
+        for pending in self._copies.values():
+            pending.since_us = now_us
 
     def report(self, *, busy: bool = False) -> Claims | None:
         """What the others do not know yet; it is told now. An owner, and who is `busy` with what it has not
@@ -176,7 +176,7 @@ class Standby:
         taken, ended, self._taken, self._ended = self._taken, self._ended, {}, []
         return Claims(taken=longs(taken), ids=tuple(taken.values()), done=longs(ended))
 
-    def overdue(self, me: str, ids: Sequence[str], now_us: int) -> list[Heard]:
+    def overdue(self, me: str, ids: Sequence[str], now_us: int) -> list[PendingRequest]:
         """Every TURN_US: the copies that are to be taken over now by `me`, one of the tokenizers `ids`, which
         come one after the other. They are no copies any more."""
         self._notice_stop(now_us)
@@ -185,17 +185,19 @@ class Standby:
             key = next(iter(self._done))
             del self._done[key]
             self._claims.pop(key, None)
-        newest_us = max(self._said_us.values(), default=0)
+        newest_us = max(self._reported_us.values(), default=0)
         place = ids.index(me) if me in ids else len(ids)
         late = []
-        for key, heard in self._copies.items():
-            unowned_us = min(newest_us, heard.since_us + UNOWNED_US - SILENT_US)
-            said_us = max(heard.since_us, self._said_us.get(heard.owner, 0) if heard.owner else unowned_us)
+        for key, pending in self._copies.items():
+            unowned_us = min(newest_us, pending.since_us + UNOWNED_US - SILENT_US)
+            said_us = max(
+                pending.since_us, self._reported_us.get(pending.owner, 0) if pending.owner else unowned_us
+            )
             rank = (place + key) % max(len(ids), 1)
             if now_us - said_us >= SILENT_US + rank * TURN_US:
-                late.append(heard)
-        for heard in late:
-            self._drop(heard.key)
+                late.append(pending)
+        for pending in late:
+            self._drop(pending.key)
         return late
 
     # ---- internals ------------------------------------------------------------------------------
@@ -206,8 +208,8 @@ class Standby:
             self.pardon(now_us)
 
     def _drop(self, key: int) -> None:
-        if (heard := self._copies.pop(key, None)) is not None:
-            self._bytes -= len(heard.delivery.data)
+        if (pending := self._copies.pop(key, None)) is not None:
+            self._bytes -= len(pending.delivery.data)
 
     def _note_done(self, key: int, now_us: int) -> None:
         self._done.pop(key, None)

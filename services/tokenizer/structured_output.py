@@ -6,7 +6,7 @@ grammar              EBNF, as llama.cpp names it
 tools, tool_choice   functions that the model may call: see `Tools`
 ──▶ {"kind": "json" | "regex" | "ebnf" | "tags", "source": …}, JSON in Tokenized.grammar
 
-A JSON schema that cannot be followed to the letter is refused, and the keyword is named: see `followed`.
+A JSON schema that cannot be followed to the letter is refused, and the keyword is named: see `resolved`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _json(schema: Any, param: str) -> str:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
             raise BadRequest(f"`{param}`: the schema is a text, and no JSON", param=param) from None
-    return _packed("json", json.dumps(followed(schema, param), ensure_ascii=False))
+    return _packed("json", json.dumps(resolved(schema, param), ensure_ascii=False))
 
 
 def _checked_regex(pattern: str, param: str) -> str:
@@ -165,7 +165,7 @@ def read_tools(request: GenerateRequest) -> Tools | None:
     """The tools that a request may call; None when it has none or calls none. Raises BadRequest."""
     given, choice = request.tools or [], request.tool_choice
     functions = [tool["function"] for tool in given]
-    schemas = {each["name"]: followed(each.get("parameters") or ANY_OBJECT, "tools") for each in functions}
+    schemas = {each["name"]: resolved(each.get("parameters") or ANY_OBJECT, "tools") for each in functions}
     if len(schemas) < len(given):
         raise BadRequest("`tools`: two functions have the same name", param="tools")
     if isinstance(choice, dict):
@@ -176,7 +176,7 @@ def read_tools(request: GenerateRequest) -> Tools | None:
     return Tools(given, schemas, choice) if schemas and choice != "none" else None
 
 
-def told(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+def with_tools(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
     """The conversation for a template that knows no tools: they are in its system message."""
     text = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools.given))
     if messages and messages[0]["role"] == "system":
@@ -250,7 +250,7 @@ _TIME = f"{_HOUR}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
 _SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}  # RFC 3339
 
 
-def followed(schema: Any, param: str) -> Schema | bool:
+def resolved(schema: Any, param: str) -> Schema | bool:
     """The schema as the grammar engine gets it. Raises BadRequest for what it cannot follow; `param` is the
     field of the request.
 

@@ -9,11 +9,11 @@ from typing import ParamSpec, Protocol
 
 from shared import codec
 from shared.actor.membership import Peers
-from shared.actor.stream import Arrived, Inbound, Outbound
+from shared.actor.stream import Inbound, Outbound, StreamUpdate
 from shared.clock import Clock
 from shared.codec import Assembler, Envelope
 from shared.errors import WireError
-from shared.messages import Beat, Message, Resend, StreamAt, StreamReset
+from shared.messages import Heartbeat, Message, Resend, StreamAt, StreamReset
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 from shared.telemetry.tracer import Tracer
@@ -22,10 +22,12 @@ log = logging.getLogger("headrace.port")
 
 P = ParamSpec("P")
 Receive = Callable[[str, Message, str], None]  # source, message, trace
-Told = Callable[[str], None]  # source
+OnSource = Callable[[str], None]  # source
 
-SILENCE_US = 100_000  # a stream this long without a message announces its end
-REMIND_BEATS = 10  # how often the end of a stream to a living peer is announced again: its last message and
+ANNOUNCE_END_US = 100_000  # a stream this long without a message announces its end
+REANNOUNCE_HEARTBEATS = (
+    10  # how often the end of a stream to a living peer is announced again: its last message and
+)
 # the announcements may both be lost, and one that waits for an answer says nothing that would show it
 RETIRED_US = 600_000_000  # a vanished source is forgotten; a stopped process that comes back within
 # this time finds its numbers, a later one has its last messages delivered twice
@@ -38,17 +40,17 @@ class Guard(Protocol):
 
 
 @dataclass(slots=True)
-class _Source:
+class _Sender:
     inbound: Inbound[Envelope]
-    heard_us: int
+    last_seen_us: int
     assembler: Assembler = field(default_factory=Assembler)
 
 
-def _bare(handler: Callable[P, None]) -> Callable[P, None]:
+def _unguarded(handler: Callable[P, None]) -> Callable[P, None]:
     return handler
 
 
-class Port:
+class Mailbox:
     """One actor's connection to the others. All methods are called on the event loop."""
 
     def __init__(self, bus: Bus, clock: Clock, fleet: str, source: str, epoch: int) -> None:
@@ -61,16 +63,18 @@ class Port:
         self.peers = Peers()
         self.wire_errors = 0
         self.tracer: Tracer | None = None  # None: this process sends no spans
-        self.guarded: Guard = _bare  # for timers and subscriptions of the actor's own; the runtime sets it
+        self.guarded: Guard = (
+            _unguarded  # for timers and subscriptions of the actor's own; the runtime sets it
+        )
         self._outbound: dict[str, Outbound] = {}
         self._retired_seq = 0  # the highest number of the streams that are forgotten
-        self._sources: dict[str, _Source] = {}
+        self._senders: dict[str, _Sender] = {}
         self._receive: Receive = lambda source, message, trace: None
-        self._lost: Told = lambda source: None
-        self._restarted: Told = lambda source: None
+        self._lost: OnSource = lambda source: None
+        self._restarted: OnSource = lambda source: None
         self._upkeeps = 0
 
-    async def open(self, receive: Receive, stream_lost: Told, restarted: Told | None = None) -> None:
+    async def open(self, receive: Receive, stream_lost: OnSource, restarted: OnSource | None = None) -> None:
         """Subscribe the mailbox. `receive` gets every message once and in order per source;
         `stream_lost` is told when messages of a source are gone for good, `restarted` when a source
         is a new incarnation, before anything of it."""
@@ -90,22 +94,22 @@ class Port:
             self._publish(to, type(message).__name__, data)
 
     def upkeep(self) -> None:
-        """Once every beat or more often: ask again for open holes, announce silent streams."""
+        """Once every heartbeat or more often: ask again for open holes, announce silent streams."""
         now_us = self.clock.now_us()
-        for source, state in list(self._sources.items()):
+        for source, state in list(self._senders.items()):
             self._apply(source, state, state.inbound.overdue(now_us))
-            if now_us - state.heard_us > RETIRED_US and self.peers.get(source) is None:
-                del self._sources[source]
+            if now_us - state.last_seen_us > RETIRED_US and self.peers.get(source) is None:
+                del self._senders[source]
         for to, stream in list(self._outbound.items()):
             if stream.unused_since(now_us - RETIRED_US) and self.peers.get(to) is None:
                 self._retired_seq = max(self._retired_seq, stream.last_seq)
                 del self._outbound[to]
-            elif stream.silent_since(now_us - SILENCE_US):
-                self._send_loose(to, StreamAt(last_seq=stream.last_seq))
+            elif stream.silent_since(now_us - ANNOUNCE_END_US):
+                self._send_unnumbered(to, StreamAt(last_seq=stream.last_seq))
         self._upkeeps += 1
-        if self._upkeeps % REMIND_BEATS == 0:
+        if self._upkeeps % REANNOUNCE_HEARTBEATS == 0:
             for peer in filter(self.peers.get, self._outbound):
-                self.remind(peer)
+                self.reannounce(peer)
 
     def _stream(self, to: str) -> Outbound:
         """The stream to a mailbox. One that begins anew has higher numbers than any that was forgotten, its
@@ -118,37 +122,37 @@ class Port:
         if (stream := self._outbound.get(to)) is not None:
             stream.clear()
 
-    def remind(self, to: str) -> None:
+    def reannounce(self, to: str) -> None:
         """The peer is back: tell it again how far its stream has come."""
         if (stream := self._outbound.get(to)) is not None:
-            stream.remind()
+            stream.reannounce()
 
     def reconnected(self) -> None:
         """We were cut off, and what was on its way either side may be lost, announcements included: tell
         again how far our streams have come, and ask everybody for what follows the last we have."""
         for stream in self._outbound.values():
-            stream.remind()
-        for source, state in self._sources.items():
-            self._ask(source, state.inbound.resume_at)
+            stream.reannounce()
+        for source, state in self._senders.items():
+            self._request_resend(source, state.inbound.resume_at)
 
-    def hear(self, source: str, epoch: int) -> bool:
-        """Note a sign of life, message or beat; False if it is from a past incarnation. The first
+    def note_alive(self, source: str, epoch: int) -> bool:
+        """Note a sign of life, message or heartbeat; False if it is from a past incarnation. The first
         sign of a new one voids what was kept for the one before it."""
-        state = self._sources.get(source)
+        state = self._senders.get(source)
         if state is not None and epoch < state.inbound.epoch:
             return False
         if state is None or epoch > state.inbound.epoch:
-            self._sources[source] = _Source(Inbound(epoch), self.clock.now_us())
+            self._senders[source] = _Sender(Inbound(epoch), self.clock.now_us())
             if state is not None:
                 if (stream := self._outbound.get(source)) is not None:
                     stream.restart()
                 self._restarted(source)
-        self._sources[source].heard_us = self.clock.now_us()
+        self._senders[source].last_seen_us = self.clock.now_us()
         return True
 
     def epoch_of(self, source: str) -> int:
         """The incarnation of `source` heard last, 0 if none. Inside `receive`: the sender's."""
-        state = self._sources.get(source)
+        state = self._senders.get(source)
         return 0 if state is None else state.inbound.epoch
 
     # ---- arrivals -------------------------------------------------------------------------------
@@ -160,22 +164,22 @@ class Port:
             self.wire_errors += 1
             log.error("dropped %d bytes on %s: %s", len(delivery.data), delivery.subject, error)
             return
-        if not self.hear(envelope.source, envelope.epoch):
+        if not self.note_alive(envelope.source, envelope.epoch):
             return  # an earlier incarnation's message, late
-        now_us, state = self.clock.now_us(), self._sources[envelope.source]
+        now_us, state = self.clock.now_us(), self._senders[envelope.source]
         match envelope.message:
             case Resend(first_seq=first_seq):
                 self._resend(envelope.source, first_seq)
             case StreamReset(next_seq=next_seq, lost=lost):
                 self._apply(envelope.source, state, state.inbound.skip_to(next_seq, lost=lost))
             case StreamAt(last_seq=last_seq):
-                self._ask(envelope.source, state.inbound.behind(last_seq, now_us))
+                self._request_resend(envelope.source, state.inbound.expect_until(last_seq, now_us))
             case _ if envelope.seq == 0:
                 self._receive(envelope.source, envelope.message, envelope.trace)
             case _:
                 self._apply(envelope.source, state, state.inbound.arrive(envelope.seq, envelope, now_us))
 
-    def _apply(self, source: str, state: _Source, arrived: Arrived[Envelope]) -> None:
+    def _apply(self, source: str, state: _Sender, arrived: StreamUpdate[Envelope]) -> None:
         if arrived.lost:
             log.error("messages from %s are lost", source)
             state.assembler = Assembler()
@@ -189,21 +193,21 @@ class Port:
                 continue
             if message is not None:
                 self._receive(source, message, envelope.trace)
-        self._ask(source, arrived.ask_from)
+        self._request_resend(source, arrived.resend_from)
 
-    def _ask(self, source: str, first_seq: int) -> None:
+    def _request_resend(self, source: str, first_seq: int) -> None:
         if first_seq:
-            self._send_loose(source, Resend(first_seq=first_seq))
+            self._send_unnumbered(source, Resend(first_seq=first_seq))
 
     def _resend(self, to: str, first_seq: int) -> None:
         stream = self._stream(to)
-        replay = stream.since(first_seq)
-        if replay.next_seq > first_seq:
-            self._send_loose(to, StreamReset(next_seq=replay.next_seq, lost=replay.lost))
-        for data in replay.messages:
+        batch = stream.since(first_seq)
+        if batch.next_seq > first_seq:
+            self._send_unnumbered(to, StreamReset(next_seq=batch.next_seq, lost=batch.lost))
+        for data in batch.messages:
             self._publish(to, "Resent", data)
 
-    def _send_loose(self, to: str, message: Message | Beat) -> None:
+    def _send_unnumbered(self, to: str, message: Message | Heartbeat) -> None:
         """Send outside the numbered stream: repair must not need repair."""
         self._publish(to, type(message).__name__, codec.encode(Envelope(self.source, self.epoch, 0, message)))
 

@@ -1,4 +1,4 @@
-"""Peers learns from beats which actors live. Pure: time comes in as an argument.
+"""Peers learns from heartbeats which actors live. Pure: time comes in as an argument.
 
 To succeed a request needs a ready service of each kind that it passes (NEEDED), and proof by a real one
 (shared.client.probe). kv_offload is not among them, since without it requests are merely recomputed.
@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from shared.messages import Beat
+from shared.messages import Heartbeat
 
-MISSED_BEATS = 3
-UNNOTICED_US = 5_000_000  # for a busy machine a death goes unnoticed at least so long
-DEAF_BEATS = 1.5  # an actor hears its own beats; without them the silence of others says nothing
+MISSED_HEARTBEATS = 3
+MIN_DETECTION_US = 5_000_000  # for a busy machine a death goes unnoticed at least so long
+OWN_HEARTBEATS_LATE = (
+    1.5  # an actor hears its own heartbeats; without them the silence of others says nothing
+)
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
 
@@ -24,8 +26,8 @@ class Peer:
 
     source: str  # kind.id
     epoch: int
-    beat: Beat
-    heard_us: int
+    heartbeat: Heartbeat
+    last_seen_us: int
 
 
 class Peers:
@@ -34,35 +36,45 @@ class Peers:
     def __init__(self) -> None:
         self._peers: dict[str, Peer] = {}
 
-    def hear(self, epoch: int, beat: Beat, now_us: int) -> bool:
-        """Take a beat; True when it is from a new actor, a new incarnation, in a new state, or
+    def update(self, epoch: int, heartbeat: Heartbeat, now_us: int) -> bool:
+        """Take a heartbeat; True when it is from a new actor, a new incarnation, in a new state, or
         with another arena or scheduler."""
-        source = f"{beat.kind}.{beat.actor}"
+        source = f"{heartbeat.kind}.{heartbeat.actor}"
         known = self._peers.get(source)
         if known is not None and epoch < known.epoch:
             return False
-        self._peers[source] = Peer(source, epoch, beat, now_us)
-        return known is None or known.epoch != epoch or _news(known.beat) != _news(beat)
+        self._peers[source] = Peer(source, epoch, heartbeat, now_us)
+        return (
+            known is None
+            or known.epoch != epoch
+            or _visible_state(known.heartbeat) != _visible_state(heartbeat)
+        )
 
     def expire(self, now_us: int) -> list[Peer]:
-        """Forget and return the actors that missed MISSED_BEATS of their own beats."""
-        gone = [p for p in self._peers.values() if now_us - p.heard_us > MISSED_BEATS * p.beat.interval_us]
-        gone += [p for p in self._peers.values() if p.beat.state in ("stopped", "failed") and p not in gone]
+        """Forget and return the actors that missed MISSED_HEARTBEATS of their own heartbeats."""
+        gone = [
+            p
+            for p in self._peers.values()
+            if now_us - p.last_seen_us > MISSED_HEARTBEATS * p.heartbeat.interval_us
+        ]
+        gone += [
+            p for p in self._peers.values() if p.heartbeat.state in ("stopped", "failed") and p not in gone
+        ]
         for peer in gone:
             del self._peers[peer.source]
         return sorted(gone, key=lambda p: p.source)
 
-    def pardon(self, now_us: int, but: str = "") -> None:
+    def restart_timeouts(self, now_us: int, but: str = "") -> None:
         """We were stopped or cut off ourselves: nobody's silence until now counts, `but` our own."""
         for peer in self._peers.values():
             if peer.source != but:
-                peer.heard_us = now_us
+                peer.last_seen_us = now_us
 
-    def deaf(self, source: str, now_us: int) -> bool:
-        """True when `source`, the actor that listens here, misses its own beats: it is cut off, was stopped,
-        or the broker is away."""
+    def is_cut_off(self, source: str, now_us: int) -> bool:
+        """True when `source`, the actor that listens here, misses its own heartbeats: it is cut off, was
+        stopped, or the broker is away."""
         own = self._peers.get(source)
-        return own is not None and now_us - own.heard_us > DEAF_BEATS * own.beat.interval_us
+        return own is not None and now_us - own.last_seen_us > OWN_HEARTBEATS_LATE * own.heartbeat.interval_us
 
     def get(self, source: str) -> Peer | None:
         """The actor `kind.id`, if alive."""
@@ -78,8 +90,8 @@ class Peers:
 
     def executors_of(self, model: str) -> Counter[str]:
         """How many ready executors of a model each scheduler has, by its id."""
-        beats = (self._peers[f"executor.{actor}"].beat for actor in self.ready("executor", model))
-        return Counter(beat.scheduler for beat in beats if beat.scheduler)
+        heartbeats = (self._peers[f"executor.{actor}"].heartbeat for actor in self.ready("executor", model))
+        return Counter(heartbeat.scheduler for heartbeat in heartbeats if heartbeat.scheduler)
 
     def serving(self, model: str) -> list[str]:
         """Ids of the schedulers to ask, sorted: those of a model that are ready and have an executor; all
@@ -89,28 +101,28 @@ class Peers:
 
     def models(self, kind: str) -> list[str]:
         """Models that the ready actors of a kind are for, sorted."""
-        beats = (p.beat for p in self._peers.values())
-        return sorted({b.model for b in beats if b.kind == kind and b.state == "ready" and b.model})
+        heartbeats = (p.heartbeat for p in self._peers.values())
+        return sorted({b.model for b in heartbeats if b.kind == kind and b.state == "ready" and b.model})
 
-    def most(self, kind: str, figure: str, model: str) -> int:
+    def max_load(self, kind: str, figure: str, model: str) -> int:
         """The largest figure of this name in the loads of the ready actors of a kind and model; 0 without
         any."""
-        ready = [self._peers[f"{kind}.{actor}"].beat.load for actor in self.ready(kind, model)]
+        ready = [self._peers[f"{kind}.{actor}"].heartbeat.load for actor in self.ready(kind, model)]
         return max((dict(load).get(figure, 0) for load in ready), default=0)
 
     def _in_state(self, state: str, kind: str, model: str) -> list[str]:
-        beats = (p.beat for p in self._peers.values())
-        found = (b for b in beats if (b.kind, b.state) == (kind, state) and model in ("", b.model))
+        heartbeats = (p.heartbeat for p in self._peers.values())
+        found = (b for b in heartbeats if (b.kind, b.state) == (kind, state) and model in ("", b.model))
         return sorted(b.actor for b in found)
 
 
-def _news(beat: Beat) -> tuple[str, str, int, str]:
-    return beat.state, beat.arena, beat.arena_generation, beat.scheduler
+def _visible_state(heartbeat: Heartbeat) -> tuple[str, str, int, str]:
+    return heartbeat.state, heartbeat.arena, heartbeat.arena_generation, heartbeat.scheduler
 
 
-def unnoticed_us(beat_interval_us: int) -> int:
-    """How long a death may go unnoticed: the beat before it, MISSED_BEATS, and the look at them."""
-    return max(UNNOTICED_US, (MISSED_BEATS + 2) * beat_interval_us)
+def detection_us(heartbeat_interval_us: int) -> int:
+    """How long a death may go unnoticed: the heartbeat before it, MISSED_HEARTBEATS, and the look at them."""
+    return max(MIN_DETECTION_US, (MISSED_HEARTBEATS + 2) * heartbeat_interval_us)
 
 
 def missing(peers: Peers, model: str = "") -> list[str]:

@@ -1,10 +1,10 @@
-"""Runtime gives an actor its life: start, ready, drain, stop; beats, signals, status.
+"""Runtime gives an actor its life: start, ready, drain, stop; heartbeats, signals, status.
 
 A service subclasses Actor. `run` makes it a process (uvloop, NATS, signals, garbage collector); `Runtime`
 alone places it on any bus, as the tests do with MemoryBus. Handlers are plain functions called one at a time
 on the event loop, the first one when `start` has run up to its first await. An exception in a handler fails
 the actor, never just the message: a supervisor restarts it. What an actor does by a timer or a subscription
-of its own goes through `port.guarded`, so that the same holds of it.
+of its own goes through `mailbox.guarded`, so that the same holds of it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from datetime import UTC, datetime
 from typing import Any, ParamSpec
 
 from shared import codec
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.clock import Clock, SystemClock, new_epoch
 from shared.codec import Envelope
 from shared.errors import SetupError, Unavailable, WireError
-from shared.messages import Beat, Message
+from shared.messages import Heartbeat, Message
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery
 from shared.replies import to_json
 from shared.telemetry import tracer as tracing
 from shared.telemetry.metrics import MeterSink, from_env, scrape_point
-from shared.telemetry.readings import Reading, Readings, Recent, process_readings
+from shared.telemetry.readings import MetricPoint, Metrics, Recent, process_metrics
 from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.actor")
@@ -44,7 +44,7 @@ VERSION = "0.1.0"  # as discovery tells it
 
 GC_THRESHOLDS = (50_000, 20, 10)  # objects made beyond those freed, then rounds of each generation
 FORCED = 130  # exit status behind a second signal
-HURRY_S = 1.5  # from it to the end, whatever still runs
+FORCED_END_S = 1.5  # from it to the end, whatever still runs
 FLUSH_S = 2.0  # for the last spans and the last metrics, once nothing else is left to do
 
 P = ParamSpec("P")
@@ -52,7 +52,7 @@ Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
 
 
 @dataclass(slots=True)
-class Facts:
+class HeartbeatPayload:
     """What a heartbeat carries beyond the actor's name and state. `counts` are not sent: `headrace status`
     shows how they changed within the last seconds."""
 
@@ -72,7 +72,7 @@ class Actor:
     kind = ""
     traced = False  # whether its process makes spans
 
-    async def start(self, port: Port) -> None:
+    async def start(self, mailbox: Mailbox) -> None:
         """Load, subscribe public subjects. When it returns the actor is ready."""
 
     def receive(self, source: str, message: Message, trace: str) -> None:
@@ -83,10 +83,10 @@ class Actor:
 
     def on_restart(self, source: str) -> None:
         """`source` is a new incarnation: what the one before held is void. Called before anything of
-        the new one arrives, message or beat."""
+        the new one arrives, message or heartbeat."""
 
     def on_peer_gone(self, peer: Peer) -> None:
-        """An actor missed its beats or stopped."""
+        """An actor missed its heartbeats or stopped."""
 
     def on_stream_lost(self, source: str) -> None:
         """Messages from `source` are lost for good: resynchronise with it."""
@@ -96,14 +96,14 @@ class Actor:
         what was published outside them just before may be lost."""
 
     def upkeep(self) -> None:
-        """Called once a beat interval: repeat what was not answered."""
+        """Called once a heartbeat interval: repeat what was not answered."""
 
-    def facts(self) -> Facts:
-        """For the next beat."""
-        return Facts()
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        """For the next heartbeat."""
+        return HeartbeatPayload()
 
     @property
-    def readings(self) -> Readings:
+    def metrics(self) -> Metrics:
         """What it has counted, for metrics. Called once `start` has run up to its first await."""
         return ()
 
@@ -128,59 +128,61 @@ class Runtime:
     actor_id: str
     host_id: str = "local"
     clock: Clock = field(default_factory=SystemClock)
-    beat_interval_us: int = 1_000_000
+    heartbeat_interval_us: int = 1_000_000
     state: str = "starting"
     failure: BaseException | None = None
     tracer: Tracer | None = None
-    metrics: MeterSink | None = None
-    on_beat: Callable[[str], None] | None = None  # told the state at each beat, or that it is "deaf"
-    port: Port = field(init=False)
+    metric_sink: MeterSink | None = None
+    on_heartbeat: Callable[[str], None] | None = (
+        None  # told the state at each heartbeat, or that it is "deaf"
+    )
+    mailbox: Mailbox = field(init=False)
     _failed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _beats: asyncio.Task[None] | None = field(init=False, default=None)
-    _early: list[Callable[[], None]] | None = field(init=False, default_factory=list)
+    _heartbeats: asyncio.Task[None] | None = field(init=False, default=None)
+    _held_back: list[Callable[[], None]] | None = field(init=False, default_factory=list)
     _upkeep_us: int = field(init=False, default=0)
-    _deaf: bool = field(init=False, default=False)
+    _cut_off: bool = field(init=False, default=False)
     _recent: Recent = field(init=False, default_factory=Recent)
 
     def __post_init__(self) -> None:
         source = f"{self.actor.kind}.{self.actor_id}"
-        self.port = Port(self.bus, self.clock, self.fleet, source, new_epoch(self.clock))
-        self.port.tracer = self.tracer
-        self.port.guarded = self._guarded
+        self.mailbox = Mailbox(self.bus, self.clock, self.fleet, source, new_epoch(self.clock))
+        self.mailbox.tracer = self.tracer
+        self.mailbox.guarded = self._guarded
 
     async def start(self) -> None:
         """Subscribe, start the actor, say ready."""
         self.bus.on_fault(self._on_fault)
         actor = self.actor
-        await self.port.open(
+        await self.mailbox.open(
             self._guarded(actor.receive), self._guarded(actor.on_stream_lost), self._guarded(actor.on_restart)
         )
-        await self.bus.subscribe(subjects.beat_all(self.fleet), self._on_beat)
-        for ask in (subjects.beat_ask(self.fleet), subjects.BEAT_ASK_ALL_FLEETS):
-            await self.bus.subscribe(ask, lambda _: self.beat())
+        await self.bus.subscribe(subjects.heartbeat_all(self.fleet), self._on_heartbeat)
+        for ask in (subjects.heartbeat_request(self.fleet), subjects.HEARTBEAT_REQUEST_ALL_FLEETS):
+            await self.bus.subscribe(ask, lambda _: self.send_heartbeat())
         await self.bus.subscribe(subjects.STATUS, self._on_status)
-        await answer(self.bus, self.port, lambda: self.state, self._status)
+        await answer_status(self.bus, self.mailbox, lambda: self.state, self._status)
         self._upkeep_us = self.clock.now_us()
-        self._beats = asyncio.get_running_loop().create_task(self._beat_forever())
-        self.bus.publish(subjects.beat_ask(self.fleet), b"")
-        asyncio.get_running_loop().call_soon(self._deliver_early)  # runs at the first await of start
-        await self.actor.start(self.port)
-        self._deliver_early()  # for a start without an await
+        self._heartbeats = asyncio.get_running_loop().create_task(self._heartbeat_forever())
+        self.bus.publish(subjects.heartbeat_request(self.fleet), b"")
+        asyncio.get_running_loop().call_soon(self._deliver_held_back)  # runs at the first await of start
+        await self.actor.start(self.mailbox)
+        self._deliver_held_back()  # for a start without an await
         self.state = "ready"
-        self.beat()
+        self.send_heartbeat()
 
     async def finish(self, drain_timeout_s: float, hurried: asyncio.Event | None = None) -> None:
         """Drain within the limit or until `hurried`, stop, leave the bus. A second call does nothing."""
         if self.state in ("stopped", "draining", "failed"):
             return
         self.state = "draining"
-        self.beat()
+        self.send_heartbeat()
         try:
             if self.failure is None:
                 hurry = hurried or asyncio.Event()
                 if not await _drained(self.actor, drain_timeout_s, hurry):
                     why = "at once" if hurry.is_set() else f"within {drain_timeout_s:g} s"
-                    log.warning("%s did not drain %s", self.port.source, why)
+                    log.warning("%s did not drain %s", self.mailbox.source, why)
         except Exception as error:  # noqa: BLE001 - reported, and what follows must run
             self.fail(error)
         try:
@@ -188,9 +190,9 @@ class Runtime:
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
         self.state = "stopped" if self.failure is None else "failed"
-        self.beat()
-        if self._beats is not None:
-            self._beats.cancel()
+        self.send_heartbeat()
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
         await self.bus.drain()
 
     async def failed(self) -> BaseException:
@@ -199,116 +201,122 @@ class Runtime:
         assert self.failure is not None
         return self.failure
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Say that this actor lives."""
-        if self.on_beat is not None:
-            self.on_beat("deaf" if self._deaf and self.state == "ready" else self.state)
+        if self.on_heartbeat is not None:
+            self.on_heartbeat("cut_off" if self._cut_off and self.state == "ready" else self.state)
         facts = self._facts()
         self._recent.sample(self.clock.now_us(), facts.counts)
-        beat = Beat(
+        heartbeat = Heartbeat(
             kind=self.actor.kind,
             actor=self.actor_id,
             host_id=self.host_id,
             state=self.state,
             model=facts.model,
             load=facts.load,
-            interval_us=self.beat_interval_us,
+            interval_us=self.heartbeat_interval_us,
             arena=facts.arena,
             arena_generation=facts.arena_generation,
             tiers=facts.tiers,
             rates=facts.rates,
             scheduler=facts.scheduler,
         )
-        envelope = Envelope(self.port.source, self.port.epoch, 0, beat)
-        self.bus.publish(subjects.beat(self.fleet, beat.kind, beat.actor), codec.encode(envelope))
+        envelope = Envelope(self.mailbox.source, self.mailbox.epoch, 0, heartbeat)
+        self.bus.publish(
+            subjects.heartbeat(self.fleet, heartbeat.kind, heartbeat.actor), codec.encode(envelope)
+        )
 
-    def readings(self) -> Readings:
+    def collect_metrics(self) -> Metrics:
         """For metrics: of the process, the runtime and the actor."""
         own = (
-            Reading("headrace.ready", int(self.state == "ready"), "1"),
-            Reading("headrace.wire_errors", self.port.wire_errors, "{message}", grows=True),
+            MetricPoint("headrace.ready", int(self.state == "ready"), "1"),
+            MetricPoint("headrace.wire_errors", self.mailbox.wire_errors, "{message}", is_counter=True),
         )
-        ready = self._early is None and self.failure is None
-        return (*own, *process_readings(), *(self.actor.readings if ready else ()))
+        ready = self._held_back is None and self.failure is None
+        return (*own, *process_metrics(), *(self.actor.metrics if ready else ()))
 
     def fail(self, error: BaseException) -> None:
         """Give up: the process ends with this error."""
         if self.failure is None:
             if isinstance(error, SetupError):
-                log.critical("%s cannot start: %s", self.port.source, error)
+                log.critical("%s cannot start: %s", self.mailbox.source, error)
             else:
-                log.critical("%s failed", self.port.source, exc_info=error)
+                log.critical("%s failed", self.mailbox.source, exc_info=error)
             self.failure = error
             self._failed.set()
 
     def upkeep(self) -> None:
-        """What happens once an interval besides the beat itself."""
+        """What happens once an interval besides the heartbeat itself."""
         now_us, last_us = self.clock.now_us(), self._upkeep_us
         self._upkeep_us = now_us
-        stopped = now_us - last_us > 2 * self.beat_interval_us  # what it missed waits in its mailbox
-        self._deaf = self.port.peers.deaf(self.port.source, now_us)
-        if stopped or self._deaf:
-            self.port.peers.pardon(now_us, but=self.port.source)
+        stopped = now_us - last_us > 2 * self.heartbeat_interval_us  # what it missed waits in its mailbox
+        self._cut_off = self.mailbox.peers.is_cut_off(self.mailbox.source, now_us)
+        if stopped or self._cut_off:
+            self.mailbox.peers.restart_timeouts(now_us, but=self.mailbox.source)
             return
-        self.port.upkeep()
-        for peer in self.port.peers.expire(self.clock.now_us()):
-            self.port.forget(peer.source)
+        self.mailbox.upkeep()
+        for peer in self.mailbox.peers.expire(self.clock.now_us()):
+            self.mailbox.forget(peer.source)
             self.actor.on_peer_gone(peer)
         self.actor.upkeep()
 
     # ---- internals ------------------------------------------------------------------------------
 
-    async def _beat_forever(self) -> None:
+    async def _heartbeat_forever(self) -> None:
         while True:
-            await asyncio.sleep(self.beat_interval_us / 1e6)
+            await asyncio.sleep(self.heartbeat_interval_us / 1e6)
             try:
                 self.upkeep()
-                self.beat()
-                if self.metrics is not None:
-                    self.metrics.put(self.readings())
+                self.send_heartbeat()
+                if self.metric_sink is not None:
+                    self.metric_sink.put(self.collect_metrics())
             except Exception as error:  # noqa: BLE001 - any error in upkeep fails the actor
                 self.fail(error)
                 return
 
-    def _on_beat(self, delivery: Delivery) -> None:
+    def _on_heartbeat(self, delivery: Delivery) -> None:
         try:
             envelope = codec.decode(delivery.data)
         except WireError as error:
-            log.error("dropped a beat on %s: %s", delivery.subject, error)
+            log.error("dropped a heartbeat on %s: %s", delivery.subject, error)
             return
-        beat, source = envelope.message, envelope.source
-        if not isinstance(beat, Beat) or source != f"{beat.kind}.{beat.actor}":
+        heartbeat, source = envelope.message, envelope.source
+        if not isinstance(heartbeat, Heartbeat) or source != f"{heartbeat.kind}.{heartbeat.actor}":
             return
-        if not self.port.hear(source, envelope.epoch):
+        if not self.mailbox.note_alive(source, envelope.epoch):
             return
-        if self.port.peers.get(source) is None:
-            self.port.remind(source)
-        if self.port.peers.hear(envelope.epoch, beat, self.clock.now_us()):
-            peer = self.port.peers.get(source)
+        if self.mailbox.peers.get(source) is None:
+            self.mailbox.reannounce(source)
+        if self.mailbox.peers.update(envelope.epoch, heartbeat, self.clock.now_us()):
+            peer = self.mailbox.peers.get(source)
             assert peer is not None
             self._guarded(self.actor.on_peer)(peer)
 
     def _on_status(self, delivery: Delivery) -> None:
         if access.answerable(self.bus, delivery):
             about = {
-                **identity(self.port),
+                **identity(self.mailbox),
                 "state": self.state,
-                "age_s": (self.clock.wall_us() - self.port.epoch) // 1_000_000,
-                "wire_errors": self.port.wire_errors,
+                "age_s": (self.clock.wall_us() - self.mailbox.epoch) // 1_000_000,
+                "wire_errors": self.mailbox.wire_errors,
                 "last_10_s": self._recent.change(self.clock.now_us(), self._facts().counts),
             }
             self.bus.publish(delivery.reply, to_json({**about, **self._status()}))
 
-    def _facts(self) -> Facts:
-        return Facts() if self._early is not None or self.failure is not None else self.actor.facts()
+    def _facts(self) -> HeartbeatPayload:
+        return (
+            HeartbeatPayload()
+            if self._held_back is not None or self.failure is not None
+            else self.actor.heartbeat_payload()
+        )
 
     def _status(self) -> dict[str, object]:
-        return {} if self._early is not None or self.failure is not None else self.actor.status()
+        return {} if self._held_back is not None or self.failure is not None else self.actor.status()
 
     def _on_fault(self, fault: BusFault) -> None:
-        log.warning("%s: %s: %s", self.port.source, fault.kind, fault.detail)
+        log.warning("%s: %s: %s", self.mailbox.source, fault.kind, fault.detail)
         if fault.kind == "reconnected":
-            self.port.reconnected()
+            self.mailbox.reconnected()
         if fault.kind in ("disconnected", "reconnected"):
             self._guarded(self.actor.on_broker)(fault.kind == "reconnected")
         if fault.kind == "refused":
@@ -319,8 +327,8 @@ class Runtime:
 
     def _guarded(self, handler: Callable[P, None]) -> Callable[P, None]:
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            if self._early is not None:
-                self._early.append(lambda: run(*args, **kwargs))
+            if self._held_back is not None:
+                self._held_back.append(lambda: run(*args, **kwargs))
             elif self.failure is None:
                 try:
                     handler(*args, **kwargs)
@@ -329,8 +337,8 @@ class Runtime:
 
         return run
 
-    def _deliver_early(self) -> None:
-        early, self._early = self._early or [], None
+    def _deliver_held_back(self) -> None:
+        early, self._held_back = self._held_back or [], None
         for deliver in early:
             deliver()
 
@@ -354,15 +362,15 @@ class ProcessOptions:
     fleet: str
     host_id: str
     actor_id: str = ""  # empty: drawn at random
-    beat_interval_us: int = 1_000_000
+    heartbeat_interval_us: int = 1_000_000
     drain_timeout_s: float = 30.0
-    on_beat: Callable[[str], None] | None = None  # see Runtime
+    on_heartbeat: Callable[[str], None] | None = None  # see Runtime
 
 
 def run(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
-    """Run until SIGTERM or SIGINT drains it; a second signal cuts that short, and a third one, or HURRY_S,
-    ends it at once. `connect` takes the actor's name and returns its bus. Returns the exit status: 0 drained,
-    1 failed, 130 forced."""
+    """Run until SIGTERM or SIGINT drains it; a second signal cuts that short, and a third one, or
+    FORCED_END_S, ends it at once. `connect` takes the actor's name and returns its bus. Returns the exit
+    status: 0 drained, 1 failed, 130 forced."""
     with _runner() as runner:
         return runner.run(_live(actor, connect, options))
 
@@ -390,10 +398,10 @@ async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
             options.fleet,
             actor_id,
             host_id=options.host_id,
-            beat_interval_us=options.beat_interval_us,
+            heartbeat_interval_us=options.heartbeat_interval_us,
             tracer=tracer,
-            metrics=metrics,
-            on_beat=options.on_beat,
+            metric_sink=metrics,
+            on_heartbeat=options.on_heartbeat,
         )
         return await _live_on(runtime, options)
     finally:
@@ -404,7 +412,7 @@ async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
 
 
 async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
-    page = await scrape_point(runtime.readings)
+    page = await scrape_point(runtime.collect_metrics)
     signalled, hurried = _catch_signals()
     started = asyncio.create_task(runtime.start())
     stopping = asyncio.create_task(signalled.wait())
@@ -414,7 +422,7 @@ async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
         runtime.fail(error)
     elif started.done() and not failing.done():
         settle_garbage_collector()
-        process_log.info("%s is ready", runtime.port.source)
+        process_log.info("%s is ready", runtime.mailbox.source)
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
     for task in (started, stopping, failing):
         if not task.done():
@@ -422,8 +430,8 @@ async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
     await runtime.finish(options.drain_timeout_s, hurried)
-    if runtime.metrics is not None:
-        runtime.metrics.put(runtime.readings())
+    if runtime.metric_sink is not None:
+        runtime.metric_sink.put(runtime.collect_metrics())
     if page is not None:
         await page.stop()
     if hurried.is_set():
@@ -450,7 +458,7 @@ def _catch_signals() -> tuple[asyncio.Event, asyncio.Event]:
             _end()
         if signalled.is_set():
             hurried.set()
-            limit = threading.Timer(HURRY_S, _end)
+            limit = threading.Timer(FORCED_END_S, _end)
             limit.daemon = True
             limit.start()
         signalled.set()
@@ -465,21 +473,21 @@ def _end() -> None:
     os._exit(FORCED)  # at once: an orderly exit would wait for threads
 
 
-def identity(port: Port) -> dict[str, object]:
+def identity(mailbox: Mailbox) -> dict[str, object]:
     """Who answers."""
-    return {"kind": port.kind, "id": port.actor, "epoch": port.epoch, "fleet": port.fleet}
+    return {"kind": mailbox.kind, "id": mailbox.actor, "epoch": mailbox.epoch, "fleet": mailbox.fleet}
 
 
-async def answer(
-    bus: Bus, port: Port, state: Callable[[], str], status: Callable[[], dict[str, object]]
+async def answer_status(
+    bus: Bus, mailbox: Mailbox, state: Callable[[], str], status: Callable[[], dict[str, object]]
 ) -> None:
     """Answer PING, INFO and STATS for everybody, for this kind, and for this actor.
 
     Discovery by the NATS services protocol ($SRV.PING, INFO, STATS), as `nats micro ls` asks for it. Spec:
     nats-architecture-and-design ADR-32. Answered over Bus, so it works on any transport.
     """
-    name = f"headrace-{port.kind}"
-    head: dict[str, object] = {"name": name, "id": port.actor, "version": VERSION, "metadata": {}}
+    name = f"headrace-{mailbox.kind}"
+    head: dict[str, object] = {"name": name, "id": mailbox.actor, "version": VERSION, "metadata": {}}
 
     def ping() -> dict[str, object]:
         return {"type": "io.nats.micro.v1.ping_response", **head}
@@ -488,7 +496,7 @@ async def answer(
         return {"type": "io.nats.micro.v1.info_response", **head, "description": name, "endpoints": []}
 
     def stats() -> dict[str, object]:
-        started = datetime.fromtimestamp(port.epoch / 1e6, UTC).isoformat()
+        started = datetime.fromtimestamp(mailbox.epoch / 1e6, UTC).isoformat()
         body = {"type": "io.nats.micro.v1.stats_response", **head, "endpoints": [], "started": started}
         return {**body, "state": state(), "data": status()}
 
@@ -496,12 +504,12 @@ async def answer(
         for subject in (
             f"$SRV.{verb}",
             f"$SRV.{verb}.{name}",
-            f"$SRV.{verb}.{name}.{subjects.token(port.actor)}",
+            f"$SRV.{verb}.{name}.{subjects.token(mailbox.actor)}",
         ):
-            await bus.subscribe(subject, _replier(bus, make))
+            await bus.subscribe(subject, _status_replier(bus, make))
 
 
-def _replier(bus: Bus, make: Callable[[], dict[str, object]]) -> Callable[[Delivery], None]:
+def _status_replier(bus: Bus, make: Callable[[], dict[str, object]]) -> Callable[[Delivery], None]:
     def reply(delivery: Delivery) -> None:
         if access.answerable(bus, delivery):
             bus.publish(delivery.reply, to_json(make()))

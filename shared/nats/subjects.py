@@ -45,8 +45,8 @@ def generate_any_tenant(model: str) -> str:
 
 GENERATE_ALL = f"{PUBLIC}.generate.*.*"  # the queue group that answers 404
 CANCEL_ALL = f"{PUBLIC}.cancel.*.*"
-TOKENIZER_BEATS_ALL_FLEETS = "hr.*.beat.tokenizer.*"
-BEAT_ASK_ALL_FLEETS = "hr.beat_ask"  # a newcomer asks here for the beats of every fleet
+TOKENIZER_HEARTBEATS_ALL_FLEETS = "hr.*.beat.tokenizer.*"
+HEARTBEAT_REQUEST_ALL_FLEETS = "hr.beat_ask"  # a newcomer asks here for the heartbeats of every fleet
 MODELS = f"{PUBLIC}.models"  # asked in nobody's name
 MODELS_ANY_TENANT = f"{PUBLIC}.models.*"
 STATUS = f"{PUBLIC}.status"
@@ -136,18 +136,18 @@ def mailbox_all(fleet: str, kind: str, actor: str) -> str:
     return f"hr.{token(fleet)}.{kind}.{token(actor)}.in.*"
 
 
-def beat(fleet: str, kind: str, actor: str) -> str:
-    """Where an actor's beats go."""
+def heartbeat(fleet: str, kind: str, actor: str) -> str:
+    """Where an actor's heartbeats go."""
     return f"hr.{token(fleet)}.beat.{kind}.{token(actor)}"
 
 
-def beat_all(fleet: str) -> str:
-    """The beats of the whole fleet."""
+def heartbeat_all(fleet: str) -> str:
+    """The heartbeats of the whole fleet."""
     return f"hr.{token(fleet)}.beat.*.*"
 
 
-def beat_ask(fleet: str) -> str:
-    """A newcomer asks here for everybody's beat at once."""
+def heartbeat_request(fleet: str) -> str:
+    """A newcomer asks here for everybody's heartbeat at once."""
     return f"hr.{token(fleet)}.beat_ask"
 
 

@@ -33,11 +33,11 @@ from shared.telemetry.otel import (
     prometheus_address,
     protocol_of,
 )
-from shared.telemetry.readings import Reading, Readings, Spread
+from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OURS = "headrace.scheduler"
-_AS_IN_VLLM = {  # its production metrics, https://docs.vllm.ai/en/stable/usage/metrics
+_VLLM_NAMES = {  # its production metrics, https://docs.vllm.ai/en/stable/usage/metrics
     "gen_ai.server.time_to_first_token": "time_to_first_token_seconds",
     "gen_ai.server.time_per_output_token": "request_time_per_output_token_seconds",
     "gen_ai.server.request.duration": "e2e_request_latency_seconds",
@@ -55,12 +55,12 @@ _UNITS = {"s": "_seconds", "By": "_bytes", "By/s": "_bytes_per_second"}
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 PATH = "/metrics"
-PATIENCE_S = 10.0  # for one request and its answer
+REQUEST_TIMEOUT_S = 10.0  # for one request and its answer
 MAX_HEAD_BYTES = 16_384
 MAX_CONNECTIONS = 16
 
 
-def to_prometheus(readings: Readings) -> bytes:
+def to_prometheus(readings: Metrics) -> bytes:
     """The whole page, readings of one name together."""
     from prometheus_client.core import Metric
     from prometheus_client.exposition import generate_latest
@@ -69,7 +69,9 @@ def to_prometheus(readings: Readings) -> bytes:
     for each in readings:
         name, labels = _name(each), {_label(key): value for key, value in each.attributes}
         if name not in families:
-            kind = "histogram" if isinstance(each, Spread) else "counter" if each.grows else "gauge"
+            kind = (
+                "histogram" if isinstance(each, HistogramPoint) else "counter" if each.is_counter else "gauge"
+            )
             families[name] = Metric(name.removesuffix("_total"), f"{each.name}, {each.unit}", kind)
         for suffix, more, value in _samples(each):
             families[name].add_sample(name + suffix, labels | more, value)
@@ -77,30 +79,30 @@ def to_prometheus(readings: Readings) -> bytes:
     return generate_latest(page)
 
 
-def _samples(reading: Reading | Spread) -> Iterator[tuple[str, dict[str, str], float]]:
+def _samples(point: MetricPoint | HistogramPoint) -> Iterator[tuple[str, dict[str, str], float]]:
     """Suffixes of the name, labels besides the reading's own, values."""
-    if isinstance(reading, Reading):
-        yield "", {}, reading.value
+    if isinstance(point, MetricPoint):
+        yield "", {}, point.value
         return
-    bounds = (*(f"{bound:g}" for bound in reading.bounds), "+Inf")
-    for bound, count in zip(bounds, accumulate(reading.counts), strict=True):
+    bounds = (*(f"{bound:g}" for bound in point.bounds), "+Inf")
+    for bound, count in zip(bounds, accumulate(point.counts), strict=True):
         yield "_bucket", {"le": bound}, count
-    yield "_sum", {}, reading.total
-    yield "_count", {}, sum(reading.counts)
+    yield "_sum", {}, point.total
+    yield "_count", {}, sum(point.counts)
 
 
-def _name(reading: Reading | Spread) -> str:
-    if (theirs := _AS_IN_VLLM.get(reading.name)) is not None:
+def _name(point: MetricPoint | HistogramPoint) -> str:
+    if (theirs := _VLLM_NAMES.get(point.name)) is not None:
         return f"headrace:{theirs}"
-    name = _label(reading.name) + _UNITS.get(reading.unit, "")
-    return f"{name}_total" if isinstance(reading, Reading) and reading.grows else name
+    name = _label(point.name) + _UNITS.get(point.unit, "")
+    return f"{name}_total" if isinstance(point, MetricPoint) and point.is_counter else name
 
 
 def _label(key: str) -> str:
     return _NOT_A_NAME.sub("_", key)
 
 
-async def scrape_point(readings: Callable[[], Readings]) -> ScrapePoint | None:
+async def scrape_point(readings: Callable[[], Metrics]) -> ScrapePoint | None:
     """The page of this process, None when it is not asked for. Raises SetupError when its port is taken."""
     address = prometheus_address(os.environ)
     if address is None:
@@ -119,9 +121,9 @@ class ScrapePoint:
     page is made when it is asked for.
     """
 
-    def __init__(self, host: str, port: int, readings: Callable[[], Readings]) -> None:
+    def __init__(self, host: str, port: int, readings: Callable[[], Metrics]) -> None:
         """Port 0 is any free one. Raises SetupError when it is taken."""
-        self._readings = readings
+        self._metrics = readings
         self._bound = reserve(host, port)
         self.address: tuple[str, int] = self._bound.getsockname()[:2]
         self._server: asyncio.Server | None = None
@@ -157,9 +159,9 @@ class ScrapePoint:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(answer(head, self._readings))
+                writer.write(answer(head, self._metrics))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
@@ -174,7 +176,7 @@ def reserve(host: str, port: int, *, listen: bool = True) -> socket.socket:
     return bind(host, port, "metrics", f"set {PROMETHEUS_PORT} to another", listen=listen)
 
 
-def answer(head: bytes, readings: Callable[[], Readings]) -> bytes:
+def answer(head: bytes, readings: Callable[[], Metrics]) -> bytes:
     """The whole HTTP answer to the head of a request."""
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
@@ -198,7 +200,7 @@ def _response(
 class MeterSink(Protocol):
     """Sends the newest readings from a thread of its own, every OTEL_METRIC_EXPORT_INTERVAL."""
 
-    def put(self, readings: Readings) -> None:
+    def put(self, readings: Metrics) -> None:
         """These are the newest. Never blocks."""
 
     def stop(self, timeout_s: float) -> None:

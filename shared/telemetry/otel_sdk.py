@@ -45,7 +45,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from shared.telemetry import traces
 from shared.telemetry.otel import ENDPOINTS, GRPC, METRICS, endpoint, log
-from shared.telemetry.readings import Reading, Readings, Spread
+from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import SpanRecord
 
 SWITCH_S = 0.000_5  # the thread that encodes spans may hold up the event loop so long, not the usual 5 ms
@@ -254,27 +254,27 @@ class OtelMeterSink:
     """
 
     def __init__(self, kind: str, actor: str, protocol: str) -> None:
-        self._readings: Readings = ()
+        self._metrics: Metrics = ()
         self._known: set[str] = set()
         where = endpoint(os.environ, protocol, METRICS)
         self._reader = PeriodicExportingMetricReader(
-            _WithSpreads(_metric_exporter(protocol), self._spreads, where)
+            _WithHistograms(_metric_exporter(protocol), self._histograms, where)
         )
         self._provider = MeterProvider([self._reader], process_resource(kind, actor), shutdown_on_exit=False)
         self._meter = self._provider.get_meter(SCOPE)
 
-    def put(self, readings: Readings) -> None:
+    def put(self, readings: Metrics) -> None:
         """Replace the readings; a name that is new becomes an instrument."""
-        self._readings = readings
-        for reading in readings:
-            if isinstance(reading, Reading) and reading.name not in self._known:
-                self._known.add(reading.name)
+        self._metrics = readings
+        for point in readings:
+            if isinstance(point, MetricPoint) and point.name not in self._known:
+                self._known.add(point.name)
                 make: Callable[..., Any] = (
                     self._meter.create_observable_counter
-                    if reading.grows
+                    if point.is_counter
                     else self._meter.create_observable_gauge
                 )
-                make(reading.name, [self._observer(reading.name)], reading.unit)
+                make(point.name, [self._observer(point.name)], point.unit)
 
     def stop(self, timeout_s: float) -> None:
         """Send once more; a collector that hangs is not waited for longer than that."""
@@ -286,22 +286,22 @@ class OtelMeterSink:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
             return [
                 Observation(r.value, dict(r.attributes))
-                for r in self._readings
-                if isinstance(r, Reading) and r.name == name
+                for r in self._metrics
+                if isinstance(r, MetricPoint) and r.name == name
             ]
 
         return observe
 
-    def _spreads(self) -> list[Spread]:
-        return [reading for reading in self._readings if isinstance(reading, Spread)]
+    def _histograms(self) -> list[HistogramPoint]:
+        return [point for point in self._metrics if isinstance(point, HistogramPoint)]
 
 
-class _WithSpreads(MetricExporter):
+class _WithHistograms(MetricExporter):
     """Adds the histograms, and tells when metrics begin and cease to arrive."""
 
-    def __init__(self, inner: Any, spreads: Callable[[], list[Spread]], where: str) -> None:
+    def __init__(self, inner: Any, histograms: Callable[[], list[HistogramPoint]], where: str) -> None:
         super().__init__(inner._preferred_temporality, inner._preferred_aggregation)  # as the variables say
-        self._inner, self._spreads, self._where = inner, spreads, where
+        self._inner, self._histograms, self._where = inner, histograms, where
         self._began_ns = time.time_ns()
         self._arrived: bool | None = None
 
@@ -331,24 +331,24 @@ class _WithSpreads(MetricExporter):
         """In the one scope there is: the encoder takes each scope once."""
         (group,) = data.resource_metrics
         (scope,) = group.scope_metrics
-        more = [_metric(spread, self._began_ns, time.time_ns()) for spread in self._spreads()]
+        more = [_metric(histogram, self._began_ns, time.time_ns()) for histogram in self._histograms()]
         whole = replace(scope, metrics=[*scope.metrics, *more])
         return MetricsData([replace(group, scope_metrics=[whole])])
 
 
-def _metric(spread: Spread, began_ns: int, now_ns: int) -> Metric:
+def _metric(histogram: HistogramPoint, began_ns: int, now_ns: int) -> Metric:
     point = HistogramDataPoint(
-        attributes=dict(spread.attributes),
+        attributes=dict(histogram.attributes),
         start_time_unix_nano=began_ns,
         time_unix_nano=now_ns,
-        count=sum(spread.counts),
-        sum=spread.total,
-        bucket_counts=spread.counts,
-        explicit_bounds=spread.bounds,
+        count=sum(histogram.counts),
+        sum=histogram.total,
+        bucket_counts=histogram.counts,
+        explicit_bounds=histogram.bounds,
         min=None,  # type: ignore[arg-type]  # not kept, and optional on the wire
         max=None,  # type: ignore[arg-type]  # likewise
     )
-    return Metric(spread.name, None, spread.unit, Histogram([point], AggregationTemporality.CUMULATIVE))
+    return Metric(histogram.name, None, histogram.unit, Histogram([point], AggregationTemporality.CUMULATIVE))
 
 
 def _metric_exporter(protocol: str) -> MetricExporter:

@@ -18,18 +18,18 @@ _STARTED_S = time.time()  # when this was imported: at the process's start
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricPoint:
     """A number now: of a counter, which only grows, or of a gauge."""
 
     name: str
     value: float
     unit: str  # UCUM: "1", "s", "{token}"
     attributes: Attributes = ()
-    grows: bool = False
+    is_counter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class HistogramPoint:
     """A histogram since the start: `counts[i]` values in (bounds[i-1], bounds[i]], the last above all."""
 
     name: str
@@ -40,7 +40,7 @@ class Spread:
     attributes: Attributes = ()
 
 
-Readings = Sequence[Reading | Spread]
+Metrics = Sequence[MetricPoint | HistogramPoint]
 
 
 class Recent:
@@ -67,13 +67,13 @@ class Recent:
         return {"seconds": round((now_us - since_us) / 1e6, 1), **grown}
 
 
-def process_readings() -> Iterator[Reading]:
+def process_metrics() -> Iterator[MetricPoint]:
     """What a process costs its machine, under the names that Prometheus's client libraries have given it: CPU
     time and start everywhere, memory and open files on Linux."""
-    yield Reading("process.cpu", time.process_time(), "s", grows=True)
-    yield Reading("process.start_time", _STARTED_S, "s")
+    yield MetricPoint("process.cpu", time.process_time(), "s", is_counter=True)
+    yield MetricPoint("process.start_time", _STARTED_S, "s")
     statm = Path("/proc/self/statm")
     if statm.exists():
         resident_pages = int(statm.read_text().split()[1])
-        yield Reading("process.resident_memory", resident_pages * os.sysconf("SC_PAGE_SIZE"), "By")
-        yield Reading("process.open_fds", len(os.listdir("/proc/self/fd")), "1")
+        yield MetricPoint("process.resident_memory", resident_pages * os.sysconf("SC_PAGE_SIZE"), "By")
+        yield MetricPoint("process.open_fds", len(os.listdir("/proc/self/fd")), "1")

@@ -36,8 +36,8 @@ Value = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Value]
 ROOT = 0
 
-LEAVES = ("pause", "requeue")  # decisions that take a sequence off its executor
-RESTORE = "restore"  # the decision at the end of one, with its `took_us`
+LEAVING_DECISIONS = ("preempt", "requeue")  # decisions that take a sequence off its executor
+RESTORE_DECISION = "restore"  # the decision at the end of one, with its `took_us`
 
 HEADER = "traceparent"
 SAMPLED = 1  # bit of the flags
@@ -206,7 +206,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFacts:
+class RequestRecord:
     """Everything its spans are made of."""
 
     request: str
@@ -245,19 +245,21 @@ class _Times:
         return cls(t.received_wall_us, handled, sent, arrived, admitted, first, max(closed, first))
 
 
-def request_spans(facts: RequestFacts) -> list[SpanRecord]:
+def request_spans(facts: RequestRecord) -> list[SpanRecord]:
     """The spans of a request that has reached a detokenizer, its root first."""
     if not facts.choices:  # it ended without a word of its scheduler
-        return _orphan(facts)
+        return _failed_over(facts)
     times = [_Times.of(choice) for choice in facts.choices]
     closed = max(t.closed for t in times)
     built, sent = max(facts.reply.built_us, closed), max(facts.reply.sent_us, facts.reply.built_us, closed)
-    spans = [_root(facts, times[0], sent), *_intake(facts, times[0])]
+    spans = [_root(facts, times[0], sent), *_tokenizer_spans(facts, times[0])]
     for choice, at in zip(facts.choices, times, strict=True):
         parent = ROOT
         if len(facts.choices) > 1 and at.admitted < at.closed:
             parent = len(spans)
-            spans.append(SpanRecord(f"choice {choice.index}", at.admitted, at.closed, ROOT, _whose(choice)))
+            spans.append(
+                SpanRecord(f"choice {choice.index}", at.admitted, at.closed, ROOT, _choice_attributes(choice))
+            )
         _add_stages(spans, choice, at, parent)
         _add_decisions(spans[parent], choice, at)
     first_us = min((t.first for t in times if t.first), default=0)
@@ -271,7 +273,7 @@ def request_spans(facts: RequestFacts) -> list[SpanRecord]:
     return spans
 
 
-def root_attributes(facts: RequestFacts) -> dict[str, Value]:
+def root_attributes(facts: RequestRecord) -> dict[str, Value]:
     """What the root says of any request, answered or refused."""
     attributes: dict[str, Value] = {
         REQUEST_ID: facts.request,
@@ -293,12 +295,12 @@ def root_attributes(facts: RequestFacts) -> dict[str, Value]:
     return attributes
 
 
-def root_name(facts: RequestFacts) -> str:
+def root_name(facts: RequestRecord) -> str:
     """As the conventions name a span of generative AI."""
     return f"{OPERATIONS.get(facts.format, facts.format)} {facts.model}"
 
 
-def _root(facts: RequestFacts, at: _Times, end_us: int) -> SpanRecord:
+def _root(facts: RequestRecord, at: _Times, end_us: int) -> SpanRecord:
     choices, usage = facts.choices, facts.choices[0].close.usage
     attributes = root_attributes(facts)
     attributes |= {
@@ -318,7 +320,7 @@ def _root(facts: RequestFacts, at: _Times, end_us: int) -> SpanRecord:
     return SpanRecord(root_name(facts), at.received, end_us, None, attributes, kind="server", error=error)
 
 
-def _intake(facts: RequestFacts, at: _Times) -> list[SpanRecord]:
+def _tokenizer_spans(facts: RequestRecord, at: _Times) -> list[SpanRecord]:
     close = facts.choices[0].close
     tokenize = _stage("tokenize", at.handled, at.sent, "tokenizer")
     tokenize.attributes[GEN_AI_INPUT_TOKENS] = close.usage.prompt_tokens
@@ -330,7 +332,7 @@ def _intake(facts: RequestFacts, at: _Times) -> list[SpanRecord]:
     ]
 
 
-def received(facts: RequestFacts, start_us: int, end_us: int) -> SpanRecord:
+def received(facts: RequestRecord, start_us: int, end_us: int) -> SpanRecord:
     """The wait in the tokenizer's mailbox."""
     span = _stage("received", start_us, end_us, "tokenizer", kind="consumer")
     span.attributes |= {
@@ -348,30 +350,30 @@ def _add_stages(spans: list[SpanRecord], choice: Choice, at: _Times, parent: int
     chunks = [(chunk, *_interval(chunk, at)) for chunk in close.chunks]
     prefilled = at.first or at.closed
     prefill = len(spans)
-    spans.append(SpanRecord("prefill", at.admitted, prefilled, parent, _whose(choice)))
+    spans.append(SpanRecord("prefill", at.admitted, prefilled, parent, _choice_attributes(choice)))
     for number, (chunk, start, end) in enumerate(chunks, 1):
         inside = not at.first or start <= at.first
         name = f"prefill chunk {number}" if inside else "recompute chunk"
-        attributes = {**_whose(choice), **_batch(chunk)}
+        attributes = {**_choice_attributes(choice), **_batch(chunk)}
         spans.append(SpanRecord(name, start, end, prefill if inside else parent, attributes))
-    kept = [*_away(choice, at), *_restores(choice, at)]
+    kept = [*_preempted_spans(choice, at), *_restores(choice, at)]
     for start, end, decision in kept:
-        attributes = {**_whose(choice), WHY: decision.why, **dict(decision.numbers)}
+        attributes = {**_choice_attributes(choice), WHY: decision.why, **dict(decision.numbers)}
         inside = not at.first or start <= at.first
         spans.append(SpanRecord(decision.what, start, end, prefill if inside else parent, attributes))
     if chunks:
         there = [(s, e) for _, s, e in chunks] + [(s, e) for s, e, _ in kept]
         for start, end in gaps(there, at.admitted, prefilled):
-            spans.append(SpanRecord("prefill wait", start, end, prefill, _whose(choice)))
+            spans.append(SpanRecord("prefill wait", start, end, prefill, _choice_attributes(choice)))
     if at.first:
         spans.append(SpanRecord("decode", at.first, at.closed, parent, _decoded(choice)))
 
 
-def _away(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
+def _preempted_spans(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
     """When it was off its executor, paused or requeued: until the next decision took it up again."""
     left: Decision | None = None
     for decision in choice.close.decisions:
-        if decision.what in LEAVES:
+        if decision.what in LEAVING_DECISIONS:
             left = left or decision
         elif left is not None:
             yield at.arrived + left.at_us, at.arrived + decision.at_us, left
@@ -383,7 +385,7 @@ def _away(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
 def _restores(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
     """When blocks were on their way from a tier; the sequence is in no step then."""
     for decision in choice.close.decisions:
-        if decision.what == RESTORE:
+        if decision.what == RESTORE_DECISION:
             end = at.arrived + decision.at_us
             yield max(end - dict(decision.numbers).get("took_us", 0), at.admitted), end, decision
 
@@ -401,7 +403,7 @@ def _batch(chunk: Chunk) -> dict[str, Value]:
 
 def _decoded(choice: Choice) -> dict[str, Value]:
     timings, tokens = choice.close.timings, choice.tokens
-    attributes = {**_whose(choice), TOKENS: tokens, STEPS: timings.steps}
+    attributes = {**_choice_attributes(choice), TOKENS: tokens, STEPS: timings.steps}
     if timings.decode_us and tokens > 1:  # the first token came out of the prefill
         attributes[TOKENS_PER_SECOND] = round((tokens - 1) * 1e6 / timings.decode_us, 1)
     return attributes
@@ -413,7 +415,7 @@ def _add_decisions(span: SpanRecord, choice: Choice, at: _Times) -> None:
         span.events.append(SpanEvent(decision.what, at.arrived + decision.at_us, attributes))
 
 
-def _send(facts: RequestFacts, start_us: int, end_us: int) -> SpanRecord:
+def _send(facts: RequestRecord, start_us: int, end_us: int) -> SpanRecord:
     span = _stage("send", start_us, end_us, facts.detokenizer, kind="producer")
     span.attributes |= {
         MESSAGING_SYSTEM: NATS,
@@ -424,7 +426,7 @@ def _send(facts: RequestFacts, start_us: int, end_us: int) -> SpanRecord:
     return span
 
 
-def _orphan(facts: RequestFacts) -> list[SpanRecord]:
+def _failed_over(facts: RequestRecord) -> list[SpanRecord]:
     reply, error = facts.reply, facts.error
     opened = max(reply.opened_us, facts.received_wall_us)
     built = max(reply.built_us, opened)
@@ -439,7 +441,7 @@ def _orphan(facts: RequestFacts) -> list[SpanRecord]:
     return [root, intake, answering, _send(facts, built, sent)]
 
 
-def _whose(choice: Choice) -> dict[str, Value]:
+def _choice_attributes(choice: Choice) -> dict[str, Value]:
     return {COMPONENT: f"executor.{choice.close.executor}", CHOICE: choice.index}
 
 

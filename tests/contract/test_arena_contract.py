@@ -16,7 +16,7 @@ import pytest
 
 from services.kv_offload.backends.builtin import PlainArena
 from services.kv_offload.backends.interface import Arena
-from services.kv_offload.backends.lmcache import CarvedArena, LmcacheArena
+from services.kv_offload.backends.lmcache import LmcacheArena, SubAllocatedArena
 from services.kv_offload.backends.shared_memory import SHM, segment_name, sweep
 from shared.errors import SetupError
 
@@ -33,9 +33,9 @@ def host() -> Iterator[str]:
     sweep(name)
 
 
-def carved(host: str, generation: int, capacity_bytes: int) -> CarvedArena:
+def carved(host: str, generation: int, capacity_bytes: int) -> SubAllocatedArena:
     """An arena in one range of another, as LMCache's is used."""
-    return CarvedArena(PlainArena(host, generation, capacity_bytes))
+    return SubAllocatedArena(PlainArena(host, generation, capacity_bytes))
 
 
 @pytest.fixture(scope="module", params=[*ARENAS, carved])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared import client as client_module
-from shared.client import Client, Unread, ask_all
+from shared.client import Client, UnreadFrames, request_all
 from shared.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -80,7 +80,7 @@ async def test_a_stream_gives_every_frame_in_order(connect: Connect, client: Cli
 
 async def test_each_wait_has_its_own_limit() -> None:
     """Though one timer serves many waits: a later and shorter one does not wait for the first one's end."""
-    unread, came = Unread(lambda: None), Delivery("s", b"x")
+    unread, came = UnreadFrames(lambda: None), Delivery("s", b"x")
     first = asyncio.ensure_future(unread.get(600))
     await asyncio.sleep(0)
     unread.put(came)
@@ -103,7 +103,7 @@ async def test_a_plain_request_gets_the_one_reply(connect: Connect, client: Clie
 async def test_a_hole_in_the_stream_is_an_error_and_cancels(
     connect: Connect, client: Client, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "HOLE_S", 0.05)
+    monkeypatch.setattr(client_module, "GAP_S", 0.05)
     service = await serve(connect, fleet, [frame(0, "accepted"), frame(1), frame(3)])
     frames = client.stream({"model": fleet, "request_id": "r"})
     assert [(await anext(frames))["frame"] for _ in range(2)] == [0, 1]
@@ -195,7 +195,7 @@ async def test_a_stream_that_a_cut_connection_has_ended(
 ) -> None:
     """Whoever runs it was told that nobody listens, and stopped: silence is then the end. What waits in a
     queue has said nothing yet, and may."""
-    monkeypatch.setattr(client_module, "RETURN_S", 0.05)
+    monkeypatch.setattr(client_module, "RESUME_S", 0.05)
     bus = await connect()
     handlers: list[Any] = []
     monkeypatch.setattr(bus, "on_fault", handlers.append)
@@ -293,13 +293,13 @@ async def test_ask_all_collects_every_answer(connect: Connect, fleet: str) -> No
         bus = await connect()
         await bus.subscribe(fleet, lambda d, bus=bus, name=name: bus.publish(d.reply, name))
         await bus.flush()
-    got = await ask_all(asker, fleet, wait_s=0.2)
+    got = await request_all(asker, fleet, wait_s=0.2)
     assert sorted(body["id"] for body in got) == [1, 2]
 
 
 async def test_ask_all_with_nobody_there(connect: Connect, fleet: str) -> None:
     with pytest.raises(NoResponders, match="no service runs on this server"):
-        await ask_all(await connect(), fleet, wait_s=60)
+        await request_all(await connect(), fleet, wait_s=60)
 
 
 DEEP: list[Any] = []
@@ -342,5 +342,5 @@ async def test_an_answer_of_another_form_is_a_typed_error(
         EngineError, match=r"answered with (something that is not JSON|an error of another form)"
     ):
         await client.complete({"model": "m"}, timeout_s=5)
-    good = [b for b in await ask_all(client.bus, "asked", 0.05) if "error" not in b]
+    good = [b for b in await request_all(client.bus, "asked", 0.05) if "error" not in b]
     assert good == []

@@ -13,7 +13,7 @@ from support.executor.plan_maker import GREEDY, PlanMaker, Row
 from support.executor.tiny_models import save_tiny
 
 from services.executor.engine import Backend
-from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, FLAWS
+from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, ROW_ERRORS
 from shared.messages import Sampling
 
 ROTTEN = 99  # a token whose embedding is NaN, as that of one that was never trained may be
@@ -70,7 +70,7 @@ def test_a_sequence_of_nans_ends_alone(make: Make, sampling: Sampling) -> None:
     maker.open(3, [ROTTEN, *CLEAN[:20]], sampling)
     lengths = {slot: len(prompt) for slot, prompt in enumerate(PROMPTS)}
     output = maker.prefill({**lengths, 3: 21})
-    assert (output.ids[3], output.done[3], output.row_errors) == (-1, 2, ((3, FLAWS[BY_MODEL]),))
+    assert (output.ids[3], output.done[3], output.row_errors) == (-1, 2, ((3, ROW_ERRORS[BY_MODEL]),))
     found = [[token] for token in output.ids[:3]]
     for step in range(4):  # its rows of plans made before its end was known do nothing
         rows = [Row(slot, length + step, 1, True, (slot,)) for slot, length in lengths.items()]
@@ -99,5 +99,5 @@ def test_a_request_whose_wishes_overflow_ends_alone(make: Make) -> None:
     maker.open(3, CLEAN, WILD)
     output = maker.prefill({3: len(CLEAN)})
     assert (list(output.ids), list(output.done)) == ([-1], [2])
-    assert output.row_errors == ((0, FLAWS[BY_REQUEST]),)
+    assert output.row_errors == ((0, ROW_ERRORS[BY_REQUEST]),)
     assert answers(maker, 4) == wanted

@@ -13,7 +13,7 @@ import nats
 import pytest
 from nats.aio.client import Client as Nats
 
-from services.gateway.native_call import Lines
+from services.gateway.native_call import TenantConnections
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
@@ -156,8 +156,8 @@ async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsSe
     async with client(server, users, kind) as (nc, refused):
         boxes = [k for k in SERVICES if await may_write(nc, refused, f"hr.{FLEET}.{k}.a1.in.X")]
         assert set(boxes) == SENDS[kind]
-        beats = [k for k in SERVICES if await may_write(nc, refused, f"hr.{FLEET}.beat.{k}.a1")]
-        assert beats == [kind]
+        heartbeats = [k for k in SERVICES if await may_write(nc, refused, f"hr.{FLEET}.beat.{k}.a1")]
+        assert heartbeats == [kind]
         assert not await may_write(nc, refused, "hr.other.scheduler.a1.in.X")
         assert await may_write(nc, refused, "_INBOX.acme.1.2") == (kind in ("tokenizer", "detokenizer"))
         assert await may_write(nc, refused, "headrace.v1.generate.acme.m") == (kind == "gateway")
@@ -203,10 +203,13 @@ async def test_a_gateway_hears_each_tenants_answers_on_a_connection_of_its_own(
 
     await tokenizer.subscribe("headrace.v1.models.*", reply)
     await tokenizer.flush()
-    lines = Lines(await Client.open(main), apart=True)
+    lines = TenantConnections(await Client.open(main), apart=True)
     for tenant in ("acme", "bob"):
         line = await lines.of(tenant)
-        assert (await line.ask(subjects.models(tenant)), line.bus.user) == ({"data": []}, "headrace-gateway")
+        assert (await line.request(subjects.models(tenant)), line.bus.user) == (
+            {"data": []},
+            "headrace-gateway",
+        )
         assert asked[-1].startswith(f"_INBOX.{tenant}.headrace-gateway.")
     assert len(lines) == 2
     await lines.close()

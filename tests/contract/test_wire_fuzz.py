@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.wire_samples import SAMPLES, enveloped
 
 from shared import codec
-from shared.codec import MAX_MESSAGE_BYTES, MAX_NUMBER, MAX_PARTS, Assembler, Envelope, flaw
+from shared.codec import MAX_MESSAGE_BYTES, MAX_NUMBER, MAX_PARTS, Assembler, Envelope, validation_error
 from shared.errors import WireError
 from shared.messages import Cancel, Message, Resend, StepPlan, floats, ints
 
@@ -33,7 +33,7 @@ def survives(data: bytes) -> Message | None:
     """Decode; what comes out can be sent again and says the same."""
     with contextlib.suppress(WireError):
         envelope = codec.decode(data)
-        assert flaw(envelope.message) == ""
+        assert validation_error(envelope.message) == ""
         assert repr(codec.decode(codec.encode(envelope))) == repr(envelope), "a stable form; NaN is not =="
         return envelope.message
     return None
@@ -206,10 +206,10 @@ FLAWED: list[tuple[Any, str]] = [
     (but(HELLO, stages=65), "its blocks, slots, sizes or stages are out of range"),
     (but(STEP, queued_us=-1), "a duration is negative"),
     (but(STEP, host_us=-1), "a duration is negative"),
-    (but(STEP, pieces=ints([0, 1])), "a piece of it has no lane, begin or length"),
-    (but(STEP, pieces=ints([0, 1, -1])), "a piece of it has no lane, begin or length"),
-    (but(STEP, pieces=ints([4, 1, 1])), "a piece of it has no lane, begin or length"),
-    (but(STEP, pieces=ints([0, 1, 1]) * 257), "it has over 256 pieces"),
+    (but(STEP, segments=ints([0, 1])), "a segment of it has no lane, begin or length"),
+    (but(STEP, segments=ints([0, 1, -1])), "a segment of it has no lane, begin or length"),
+    (but(STEP, segments=ints([4, 1, 1])), "a segment of it has no lane, begin or length"),
+    (but(STEP, segments=ints([0, 1, 1]) * 257), "it has over 256 segments"),
     (but(STEP, row_errors=((len(STEP.ids), "x"),)), "a row error names no row, or one twice"),
     (but(STEP, row_errors=((-1, "x"),)), "a row error names no row, or one twice"),
     (but(STEP, row_errors=((0, "x"), (0, "y"))), "a row error names no row, or one twice"),
@@ -244,13 +244,13 @@ def test_whole_columns_of_any_length_pass(rows: int) -> None:
         TOKENS, seqs=row, first=row, counts=ints([2] * rows), ids=ints([5] * (2 * rows)), logprobs=floats(),
         top_counts=ints(), top_ids=ints(), top_logprobs=floats(),
     )  # fmt: skip
-    assert flaw(plan) == flaw(tokens) == ""
+    assert validation_error(plan) == validation_error(tokens) == ""
     if rows > 1:
-        assert flaw(but(plan, sample_rows=ints([*range(1, rows), rows])))
-        assert flaw(but(tokens, counts=ints([1] * rows)))
+        assert validation_error(but(plan, sample_rows=ints([*range(1, rows), rows])))
+        assert validation_error(but(tokens, counts=ints([1] * rows)))
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20))
 def test_a_negative_number_anywhere_in_a_column_is_seen(numbers: list[int]) -> None:
     opened = but(OPENED, tokens=ints(numbers))
-    assert bool(flaw(opened)) == any(number < 0 for number in numbers)
+    assert bool(validation_error(opened)) == any(number < 0 for number in numbers)

@@ -167,7 +167,7 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
             kind,
             **names(kind),
             message=WHY,
-            decisions=(Decision(at_us=MOST, what="pause", why=WHY, numbers=(("n", MOST),)),) * MAX_DECISIONS,
+            decisions=(Decision(at_us=MOST, what="admit", why=WHY, numbers=(("n", MOST),)),) * MAX_DECISIONS,
             chunks=(Chunk(at_us=MOST, took_us=MOST, tokens=MOST, step=MOST, executor=NAME),) * MAX_CHUNKS,
         ),
     }  # fmt: skip

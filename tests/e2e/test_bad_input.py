@@ -212,11 +212,11 @@ async def test_over_the_payload_limit(up: Up, nc: Nats) -> None:
 async def test_a_long_prompt_does_not_stop_the_beats(up: Up, nc: Nats) -> None:
     """600 kB of digits take two seconds to tokenize; the beat interval here is 0.2 s, death 0.6 s."""
     (tokenizer,) = [s for s in (await statuses(nc)).values() if s["kind"] == "tokenizer"]
-    beats = await nc.subscribe(f"hr.default.beat.tokenizer.{tokenizer['id']}")
+    heartbeats = await nc.subscribe(f"hr.default.beat.tokenizer.{tokenizer['id']}")
     long = asyncio.create_task(nc.request(SUBJECT, j(prompt="1" * 600_000), timeout=60))
     heard = 0
     while not long.done():
-        await beats.next_msg(60)
+        await heartbeats.next_msg(60)
         heard += 1
         assert "usage" in json.loads((await nc.request(SUBJECT, j(), timeout=60)).data), "short ones go on"
     assert json.loads((await long).data)["error"]["code"] == 400

@@ -20,13 +20,13 @@ from support.text_models import write_bpe_gguf
 
 from loadtest import faults
 from loadtest.storm import Storm, mixed
-from shared.client import Client, ask_all
+from shared.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 
 MODEL = "smollm2-135m-instruct"
 REQUESTS, CLIENTS = 72, 24
-STEADY = {"HEADRACE_SIM": "step=5000,token=20", "HEADRACE_BEAT_INTERVAL_MS": "500"}
+STEADY = {"HEADRACE_SIM": "step=5000,token=20", "HEADRACE_HEARTBEAT_INTERVAL_MS": "500"}
 DEADLINE_S = 60
 
 
@@ -46,7 +46,7 @@ async def schedulers(bus: NatsBus, count: int) -> dict[str, int]:
     """The executors that each of `count` ready schedulers has, by its id."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            found = await ask_all(bus, subjects.STATUS, 0.3)
+            found = await request_all(bus, subjects.STATUS, 0.3)
             ready = [s for s in found if s["kind"] == "scheduler" and s["state"] == "ready"]
             if len(ready) == count and any(s["executors"] for s in ready):
                 return {str(s["id"]): len(s["executors"]) for s in ready}

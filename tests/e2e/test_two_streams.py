@@ -47,7 +47,7 @@ def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver
         assert shown.returncode == 0, shown.stderr
         found = json.loads(up.run("trace", "halved", "--overlap", "--json").stdout)["two_streams"]
     assert 0 < found["hidden_comm_us"] <= found["comm_us"]
-    lanes = {piece["lane"] for piece in found["pieces"]}
+    lanes = {piece["lane"] for piece in found["segments"]}
     assert lanes == {"compute A", "compute B", "comm A", "comm B"}
     below = shown.stdout.split(f"step {found['step']} of {found['tokens']} tokens in halves")[1].splitlines()
     assert [line[:9] for line in below[1:5]] == ["compute A", "compute B", "comm A   ", "comm B   "]

@@ -112,7 +112,7 @@ def absurd(exec_epoch: int) -> list[tuple[str, str, Message]]:
 def say(pipeline: Pipeline, sender: str, to: str, message: Message) -> None:
     """Outside the numbered stream, in the name of a living actor."""
     runtime = pipeline.runtimes[f"{sender}-1"]
-    envelope = Envelope(runtime.port.source, runtime.port.epoch, 0, message)
+    envelope = Envelope(runtime.mailbox.source, runtime.mailbox.epoch, 0, message)
     subject = subjects.mailbox(pipeline.settings.fleet, to, f"{to}-1", type(message).__name__)
     runtime.bus.publish(subject, codec.encode(envelope))
 

@@ -47,7 +47,7 @@ async def test_prompts_and_answers_are_those_of_transformers(family: str, form: 
     flags = {"backend": "torch", "dtype": "f32", "model": str(path), "model_name": "m", "kv_blocks": 100}
     pipeline, tap = await Pipeline.start(connect, "beside", **flags), Tap()
     await (await connect()).subscribe("hr.beside.detokenizer.*.in.*", tap.take)
-    ask = pipeline.client.ask
+    ask = pipeline.client.request
     for number, messages in enumerate(CHATS):
         wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         found = await ask(subjects.tokenize("public", "m"), {"messages": messages})

@@ -211,7 +211,7 @@ async def test_ids_and_traces_in_and_out(http: httpx.AsyncClient, pipeline: Pipe
     assert (given.headers["x-request-id"], given.headers["traceparent"]) == ("mine", TRACE)
     own = given.json()["id"]
     assert own.startswith("mine.")
-    recent = await pipeline.client.ask(subjects.trace(own))
+    recent = await pipeline.client.request(subjects.trace(own))
     assert recent["trace_id"] == TRACE.split("-")[1]
     drawn = await http.post("/v1/completions", json=body)
     assert drawn.json()["id"] == drawn.headers["x-request-id"]

@@ -14,7 +14,7 @@ from support.small_llama import VOCAB, write_small_llama
 
 from services.kv_offload.actor import KvOffloadActor
 from services.kv_offload.l2.worker import SIZE_KEY
-from services.kv_offload.state import Figures
+from services.kv_offload.state import Counters
 
 BLOCK = 8
 SIZES: dict[str, Any] = {"model_name": "tiny", "block_tokens": BLOCK, "kv_blocks": 100, "slots": 4,
@@ -58,11 +58,11 @@ async def fill(pipeline: Tiered) -> Answer:
     return cold
 
 
-def figures(pipeline: Tiered) -> Figures:
+def figures(pipeline: Tiered) -> Counters:
     """What the kv_offload of now has counted."""
     actor = pipeline.runtimes["kv_offload-1"].actor
     assert isinstance(actor, KvOffloadActor)
-    return actor._core.state.figures
+    return actor._core.state.counters
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -37,7 +37,7 @@ async def test_it_stays_out_until_it_is_alone(what: str, tmp_path: Path) -> None
         change = {**OTHERS[what](tmp_path), "model_name": name}
         pipeline.settings = pipeline.settings.model_copy(update=change)
         await pipeline.add("executor", "executor-2")
-        await pipeline.until(lambda: "executor-2" in state.outside)
+        await pipeline.until(lambda: "executor-2" in state.excluded)
         kept_out = pipeline.runtimes["executor-2"].actor
         await pipeline.until(lambda: "executor-1 of" in str(kept_out.status().get("kept_out")))
         answers = {tuple((await pipeline.ask(PROMPT, 8)).ids) for _ in range(8)}

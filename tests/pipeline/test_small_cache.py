@@ -63,7 +63,7 @@ async def test_what_does_not_fit_is_refused_by_its_field(
 
 async def test_the_context_that_there_is_shows_everywhere(pipeline: Pipeline, broker: MemoryBroker) -> None:
     await pipeline.until(lambda: pipeline.status("tokenizer")["context"] == CACHE)
-    listed = await pipeline.client.ask(subjects.models("public"))
+    listed = await pipeline.client.request(subjects.models("public"))
     assert [(entry["id"], entry["max_model_len"]) for entry in listed["data"]] == [(MODEL, CACHE)]
     assert pipeline.status("executor")["context"] == CACHE
     assert pipeline.status("scheduler")["executors"]["executor-1"]["context"] == CACHE

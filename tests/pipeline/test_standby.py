@@ -57,8 +57,8 @@ async def test_it_takes_over_without_one_503(pipeline: Pipeline) -> None:
     asked = asyncio.ensure_future(answers(pipeline, 400))
     await pipeline.until(lambda: pipeline.status("scheduler")["running"] == REQUESTS)
     first = pipeline.runtimes.pop("scheduler-1")
-    assert first._beats is not None
-    first._beats.cancel()  # it falls silent without a word
+    assert first._heartbeats is not None
+    first._heartbeats.cancel()  # it falls silent without a word
     await first.bus.drain()
     first.bus.publish = lambda *args, **more: None  # type: ignore[method-assign]
     assert await asked == right

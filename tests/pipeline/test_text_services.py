@@ -17,8 +17,8 @@ from support.text_models import write_bpe_gguf
 from services.detokenizer import actor as detokenizer
 from services.tokenizer import actor as tokenizer
 from services.tokenizer import queries
-from shared.actor.mailbox import Port
-from shared.actor.runtime import Actor, Facts, Runtime
+from shared.actor.mailbox import Mailbox
+from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
 from shared.clock import FakeClock
 from shared.config import Settings
 from shared.messages import (
@@ -54,11 +54,11 @@ class HandScheduler(Actor):
         self.keeps = False  # leaves each request with its detokenizer
         self.seq = seq
 
-    async def start(self, port: Port) -> None:
-        self.port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
 
-    def facts(self) -> Facts:
-        return Facts(model="tiny")
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        return HeartbeatPayload(model="tiny")
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         self.got.append(message)
@@ -67,14 +67,14 @@ class HandScheduler(Actor):
         self.tokenized.append((message, trace))
         key = {"tenant": message.tenant, "request": message.request, "attempt": message.attempt}
         if self.refuse:
-            self.port.send(source, Rejected(**key, code=429, message="full", retry_after_ms=9))
+            self.mailbox.send(source, Rejected(**key, code=429, message="full", retry_after_ms=9))
             return
-        self.port.send(source, Accepted(**key))
+        self.mailbox.send(source, Accepted(**key))
         self.seq += 1
         if message.generated:
             self.go_on(source, message, trace)
             return
-        shard = self.port.peers.ready("detokenizer")[0]
+        shard = self.mailbox.peers.ready("detokenizer")[0]
         self.answer(f"detokenizer.{shard}", message, trace, self.seq)
 
     def go_on(self, shard: str, asked: Tokenized, trace: str) -> None:
@@ -85,8 +85,8 @@ class HandScheduler(Actor):
             model=asked.model, inbox=asked.inbox, stream=asked.stream, format=asked.format,
             tokens=asked.tokens[-count:],
         )  # fmt: skip
-        self.port.send(shard, opened, trace)
-        self.port.send(shard, Close(seq=self.seq, final=count, reason="length"))
+        self.mailbox.send(shard, opened, trace)
+        self.mailbox.send(shard, Close(seq=self.seq, final=count, reason="length"))
 
     def answer(self, shard: str, asked: Tokenized, trace: str, seq: int) -> None:
         opened = Open(
@@ -94,17 +94,17 @@ class HandScheduler(Actor):
             inbox=asked.inbox,
             stream=asked.stream, format=asked.format, stop=asked.stop, prompt_tokens=len(asked.tokens),
         )  # fmt: skip
-        self.port.send(shard, opened, trace)
+        self.mailbox.send(shard, opened, trace)
         for at in range(0, len(asked.tokens), 2):
             ids = asked.tokens[at : at + 2]
             step = Tokens(
                 executor="e", step=at, seqs=ints([seq]), first=ints([at]), counts=ints([len(ids)]), ids=ids
             )
-            self.port.send(shard, step)
+            self.mailbox.send(shard, step)
         if self.keeps:
-            self.port.send(shard, asked, trace)
+            self.mailbox.send(shard, asked, trace)
         if not self.hold:
-            self.port.send(shard, Close(seq=seq, final=len(asked.tokens), reason="length"))
+            self.mailbox.send(shard, Close(seq=seq, final=len(asked.tokens), reason="length"))
 
 
 class World:
@@ -264,8 +264,8 @@ class Elsewhere(Actor):
 
     kind = "tokenizer"
 
-    def facts(self) -> Facts:
-        return Facts(model="other")
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        return HeartbeatPayload(model="other")
 
 
 async def test_a_model_whose_tokenizer_has_just_died_is_unavailable_and_not_unknown(world: World) -> None:
@@ -362,8 +362,8 @@ async def test_a_scheduler_that_dies_before_it_has_left_the_request_is_told_to_i
     await asyncio.sleep(0)
     await world.broker.settle()
     assert shard.status()["requests"] == 1
-    actor.port.epoch += 1  # whatever the next incarnation says first
-    actor.port.send("detokenizer.d1", Close(seq=9, final=0, reason="moved"))
+    actor.mailbox.epoch += 1  # whatever the next incarnation says first
+    actor.mailbox.send("detokenizer.d1", Close(seq=9, final=0, reason="moved"))
     error = json.loads((await asking).data)["error"]
     assert (error["code"], error["message"]) == (503, "the scheduler was restarted; send the request again")
     assert shard.status()["requests"] == 0
@@ -398,12 +398,14 @@ async def test_a_scheduler_that_dies_costs_no_request_that_it_has_left_behind(
     assert text == "user\nHi\nassistant\n"
     ((asked, trace),) = second.tokenized
     assert (list(asked.generated), trace) == ([len(asked.tokens) // 2], first.tokenized[0][1])
-    assert (shard.status()["requests"], shard.status()["orphans"]) == (0, 0)
+    assert (shard.status()["requests"], shard.status()["failover"]) == (0, 0)
 
 
 def gone_from(actor: Any, kind: str) -> None:
     """What the runtime does a beat after a peer has stopped."""
-    (gone,) = [p for p in actor._port.peers.expire(actor._port.clock.now_us()) if p.beat.kind == kind]
+    (gone,) = [
+        p for p in actor._mailbox.peers.expire(actor._mailbox.clock.now_us()) if p.heartbeat.kind == kind
+    ]
     actor.on_peer_gone(gone)
 
 
@@ -436,8 +438,8 @@ async def test_a_full_backlog_merges_frames(
 
 
 async def test_messages_for_others_are_left_alone(world: World, scheduler: HandScheduler) -> None:
-    scheduler.port.send("tokenizer.t1", Cancel(tenant="t", request="r"))
-    scheduler.port.send("detokenizer.d1", Cancel(tenant="t", request="r"))
+    scheduler.mailbox.send("tokenizer.t1", Cancel(tenant="t", request="r"))
+    scheduler.mailbox.send("detokenizer.d1", Cancel(tenant="t", request="r"))
     await world.broker.settle()
     assert json.loads((await world.ask(subjects.MODELS, b"")).data)["object"] == "list"
 

@@ -65,7 +65,7 @@ def test_both_at_once_cost_no_request(
         await asyncio.sleep(3)
         expected = await answers(client)
         await asyncio.sleep(1)
-        copies = [fleet.runtimes[name].actor.status()["copies"] for name in names[2:4]]
+        copies = [fleet.runtimes[name].actor.status()["backups"] for name in names[2:4]]
         assert copies == [0, 0], "what is answered is kept by nobody"
         if second:
             await fleet.add("scheduler")
@@ -100,7 +100,7 @@ def test_both_at_once_cost_no_request(
         await asyncio.sleep(8)
         (left,) = {n for n in names[2:4] if n in fleet.runtimes and n != victim}
         status = fleet.runtimes[left].actor.status()
-        assert (status["requests"], status["copies"], status["orphans"]) == (0, 0, 0)
+        assert (status["requests"], status["backups"], status["failover"]) == (0, 0, 0)
         await fleet.stop()
 
     virtual_loop.run(live())
@@ -146,7 +146,7 @@ def test_what_is_answered_is_not_answered_again_when_both_have_gone_later(
             bus.publish(subjects.generate("public", "tiny"), data, reply=f"_INBOX.reader.{number}")
         await asyncio.sleep(0.25)
         shard: Any = fleet.runtimes[other].actor
-        while not (fault == "hang" or shard._core.copies.unsent):
+        while not (fault == "hang" or shard._core.backups.unsent):
             await asyncio.sleep(0.01)
         if fault == "drain":
             await leave(fleet, other)
@@ -162,7 +162,7 @@ def test_what_is_answered_is_not_answered_again_when_both_have_gone_later(
         await asyncio.sleep(45 if fault == "die" else 10)
         answered = Counter(ends)  # what hung says once more what was said meanwhile
         assert len(answered) == 2 * REQUESTS
-        assert fleet.runtimes[keeper].actor.status()["copies"] == 0
+        assert fleet.runtimes[keeper].actor.status()["backups"] == 0
         if fault == "hang":
             await leave(fleet, other)
         await fleet.add("scheduler")

@@ -54,7 +54,7 @@ class House:
         assert isinstance(bus, MemoryBus)
         hang = Hang(bus)
         actor._turn = hang.stops(actor._turn)
-        actor._mailbox._next = hang._later(actor._mailbox._next)
+        actor._tenant_queue._next = hang._later(actor._tenant_queue._next)
         return hang
 
     async def answers(self, bodies: list[dict[str, Any]]) -> list[str]:
@@ -261,7 +261,7 @@ def test_tokenizers_of_two_fleets_take_over_none_of_each_other(model: ServedMode
 
     async def test(house: House) -> None:
         first, second = house.tokenizers
-        house.actor(first)._asking._fleets["other"] = house.actor(first)._port.peers
+        house.actor(first)._queries._fleets["other"] = house.actor(first)._mailbox.peers
         hang = house.hang_of(second)
         hang.hang()
         asking = asyncio.create_task(house.answers([BODY] * 8))

@@ -32,7 +32,7 @@ from shared.errors import HeadraceError
 
 SAMPLES = 40
 FULL_EARLY = (
-    (requests, "KEPT"), (step_log, "KEPT"), (block_pool, "MOST_LOST"), (stream, "HISTORY"),
+    (requests, "MAX_ENDED"), (step_log, "MAX_KEPT"), (block_pool, "MOST_LOST"), (stream, "HISTORY"),
     (state, "MAX_DROPPED"), (state, "MAX_MOVED"), (prepare, "MAX_CANCELS"), (arrival, "MAX_TOMBSTONES"),
     (load_shedding, "MAX_REFUSED"),
 )  # fmt: skip
@@ -118,7 +118,7 @@ async def live(fleet: VirtualFleet, span: Span) -> tuple[list[dict[str, int]], d
         if number % 5 == 0:
             one.cancel(f"never{number}")
         if (number + 1) % (count // SAMPLES) == 0:
-            samples.append(sizes(*(part for each in watched for part in (each.actor, each.port))))
+            samples.append(sizes(*(part for each in watched for part in (each.actor, each.mailbox))))
     await asyncio.wait(asking)
     dying.cancel()
     assert [each.failure for each in watched] == [None] * len(watched)
@@ -144,18 +144,20 @@ def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(ends) <= {"answered", "400", "given up", "429", "503"}
     assert ends["answered"] > 0.6 * sum(ends.values())
     for name in (
-        "Due.heap",
+        "Deadlines.heap",
         "State.dropped",
         "State.moved",
-        "Port._outbound",
+        "Mailbox._outbound",
         "Cancels._at_us",
-        "Recent.traces",
+        "EndedRequests.by_key",
     ):
         assert name in samples[-1], "it is looked at"
 
 
 def test_what_grows_is_seen() -> None:
     def sample(heap: int, burst: int) -> dict[str, int]:
-        return {"Due.heap": heap, "State.requests": burst}
+        return {"Deadlines.heap": heap, "State.requests": burst}
 
-    assert grown([sample(50 * i, 9 * (i % 2)) for i in range(8)]) == {"Due.heap": [50 * i for i in range(8)]}
+    assert grown([sample(50 * i, 9 * (i % 2)) for i in range(8)]) == {
+        "Deadlines.heap": [50 * i for i in range(8)]
+    }

@@ -172,7 +172,7 @@ async def test_a_plan_that_is_gone_resets_the_executor_and_the_same_ids_go_on(ho
     house.transcript.clear()
     house.broker.drop("hr.f.executor.e0.in.StepPlan")
     await house.ask(PROMPT, max_tokens=3)
-    house.runtimes["scheduler.s0"].port.forget("executor.e0")
+    house.runtimes["scheduler.s0"].mailbox.forget("executor.e0")
     await house.tick()
     assert house.between("E")[:7] == [
         "S>E SlotOpen",
@@ -190,7 +190,7 @@ async def test_a_plan_that_is_gone_resets_the_executor_and_the_same_ids_go_on(ho
 async def test_lost_results_reset_the_executor_too(house: House) -> None:
     house.broker.drop("hr.f.scheduler.s0.in.StepResult")
     await house.ask(PROMPT, max_tokens=3)
-    house.runtimes["executor.e0"].port.forget("scheduler.s0")
+    house.runtimes["executor.e0"].mailbox.forget("scheduler.s0")
     await house.tick()
     assert "S>E ExecReset" in house.transcript
     assert ids_of(house) == expected_ids(PROMPT, 7, 0, 3)
@@ -253,7 +253,7 @@ async def test_a_new_arena_generation_is_mapped_only_when_the_old_one_is_release
     await house.ask(PROMPT, max_tokens=4)
     house.transcript.clear()
     house.kv.new_arena()
-    house.runtimes["kv_offload.host.a"].beat()
+    house.runtimes["kv_offload.host.a"].send_heartbeat()
     await house.broker.settle()
     assert house.transcript == ["E>S ArenaReleased", "S>K ArenaReleased"]
     assert house.kv.allocated
@@ -289,7 +289,7 @@ async def test_an_executor_restart_goes_on_with_the_same_ids(house: House) -> No
 
     house.executor = FakeExecutor(house.arena)
     runtime = await house.add(house.executor, "e0")
-    assert runtime.port.epoch > dead.port.epoch
+    assert runtime.mailbox.epoch > dead.mailbox.epoch
     to_executor = [line for line in house.transcript if line.startswith("S>E") or "ExecHello" in line]
     assert to_executor[:5] == [
         "E>S ExecHello",

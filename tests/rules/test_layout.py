@@ -53,11 +53,12 @@ ONE_PATH = (
 )  # fmt: skip
 HANGING = (
     "services/scheduler/kv_tiers/", "services/scheduler/reports/",
-    "services/detokenizer/copies.py", "services/detokenizer/failover.py", "services/detokenizer/reconnect.py",
+    "services/detokenizer/backups.py", "services/detokenizer/failover.py",
+    "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 82, 20_070
-PRODUCT_FILES, PRODUCT_LINES = 201, 43_814
+PATH_FILES, PATH_LINES = 82, 20_255
+PRODUCT_FILES, PRODUCT_LINES = 201, 44_155
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

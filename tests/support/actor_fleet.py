@@ -9,17 +9,17 @@ from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 from shared import codec
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
-from shared.actor.runtime import Actor, Facts, Runtime
+from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
 from shared.clock import FakeClock
 from shared.codec import Envelope
 from shared.errors import WireError
-from shared.messages import Beat, Cancel, Message
+from shared.messages import Cancel, Heartbeat, Message
 from shared.nats import subjects
 from support.memory_bus import MemoryBroker
 
-INTERVAL_US = 3_600_000_000  # an hour by the fake clock; nothing beats by itself
+INTERVAL_US = 3_600_000_000  # an hour by the fake clock; nothing heartbeats by itself
 
 
 class Recorder(Actor):
@@ -28,13 +28,13 @@ class Recorder(Actor):
     def __init__(self, kind: str = "executor") -> None:
         self.kind = kind
         self.told: list[tuple[str, str]] = []
-        self.port: Port | None = None
+        self.mailbox: Mailbox | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.fail_on = ""
 
-    async def start(self, port: Port) -> None:
-        self.port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
         self._note("start", "")
         await self.gate.wait()
 
@@ -48,7 +48,7 @@ class Recorder(Actor):
         self._note("receive", message.request + trace)
 
     def on_peer(self, peer: Peer) -> None:
-        self._note("peer", f"{peer.source} {peer.beat.state}")
+        self._note("peer", f"{peer.source} {peer.heartbeat.state}")
 
     def on_peer_gone(self, peer: Peer) -> None:
         self._note("gone", peer.source)
@@ -62,9 +62,9 @@ class Recorder(Actor):
     def on_broker(self, online: bool) -> None:
         self._note("broker", str(online))
 
-    def facts(self) -> Facts:
-        self._note("facts", "")
-        return Facts(model="m", load=(("rows", 3),))
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        self._note("heartbeat_payload", "")
+        return HeartbeatPayload(model="m", load=(("rows", 3),))
 
     def status(self) -> dict[str, object]:
         return {"slots": 4}
@@ -117,14 +117,14 @@ def cancel(name: str) -> Cancel:
 
 @contextlib.asynccontextmanager
 async def watched_fleet() -> AsyncIterator[Fleet]:
-    """A fleet whose beats are written down; everybody ends with it."""
+    """A fleet whose heartbeats are written down; everybody ends with it."""
     fleet = Fleet()
 
     def on_beat(delivery: Any) -> None:
         with contextlib.suppress(WireError):
-            beat = codec.decode(delivery.data).message
-            if isinstance(beat, Beat):
-                fleet.beats.append((f"{beat.kind}.{beat.actor}", beat.state))
+            heartbeat = codec.decode(delivery.data).message
+            if isinstance(heartbeat, Heartbeat):
+                fleet.beats.append((f"{heartbeat.kind}.{heartbeat.actor}", heartbeat.state))
 
     await fleet.outside.subscribe("hr.f.beat.*.*", on_beat)
     yield fleet
@@ -143,11 +143,11 @@ class Hand(Actor):
         self.heard: list[Message] = []
         self._news = asyncio.Event()
 
-    async def start(self, port: Port) -> None:
-        self.port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
 
-    def facts(self) -> Facts:
-        return Facts(model="m")
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        return HeartbeatPayload(model="m")
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         self.heard.append(message)

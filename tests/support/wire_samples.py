@@ -6,7 +6,6 @@ from shared.codec import Envelope, kind_of
 from shared.messages import (
     Accepted,
     ArenaReleased,
-    Beat,
     Cancel,
     Chunk,
     Claims,
@@ -21,6 +20,7 @@ from shared.messages import (
     Fragment,
     GrammarFailed,
     GrammarReady,
+    Heartbeat,
     KvCommit,
     KvCopied,
     KvCopy,
@@ -226,7 +226,7 @@ STEPS: tuple[Message, ...] = (
         stages=2,
         two_stream_tokens=4_096,
         max_stop_ids=128,
-        tells_grammars=True,
+        reports_grammars=True,
         model_digest="cc77",
     ),
     ExecRefused(exec_epoch=1_700_000_000_000_008, why="other weights serve"),
@@ -296,7 +296,7 @@ STEPS: tuple[Message, ...] = (
         queued_us=120,
         host_us=600,
         row_errors=((1, "no_digits failed"),),
-        pieces=ints([0, 0, 700, 2, 700, 650]),
+        segments=ints([0, 0, 700, 2, 700, 650]),
     ),
     Resend(first_seq=42),
     StreamReset(next_seq=57, lost=True),
@@ -352,7 +352,7 @@ TIERS: tuple[Message, ...] = (
     ArenaReleased(executor="e0", arena_generation=2),
 )
 
-BEAT = Beat(
+BEAT = Heartbeat(
     kind="kv_offload",
     actor="host.a",
     host_id="host.a",

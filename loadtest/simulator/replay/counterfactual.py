@@ -21,7 +21,7 @@ from loadtest.simulator.requests import SimRequest, Workload
 from loadtest.simulator.world import Setup, World
 from services.scheduler.reports import event_log
 from services.scheduler.state import policies
-from services.scheduler.state.counters import Meter
+from services.scheduler.state.counters import Counters
 from services.scheduler.state.requests import SloClass, level_of
 from services.scheduler.state.state import Limits
 
@@ -59,7 +59,7 @@ def compare(records: Iterable[event_log.Record], policy: str) -> Counterfactual:
     other = replace(limits, policy=policies.parse(policy, limits.policy))
     fits = {name: fit(past) for name, past in sorted(history.executors.items()) if past.steps}
     workload = Workload(tuple(_requests(history)))
-    meter = history.core.state.meter
+    meter = history.core.state.counters
     recomputed = meter.recomputed_tokens - history.recomputed_before
     return Counterfactual(
         policies=(str(limits.policy), str(other.policy)),
@@ -91,7 +91,7 @@ def _simulated(fits: dict[str, Fit], workload: Workload, limits: Limits) -> Figu
     setup = Setup(machines=tuple(fitted.machine for fitted in fits.values()), limits=limits)
     world = World(setup, workload)
     readers = world.run()
-    meter: Meter = world.scheduler.state.meter
+    meter: Counters = world.scheduler.state.counters
     return _column(readers, meter.recomputed_tokens, limits.classes)
 
 

@@ -11,7 +11,7 @@ from loadtest.simulator.engine import Machine
 from loadtest.simulator.hops import Hop
 from loadtest.simulator.replay.history import Past, Ran
 from services.scheduler.reports.event_log import LogError
-from services.scheduler.state.cost_model import Costs
+from services.scheduler.state.cost_model import CostModel
 from shared.step_model import StepModel, StepShape
 
 SAMPLE = 4_096  # steps of a long log that the fit is made of, evenly spread
@@ -19,9 +19,9 @@ SAMPLE = 4_096  # steps of a long log that the fit is made of, evenly spread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel(StepModel):
-    """The step time that `Costs` has learned from a log, in the form that engines ask for."""
+    """The step time that `CostModel` has learned from a log, in the form that engines ask for."""
 
-    costs: Costs
+    costs: CostModel
 
     def step_us(self, shape: StepShape) -> int:
         """At least one microsecond: time must pass."""
@@ -45,7 +45,7 @@ def fit(past: Past) -> Fit:
     stride = -(-len(steps) // SAMPLE)
     sample = steps[::stride]
     random.Random(0).shuffle(sample)  # the fit forgets: no part of the log shall be its last
-    costs = Costs()
+    costs = CostModel()
     for step in sample:
         costs.observe(step.shape, step.took_us)
     model = LearnedModel(weights_us=0, token_ns=0, host_row_ns=_host_row_ns(steps), costs=costs)

@@ -88,7 +88,7 @@ class History:
     left_out: int = 0  # requests that ran already when the log began
     recomputed_before: int = 0  # counted by the meter until then
 
-    def take(self, record: event_log.Happened) -> None:
+    def take(self, record: event_log.LoggedEvent) -> None:
         """One event more."""
         message = record.event.message if isinstance(record.event, Arrived) else None
         if isinstance(message, Tokenized):
@@ -96,7 +96,7 @@ class History:
         self._executor(record.event, record.now_us)
         for command in self.core.handle(record.event, record.now_us):
             self._command(command, record.now_us)
-        self.core.state.steps.unsent.clear()
+        self.core.state.step_log.unsent.clear()
 
     def _asked(self, message: Tokenized, now_us: int) -> None:
         key = (message.tenant, message.request)
@@ -149,7 +149,7 @@ def read_history(records: Iterable[event_log.Record]) -> History:
     for record in records:
         if isinstance(record, event_log.Snapshot) and core is None:
             core = core_of(record.data)
-        elif isinstance(record, event_log.Happened) and core is not None:
+        elif isinstance(record, event_log.LoggedEvent) and core is not None:
             history = history or _begun(core, record.now_us)
             history.take(record)
     if history is None or not history.asked:
@@ -160,7 +160,7 @@ def read_history(records: Iterable[event_log.Record]) -> History:
 def _begun(core: Scheduler, now_us: int) -> History:
     state = core.state
     history = History(core, now_us, left_out=len(state.requests))
-    history.recomputed_before = state.meter.recomputed_tokens
+    history.recomputed_before = state.counters.recomputed_tokens
     for executor in state.executors.values():
         history.executors[executor.source] = Past(executor.hello)
     return history

@@ -108,7 +108,7 @@ class _Rerun:
                 self.report.facts = dict(facts)
             case event_log.Snapshot(number, data):
                 return self._snapshot(number, data)
-            case event_log.Happened() if self.core is not None:
+            case event_log.LoggedEvent() if self.core is not None:
                 return self._happened(self.core, record)
             case event_log.StateHash(number, digest) if (
                 self.core is not None and self.report.difference is None
@@ -131,7 +131,7 @@ class _Rerun:
             difference.details += differences(freeze(there), freeze(self.core.state))
         return True
 
-    def _happened(self, core: Scheduler, record: event_log.Happened) -> bool:
+    def _happened(self, core: Scheduler, record: event_log.LoggedEvent) -> bool:
         if self._began_us < 0:
             self._began_us = record.now_us
         self._number, self._now_us = record.number, record.now_us

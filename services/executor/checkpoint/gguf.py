@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.checkpoint.config import Shapes, from_gguf
-from services.executor.checkpoint.partition import Cut, ShardOf, all_of_it
+from services.executor.checkpoint.partition import Cut, ShardOf, whole_model
 from services.executor.checkpoint.weights import (
     StoredTensor,
     Weights,
@@ -59,7 +59,7 @@ _DEFAULT_ALIGNMENT_BYTES = 32
 
 
 def load_gguf(
-    path: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
+    path: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = whole_model
 ) -> tuple[Shapes, Weights]:
     """Shapes and weights of a part of the model in `path`. One whole tensor is in memory
     at a time, dequantised. Raises SetupError for an architecture or tensor that is not supported."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.activation.ref import swiglu
 from kernels.attention import FP8, FP8_MAX, copy_blocks
-from kernels.moe import combine, experts_mlp, place, route, spread
+from kernels.moe import combine, dispatch, experts_mlp, permute, route
 from kernels.norm.ref import rms_norm
 from kernels.rope import apply_rope, rope_table
 from services.executor.checkpoint.config import Shapes
@@ -198,8 +198,8 @@ def _mlp(x: Tensor, layer: LayerWeights, shapes: Shapes) -> Tensor:
     assert shapes.experts is not None, "a router comes with experts"
     logits = F.linear(x, layer.router.float())
     weights, chosen = route(logits, shapes.experts.per_token, renormalise=shapes.experts.renormalise)
-    places = place(chosen, shapes.experts.first, len(layer.gate_up))
-    found = experts_mlp(spread(x, places), layer.gate_up, layer.down, places.ends)
+    places = permute(chosen, shapes.experts.first, len(layer.gate_up))
+    found = experts_mlp(dispatch(x, places), layer.gate_up, layer.down, places.ends)
     return combine(found, places, weights)
 
 

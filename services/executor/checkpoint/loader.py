@@ -26,7 +26,7 @@ from services.executor.checkpoint.kv_cache import (
 )
 from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
 from services.executor.checkpoint.weights import StoredTensor, Weights, load_dummy, load_hf, stored_hf
-from services.executor.engine import BackendInfo, TellGrammar, nobody
+from services.executor.engine import BackendInfo, ReportGrammar, ignore_grammar_news
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars
 from services.executor.sampling.logits_processors import MakeProcessor
@@ -65,7 +65,7 @@ class TorchOptions:
     overlap_comm: str = "auto"  # ranks: off, two_stream, or found out at start from how many tokens on
     deterministic: bool = False  # a row's bits depend on neither its batch nor the cuts of its prompt
     processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
-    tell: TellGrammar = nobody
+    report_grammar: ReportGrammar = ignore_grammar_news
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +148,10 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
     for fact in (_DIGEST, repr(shapes), repr(shapes.experts), dtype, kv_dtype, modes):
         digest.update(fact.encode() + b"\0")
     tensors = list(stored)
-    pieces = max(4, _PIECES // max(1, len(tensors)))
+    segments = max(4, _PIECES // max(1, len(tensors)))
     for name, kind, data in tensors:
         digest.update(f"{name} {kind}\0".encode())
-        starts = np.linspace(0, max(0, len(data) - _PIECE_BYTES), pieces).astype(np.int64)
+        starts = np.linspace(0, max(0, len(data) - _PIECE_BYTES), segments).astype(np.int64)
         for start in dict.fromkeys(starts.tolist()):
             digest.update(data[start : start + _PIECE_BYTES].tobytes())
     return digest.hexdigest()[:_DIGEST_CHARACTERS]
@@ -175,7 +175,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         slots=options.slots,
         max_step_tokens=options.max_step_tokens,
         max_context=loaded.context,
-        tells_grammars=True,
+        reports_grammars=True,
         model_digest=model_digest(options, computed, kept),
     )
 
@@ -183,7 +183,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
 def grammars_of(options: TorchOptions, loaded: Loaded) -> Grammars:
     """What follows the grammars of requests; the vocabulary is read when the first one comes."""
     files = ModelFiles(options.model_name, options.model_path)
-    return Grammars(lambda: load_vocabulary(files), loaded.shapes.vocab, options.tell)
+    return Grammars(lambda: load_vocabulary(files), loaded.shapes.vocab, options.report_grammar)
 
 
 def device_of(name: str, rank: int = 0) -> torch.device:

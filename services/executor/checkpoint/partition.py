@@ -96,7 +96,7 @@ class Stage:
 WHOLE = Stage(0, 1)
 
 
-def all_of_it(whole: Shapes) -> Shard:
+def whole_model(whole: Shapes) -> Shard:
     """The part of a rank that is alone."""
     return shard(whole, 0, 1)
 
@@ -140,7 +140,7 @@ def stage_shard(whole: Shapes, stage: Stage) -> Shard:
     """What a stage holds: the first one the embedding, the last one the head (which may be the embedding),
     each its layers. Raises SetupError as `layers_of`."""
     if stage.count == 1:
-        return all_of_it(whole)
+        return whole_model(whole)
     first, end = layers_of(whole, stage.index, stage.count)
     cuts = {}
     if not (stage.first or (stage.last and whole.tied)):

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.executor.checkpoint.config import Shapes, read_shapes
-from services.executor.checkpoint.partition import Cut, Shard, ShardOf, all_of_it
+from services.executor.checkpoint.partition import Cut, Shard, ShardOf, whole_model
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 
@@ -68,7 +68,7 @@ _EXPERTS = {
 }
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _NOT_STORED = (".rotary_emb.inv_freq",)  # in old files; they follow from the configuration
-_SPREAD = 0.02  # of random weights, as models are initialised: activations stay in range
+_DUMMY_STD = 0.02  # of random weights, as models are initialised: activations stay in range
 _SEED = 7
 
 
@@ -173,7 +173,7 @@ def check_tensors(
 
 
 def load_hf(
-    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
+    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = whole_model
 ) -> tuple[Shapes, Weights]:
     """Shapes and weights of a part of the model in `folder`: nothing else of it is read. Raises
     SetupError for a model or folder that is not supported or not complete."""
@@ -194,7 +194,7 @@ def load_hf(
 
 
 def load_dummy(
-    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = all_of_it
+    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = whole_model
 ) -> tuple[Shapes, Weights]:
     """Shapes of a part of `folder`/config.json, and weights drawn on `device`, each tensor with a
     seed of its own: any part of the model is a part of the same; norms are ones. Raises
@@ -208,7 +208,7 @@ def load_dummy(
             return torch.ones(sizes[part], dtype=dtype, device=device)
         generator.manual_seed(zlib.crc32(f"{_SEED} {layer} {part}".encode()))
         values = torch.empty(sizes[part], device=device)  # float32: the same numbers in every dtype
-        values = values.normal_(0.0, _SPREAD, generator=generator).to(dtype)
+        values = values.normal_(0.0, _DUMMY_STD, generator=generator).to(dtype)
         return values if cut is None else cut.of(values)
 
     shard = shard_of(shapes)

@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.attention import write_rows
 from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.cpu.linear import ROW_TILE
-from services.executor.sampling.sampler import flaw_codes, row_flaws
+from services.executor.sampling.sampler import row_error_codes, row_errors
 from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan, ints
 
@@ -185,7 +185,7 @@ class Slots:
 
     A slot's end (stop id or length) is found on the device when a token is sampled. The plan after may have
     been made without knowing it: its rows for that slot are then no-ops, which is why `done` lives here. The
-    host lane advances slots while the device thread reads and opens others. Nothing is guarded, since each
+    host thread advances slots while the device thread reads and opens others. Nothing is guarded, since each
     writes entries of its own slots only, in place: the tensors by index, the dict by key. Two things move:
     `_stop_ids` may be widened by a new slot, which leaves both the old and the new tensor right for the
     others. `tables` is the device thread's alone."""
@@ -245,7 +245,7 @@ class Slots:
     def advance(
         self, slots: list[int], ids: Tensor, positions: list[int]
     ) -> tuple[Ints, Ints, dict[int, str]]:
-        """Take one sampled token, or one of FLAWS, for each of `slots`, at its place `positions` in the
+        """Take one sampled token, or one of ROW_ERRORS, for each of `slots`, at its place `positions` in the
         sequence.
 
         Returns the ids and the done column of a StepResult, on the host, and why rows have no token, by
@@ -255,12 +255,12 @@ class Slots:
         lengths = torch.tensor(positions, device=ids.device) + 1
         before, flawed = self.done[at], ids < 0
         stopped = (ids.unsqueeze(1) == self._stop_ids[at]).any(1) | (lengths >= self._max_length[at])
-        codes = torch.where(flawed, flaw_codes(ids), stopped.long())
+        codes = torch.where(flawed, row_error_codes(ids), stopped.long())
         self.last_token[at] = torch.where(before | flawed, self.last_token[at], ids)
         self.done[at] = before | stopped | flawed
         column = torch.where(before | flawed, _NO_TOKEN, ids)
         chosen, ended = torch.stack((column, torch.where(before, 2, codes))).tolist()
-        flaws = row_flaws(ended)
+        flaws = row_errors(ended)
         self._note(slots, chosen, positions)
         return ints(chosen), ints(ended), flaws
 

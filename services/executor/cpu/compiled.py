@@ -11,12 +11,12 @@ from kernels.cpu_jit import batched_launch
 from kernels.cpu_jit.activation import swiglu, swiglu_call
 from kernels.cpu_jit.attention import attend_decode, can_attend, decode_call
 from kernels.cpu_jit.norm import add_rms_norm, norm_call
-from kernels.cpu_jit.packed_weights import Matrix
+from kernels.cpu_jit.packed_weights import PackedMatrix
 from kernels.cpu_jit.rope import rotate_and_write, rotation_call
 from kernels.cpu_jit.thread_team import Call, Number
 from services.executor.checkpoint.config import Shapes
 from services.executor.cpu.batch import Batch, DecodeGroup
-from services.executor.cpu.compiled_linear import PanelProduct
+from services.executor.cpu.compiled_linear import PackedProduct
 from services.executor.cpu.layers import Dense, Layer
 from services.executor.cpu.linear import Linear
 
@@ -53,7 +53,7 @@ def compiled_layers(layers: Sequence[Layer], shapes: Shapes, norm: Tensor) -> Co
 
 
 class CompiledLayers:
-    """See services.executor.cpu.layers.LayersInOne. One call of machine code: see
+    """See services.executor.cpu.layers.BatchedLayers. One call of machine code: see
     kernels.cpu_jit.batched_launch. Started one by one from Python, the 270 kernels of a decode step of a 135M
     model take 3 of 13 ms to start."""
 
@@ -98,7 +98,7 @@ class CompiledLayers:
 class _Product:
     """The same product in every layer."""
 
-    def __init__(self, matrices: Sequence[Matrix]) -> None:
+    def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
         self._like = matrices[0]
         self.height = self._like.height
         by_layer = [matrix.parts for matrix in matrices]
@@ -109,7 +109,7 @@ class _Product:
 
 
 def _together(products: Sequence[Linear]) -> _Product | None:
-    matrices = [product.matrix for product in products if isinstance(product, PanelProduct)]
+    matrices = [product.matrix for product in products if isinstance(product, PackedProduct)]
     alike = len({type(matrix) for matrix in matrices}) == 1
     return _Product(matrices) if alike and len(matrices) == len(products) else None
 

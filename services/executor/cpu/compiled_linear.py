@@ -23,7 +23,7 @@ from torch import Tensor
 import kernels.cpu_jit
 from kernels.cpu_jit.gemm_few_rows import few_rows
 from kernels.cpu_jit.packed_int8 import can_quantise, quantise
-from kernels.cpu_jit.packed_weights import Matrix, can_multiply, multiply, pack
+from kernels.cpu_jit.packed_weights import PackedMatrix, can_multiply, multiply, pack
 
 Linear = Callable[[Tensor], Tensor]  # as in linear.py
 
@@ -37,22 +37,24 @@ Linear = Callable[[Tensor], Tensor]  # as in linear.py
 _FEW_ROWS, _FEW_ROWS_WIDENED = 2, 24
 
 
-class PanelProduct:
+class PackedProduct:
     """The product with a matrix in panels, in `dtype`; None: in that of what is multiplied."""
 
-    def __init__(self, matrix: Matrix, dtype: torch.dtype | None) -> None:
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype | None) -> None:
         self.matrix, self._dtype = matrix, dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         return multiply(x, self.matrix, self._dtype)
 
 
-def in_panels(weight: Tensor, *, int8: bool = False, dtype: torch.dtype | None = None) -> PanelProduct | None:
+def packed_product(
+    weight: Tensor, *, int8: bool = False, dtype: torch.dtype | None = None
+) -> PackedProduct | None:
     """The product with `weight` `[out, in]`, of which a copy is kept, in int8 where that is wanted and the
     shape is made for it; None where this CPU or the shape is not made for panels. It comes in `dtype`."""
     if int8 and can_quantise(weight):
-        return PanelProduct(quantise(weight), dtype)
-    return PanelProduct(pack(weight), dtype) if can_multiply(weight) else None
+        return PackedProduct(quantise(weight), dtype)
+    return PackedProduct(pack(weight), dtype) if can_multiply(weight) else None
 
 
 def by_rows(weight: Tensor, many_rows: Linear) -> Linear:

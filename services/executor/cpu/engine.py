@@ -11,11 +11,19 @@ from services.executor.checkpoint.loader import Loaded, TorchOptions, device_of,
 from services.executor.cpu.batch import BatchBuilder, Slots
 from services.executor.cpu.model import Model, operators_for
 from services.executor.cpu.thread_count import ThreadCount
-from services.executor.engine import WARM_ROWS, BackendInfo, Copier, Notes, Pending, StepOutput, warm_up_steps
+from services.executor.engine import (
+    WARM_ROWS,
+    BackendInfo,
+    Copier,
+    HostSegmentTimer,
+    Pending,
+    StepOutput,
+    warm_up_steps,
+)
 from services.executor.kv_transfer.copiers import CudaCopier, HostCopier
-from services.executor.parallel.coroutines import HostLanes
+from services.executor.parallel.coroutines import CommThread
 from services.executor.parallel.ranks import SOLO, Ranks
-from services.executor.parallel.step_split import NEVER, Halves, split
+from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.host_sampling import HostRows
 from services.executor.sampling.sampler import Sampler, logprobs
 from shared.errors import EngineError
@@ -37,8 +45,10 @@ class TorchBackend:
         shapes, weights, cache, context = loaded.shapes, loaded.weights, loaded.cache, loaded.context
         device, exact = weights.embedding.device, options.deterministic
         self._info, self._samples = info_of(options, loaded), loaded.stage.last
-        self._lanes = HostLanes() if options.overlap_comm != "off" and loaded.ranks.size > 1 else None
-        if self._lanes is not None:  # the cores that talk are those that compute: never but where it is asked
+        self._comm_thread = CommThread() if options.overlap_comm != "off" and loaded.ranks.size > 1 else None
+        if (
+            self._comm_thread is not None
+        ):  # the cores that talk are those that compute: never but where it is asked
             self._info = replace(self._info, two_stream_tokens=NEVER)
         self._cache = cache
         kinds = operators_for(cache, deterministic=exact)
@@ -49,7 +59,7 @@ class TorchBackend:
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact, ragged=kinds.ragged)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
-        self._asked: dict[int, int] = {}  # logprobs by slot
+        self._logprobs: dict[int, int] = {}  # logprobs by slot
         self._computed: torch.cuda.Event | None = None  # the newest forward's end, on a GPU
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
@@ -74,7 +84,7 @@ class TorchBackend:
         self._slots.open(opened)
         self._sampler.open(opened)
         self._host_rows.open(opened)
-        self._asked[opened.slot] = opened.logprobs
+        self._logprobs[opened.slot] = opened.logprobs
 
     def close_slot(self, slot: int) -> None:
         self._slots.close(slot)
@@ -96,22 +106,22 @@ class TorchBackend:
         self._cache.copy(plan.copy_from, plan.copy_to)
         if not plan.slots:
             return Pending(plan=plan, forwarded=self._host_rows.forwarded())
-        if plan.two_stream and self._lanes is not None and (parts := split(plan)) is not None:
-            return self._forward_halves(plan, parts, self._lanes)
+        if plan.two_stream and self._comm_thread is not None and (parts := split(plan)) is not None:
+            return self._forward_micro_batches(plan, parts, self._comm_thread)
         batch = self._batches.build(plan)
         logits = self._model.forward(batch, self._cache.tensor)
         forwarded = self._host_rows.forwarded()
         return Pending(plan=plan, logits=logits, padding_rows=batch.padding, forwarded=forwarded)
 
-    def _forward_halves(self, plan: StepPlan, parts: Halves, lanes: HostLanes) -> Pending:
-        batches = [self._batches.build(half) for half in (parts.first, parts.second)]
-        order, notes = torch.tensor(parts.order, dtype=torch.int64), Notes()
+    def _forward_micro_batches(self, plan: StepPlan, parts: MicroBatches, comm_thread: CommThread) -> Pending:
+        batches = [self._batches.build(micro_batch) for micro_batch in (parts.first, parts.second)]
+        order, timer = torch.tensor(parts.order, dtype=torch.int64), HostSegmentTimer()
         kv = self._cache.tensor
-        logits = self._model.forward_halves(
-            batches, order, kv, lambda programs: lanes.together(programs, notes)
+        logits = self._model.forward_micro_batches(
+            batches, order, kv, lambda forward_passes: comm_thread.run_interleaved(forward_passes, timer)
         )
         padding = sum(batch.padding for batch in batches)
-        return Pending(plan=plan, logits=logits, padding_rows=padding, pieces=notes.pieces)
+        return Pending(plan=plan, logits=logits, padding_rows=padding, segments=timer.segments)
 
     @torch.inference_mode()
     def sample(self, pending: Pending) -> StepOutput:
@@ -119,16 +129,16 @@ class TorchBackend:
         self._computed = pending.forwarded
         if not slots:
             return StepOutput(
-                ids=ints(), done=ints(), padding_rows=pending.padding_rows, pieces=pending.pieces()
+                ids=ints(), done=ints(), padding_rows=pending.padding_rows, segments=pending.segments()
             )
         if logits is None or len(logits) != len(slots):
             raise EngineError(f"step {plan.step} samples rows that its forward pass did not compute")
         positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
-        with self._host_rows.beside(pending.forwarded):
+        with self._host_rows.overlapping(pending.forwarded):
             chosen = self._host_rows.choose(self._sampler, logits, slots, positions, self._slots.tokens)
             self._slots.end([slots[row] for row in chosen.failures])
             ids, done, flaws = self._slots.advance(slots, chosen.ids, positions)
-            found = logprobs(logits, chosen.ids, [self._asked[slot] for slot in slots])
+            found = logprobs(logits, chosen.ids, [self._logprobs[slot] for slot in slots])
         return StepOutput(
             ids=ids,
             done=done,
@@ -139,7 +149,7 @@ class TorchBackend:
             top_logprobs=found.top_values,
             host_us=chosen.host_us,
             row_errors=tuple((flaws | chosen.failures).items()),
-            pieces=pending.pieces(),
+            segments=pending.segments(),
         )
 
     def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
@@ -160,7 +170,7 @@ class TorchBackend:
     def close(self) -> None:
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
-        if self._lanes is not None:
-            self._lanes.close()
+        if self._comm_thread is not None:
+            self._comm_thread.close()
         for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "_copier"):
             self.__dict__.pop(name, None)  # the memory goes with the last reference

@@ -140,7 +140,7 @@ class Operators(Protocol):
     def attend_decode(self, query: Tensor, kv: Tensor, layer: int, group: DecodeGroup) -> Tensor: ...
 
 
-class LayersInOne(Protocol):
+class BatchedLayers(Protocol):
     """All layers of a model."""
 
     def __call__(

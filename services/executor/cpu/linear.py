@@ -37,7 +37,7 @@ ROW_TILE = 16  # rows of every product in deterministic mode
 _SLICE_ELEMENTS = 1 << 20  # 4 MiB of float32: stays in the cache between widening and use
 _EXACT_ROWS = 32  # up to here each number of rows has its kernel: padding 23 rows by one takes 8 % more time
 _SIZES = 8  # of kernels from each power of two to the next, above
-_NARROW_ROWS = 2  # up to here F.linear on bf16 beats widening
+_NARROW_ROWS = 2  # up to here F.linear on bf16 heartbeats widening
 
 
 class Products:
@@ -79,9 +79,9 @@ class Products:
         return product if bias is None else lambda x: product(x) + bias
 
     def _compiled_product(self, weight: Tensor, dtype: torch.dtype | None) -> Linear | None:
-        from services.executor.cpu.compiled_linear import by_rows, in_panels
+        from services.executor.cpu.compiled_linear import by_rows, packed_product
 
-        if product := in_panels(weight, int8=self._int8, dtype=dtype):
+        if product := packed_product(weight, int8=self._int8, dtype=dtype):
             return _tiled(product) if self._int8 and self._deterministic else product
         wide = weight.dtype != torch.bfloat16  # a plain copy of it would be large
         return None if wide or self._deterministic else by_rows(weight, self._of_torch(weight))

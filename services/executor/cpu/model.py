@@ -28,14 +28,14 @@ from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.partition import gathered_logits
 from services.executor.cpu.batch import Batch
-from services.executor.cpu.layers import Layer, LayersInOne, Operators, TorchOperators, layer_of
+from services.executor.cpu.layers import BatchedLayers, Layer, Operators, TorchOperators, layer_of
 from services.executor.cpu.linear import ROW_TILE, Products
-from services.executor.parallel.coroutines import Program, Talk, alone
+from services.executor.parallel.coroutines import Collective, ForwardPass, run_alone
 from services.executor.parallel.ranks import Ranks
 
 log = logging.getLogger("headrace.executor")
 
-Together = Callable[[Sequence[Program]], list[Tensor]]
+RunInterleaved = Callable[[Sequence[ForwardPass]], list[Tensor]]
 
 
 class Model:
@@ -55,7 +55,7 @@ class Model:
             layer_of(weights.layers.pop(0), shapes, products, operators, deterministic=deterministic)
             for _ in range(shapes.layers)
         ]
-        self._in_one = layers_in_one(self._layers, shapes, weights.norm, operators, loaded.ranks)
+        self._batched_layers = batched_layers(self._layers, shapes, weights.norm, operators, loaded.ranks)
         self._deterministic = deterministic
         self._products = products
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
@@ -77,20 +77,20 @@ class Model:
     def forward(self, batch: Batch, kv: Tensor) -> Tensor | None:
         """Logits `[samples, vocab]` in float32 of the batch's sampled rows, of the last stage; writes the KV
         of all rows."""
-        found = alone(self._program(batch, kv))
+        found = run_alone(self._forward_pass(batch, kv))
         if self._stage.last:
             return self._logits(found)
         self._stage.send(found)
         return None
 
-    def forward_halves(
-        self, halves: Sequence[Batch], order: Tensor, kv: Tensor, together: Together
+    def forward_micro_batches(
+        self, micro_batches: Sequence[Batch], order: Tensor, kv: Tensor, run_interleaved: RunInterleaved
     ) -> Tensor:
         """The same of a step that comes in halves: its logits in the `order` of parallel/step_split.py."""
-        found = together([self._program(batch, kv) for batch in halves])
+        found = run_interleaved([self._forward_pass(batch, kv) for batch in micro_batches])
         return self._logits(torch.cat(found)[order])
 
-    def _program(self, batch: Batch, kv: Tensor) -> Program:
+    def _forward_pass(self, batch: Batch, kv: Tensor) -> ForwardPass:
         """What the head reads of the sampled rows; of a stage but the last, what the next one reads."""
         stage = self._stage
         rotation = self._rotations[batch.positions]
@@ -99,16 +99,16 @@ class Model:
         else:
             residual = stage.receive(self._embedding.new_empty(len(batch.ids), self._shapes.hidden))
         normed = rms_norm(residual, self._layers[0].attention_norm, self._shapes.norm_eps)
-        if self._in_one is not None:
-            normed, residual = self._in_one(normed, residual, rotation, batch, kv)
+        if self._batched_layers is not None:
+            normed, residual = self._batched_layers(normed, residual, rotation, batch, kv)
         else:
             normed, residual = yield from self._one_by_one(normed, residual, rotation, batch, kv)
         return normed[batch.sampled] if stage.last else residual
 
     def _one_by_one(
         self, normed: Tensor, residual: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
-    ) -> Generator[Talk, None, tuple[Tensor, Tensor]]:
-        """See LayersInOne."""
+    ) -> Generator[Collective, None, tuple[Tensor, Tensor]]:
+        """See BatchedLayers."""
         eps, ranks, add_rms_norm = self._shapes.norm_eps, self._ranks, self._operators.add_rms_norm
         for i, layer in enumerate(self._layers):
             part = self._attention(i, layer, normed, rotation, batch, kv)
@@ -144,16 +144,16 @@ class Model:
 
     def _attend(self, index: int, query: Tensor, batch: Batch, kv: Tensor) -> Tensor:
         """Attention of every token row, in order: decode groups, chunks, zeros for padding."""
-        pieces = []
+        segments = []
         for group in batch.decode:
             rows = query[group.first : group.first + len(group.tables)]
-            pieces.append(self._operators.attend_decode(rows, kv, index, group))
+            segments.append(self._operators.attend_decode(rows, kv, index, group))
         for chunk in batch.prefill:
             rows = query[chunk.first : chunk.first + chunk.count]
-            pieces.append(attend_prefill(rows, kv, index, chunk.table, chunk.mask))
+            segments.append(attend_prefill(rows, kv, index, chunk.table, chunk.mask))
         if batch.padding:
-            pieces.append(query.new_zeros(batch.padding, *query.shape[1:]))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            segments.append(query.new_zeros(batch.padding, *query.shape[1:]))
+        return segments[0] if len(segments) == 1 else torch.cat(segments)
 
 
 def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:
@@ -170,9 +170,9 @@ def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:
     return TorchOperators(deterministic=deterministic)
 
 
-def layers_in_one(
+def batched_layers(
     layers: Sequence[Layer], shapes: Shapes, norm: Tensor, kinds: Operators, ranks: Ranks
-) -> LayersInOne | None:
+) -> BatchedLayers | None:
     """A faster way through all layers, if there is one; `norm` follows the last."""
     if not isinstance(kinds, TorchOperators) and ranks.size == 1:
         from services.executor.cpu.compiled import compiled_layers

@@ -1,4 +1,5 @@
-"""On GPUs the two halves of a step talk each under the other's compute; how they talk goes by the model.
+"""On GPUs the two micro-batches of a step talk each under the other's compute; how they communicate goes by
+the model.
 
     dense models         NCCL with few thread blocks, each of which holds a processor
     of experts           copies between GPUs, which hold none, where these map each other's memory: a grouped
@@ -22,44 +23,44 @@ import torch.distributed as distributed
 from torch import Tensor
 from torch.cuda import Event, Stream
 
-from kernels.inputs.gpu import stamp
+from kernels.inputs.gpu import record_timestamp
 from services.executor.checkpoint.loader import Loaded
-from services.executor.engine import COMM, COMPUTE, MOST, Piece
-from services.executor.parallel.coroutines import Program, Sums, Talk, together
+from services.executor.engine import COMM, COMPUTE, MAX_SEGMENTS, Segment
+from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_interleaved
 from services.executor.parallel.peer_memory import PeerMemory
-from services.executor.parallel.ranks import Collectives, Copies, Ranks
+from services.executor.parallel.ranks import Collectives, PeerCopies, Ranks
 from services.executor.parallel.step_split import CUT_TOKENS
 
 log = logging.getLogger("headrace.executor")
 
 BLOCKS = 16  # of a collective that has a limit
-MEETING = 2  # processors that are left for the programs with which copies wait for each other
+BARRIER_PROCESSORS = 2  # processors that are left for the programs with which copies wait for each other
 _HIGH = -1  # a talk waits for no compute: its few programs get processors before the other stream's
 
 
-class Noting(Protocol):
-    """What two halves of a step did when, on a GPU. See services.executor.engine.Notes.
+class SegmentTimer(Protocol):
+    """What two micro-batches of a step did when, on a GPU. See services.executor.engine.Notes.
 
-    Of steps that are launched one kernel after the other by events (CudaNotes); of those in a graph by
-    kernels that write the device's clock (StampedNotes), for the events of a graph are those of its next
-    replay, too."""
+    Of steps that are launched one kernel after the other by events (EventSegmentTimer); of those in a graph
+    by kernels that write the device's clock (TimestampSegmentTimer), for the events of a graph are those of
+    its next replay, too."""
 
-    def on(self, lane: int) -> AbstractContextManager[None]:
-        """Note what is queued on the current stream within this. The first MOST pieces are."""
+    def segment(self, lane: int) -> AbstractContextManager[None]:
+        """Note what is queued on the current stream within this. The first MAX_SEGMENTS pieces are."""
 
 
 class TwoStreams:
-    """One for an engine. `sums`: what the halves say."""
+    """One for an engine. `sums`: what the micro-batches say."""
 
-    def __init__(self, sums: Sums, spared: int, device: torch.device) -> None:
+    def __init__(self, sums: AllReduces, spared: int, device: torch.device) -> None:
         """`spared`: processors that the products leave free."""
         self.sums, self._spared = sums, spared
-        self._lanes = Lanes(device)
+        self._comm_stream = CommStream(device)
 
-    def together(self, programs: Sequence[Program], notes: Noting) -> list[Tensor]:
+    def run_interleaved(self, forward_passes: Sequence[ForwardPass], timer: SegmentTimer) -> list[Tensor]:
         """Queue both programs to their ends; what they return."""
-        with spare(self._spared):
-            return self._lanes.together(programs, notes)
+        with leave_processors_free(self._spared):
+            return self._comm_stream.run_interleaved(forward_passes, timer)
 
 
 def two_streams(loaded: Loaded, most_tokens: int, *, deterministic: bool) -> TwoStreams:
@@ -71,73 +72,78 @@ def two_streams(loaded: Loaded, most_tokens: int, *, deterministic: bool) -> Two
         rows = most_tokens // 2 + 2 * CUT_TOKENS
         copies = _copies(ranks, device, rows * shapes.hidden * loaded.cache.activations.itemsize)
         if copies is not None:
-            return TwoStreams(copies, MEETING, device)
-    return TwoStreams(few_blocks(), 0, device)
+            return TwoStreams(copies, BARRIER_PROCESSORS, device)
+    return TwoStreams(nccl_of_few_blocks(), 0, device)
 
 
-def few_blocks() -> Collectives:
+def nccl_of_few_blocks() -> Collectives:
     """Collectives of at most BLOCKS thread blocks, made by every rank at once."""
     options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = BLOCKS
     return Collectives(distributed.new_group(pg_options=options))
 
 
-def _copies(ranks: Ranks, device: torch.device, most_bytes: int) -> Copies | None:
+def _copies(ranks: Ranks, device: torch.device, most_bytes: int) -> PeerCopies | None:
     """None, on all ranks, where one cannot have such memory."""
     copies = None
     try:
         assert distributed.group.WORLD is not None, "the ranks have joined"
-        copies = Copies(PeerMemory(most_bytes, device, distributed.group.WORLD))
+        copies = PeerCopies(PeerMemory(most_bytes, device, distributed.group.WORLD))
     except (RuntimeError, ImportError, AttributeError, OSError) as error:
-        log.warning("halves of steps talk through NCCL, and gain less: %s", error)
+        log.warning("micro-batches of steps talk through NCCL, and gain less: %s", error)
     return copies if all(ranks.exchange(copies is not None)) else None
 
 
-class Lanes:
-    """Two streams: programs compute on one, in turn, and talk on another, of high priority, under each other.
+class CommStream:
+    """Two streams: programs compute on one, in turn, and communicate on another, of high priority, under each
+    other.
 
-        compute   A ─── B ─── A ─── B ───     waits for A's talk before A goes on
-        talk            A     B     A         waits for the compute that it sends
+        compute   A ─── B ─── A ─── B ───     waits for A's collective before A goes on
+        comm            A     B     A         waits for the compute that it sends
 
-    Owns the stream that talks. One for a thread that computes."""
+    Owns the stream that communicates. One for a thread that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._talking = Stream(device, priority=_HIGH)  # type: ignore[no-untyped-call]  # torch annotates it not
+        self._stream = Stream(device, priority=_HIGH)  # type: ignore[no-untyped-call]  # torch annotates it not
 
-    def together(self, programs: Sequence[Program], notes: Noting | None = None) -> list[Tensor]:
+    def run_interleaved(
+        self, forward_passes: Sequence[ForwardPass], timer: SegmentTimer | None = None
+    ) -> list[Tensor]:
         """Run programs to their ends; what they return, on the current stream. Without notes it may be
         captured in a graph."""
-        compute, talking = torch.cuda.current_stream(), self._talking
+        compute, comm = torch.cuda.current_stream(), self._stream
 
-        def say(half: int, talk: Talk) -> Callable[[], object]:
-            talking.wait_stream(compute)
-            with torch.cuda.stream(talking), notes.on(COMM[half]) if notes else nullcontext():
-                talk()
-                done = talking.record_event()
-            return functools.partial(_wait, compute, done, talk)
+        def start(micro_batch: int, collective: Collective) -> Callable[[], object]:
+            comm.wait_stream(compute)
+            with torch.cuda.stream(comm), timer.segment(COMM[micro_batch]) if timer else nullcontext():
+                collective()
+                done = comm.record_event()
+            return functools.partial(_wait, compute, done, collective)
 
-        if notes is None:
-            found = together(programs, say)
+        if timer is None:
+            found = run_interleaved(forward_passes, start)
         else:
-            found = together(programs, say, lambda half: notes.on(COMPUTE[half]))
-        compute.wait_stream(talking)
+            found = run_interleaved(
+                forward_passes, start, lambda micro_batch: timer.segment(COMPUTE[micro_batch])
+            )
+        compute.wait_stream(comm)
         return found
 
 
-def _wait(compute: Stream, done: Event, talk: Talk) -> None:
-    """Until then the `talk` holds its tensors."""
+def _wait(compute: Stream, done: Event, collective: Collective) -> None:
+    """Until then the `collective` holds its tensors."""
     compute.wait_event(done)
 
 
-class CudaNotes:
+class EventSegmentTimer:
     """Of one step; an event costs the host some microseconds."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[int, Event, Event]] = []
+        self._recorded: list[tuple[int, Event, Event]] = []
 
     @contextmanager
-    def on(self, lane: int) -> Iterator[None]:
-        if len(self._noted) == MOST:
+    def segment(self, lane: int) -> Iterator[None]:
+        if len(self._recorded) == MAX_SEGMENTS:
             yield
             return
         began, ended = (Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
@@ -146,55 +152,55 @@ class CudaNotes:
             yield
         finally:
             ended.record()
-            self._noted.append((lane, began, ended))
+            self._recorded.append((lane, began, ended))
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         """Once the step has ended on the device."""
-        origin = self._noted[0][1]
+        origin = self._recorded[0][1]
         return tuple(
-            Piece(lane, int(1e3 * origin.elapsed_time(began)), int(1e3 * began.elapsed_time(ended)))
-            for lane, began, ended in self._noted
+            Segment(lane, int(1e3 * origin.elapsed_time(began)), int(1e3 * began.elapsed_time(ended)))
+            for lane, began, ended in self._recorded
         )
 
 
-class StampedNotes:
+class TimestampSegmentTimer:
     """Of a graph, while it is captured: where each piece begins and ends the clock is written to `times`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.times: Tensor = torch.zeros(MOST, 2, dtype=torch.int64, device=device)  # ns
+        self.times: Tensor = torch.zeros(MAX_SEGMENTS, 2, dtype=torch.int64, device=device)  # ns
         self._lanes: list[int] = []
 
     @contextmanager
-    def on(self, lane: int) -> Iterator[None]:
+    def segment(self, lane: int) -> Iterator[None]:
         at = len(self._lanes)
-        if at == MOST:
+        if at == MAX_SEGMENTS:
             yield
             return
         self._lanes.append(lane)
-        stamp(self.times[at, :1])
+        record_timestamp(self.times[at, :1])
         try:
             yield
         finally:
-            stamp(self.times[at, 1:])
+            record_timestamp(self.times[at, 1:])
 
-    def pieces(self, times: Tensor) -> tuple[Piece, ...]:
+    def segments(self, times: Tensor) -> tuple[Segment, ...]:
         """Of a replay: `times` as it left them, on the host."""
-        noted: list[list[int]] = times[: len(self._lanes)].tolist()
-        origin = noted[0][0]
+        timed: list[list[int]] = times[: len(self._lanes)].tolist()
+        origin = timed[0][0]
         return tuple(
-            Piece(lane, (began - origin) // 1000, (ended - began) // 1000)
-            for lane, (began, ended) in zip(self._lanes, noted, strict=True)
+            Segment(lane, (began - origin) // 1000, (ended - began) // 1000)
+            for lane, (began, ended) in zip(self._lanes, timed, strict=True)
         )
 
 
 @contextmanager
-def spare(count: int) -> Iterator[None]:
+def leave_processors_free(count: int) -> Iterator[None]:
     """Within this, products of torch and cuBLAS use `count` of the processors less; 0: all. What runs beside
     the products has the processors that they leave free.
 
-    A product with a program for each processor, one of which must wait for a processor that talks, runs twice
-    as long; on fewer processors it runs a few per cent longer. Counts at the launch, so at the capture of a
-    graph."""
+    A product with a program for each processor, one of which must wait for a processor that communicates,
+    runs twice as long; on fewer processors it runs a few per cent longer. Counts at the launch, so at the
+    capture of a graph."""
     if not count:
         yield
         return

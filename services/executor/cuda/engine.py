@@ -23,7 +23,7 @@ from kernels.sampling.gpu import Choices, Chosen, choose, scratch
 from services.executor.checkpoint.config import Shapes
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.cuda.compiler import CompileWatch, check_compiler
-from services.executor.cuda.graph_runner import Passes
+from services.executor.cuda.graph_runner import GraphRunner
 from services.executor.cuda.input_batch import arrange
 from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_large_heads, row_by_row
 from services.executor.cuda.model import CudaModel
@@ -32,7 +32,7 @@ from services.executor.engine import (
     BackendInfo,
     Copier,
     Pending,
-    Piece,
+    Segment,
     StepOutput,
     WarmUp,
     long_steps,
@@ -42,7 +42,7 @@ from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import CUT_TOKENS, LEAST, split, two_stream_tokens
 from services.executor.sampling.host_sampling import HostRows
-from services.executor.sampling.sampler import Sampler, logprobs, row_flaws
+from services.executor.sampling.sampler import Sampler, logprobs, row_errors
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -88,7 +88,7 @@ class CudaBackend:
             for layouts in (tuning.few, tuning.many)
         }
         self._cache, self._stage = cache, loaded.stage
-        self._halves_wanted = options.overlap_comm == "two_stream"
+        self._splits_steps = options.overlap_comm == "two_stream"
         self._alone = ranks.size == loaded.stage.count == 1
         self._ranks = ranks
         streams: TwoStreams | None = None
@@ -96,16 +96,18 @@ class CudaBackend:
             from services.executor.cuda.comm_overlap import two_streams
 
             streams = two_streams(loaded, most, deterministic=options.deterministic)
-        self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: halves are no steps of few rows
+        self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: micro-batches are no steps of few rows
         self._slots = CudaSlots(
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
         )
         model = CudaModel(loaded, works, tuning, options.slots)
-        self._passes = Passes(loaded, model, self._slots, tuning, most, streams)
+        self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=tuning.by_row)
-        self._plain_rows = PlainRows(options.slots, shapes.vocab, self._slots.choices, cache.activations)
+        self._device_sampling = DeviceSampling(
+            options.slots, shapes.vocab, self._slots.choices, cache.activations
+        )
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
-        self._asked: dict[int, int] = {}  # logprobs by slot
+        self._logprobs: dict[int, int] = {}  # logprobs by slot
         self._no_ids = torch.empty(2, 0, dtype=torch.int32)
         self._by_torch: set[int] = set()  # slots that the kernel does not sample
         self._computed: torch.cuda.Event | None = None  # the newest sampled forward's end
@@ -124,18 +126,18 @@ class CudaBackend:
             if done % 16 == 0 or done == of:
                 log.info("captured %d of %d graphs in %.1f s", done, of, time.monotonic() - began_s)
 
-        self._passes.capture(told, alone=self._alone)
+        self._runner.capture(told, alone=self._alone)
         for opened, plans in self._warm_up_steps():
             self.open_slot(opened)
             for plan in plans:
                 pending = self.forward(plan)
                 if self._stage.last:
                     self.sample(pending)
-        if (halves := self._passes.halves) is not None:
-            since = two_stream_tokens(self, self._ranks, halves.capture)
-            halves.capture_from(LEAST if self._halves_wanted else since)
+        if (micro_batches := self._runner.split_graphs) is not None:
+            since = two_stream_tokens(self, self._ranks, micro_batches.capture)
+            micro_batches.capture_from(LEAST if self._splits_steps else since)
             self._info = replace(self._info, two_stream_tokens=since)
-            log.info("captured steps in halves, too, after %.1f s in all", time.monotonic() - began_s)
+            log.info("captured steps in micro-batches, too, after %.1f s in all", time.monotonic() - began_s)
         self.reset()
         self._compiles.start()
 
@@ -154,7 +156,7 @@ class CudaBackend:
         self._sampler.open(opened)
         self._host_rows.open(opened)
         slot, wanted = opened.slot, opened.sampling
-        self._asked[slot] = opened.logprobs
+        self._logprobs[slot] = opened.logprobs
         penalties = (wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty)
         plain = penalties == (1.0, 0.0, 0.0) and not wanted.bias_ids
         if plain and not (opened.processors or opened.grammar or opened.logprobs):
@@ -170,33 +172,35 @@ class CudaBackend:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Pending:
-        pieces = self._queue(plan)
+        segments = self._queue(plan)
         samples = len(plan.sample_slots)
         if not samples:  # nobody waits for ids, but the step lasts until its end
             forwarded = self._host_rows.forwarded()
-            return Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, pieces=pieces)
+            return Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, segments=segments)
         if not self._stage.last:
             return Pending(plan=plan, forwarded=self._host_rows.forwarded())
         if not self._by_torch.isdisjoint(plan.sample_slots):
-            logits = self._passes.logits(samples)
-            return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded(), pieces=pieces)
-        answer, ready = self._passes.sample(samples)
+            logits = self._runner.logits(samples)
+            return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded(), segments=segments)
+        answer, ready = self._runner.sample(samples)
         tokens = tuple(self._slots.tokens(slot) for slot in plan.sample_slots)
-        return Pending(plan=plan, forwarded=ready, answer=answer, tokens=tokens, pieces=pieces)
+        return Pending(plan=plan, forwarded=ready, answer=answer, tokens=tokens, segments=segments)
 
-    def _queue(self, plan: StepPlan) -> Callable[[], tuple[Piece, ...]]:
-        """A plan's forward, whole or in halves; what these do when."""
-        words = self._slots.take_words(plan)
+    def _queue(self, plan: StepPlan) -> Callable[[], tuple[Segment, ...]]:
+        """A plan's forward, whole or in micro-batches; what these do when."""
+        words = self._slots.take_updates(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
-        passes, slots = self._passes, self._slots
+        passes, slots = self._runner, self._slots
         parts = None
-        if plan.two_stream and passes.halves is not None and sum(plan.counts) >= self._least:
+        if plan.two_stream and passes.split_graphs is not None and sum(plan.counts) >= self._least:
             parts = split(plan)
-        if parts is None or passes.halves is None:
+        if parts is None or passes.split_graphs is None:
             passes.queue(arrange(plan, slots, apart=passes.apart), words)
             return tuple
         first = arrange(parts.first, slots, apart=passes.apart)
-        return passes.halves.queue((first, arrange(parts.second, slots, apart=False)), parts.order, words)
+        return passes.split_graphs.queue(
+            (first, arrange(parts.second, slots, apart=False)), parts.order, words
+        )
 
     @torch.inference_mode()
     def sample(self, pending: Pending) -> StepOutput:
@@ -210,25 +214,25 @@ class CudaBackend:
         pending.forwarded.synchronize()
         self._computed = pending.forwarded  # not before: a copy would wait for a step that has no result yet
         ids, done = answer[:, : len(positions)].tolist()
-        flaws = row_flaws(done)
+        flaws = row_errors(done)
         for known, token, position in zip(pending.tokens, ids, positions, strict=True):
             if token >= 0 and position == len(known):
                 known.append(token)
         return StepOutput(
-            ids=ints(ids), done=ints(done), row_errors=tuple(flaws.items()), pieces=pending.pieces()
+            ids=ints(ids), done=ints(done), row_errors=tuple(flaws.items()), segments=pending.segments()
         )
 
     def _sample_by_torch(self, pending: Pending, positions: list[int]) -> StepOutput:
         slots, logits = list(pending.plan.sample_slots), pending.logits
         if logits is None:
             raise EngineError(f"step {pending.plan.step} samples rows that its forward pass did not compute")
-        with self._host_rows.beside(pending.forwarded):
+        with self._host_rows.overlapping(pending.forwarded):
             processed = self._host_rows.process(logits, slots, self._slots.tokens)
             end_slots(self._slots.choices, [slots[row] for row in processed.failures])
             answer = self._choose(processed.logits, slots, positions)
-            found = logprobs(logits, answer[0], [self._asked[slot] for slot in slots])
+            found = logprobs(logits, answer[0], [self._logprobs[slot] for slot in slots])
             ids, done = answer[1:].tolist()
-        failures = row_flaws(done) | processed.failures
+        failures = row_errors(done) | processed.failures
         for slot, token, position in zip(slots, ids, positions, strict=True):
             known = self._slots.tokens(slot)
             if token >= 0 and position == len(known):
@@ -242,7 +246,7 @@ class CudaBackend:
             top_logprobs=found.top_values,
             host_us=processed.host_us,
             row_errors=tuple(failures.items()),
-            pieces=pending.pieces(),
+            segments=pending.segments(),
         )
 
     def _choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
@@ -258,7 +262,7 @@ class CudaBackend:
             answer[:, rows] = torch.stack((chosen, *advance(self._slots.choices, some, chosen, at))).long()
         if plain:
             rows = torch.tensor(plain, device=logits.device)
-            found = self._plain_rows.choose(
+            found = self._device_sampling.choose(
                 logits[rows], [slots[row] for row in plain], [positions[row] for row in plain]
             )
             answer[:, rows] = found[[0, 0, 1]].long()
@@ -269,7 +273,7 @@ class CudaBackend:
         """See services.executor.group.driver.RankBackend."""
         self._computed, answer, slots = pending.forwarded, pending.answer, list(pending.plan.sample_slots)
         if not self._stage.last:
-            self._slots.tell(slots, ids, done)
+            self._slots.record_sampled(slots, ids, done)
         elif answer is None:
             take(self._slots.choices, slots, ids, done)
         elif slots:
@@ -298,7 +302,7 @@ class CudaBackend:
             self.__dict__.pop(name, None)  # the memory goes with the last reference
 
 
-class PlainRows:
+class DeviceSampling:
     """Rows that the kernel samples in a step whose other rows torch samples. The kernel and torch round
     differently, so which of the two draws a row's token must not depend on the other rows.
 

@@ -26,10 +26,10 @@ from services.executor.cuda.input_batch import (
     NO_TILES,
     RING,
     SPLIT_COLUMNS,
-    Arranged,
-    Cutter,
+    ArrangedStep,
+    InputStaging,
     Layout,
-    Staging,
+    TilePlanner,
     Words,
     keep,
 )
@@ -39,7 +39,7 @@ from services.executor.cuda.slot_table import CudaSlots
 
 if TYPE_CHECKING:
     from services.executor.cuda.comm_overlap import TwoStreams
-    from services.executor.cuda.split_graphs import HalfPasses
+    from services.executor.cuda.split_graphs import SplitGraphRunner
 
 
 # Not 224, 448, 576 or 896: the library is slower there than at the next (448 rows: 13.0 ms, 512: 9.5).
@@ -48,7 +48,7 @@ _TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280
 _LONG_BUCKETS = (2560, 3072, 4096, 5120, 6144, 8192)  # of several GPUs, which are quicker than one host
 
 
-class Passes:
+class GraphRunner:
     """Owns the buffers and the graphs. Runs in `torch.inference_mode` and on one thread, but for reading what
     `queue` returns."""
 
@@ -61,33 +61,35 @@ class Passes:
         most: int,
         streams: TwoStreams | None = None,
     ) -> None:
-        """`most`: tokens in a step. With `streams` some may come in halves."""
+        """`most`: tokens in a step. With `streams` some may come in micro-batches."""
         shapes, cache, stage = loaded.shapes, loaded.cache, loaded.stage
         self._model, self._slots, self._stage = model, slots, stage
-        rows, device = slots.nobody, cache.tensor.device
-        self._cutter = Cutter(loaded, tuning, rows)
-        self.apart = self._cutter.apart
-        self._staging = Staging(loaded, slots, self._cutter, most)
+        rows, device = slots.spare_slot, cache.tensor.device
+        self._tile_planner = TilePlanner(loaded, tuning, rows)
+        self.apart = self._tile_planner.apart
+        self._staging = InputStaging(loaded, slots, self._tile_planner, most)
         self.row_buckets = [*(size for size in _ROW_BUCKETS if size < rows), rows]
         long = _LONG_BUCKETS if loaded.ranks.size > 1 else ()
         sizes = {*_TOKEN_BUCKETS, *long, *(() if self.apart else self.row_buckets)}
         self.token_buckets = sorted(size for size in sizes if size <= most)
         largest = max([*self.token_buckets, rows])
         self._hidden = torch.zeros(largest, shapes.hidden, dtype=cache.activations, device=device)
-        self._came = None if stage.first else torch.zeros_like(self._hidden)  # from the stage before
+        self._received = None if stage.first else torch.zeros_like(self._hidden)  # from the stage before
         self._scratch = scratch(rows, shapes.vocab, device)
-        samples = self._cutter.samples
+        samples = self._tile_planner.samples
         self._chosen = torch.zeros(2, samples, dtype=torch.int32, device=device)
-        self._answers = [torch.empty(2, samples, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+        self._results = [torch.empty(2, samples, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
         self._turn = 0
         self._graphs: dict[tuple[str, int], CUDAGraph] = {}
         self._pool: Any = None  # of torch's allocator: the graphs share their memory
-        self.halves: HalfPasses | None = None
+        self.split_graphs: SplitGraphRunner | None = None
         if streams is not None:
-            from services.executor.cuda.split_graphs import HalfPasses
+            from services.executor.cuda.split_graphs import SplitGraphRunner
 
-            stagings = self._staging, Staging(loaded, slots, self._cutter, most)
-            self.halves = HalfPasses(model, streams, self._cutter, stagings, self._hidden[:rows], most)
+            stagings = self._staging, InputStaging(loaded, slots, self._tile_planner, most)
+            self.split_graphs = SplitGraphRunner(
+                model, streams, self._tile_planner, stagings, self._hidden[:rows], most
+            )
 
     def capture(self, told: Callable[[int, int], None], *, alone: bool = True) -> None:
         """Capture all graphs, the largest first: they share their memory. `told` hears how many are done. A
@@ -95,13 +97,13 @@ class Passes:
         thread of its own, which a capture forbids to all threads unless it is told not to."""
         forbids = "global" if alone else "thread_local"
         wanted = [("mixed", size) for size in reversed(self.token_buckets)]
-        wanted += [("split", size) for kind, size in wanted if self._cutter.splits(size)]
+        wanted += [("split", size) for kind, size in wanted if self._tile_planner.splits(size)]
         wanted += [("decode", size) for size in reversed(self.row_buckets) if self.apart]
         wanted += [("sample", size) for size in reversed(self.row_buckets) if self._stage.last]
         for done, (kind, size) in enumerate(wanted):
             told(done, len(wanted))
-            layout = self._cutter.layout(kind, size)
-            self._staging.bring(layout, IDLE, NO_TILES)
+            layout = self._tile_planner.layout(kind, size)
+            self._staging.stage(layout, IDLE, NO_TILES)
             run = self._sample if kind == "sample" else self._forward
             run(layout, size)
             torch.cuda.synchronize()
@@ -113,33 +115,33 @@ class Passes:
             self._graphs[kind, size] = graph
         told(len(wanted), len(wanted))
 
-    def queue(self, step: Arranged, words: tuple[Words, Words]) -> None:
+    def queue(self, step: ArrangedStep, updates: tuple[Words, Words]) -> None:
         """Queue a step's inputs and its forward."""
-        tiles = self._cutter.tiles(step.chunks)
+        tiles = self._tile_planner.tiles(step.chunks)
         kind = "split" if len(tiles) == SPLIT_COLUMNS else "mixed"
         if self.apart and not step.chunks:
             kind = "decode"
         buckets = self.row_buckets if kind == "decode" else self.token_buckets
         size = next((size for size in buckets if size >= step.tokens), 0)
-        layout = self._cutter.layout(kind, size)
+        layout = self._tile_planner.layout(kind, size)
         graph = self._graphs.get((kind, size)) if tiles.shape[1] <= layout.tiles or kind == "decode" else None
-        if size > _TOKEN_BUCKETS[-1] and self._cutter.wants_dense(step):
+        if size > _TOKEN_BUCKETS[-1] and self._tile_planner.wants_dense(step):
             graph = None
         if graph is not None:
-            self._staging.bring(layout, step, tiles, words)
+            self._staging.stage(layout, step, tiles, updates)
             self._receive(step.tokens, size)
             graph.replay()
             self._send(self._hidden, step.tokens)
             return
-        cut = self._cutter.without_graph(step)
-        self._staging.bring(cut.layout, step, cut.tiles, words)
+        cut = self._tile_planner.without_graph(step)
+        self._staging.stage(cut.layout, step, cut.tiles, updates)
         made = self._staging.step(cut.layout, step.decode_rows, cut.dense)
-        came = self._receive(step.tokens, len(made.positions))
-        hidden = self._model.hidden(made, came=came)
+        received = self._receive(step.tokens, len(made.positions))
+        hidden = self._model.hidden(made, received=received)
         if not self._stage.last:
             self._send(hidden, step.tokens)
             return
-        keep(hidden, self._hidden[: step.samples.shape[1]], self._staging.words[: self._cutter.samples])
+        keep(hidden, self._hidden[: step.samples.shape[1]], self._staging.words[: self._tile_planner.samples])
 
     def sample(self, count: int) -> tuple[Tensor, Event]:
         """Queue the head and the sampler for the first `count` sample rows of the step queued last. Ids and
@@ -147,11 +149,11 @@ class Passes:
         size = next(size for size in self.row_buckets if size >= count)
         graph = self._graphs.get(("sample", size))
         if graph is None:
-            self._sample(self._cutter.layout("sample", size), size)
+            self._sample(self._tile_planner.layout("sample", size), size)
         else:
             graph.replay()
         self._turn = (self._turn + 1) % RING
-        answer = self._answers[self._turn]
+        answer = self._results[self._turn]
         move(self._chosen, answer)
         ready = Event()  # type: ignore[no-untyped-call]  # torch annotates it not
         ready.record()
@@ -163,24 +165,26 @@ class Passes:
 
     def _receive(self, tokens: int, rows: int) -> Tensor | None:
         """What the stage before gives for this step, followed by zeros: `[rows, hidden]`."""
-        if self._came is None:
+        if self._received is None:
             return None
-        came = (
-            self._came[:rows] if rows <= len(self._came) else self._came.new_empty(rows, self._came.shape[1])
+        received = (
+            self._received[:rows]
+            if rows <= len(self._received)
+            else self._received.new_empty(rows, self._received.shape[1])
         )
         if tokens:
-            self._stage.receive(came[:tokens])
-        came[tokens:] = 0  # what padding adds up there must not grow from step to step
-        return came
+            self._stage.receive(received[:tokens])
+        received[tokens:] = 0  # what padding adds up there must not grow from step to step
+        return received
 
     def _send(self, hidden: Tensor, tokens: int) -> None:
         if tokens and not self._stage.last:
             self._stage.send(hidden[:tokens])
 
     def _forward(self, layout: Layout, size: int) -> None:
-        rows = min(size, self._slots.nobody) if self.apart else 0
-        came = None if self._came is None else self._came[:size]
-        self._model.hidden(self._staging.step(layout, rows), self._hidden[:size], came)
+        rows = min(size, self._slots.spare_slot) if self.apart else 0
+        received = None if self._received is None else self._received[:size]
+        self._model.hidden(self._staging.step(layout, rows), self._hidden[:size], received)
 
     def _sample(self, layout: Layout, size: int) -> None:
         columns = self._staging.words[: layout.token_at].view(3, -1)

@@ -52,7 +52,7 @@ _ROUNDS = 2  # of such programs in a step with parts, at most: the room for part
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
+class ArrangedStep:
     """A plan with its rows in token order."""
 
     tokens: int
@@ -64,7 +64,7 @@ class Arranged:
 
 NO_TILES: Words = np.zeros((4, 0), dtype=np.int32)
 UNSET: tuple[Words, Words] = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
-IDLE = Arranged(0, 0, np.zeros((3, 0), dtype=np.int32), (), np.zeros((3, 0), dtype=np.int32))
+IDLE = ArrangedStep(0, 0, np.zeros((3, 0), dtype=np.int32), (), np.zeros((3, 0), dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Layout:
         return self.tile_at + self.tile_columns * self.tiles
 
 
-def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> Arranged:
+def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> ArrangedStep:
     """Put a plan's rows in token order; decodes are chunks of one token unless they stand `apart`. Raises
     EngineError for a slot not open or tokens not known."""
     rows, starts, counts = _numbers(plan.slots), _numbers(plan.starts), _numbers(plan.counts)
@@ -125,15 +125,15 @@ def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> Arranged
     samples = np.stack(
         (first[sampled] + counts[sampled] - 1, _numbers(plan.sample_slots), starts[sampled] + counts[sampled])
     )
-    return Arranged(tokens, len(decode), columns, chunks, samples)
+    return ArrangedStep(tokens, len(decode), columns, chunks, samples)
 
 
 def _numbers(column: Ints) -> NDArray[np.int64]:
     return np.array(column, dtype=np.int64)
 
 
-def samples_of(first: Arranged, second: Arranged, behind: int, order: Sequence[int]) -> Words:
-    """The samples of both halves of a step in the `order` of step_split.Halves; the tokens of the
+def samples_of(first: ArrangedStep, second: ArrangedStep, behind: int, order: Sequence[int]) -> Words:
+    """The samples of both micro-batches of a step in the `order` of step_split.Halves; the tokens of the
     second begin `behind` those of the first."""
     moved = second.samples + np.array([[behind], [0], [0]], dtype=np.int32)
     return np.concatenate((first.samples, moved), 1)[:, list(order)]
@@ -229,7 +229,7 @@ def _part_tiles(lengths: list[int], room: SplitRoom) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TilePlan:
     """A step's tiles, and where they and its tokens lie. `dense`: what cuDNN attends."""
 
     layout: Layout
@@ -237,7 +237,7 @@ class Cut:
     dense: tuple[Chunk, ...] = ()
 
 
-class Cutter:
+class TilePlanner:
     """Cuts the tokens of one engine's steps into tiles of attention."""
 
     def __init__(self, loaded: Loaded, tuning: DeviceTuning, rows: int) -> None:
@@ -279,26 +279,26 @@ class Cutter:
         """No step of up to so many tokens needs more."""
         return Layout(self.samples, tokens, max(tokens, self._splits.entries + 4), split=True)
 
-    def wants_dense(self, step: Arranged) -> bool:
+    def wants_dense(self, step: ArrangedStep) -> bool:
         """Whether a prompt in it is so long that cuDNN is worth the launches of all its kernels."""
         return self._has_dense and any(c.start == 0 and c.count > LONG_TOKENS for c in step.chunks)
 
-    def without_graph(self, step: Arranged) -> Cut:
+    def without_graph(self, step: ArrangedStep) -> TilePlan:
         """As long as it must be."""
         dense, rest = split_dense(step.chunks) if self._has_dense else ((), step.chunks)
         tiles = self.tiles(rest)
         room, split = -(-tiles.shape[1] // 4) * 4, len(tiles) == SPLIT_COLUMNS
-        return Cut(Layout(self.samples, padded(step.tokens), room, split), tiles, dense)
+        return TilePlan(Layout(self.samples, padded(step.tokens), room, split), tiles, dense)
 
 
-def fill(buffer: Words, layout: Layout, step: Arranged, tiles: Words, nobody: int) -> None:
-    """Write a step into the first `layout.words` words of `buffer`. `tiles` may lack the columns of splits:
+def fill(buffer: Words, layout: Layout, step: ArrangedStep, tiles: Words, spare_slot: int) -> None:
+    """Write a step into the first `layout.updates` words of `buffer`. `tiles` may lack the columns of splits:
     then none is split."""
     samples = buffer[: layout.token_at].reshape(3, -1)
-    samples[0], samples[1], samples[2] = 0, nobody, 0
+    samples[0], samples[1], samples[2] = 0, spare_slot, 0
     samples[:, : step.samples.shape[1]] = step.samples
     columns = buffer[layout.token_at : layout.token_at + 3 * layout.tokens].reshape(3, -1)
-    columns[0, step.tokens :], columns[1:, step.tokens :] = nobody, 0
+    columns[0, step.tokens :], columns[1:, step.tokens :] = spare_slot, 0
     columns[:, : step.tokens] = step.columns
     buffer[layout.token_at + 3 * layout.tokens] = step.decode_rows
     if layout.tiles:
@@ -307,14 +307,14 @@ def fill(buffer: Words, layout: Layout, step: Arranged, tiles: Words, nobody: in
         named[: len(tiles), : tiles.shape[1]] = tiles
 
 
-class Staging:
+class InputStaging:
     """The inputs of a forward, in pinned memory and on the device. What is queued reads the newest."""
 
-    def __init__(self, loaded: Loaded, slots: CudaSlots, cutter: Cutter, tokens: int) -> None:
+    def __init__(self, loaded: Loaded, slots: CudaSlots, tile_planner: TilePlanner, tokens: int) -> None:
         """`tokens`: the most in a step."""
-        self._cache, self._slots, self._parts = loaded.cache, slots, cutter.parts
-        rows, device = slots.nobody, loaded.cache.tensor.device
-        words = cutter.longest(tokens + rows + 16).words + 2 * len(slots.words)
+        self._cache, self._slots, self._parts = loaded.cache, slots, tile_planner.parts
+        rows, device = slots.spare_slot, loaded.cache.tensor.device
+        words = tile_planner.longest(tokens + rows + 16).words + 2 * len(slots.words)
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
         self.words: Tensor = zeros(words)
         self._found: Tensor = zeros(2, padded(tokens + rows))
@@ -323,7 +323,9 @@ class Staging:
         self._free: list[Event | None] = [None] * RING
         self._turn = 0
 
-    def bring(self, layout: Layout, step: Arranged, tiles: Words, words: tuple[Words, Words] = UNSET) -> None:
+    def stage(
+        self, layout: Layout, step: ArrangedStep, tiles: Words, updates: tuple[Words, Words] = UNSET
+    ) -> None:
         """Bring a step's words to the device and set those of the slots."""
         turn, self._turn = self._turn, (self._turn + 1) % RING
         free = self._free[turn]
@@ -331,11 +333,11 @@ class Staging:
             free.synchronize()
         pinned = self._ring[turn]
         buffer = pinned.numpy()
-        fill(buffer, layout, step, tiles, self._slots.nobody)
-        begin, count = -(-layout.words // 4) * 4, len(words[0])
+        fill(buffer, layout, step, tiles, self._slots.spare_slot)
+        begin, count = -(-layout.words // 4) * 4, len(updates[0])
         room = -(-count // 4) * 4
-        buffer[begin : begin + count] = words[0]
-        buffer[begin + room : begin + room + count] = words[1]
+        buffer[begin : begin + count] = updates[0]
+        buffer[begin + room : begin + room + count] = updates[1]
         end = begin + 2 * room
         move(pinned[:end], self.words)
         if count:

@@ -19,7 +19,7 @@ from kernels.gemm.gpu import FixedTuning, MatmulTuning
 # Of products in which no row sees the others, the largest tiles first: they fit in 99 KiB of shared memory.
 _FIXED = (FixedTuning(128, 128, 32, 4, 8), FixedTuning(64, 64, 64, 4, 4), FixedTuning(64, 32, 64, 4, 4))
 
-# Of a weight [width, inner]: up to so many rows this layout beats the library.
+# Of a weight [width, inner]: up to so many rows this layout heartbeats the library.
 _ByRows = tuple[tuple[int, MatmulTuning], ...]
 _Products = Mapping[tuple[int, int], _ByRows]
 

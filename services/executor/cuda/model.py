@@ -25,21 +25,21 @@ from kernels.activation.gpu import swiglu
 from kernels.attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
 from kernels.attention.decode import Tuning as DecodeTuning
 from kernels.attention.prefill import PrefillTiles, attend_prefill
-from kernels.collectives.gpu import Boxes, Norm, hand_out, spread_add_rms_norm_
+from kernels.collectives.gpu import Norm, PeerBuffers, all_gather, all_reduce_add_rms_norm_
 from kernels.gemm.gpu import layout_of, matmul, matmul_fixed
 from kernels.inputs.gpu import Resolved
-from kernels.moe.gpu import combine, experts_mlp, place, route, spread
+from kernels.moe.gpu import combine, dispatch, experts_mlp, permute, route
 from kernels.norm.gpu import add_rms_norm_, rms_norm
 from kernels.rope import rope_table
-from kernels.rope.gpu import HeadNorms, Placed, rope_write
+from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
 from services.executor.checkpoint.config import Shapes
 from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.partition import gathered_logits
 from services.executor.checkpoint.weights import LayerWeights
 from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
-from services.executor.parallel.coroutines import Program, Sums, alone
+from services.executor.parallel.coroutines import AllReduces, ForwardPass, run_alone
 from services.executor.parallel.peer_memory import PeerMemory
-from services.executor.parallel.ranks import Ranks, Spread
+from services.executor.parallel.ranks import DistributedRanks, Ranks
 from services.executor.parallel.step_split import Chunk
 
 log = logging.getLogger("headrace.executor")
@@ -68,7 +68,7 @@ class CudaModel:
         self._ranks, self._most = loaded.ranks, most
         self._last = loaded.stage.last
         self._shared: SharedLogits | None = None
-        if isinstance(loaded.ranks, Spread) and loaded.ranks.boxes is not None:
+        if isinstance(loaded.ranks, DistributedRanks) and loaded.ranks.symmetric is not None:
             self._shared = shared_logits(loaded.ranks, weights.head, most, shapes.vocab)
         self._embedding, self._norm, self._head = weights.embedding, weights.norm, weights.head
         self._layers = weights.layers
@@ -76,33 +76,33 @@ class CudaModel:
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1).to(kv.device)
 
-    def hidden(self, step: ForwardStep, out: Tensor | None = None, came: Tensor | None = None) -> Tensor:
+    def hidden(self, step: ForwardStep, out: Tensor | None = None, received: Tensor | None = None) -> Tensor:
         """What the head reads, of every token: `[tokens, hidden]`, in `out` where it is given. Writes KV. Of
-        a stage but the last one, what the stage behind reads; of one but the first, `came` is what the stage
-        before gave, and is changed."""
-        return alone(self.program(step, out=out, came=came))
+        a stage but the last one, what the stage behind reads; of one but the first, `received` is what the
+        stage before gave, and is changed."""
+        return run_alone(self.forward_pass(step, out=out, received=received))
 
-    def program(
+    def forward_pass(
         self,
         step: ForwardStep,
-        sums: Sums | None = None,
+        sums: AllReduces | None = None,
         out: Tensor | None = None,
-        came: Tensor | None = None,
-    ) -> Program:
+        received: Tensor | None = None,
+    ) -> ForwardPass:
         """The same as a program. With `sums` it is a half of a step: these are all that it says, and other
-        halves may compute meanwhile."""
+        micro-batches may compute meanwhile."""
         eps, layers = self._shapes.norm_eps, self._layers
         layouts = self._tuning.of(len(step.positions))
         if step.decode is not None:
             plan_decode(self._works[layouts.decode], step.decode.lengths)
         chained = layouts.chained
-        places, dtype = step.resolved.places, self._embedding.dtype
-        placed = Placed(self._rotations, step.positions, places, chained, dtype)
-        residual = self._embedding.index_select(0, step.resolved.ids) if came is None else came
-        adding = _Adding(self._ranks, sums, residual, eps, chained=chained)
+        places, dtype = step.resolved.slot_mapping, self._embedding.dtype
+        inputs = RopeInputs(self._rotations, step.positions, places, chained, dtype)
+        residual = self._embedding.index_select(0, step.resolved.ids) if received is None else received
+        adding = _ResidualAdd(self._ranks, sums, residual, eps, chained=chained)
         normed = rms_norm(residual, layers[0].attention_norm, eps, chained=chained)
         for i, layer in enumerate(layers):
-            attended = self._attention(i, layer, normed, placed, step)
+            attended = self._attention(i, layer, normed, inputs, step)
             part = self._product(attended, layer.out, whole=adding.whole)
             normed = yield from adding.add(part, layer.mlp_norm, turn=0)
             end = i + 1 == len(layers)
@@ -121,12 +121,12 @@ class CudaModel:
         return gathered_logits(own, self._shapes.vocab, self._ranks)
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, placed: Placed, step: ForwardStep
+        self, index: int, layer: LayerWeights, x: Tensor, inputs: RopeInputs, step: ForwardStep
     ) -> Tensor:
         shapes = self._shapes
         qkv = self._product(x, layer.qkv, layer.qkv_bias, whole=bool(step.dense))
         norms = HeadNorms(layer.q_norm, layer.k_norm, shapes.norm_eps)
-        query = rope_write(qkv, placed, norms, self._kv, index, shapes.heads)
+        query = rope_write(qkv, inputs, norms, self._kv, index, shapes.heads)
         out = torch.empty_like(query)
         if step.decode is not None:
             rows, work = len(step.decode.lengths), self._works[self._tuning.of(len(x)).decode]
@@ -137,7 +137,7 @@ class CudaModel:
             _attend_dense(query, qkv, chunk, self._shapes, out)
         return out.view(len(x), -1)
 
-    def _mlp(self, layer: LayerWeights, x: Tensor, adding: _Adding, *, chained: bool) -> Tensor:
+    def _mlp(self, layer: LayerWeights, x: Tensor, adding: _ResidualAdd, *, chained: bool) -> Tensor:
         if layer.router is None:
             wide = gated(self._product, self._tuning.of(len(x)), x, layer.gate_up, chained=chained)
             return self._product(wide, layer.down, whole=adding.whole)
@@ -145,29 +145,31 @@ class CudaModel:
         assert shapes is not None, "a router comes with experts"
         logits = self._product(x, layer.router, whole=True)
         weights, chosen = route(logits, shapes.per_token, renormalise=shapes.renormalise)
-        places = place(chosen, shapes.first, len(layer.gate_up))  # those of other ranks add nothing
-        found = experts_mlp(spread(x, places), layer.gate_up, layer.down, places.ends)
+        places = permute(chosen, shapes.first, len(layer.gate_up))  # those of other ranks add nothing
+        found = experts_mlp(dispatch(x, places), layer.gate_up, layer.down, places.ends)
         return combine(found, places, weights)
 
 
-class _Adding:
+class _ResidualAdd:
     """How the parts of a pass's sums, one of each rank, are added to its residual, with the norm behind."""
 
     def __init__(
-        self, ranks: Ranks, sums: Sums | None, residual: Tensor, eps: float, *, chained: bool
+        self, ranks: Ranks, sums: AllReduces | None, residual: Tensor, eps: float, *, chained: bool
     ) -> None:
         rows, row_bytes = len(residual), residual.shape[1] * residual.element_size()
-        boxes = ranks.boxes if isinstance(ranks, Spread) and sums is None else None  # no two use them at once
-        self._boxes: Boxes | None = boxes.of(rows, row_bytes) if boxes is not None else None
-        self._sums: Sums = ranks if sums is None else sums
+        buffers = (
+            ranks.symmetric if isinstance(ranks, DistributedRanks) and sums is None else None
+        )  # no two use them at once
+        self._buffers: PeerBuffers | None = buffers.of(rows, row_bytes) if buffers is not None else None
+        self._sums: AllReduces = ranks if sums is None else sums
         self._residual, self._eps, self._chained = residual, eps, chained
-        self.whole = ranks.size > 1 and self._boxes is None  # parts must not come in splits
+        self.whole = ranks.size > 1 and self._buffers is None  # parts must not come in splits
 
-    def add(self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None) -> Program:
+    def add(self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None) -> ForwardPass:
         """See kernels.norm. `turn` alternates, and ends at 1."""
-        boxes, residual, eps, chained = self._boxes, self._residual, self._eps, self._chained
-        if boxes is not None:
-            return spread_add_rms_norm_(part, residual, Norm(weight, eps, chained), boxes, turn, out)
+        buffers, residual, eps, chained = self._buffers, self._residual, self._eps, self._chained
+        if buffers is not None:
+            return all_reduce_add_rms_norm_(part, residual, Norm(weight, eps, chained), buffers, turn, out)
         if self.whole:
             yield functools.partial(self._sums.all_reduce, part)
         return add_rms_norm_(part, residual, weight, eps, out, chained=chained)
@@ -201,7 +203,7 @@ def products_of(tuning: DeviceTuning, device: torch.device) -> Products:
     """The products that a device's layouts ask for."""
     if tuning.by_row:
         return _by_row(tuning, torch.cuda.get_device_properties(device).multi_processor_count)
-    return _quick(tuning)
+    return _tuned(tuning)
 
 
 def gated(product: Products, layouts: Layouts, x: Tensor, gate_up: Tensor, *, chained: bool) -> Tensor:
@@ -212,7 +214,7 @@ def gated(product: Products, layouts: Layouts, x: Tensor, gate_up: Tensor, *, ch
     return swiglu(product(x, gate_up), x.dtype, chained=chained)
 
 
-def _quick(tuning: DeviceTuning) -> Products:
+def _tuned(tuning: DeviceTuning) -> Products:
     """The library's product, or a kernel of ours where that is faster."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
@@ -256,8 +258,8 @@ class SharedLogits:
 
     def gather(self, own: Tensor) -> Tensor:
         """Logits `[rows, vocab]` from every rank's `[rows, head rows]`, which end with those of padding."""
-        hand_out(own, self._addresses, self._rank, self._vocab)
-        self._memory.meet()
+        all_gather(own, self._addresses, self._rank, self._vocab)
+        self._memory.barrier()
         return self._memory.of(self._rank, torch.Size([len(own), self._vocab]), self._dtype)
 
 

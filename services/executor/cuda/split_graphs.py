@@ -1,9 +1,9 @@
-"""Steps in two halves, one's talk under the other's compute: as graphs, where there are some.
+"""Steps in two micro-batches, one's collectives under the other's compute: as graphs, where there are some.
 
     inputs of A, inputs of B ─▶ both programs (graph by the tokens of a half), sampled rows ─▶ head, sample
 
-Without a graph the host starts every kernel of both halves, and a few GPUs are quicker than it. In a graph
-all chunks are attended by their block tables: none goes to cuDNN, which wants to know their lengths.
+Without a graph the host starts every kernel of both micro-batches, and a few GPUs are quicker than it. In a
+graph all chunks are attended by their block tables: none goes to cuDNN, which wants to know their lengths.
 """
 
 from __future__ import annotations
@@ -17,38 +17,43 @@ from torch import Tensor
 from torch.cuda import CUDAGraph
 
 from kernels.inputs.gpu import move
-from services.executor.cuda.comm_overlap import CudaNotes, Noting, StampedNotes, TwoStreams
+from services.executor.cuda.comm_overlap import (
+    EventSegmentTimer,
+    SegmentTimer,
+    TimestampSegmentTimer,
+    TwoStreams,
+)
 from services.executor.cuda.input_batch import (
     IDLE,
     NO_TILES,
     RING,
     UNSET,
-    Arranged,
-    Cutter,
+    ArrangedStep,
+    InputStaging,
     Layout,
-    Staging,
+    TilePlanner,
     Words,
     keep,
     padded,
     samples_of,
 )
 from services.executor.cuda.model import CudaModel, ForwardStep
-from services.executor.engine import MOST, Piece
+from services.executor.engine import MAX_SEGMENTS, Segment
 from services.executor.parallel.step_split import CUT_TOKENS
 
 _BUCKETS = (512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)  # tokens of a half
 
-Pieces = Callable[[], tuple[Piece, ...]]  # once the step has ended on the device
+Segments = Callable[[], tuple[Segment, ...]]  # once the step has ended on the device
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     layout: Layout
     rows: int  # decodes of the first half
-    notes: StampedNotes
+    timer: TimestampSegmentTimer
     graph: CUDAGraph
 
-    def holds(self, first: Arranged, second: Arranged, tiles: tuple[Words, Words]) -> bool:
+    def holds(self, first: ArrangedStep, second: ArrangedStep, tiles: tuple[Words, Words]) -> bool:
         tokens = max(first.tokens, second.tokens)
         return (
             tokens <= self.layout.tokens
@@ -57,42 +62,42 @@ class _Captured:
         )
 
 
-class HalfPasses:
+class SplitGraphRunner:
     """Of an engine with several ranks. Runs on the thread of its Passes."""
 
     def __init__(
         self,
         model: CudaModel,
         streams: TwoStreams,
-        cutter: Cutter,
-        stagings: tuple[Staging, Staging],
+        tile_planner: TilePlanner,
+        stagings: tuple[InputStaging, InputStaging],
         sampled: Tensor,
         most: int,
     ) -> None:
         """`sampled` `[rows, hidden]`: where a step leaves what the head reads. `most`: tokens in a step."""
-        self._model, self._streams, self._cutter = model, streams, cutter
+        self._model, self._streams, self._tile_planner = model, streams, tile_planner
         self._stagings, self._sampled = stagings, sampled
         largest = -(-most // (2 * CUT_TOKENS)) * CUT_TOKENS
         self._buckets = (*(size for size in _BUCKETS if size < largest), largest)
         self._graphs: dict[int, _Captured] = {}
         self._pool: Any = None  # of torch's allocator
-        self._times = torch.empty(RING, 4 * MOST, dtype=torch.int32, pin_memory=True)
+        self._times = torch.empty(RING, 4 * MAX_SEGMENTS, dtype=torch.int32, pin_memory=True)
         self._turn = 0
 
     def capture(self, tokens: int) -> None:
         """Capture the graph of steps of so many tokens. All ranks do it at once, larger ones first."""
         size = next(size for size in self._buckets if 2 * size >= tokens)
-        layout = self._cutter.layout("mixed", size)
-        rows = min(size, len(self._sampled)) if self._cutter.apart else 0
+        layout = self._tile_planner.layout("mixed", size)
+        rows = min(size, len(self._sampled)) if self._tile_planner.apart else 0
         for staging in self._stagings:
-            staging.bring(layout, IDLE, NO_TILES)
-        self._run(layout, rows, StampedNotes(self._sampled.device))
+            staging.stage(layout, IDLE, NO_TILES)
+        self._run(layout, rows, TimestampSegmentTimer(self._sampled.device))
         torch.cuda.synchronize()
-        graph, notes = CUDAGraph(), StampedNotes(self._sampled.device)
+        graph, timer = CUDAGraph(), TimestampSegmentTimer(self._sampled.device)
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._run(layout, rows, notes)
+            self._run(layout, rows, timer)
         self._pool = self._pool or graph.pool()
-        self._graphs[size] = _Captured(layout, rows, notes, graph)
+        self._graphs[size] = _Captured(layout, rows, timer, graph)
 
     def capture_from(self, tokens: int) -> None:
         """Those that steps of so many tokens and more want; others are given up."""
@@ -103,47 +108,55 @@ class HalfPasses:
                 self.capture(2 * size)
 
     def queue(
-        self, halves: tuple[Arranged, Arranged], order: Sequence[int], words: tuple[Words, Words]
-    ) -> Pieces:
-        """Queue the inputs and the forwards of a step in halves, of which the second has no decode rows; the
-        `order` of their sample rows: see services.executor.parallel.step_split. What they do when."""
-        first, second = halves
-        tiles = self._cutter.whole_tiles(first.chunks), self._cutter.whole_tiles(second.chunks)
+        self,
+        micro_batches: tuple[ArrangedStep, ArrangedStep],
+        order: Sequence[int],
+        updates: tuple[Words, Words],
+    ) -> Segments:
+        """Queue the inputs and the forwards of a step in micro-batches, of which the second has no decode
+        rows; the `order` of their sample rows: see services.executor.parallel.step_split. What they do
+        when."""
+        first, second = micro_batches
+        tiles = self._tile_planner.whole_tiles(first.chunks), self._tile_planner.whole_tiles(second.chunks)
         held = (self._graphs[size] for size in sorted(self._graphs))
         captured = next((each for each in held if each.holds(first, second, tiles)), None)
         if captured is None:
-            return self._launch(first, second, order, words)
+            return self._launch(first, second, order, updates)
         samples = samples_of(first, second, captured.layout.tokens, order)
         front, behind = self._stagings
-        front.bring(captured.layout, replace(first, samples=samples), tiles[0], words)
-        behind.bring(captured.layout, replace(second, samples=IDLE.samples), tiles[1])
+        front.stage(captured.layout, replace(first, samples=samples), tiles[0], updates)
+        behind.stage(captured.layout, replace(second, samples=IDLE.samples), tiles[1])
         captured.graph.replay()
         turn, self._turn = self._turn, (self._turn + 1) % RING
         times = self._times[turn]
-        move(captured.notes.times.view(torch.int32).view(-1), times)
-        return lambda: captured.notes.pieces(times.view(torch.int64).view(-1, 2))
+        move(captured.timer.times.view(torch.int32).view(-1), times)
+        return lambda: captured.timer.segments(times.view(torch.int64).view(-1, 2))
 
-    def _run(self, layout: Layout, rows: int, notes: Noting) -> None:
+    def _run(self, layout: Layout, rows: int, timer: SegmentTimer) -> None:
         front, behind = self._stagings
-        self._together(front.step(layout, rows), behind.step(layout, 0), len(self._sampled), notes)
+        self._run_interleaved(front.step(layout, rows), behind.step(layout, 0), len(self._sampled), timer)
 
     def _launch(
-        self, first: Arranged, second: Arranged, order: Sequence[int], words: tuple[Words, Words]
-    ) -> Pieces:
+        self, first: ArrangedStep, second: ArrangedStep, order: Sequence[int], updates: tuple[Words, Words]
+    ) -> Segments:
         """The same without a graph."""
         samples = samples_of(first, second, padded(first.tokens), order)
         made = []
-        for staging, half, its_samples, its_words in zip(
-            self._stagings, (first, second), (samples, IDLE.samples), (words, UNSET), strict=True
+        for staging, micro_batch, its_samples, its_words in zip(
+            self._stagings, (first, second), (samples, IDLE.samples), (updates, UNSET), strict=True
         ):
-            cut = self._cutter.without_graph(half)
-            staging.bring(cut.layout, replace(half, samples=its_samples), cut.tiles, its_words)
-            made.append(staging.step(cut.layout, half.decode_rows, cut.dense))
-        notes = CudaNotes()
-        self._together(made[0], made[1], len(order), notes)
-        return notes.pieces
+            cut = self._tile_planner.without_graph(micro_batch)
+            staging.stage(cut.layout, replace(micro_batch, samples=its_samples), cut.tiles, its_words)
+            made.append(staging.step(cut.layout, micro_batch.decode_rows, cut.dense))
+        timer = EventSegmentTimer()
+        self._run_interleaved(made[0], made[1], len(order), timer)
+        return timer.segments
 
-    def _together(self, first: ForwardStep, second: ForwardStep, rows: int, notes: Noting) -> None:
+    def _run_interleaved(
+        self, first: ForwardStep, second: ForwardStep, rows: int, timer: SegmentTimer
+    ) -> None:
         sums = self._streams.sums
-        hidden = self._streams.together([self._model.program(half, sums) for half in (first, second)], notes)
-        keep(torch.cat(hidden), self._sampled[:rows], self._stagings[0].words[: self._cutter.samples])
+        hidden = self._streams.run_interleaved(
+            [self._model.forward_pass(micro_batch, sums) for micro_batch in (first, second)], timer
+        )
+        keep(torch.cat(hidden), self._sampled[:rows], self._stagings[0].words[: self._tile_planner.samples])

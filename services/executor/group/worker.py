@@ -1,8 +1,8 @@
-"""The process of every rank but the leader: does what it is told, in order, until its pipe closes.
+"""The process of every rank but the driver: does what it is told, in order, until its pipe closes.
 
-    reader thread:  orders off the pipe; its end is the leader's end: the process goes, wherever it is
+    reader thread:  commands off the pipe; its end is the driver's end: the process goes, wherever it is
     main thread:    slots and steps
-    copy thread:    copies, each after the orders that came before it
+    copy thread:    copies, each after the commands that came before it
 
 `python -m services.executor.group.worker FD RANK`, started by services.executor.group.driver.
 """
@@ -23,24 +23,24 @@ from multiprocessing.connection import Connection
 from services.executor.checkpoint.loader import device_of
 from services.executor.engine import Pending
 from services.executor.group.driver import (
-    Answer,
-    Attach,
-    Close,
-    Copies,
-    CopyOrder,
-    Do,
-    Failed,
-    Gone,
-    Join,
-    Move,
-    Order,
-    PartCopier,
+    AttachArena,
+    CloseSlot,
+    Command,
+    Control,
+    CopyCommand,
+    CopyControl,
+    CopyReply,
+    DropStep,
+    JoinGroup,
+    LastError,
+    MoveBlocks,
     RankBackend,
+    RankCopier,
     Sampled,
-    Took,
+    SetSampled,
     rank_builder,
 )
-from services.executor.host_thread import MOST_PENDING, HostLane
+from services.executor.host_thread import MAX_PENDING, HostThread
 from services.executor.kv_transfer.worker import RECENT_US, REST
 from services.executor.parallel.ranks import Ranks, join
 from services.executor.sampling.logits_processors import load_processors
@@ -50,42 +50,42 @@ from shared.messages import SlotOpen, StepPlan
 
 log = logging.getLogger("headrace.executor")
 
-REFUSED_WITHIN_S = 10.0  # the leader refuses what this rank has refused, or waits for it in vain
+REFUSED_TIMEOUT_S = 10.0  # the driver refuses what this rank has refused, or waits for it in vain
 
-Copy = Callable[[CopyOrder], None]
+Copy = Callable[[CopyCommand], None]
 
 
-class Follower:
-    """One rank's engine under orders; with `sampler` it is the last stage of a pipeline."""
+class Worker:
+    """One rank's engine under commands; with `sampler` it is the last stage of a pipeline."""
 
     def __init__(self, backend: RankBackend, copy: Copy, sampler: SampleThread | None = None) -> None:
         self._backend, self._copy, self._sampler = backend, copy, sampler
         self._pending: dict[int, Pending] = {}  # by step
-        self.refused = 0  # a step that this rank could not compute, and the leader has not said so yet
+        self.refused = 0  # a step that this rank could not compute, and the driver has not said so yet
         self.stepped_s = -RECENT_US / 1e6  # when the last step came
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: Command) -> None:
         """Carry an order out. What it raises this rank cannot answer for."""
         match order:
             case StepPlan():
                 self.stepped_s = time.monotonic()
                 self._forward(order)
-            case Took(step, ids, done):
+            case SetSampled(step, ids, done):
                 if self._sampler is None:  # the last stage has chosen them itself
                     self._backend.take(self._pending.pop(step), ids, done)
-            case Failed(step=step):
+            case DropStep(step=step):
                 self._pending.pop(step, None)
                 self.refused = 0 if step == self.refused else self.refused
             case SlotOpen():
                 self._open(order)
-            case Close(slot=slot):
+            case CloseSlot(slot=slot):
                 self._backend.close_slot(slot)
-            case Do.WARM_UP:
+            case Control.WARM_UP:
                 self._backend.warm_up()
-            case Do.RESET:
+            case Control.RESET:
                 self._pending.clear()
                 self._backend.reset()
-            case Attach() | Move() | Copies():
+            case AttachArena() | MoveBlocks() | CopyControl():
                 self._copy(order)
 
     def _forward(self, plan: StepPlan) -> None:
@@ -103,20 +103,20 @@ class Follower:
     def _open(self, opened: SlotOpen) -> None:
         try:
             self._backend.open_slot(opened)
-        except Exception as error:  # noqa: BLE001 - of the leader, too, which opens a stand-in; or steps fail
+        except Exception as error:  # noqa: BLE001 - of the driver, too, which opens a stand-in; or steps fail
             log.warning("slot %d is refused: %s", opened.slot, error)
 
 
 class SampleThread:
     """Samples the steps of a pipeline's last stage on a thread of its own, and sends what it has chosen. The
-    leader waits for that before it does anything else with the slots of a step."""
+    driver waits for that before it does anything else with the slots of a step."""
 
     def __init__(
-        self, backend: RankBackend, tell: Callable[[Sampled], None], enter: Callable[[], None], stages: int
+        self, backend: RankBackend, report: Callable[[Sampled], None], enter: Callable[[], None], stages: int
     ) -> None:
         """`enter` is called on the thread first."""
-        self._backend, self._tell, self._enter = backend, tell, enter
-        self._lane = HostLane(max(MOST_PENDING, stages))
+        self._backend, self._tell, self._enter = backend, report, enter
+        self._lane = HostThread(max(MAX_PENDING, stages))
 
     def put(self, pending: Pending) -> None:
         """Sample a step. Waits while as many as there are stages are here."""
@@ -126,61 +126,61 @@ class SampleThread:
         step = pending.plan.step
         try:
             self._enter()
-            said = Sampled(step, self._backend.sample(pending))
-        except Exception as error:  # noqa: BLE001 - the leader must not wait for ever
-            said = Sampled(step, None, f"{type(error).__name__}: {error}")
-        self._tell(said)
+            done = Sampled(step, self._backend.sample(pending))
+        except Exception as error:  # noqa: BLE001 - the driver must not wait for ever
+            done = Sampled(step, None, f"{type(error).__name__}: {error}")
+        self._tell(done)
 
 
 class CopyThread:
     """Carries copies out beside the steps, and answers."""
 
     def __init__(
-        self, copier: PartCopier, answer: Callable[[Answer], None], enter: Callable[[], None]
+        self, copier: RankCopier, answer: Callable[[CopyReply], None], enter: Callable[[], None]
     ) -> None:
         """`enter` is called on the thread first."""
-        self._copier, self._answer, self._enter = copier, answer, enter
-        self._orders: queue.SimpleQueue[CopyOrder] = queue.SimpleQueue()
-        self.put = self._orders.put
+        self._copier, self._reply, self._enter = copier, answer, enter
+        self._commands: queue.SimpleQueue[CopyCommand] = queue.SimpleQueue()
+        self.put = self._commands.put
         self.stepped_s: Callable[[], float] = lambda: -RECENT_US / 1e6  # when the last step came
         threading.Thread(target=self._run, name="copies", daemon=True).start()
 
     def _run(self) -> None:
         self._enter()
         while True:
-            order = self._orders.get()
-            if isinstance(order, Move):
+            order = self._commands.get()
+            if isinstance(order, MoveBlocks):
                 self._copier.move(order)
                 continue
             try:
-                self._answer(Answer(self._settle(order)))
-            except Exception as error:  # noqa: BLE001 - the leader must not wait for ever
-                self._answer(Answer(error=f"{type(error).__name__}: {error}"))
+                self._reply(CopyReply(self._settle(order)))
+            except Exception as error:  # noqa: BLE001 - the driver must not wait for ever
+                self._reply(CopyReply(error=f"{type(error).__name__}: {error}"))
 
-    def _settle(self, order: Attach | Copies) -> int:
+    def _settle(self, order: AttachArena | CopyControl) -> int:
         match order:
-            case Attach(name=name, generation=generation):
-                self._copier.attach(name, generation, self._give_way)
-            case Copies.DETACH:
+            case AttachArena(name=name, generation=generation):
+                self._copier.attach(name, generation, self._yield_device)
+            case CopyControl.DETACH:
                 self._copier.detach()
-            case Copies.FINISH:
+            case CopyControl.FINISH:
                 return self._copier.finish()
         return 0
 
-    def _give_way(self, took_s: float) -> bool:
+    def _yield_device(self, took_s: float) -> bool:
         if time.monotonic() - self.stepped_s() < RECENT_US / 1e6:
             time.sleep(REST * took_s)
         return True
 
 
-def follow(pipe: Connection, orphaned: Callable[[], None], processors: str = "") -> None:
-    """Be a rank until the leader says that it is over. `orphaned` is called when the leader is no more, on
+def run_worker(pipe: Connection, driver_gone: Callable[[], None], processors: str = "") -> None:
+    """Be a rank until the driver says that it is over. `driver_gone` is called when the driver is no more, on
     another thread: this one may be waiting for it. `processors`: the setting, for a rank that samples. Raises
     whatever this rank cannot go on after."""
-    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(pipe, orders, orphaned), name="orders", daemon=True).start()
-    first = orders.get()
-    assert isinstance(first, Join), "the first order says which rank to be"
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(pipe, commands, driver_gone), name="commands", daemon=True).start()
+    first = commands.get()
+    assert isinstance(first, JoinGroup), "the first order says which rank to be"
     options, rank, size = first.options, first.rank, first.size
     device = device_of(options.device, rank)
     enter = _enter(device.type, rank)
@@ -189,49 +189,49 @@ def follow(pipe: Connection, orphaned: Callable[[], None], processors: str = "")
         rank, size, first.port, device, ordered=options.deterministic, sums=not options.pipeline
     )
     samples = options.pipeline and rank == size - 1
-    say = _one_at_a_time(pipe.send)
+    start = _one_at_a_time(pipe.send)
     if samples:
-        options = replace(options, processors=load_processors(processors), tell=say)
+        options = replace(options, processors=load_processors(processors), report_grammar=start)
     backend = rank_builder(device.type)(options, ranks)
     sizes = ranks.exchange(backend.info.bytes_per_block)
-    copier = PartCopier(backend.copier(), sum(sizes[:rank]))
-    copies = CopyThread(copier, say, enter)
-    follower = Follower(backend, copies.put, SampleThread(backend, say, enter, size) if samples else None)
-    copies.stepped_s = lambda: follower.stepped_s
-    serve(follower, orders, REFUSED_WITHIN_S)
+    copier = RankCopier(backend.copier(), sum(sizes[:rank]))
+    copies = CopyThread(copier, start, enter)
+    worker = Worker(backend, copies.put, SampleThread(backend, start, enter, size) if samples else None)
+    copies.stepped_s = lambda: worker.stepped_s
+    serve(worker, commands, REFUSED_TIMEOUT_S)
     backend.close()
     ranks.close()
 
 
-def serve(follower: Follower, orders: queue.SimpleQueue[Order], patience_s: float) -> None:
-    """Carry out orders until the last. Raises EngineError for a step that only this rank refuses."""
+def serve(worker: Worker, commands: queue.SimpleQueue[Command], timeout_s: float) -> None:
+    """Carry out commands until the last. Raises EngineError for a step that only this rank refuses."""
     while True:
         try:
-            order = orders.get(timeout=patience_s if follower.refused else None)
+            order = commands.get(timeout=timeout_s if worker.refused else None)
         except queue.Empty:
-            raise EngineError(f"it alone cannot compute step {follower.refused}") from None
-        if order is Do.END:
+            raise EngineError(f"it alone cannot compute step {worker.refused}") from None
+        if order is Control.END:
             return
-        follower.obey(order)
+        worker.execute(order)
 
 
-def _read(pipe: Connection, orders: queue.SimpleQueue[Order], orphaned: Callable[[], None]) -> None:
+def _read(pipe: Connection, commands: queue.SimpleQueue[Command], driver_gone: Callable[[], None]) -> None:
     try:
         while True:
-            orders.put(pipe.recv())
+            commands.put(pipe.recv())
     except (EOFError, OSError):
-        orphaned()
+        driver_gone()
 
 
 def _one_at_a_time(send: Callable[[object], None]) -> Callable[[object], None]:
     """For a pipe into which several threads speak."""
     sending = threading.Lock()
 
-    def say(what: object) -> None:
+    def start(what: object) -> None:
         with sending:
             send(what)
 
-    return say
+    return start
 
 
 def _enter(device: str, rank: int) -> Callable[[], None]:
@@ -246,17 +246,17 @@ def _enter(device: str, rank: int) -> Callable[[], None]:
 def main() -> None:
     """Follow, and end without waiting for anybody: threads, GPUs and the other ranks are left as they are."""
     fd, rank = (int(word) for word in sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal's whole group: the leader says when
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal's whole group: the driver says when
         signal.signal(number, signal.SIG_IGN)
     settings = config.load().settings
     processes.setup(f"rank {rank}", level=settings.log_level, as_json=settings.log_json)
     pipe = Connection(fd)
     status = 0
     try:
-        follow(pipe, lambda: os._exit(1), settings.logits_processors)
+        run_worker(pipe, lambda: os._exit(1), settings.logits_processors)
     except Exception as error:
         log.exception("this rank is at its end")
-        pipe.send(Gone(f"{type(error).__name__}: {error}"))
+        pipe.send(LastError(f"{type(error).__name__}: {error}"))
         status = 1
     logging.shutdown()
     os._exit(status)

@@ -19,7 +19,7 @@ from torch.cuda import Event
 
 from services.executor.arena import Arena, ArenaError
 from services.executor.checkpoint.kv_cache import KvCache
-from services.executor.engine import GiveWay, at_once
+from services.executor.engine import YieldDevice, no_yield
 from shared.errors import EngineError
 
 log = logging.getLogger("headrace.executor")
@@ -45,7 +45,7 @@ class HostCopier:
         self._blocks: NDArray[np.uint8] = flat.numpy()  # [blocks + 1, bytes_per_block], the cache itself
         self._arena: NDArray[np.uint8] | None = None
 
-    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
+    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
         self._arena = np.frombuffer(arena.view, dtype=np.uint8)
 
     def detach(self) -> None:
@@ -90,11 +90,11 @@ class CudaCopier:
         self._arena: Tensor | None = None
         self._pinned = False
 
-    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
+    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
         view = torch.frombuffer(arena.view, dtype=torch.uint8)
         self._warm_up()
         with torch.cuda.device(self._device):
-            self._pinned = _pin(view, self._engine, give_way)
+            self._pinned = _pin(view, self._engine, yield_device)
         self._arena = view
 
     def detach(self) -> None:
@@ -105,11 +105,11 @@ class CudaCopier:
 
     def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         assert self._arena is not None, "no arena is attached"
-        self._move(self._bytes, self._arena, self._places(blocks), offsets)
+        self._move(self._bytes, self._arena, self._addresses(blocks), offsets)
 
     def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         assert self._arena is not None, "no arena is attached"
-        self._move(self._arena, self._bytes, offsets, self._places(blocks))
+        self._move(self._arena, self._bytes, offsets, self._addresses(blocks))
 
     def finish(self) -> int:
         first, newest = self._first, self._newest
@@ -141,7 +141,7 @@ class CudaCopier:
                 self._engine.copy(target, source, np.array([size]), self._stream.cuda_stream)
             self._stream.synchronize()
 
-    def _places(self, blocks: Sequence[int]) -> list[int]:
+    def _addresses(self, blocks: Sequence[int]) -> list[int]:
         return [block * self._block_bytes for block in blocks]
 
     def _move(self, source: Tensor, target: Tensor, begins: Sequence[int], ends: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ def within_pieces(begins: Sequence[int], ends: Sequence[int], size: int, host: S
     return Runs(*(np.concatenate(both) for both in zip(runs, rest, strict=True)))
 
 
-def _pin(view: Tensor, engine: CopyEngine, give_way: GiveWay) -> bool:
+def _pin(view: Tensor, engine: CopyEngine, yield_device: YieldDevice) -> bool:
     """Lock the pages of a mapping and give the GPU an address for them: about 0.3 s a GiB, in pieces. While
     the driver is at it nobody in this process gets memory from the system or starts a kernel: pieces of 256
     MiB one after the other let the first requests stand still for seconds. Raises ArenaError when the arena
@@ -196,7 +196,7 @@ def _pin(view: Tensor, engine: CopyEngine, give_way: GiveWay) -> bool:
     for at in range(0, view.numel(), PIN_BYTES):
         began_s = time.monotonic()
         error = engine.pin(view.data_ptr() + at, min(PIN_BYTES, view.numel() - at))
-        if not error and not give_way(time.monotonic() - began_s):
+        if not error and not yield_device(time.monotonic() - began_s):
             _unpin(view, engine, at + PIN_BYTES)
             raise ArenaError("the arena went before it was pinned")
         if error:

@@ -1,14 +1,14 @@
-"""The copy lane copies blocks between the cache and the host's arena, beside the steps.
+"""The copy worker copies blocks between the cache and the host's arena, beside the steps.
 
     device thread: step 7 ────┐ step 8 ──────── step 9 ...
-    copy lane:                └ KvCopy(after_step=7): piece, piece, piece ─▶ KvCopied
+    copy worker:                └ KvCopy(after_step=7): piece, piece, piece ─▶ KvCopied
 
-The lane takes the oldest copy whose step has been computed; one that still waits for its step holds nobody
+The worker takes the oldest copy whose step has been computed; one that still waits for its step holds nobody
 up. A copy stops between two pieces: a new incarnation may use its blocks for something else, so that
-incarnation is not announced before the lane is quiet; a new arena ends the mapping that the copy goes
+incarnation is not announced before the worker is quiet; a new arena ends the mapping that the copy goes
 through.
 
-`ArenaSide` is the actor's side of the lane; a `Mapping` attaches the copier to at most one arena.
+`ArenaTransfers` is the actor's side of the worker; a `Mapping` attaches the copier to at most one arena.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import ParamSpec
 
 from services.executor.arena import Arena
-from services.executor.engine import Backend, Copier, GiveWay, copy_flaw
-from shared.actor.mailbox import Port
+from services.executor.engine import Backend, Copier, YieldDevice, copy_error
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.clock import Clock
 from shared.messages import ArenaReleased, KvCopied, KvCopy
@@ -33,7 +33,7 @@ log = logging.getLogger("headrace.executor")
 NO_ARENA = ("", 0)  # name and generation
 REST = 3  # while steps go on, an arena is attached in one part of so many and one of the time
 RECENT_US = 50_000  # steps go on for so long behind the last one
-MOST_QUEUED = 4_096  # copies; a scheduler has a few for each sequence
+MAX_QUEUED = 4_096  # copies; a scheduler has a few for each sequence
 _KEEP = 7 / 8  # of a rate: of what was known before each copy: the last dozen copies count
 P = ParamSpec("P")
 
@@ -46,24 +46,28 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """Whom the lane tells what, on its own thread."""
+class CopyCallbacks:
+    """Whom the worker tells what, on its own thread."""
 
     copied: Callable[[int, KvCopied], None]  # of that incarnation
-    quiet: Callable[[], None]  # the copy that ran when a new incarnation began has ended
+    idle: Callable[[], None]  # the copy that ran when a new incarnation began has ended
     unmapped: Callable[[int], None]  # no mapping of this arena generation is left
 
 
-class CopyLane:
-    """A thread. `stepped` is called by the device thread or the host lane, the rest by one other thread."""
+class CopyWorker:
+    """A thread. `stepped` is called by the device thread or the host thread, the rest by one other thread."""
 
     def __init__(
-        self, copier: Copier, clock: Clock, told: Told, computing: Callable[[], bool] = lambda: False
+        self,
+        copier: Copier,
+        clock: Clock,
+        callbacks: CopyCallbacks,
+        computing: Callable[[], bool] = lambda: False,
     ) -> None:
         """`computing` says whether a step is under way."""
         self._copier = copier
         self._clock = clock
-        self._told = told
+        self._callbacks = callbacks
         self._computing = computing
         self._stepped_us = -RECENT_US  # when the last step had been computed
         self._changed = threading.Condition()
@@ -72,7 +76,7 @@ class CopyLane:
         self._began_us = 0
         self._epoch = 0
         self._computed = -1  # last step of this incarnation; 0 once the device has begun it
-        self._mapping = Mapping(copier, self._give_way)  # the thread's to change
+        self._mapping = Mapping(copier, self._yield_device)  # the thread's to change
         self._wanted = NO_ARENA  # name and generation
         self._closed = False
         self.stored, self.loaded = CopyRate(), CopyRate()
@@ -80,7 +84,7 @@ class CopyLane:
         self._thread.start()
 
     @property
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         """True when no copy of an earlier incarnation runs."""
         running = self._running
         return running is None or running.epoch == self._epoch
@@ -119,7 +123,7 @@ class CopyLane:
     def put(self, copy: KvCopy) -> bool:
         """Queue a copy of the present incarnation; False when there are too many. Never blocks for long."""
         with self._changed:
-            if len(self._queue) >= MOST_QUEUED:
+            if len(self._queue) >= MAX_QUEUED:
                 return False
             self._queue.append(_Job(copy, self._epoch, self._clock.now_us()))
             self._changed.notify()
@@ -150,13 +154,13 @@ class CopyLane:
                 job = None if remap or self._closed else self._take()
             if remap:
                 if generation := self._mapping.change(*wanted):
-                    self._told.unmapped(generation)
+                    self._callbacks.unmapped(generation)
             elif job is not None:
                 self._finish(job, self._copy(job))
             else:
                 return
 
-    def _give_way(self, took_s: float) -> bool:
+    def _yield_device(self, took_s: float) -> bool:
         """See Copier.attach. With nobody's steps beside it the next slice begins at once."""
         with self._changed:
             if self._computing() or self._clock.now_us() - self._stepped_us < RECENT_US:
@@ -184,9 +188,9 @@ class CopyLane:
             self._running, self._began_us = None, 0
             of_now = job.epoch == self._epoch
         if not of_now:
-            self._told.quiet()
+            self._callbacks.idle()
         elif not self._closed:
-            self._told.copied(job.epoch, copied)
+            self._callbacks.copied(job.epoch, copied)
 
     def _copy(self, job: _Job) -> KvCopied:
         began_us = self._began_us
@@ -217,8 +221,8 @@ class CopyLane:
             return "no_arena", 0, 0
         if copy.arena_generation != arena.generation:
             return "stale_arena", 0, 0
-        if flaw := arena.flaw(copy.offsets, copy.block_bytes):
-            log.error("the copy of job %d failed: %s", copy.job, flaw)
+        if error := arena.range_error(copy.offsets, copy.block_bytes):
+            log.error("the copy of job %d failed: %s", copy.job, error)
             return "failed", 0, 0
         try:
             status, done = self._move(job)
@@ -231,13 +235,13 @@ class CopyLane:
         """As `_pieces`; of what was asked of the copier some may still be under way."""
         copy = job.copy
         move = self._copier.store if copy.to_arena else self._copier.load
-        piece = max(1, self._copier.piece_bytes // copy.block_bytes)
-        for first in range(0, len(copy.blocks), piece):
+        segment = max(1, self._copier.piece_bytes // copy.block_bytes)
+        for first in range(0, len(copy.blocks), segment):
             if self._closed or job.epoch != self._epoch:
                 return "failed", first
             if self._wanted != self._mapping.of:
                 return "stale_arena", first
-            move(copy.blocks[first : first + piece], copy.offsets[first : first + piece])
+            move(copy.blocks[first : first + segment], copy.offsets[first : first + segment])
         return "ok", len(copy.blocks)
 
 
@@ -245,9 +249,9 @@ class Mapping:
     """Which arena a copier is attached to: at most one, changed as a whole. `arena` is the one in use, None
     where there is none or it could not be had."""
 
-    def __init__(self, copier: Copier, give_way: GiveWay) -> None:
+    def __init__(self, copier: Copier, yield_device: YieldDevice) -> None:
         self._copier = copier
-        self._give_way = give_way
+        self._yield_device = yield_device
         self.of = NO_ARENA  # what was asked for last
         self.arena: Arena | None = None
 
@@ -264,7 +268,7 @@ class Mapping:
         arena = None
         try:
             arena = Arena(name, generation)
-            self._copier.attach(arena, self._give_way)
+            self._copier.attach(arena, self._yield_device)
         except Exception as error:  # noqa: BLE001 - of a device's driver, too
             log.error("no arena: %s", error)
         else:
@@ -313,29 +317,29 @@ class CopyRate:
         return round(self._recent_bytes / self._recent_us) if self._recent_us else 0
 
 
-class ArenaSide:
+class ArenaTransfers:
     """The actor's side of the KV tiers: which arena to map, which copies to make, and whom to tell. Of one
     executor, from the moment that its engine is built.
 
-        Beat of kv_offload ──▶ on_peer ──▶ copy lane: map        ──▶ ArenaReleased of the one before
-        KvCopy             ──▶ copy    ──▶ copy lane: pieces ... ──▶ KvCopied
+        Beat of kv_offload ──▶ on_peer ──▶ copy worker: map        ──▶ ArenaReleased of the one before
+        KvCopy             ──▶ copy    ──▶ copy worker: pieces ... ──▶ KvCopied
 
-    Everything here is called on the event loop; the lane's answers come back through the loop."""
+    Everything here is called on the event loop; the worker's answers come back through the loop."""
 
     def __init__(
         self,
         backend: Backend,
-        port: Port,
+        mailbox: Mailbox,
         host_id: str,
         quiet: Callable[[], None],
         computing: Callable[[], bool],
     ) -> None:
-        """`quiet` is called when the last copy of an earlier incarnation has ended; `computing` says whether
+        """`idle` is called when the last copy of an earlier incarnation has ended; `computing` says whether
         a step is under way."""
         loop = asyncio.get_running_loop()
 
         def on_loop(handler: Callable[P, None]) -> Callable[P, None]:
-            guarded = port.guarded(handler)
+            guarded = mailbox.guarded(handler)
 
             def later(*args: P.args, **kwargs: P.kwargs) -> None:
                 loop.call_soon_threadsafe(lambda: guarded(*args, **kwargs))
@@ -343,50 +347,50 @@ class ArenaSide:
             return later
 
         self._info = backend.info
-        self._port = port
+        self._mailbox = mailbox
         self._host_id = host_id
         self._scheduler = ""
         self._epoch = 0
         self._owner, self._since = "", 0  # the kv_offload whose arena it is, and its epoch
-        told = Told(
-            copied=on_loop(self._on_copied), quiet=on_loop(quiet), unmapped=on_loop(self._on_unmapped)
+        callbacks = CopyCallbacks(
+            copied=on_loop(self._on_copied), idle=on_loop(quiet), unmapped=on_loop(self._on_unmapped)
         )
-        self._lane = CopyLane(backend.copier(), port.clock, told, computing)
-        self.stepped = self._lane.stepped  # by the threads that compute
-        self.close = self._lane.close
+        self._worker = CopyWorker(backend.copier(), mailbox.clock, callbacks, computing)
+        self.stepped = self._worker.stepped  # by the threads that compute
+        self.close = self._worker.close
         self._look()
 
     @property
     def generation(self) -> int:
         """Of the arena that is mapped, 0 without one."""
-        return self._lane.generation
+        return self._worker.generation
 
     @property
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         """True when no copy of an earlier incarnation runs: the blocks may be used for something else."""
-        return self._lane.quiet
+        return self._worker.idle
 
     @property
     def since_us(self) -> int:
         """When the copy that runs began, 0 when none does."""
-        return self._lane.since_us
+        return self._worker.since_us
 
     def begin(self, scheduler: str, epoch: int) -> None:
         """A new incarnation, of this scheduler."""
         self._scheduler, self._epoch = scheduler, epoch
-        self._lane.begin(epoch)
+        self._worker.begin(epoch)
 
     def on_peer(self, peer: Peer) -> None:
         """Map the arena of this host's kv_offload, the latest that said it is ready. One that died leaves its
         mapping here until the next."""
-        beat = peer.beat
-        if beat.kind != "kv_offload" or beat.host_id != self._host_id or beat.state != "ready":
+        heartbeat = peer.heartbeat
+        if heartbeat.kind != "kv_offload" or heartbeat.host_id != self._host_id or heartbeat.state != "ready":
             return
         if peer.epoch < self._since:
             log.warning("%s is a second kv_offload on this host: the later one is used", peer.source)
             return
         self._owner, self._since = peer.source, peer.epoch
-        self._lane.map(*((beat.arena, beat.arena_generation) if beat.arena else NO_ARENA))
+        self._worker.map(*((heartbeat.arena, heartbeat.arena_generation) if heartbeat.arena else NO_ARENA))
 
     def on_peer_gone(self, peer: Peer) -> None:
         """Where the owner of the arena has gone another one may follow, whose clock had gone back perhaps."""
@@ -396,28 +400,28 @@ class ArenaSide:
 
     def copy(self, copy: KvCopy) -> None:
         """Make a copy, or say why not."""
-        flaw = copy_flaw(copy, self._info)
-        if not flaw and not self._lane.put(copy):
-            flaw = "too many copies wait"
-        if flaw:
-            log.error("the copy of job %d is refused: %s", copy.job, flaw)
-            self._port.send(self._scheduler, KvCopied(job=copy.job, status="failed"))
+        error = copy_error(copy, self._info)
+        if not error and not self._worker.put(copy):
+            error = "too many copies wait"
+        if error:
+            log.error("the copy of job %d is refused: %s", copy.job, error)
+            self._mailbox.send(self._scheduler, KvCopied(job=copy.job, status="failed"))
 
     @property
     def copied(self) -> dict[str, CopyRate]:
         """What was copied so far, by direction."""
-        return {"store": self._lane.stored, "load": self._lane.loaded}
+        return {"store": self._worker.stored, "load": self._worker.loaded}
 
     @property
     def queued(self) -> int:
         """Copies that wait."""
-        return self._lane.queued
+        return self._worker.queued
 
     def status(self) -> dict[str, object]:
         """Facts of the copies for `headrace status`."""
-        stored, loaded = self._lane.stored, self._lane.loaded
+        stored, loaded = self._worker.stored, self._worker.loaded
         return {
-            "arena_generation": self._lane.generation,
+            "arena_generation": self._worker.generation,
             "copies_queued": self.queued,
             "copies_stored": stored.copies,
             "copies_loaded": loaded.copies,
@@ -430,15 +434,15 @@ class ArenaSide:
         }
 
     def _look(self) -> None:
-        for actor in self._port.peers.ready("kv_offload"):
-            if (peer := self._port.peers.get(f"kv_offload.{actor}")) is not None:
+        for actor in self._mailbox.peers.ready("kv_offload"):
+            if (peer := self._mailbox.peers.get(f"kv_offload.{actor}")) is not None:
                 self.on_peer(peer)
 
     def _on_copied(self, epoch: int, copied: KvCopied) -> None:
         if epoch == self._epoch:
-            self._port.send(self._scheduler, copied)
+            self._mailbox.send(self._scheduler, copied)
 
     def _on_unmapped(self, generation: int) -> None:
         if self._scheduler:
-            released = ArenaReleased(executor=self._port.actor, arena_generation=generation)
-            self._port.send(self._scheduler, released)
+            released = ArenaReleased(executor=self._mailbox.actor, arena_generation=generation)
+            self._mailbox.send(self._scheduler, released)

@@ -1,12 +1,12 @@
-"""A forward pass is a program that stops where ranks talk, so that another one's compute can run meanwhile.
+"""A forward pass is a program that stops at each collective, so that another one's compute can run meanwhile.
 
-    alone      A compute ─ talk ─ compute ─ talk ─ …
+    alone      A compute ─ comm ─ compute ─ comm ─ …
     together   compute   A ─── B ─── A ─── B ─── A …
-               talk            A     B     A     B
+               comm            A     B     A     B
 
-A program is a generator. It yields what is to be said, a `Talk`, and goes on when that is done. A Talk reads
+A program is a generator. It yields its next `Collective`, and goes on when that is done. A Collective reads
 and writes tensors that the program made before and holds: on a GPU the allocator then gives none of them
-away while a talk still uses it, for a program's memory is used again in the order of its own stream.
+away while a collective still uses it, for a program's memory is used again in the order of its own stream.
 """
 
 from __future__ import annotations
@@ -20,114 +20,121 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.executor.engine import COMM, COMPUTE, Notes
+from services.executor.engine import COMM, COMPUTE, HostSegmentTimer
 
-Talk = Callable[[], object]
-Program = Generator[Talk, None, Tensor]
-Say = Callable[[int, Talk], Callable[[], object]]  # have a program's talk said; wait for it
-Watch = Callable[[int], AbstractContextManager[object]]  # around what a program computes between two talks
-_Said = SimpleQueue[Exception | None]  # gets one when a talk is said
+Collective = Callable[[], object]
+ForwardPass = Generator[Collective, None, Tensor]
+StartCollective = Callable[[int, Collective], Callable[[], object]]  # of a pass; the result waits for it
+TimeCompute = Callable[
+    [int], AbstractContextManager[object]
+]  # around what a program computes between two collectives
+_Done = SimpleQueue[Exception | None]  # gets one when a collective is done
 
 
-class Sums(Protocol):
-    """What the ranks of a pass say to each other."""
+class AllReduces(Protocol):
+    """The sums between the ranks of a pass."""
 
     def all_reduce(self, x: Tensor) -> object:
         """`x` becomes the sum over all ranks of their `x`."""
 
 
-def alone(program: Program) -> Tensor:
-    """Run a program, each talk where it stands; what it returns."""
+def run_alone(forward_pass: ForwardPass) -> Tensor:
+    """Run a program, each collective where it stands; what it returns."""
     while True:
         try:
-            talk = next(program)
+            collective = next(forward_pass)
         except StopIteration as end:
             found: Tensor = end.value
             return found
-        talk()
+        collective()
 
 
-def together(
-    programs: Sequence[Program], say: Say, watch: Watch = lambda program: nullcontext()
+def run_interleaved(
+    forward_passes: Sequence[ForwardPass],
+    start: StartCollective,
+    watch: TimeCompute = lambda forward_pass: nullcontext(),
 ) -> list[Tensor]:
-    """Run programs to their ends, in turn, each as far as its next talk; what they return. All talk in the
-    order of the programs, so that the talks of all ranks meet. The programs of a step may be two halves of
-    one prompt: what the second reads of the first's (its KV) was computed before."""
+    """Run programs to their ends, in turn, each as far as its next collective; what they return. All run
+    their collectives in the order of the programs, so that the collectives of all ranks meet. The programs of
+    a step may be two micro-batches of one prompt: what the second reads of the first's (its KV) was computed
+    before."""
     waits: dict[int, Callable[[], object]] = {}
     found: dict[int, Tensor] = {}
-    while len(found) < len(programs):
-        for i, program in enumerate(programs):
+    while len(found) < len(forward_passes):
+        for i, forward_pass in enumerate(forward_passes):
             if i in found:
                 continue
             if i in waits:
                 waits.pop(i)()
             try:
                 with watch(i):
-                    talk = next(program)
+                    collective = next(forward_pass)
             except StopIteration as end:
                 found[i] = end.value
                 continue
-            waits[i] = say(i, talk)
-    return [found[i] for i in range(len(programs))]
+            waits[i] = start(i, collective)
+    return [found[i] for i in range(len(forward_passes))]
 
 
-def in_turn(programs: Sequence[Program]) -> list[Tensor]:
-    """Run programs as `together`, with nothing under anything."""
+def run_in_turn(forward_passes: Sequence[ForwardPass]) -> list[Tensor]:
+    """Run programs as `run_interleaved`, with nothing under anything."""
 
-    def say(program: int, talk: Talk) -> Callable[[], object]:
-        talk()
+    def start(forward_pass: int, collective: Collective) -> Callable[[], object]:
+        collective()
         return _nothing
 
-    return together(programs, say)
+    return run_interleaved(forward_passes, start)
 
 
 def _nothing() -> None:
     """There is nothing to wait for."""
 
 
-class HostLanes:
-    """Two threads: programs compute on one, in turn, and talk on another, under each other. For ranks of
-    CPUs.
+class CommThread:
+    """Two threads: programs compute on one, in turn, and communicate on another, under each other. For ranks
+    of CPUs.
 
         compute   A ─── B ─── A ─── B ───
-        talk            A     B     A         one at a time, in the same order on all ranks
+        comm            A     B     A         one at a time, in the same order on all ranks
 
-    While gloo waits for what comes it needs no core, and no lock of Python's. Owns the thread that talks. One
-    for a thread that computes."""
+    While gloo waits for what comes it needs no core, and no lock of Python's. Owns the thread that
+    communicates. One for a thread that computes."""
 
     def __init__(self) -> None:
-        self._talks: SimpleQueue[tuple[Callable[[], None], _Said] | None] = SimpleQueue()
-        threading.Thread(target=self._talk, name="talk", daemon=True).start()  # one may wait for the dead
+        self._collectives: SimpleQueue[tuple[Callable[[], None], _Done] | None] = SimpleQueue()
+        threading.Thread(
+            target=self._run_collectives, name="collectives", daemon=True
+        ).start()  # one may wait for the dead
 
-    def together(self, programs: Sequence[Program], notes: Notes) -> list[Tensor]:
+    def run_interleaved(self, forward_passes: Sequence[ForwardPass], timer: HostSegmentTimer) -> list[Tensor]:
         """Run two programs to their ends; what they return."""
 
-        def say(half: int, talk: Talk) -> Callable[[], object]:
-            def noted() -> None:
-                with torch.inference_mode(), notes.on(COMM[half]):
-                    talk()
+        def start(micro_batch: int, collective: Collective) -> Callable[[], object]:
+            def timed() -> None:
+                with torch.inference_mode(), timer.segment(COMM[micro_batch]):
+                    collective()
 
-            said: _Said = SimpleQueue()
-            self._talks.put((noted, said))
-            return lambda: _wait(said)
+            done: _Done = SimpleQueue()
+            self._collectives.put((timed, done))
+            return lambda: _wait(done)
 
-        return together(programs, say, lambda half: notes.on(COMPUTE[half]))
+        return run_interleaved(forward_passes, start, lambda micro_batch: timer.segment(COMPUTE[micro_batch]))
 
     def close(self) -> None:
         """End the thread."""
-        self._talks.put(None)
+        self._collectives.put(None)
 
-    def _talk(self) -> None:
-        while (order := self._talks.get()) is not None:
-            talk, said = order
+    def _run_collectives(self) -> None:
+        while (queued := self._collectives.get()) is not None:
+            collective, done = queued
             try:
-                talk()
-                said.put(None)
+                collective()
+                done.put(None)
             except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                said.put(error)
+                done.put(error)
 
 
-def _wait(said: _Said) -> None:
-    error = said.get()
+def _wait(done: _Done) -> None:
+    error = done.get()
     if error is not None:
         raise error

@@ -1,7 +1,7 @@
 """The GPUs of one host map each other's memory, and ranks talk through it: torch's symmetric memory.
 
-A PeerMemory is such memory as it is. In LetterBoxes a sum between ranks, the residual add and the norm are
-one kernel (kernels.collectives.gpu). ShortSums are sums alone. Nothing here uses NVLink multicast.
+A PeerMemory is such memory as it is. In SymmetricBuffers a sum between ranks, the residual add and the norm
+are one kernel (kernels.collectives.gpu). OneShotAllReduce are sums alone. Nothing here uses NVLink multicast.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from kernels.collectives.gpu import EMPTY, Boxes
+from kernels.collectives.gpu import EMPTY, PeerBuffers
 
 log = logging.getLogger("headrace.executor")
 
-# Of letter boxes.
+# Of symmetric buffers.
 LIMIT_BYTES = 2 << 20  # of a sum: up to here it is quicker than a sum and a norm apart, as measured on H200
 ONE_HOP_BYTES = 128 << 10  # of a sum: over them two hops are quicker
 _ROWS = 1024  # each a program that waits for those of the other ranks: a GPU runs as many at once
 _HALF_BYTES = 2 * LIMIT_BYTES + (1 << 18)  # norms, parts, and the rows by which these are rounded up
 
 # Of the meetings over PeerMemory.
-MEET_WITHIN_MS = 60_000  # then the device traps, and the process ends: the group starts anew
+BARRIER_TIMEOUT_MS = 60_000  # then the device traps, and the process ends: the group starts anew
 
-# Of short sums.
-LIMITS = {2: 4 << 20, 4: 2 << 20}  # bytes of a sum by ranks: over them NCCL is quicker, as measured on H200
+# Of one-shot all-reduces.
+ONE_SHOT_LIMITS = {
+    2: 4 << 20,
+    4: 2 << 20,
+}  # bytes of a sum by ranks: over them NCCL is quicker, as measured on H200
 _MORE_RANKS = 256 << 10
 _ALIGNED_BYTES = 16
 
@@ -52,45 +55,45 @@ class PeerMemory:
     def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
         return self._all[rank].narrow(0, at, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    def meet(self) -> None:
-        self._shared.barrier(channel=0, timeout_ms=MEET_WITHIN_MS)
+    def barrier(self) -> None:
+        self._shared.barrier(channel=0, timeout_ms=BARRIER_TIMEOUT_MS)
 
 
-class LetterBoxes:
-    """The letter boxes of one rank of several GPUs. Owns the memory. Made by all ranks at once; raises what
-    torch says where GPUs cannot map each other's. Whoever writes first must wait until all ranks have made
-    theirs."""
+class SymmetricBuffers:
+    """The symmetric buffers of one rank of several GPUs. Owns the memory. Made by all ranks at once; raises
+    what torch says where GPUs cannot map each other's. Whoever writes first must wait until all ranks have
+    made theirs."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         group = torch.distributed.group.WORLD
         assert group is not None, "the ranks have joined"
-        self._memory = symmetric.empty(_HALF_BYTES, dtype=torch.int16, device=device)  # two halves
+        self._memory = symmetric.empty(_HALF_BYTES, dtype=torch.int16, device=device)  # two micro-batches
         shared = symmetric.rendezvous(self._memory, group)
         self._memory.fill_(EMPTY)
         torch.cuda.synchronize(device)
         addresses = torch.tensor(shared.buffer_ptrs, dtype=torch.int64, device=device)
-        self._boxes = Boxes(addresses, rank, size, _HALF_BYTES, ONE_HOP_BYTES)
+        self._buffers = PeerBuffers(addresses, rank, size, _HALF_BYTES, ONE_HOP_BYTES)
 
-    def of(self, rows: int, row_bytes: int) -> Boxes | None:
+    def of(self, rows: int, row_bytes: int) -> PeerBuffers | None:
         """The boxes, for a sum of so many rows; None where it is not for them."""
-        fits = rows <= _ROWS and rows * row_bytes <= LIMIT_BYTES and self._boxes.hold(rows, row_bytes)
-        return self._boxes if fits else None
+        fits = rows <= _ROWS and rows * row_bytes <= LIMIT_BYTES and self._buffers.fits(rows, row_bytes)
+        return self._buffers if fits else None
 
 
-def letter_boxes(rank: int, size: int, device: torch.device) -> LetterBoxes | None:
+def symmetric_buffers(rank: int, size: int, device: torch.device) -> SymmetricBuffers | None:
     """None where there is no such memory: sum and norm are then apart."""
     try:
-        return LetterBoxes(rank, size, device)
+        return SymmetricBuffers(rank, size, device)
     except (RuntimeError, ImportError, AttributeError) as error:
         log.warning("sums between GPUs and norms are apart, and take longer: %s", error)
         return None
 
 
-class ShortSums:
-    """Short sums over the GPUs of one host: every GPU reads the others' numbers itself, in one launch. This
-    is the buffer of one rank. Raises what torch says where GPUs cannot map each other's memory.
+class OneShotAllReduce:
+    """one-shot all-reduces over the GPUs of one host: every GPU reads the others' numbers itself, in one
+    launch. This is the buffer of one rank. Raises what torch says where GPUs cannot map each other's memory.
 
     A ring passes what is short around in as many hops as for what is long. In which order a GPU adds up is
     its own business, so residual streams may differ in their last bits between ranks. Logits are gathered and
@@ -102,13 +105,13 @@ class ShortSums:
 
         group = torch.distributed.group.WORLD
         assert group is not None, "the ranks have joined"
-        self._limit_bytes = limit_bytes or LIMITS.get(size, _MORE_RANKS)
+        self._limit_bytes = limit_bytes or ONE_SHOT_LIMITS.get(size, _MORE_RANKS)
         self._group = group.group_name
         self._buffer = symmetric.empty(self._limit_bytes, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._buffer, group)
         self._sum: Any = torch.ops.symm_mem.one_shot_all_reduce_copy_out
 
-    def take(self, x: Tensor) -> bool:
+    def fits(self, x: Tensor) -> bool:
         """True for what it can sum, and quicker than NCCL."""
         size = x.numel() * x.element_size()
         return 0 < size <= self._limit_bytes and size % _ALIGNED_BYTES == 0
@@ -121,10 +124,10 @@ class ShortSums:
         return x
 
 
-def short_sums(size: int, device: torch.device) -> ShortSums | None:
+def one_shot_all_reduce(size: int, device: torch.device) -> OneShotAllReduce | None:
     """None where there is no such memory: NCCL then sums everything."""
     try:
-        return ShortSums(size, device)
+        return OneShotAllReduce(size, device)
     except (RuntimeError, ImportError, AttributeError) as error:
-        log.warning("short sums go through NCCL, and take longer: %s", error)
+        log.warning("one-shot all-reduces go through NCCL, and take longer: %s", error)
         return None

@@ -6,7 +6,7 @@ queued on the current stream and may be captured in a graph.
 
 Small host objects go through the store over which the ranks have met, so that no GPU is asked for them.
 
-`Collectives` and `Copies` are what ranks say in the middle of a pass, into tensors that are there.
+`Collectives` and `PeerCopies` are what ranks say in the middle of a pass, into tensors that are there.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shared.errors import SetupError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-    from services.executor.parallel.peer_memory import LetterBoxes, ShortSums
+    from services.executor.parallel.peer_memory import OneShotAllReduce, SymmetricBuffers
 
 T = TypeVar("T")
 
 log = logging.getLogger("headrace.executor")
 
-LEADER = 0  # the rank that is the actor
-MEET_WITHIN_S = 600.0  # the others may still be loading
-LEAVE_WITHIN_S = 5.0
+DRIVER = 0  # the rank that is the actor
+RENDEZVOUS_TIMEOUT_S = 600.0  # the others may still be loading
+LEAVE_TIMEOUT_S = 5.0
 _LOOK_S = 0.002  # between two looks for what the others say
 _ONE_HOST = "127.0.0.1"
 # Over NVLink it needs rights that not every host gives, and more than one process that uses it may hang.
@@ -77,14 +77,14 @@ class Memory(Protocol):
     def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
         """A rank's memory from byte `at` on. RuntimeError if that is more than it has."""
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """What comes after this sees what all ranks did before their call of it."""
 
 
 class Solo:
     """The only rank of its group. See Ranks."""
 
-    rank, size = LEADER, 1
+    rank, size = DRIVER, 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -102,11 +102,11 @@ class Solo:
 SOLO = Solo()
 
 
-class Spread:
+class DistributedRanks:
     """A rank of several, over torch.distributed. See Ranks; made by `join`."""
 
-    short: ShortSums | None = None  # on GPUs
-    boxes: LetterBoxes | None = None  # on GPUs, for sums with a norm behind them
+    one_shot: OneShotAllReduce | None = None  # on GPUs
+    symmetric: SymmetricBuffers | None = None  # on GPUs, for sums with a norm behind them
 
     def __init__(
         self, rank: int, size: int, store: TCPStore, *, ordered: bool, gone: Callable[[], str]
@@ -122,14 +122,14 @@ class Spread:
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._ordered:
             return x.copy_(self.all_gather(x).sum(0))
-        if self.short is not None and self.short.take(x):
-            return self.short.all_reduce(x)
+        if self.one_shot is not None and self.one_shot.fits(x):
+            return self.one_shot.all_reduce(x)
         torch.distributed.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.size, *x.shape)
-        _say("all_gather_single", "all_gather_into_tensor", found.flatten(0, 1), x.contiguous())
+        _call("all_gather_single", "all_gather_into_tensor", found.flatten(0, 1), x.contiguous())
         return found
 
     def exchange(self, mine: T) -> list[T]:
@@ -139,19 +139,21 @@ class Spread:
         return [pickle.loads(self._awaited(key)) for key in keys]
 
     def _awaited(self, key: str) -> bytes:
-        give_up_s = time.monotonic() + MEET_WITHIN_S
+        give_up_s = time.monotonic() + RENDEZVOUS_TIMEOUT_S
         while not self._store.check([key]):  # its own wait would go on when nobody will ever say it
             if why := self._gone():
                 raise SetupError(why)
             if time.monotonic() > give_up_s:
-                raise SetupError(f"another rank has said nothing for {MEET_WITHIN_S:.0f} s: see its log")
+                raise SetupError(
+                    f"another rank has said nothing for {RENDEZVOUS_TIMEOUT_S:.0f} s: see its log"
+                )
             time.sleep(_LOOK_S)
         return self._store.get(key)
 
     def close(self) -> None:
         if not torch.distributed.is_initialized():
             return
-        self.short = self.boxes = None
+        self.one_shot = self.symmetric = None
         if torch.distributed.get_backend() != "nccl":
             torch.distributed.destroy_process_group()
             return
@@ -160,12 +162,12 @@ class Spread:
         abort = torch.distributed.distributed_c10d._abort_process_group
         leaving = threading.Thread(target=abort, name="leave", daemon=True)
         leaving.start()
-        leaving.join(LEAVE_WITHIN_S)
+        leaving.join(LEAVE_TIMEOUT_S)
         if leaving.is_alive():
-            log.warning("NCCL has not ended in %.0f s: it is left as it is", LEAVE_WITHIN_S)
+            log.warning("NCCL has not ended in %.0f s: it is left as it is", LEAVE_TIMEOUT_S)
 
 
-def meeting(size: int) -> TCPStore:
+def rendezvous(size: int) -> TCPStore:
     """The store over which the ranks of a new group meet, on a free port: the leader's."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -181,7 +183,7 @@ def join(
     ordered: bool = False,
     sums: bool = True,
     gone: Callable[[], str] = str,
-) -> Spread:
+) -> DistributedRanks:
     """Become rank `rank` of `size` on this host, with `device`. `store`: the leader's, or its port for the
     others; `sums`: there will be many short ones; `gone`: why another rank is no more, empty while all are.
     Returns when all are there. One group a process. Raises SetupError when one is gone."""
@@ -195,7 +197,7 @@ def join(
         os.environ[name] = value
     if isinstance(store, int):
         store = TCPStore(_ONE_HOST, store, size, timeout=_patience())
-    ranks = Spread(rank, size, store, ordered=ordered, gone=gone)
+    ranks = DistributedRanks(rank, size, store, ordered=ordered, gone=gone)
     ranks.exchange(None)  # all have come: torch would wait for one that is gone
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -205,16 +207,16 @@ def join(
         device_id=device if on_gpu else None,
     )
     if on_gpu and size > 1 and sums:
-        from services.executor.parallel.peer_memory import letter_boxes, short_sums
+        from services.executor.parallel.peer_memory import one_shot_all_reduce, symmetric_buffers
 
-        found = short_sums(size, device)
-        ranks.short = found if all(ranks.exchange(found is not None)) else None
-        boxes = None if ordered else letter_boxes(rank, size, device)
-        ranks.boxes = boxes if all(ranks.exchange(boxes is not None)) else None
+        found = one_shot_all_reduce(size, device)
+        ranks.one_shot = found if all(ranks.exchange(found is not None)) else None
+        buffers = None if ordered else symmetric_buffers(rank, size, device)
+        ranks.symmetric = buffers if all(ranks.exchange(buffers is not None)) else None
     return ranks
 
 
-def _say(newer: str, older: str, *given: Any, **more: Any) -> None:
+def _call(newer: str, older: str, *given: Any, **more: Any) -> None:
     """Call torch.distributed's function by its newer name: the older one warns where there are both. Looked
     up at the call, for a torch that was built without it serves on one device."""
     call = getattr(distributed, newer, None) or getattr(distributed, older)
@@ -222,7 +224,7 @@ def _say(newer: str, older: str, *given: Any, **more: Any) -> None:
 
 
 def _patience() -> timedelta:
-    return timedelta(seconds=MEET_WITHIN_S)
+    return timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
 
 
 class Collectives:
@@ -242,7 +244,7 @@ class Collectives:
 
     def all_gather_into(self, out: Tensor, x: Tensor) -> None:
         """`out` `[size, *x.shape]`: everybody's `x`."""
-        _say("all_gather_single", "all_gather_into_tensor", out.flatten(), x.flatten(), group=self._group)
+        _call("all_gather_single", "all_gather_into_tensor", out.flatten(), x.flatten(), group=self._group)
 
     def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
         """all_gather_into for several."""
@@ -251,10 +253,10 @@ class Collectives:
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
         """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
-        _say("reduce_scatter_single", "reduce_scatter_tensor", out.flatten(), x.flatten(), group=self._group)
+        _call("reduce_scatter_single", "reduce_scatter_tensor", out.flatten(), x.flatten(), group=self._group)
 
 
-class Copies:
+class PeerCopies:
     """What Collectives says, said by plain copies, in memory that all ranks can address. All tensors are
     contiguous.
 
@@ -279,10 +281,10 @@ class Copies:
         memory = self._memory
         at = list(accumulate((-(-x.nbytes // _ALIGNED) * _ALIGNED for x in xs), initial=0))
         all_of = list(zip(outs, xs, at, strict=False))  # the last is where they end
-        memory.meet()
+        memory.barrier()
         for _, x, begin in all_of:
             memory.of(self.rank, x.shape, x.dtype, begin).copy_(x)
-        memory.meet()
+        memory.barrier()
         for peer in self._others():
             for out, x, begin in all_of:
                 out[peer].copy_(memory.of(peer, x.shape, x.dtype, begin))
@@ -293,11 +295,11 @@ class Copies:
         """`out`: the sum over all ranks, in their order, of their `x[rank]`; `x` is `[size, *out.shape]`."""
         memory = self._memory
         slots = memory.of(self.rank, x.shape, x.dtype)
-        memory.meet()
+        memory.barrier()
         slots[self.rank].copy_(x[self.rank])
         for peer in self._others():
             memory.of(peer, x.shape, x.dtype)[self.rank].copy_(x[peer])
-        memory.meet()
+        memory.barrier()
         torch.sum(slots, 0, out=out)
 
     def all_reduce(self, x: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""A step's chunks are split into two halves of as many tokens; the cut may go through a prompt.
+"""A step's chunks are split into two micro-batches of as many tokens; the cut may go through a prompt.
 
 The second half of a cut prompt attends to the KV of the first, which must be there first in every layer.
 
 `two_stream_tokens` measures at an engine's start from how many tokens on its prefill steps are quicker in
-halves.
+micro-batches.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shared.messages import SlotOpen, StepPlan, ints
 
 log = logging.getLogger("headrace.executor")
 CUT_TOKENS = 64  # the first half has a multiple of this: a product's tile of rows
-LEAST = 1024  # tokens: below, halves read weights twice and gain nothing
+LEAST = 1024  # tokens: below, micro-batches read weights twice and gain nothing
 PROMPT = 2048
 REPEATS = 3
 _STRIDE = 7919  # a prime: tokens are spread over the vocabulary
 NEVER = 1 << 30
 MARGIN = 0.98  # of the one stream's time: what is less is noise, and `off` is simpler
-Times = dict[int, tuple[float, float]]  # by tokens: a step's time whole and in halves
+Times = dict[int, tuple[float, float]]  # by tokens: a step's time whole and in micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class MicroBatches:
     """Two plans in place of one. `order`: for each sample row of the one, where it is among those of the
     first half followed by those of the second."""
 
@@ -50,7 +50,9 @@ class Halves:
     order: tuple[int, ...]
 
 
-def halves(chunks: Sequence[Chunk], cut: int = CUT_TOKENS) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+def split_chunks(
+    chunks: Sequence[Chunk], cut: int = CUT_TOKENS
+) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
     """The chunks of the first half of the tokens, and of the rest, whose rows begin at 0 again. Chunks stand
     in the order of their rows, from row 0 on; no half is empty where there are `2 * cut` tokens."""
     tokens = sum(chunk.count for chunk in chunks)
@@ -66,16 +68,16 @@ def halves(chunks: Sequence[Chunk], cut: int = CUT_TOKENS) -> tuple[tuple[Chunk,
     return tuple(before), tuple(behind)
 
 
-def split(plan: StepPlan, cut: int = CUT_TOKENS) -> Halves | None:
-    """The rows of a plan, decodes among them, in halves, without its tables and copies, which come before
-    both; None for a step of less than `2 * cut` tokens."""
+def split(plan: StepPlan, cut: int = CUT_TOKENS) -> MicroBatches | None:
+    """The rows of a plan, decodes among them, in micro-batches, without its tables and copies, which come
+    before both; None for a step of less than `2 * cut` tokens."""
     rows, tokens = [], 0
     for row, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
         rows.append(Chunk(row, tokens, start, count))
         tokens += count
     if tokens < 2 * cut:
         return None
-    parts = halves(rows, cut)
+    parts = split_chunks(rows, cut)
     behind = {chunk.slot for chunk in parts[1]}  # with the row that is cut, whose end is there
     samples: tuple[list[int], list[int]] = ([], [])
     for sample, row in enumerate(plan.sample_rows):
@@ -83,8 +85,8 @@ def split(plan: StepPlan, cut: int = CUT_TOKENS) -> Halves | None:
     order = [0] * len(plan.sample_rows)
     for at, sample in enumerate([*samples[0], *samples[1]]):
         order[sample] = at
-    first, second = (_rows(plan, *half) for half in zip(parts, samples, strict=True))
-    return Halves(first, second, tuple(order))
+    first, second = (_rows(plan, *micro_batch) for micro_batch in zip(parts, samples, strict=True))
+    return MicroBatches(first, second, tuple(order))
 
 
 def _rows(plan: StepPlan, chunks: Sequence[Chunk], samples: Sequence[int]) -> StepPlan:
@@ -110,9 +112,9 @@ def two_stream_tokens(
     prepare: Callable[[int], None] = lambda tokens: None,
     now_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
-    """From how many tokens on an engine's prefill steps are quicker in two halves: what the ranks say in
-    their hello. `prepare` is told the tokens of the steps that come next: from the longest on, until halves
-    gain nothing. Leaves slots open.
+    """From how many tokens on an engine's prefill steps are quicker in two micro-batches: what the ranks say
+    in their hello. `prepare` is told the tokens of the steps that come next: from the longest on, until
+    micro-batches gain nothing. Leaves slots open.
 
     All ranks measure at once, the same steps in the same order, and the slowest rank's times count: a step
     ends when all have. The two ways take turns, so that neither has the cooler device. Prompts are as long as
@@ -122,24 +124,24 @@ def two_stream_tokens(
         prepare(tokens)
         found = ranks.exchange(_times(backend, tokens, now_ns))
         slowest[tokens] = max(whole for whole, _ in found), max(halved for _, halved in found)
-        if crossover(slowest) != tokens:
+        if split_threshold(slowest) != tokens:
             break
-    since = crossover(slowest)
+    since = split_threshold(slowest)
     log.info(
-        "steps in two halves, the talk of one under the other's compute: %s (ms whole and halved: %s)",
+        "steps in micro-batches, one's collectives under the other's compute: %s (ms whole and halved: %s)",
         "never" if since == NEVER else f"from {since} tokens on",
         ", ".join(f"{tokens} {one / 1e6:.1f} {two / 1e6:.1f}" for tokens, (one, two) in slowest.items()),
     )
     return since
 
 
-def crossover(times: Mapping[int, tuple[float, float]]) -> int:
+def split_threshold(times: Mapping[int, tuple[float, float]]) -> int:
     """The least number of tokens from which on two streams took less than MARGIN of one's time wherever
     they were measured; NEVER if not even at the most. `times`: by tokens, one stream's and two streams'.
 
-    Both are measured at a few sizes. Halves of few tokens are slower (the weights are read twice, a talk is
-    mostly its latency), those of many are quicker, and between there is one size from which on it stays
-    so."""
+    Both are measured at a few sizes. Halves of few tokens are slower (the weights are read twice, a
+    collective is mostly its latency), those of many are quicker, and between there is one size from which on
+    it stays so."""
     found = NEVER
     for tokens, (one, two) in sorted(times.items(), reverse=True):
         if two >= MARGIN * one:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.executor.engine import TellGrammar, nobody
+from services.executor.engine import ReportGrammar, ignore_grammar_news
 from services.executor.sampling.grammar_compiler import (
     Compilation,
     GrammarCompiler,
@@ -55,11 +55,14 @@ class Grammars:
     """The grammars of open slots. `open` and `close` are the device thread's; who samples has the rest."""
 
     def __init__(
-        self, load_vocabulary: Callable[[], Vocabulary], vocab: int, tell: TellGrammar = nobody
+        self,
+        load_vocabulary: Callable[[], Vocabulary],
+        vocab: int,
+        report: ReportGrammar = ignore_grammar_news,
     ) -> None:
-        """`tell` is called on some thread when the compilation for a slot that is open has ended."""
+        """`report` is called on some thread when the compilation for a slot that is open has ended."""
         self._compiler = GrammarCompiler(load_vocabulary, vocab)
-        self._tell = tell
+        self._report = report
         self._rows: dict[int, _Row] = {}
         self._words = -(-vocab // _WORD_BITS)
 
@@ -67,7 +70,7 @@ class Grammars:
         """Take a slot's grammar, if it has one, and begin to compile it."""
         self.close(opened.slot)
         if opened.grammar:
-            compilation = self._compiler.want(opened.grammar, opened.tenant)
+            compilation = self._compiler.request(opened.grammar, opened.tenant)
             row = self._rows[opened.slot] = _Row(compilation, opened.prompt_tokens)
             compilation.result.add_done_callback(lambda _: self._ended(opened, row))
 
@@ -87,10 +90,10 @@ class Grammars:
         slot, generation = opened.slot, opened.generation
         error = row.compilation.result.exception()
         if isinstance(error, GrammarRefusedError):
-            self._tell(GrammarFailed(slot=slot, generation=generation, message=str(error)))
+            self._report(GrammarFailed(slot=slot, generation=generation, message=str(error)))
         else:  # any other error is told by its row
             took_us = row.compilation.took_us
-            self._tell(GrammarReady(slot=slot, generation=generation, compile_us=took_us))
+            self._report(GrammarReady(slot=slot, generation=generation, compile_us=took_us))
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
         """The indices of slots with a grammar."""
@@ -110,7 +113,7 @@ class Grammars:
 
         def fill(row: int) -> None:
             slot = slots[row]
-            matcher = self._follow(self._rows[slot], tokens(slot))
+            matcher = self._accept(self._rows[slot], tokens(slot))
             if not matcher.is_terminated():  # else a row of a plan made before its end was known
                 matcher.fill_next_token_bitmask(allowed, places[row])
 
@@ -131,7 +134,7 @@ class Grammars:
         def ask(row: int) -> None:
             slot, token = slots[row], ids[row]
             state = self._rows[slot]
-            matcher = self._follow(state, tokens(slot))
+            matcher = self._accept(state, tokens(slot))
             if matcher.is_terminated():
                 return
             if token not in state.mute and matcher.accept_token(token):
@@ -142,7 +145,7 @@ class Grammars:
         failures = _each(rows, ask)
         return again, failures
 
-    def _follow(self, row: _Row, tokens: Sequence[int]) -> Any:
+    def _accept(self, row: _Row, tokens: Sequence[int]) -> Any:
         """The slot's matcher, which knows all of its tokens then and no other."""
         if row.matcher is None:
             compiled = row.compilation.result.result(COMPILE_S)

@@ -1,11 +1,11 @@
 """`GrammarCompiler` has grammars compiled, in processes that can be killed (grammar_process).
 
     want ──▶ known by its digest? ──▶ there at once
-         ──▶ the tenant's queue ── tenants in turn ──▶ a lane: its process ──▶ read back here ──▶ kept
+         ──▶ the tenant's queue ── tenants in turn ──▶ a thread: its process ──▶ read back here ──▶ kept
 
-A lane is a thread and its process; the first grammar begins one, and one more is begun while a tenant waits
+A thread is a thread and its process; the first grammar begins one, and one more is begun while a tenant waits
 for another's. A tenant has one lane at most, so that one whose grammars take long waits behind itself. What
-was refused is kept, too. Nobody waits for a lane at the end.
+was refused is kept, too. Nobody waits for a thread at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shared.errors import EngineError
 from shared.processes import module_command, with_import_path
 from shared.vocab.vocabulary import Vocabulary
 
-LANES = 2
+COMPILERS = 2
 COMPILED = 64  # grammars kept, with the tables of tokens that they allow
 KEPT_BYTES = 256 * 1024 * 1024  # of those
 GRACE_S = 10.0  # beyond the limit of one grammar, for a process that begins or does not answer
@@ -58,32 +58,32 @@ class Compilation:
 
 
 class GrammarCompiler:
-    """Of one engine. `want`, `release` and `close` are the device thread's."""
+    """Of one engine. `request`, `release` and `close` are the device thread's."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], vocab: int) -> None:
         self._load_vocabulary = load_vocabulary
         self._vocab = vocab
         self._infos: dict[bool, Any] = {}
         self._changed = threading.Condition()  # of all that follows
-        self._known: OrderedDict[bytes, Compilation] = OrderedDict()
+        self._cache: OrderedDict[bytes, Compilation] = OrderedDict()
         self._queues: OrderedDict[str, deque[Compilation]] = (
             OrderedDict()
         )  # tenants, whose turn is next first
-        self._busy: set[str] = set()  # tenants that have a lane
-        self._lanes: list[_Lane] = []
+        self._busy: set[str] = set()  # tenants that have a thread
+        self._threads: list[_CompilerThread] = []
         self._closed = False
 
-    def want(self, text: str, tenant: str) -> Compilation:
+    def request(self, text: str, tenant: str) -> Compilation:
         """A grammar for one more slot."""
         key = hashlib.blake2b(text.encode(), digest_size=32).digest()
         with self._changed:
-            found = self._known.get(key)
+            found = self._cache.get(key)
             if found is None or found.result.cancelled():
-                found = self._known[key] = Compilation(text)
+                found = self._cache[key] = Compilation(text)
                 self._queues.setdefault(tenant, deque()).append(found)
-                self._staff()
+                self._start_threads()
             found.wanted += 1
-            self._known.move_to_end(key)
+            self._cache.move_to_end(key)
             self._trim()
         return found
 
@@ -97,33 +97,33 @@ class GrammarCompiler:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            lanes = list(self._lanes)
-        for lane in lanes:
-            lane.end()
+            lanes = list(self._threads)
+        for thread in lanes:
+            thread.end()
 
-    def _staff(self) -> None:
-        """Wake a lane for who waits and has none, or begin one."""
+    def _start_threads(self) -> None:
+        """Wake a thread for who waits and has none, or begin one."""
         waits = not self._closed and any(tenant not in self._busy for tenant in self._queues)
-        if waits and len(self._lanes) == len(self._busy) < LANES:
-            self._lanes.append(_Lane(self._run))
+        if waits and len(self._threads) == len(self._busy) < COMPILERS:
+            self._threads.append(_CompilerThread(self._run))
         self._changed.notify_all()
 
     def _trim(self) -> None:
         """Forget the least recently used that are over; who uses one keeps it."""
-        kept_bytes = sum(one.kept_bytes for one in self._known.values())
-        for key, one in list(self._known.items()):
-            if len(self._known) <= COMPILED and kept_bytes <= KEPT_BYTES:
+        kept_bytes = sum(one.kept_bytes for one in self._cache.values())
+        for key, one in list(self._cache.items()):
+            if len(self._cache) <= COMPILED and kept_bytes <= KEPT_BYTES:
                 return
             if one.result.done():
-                del self._known[key]
+                del self._cache[key]
                 kept_bytes -= one.kept_bytes
 
-    def _run(self, lane: _Lane) -> None:
+    def _run(self, thread: _CompilerThread) -> None:
         while (turn := self._next()) is not None:
             tenant, compilation = turn
             began_ns = time.monotonic_ns()
             try:
-                found: Any = self._compile(lane, compilation.text)
+                found: Any = self._compile(thread, compilation.text)
                 compilation.kept_bytes = int(found.memory_size_bytes)
             except Exception as error:  # noqa: BLE001 - one request's grammar must not end the others'
                 found = error
@@ -152,21 +152,21 @@ class GrammarCompiler:
                     self._queues[tenant] = queue  # behind the others
                 if compilation.wanted > 0:
                     self._busy.add(tenant)
-                    self._staff()
+                    self._start_threads()
                     return tenant, compilation
                 compilation.result.cancel()
         return None
 
     def _forget(self, compilation: Compilation) -> None:
         with self._changed:
-            for key in [key for key, one in self._known.items() if one is compilation]:
-                del self._known[key]
+            for key in [key for key, one in self._cache.items() if one is compilation]:
+                del self._cache[key]
 
-    def _compile(self, lane: _Lane, text: str) -> Any:
+    def _compile(self, thread: _CompilerThread, text: str) -> Any:
         """On the lane. Raises GrammarRefusedError, EngineError."""
         no_control = json.loads(text)["kind"] == "json"
         info = self._info(no_control)
-        outcome = lane.compile(Job(no_control, text), self._texts)
+        outcome = thread.compile(Job(no_control, text), self._texts)
         if outcome.refused:
             raise GrammarRefusedError(_PLACE.sub("", outcome.refused)[:MAX_WHY_CHARS])
         return xgrammar().CompiledGrammar.deserialize_json(outcome.compiled.decode(), info)
@@ -191,10 +191,10 @@ class GrammarCompiler:
         return Texts(no_control, texts, self._vocab, list(vocabulary.eos_ids))
 
 
-class _Lane:
+class _CompilerThread:
     """A thread, and the process that compiles for it; after one that died it begins another."""
 
-    def __init__(self, run: Callable[[_Lane], None]) -> None:
+    def __init__(self, run: Callable[[_CompilerThread], None]) -> None:
         self.process: _Process | None = None
         self._ended = False
         self._changing = threading.Lock()  # of both

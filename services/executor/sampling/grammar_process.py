@@ -119,7 +119,7 @@ def _collect(read_end: int, executor: Connection, found: bytearray) -> bool:
     while (left_s := until_s - time.monotonic()) > 0:
         both = [read_end, executor.fileno()]
         ready, _, _ = select.select(both, [], [], min(left_s, _PARENT_S))
-        if executor.fileno() in ready or _orphaned():
+        if executor.fileno() in ready or _parent_gone():
             raise EOFError  # the executor says nothing before it has its answer: this is its end
         if ready:
             data = os.read(read_end, _CHUNK)
@@ -129,7 +129,7 @@ def _collect(read_end: int, executor: Connection, found: bytearray) -> bool:
     return False
 
 
-def _orphaned() -> bool:
+def _parent_gone() -> bool:
     return os.getppid() != _PARENT
 
 
@@ -213,7 +213,7 @@ def main() -> None:
     _without_torch()
     compilers: dict[bool, Any] = {}
     try:
-        while not _orphaned():
+        while not _parent_gone():
             if not executor.poll(_PARENT_S):
                 continue
             asked = executor.recv()

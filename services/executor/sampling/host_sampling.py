@@ -6,7 +6,7 @@ where the host need not wait for that.
 
 On a GPU the rows of one half must not queue behind the other half's forward. So an event marks the end of
 their own forward, and all that follows it runs on a stream beside the one that computes. That holds for
-steps without such rows, too: on the host lane they may be sampled when the next forward is queued already.
+steps without such rows, too: on the host thread they may be sampled when the next forward is queued already.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from services.executor.sampling import grammar
 from services.executor.sampling.grammar import Grammars
-from services.executor.sampling.logits_processors import Chains, HostRow, MakeProcessor
+from services.executor.sampling.logits_processors import HostRow, MakeProcessor, ProcessorPipelines
 from services.executor.sampling.sampler import Sampler
 from shared.messages import SlotOpen
 
@@ -47,10 +47,10 @@ class Chosen:
 
 class HostRows:
     """The processors and grammars of open slots. `open`, `close` and `forwarded` are the device thread's,
-    the rest is the host lane's."""
+    the rest is the host thread's."""
 
     def __init__(self, known: Mapping[str, MakeProcessor], grammars: Grammars, device: torch.device) -> None:
-        self._chains = Chains(known)
+        self._pipelines = ProcessorPipelines(known)
         self._grammars = grammars
         self._stream: torch.cuda.Stream | None = None
         self._marks = device.type == "cuda"
@@ -59,12 +59,12 @@ class HostRows:
 
     def open(self, opened: SlotOpen) -> None:
         """Take a slot's processors and grammar, if it has any."""
-        self._chains.open(opened)
+        self._pipelines.open(opened)
         self._grammars.open(opened)
 
     def close(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
-        self._chains.close(slot)
+        self._pipelines.close(slot)
         self._grammars.close(slot)
 
     def end(self) -> None:
@@ -79,7 +79,7 @@ class HostRows:
         event.record()
         return event
 
-    def beside(self, forwarded: torch.cuda.Event | None) -> AbstractContextManager[object]:
+    def overlapping(self, forwarded: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """Where to sample: after that forward, beside whatever the device computes next."""
         if forwarded is None or self._stream is None:
             return nullcontext()
@@ -119,17 +119,17 @@ class HostRows:
     def _through_processors(
         self, logits: Tensor, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]
     ) -> Processed:
-        rows = self._chains.rows_of(slots)
+        rows = self._pipelines.rows_of(slots)
         if not rows:
             return Processed(logits, 0, {})
         at = torch.tensor(rows, device=logits.device)
         host = self._to_host(logits[at])
         began_ns = time.monotonic_ns()
         hosted = [HostRow(slots[row], tokens(slots[row]), host[k]) for k, row in enumerate(rows)]
-        failed = self._chains.run(hosted, torch.inference_mode)
+        failed = self._pipelines.run(hosted, torch.inference_mode)
         host_us = (time.monotonic_ns() - began_ns) // 1000
         back = host.to(logits.device, non_blocking=True)
-        failed = self._chains.judged(hosted, failed, back.amax(-1).isfinite().tolist())
+        failed = self._pipelines.with_row_errors(hosted, failed, back.amax(-1).isfinite().tolist())
         for k in failed:
             back[k] = 0  # a token is drawn from it, and not used
         changed = logits.clone()

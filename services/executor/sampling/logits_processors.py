@@ -45,7 +45,7 @@ MakeProcessor = Callable[[dict[str, Any], Sequence[int]], LogitsProcessor]
 
 
 class Wait:
-    """Waits `ms` milliseconds a row and changes nothing: for tests and demonstrations of the host lane.
+    """Waits `ms` milliseconds a row and changes nothing: for tests and demonstrations of the host thread.
     Without `ms` a simulated engine takes the `host_row` of its setting `sim`."""
 
     waits = True
@@ -97,7 +97,7 @@ class HostRow:
 
 
 @dataclass(slots=True)
-class _Link:
+class _Stage:
     """One processor of one slot."""
 
     name: str
@@ -107,41 +107,41 @@ class _Link:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _Pipeline:
     prompt: Sequence[int]
-    links: tuple[_Link, ...]
+    stages: tuple[_Stage, ...]
     waits: bool  # for something outside
 
 
-class Chains:
+class ProcessorPipelines:
     """The logits processors of open slots, and their run over the rows of a step.
 
-    A slot's processors are built when its first row comes, on the host lane: what a constructor does must not
-    stop the device. Whatever a plugin raises is that row's failure, said in words.
+    A slot's processors are built when its first row comes, on the host thread: what a constructor does must
+    not stop the device. Whatever a plugin raises is that row's failure, said in words.
 
-    Slots are opened and closed on the device thread while the host lane runs
+    Slots are opened and closed on the device thread while the host thread runs
     the rows of others: an entry is one slot's, and whoever changes a slot waits for its rows first."""
 
     def __init__(self, known: Mapping[str, MakeProcessor]) -> None:
-        self._known = known
-        self._chains: dict[int, _Chain] = {}
+        self._makers = known
+        self._pipelines: dict[int, _Pipeline] = {}
 
     def open(self, opened: SlotOpen) -> None:
         """Take a slot's processors, if it has any."""
-        self._chains.pop(opened.slot, None)
+        self._pipelines.pop(opened.slot, None)
         if opened.processors:
-            links = tuple(self._link(text) for text in opened.processors)
-            waits = any(getattr(link.make, "waits", False) for link in links)
+            stages = tuple(self._stage(text) for text in opened.processors)
+            waits = any(getattr(stage.make, "waits", False) for stage in stages)
             prompt = opened.tokens[: opened.prompt_tokens]
-            self._chains[opened.slot] = _Chain(prompt, links, waits)
+            self._pipelines[opened.slot] = _Pipeline(prompt, stages, waits)
 
     def close(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
-        self._chains.pop(slot, None)
+        self._pipelines.pop(slot, None)
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
         """The indices of slots with processors."""
-        return [i for i, slot in enumerate(slots) if slot in self._chains] if self._chains else []
+        return [i for i, slot in enumerate(slots) if slot in self._pipelines] if self._pipelines else []
 
     def run(
         self, rows: Sequence[HostRow], around: Callable[[], AbstractContextManager[object]]
@@ -154,35 +154,35 @@ class Chains:
 
         def run_row(i: int) -> None:
             with around():
-                if why := _run(self._chains[rows[i].slot], rows[i]):
+                if why := _run(self._pipelines[rows[i].slot], rows[i]):
                     failures[i] = why
 
         for i, row in enumerate(rows):
-            if self._chains[row.slot].waits:
+            if self._pipelines[row.slot].waits:
                 waiting.append(i)
             else:
                 run_row(i)
         _side_by_side(waiting, run_row)
         return failures
 
-    def judged(
+    def with_row_errors(
         self, rows: Sequence[HostRow], failures: Mapping[int, str], sound: Sequence[bool]
     ) -> dict[int, str]:
         """`failures` of a run, and the rows whose logits were left without a finite largest one, in order."""
         found = dict(failures)
         for i, row in enumerate(rows):
             if not sound[i] and i not in found:
-                names = ", ".join(link.name for link in self._chains[row.slot].links)
+                names = ", ".join(stage.name for stage in self._pipelines[row.slot].stages)
                 found[i] = _why(names, ValueError("it left NaN or infinity, or no token that may follow"))
         return dict(sorted(found.items()))
 
-    def _link(self, text: str) -> _Link:
+    def _stage(self, text: str) -> _Stage:
         try:
             asked = json.loads(text)
             name, args = str(asked["name"]), dict(asked["args"])
         except (ValueError, TypeError, LookupError, RecursionError):
             name, args = text[:40], {}  # no tokenizer sends that; its row says that it is unknown
-        return _Link(name, args, self._known.get(name))
+        return _Stage(name, args, self._makers.get(name))
 
 
 def _side_by_side(rows: deque[int], run_row: Callable[[int], None]) -> None:
@@ -208,18 +208,18 @@ def _side_by_side(rows: deque[int], run_row: Callable[[int], None]) -> None:
         thread.join()
 
 
-def _run(chain: _Chain, row: HostRow) -> str:
+def _run(pipeline: _Pipeline, row: HostRow) -> str:
     """Empty, or why the row failed."""
-    generated = row.tokens[len(chain.prompt) :]
-    for link in chain.links:
+    generated = row.tokens[len(pipeline.prompt) :]
+    for stage in pipeline.stages:
         try:
-            if link.processor is None:
-                link.processor = _built(link, chain.prompt)
-            changed = link.processor.process(generated, row.logits)
+            if stage.processor is None:
+                stage.processor = _built(stage, pipeline.prompt)
+            changed = stage.processor.process(generated, row.logits)
             if changed is not row.logits:
                 _take(row.logits, changed)
         except BaseException as error:  # noqa: BLE001 - the sys.exit of a plugin must not end the engine
-            return _why(link.name, error)
+            return _why(stage.name, error)
     return ""
 
 
@@ -232,10 +232,10 @@ def cut_why(why: str) -> str:
     return why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
 
 
-def _built(link: _Link, prompt: Sequence[int]) -> LogitsProcessor:
-    if link.make is None:
+def _built(stage: _Stage, prompt: Sequence[int]) -> LogitsProcessor:
+    if stage.make is None:
         raise BadRequest("this executor has none of that name; add it to its setting logits_processors")
-    return link.make(dict(link.args), prompt)
+    return stage.make(dict(stage.args), prompt)
 
 
 def _take(logits: Tensor, changed: Tensor) -> None:

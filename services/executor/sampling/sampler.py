@@ -4,7 +4,7 @@ Order: penalties, logit bias, then the most likely token, or temperature, top-k,
 Work that no row asked for is not done. A draw depends on the slot's seed, the position and the logits only.
 
 A row without a finite largest logit (NaN, infinity, nothing left to choose) has no token: its id is one of
-FLAWS. No other row sees it: whatever is computed for several rows at once finds zeros in its place.
+ROW_ERRORS. No other row sees it: whatever is computed for several rows at once finds zeros in its place.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.sampling import FLAWED, draw, keep_likely, penalize
+from kernels.sampling import INVALID, draw, keep_likely, penalize
 from shared.messages import ROW_REFUSED, Floats, Ints, Sampling, SlotOpen, floats, ints
 
 # Ids of rows that have no token, and why. The second is the request's own fault.
 BY_MODEL, BY_REQUEST = -1, -2
-FLAWS = {
+ROW_ERRORS = {
     BY_MODEL: "the logits of this sequence are not finite: NaN, infinity, or no token may follow",
     BY_REQUEST: f"{ROW_REFUSED}its penalties and logit_bias leave no finite logits: ask for milder ones",
 }
@@ -36,7 +36,7 @@ _Seeds = NDArray[np.int64]
 class Sampler:
     """Sampling state of every slot. Token counts for penalties are made when the first slot asks for them.
 
-    The host lane may choose for some slots while the device thread opens or closes others: each touches the
+    The host thread may choose for some slots while the device thread opens or closes others: each touches the
     rows and keys of its own slots, and the counts exist before a slot that needs them is sampled.
     """
 
@@ -76,8 +76,9 @@ class Sampler:
         return bool(temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0))
 
     def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
-        """A token for each row of `logits` `[rows, vocab]`, float32: ids `[rows]`, or one of FLAWS. Row i is
-        for `slots[i]`, its token takes place `positions[i]` of the sequence. `logits` is left as it is."""
+        """A token for each row of `logits` `[rows, vocab]`, float32: ids `[rows]`, or one of ROW_ERRORS. Row
+        i is for `slots[i]`, its token takes place `positions[i]` of the sequence. `logits` is left as it
+        is."""
         ids = self.propose(logits, slots, positions)
         self.remember(slots, ids)
         return ids
@@ -103,8 +104,8 @@ class Sampler:
         return self._flagged(ids, best, logits, changed=adjusted is not logits)
 
     def _flagged(self, ids: Tensor, best: Tensor, logits: Tensor, *, changed: bool) -> Tensor:
-        """`ids`, and one of FLAWS where the largest logit, `best`, is not finite. `logits` are those before
-        the slots' wishes, which have `changed` some."""
+        """`ids`, and one of ROW_ERRORS where the largest logit, `best`, is not finite. `logits` are those
+        before the slots' wishes, which have `changed` some."""
         sound = best.isfinite()
         if not sound.is_cuda and bool(sound.all()):  # on a GPU to ask would be to wait
             return ids
@@ -183,14 +184,14 @@ def filters_of(wanted: Sampling) -> NDArray[np.float32]:
     return np.array((temperature, top_k, max(wanted.top_p, _LEAST), min_p), dtype=np.float32)
 
 
-def flaw_codes(ids: Tensor) -> Tensor:
-    """FLAWS among `ids` as they are told in a done column: FLAWED for the first, as the kernel does."""
-    return FLAWED + BY_MODEL - ids
+def row_error_codes(ids: Tensor) -> Tensor:
+    """ROW_ERRORS among `ids` as they are told in a done column: INVALID for the first, as the kernel does."""
+    return INVALID + BY_MODEL - ids
 
 
-def row_flaws(done: list[int]) -> dict[int, str]:
+def row_errors(done: list[int]) -> dict[int, str]:
     """Why rows of such a column have no token, by index; their entries become those of a StepResult."""
-    flaws = {row: FLAWS[FLAWED + BY_MODEL - code] for row, code in enumerate(done) if code >= FLAWED}
+    flaws = {row: ROW_ERRORS[INVALID + BY_MODEL - code] for row, code in enumerate(done) if code >= INVALID}
     for row in flaws:
         done[row] = 2
     return flaws

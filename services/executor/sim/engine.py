@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.arena import Arena
-from services.executor.engine import BackendInfo, GiveWay, Pending, StepOutput, at_once
-from services.executor.sampling.logits_processors import Chains, HostRow, MakeProcessor, Wait
+from services.executor.engine import BackendInfo, Pending, StepOutput, YieldDevice, no_yield
+from services.executor.sampling.logits_processors import HostRow, MakeProcessor, ProcessorPipelines, Wait
 from shared.codec import MAX_STAGES
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
@@ -279,7 +279,7 @@ def _copies(numbers: dict[str, int], usual: SimCopies) -> SimCopies:
 
 class SimBlocks:
     """The KV blocks and the tables of all slots. Each block holds a signature of what was last written to it,
-    and no more. Its Copier half belongs to the copy lane.
+    and no more. Its Copier half belongs to the copy worker.
 
         signature [sequence, index in the sequence, tokens so far, step]   of 8 bytes each"""
 
@@ -328,7 +328,7 @@ class SimCopier:
         self.piece_bytes = slower_mb_s * 1_000 or _FREE_PIECE_BYTES  # a millisecond's
         self._arena: NDArray[np.uint8] | None = None
 
-    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
+    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
         self._arena = np.frombuffer(arena.view, dtype=np.uint8)
 
     def detach(self) -> None:
@@ -357,39 +357,39 @@ class SimHostRows:
     """The logits processors of open slots: they run on zero logits, and what they make of them is not looked
     at. `Wait` is not run but slept for, all rows of a step at once, so that a row may take 30 µs.
 
-    `process` is the host lane's, the rest the device thread's."""
+    `process` is the host thread's, the rest the device thread's."""
 
     def __init__(self, known: Mapping[str, MakeProcessor], vocab: int, host_row_us: int) -> None:
         """`host_row_us`: of a `Wait` that names no time."""
         self._waits: list[float | None] = []  # ms, of the step that is processed
-        self._chains = Chains({name: self._noted(make) for name, make in known.items()})
+        self._pipelines = ProcessorPipelines({name: self._noted(make) for name, make in known.items()})
         self._reads_logits = any(make is not Wait for make in known.values())
         self._vocab = vocab
         self._host_row_us = host_row_us
 
     def open(self, opened: SlotOpen) -> None:
         """Take a slot's processors, if it has any."""
-        self._chains.open(opened)
+        self._pipelines.open(opened)
 
     def close(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
-        self._chains.close(slot)
+        self._pipelines.close(slot)
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
         """The indices of slots with processors."""
-        return self._chains.rows_of(slots)
+        return self._pipelines.rows_of(slots)
 
     def process(
         self, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]
     ) -> tuple[int, dict[int, str]]:
         """Run the processors of the rows that have some. Returns their time in µs and why rows failed, by
         index into `slots`."""
-        rows = self._chains.rows_of(slots)
+        rows = self._pipelines.rows_of(slots)
         began_ns = time.monotonic_ns()
         hosted = [HostRow(slots[row], tokens(slots[row]), self._logits()) for row in rows]
-        failed = self._chains.run(hosted, nullcontext)
+        failed = self._pipelines.run(hosted, nullcontext)
         sound = [not self._reads_logits or bool(row.logits.amax().isfinite()) for row in hosted]
-        failed = self._chains.judged(hosted, failed, sound)
+        failed = self._pipelines.with_row_errors(hosted, failed, sound)
         self._sleep()
         return (time.monotonic_ns() - began_ns) // 1000, {rows[k]: why for k, why in failed.items()}
 

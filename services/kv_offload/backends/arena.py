@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from services.kv_offload.backends.interface import Arena
-from services.kv_offload.backends.lmcache import CarvedArena
+from services.kv_offload.backends.lmcache import SubAllocatedArena
 from services.kv_offload.backends.shared_memory import (
     PAGE_BYTES,
     SHM,
@@ -110,7 +110,7 @@ def _make(plan: Plan, generation: int) -> Arena:
     if plan.store == "lmcache":
         from services.kv_offload.backends.lmcache import LmcacheArena
 
-        return CarvedArena(LmcacheArena(plan.host, generation, plan.bytes))
+        return SubAllocatedArena(LmcacheArena(plan.host, generation, plan.bytes))
     from services.kv_offload.backends.builtin import PlainArena
 
     return PlainArena(plan.host, generation, plan.bytes)

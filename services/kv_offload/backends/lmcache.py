@@ -130,7 +130,7 @@ class LmcacheArena:
         self._segment.close()
 
 
-class CarvedArena:
+class SubAllocatedArena:
     """See `interface.Arena`. Takes another arena whole and cuts it up itself.
 
     LMCache's own calls take 30 to 350 µs a range, on the event loop: 0.4 s for the 1,024 blocks of a long
@@ -248,7 +248,7 @@ class LmcacheRemote:
         with self._turn:
             end = self._end()
             try:
-                self._ask(end, "submit_batch_set", [_key(name)], [value.cast("B")])
+                self._call(end, "submit_batch_set", [_key(name)], [value.cast("B")])
             except RemoteError as error:
                 if time.monotonic() >= end:
                     raise
@@ -261,7 +261,7 @@ class LmcacheRemote:
         with self._turn:
             end = self._end()
             right = self._length(end, name, into.nbytes) == into.nbytes
-            if right and self._ask(end, "submit_batch_get", [_key(name)], [into.cast("B")])[0]:
+            if right and self._call(end, "submit_batch_get", [_key(name)], [into.cast("B")])[0]:
                 return into.nbytes
             if right:
                 self._drop()  # the rest of the answer is still in the connection
@@ -272,7 +272,7 @@ class LmcacheRemote:
     def delete(self, name: str) -> None:
         with self._turn:
             end = self._end()
-            if not self._ask(end, "submit_batch_delete", [_key(name)])[0] and self._exists(end, [name])[0]:
+            if not self._call(end, "submit_batch_delete", [_key(name)])[0] and self._exists(end, [name])[0]:
                 self._drop()
                 raise RemoteError(f"the remote store did not delete {name}: it may be read-only")
 
@@ -299,9 +299,9 @@ class LmcacheRemote:
             raise RemoteError(f"the remote store does not say how long {name} is: {error}") from error
 
     def _exists(self, end: float, names: list[str]) -> list[bool]:
-        return self._ask(end, "submit_batch_exists", [_key(name) for name in names])
+        return self._call(end, "submit_batch_exists", [_key(name) for name in names])
 
-    def _ask(self, end: float, operation: str, *arguments: list[Any]) -> list[bool]:
+    def _call(self, end: float, operation: str, *arguments: list[Any]) -> list[bool]:
         """What the client found, by key; True for each key of a put."""
         try:
             if self._client is None:
@@ -367,17 +367,17 @@ class Ipv6Redis:
 
     def put(self, name: str, value: memoryview) -> None:
         try:
-            self._ask(lambda redis: redis.set(_key(name), bytes(value)))
+            self._call(lambda redis: redis.set(_key(name), bytes(value)))
         except DamagedValue as error:
             raise RefusedWrite(f"the remote store takes no value: {error.message}") from error
 
     def get(self, name: str, into: memoryview) -> int:
         if into.readonly:
             raise ValueError("a value cannot be read into a read-only buffer")
-        length = self._ask(lambda redis: redis.strlen(_key(name)))
+        length = self._call(lambda redis: redis.strlen(_key(name)))
         if not length and not self.has([name])[0]:
             return 0
-        value = self._ask(lambda redis: redis.get(_key(name))) if length == into.nbytes else b""
+        value = self._call(lambda redis: redis.get(_key(name))) if length == into.nbytes else b""
         if len(value or b"") != into.nbytes:
             raise DamagedValue(f"the value of {name} is not {into.nbytes} bytes long: delete it")
         into.cast("B")[:] = value
@@ -385,23 +385,23 @@ class Ipv6Redis:
 
     def delete(self, name: str) -> None:
         try:
-            self._ask(lambda redis: redis.delete(_key(name)))
+            self._call(lambda redis: redis.delete(_key(name)))
         except DamagedValue as error:
             raise RemoteError(f"the remote store did not delete {name}: {error.message}") from error
 
     def has(self, names: list[str]) -> list[bool]:
         def exist(redis: Any) -> list[int]:
-            with redis.pipeline(transaction=False) as asked:
+            with redis.pipeline(transaction=False) as message:
                 for name in names:
-                    asked.exists(_key(name))
-                return list(asked.execute())
+                    message.exists(_key(name))
+                return list(message.execute())
 
-        return [bool(there) for there in self._ask(exist)] if names else []
+        return [bool(there) for there in self._call(exist)] if names else []
 
     def close(self) -> None:
         self._redis.close()
 
-    def _ask(self, what: Callable[[Any], Any]) -> Any:
+    def _call(self, what: Callable[[Any], Any]) -> Any:
         """Raises RemoteError, and DamagedValue for what the server answers with an error."""
         try:
             return what(self._redis)
@@ -449,7 +449,7 @@ class RedisLengths:
         try:
             if self._socket is None:
                 self._connect(end)
-            answer = self._ask(end, "STRLEN", key)
+            answer = self._call(end, "STRLEN", key)
         except (OSError, RemoteError):
             self.close()
             raise
@@ -472,10 +472,10 @@ class RedisLengths:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._answers = self._socket.makefile("rb")
         words = ("AUTH", *self._login) if self._login else ("PING",)
-        if (answer := self._ask(end, *words)).startswith((b"-WRONGPASS", b"-NOAUTH", b"-ERR")):
+        if (answer := self._call(end, *words)).startswith((b"-WRONGPASS", b"-NOAUTH", b"-ERR")):
             raise _refused_login(answer.decode(errors="replace").strip("-\r\n"))
 
-    def _ask(self, end: float, *words: str) -> bytes:
+    def _call(self, end: float, *words: str) -> bytes:
         """One command and the line that it is answered with."""
         assert self._socket is not None
         assert self._answers is not None

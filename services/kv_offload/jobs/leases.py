@@ -49,18 +49,18 @@ def release(state: State, source: str, epoch: int, message: KvRelease) -> None:
     for job in message.jobs:
         lease = (source, epoch, job)
         if isinstance(what := close(state, lease), WriteLease):
-            for place in filter(None, what.ranges):
-                state.l1.give(place)
+            for range_ in filter(None, what.ranges):
+                state.l1.give(range_)
         end_quarantine(state, lease)
 
 
 def expire(state: State, lease: LeaseId) -> None:
     """Its deadline has passed."""
-    state.figures.expired_leases += 1
+    state.counters.expired_leases += 1
     what = close(state, lease)
     if not isinstance(what, WriteLease):
         return
-    ranges = [place for place in what.ranges if place is not None]
+    ranges = [range_ for range_ in what.ranges if range_ is not None]
     if not ranges:
         return
     epoch = what.owner_epoch
@@ -76,8 +76,8 @@ def end_quarantine(state: State, lease: LeaseId) -> Quarantined | None:
     held = state.quarantine.pop(lease, None)
     if held is not None:
         state.due.drop(("quarantine", lease))
-        for place in held.ranges:
-            state.l1.give(place)
+        for range_ in held.ranges:
+            state.l1.give(range_)
     return held
 
 

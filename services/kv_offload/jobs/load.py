@@ -25,14 +25,14 @@ NOT_HERE = -1
 LOOKUP_US = 10_000  # for L2 to say what it holds: the request waits in the scheduler's line meanwhile
 
 
-def look_up(state: State, lease: LeaseId, asked: KvLookup, trace: str) -> None:
+def look_up(state: State, lease: LeaseId, message: KvLookup, trace: str) -> None:
     """Answer now, or, where L2 must be asked, within LOOKUP_US."""
     if lease in state.lookups:
         return  # asked again: the answer is on its way
-    names = names_of(asked.fingerprint, asked.keys)
+    names = names_of(message.fingerprint, message.keys)
     found = [state.l1.entries[name] for name in names if name in state.l1.entries]
     state.l1.touch(found)
-    lookup = Lookup(names, asked.prefix, asked.promote, trace)
+    lookup = Lookup(names, message.prefix, message.promote, trace)
     state.lookups[lease] = lookup
     tiers = [state.tier_of(name) for name in names]
     if 0 not in tiers or not state.l2.usable:
@@ -52,9 +52,9 @@ def finish_lookup(state: State, lease: LeaseId) -> None:
     if lookup.prefix and 0 in tiers:
         miss = tiers.index(0)
         tiers[miss:] = [0] * (len(tiers) - miss)
-    state.figures.lookups += len(tiers)
-    state.figures.hits_l1 += tiers.count(1)
-    state.figures.hits_l2 += tiers.count(2)
+    state.counters.lookups += len(tiers)
+    state.counters.hits_l1 += tiers.count(1)
+    state.counters.hits_l2 += tiers.count(2)
     if lookup.promote:
         for name, tier in zip(lookup.names, tiers, strict=True):
             if tier == 2:
@@ -70,24 +70,24 @@ def drop_lookup(state: State, lease: LeaseId) -> Lookup | None:
     return lookup
 
 
-def prefetch(state: State, lease: LeaseId, asked: KvPrefetch, trace: str) -> None:
+def prefetch(state: State, lease: LeaseId, message: KvPrefetch, trace: str) -> None:
     """Pin what L1 has, ask L2 for the rest. The same job asked again has one lease."""
-    names = names_of(asked.fingerprint, asked.keys)
+    names = names_of(message.fingerprint, message.keys)
     before = state.leases.get(lease)
     if lease in state.loads:
         return  # the answer is on its way
     if isinstance(before, ReadLease) and before.names == names:
-        leases.extend(state, lease, asked.lease_us)
+        leases.extend(state, lease, message.lease_us)
         state.send(lease, _answer(state, lease[2], names, before.entries), trace)
         return
     if before is not None:
         state.send(lease, _answer(state, lease[2], names, []), trace)
         return
-    load = Load(names, [], {}, state.now_us, asked.lease_us, trace)
+    load = Load(names, [], {}, state.now_us, message.lease_us, trace)
     state.loads[lease] = load
     for name in names:
         entry = state.l1.entries.get(name)
-        if entry is None and (asked.deadline_us <= 0 or not state.l2.holds(name)):
+        if entry is None and (message.deadline_us <= 0 or not state.l2.holds(name)):
             break
         if entry is not None:
             _pin(state, entry)
@@ -96,7 +96,7 @@ def prefetch(state: State, lease: LeaseId, asked: KvPrefetch, trace: str) -> Non
             state.l2.get(name, urgent=True)
         load.entries.append(entry)
     if load.waiting:
-        state.due.set(("load", lease), state.now_us + min(asked.deadline_us, MOST_LEASE_US))
+        state.due.set(("load", lease), state.now_us + min(message.deadline_us, MOST_LEASE_US))
     else:
         finish(state, lease)
 
@@ -105,14 +105,14 @@ def arrived(state: State, name: Name, entry: Entry | None) -> None:
     """What L2 was asked for has come, or will not (None): pin it for those who wait, answer those who have
     all they can get."""
     for lease, load in list(state.loads.items()):
-        if (place := load.waiting.pop(name, None)) is None:
+        if (range_ := load.waiting.pop(name, None)) is None:
             continue
-        if entry is not None and place < len(load.entries):
+        if entry is not None and range_ < len(load.entries):
             _pin(state, entry)
-            load.entries[place] = entry
+            load.entries[range_] = entry
             load.from_l2 += 1
         elif entry is None:
-            _cut(state, load, place)
+            _cut(state, load, range_)
         if not load.waiting:
             finish(state, lease)
 
@@ -121,11 +121,11 @@ def finish(state: State, lease: LeaseId) -> None:
     """Lease the resident prefix and answer."""
     if (load := _taken(state, lease)) is None:
         return
-    state.figures.loads_late += bool(load.waiting)
+    state.counters.loads_late += bool(load.waiting)
     if None in load.entries:
         _cut(state, load, load.entries.index(None))
     entries = [entry for entry in load.entries if entry is not None]
-    state.figures.loaded += len(entries)
+    state.counters.loaded += len(entries)
     if entries:
         leases.open_lease(state, lease, ReadLease(load.names, entries), load.lease_us)
     answer = _answer(state, lease[2], load.names, entries, load)
@@ -159,7 +159,7 @@ def _cut(state: State, load: Load, at: int) -> None:
     """Block `at` cannot be had: those after it are of no use."""
     state.l1.unpin([entry for entry in load.entries[at:] if entry is not None])
     del load.entries[at:]
-    load.waiting = {name: place for name, place in load.waiting.items() if place < at}
+    load.waiting = {name: range_ for name, range_ in load.waiting.items() if range_ < at}
 
 
 def _answer(

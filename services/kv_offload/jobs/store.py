@@ -12,83 +12,83 @@ NO_ROOM, PRESENT = -1, -2
 REPEATED_COMMITS = 256  # remembered, for a scheduler that asks again
 
 
-def reserve(state: State, lease: LeaseId, asked: KvReserve, trace: str) -> None:
+def reserve(state: State, lease: LeaseId, message: KvReserve, trace: str) -> None:
     """Answer with a place for each key that has none. The same job asked again gets the same places; a job
     whose last places may still be written gets none."""
-    names = names_of(asked.fingerprint, asked.keys)
+    names = names_of(message.fingerprint, message.keys)
     before = state.leases.get(lease)
     if isinstance(before, WriteLease) and before.names == names:
-        leases.extend(state, lease, asked.lease_us)
+        leases.extend(state, lease, message.lease_us)
         offsets = before.offsets
     elif before is not None or lease in state.quarantine:
         offsets = [NO_ROOM] * len(names)
     else:
-        made = _places(state, asked)
-        leases.open_lease(state, lease, made, asked.lease_us)
+        made = _places(state, message)
+        leases.open_lease(state, lease, made, message.lease_us)
         offsets = made.offsets
     status = "no_room" if NO_ROOM in offsets else "ok"
     generation = state.l1.arena.generation
-    answer = KvReserved(job=asked.job, arena_generation=generation, offsets=longs(offsets), status=status)
+    answer = KvReserved(job=message.job, arena_generation=generation, offsets=longs(offsets), status=status)
     state.send(lease, answer, trace)
 
 
-def commit(state: State, lease: LeaseId, asked: KvCommit, trace: str) -> None:
+def commit(state: State, lease: LeaseId, message: KvCommit, trace: str) -> None:
     """Publish what was written, free the rest, answer the tier of each key. A reservation that has expired
     stores nothing, but its ranges are free now: the copies have stopped."""
     names = []
     if isinstance(state.leases.get(lease), WriteLease):
         made = leases.close(state, lease)
         assert isinstance(made, WriteLease)
-        _publish(state, made, list(asked.written))
+        _publish(state, made, list(message.written))
         names = made.names
         state.committed[lease] = names
         if len(state.committed) > REPEATED_COMMITS:
             del state.committed[next(iter(state.committed))]
     elif (late := leases.end_quarantine(state, lease)) is not None:
-        state.figures.late_commits += 1
+        state.counters.late_commits += 1
         names = late.names
     else:
         names = state.committed.get(lease, [])
-    state.send(lease, KvStored(job=asked.job, tiers=ints(map(state.tier_of, names))), trace)
+    state.send(lease, KvStored(job=message.job, tiers=ints(map(state.tier_of, names))), trace)
 
 
-def _places(state: State, asked: KvReserve) -> WriteLease:
-    names = names_of(asked.fingerprint, asked.keys)
+def _places(state: State, message: KvReserve) -> WriteLease:
+    names = names_of(message.fingerprint, message.keys)
     there = [state.l1.entries.get(name) for name in names]
     held = [entry for entry in there if entry is not None]
     for entry in held:
         state.l1.pin(entry)  # to make room for its own tail, no store loses its prefix
         state.use(entry)
-    urgent = asked.priority > 0
+    urgent = message.priority > 0
     ranges: list[Range | None] = []
     full = False
     for present in there:
-        place = None if present or full else state.l1.take(asked.value_bytes, urgent=urgent)
-        full = full or (present is None and place is None)
-        ranges.append(place)
+        range_ = None if present or full else state.l1.take(message.value_bytes, urgent=urgent)
+        full = full or (present is None and range_ is None)
+        ranges.append(range_)
     if any(ranges):
-        state.l2.sizes[asked.fingerprint] = asked.value_bytes
+        state.l2.sizes[message.fingerprint] = message.value_bytes
     offsets = [_offset(*row) for row in zip(there, ranges, strict=True)]
-    state.figures.no_room += offsets.count(NO_ROOM)
-    valid = [*asked.valid_tokens, *[0] * len(names)][: len(names)]
-    epoch = state.executors.get(asked.owner, 0)
-    return WriteLease(asked.owner, epoch, names, ranges, offsets, held, valid, urgent)
+    state.counters.no_room += offsets.count(NO_ROOM)
+    valid = [*message.valid_tokens, *[0] * len(names)][: len(names)]
+    epoch = state.executors.get(message.owner, 0)
+    return WriteLease(message.owner, epoch, names, ranges, offsets, held, valid, urgent)
 
 
-def _offset(entry: Entry | None, place: Range | None) -> int:
+def _offset(entry: Entry | None, range_: Range | None) -> int:
     if entry is not None:
         return PRESENT
-    return NO_ROOM if place is None else place.offset
+    return NO_ROOM if range_ is None else range_.offset
 
 
 def _publish(state: State, made: WriteLease, written: list[int]) -> None:
     marks = [*written, *[0] * len(made.names)]
     rows = list(zip(made.names, made.ranges, made.valid_tokens, marks, strict=False))
-    for name, place, valid_tokens, done in reversed(rows):  # the head is the last to be used, and to go
-        if place is None:
+    for name, range_, valid_tokens, done in reversed(rows):  # the head is the last to be used, and to go
+        if range_ is None:
             continue
         if done and name not in state.l1.entries:
-            state.l1.publish(name, place, valid_tokens, urgent=made.urgent)
-            state.figures.stored += 1
+            state.l1.publish(name, range_, valid_tokens, urgent=made.urgent)
+            state.counters.stored += 1
         else:
-            state.l1.give(place)
+            state.l1.give(range_)

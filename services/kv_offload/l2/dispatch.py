@@ -57,11 +57,11 @@ def end(state: State, event: L2Ended) -> Call | None:
     if event.status != "failed":
         state.l2.breaker.succeeded()
     else:
-        state.figures.l2_errors += 1
+        state.counters.l2_errors += 1
     if call.kind == "put":
         state.l2.refuses = event.status == "refused"
         if state.l2.refuses:
-            state.figures.l2_refused += 1
+            state.counters.l2_refused += 1
             state.l2.puts_from_us = state.now_us + REFUSED_US
     return call
 
@@ -71,7 +71,7 @@ def give_up_late(state: State) -> Iterator[Call]:
     while (number := state.l2.deadlines.pop(state.now_us)) is not None:
         call = state.l2.calls[number]
         _finish(state, number, call, moved=False)
-        state.figures.l2_timeouts += 1
+        state.counters.l2_timeouts += 1
         state.out.append(Abandon(number))
         yield call
 
@@ -143,7 +143,7 @@ def _next_put(state: State) -> bool:
 
 def _worth_a_copy(state: State) -> Entry | None:
     l1, l2 = state.l1, state.l2
-    lacks: Callable[[Entry], bool] = lambda entry: not entry.sending and entry.name not in l2.known  # noqa: E731
+    lacks: Callable[[Entry], bool] = lambda entry: not entry.sending and entry.name not in l2.presence  # noqa: E731
     while l2.puts:
         name: Name = next(iter(l2.puts))
         entry = l1.entries.get(name)

@@ -80,7 +80,7 @@ class Breaker:
 REMEMBERED = 262_144
 
 
-class Known:
+class PresenceCache:
     """Names that L2 is known to hold: put there by this process, or found there.
 
     Bounded, since L2 may hold far more than this host ever asks for: the set forgets what was not asked for
@@ -174,7 +174,7 @@ class L2:
     """Everything about L2 but its bytes."""
 
     enabled: bool
-    known: Known = field(default_factory=Known)
+    presence: PresenceCache = field(default_factory=PresenceCache)
     breaker: Breaker = field(default_factory=Breaker)
     sizes: dict[str, int] = field(default_factory=dict)  # fingerprint -> bytes of its values
     announced: set[str] = field(default_factory=set)  # fingerprints whose size L2 was told
@@ -199,7 +199,7 @@ class L2:
 
     def holds(self, name: Name) -> bool:
         """As far as is known, and within reach."""
-        return self.usable and name in self.known
+        return self.usable and name in self.presence
 
     def get(self, name: Name, *, urgent: bool) -> None:
         """Bring this value, unless it is on its way."""

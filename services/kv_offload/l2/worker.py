@@ -1,8 +1,8 @@
 """Threads talk to L2, each over a connection and with scratch memory of its own.
 
-    loop: run(command) ──▶ worker: errand ──▶ loop: done(errand), then the worker is free again
+    loop: run(command) ──▶ worker: job ──▶ loop: done(job), then the worker is free again
 
-A call that hangs costs its thread and nothing else: the core gives the call up at its deadline, the lane
+A call that hangs costs its thread and nothing else: the core gives the call up at its deadline, the pool
 starts another thread when it needs one, and with STUCK threads hanging `check` says that the process must
 be replaced: there is no way to end a thread, and a new process costs L1 its contents, no request its answer.
 
@@ -64,50 +64,50 @@ Buffer = bytes | bytearray | memoryview
 class _Worker:
     """One thread."""
 
-    def __init__(self, lane: Lane, number: int) -> None:
-        self.errands: SimpleQueue[Errand | None] = SimpleQueue()
+    def __init__(self, pool: L2Pool, number: int) -> None:
+        self.jobs: SimpleQueue[L2Job | None] = SimpleQueue()
         self.generation = 0
-        self._lane = lane
+        self._pool = pool
         self._remote: Remote | None = None
         self._scratch = bytearray()
         self.thread = threading.Thread(target=self._work, name=f"l2-{number}", daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
-        while (errand := self.errands.get()) is not None:
+        while (job := self.jobs.get()) is not None:
             problem: BaseException | None = None
             try:
-                errand.run(partial(self._connected, isinstance(errand.command, L2Probe)), self._take)
+                job.run(partial(self._connected, isinstance(job.command, L2Probe)), self._take)
             except Exception as error:  # noqa: BLE001 - reported on the loop: the actor fails of it
                 problem = error
-            self._lane.settle(self, errand, problem)
+            self._pool.finish(self, job, problem)
         if self._remote is not None:
             self._remote.close()
 
     def _connected(self, anew: bool) -> Remote:
-        if self._remote is not None and (anew or self.generation != self._lane.generation):
+        if self._remote is not None and (anew or self.generation != self._pool.generation):
             self._remote.close()
             self._remote = None
         if self._remote is None:
-            self._remote = self._lane.open_remote()
-            self.generation = self._lane.generation
+            self._remote = self._pool.open_remote()
+            self.generation = self._pool.generation
         return self._remote
 
     def _take(self, size_bytes: int) -> memoryview:
-        """Scratch, the same again and again: the errand before is settled."""
+        """Scratch, the same again and again: the job before is settled."""
         if len(self._scratch) < size_bytes:
             self._scratch = bytearray(size_bytes)
         return memoryview(self._scratch)[:size_bytes]
 
 
-class Lane:
-    """Runs commands beside the loop. All methods but `settle` are called on the loop."""
+class L2Pool:
+    """Runs commands beside the loop. All methods but `finish` are called on the loop."""
 
     def __init__(
         self,
         open_remote: Callable[[], Remote],
         view: Callable[[bytes], memoryview],
-        done: Callable[[Errand], None],
+        done: Callable[[L2Job], None],
     ) -> None:
         self.open_remote = open_remote
         self.generation = 0  # of connections: a canary that works makes all others be opened anew
@@ -116,7 +116,7 @@ class Lane:
         self._loop = asyncio.get_running_loop()
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
-        self._running: dict[int, Errand] = {}
+        self._running: dict[int, L2Job] = {}
         self._abandoned: set[int] = set()
         self._problem: BaseException | None = None
         self.why = ""  # the last call failed
@@ -130,12 +130,12 @@ class Lane:
             await asyncio.wait_for(self._greeted.wait(), GREET_S)
 
     def run(self, command: L2Command) -> None:
-        """Begin it; `done` is called with the errand when it has ended, unless it was abandoned."""
-        errand = self._running[command.call] = Errand(command, self._view)
+        """Begin it; `done` is called with the job when it has ended, unless it was abandoned."""
+        job = self._running[command.call] = L2Job(command, self._view)
         if not self._idle:
             self._idle.append(_Worker(self, len(self._workers)))
             self._workers += self._idle
-        self._idle.pop().errands.put(errand)
+        self._idle.pop().jobs.put(job)
 
     def abandon(self, call: int) -> None:
         """The call took too long."""
@@ -145,7 +145,7 @@ class Lane:
     @property
     def stuck(self) -> int:
         """Threads in a call that was given up, or in a canary, which hangs or is about to end."""
-        canaries = sum(isinstance(errand.command, L2Probe) for errand in self._running.values())
+        canaries = sum(isinstance(job.command, L2Probe) for job in self._running.values())
         return len(self._abandoned) + canaries
 
     def check(self) -> None:
@@ -159,37 +159,37 @@ class Lane:
     def close(self) -> None:
         """End the threads that do not hang."""
         for worker in self._workers:
-            worker.errands.put(None)
+            worker.jobs.put(None)
         for worker in self._idle:
             worker.thread.join(CLOSE_S)
 
-    def settle(self, worker: _Worker, errand: Errand, problem: BaseException | None) -> None:
-        """On the worker's thread: the errand has ended."""
+    def finish(self, worker: _Worker, job: L2Job, problem: BaseException | None) -> None:
+        """On the worker's thread: the job has ended."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to hear it
-            self._loop.call_soon_threadsafe(self._settle, worker, errand, problem)
+            self._loop.call_soon_threadsafe(self._finish, worker, job, problem)
 
-    def _settle(self, worker: _Worker, errand: Errand, problem: BaseException | None) -> None:
-        call = errand.command.call
+    def _finish(self, worker: _Worker, job: L2Job, problem: BaseException | None) -> None:
+        call = job.command.call
         del self._running[call]
         self._problem = self._problem or problem
-        if errand.why and not self.why:
-            log.warning("L2: %s", errand.why)
-        if errand.ended is not None:
-            self.why = errand.why
+        if job.why and not self.why:
+            log.warning("L2: %s", job.why)
+        if job.ended is not None:
+            self.why = job.why
         if call in self._abandoned:
             self._abandoned.remove(call)
         elif problem is None:
-            works = errand.ended is not None and errand.ended.status == "ok"
-            if isinstance(errand.command, L2Probe) and works:
+            works = job.ended is not None and job.ended.status == "ok"
+            if isinstance(job.command, L2Probe) and works:
                 self.generation += 1
                 worker.generation = self.generation
-            self._done(errand)
+            self._done(job)
         if call == GREETING:
             self._greeted.set()
         self._idle.append(worker)
 
 
-class Errand:
+class L2Job:
     """What a worker thread does for one command, and what came of it: bytes between L1 and L2, with headers
     built and verified.
 
@@ -218,7 +218,7 @@ class Errand:
             self._abandoned = True
 
     def run(self, connect: Callable[[], Remote], scratch: Callable[[int], memoryview]) -> None:
-        """Do it, on a thread; `scratch` gives memory that stays the errand's until it is settled."""
+        """Do it, on a thread; `scratch` gives memory that stays the job's until it is settled."""
         try:
             self.ended = self._run(connect(), scratch)
         except DamagedValue:

@@ -45,7 +45,7 @@ BCRYPT_ROUNDS = 4
 ANSWER_WITHIN = "1m"
 HEAD = "# made by `headrace auth`: "
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Tls:
     key: str
 
 
-def generate(folder: Path, plan: Plan, tell: Tell) -> None:
+def generate(folder: Path, plan: Plan, report: Report) -> None:
     """Make what is missing in `folder`. Raises SetupError for files that are not ours or do not fit."""
     server = folder / "nats"
     for name in ("nats.conf", "users.conf"):
@@ -84,13 +84,13 @@ def generate(folder: Path, plan: Plan, tell: Tell) -> None:
             raise SetupError(f"{server / name} is not of `headrace auth`: choose another folder")
     users = {}
     for place, (user, allowed) in _wanted(folder, plan).items():
-        users[user] = User(_password(folder / place / FILE, user, plan, tell), allowed)
+        users[user] = User(_password(folder / place / FILE, user, plan, report), allowed)
     _write(folder / "gateway" / KEYS, _http_keys(folder, plan.force))
     _write(folder / "tokenizer" / CLASSES, _classes(folder, plan))
     _write(server / "nats.conf", server_conf(plan.tls, ServerLimits()))
     if not _is_current(server / "users.conf", users):
         _write(server / "users.conf", users_conf(users))
-        tell(f"{server / 'users.conf'}: {len(users)} users; a running nats-server takes it after a SIGHUP")
+        report(f"{server / 'users.conf'}: {len(users)} users; a running nats-server takes it after a SIGHUP")
 
 
 def url_of(folder: Path, name: str, server: str = "") -> str:
@@ -160,7 +160,7 @@ def _checked(tenants: Iterable[str]) -> Iterable[str]:
         yield tenant
 
 
-def _password(path: Path, user: str, plan: Plan, tell: Tell) -> str:
+def _password(path: Path, user: str, plan: Plan, report: Report) -> str:
     """The password in the file at `path`, or a new one put there."""
     there = _read(path)
     if there and not plan.force:
@@ -172,7 +172,7 @@ def _password(path: Path, user: str, plan: Plan, tell: Tell) -> str:
         return access.password_of(there)
     password = secrets.token_urlsafe(PASSWORD_BYTES)
     _write(path, f"nats_url = {json.dumps(access.as_user(plan.url, user, password))}\n")
-    tell(f"{path}: new")
+    report(f"{path}: new")
     return password
 
 

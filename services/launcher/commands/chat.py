@@ -37,7 +37,7 @@ class Chat:
     timeout_s: float
     messages: list[Message] = field(default_factory=list)
 
-    async def say(self, text: str) -> None:
+    async def send(self, text: str) -> None:
         """Ask, and print the answer as it comes. Raises the request's error and forgets the question."""
         asked: Message = {"role": "user", "content": text}
         body = {"model": self.model, "messages": [*self.messages, asked], **self.options}
@@ -65,7 +65,7 @@ def _show(frame: dict[str, Any], pieces: list[str]) -> None:
 async def ask_once(target: Target, question: str, options: dict[str, Any], timeout_s: float) -> None:
     """`headrace chat -q`: one question, one answer on stdout."""
     async with connected(target.nats_url) as bus:
-        await Chat(await Client.open(bus, target.tenant), target.model, options, timeout_s).say(question)
+        await Chat(await Client.open(bus, target.tenant), target.model, options, timeout_s).send(question)
 
 
 def converse(target: Target, options: dict[str, Any], timeout_s: float) -> None:
@@ -88,7 +88,7 @@ def converse(target: Target, options: dict[str, Any], timeout_s: float) -> None:
 
 def _answer(loop: LoopThread, chat: Chat, line: str) -> None:
     try:
-        loop.run(chat.say(line))
+        loop.run(chat.send(line))
     except KeyboardInterrupt:
         print(dim("[stopped]"))
     except HeadraceError as error:

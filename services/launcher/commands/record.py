@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from services.launcher.console import say
+from services.launcher.console import print_line
 from services.launcher.session import Target, connected
-from shared.client import ask_all
+from shared.client import request_all
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery, NoResponders
@@ -31,7 +31,7 @@ async def record(target: Target, out: Path, scheduler: str, seconds: float | Non
         chosen = scheduler or await _only_scheduler(bus)
         with _created(out) as file:
             await record_from(bus, chosen, Recording(file), seconds)
-            say(f"{out} has {file.tell()} bytes of {chosen}: headrace replay {out}")
+            print_line(f"{out} has {file.tell()} bytes of {chosen}: headrace replay {out}")
 
 
 async def record_from(bus: Bus, scheduler: str, into: Recording, seconds: float | None) -> None:
@@ -46,7 +46,7 @@ async def record_from(bus: Bus, scheduler: str, into: Recording, seconds: float 
             raise Unavailable(
                 f"no snapshot of {scheduler} came within {WAIT_S:g} s: see `headrace status`"
             ) from None
-        say(f"recording {scheduler}" + ("" if seconds is not None else "; Ctrl-C ends it"))
+        print_line(f"recording {scheduler}" + ("" if seconds is not None else "; Ctrl-C ends it"))
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # Ctrl-C ends it well
             async with asyncio.timeout(seconds):
                 await into.broken.wait()
@@ -93,7 +93,7 @@ class Recording:
 
 
 async def _only_scheduler(bus: Bus) -> str:
-    answers = await ask_all(bus, subjects.STATUS, WAIT_S / 4)
+    answers = await request_all(bus, subjects.STATUS, WAIT_S / 4)
     found = sorted(str(answer["id"]) for answer in answers if answer.get("kind") == "scheduler")
     if not found:
         raise Unavailable("no scheduler answers: see `headrace status`")

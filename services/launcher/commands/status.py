@@ -23,7 +23,7 @@ from services.launcher import console
 from services.launcher.commands.overview import ANSWER_S, Facts, Fleet, every_fact, lines, percent, size
 from services.launcher.serve import KINDS
 from services.launcher.session import Target, connected
-from shared.client import ask_all
+from shared.client import request_all
 from shared.errors import BadRequest, HeadraceError, Unavailable
 from shared.nats import access, subjects
 from shared.nats.interface import Bus
@@ -61,7 +61,7 @@ async def services_of(target: Target, fleet: str) -> list[Facts]:
 
 
 async def _answers(bus: Bus, fleet: str) -> list[Facts]:
-    answers = await ask_all(bus, subjects.STATUS, ANSWER_S)
+    answers = await request_all(bus, subjects.STATUS, ANSWER_S)
     services = sorted((a for a in answers if a.get("fleet") == fleet), key=_order)
     if not services:
         fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
@@ -219,16 +219,20 @@ def _scheduler_lines(scheduler: Facts) -> list[str]:
     m = scheduler["measured"]
     if not m:  # on its way
         return [head]
-    rests = f"; left a tier alone {m['tier_rests']:,} times, it did not answer" if m["tier_rests"] else ""
+    rests = (
+        f"; left a tier alone {m['tier_backoffs']:,} times, it did not answer" if m["tier_backoffs"] else ""
+    )
     links = scheduler["tiers"] or {}
     return [
         f"{head}  {m['lookups_open']:,} lookups and {m['jobs_open']:,} copies open{rests}",
         f"  restored  {m['loads']:,} times, {m['restored_tokens']:,} tokens:"
         f" {m['l1_hit_blocks']:,} blocks of L1, {m['l2_hit_blocks']:,} of L2;"
         f" {m['loads_declined']:,} times computing was cheaper, {m['loads_failed']:,} failed",
-        f"  stored    {m['stored_blocks']:,} blocks, {m['stored_ahead_blocks']:,} asked for ahead of a pause;"
+        f"  stored    {m['stored_blocks']:,} blocks,"
+        f" {m['stored_ahead_blocks']:,} asked for ahead of a preemption;"
         f" {m['stores_failed']:,} stores failed",
-        f"  dropped   {m['dropped_blocks']:,} blocks, {m['dropped_paused_blocks']:,} of paused sequences",
+        f"  dropped   {m['dropped_blocks']:,} blocks,"
+        f" {m['dropped_preempted_blocks']:,} of preempted sequences",
         f"  restore   p50 {m['restore_p50_ms']:g} ms, p99 {m['restore_p99_ms']:g} ms;"
         f" prediction off by {m['restore_error_p50_pct']:g} % (p50)",
         f"  recompute prediction off by {m['recompute_error_p50_pct']:g} % (p50)",
@@ -257,7 +261,7 @@ def _share(l1: Facts) -> str:
     return percent(l1["used_bytes"], l1["capacity_bytes"])
 
 
-class Pages:
+class ScrapeTargets:
     """Where Prometheus reads each service: a port each, from the standard one upwards; none when `env` asks
     for no pages. From port 0 on each gets a free one.
 

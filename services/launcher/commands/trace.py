@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from services.launcher.console import bold, dim, paint, say
+from services.launcher.console import bold, dim, paint, print_line
 from services.launcher.session import Target, connected
 from shared.errors import BadRequest, Unavailable, UnknownRequest
-from shared.messages import PIECE_LANES
+from shared.messages import SEGMENT_LANES
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 from shared.telemetry.traces import covered_us
@@ -39,7 +39,7 @@ _SHOWN = (("tokens", "tokens"), ("step", "step"), ("tokens_per_second", "tokens/
 
 # of the timeline
 REQUEST_PID = 1
-HALVES_LANE, WAIT_LANE = 90, 99
+MICRO_BATCH_LANE, WAIT_LANE = 90, 99
 
 # of the lanes of some steps
 STEPS = 8  # drawn
@@ -56,7 +56,7 @@ _MARKS = {
     "queued": "·",
     "host A": "A",
     "host B": "B",
-    **dict(zip(PIECE_LANES, "██▒▒", strict=True)),
+    **dict(zip(SEGMENT_LANES, "██▒▒", strict=True)),
 }
 _BOTH = {frozenset("▸◂"): "◆", frozenset("AB"): "#"}
 
@@ -80,16 +80,16 @@ async def trace(target: Target, request: str, form: Form) -> None:
     if form.overlap:
         found = overlap(body)
         for line in [json.dumps(found, indent=2)] if as_json else draw_overlap(found, _width()):
-            say(line)
+            print_line(line)
         return
     if as_json:
-        say(json.dumps(body, indent=2))
+        print_line(json.dumps(body, indent=2))
         return
-    for line in draw_waterfall(body, _width()):
-        say(line)
+    for line in draw_trace(body, _width()):
+        print_line(line)
     if perfetto is not None:
         steps = sum(len(columns["step"]) for columns in body["steps"].values())
-        say(f"\n{perfetto} has the timeline with {steps} steps: open it at https://ui.perfetto.dev")
+        print_line(f"\n{perfetto} has the timeline with {steps} steps: open it at https://ui.perfetto.dev")
 
 
 async def find(bus: Bus, request: str, *, steps: bool = False, wait_s: float = WAIT_S) -> Body:
@@ -133,7 +133,7 @@ def _write(path: Path, text: str) -> None:
         raise BadRequest(f"{path} cannot be written: {error.strerror}") from None
 
 
-def draw_waterfall(body: dict[str, Any], width: int) -> list[str]:
+def draw_trace(body: dict[str, Any], width: int) -> list[str]:
     """The lines for a terminal of `width` columns: a bar for each span, then the decisions with reasons."""
     spans: list[Span] = body["spans"]
     rows = [(depth, span) for depth, span in _tree(spans) if span["parent"] is not None]
@@ -234,7 +234,7 @@ def timeline(body: dict[str, Any]) -> dict[str, Any]:
         executor e      in flight A:0 | queued ··· forward ████ sample █ returned ·|
                         in flight A:1 |       queued ······ forward ████ sample █ returned ·|
                         waiting for a plan        ░
-                        compute A, comm A, …      of steps in halves, their first pieces
+                        compute A, comm A, …      of steps in micro-batches, their first segments
 
     A step occupies the lane `step % window` of its executor from the sending of its plan until its result is
     applied, so the lanes are the micro-batches in flight. Format: "Trace Event Format", Google, 2016.
@@ -272,8 +272,8 @@ def _executor(
     for lane in range(window):
         yield _name("thread_name", pid, lane, f"in flight {lane}")
     yield _name("thread_name", pid, WAIT_LANE, "waiting for a plan")
-    if any(columns.get("pieces", ())):
-        for lane, name in enumerate(PIECE_LANES, HALVES_LANE):
+    if any(columns.get("segments", ())):
+        for lane, name in enumerate(SEGMENT_LANES, MICRO_BATCH_LANE):
             yield _name("thread_name", pid, lane, name)
     for row in zip(*columns.values(), strict=True):
         step = dict(zip(columns, row, strict=True))
@@ -288,10 +288,10 @@ def _executor(
         yield _slice(f"forward {step['step']}", place, start, forwarded, args)
         yield _slice(f"sample {step['step']}", place, forwarded, forwarded + step["sample_us"], args)
         yield _slice("returned", place, end, max(result, end), args)
-        flat = step.get("pieces", ())
+        flat = step.get("segments", ())
         for lane, from_us, took_us in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
             began = start + from_us
-            yield _slice(PIECE_LANES[lane], (pid, HALVES_LANE + lane), began, began + took_us, args)
+            yield _slice(SEGMENT_LANES[lane], (pid, MICRO_BATCH_LANE + lane), began, began + took_us, args)
         if step["wait_us"]:
             yield _slice("wait", (pid, WAIT_LANE), start - step["wait_us"], start, args)
 
@@ -310,7 +310,7 @@ def _name(kind: str, pid: int, tid: int, name: str) -> Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """Something that lasted, on a lane."""
 
     lane: str
@@ -321,7 +321,7 @@ class Piece:
 
 
 def overlap(body: Body) -> Body:
-    """The steps in the middle of a request, as pieces on lanes, and how much was hidden; times count from
+    """The steps in the middle of a request, as segments on lanes, and how much was hidden; times count from
     the first piece. Raises UnknownRequest when none of its steps is kept any more.
 
     From the stamps of each step, executor's and scheduler's, by wall clock.
@@ -335,18 +335,18 @@ def overlap(body: Body) -> Body:
     nearest = min(range(len(steps)), key=lambda i: abs(steps[i]["start_us"] - middle_us))
     first = max(0, min(nearest - STEPS // 2, len(steps) - STEPS))
     shown = steps[first : first + STEPS]
-    pieces = [piece for step in shown for piece in _pieces(step)]
-    origin_us = min(piece.start_us for piece in pieces)
-    moved = [Piece(p.lane, p.kind, p.step, p.start_us - origin_us, p.end_us - origin_us) for p in pieces]
+    segments = [segment for step in shown for segment in _segments(step)]
+    origin_us = min(segment.start_us for segment in segments)
+    moved = [Segment(p.lane, p.kind, p.step, p.start_us - origin_us, p.end_us - origin_us) for p in segments]
     return {
         "request_id": body["request_id"],
         "executor": executor,
         "modes": sorted({step["mode"] for step in shown}),
         "start_wall_us": origin_us,
-        "took_us": max(piece.end_us for piece in moved),
-        "pieces": [asdict(piece) for piece in moved],
+        "took_us": max(segment.end_us for segment in moved),
+        "segments": [asdict(segment) for segment in moved],
         **_hidden(moved),
-        "two_streams": _two_streams([step for step in steps if step.get("pieces")], middle_us),
+        "two_streams": _two_streams([step for step in steps if step.get("segments")], middle_us),
     }
 
 
@@ -358,8 +358,8 @@ def draw_overlap(found: Body, width: int) -> list[str]:
         compute B  ··    ████▓▓
         host             AAAA  BBBB     logits processors of A, of B; # both
 
-    A step of several ranks may come in halves that talk under each other's compute; one such step is drawn
-    below:
+    A step of several ranks may come in micro-batches that talk under each other's compute; one such step is
+    drawn below:
 
         compute A  ████    ████
         compute B      ████    ████
@@ -367,13 +367,13 @@ def draw_overlap(found: Body, width: int) -> list[str]:
         comm B             ▒▒▒
     """
     columns, took_us = max(width - LABEL, MIN_WIDTH), max(found["took_us"], 1)
-    steps = sorted({piece["step"] for piece in found["pieces"]})
+    steps = sorted({segment["step"] for segment in found["segments"]})
     lines = [
         f"{found['request_id']}  steps {steps[0]} to {steps[-1]} of executor {found['executor']}, "
         f"{', '.join(found['modes'])}, {took_us / 1000:.2f} ms",
         "",
     ]
-    lines += _rows(LANES, found["pieces"], columns, took_us)
+    lines += _rows(LANES, found["segments"], columns, took_us)
     busy, host, transport = found["device_busy_us"], found["host_us"], found["transport_us"]
     return [
         *lines,
@@ -386,33 +386,33 @@ def draw_overlap(found: Body, width: int) -> list[str]:
     ]
 
 
-def _rows(lanes: Sequence[str], pieces: Sequence[Body], columns: int, took_us: int) -> Iterator[str]:
+def _rows(lanes: Sequence[str], segments: Sequence[Body], columns: int, took_us: int) -> Iterator[str]:
     """A line for each lane."""
     for lane in lanes:
         row = [" "] * columns
-        for piece in pieces:
-            if piece["lane"] == lane:
-                _mark(row, piece, took_us)
+        for segment in segments:
+            if segment["lane"] == lane:
+                _mark(row, segment, took_us)
         yield f"{lane:<{LABEL}}{''.join(row)}".rstrip()
 
 
 def _two_streams(halved: list[Body], middle_us: int) -> Body | None:
-    """Of the steps in halves the one nearest to the middle: its first pieces from its begin on, how long its
-    ranks talked, and how much of that was under compute."""
+    """Of the steps in micro-batches the one nearest to the middle: its first segments from its begin on, how
+    long its ranks talked, and how much of that was under compute."""
     if not halved:
         return None
     step = min(halved, key=lambda step: abs(step["start_us"] - middle_us))
-    flat = step["pieces"]
-    pieces = [
-        Piece(PIECE_LANES[lane], PIECE_LANES[lane], step["step"], from_us, from_us + took_us)
+    flat = step["segments"]
+    segments = [
+        Segment(SEGMENT_LANES[lane], SEGMENT_LANES[lane], step["step"], from_us, from_us + took_us)
         for lane, from_us, took_us in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
     ]
-    compute, comm = _of(pieces, *PIECE_LANES[:2]), _of(pieces, *PIECE_LANES[2:])
+    compute, comm = _of(segments, *SEGMENT_LANES[:2]), _of(segments, *SEGMENT_LANES[2:])
     return {
         "step": step["step"],
         "tokens": step["tokens"],
-        "took_us": max(piece.end_us for piece in pieces),
-        "pieces": [asdict(piece) for piece in pieces],
+        "took_us": max(segment.end_us for segment in segments),
+        "segments": [asdict(segment) for segment in segments],
         "comm_us": covered_us(comm),
         "hidden_comm_us": _common_us(comm, compute),
     }
@@ -424,9 +424,9 @@ def _draw_streams(found: Body | None, columns: int) -> list[str]:
     took_us = max(found["took_us"], 1)
     lines = [
         "",
-        f"step {found['step']} of {found['tokens']} tokens in halves, its first {took_us / 1000:.2f} ms",
+        f"step {found['step']} of {found['tokens']} tokens in two parts, its first {took_us / 1000:.2f} ms",
     ]
-    lines += _rows(PIECE_LANES, found["pieces"], columns, took_us)
+    lines += _rows(SEGMENT_LANES, found["segments"], columns, took_us)
     hidden = _share(found["hidden_comm_us"], found["comm_us"])
     return [*lines, "", f"the ranks talk {found['comm_us'] / 1000:.2f} ms of it, {hidden} under compute"]
 
@@ -442,7 +442,7 @@ def _steps(body: Body) -> tuple[str, list[Body]]:
     return max(found.items(), key=lambda item: len(item[1]))
 
 
-def _pieces(step: Body) -> Iterable[Piece]:
+def _segments(step: Body) -> Iterable[Segment]:
     """What a step did and where. Sampling ends it, and the logits processors work just before."""
     number, half = step["step"], step["micro_batch"] % 2
     start, end, compute = step["start_us"], step["end_us"], COMPUTE[half]
@@ -457,24 +457,24 @@ def _pieces(step: Body) -> Iterable[Piece]:
         (TRANSPORT, "result", end, max(step["result_us"], end)),
     ):
         if ended > began:
-            yield Piece(lane, kind, number, began, ended)
+            yield Segment(lane, kind, number, began, ended)
 
 
-def _mark(row: list[str], piece: Body, took_us: int) -> None:
+def _mark(row: list[str], segment: Body, took_us: int) -> None:
     """Draw a piece: at least one column, and a sign of its own where two meet."""
-    mark, columns = _MARKS[piece["kind"]], len(row)
-    begin = min(piece["start_us"] * columns // took_us, columns - 1)
-    for at in range(begin, max(piece["end_us"] * columns // took_us, begin + 1)):
+    mark, columns = _MARKS[segment["kind"]], len(row)
+    begin = min(segment["start_us"] * columns // took_us, columns - 1)
+    for at in range(begin, max(segment["end_us"] * columns // took_us, begin + 1)):
         if row[at] in (" ", "·", mark):
             row[at] = mark
         elif mark != "·":
             row[at] = _BOTH.get(frozenset((row[at], mark)), mark)
 
 
-def _hidden(pieces: list[Piece]) -> dict[str, int]:
+def _hidden(segments: list[Segment]) -> dict[str, int]:
     """How long the device, the host and the transport worked, and how much of it under the device's work."""
-    device = _of(pieces, "forward", "sample")
-    host, transport = _of(pieces, "host A", "host B"), _of(pieces, "plan", "result")
+    device = _of(segments, "forward", "sample")
+    host, transport = _of(segments, "host A", "host B"), _of(segments, "plan", "result")
     return {
         "device_busy_us": covered_us(device),
         "host_us": covered_us(host),
@@ -484,8 +484,8 @@ def _hidden(pieces: list[Piece]) -> dict[str, int]:
     }
 
 
-def _of(pieces: list[Piece], *kinds: str) -> list[Interval]:
-    return [(piece.start_us, piece.end_us) for piece in pieces if piece.kind in kinds]
+def _of(segments: list[Segment], *kinds: str) -> list[Interval]:
+    return [(segment.start_us, segment.end_us) for segment in segments if segment.kind in kinds]
 
 
 def _common_us(some: list[Interval], others: list[Interval]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.kv_tiers.lookups import executor_of, finish
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.transfers import MISSES, Job, Phase, Tier
+from services.scheduler.state.transfers import MISSES, Job, JobPhase, Tier
 from shared.kv_blocks import KEY_BYTES
 from shared.messages import ArenaReleased, KvCopied, KvGone
 
@@ -16,7 +16,7 @@ def ready(state: State, tier: Tier) -> None:
         return
     known = state.tiers.by_host.get(tier.host_id)
     if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
-        state.tiers.beside[tier.actor] = tier
+        state.tiers.standby[tier.actor] = tier
         return  # of two on a host the later one counts: it is the one that the executors map
     if known is not None and (known.actor, known.generation) == (tier.actor, tier.generation):
         known.epoch = tier.epoch
@@ -24,8 +24,8 @@ def ready(state: State, tier: Tier) -> None:
     if known is not None:
         _end(state, known)
         if known.actor != tier.actor:
-            state.tiers.beside[known.actor] = known
-    state.tiers.beside.pop(tier.actor, None)
+            state.tiers.standby[known.actor] = known
+    state.tiers.standby.pop(tier.actor, None)
     state.tiers.by_host[tier.host_id] = tier
     for executor in state.executors.values():
         if executor.hello.host_id == tier.host_id:
@@ -35,12 +35,12 @@ def ready(state: State, tier: Tier) -> None:
 def lost(state: State, actor: str) -> None:
     """A kv_offload has gone: nothing below is left. Copies that run end in their own time. Another one on its
     host serves from now on, one that was thought to be older too: a clock may have gone back."""
-    state.tiers.beside.pop(actor, None)
+    state.tiers.standby.pop(actor, None)
     tier = next((tier for tier in state.tiers.by_host.values() if tier.actor == actor), None)
     if tier is None:
         return
     _end(state, tier)
-    others = [other for other in state.tiers.beside.values() if other.host_id == tier.host_id]
+    others = [other for other in state.tiers.standby.values() if other.host_id == tier.host_id]
     if others:
         ready(state, max(others, key=lambda other: (other.epoch, other.actor)))
 
@@ -49,10 +49,12 @@ def _end(state: State, tier: Tier) -> None:
     actor = tier.actor
     del state.tiers.by_host[tier.host_id]
     state.tiers.lookups = {job: lookup for job, lookup in state.tiers.lookups.items() if lookup.tier != actor}
-    for unit in state.waiting:
-        unit.answers = {place: answer for place, answer in unit.answers.items() if place[0] != actor}
+    for group in state.waiting:
+        group.lookup_results = {
+            place: answer for place, answer in group.lookup_results.items() if place[0] != actor
+        }
     for job in [job for job in state.tiers.jobs.values() if job.tier == actor]:
-        if job.phase is not Phase.COPYING:
+        if job.phase is not JobPhase.COPYING:
             _expire(state, job)
     for executor in state.executors.values():
         if executor.hello.host_id == tier.host_id:
@@ -70,15 +72,15 @@ def executor_gone(state: State, executor: Executor) -> None:
     """Its blocks are gone. A copy that it may still make keeps its place in the arena until kv_offload knows
     better: nobody can say when it stops."""
     for job in [job for job in state.tiers.jobs.values() if job.executor == executor.hello.executor]:
-        finish(state, job, release=job.up or job.phase is Phase.ASKED)
+        finish(state, job, release=job.up or job.phase is JobPhase.REQUESTED)
 
 
-def maps(state: State, executor_id: str, generation: int) -> None:
+def on_arena_mapped(state: State, executor_id: str, generation: int) -> None:
     """An executor says which arena it maps, 0 for none: no copy is asked for before it is the tier's."""
     state.tiers.mapped[executor_id] = generation
 
 
-def released(state: State, source: str, message: ArenaReleased) -> None:
+def on_arena_released(state: State, source: str, message: ArenaReleased) -> None:
     """An executor has unmapped an arena: its kv_offload need keep no place for what it may still write."""
     if source != f"executor.{message.executor}":
         return
@@ -97,7 +99,7 @@ def step_failed(state: State, executor: Executor, step: int) -> None:
 def copied(state: State, source: str, message: KvCopied) -> None:
     """A copy is over. `no_arena` and `stale_arena` mean that the executor has yet to find the arena."""
     job = state.tiers.jobs.get(message.job)
-    if job is None or job.phase is not Phase.COPYING or source != f"executor.{job.executor}":
+    if job is None or job.phase is not JobPhase.COPYING or source != f"executor.{job.executor}":
         return
     executor = executor_of(state, job)
     if executor is None:
@@ -108,7 +110,7 @@ def copied(state: State, source: str, message: KvCopied) -> None:
     (load if job.up else store).copied(state, job, executor, message)
 
 
-def gone(state: State, source: str, message: KvGone) -> None:
+def on_evicted(state: State, source: str, message: KvGone) -> None:
     """Keys that no tier holds any more."""
     tier = state.tiers.named(source)
     if tier is None:
@@ -117,23 +119,23 @@ def gone(state: State, source: str, message: KvGone) -> None:
     for executor in state.executors.values():
         if executor.hello.host_id == tier.host_id:
             pool = executor.pool
-            mine = [key for key in keys if _is_paused(state, executor, key)]
+            mine = [key for key in keys if _is_preempted(state, executor, key)]
             pool.lost_below(mine, pool.unreserved_blocks)
             pool.lost_below(keys, 0)
 
 
-def _is_paused(state: State, executor: Executor, key: bytes) -> bool:
-    """Whether the block with this key waits for a paused sequence. What others left, and was too cold for the
-    tier, is not copied there a second time: it would push out what is warmer, for ever."""
+def _is_preempted(state: State, executor: Executor, key: bytes) -> bool:
+    """Whether the block with this key waits for a preempted sequence. What others left, and was too cold for
+    the tier, is not copied there a second time: it would push out what is warmer, for ever."""
     block = executor.pool.block_of.get(key)
-    return block is not None and store.is_paused(state, executor.pool.owner_of[block][0])
+    return block is not None and store.is_preempted(state, executor.pool.owner_of[block][0])
 
 
 def expire(state: State) -> None:
     """What has not been answered in time."""
     lookups.expire(state)
     for job in [job for job in state.tiers.jobs.values() if job.due_us <= state.now_us]:
-        if job.phase is not Phase.COPYING:
+        if job.phase is not JobPhase.COPYING:
             lookups.missed(state, job.tier)
             _expire(state, job)
 

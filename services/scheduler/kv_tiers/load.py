@@ -11,12 +11,19 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from services.scheduler import recompute_cost
-from services.scheduler.kv_tiers.lookups import MAX_KEYS, count, executor_of, finish, fresh, tier_of
-from services.scheduler.recompute_cost import Recompute
+from services.scheduler.kv_tiers.lookups import (
+    MAX_KEYS,
+    count_queued,
+    executor_of,
+    finish,
+    start_job,
+    tier_of,
+)
+from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.transfers import ANSWER_US, REMOTE, Answer, Job, Phase, Tier
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.transfers import ANSWER_US, REMOTE, Job, JobPhase, LookupResult, Tier
+from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import KvCopied, KvCopy, KvPrefetch, KvReady, KvRelease, ints, longs
 
 LEASE_US = 10_000_000
@@ -24,51 +31,51 @@ LEAST_DEADLINE_US, MOST_DEADLINE_US = 2_000, 500_000  # for the remote tier
 GUESS_FETCH_BYTES_PER_US = 500.0  # of the remote tier, until it has been measured
 
 
-def begin(state: State, executor: Executor, sequence: Sequence, unit: Unit) -> None:
+def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceGroup) -> None:
     """A sequence has just started with what the device holds of it; begin to bring the rest."""
     tier = state.tiers.below(executor.hello, state.now_us)
-    answer = unit.answers.get((tier.actor, executor.hello.fingerprint)) if tier is not None else None
-    if tier is None or answer is None or answer.at_us < 0 or sequence.computed % executor.hello.block_tokens:
+    result = group.lookup_results.get((tier.actor, executor.hello.fingerprint)) if tier is not None else None
+    if tier is None or result is None or result.at_us < 0 or sequence.computed % executor.hello.block_tokens:
         return
-    keys, valid = _there(executor, sequence, answer)
+    keys, valid = _available(executor, sequence, result)
     if not keys or sequence.reserved < len(keys):
         return
     first = len(sequence.table)
-    remote = sum(t == REMOTE for t in answer.found[first : first + len(keys)])
+    remote = sum(t == REMOTE for t in result.found[first : first + len(keys)])
     load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
-    costs = Recompute.of(executor)
+    costs = RecomputeCost.of(executor)
     compute_us = costs.tokens_us(sequence.computed, sum(valid))
     if compute_us and load_us >= _backlog_us(executor, sequence, costs) + compute_us:
-        sequence.decide(
+        sequence.record_decision(
             state.now_us,
             "recompute",
             f"bringing {sum(valid)} tokens from {tier.source} would take longer",
             reload_us=load_us,
             recompute_us=compute_us,
         )
-        state.meter.loads_declined += 1
+        state.counters.loads_declined += 1
         return
-    job = _ask(state, executor, tier, sequence, _Load(keys, valid, load_us, compute_us))
+    job = _send_prefetch(state, executor, tier, sequence, _Load(keys, valid, load_us, compute_us))
     if job is not None:
-        job.fetched = [at in answer.fetched for at in range(first, first + len(keys))]
+        job.fetched = [at in result.fetched for at in range(first, first + len(keys))]
 
 
-def _backlog_us(executor: Executor, sequence: Sequence, costs: Recompute) -> int:
+def _backlog_us(executor: Executor, sequence: Sequence, costs: RecomputeCost) -> int:
     """What the device does before it would come to this one: the steps in flight, the prompts before it. A
     load waits behind loads, computing behind chunks; and who computes holds up all that come later."""
     block_tokens, tokens = executor.hello.block_tokens, 0
     for other in executor.running:
-        if other.prefilling and other is not sequence and other.leader is None:
-            known = max(other.computed, len(other.table) * block_tokens) if other.loading else other.computed
+        if other.prefilling and other is not sequence and other.parent is None:
+            known = max(other.computed, len(other.table) * block_tokens) if other.load_job else other.computed
             tokens += max(other.opened_length - known, 0)
     return sum(flight.predicted_us for flight in executor.in_flight) + costs.tokens_us(0, tokens)
 
 
-def _there(executor: Executor, sequence: Sequence, answer: Answer) -> tuple[list[bytes], list[int]]:
+def _available(executor: Executor, sequence: Sequence, result: LookupResult) -> tuple[list[bytes], list[int]]:
     """Keys of what a tier holds behind the blocks of the table, and the tokens in each."""
     first, full = len(sequence.table), (len(sequence.tokens) - 1) // executor.hello.block_tokens
-    count = len(list(takewhile(bool, answer.found[first:])))
-    if first >= len(answer.found) == MAX_KEYS and answer.found[-1]:
+    count = len(list(takewhile(bool, result.found[first:])))
+    if first >= len(result.found) == MAX_KEYS and result.found[-1]:
         count = MAX_KEYS  # more than one message can ask for: what is there will be seen
     tail = sequence.tail
     keys = sequence.keys[first : min(first + count, full)]
@@ -79,16 +86,16 @@ def _there(executor: Executor, sequence: Sequence, answer: Answer) -> tuple[list
     return keys, valid
 
 
-def _go_on(state: State, executor: Executor, sequence: Sequence) -> None:
+def _load_next_part(state: State, executor: Executor, sequence: Sequence) -> None:
     """A long prefix comes in parts: ask for the next one."""
     tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None:
         return
-    answer = Answer(state.now_us, (1,) * MAX_KEYS, state.now_us)
-    keys, valid = _there(executor, sequence, answer)
+    result = LookupResult(state.now_us, (1,) * MAX_KEYS, state.now_us)
+    keys, valid = _available(executor, sequence, result)
     if keys and sequence.reserved >= len(keys):
         load_us = _load_us(executor, tier, len(keys), 0, state.now_us)
-        _ask(state, executor, tier, sequence, _Load(keys, valid, load_us))
+        _send_prefetch(state, executor, tier, sequence, _Load(keys, valid, load_us))
 
 
 def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: int) -> int:
@@ -97,7 +104,7 @@ def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: i
     # The link works on what is queued while we ask. Where no load was made of late the stores tell its speed.
     ask_us = tier.answer_us + fetch_us + executor.up.trip_us // 2
     wait_us = max(executor.up.wait_us() - ask_us, 0)
-    link = executor.up if executor.up.known(now_us) or not executor.down.seen else executor.down
+    link = executor.up if executor.up.known(now_us) or not executor.down.copies_seen else executor.down
     return ask_us + wait_us + link.copy_us(blocks * size) + executor.up.trip_us // 2
 
 
@@ -110,19 +117,21 @@ class _Load(NamedTuple):
     compute_us: int = 0  # 0: not predicted
 
 
-def _ask(state: State, executor: Executor, tier: Tier, sequence: Sequence, load: _Load) -> Job | None:
+def _send_prefetch(
+    state: State, executor: Executor, tier: Tier, sequence: Sequence, load: _Load
+) -> Job | None:
     keys, valid, load_us, compute_us = load
     sequence.reserved -= len(keys)
     blocks = executor.pool.allocate(len(keys))
     sequence.table.extend(blocks)
-    if any(source in blocks for source, _ in executor.copies):
+    if any(source in blocks for source, _ in executor.fork_copies):
         return None  # the next step reads one of them for a fork: compute instead
     deadline_us = min(max(compute_us or MOST_DEADLINE_US, LEAST_DEADLINE_US), MOST_DEADLINE_US)
-    job = fresh(state, executor, tier, blocks, keys)
+    job = start_job(state, executor, tier, blocks, keys)
     job.up, job.valid, job.seq = True, valid, sequence.seq
     job.due_us, job.lease_us = state.now_us + deadline_us + ANSWER_US, state.now_us + LEASE_US
     job.predicted_us, job.recompute_us = load_us, compute_us
-    sequence.loading = job.number
+    sequence.load_job = job.number
     message = KvPrefetch(
         job=job.number,
         owner=executor.source,
@@ -140,7 +149,7 @@ def ready(state: State, source: str, message: KvReady) -> None:
     job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
     if tier is None:
         return
-    if job is None or job.phase is not Phase.ASKED or not job.up or job.tier != tier.actor:
+    if job is None or job.phase is not JobPhase.REQUESTED or not job.up or job.tier != tier.actor:
         state.send(source, KvRelease(jobs=ints([message.job])))
         return
     executor, sequence = executor_of(state, job), _sequence(state, job)
@@ -156,12 +165,12 @@ def ready(state: State, source: str, message: KvReady) -> None:
         rate = message.from_l2 * size / message.took_us
         tier.fetch_bytes_per_us += (rate - tier.fetch_bytes_per_us) / (4 if tier.fetch_bytes_per_us else 1)
     fetched = max(sum(job.fetched[:there]), min(message.from_l2, there))
-    state.meter.l2_hit_blocks += fetched
-    state.meter.l1_hit_blocks += there - fetched
+    state.counters.l2_hit_blocks += fetched
+    state.counters.l1_hit_blocks += there - fetched
     executor.pool.end_copy(job.blocks[there:])
     job.blocks, job.keys, job.valid = job.blocks[:there], job.keys[:there], job.valid[:there]
-    job.phase, job.sent_us = Phase.COPYING, state.now_us
-    count(executor, job, there * size)
+    job.phase, job.sent_us = JobPhase.COPYING, state.now_us
+    count_queued(executor, job, there * size)
     copy = KvCopy(
         job=job.number,
         to_arena=False,
@@ -195,30 +204,30 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
     if sequence is None:
         return
     if not ok:
-        state.meter.loads_failed += 1
+        state.counters.loads_failed += 1
         late = state.now_us >= job.lease_us
         why = "the copy took longer than its lease" if late else f"the copy ended with {message.status}"
         _end(state, job, sequence, why, came=False)
         return
-    _take(state, executor, sequence, job)
-    state.meter.loads += 1
-    state.meter.add_restore(state.now_us - job.began_us, job.predicted_us)
+    _adopt(state, executor, sequence, job)
+    state.counters.loads += 1
+    state.counters.add_restore(state.now_us - job.began_us, job.predicted_us)
     _end(state, job, sequence, f"{sum(job.valid)} tokens from {job.tier}")
     if (
         len(sequence.table) >= MAX_KEYS
         and sequence.computed == len(sequence.table) * executor.hello.block_tokens
     ):
-        _go_on(state, executor, sequence)
+        _load_next_part(state, executor, sequence)
 
 
-def _take(state: State, executor: Executor, sequence: Sequence, job: Job) -> None:
+def _adopt(state: State, executor: Executor, sequence: Sequence, job: Job) -> None:
     """Its blocks are as if they had been computed."""
     pool, block_tokens = executor.pool, executor.hello.block_tokens
     start = sequence.computed
     sequence.computed += sum(job.valid)
-    new = max(0, sequence.computed - max(sequence.reach, start))
-    state.meter.restored_tokens += sequence.computed - start
-    sequence.reach = max(sequence.reach, sequence.computed)
+    new = max(0, sequence.computed - max(sequence.most_computed, start))
+    state.counters.restored_tokens += sequence.computed - start
+    sequence.most_computed = max(sequence.most_computed, sequence.computed)
     sequence.cached_tokens += new
     full = job.valid.count(block_tokens)  # all but a tail
     blocks, keys = job.blocks[:full], job.keys[:full]
@@ -239,11 +248,11 @@ def expire(state: State, job: Job) -> None:
 
 def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = True) -> None:
     """The sequence goes on with what it has."""
-    sequence.loading = 0
+    sequence.load_job = 0
     executor = executor_of(state, job)
-    if executor is not None and sequence.pauses:
-        recompute_cost.owes(executor, sequence)
-    sequence.decide(
+    if executor is not None and sequence.preemptions:
+        recompute_cost.start_debt(executor, sequence)
+    sequence.record_decision(
         state.now_us,
         "restore",
         why,
@@ -257,4 +266,4 @@ def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = T
 def _sequence(state: State, job: Job) -> Sequence | None:
     """The sequence that a load is for, if it is still where it was."""
     sequence = state.sequences.get(job.seq)
-    return sequence if sequence is not None and sequence.loading == job.number else None
+    return sequence if sequence is not None and sequence.load_job == job.number else None

@@ -1,30 +1,30 @@
-"""This module asks the tiers for what a waiting unit needs, and begins and ends jobs for its neighbours.
+"""This module asks the tiers for what a waiting group needs, and begins and ends jobs for its neighbours.
 
-A tier is asked when the unit arrives, so that the remote tier can begin to bring what is missing; it is asked
-again at the unit's turn, if the answer is old and the device does not hold it all.
+A tier is asked when the group arrives, so that the remote tier can begin to bring what is missing; it is
+asked again at the group's turn, if the answer is old and the device does not hold it all.
 
-A job is a copy of blocks up (load.py) or down (store.py): `fresh` begins one, and `finish` ends it, whatever
-it has come to.
+A job is a copy of blocks up (load.py) or down (store.py): `start_job` begins one, and `finish` ends it,
+whatever it has come to.
 """
 
 from __future__ import annotations
 
 from services.scheduler import prefix_cache
-from services.scheduler.recompute_cost import Recompute
+from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.transfers import (
     ANSWER_US,
+    BACKOFF_US,
     MISSES,
     REMOTE,
-    REST_US,
-    Answer,
     Job,
     Lookup,
-    Place,
+    LookupResult,
+    LookupTarget,
     Tier,
 )
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import KvFound, KvLookup, KvRelease, ints
 
 WAIT_US, MOST_WAIT_US = 20_000, 200_000  # an admission waits so long for answers, by what they may save
@@ -33,44 +33,44 @@ FEW_BLOCKS = 3  # of a prompt: computed with its last tokens before an answer is
 MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
 
 
-def arrived(state: State, unit: Unit) -> None:
-    """A unit begins to wait: ask every tier that it may start above. Where the device holds it all, too: what
-    is asked for often stays in a tier, and goes on to the remote one."""
-    for executor, tier in _places(state, unit):
-        if _place(executor, tier) not in unit.answers:
-            _ask(state, executor, tier, unit)
+def arrived(state: State, group: SequenceGroup) -> None:
+    """A group begins to wait: ask every tier that it may start above. Where the device holds it all, too:
+    what is asked for often stays in a tier, and goes on to the remote one."""
+    for executor, tier in _targets(state, group):
+        if _target(executor, tier) not in group.lookup_results:
+            _send_lookup(state, executor, tier, group)
 
 
-def refresh(state: State, unit: Unit) -> None:
-    """A unit is the next to start, and lacks room: so that its turn does not wait for an answer, ask before
+def refresh(state: State, group: SequenceGroup) -> None:
+    """A group is the next to start, and lacks room: so that its turn does not wait for an answer, ask before
     that where there is none, or the last one will be old."""
-    for executor, tier in _places(state, unit):
-        answer = unit.answers.get(_place(executor, tier))
-        old = answer is None or _is_old(state, executor, tier, unit, STALE_US // 2)
-        if old and not _covered(executor, unit):
-            _ask(state, executor, tier, unit)
+    for executor, tier in _targets(state, group):
+        result = group.lookup_results.get(_target(executor, tier))
+        old = result is None or _is_old(state, executor, tier, group, STALE_US // 2)
+        if old and not _covered(executor, group):
+            _send_lookup(state, executor, tier, group)
 
 
-def pending(state: State, unit: Unit) -> bool:
-    """True while the unit should wait for an answer, or for the end of a copy of its tail. Asks again where
+def pending(state: State, group: SequenceGroup) -> bool:
+    """True while the group should wait for an answer, or for the end of a copy of its tail. Asks again where
     the last answer is old, which one may be again when it comes: but a turn lasts MOST_WAIT_US at most."""
-    places, head = _places(state, unit), unit.sequences[0]
-    if not unit.turn_us or state.now_us > unit.turn_us + STALE_US:
-        unit.turn_us = state.now_us
-    if any(prefix_cache.tail_is_copied(executor, head) for executor, _ in places):
-        return state.now_us < unit.turn_us + MOST_WAIT_US
-    if all(_waited(state, executor, head, unit.turn_us) for executor, _ in places):
+    targets, head = _targets(state, group), group.sequences[0]
+    if not group.lookup_since_us or state.now_us > group.lookup_since_us + STALE_US:
+        group.lookup_since_us = state.now_us
+    if any(prefix_cache.tail_is_copied(executor, head) for executor, _ in targets):
+        return state.now_us < group.lookup_since_us + MOST_WAIT_US
+    if all(_waited(state, executor, head, group.lookup_since_us) for executor, _ in targets):
         return False
     waits = False
-    for executor, tier in places:
-        answer = unit.answers.get(_place(executor, tier))
-        ask = answer is None or _is_old(state, executor, tier, unit, STALE_US)
+    for executor, tier in targets:
+        result = group.lookup_results.get(_target(executor, tier))
+        ask = result is None or _is_old(state, executor, tier, group, STALE_US)
         silent = (
-            answer is not None and answer.at_us < 0 and not _waited(state, executor, head, answer.asked_us)
+            result is not None and result.at_us < 0 and not _waited(state, executor, head, result.sent_us)
         )
-        if not (ask or silent) or _covered(executor, unit):
+        if not (ask or silent) or _covered(executor, group):
             continue
-        waits = not ask or _ask(state, executor, tier, unit) is not None or waits
+        waits = not ask or _send_lookup(state, executor, tier, group) is not None or waits
     return waits
 
 
@@ -81,34 +81,34 @@ def _waited(state: State, executor: Executor, sequence: Sequence, since_us: int)
     if waited_us < WAIT_US or waited_us >= MOST_WAIT_US:
         return waited_us >= MOST_WAIT_US
     held = len(prefix_cache.lookup(executor, sequence)) * executor.hello.block_tokens
-    return waited_us >= Recompute.of(executor).tokens_us(held, len(sequence.tokens) - held)
+    return waited_us >= RecomputeCost.of(executor).tokens_us(held, len(sequence.tokens) - held)
 
 
-def _is_old(state: State, executor: Executor, tier: Tier, unit: Unit, stale_us: int) -> bool:
-    """Something may have come since the answer: of a paused sequence that lacks some, what was stored after
-    its pause."""
-    answer = unit.answers[_place(executor, tier)]
-    if answer.at_us < 0:
+def _is_old(state: State, executor: Executor, tier: Tier, group: SequenceGroup, stale_us: int) -> bool:
+    """Something may have come since the answer: of a preempted sequence that lacks some, what was stored
+    after its preemption."""
+    result = group.lookup_results[_target(executor, tier)]
+    if result.at_us < 0:
         return False
-    if state.now_us - answer.at_us > stale_us:
+    if state.now_us - result.at_us > stale_us:
         return True
-    held = len(prefix_cache.lookup(executor, unit.sequences[0]))
-    return unit.resumes and tier.stores != answer.stores and not all(answer.found[held:])
+    held = len(prefix_cache.lookup(executor, group.sequences[0]))
+    return group.resumes and tier.stores != result.stores and not all(result.found[held:])
 
 
-def found(state: State, source: str, message: KvFound) -> None:
-    """An answer. One that comes after the unit has started is of no use."""
+def on_found(state: State, source: str, message: KvFound) -> None:
+    """An answer. One that comes after the group has started is of no use."""
     tiers = state.tiers
     lookup, tier = tiers.lookups.get(message.job), tiers.named(source)
     if lookup is None or tier is None or tier.actor != lookup.tier:
         return
     del tiers.lookups[message.job]
     tier.answered()
-    unit = state.waiting.units.get(lookup.unit)
-    answer = unit.answers.get(lookup.place) if unit is not None else None
-    if answer is not None and answer.job == message.job:
-        answer.found, answer.at_us = tuple(message.tiers), state.now_us
-        answer.fetched.update(at for at, where in enumerate(message.tiers) if where == REMOTE)
+    group = state.waiting.groups.get(lookup.group)
+    result = group.lookup_results.get(lookup.target) if group is not None else None
+    if result is not None and result.job == message.job:
+        result.found, result.at_us = tuple(message.tiers), state.now_us
+        result.fetched.update(at for at, where in enumerate(message.tiers) if where == REMOTE)
 
 
 def expire(state: State) -> None:
@@ -117,7 +117,7 @@ def expire(state: State) -> None:
     lookups, silent = state.tiers.lookups, dict[str, None]()
     while lookups:
         job, lookup = next(iter(lookups.items()))
-        if state.now_us < lookup.asked_us + ANSWER_US:
+        if state.now_us < lookup.sent_us + ANSWER_US:
             break
         del lookups[job]
         silent[lookup.tier] = None
@@ -131,50 +131,52 @@ def missed(state: State, actor: str) -> None:
         if tier.actor == actor:
             tier.misses += 1
             if tier.misses >= MISSES:
-                tier.rest_until_us = state.now_us + REST_US
-                state.meter.tier_rests += 1
+                tier.backoff_until_us = state.now_us + BACKOFF_US
+                state.counters.tier_backoffs += 1
 
 
-def _places(state: State, unit: Unit) -> list[tuple[Executor, Tier]]:
+def _targets(state: State, group: SequenceGroup) -> list[tuple[Executor, Tier]]:
     """One executor of the model for each tier and kind of engine that stores in it."""
     tiers = state.tiers
     if not tiers.by_host:
         return []
-    places: dict[Place, tuple[Executor, Tier]] = {}
+    targets: dict[LookupTarget, tuple[Executor, Tier]] = {}
     for executor in state.executors.values():
         tier = tiers.below(executor.hello, state.now_us)
         if tier is None or not executor.pool.write_back or executor.draining:
             continue
-        if executor.hello.model == unit.request.asked.model:
-            places.setdefault(_place(executor, tier), (executor, tier))
-    return list(places.values())
+        if executor.hello.model == group.request.tokenized.model:
+            targets.setdefault(_target(executor, tier), (executor, tier))
+    return list(targets.values())
 
 
-def _place(executor: Executor, tier: Tier) -> Place:
+def _target(executor: Executor, tier: Tier) -> LookupTarget:
     return tier.actor, executor.hello.fingerprint
 
 
-def _ask(state: State, executor: Executor, tier: Tier, unit: Unit) -> Answer | None:
-    head = unit.sequences[0]
-    keys = wanted(executor, head)
+def _send_lookup(state: State, executor: Executor, tier: Tier, group: SequenceGroup) -> LookupResult | None:
+    head = group.sequences[0]
+    keys = wanted_keys(executor, head)
     if not keys:
         return None
-    number, place = state.tiers.number(), _place(executor, tier)
-    before = unit.answers.get(place)
+    number, target = state.tiers.number(), _target(executor, tier)
+    before = group.lookup_results.get(target)
     fetched = before.fetched if before is not None else set[int]()
-    answer = unit.answers[place] = Answer(state.now_us, stores=tier.stores, job=number, fetched=fetched)
-    state.tiers.lookups[number] = Lookup(unit.number, place, state.now_us)
+    result = group.lookup_results[target] = LookupResult(
+        state.now_us, stores=tier.stores, job=number, fetched=fetched
+    )
+    state.tiers.lookups[number] = Lookup(group.number, target, state.now_us)
     fingerprint = executor.hello.fingerprint
     # Every key, not up to the first miss: what the device shares with others was never copied down.
     message = KvLookup(job=number, keys=b"".join(keys), prefix=False, fingerprint=fingerprint, promote=True)
-    state.send(tier.source, message, unit.request.trace)
-    return answer
+    state.send(tier.source, message, group.request.trace)
+    return result
 
 
-def wanted(executor: Executor, sequence: Sequence) -> list[bytes]:
-    """Keys of everything that a tier may hold of a sequence, in order; the tail of a paused one is last. The
-    last token is always computed, since it is sampled from."""
-    prefix_cache.name_blocks(executor, sequence)
+def wanted_keys(executor: Executor, sequence: Sequence) -> list[bytes]:
+    """Keys of everything that a tier may hold of a sequence, in order; the tail of a preempted one is last.
+    The last token is always computed, since it is sampled from."""
+    prefix_cache.extend_keys(executor, sequence)
     full = (len(sequence.tokens) - 1) // executor.hello.block_tokens
     keys = sequence.keys[: min(full, MAX_KEYS)]
     if sequence.tail.key and sequence.tail.at == len(keys) and sequence.tail.root == sequence.keyed[0]:
@@ -182,16 +184,16 @@ def wanted(executor: Executor, sequence: Sequence) -> list[bytes]:
     return keys
 
 
-def _covered(executor: Executor, unit: Unit) -> bool:
+def _covered(executor: Executor, group: SequenceGroup) -> bool:
     """True when the device holds all that could be brought, but for a few blocks of a new prompt."""
-    sequence, few = unit.sequences[0], 0 if unit.resumes else FEW_BLOCKS
+    sequence, few = group.sequences[0], 0 if group.resumes else FEW_BLOCKS
     hits = prefix_cache.lookup(executor, sequence)
     if (len(hits) + few + 1) * executor.hello.block_tokens < len(sequence.tokens):
         return False
     return not sequence.tail.key or prefix_cache.tail_block(executor, sequence, len(hits)) is not None
 
 
-def fresh(state: State, executor: Executor, tier: Tier, blocks: list[int], keys: list[bytes]) -> Job:
+def start_job(state: State, executor: Executor, tier: Tier, blocks: list[int], keys: list[bytes]) -> Job:
     """A job that asks for these blocks, which are fenced from now on."""
     job = Job(
         number=state.tiers.number(),
@@ -220,14 +222,14 @@ def tier_of(state: State, job: Job) -> Tier | None:
     return tier if tier is not None and tier.generation == job.generation else None
 
 
-def count(executor: Executor, job: Job, size_bytes: int) -> None:
+def count_queued(executor: Executor, job: Job, size_bytes: int) -> None:
     """So many bytes of the job wait for the link."""
-    uncount(executor, job)
+    uncount_queued(executor, job)
     job.queued_bytes = size_bytes
     (executor.up if job.up else executor.down).begin(size_bytes)
 
 
-def uncount(executor: Executor, job: Job) -> None:
+def uncount_queued(executor: Executor, job: Job) -> None:
     """None of it does any more."""
     if job.queued_bytes:
         (executor.up if job.up else executor.down).end(job.queued_bytes)
@@ -241,7 +243,7 @@ def finish(state: State, job: Job, *, release: bool = True) -> None:
     executor = executor_of(state, job)
     if executor is not None:
         executor.pool.end_copy(job.blocks)
-        uncount(executor, job)
+        uncount_queued(executor, job)
     source = f"kv_offload.{job.tier}"
     tier = state.tiers.named(source)
     if release and (tier is None or tier.generation == job.generation):

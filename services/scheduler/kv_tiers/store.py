@@ -2,8 +2,8 @@
 
 A kernel writes back its dirty pages likewise, so that whoever needs a page finds a clean one.
 
-An unheld block without a copy below waits until its place is wanted; then `choose` decides. What a paused
-sequence leaves is copied while the steps that still name it run.
+An unheld block without a copy below waits until its place is wanted; then `choose_blocks` decides. What a
+preempted sequence leaves is copied while the steps that still name it run.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler import headroom, prefix_cache
-from services.scheduler.headroom import spare_blocks
-from services.scheduler.kv_tiers.lookups import count, executor_of, finish, fresh, tier_of, uncount
-from services.scheduler.recompute_cost import Recompute
-from services.scheduler.state.policies import EAGER_PM, TierView
+from services.scheduler.headroom import headroom_blocks
+from services.scheduler.kv_tiers.lookups import (
+    count_queued,
+    executor_of,
+    finish,
+    start_job,
+    tier_of,
+    uncount_queued,
+)
+from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.state.policies import EAGER_COPY_PM, OffloadView
 from services.scheduler.state.requests import Phase as Life
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.transfers import ANSWER_US, TOLD_US, Job, Phase, Tier
+from services.scheduler.state.transfers import ANSWER_US, LONG_COPY_US, Job, JobPhase, Tier
 from shared.messages import (
     KvCommit,
     KvCopied,
@@ -37,54 +44,54 @@ JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: what comes next does not wait lon
 JOB_BLOCKS = 128
 TRY_BLOCKS = 4  # of a copy that is to show how fast the link is now
 MAX_JOBS = 2  # at once: one is copied while the next is asked for
-LOOKED_AT = 256  # dirty blocks, at one time; or twice as many as are wanted
-GROUP = 16  # blocks of a sequence that are judged alike
+MAX_JUDGED = 256  # dirty blocks, at one time; or twice as many as are wanted
+JUDGED_TOGETHER = 16  # blocks of a sequence that are judged alike
 EAGER_US = 20_000  # between two looks where no place is wanted
 EAGER_SHARE = 20  # of the time, one part for copies that nobody waits for
-QUIET_US = 200_000  # without a request: the next turn of a chat may come at once
+IDLE_US = 200_000  # without a request: the next turn of a chat may come at once
 BUSY_US = 1_000  # ... where no copy can be asked for
 CUSHION_ROWS, CUSHION_BLOCKS, CUSHION_SHARE = 2, 16, 8
-PAUSING_PM = 600  # ../headroom.py keeps so much free only where sequences have been paused lately
+PREEMPTING_PM = 600  # ../headroom.py keeps so much free only where sequences have been preempted lately
 
 
-def clean(state: State, executor: Executor) -> bool:
+def copy_dirty(state: State, executor: Executor) -> bool:
     """Begin what copies should be made now. True when blocks have become free at once."""
     pool = executor.pool
     if not pool.write_back:
         return False
     dirty = pool.dirty_blocks or pool.stable_blocks
-    pressed = _pressed(state, executor) if dirty or executor.growth_pm >= PAUSING_PM else 0
+    pressed = _pressed(state, executor) if dirty or executor.headroom_pm >= PREEMPTING_PM else 0
     if state.draining and pressed <= 0:
         return False  # whoever drains would wait for a copy that nobody will ask for
     busy = executor.down.pending_jobs >= MAX_JOBS
     if pressed <= 0 and not _may_be_eager(state, executor):
         return False
-    if pressed > 0 and busy and state.now_us - executor.looked_us < BUSY_US:
+    if pressed > 0 and busy and state.now_us - executor.judged_us < BUSY_US:
         return False
-    executor.looked_us = state.now_us
+    executor.judged_us = state.now_us
     tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None:
         return _give_up(executor, pressed)
     swaps = state.limits.policy.leaves
     room = 0 if busy else most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
-    if executor.down.seen and not executor.down.fresh(state.now_us):
+    if executor.down.copies_seen and not executor.down.fresh(state.now_us):
         room = min(room, TRY_BLOCKS)
     free_before = pool.free_blocks
     tries = pressed > 0 and not executor.down.known(state.now_us) and not executor.down.pending_jobs
-    chosen = choose(state, executor, max(pressed, room) if tries else pressed, room)
+    chosen = choose_blocks(state, executor, max(pressed, room) if tries else pressed, room)
     if chosen and pressed <= 0 and not swaps:
         copy_us = executor.down.copy_us(len(chosen) * executor.hello.bytes_per_block)
-        executor.eager_us = state.now_us + EAGER_SHARE * copy_us
+        executor.next_eager_us = state.now_us + EAGER_SHARE * copy_us
     if chosen:
         _store(state, executor, tier, chosen, leaves=swaps)
-    elif pressed > 0 and room and not executor.down.pending_jobs and _may_pause(state, executor):
+    elif pressed > 0 and room and not executor.down.pending_jobs and _expects_preemption(state, executor):
         _store_ahead(state, executor, tier, room)
     return pool.free_blocks > free_before
 
 
 def waits(state: State) -> bool:
     """True while nobody asks for anything and blocks might be copied ahead of need: a tick sees to it."""
-    idle = not state.requests and not state.draining and state.reuse_pm >= EAGER_PM
+    idle = not state.requests and not state.draining and state.prefix_reuse_pm >= EAGER_COPY_PM
     return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
 
 
@@ -92,8 +99,8 @@ def _may_be_eager(state: State, executor: Executor) -> bool:
     """Copies that nobody waits for are made when nobody has asked for anything for a while, and take a small
     part of the time otherwise: on a CPU they take it from the steps."""
     if not state.requests:
-        return state.now_us - state.quiet_us >= QUIET_US
-    return state.now_us - executor.looked_us >= EAGER_US and state.now_us >= executor.eager_us
+        return state.now_us - state.idle_since_us >= IDLE_US
+    return state.now_us - executor.judged_us >= EAGER_US and state.now_us >= executor.next_eager_us
 
 
 def _pressed(state: State, executor: Executor) -> int:
@@ -101,13 +108,13 @@ def _pressed(state: State, executor: Executor) -> int:
     pool = executor.pool
     most = max(1, pool.blocks // CUSHION_SHARE)
     wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most)
-    unit = state.waiting.units.get(state.stuck[0]) if state.stuck else None
-    if unit is not None and unit.request.asked.model == executor.hello.model:
-        wanted += sum(headroom.promises(state, executor, unit)) + spare_blocks(
-            state, executor, unit.sequences
+    group = state.waiting.groups.get(state.blocked_on[0]) if state.blocked_on else None
+    if group is not None and group.request.tokenized.model == executor.hello.model:
+        wanted += sum(headroom.reservations(state, executor, group)) + headroom_blocks(
+            state, executor, group.sequences
         )
-        if unit.resumes:  # it needs no second place for what it has here
-            hits = prefix_cache.lookup(executor, unit.sequences[0])
+        if group.resumes:  # it needs no second place for what it has here
+            hits = prefix_cache.lookup(executor, group.sequences[0])
             wanted -= len(hits) - pool.free_taken_by(hits)
     return wanted - pool.unreserved_blocks - pool.copied_blocks
 
@@ -132,33 +139,33 @@ def _store(
     """Ask for a place for these blocks."""
     pool, hello = executor.pool, executor.hello
     keys = [key for block in blocks if (key := pool.key_of[block]) is not None]
-    paused = any(is_paused(state, pool.owner_of[block][0]) for block in blocks)
-    job = fresh(state, executor, tier, blocks, keys)
+    preempted = any(is_preempted(state, pool.owner_of[block][0]) for block in blocks)
+    job = start_job(state, executor, tier, blocks, keys)
     job.due_us, job.lease_us = state.now_us + ANSWER_US, state.now_us + LEASE_US
     job.leaves, job.after_step = leaves, after_step
-    count(executor, job, len(blocks) * hello.bytes_per_block)
+    count_queued(executor, job, len(blocks) * hello.bytes_per_block)
     message = KvReserve(
         job=job.number,
         owner=executor.source,
         keys=b"".join(keys),
         value_bytes=hello.bytes_per_block,
         lease_us=LEASE_US,
-        priority=int(paused),
+        priority=int(preempted),
         valid_tokens=ints(pool.valid_tokens.get(block, hello.block_tokens) for block in blocks),
         fingerprint=hello.fingerprint,
     )
     state.send(tier.source, message)
 
 
-def _may_pause(state: State, executor: Executor) -> bool:
+def _expects_preemption(state: State, executor: Executor) -> bool:
     """Somebody who runs will lose his place soon, and a tier has room for what he has."""
-    may = executor.growth_pm >= PAUSING_PM and state.now_us >= executor.ahead_us
+    may = executor.headroom_pm >= PREEMPTING_PM and state.now_us >= executor.next_ahead_us
     return may and state.limits.policy.ahead
 
 
 def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> None:
-    """Copy what the next victim has computed, so that its pause costs nothing. What can be copied within a
-    step at the pause itself is left until then: most who run end before they are paused."""
+    """Copy what the next victim has computed, so that its preemption costs nothing. What can be copied within
+    a step at the preemption itself is left until then: most who run end before they are preempted."""
     victim = _next_victim(state, executor)
     if victim is None:
         return
@@ -173,22 +180,22 @@ def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> Non
         if pool.key_of[block] is not None and block not in pool.clean and block not in pool.copies
     ][:room]
     if blocks:
-        state.meter.stored_ahead_blocks += len(blocks)
+        state.counters.stored_ahead_blocks += len(blocks)
         _store(state, executor, tier, blocks, after_step=executor.step)
 
 
 def _next_victim(state: State, executor: Executor) -> Sequence | None:
-    candidates = [s for s in executor.running if not s.pinned and s.leader is None and not s.loading]
+    candidates = [s for s in executor.running if not s.pinned and s.parent is None and not s.load_job]
     if len(candidates) < 2:
         return None
-    first: Sequence = state.limits.policy.the("victim")(candidates)[0]
+    first: Sequence = state.limits.policy.function("victim")(candidates)[0]
     return first
 
 
 def reserved(state: State, source: str, message: KvReserved) -> None:
     """A place for each block, or none: what is there already is clean, what has no place is given up."""
     job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
-    if tier is None or job is None or job.phase is not Phase.ASKED or job.up or job.tier != tier.actor:
+    if tier is None or job is None or job.phase is not JobPhase.REQUESTED or job.up or job.tier != tier.actor:
         if tier is not None:
             state.send(source, KvRelease(jobs=ints([message.job])))
         return
@@ -199,17 +206,17 @@ def reserved(state: State, source: str, message: KvReserved) -> None:
     if executor is None or not any(job.written):
         _end(state, job, list(message.offsets) if fits else [])
         return
-    places = [(b, offset) for b, offset in zip(job.blocks, message.offsets, strict=True) if offset >= 0]
-    job.phase = Phase.COPYING
+    offsets = [(b, offset) for b, offset in zip(job.blocks, message.offsets, strict=True) if offset >= 0]
+    job.phase = JobPhase.COPYING
     size = executor.hello.bytes_per_block
-    count(executor, job, len(places) * size)
+    count_queued(executor, job, len(offsets) * size)
     copy = KvCopy(
         job=job.number,
         to_arena=True,
         after_step=job.after_step,
         arena_generation=message.arena_generation,
-        blocks=ints(block for block, _ in places),
-        offsets=longs(offset for _, offset in places),
+        blocks=ints(block for block, _ in offsets),
+        offsets=longs(offset for _, offset in offsets),
         block_bytes=size,
     )
     state.send(executor.source, copy)
@@ -223,27 +230,27 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
     ok = ok and job.after_step <= executor.pool.acked_step
     if ok:
         executor.down.observe(job.queued_bytes, message.took_us, state.now_us)
-        state.meter.stored_blocks += sum(job.written)
-    uncount(executor, job)
+        state.counters.stored_blocks += sum(job.written)
+    uncount_queued(executor, job)
     if not ok or tier is None:
-        state.meter.stores_failed += 1
+        state.counters.stores_failed += 1
         _end(state, job, [])
         return
-    job.phase, job.due_us = Phase.STORING, state.now_us + ANSWER_US
+    job.phase, job.due_us = JobPhase.STORING, state.now_us + ANSWER_US
     state.send(tier.source, KvCommit(job=job.number, written=ints(job.written)))
 
 
 def stored(state: State, source: str, message: KvStored) -> None:
     """What can be read from a tier now."""
     job = state.tiers.jobs.get(message.job)
-    if job is not None and job.phase is Phase.STORING and source == f"kv_offload.{job.tier}":
+    if job is not None and job.phase is JobPhase.STORING and source == f"kv_offload.{job.tier}":
         tiers = list(message.tiers)
-        places = [-2 if tier > 0 else -1 for tier in tiers] if len(tiers) == len(job.blocks) else []
+        offsets = [-2 if tier > 0 else -1 for tier in tiers] if len(tiers) == len(job.blocks) else []
         if (sender := state.tiers.named(source)) is not None:
             sender.stores += 1
         if (executor := executor_of(state, job)) is not None:
             executor.down.observe_store(state.now_us - job.began_us)
-        _end(state, job, places, release=False)
+        _end(state, job, offsets, release=False)
 
 
 def expire(state: State, job: Job) -> None:
@@ -251,17 +258,17 @@ def expire(state: State, job: Job) -> None:
     _end(state, job, [])
 
 
-def _end(state: State, job: Job, places: list[int], *, release: bool = True) -> None:
+def _end(state: State, job: Job, offsets: list[int], *, release: bool = True) -> None:
     """A store is over. Blocks with place -2 are in a tier; others are not worth another try."""
     finish(state, job, release=release)
     executor = executor_of(state, job)
     if executor is None:
         return
     pool = executor.pool
-    if job.after_step and -2 not in places:
-        executor.ahead_us = state.now_us + EAGER_US
+    if job.after_step and -2 not in offsets:
+        executor.next_ahead_us = state.now_us + EAGER_US
     for at, (block, key) in enumerate(zip(job.blocks, job.keys, strict=True)):
-        if places and places[at] == -2:
+        if offsets and offsets[at] == -2:
             pool.mark_clean(block, key)
             if job.leaves:
                 pool.forget(block)
@@ -270,47 +277,47 @@ def _end(state: State, job: Job, places: list[int], *, release: bool = True) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Conditions:
     """How things are while blocks are judged."""
 
     pressed: int  # places wanted beyond those that are free
     copy_us: int  # of a block, and its share of half the wait; 0 where it is worth a try
-    paused_us: int  # the same of who is paused, and waits for it: no try is made at his cost
+    preempted_us: int  # the same of who is preempted, and waits for it: no try is made at his cost
     chance_pm: int
-    recompute: Recompute
+    recompute: RecomputeCost
 
 
-def choose(state: State, executor: Executor, pressed: int, room: int) -> list[int]:
+def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> list[int]:
     """The blocks to copy now: dirty ones, then stable ones if those are too few. Dirty ones that are not
     worth it become free.
 
     The policy of kind `tier` judges them in groups, by cost: a copy (measured rate, with half the queue), or
     computing it again (by the length before it), times the chance that somebody will want it. Blocks of
-    paused sequences will be wanted; of ended ones as often as prompts have found their beginnings cached.
+    preempted sequences will be wanted; of ended ones as often as prompts have found their beginnings cached.
     """
     pool = executor.pool
-    look = _Look(
+    conditions = _Conditions(
         pressed=pressed,
         copy_us=_copy_us(state, executor),
-        paused_us=_expected_us(executor),
-        chance_pm=state.reuse_pm,
-        recompute=Recompute.of(executor),
+        preempted_us=_expected_us(executor),
+        chance_pm=state.prefix_reuse_pm,
+        recompute=RecomputeCost.of(executor),
     )
-    judge, chosen, dealt = state.limits.policy.the("tier"), list[int](), 0
+    judge, chosen, dealt = state.limits.policy.function("tier"), list[int](), 0
     verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # of the blocks of a sequence, in groups
-    stable = LOOKED_AT if room and pressed > 0 else 0
-    for block in pool.to_copy(max(LOOKED_AT, 2 * pressed), stable):
+    stable = MAX_JUDGED if room and pressed > 0 else 0
+    for block in pool.to_copy(max(MAX_JUDGED, 2 * pressed), stable):
         if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
             break  # enough
         seq, at = pool.owner_of[block]
-        group = seq, at // GROUP
+        group = seq, at // JUDGED_TOGETHER
         if group not in verdicts:
-            view = _view(state, executor, look, group)
-            verdicts[group] = judge(view), view.paused
-        what, paused = verdicts[group]
+            view = _view(state, executor, conditions, group)
+            verdicts[group] = judge(view), view.preempted
+        what, preempted = verdicts[group]
         if what == "drop" and pool.give_up(block):
-            state.meter.dropped_blocks += 1
-            state.meter.dropped_paused_blocks += paused
+            state.counters.dropped_blocks += 1
+            state.counters.dropped_preempted_blocks += preempted
             dealt += 1
         elif what == "copy" and len(chosen) < room:
             chosen.append(block)
@@ -325,7 +332,7 @@ def _copy_us(state: State, executor: Executor) -> int:
     if not link.known(state.now_us):
         mine = (job for job in state.tiers.jobs.values() if job.queued_bytes and not job.up)
         here = [job.began_us for job in mine if executor_of(state, job) is executor]
-        if state.now_us - min(here, default=state.now_us) < TOLD_US:
+        if state.now_us - min(here, default=state.now_us) < LONG_COPY_US:
             return 0
     return _expected_us(executor)
 
@@ -336,15 +343,15 @@ def _expected_us(executor: Executor) -> int:
     return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * most_blocks(executor))
 
 
-def _view(state: State, executor: Executor, look: _Look, group: tuple[int, int]) -> TierView:
-    paused = is_paused(state, group[0])
-    return TierView(
-        paused=paused,
-        pressed=look.pressed > 0,
+def _view(state: State, executor: Executor, conditions: _Conditions, group: tuple[int, int]) -> OffloadView:
+    preempted = is_preempted(state, group[0])
+    return OffloadView(
+        preempted=preempted,
+        pressed=conditions.pressed > 0,
         idle=not executor.down.pending_jobs,
-        chance_pm=1000 if paused else look.chance_pm,
-        copy_us=look.paused_us if paused else look.copy_us,
-        recompute_us=look.recompute.block_us(group[1] * GROUP),
+        chance_pm=1000 if preempted else conditions.chance_pm,
+        copy_us=conditions.preempted_us if preempted else conditions.copy_us,
+        recompute_us=conditions.recompute.block_us(group[1] * JUDGED_TOGETHER),
     )
 
 
@@ -352,7 +359,7 @@ def most_blocks(executor: Executor, most_bytes: int = JOB_BYTES) -> int:
     return max(1, min(JOB_BLOCKS, most_bytes // max(executor.hello.bytes_per_block, 1)))
 
 
-def is_paused(state: State, seq: int) -> bool:
+def is_preempted(state: State, seq: int) -> bool:
     """Whether the sequence waits, and will want what it has computed."""
     sequence = state.sequences.get(seq)
     return sequence is not None and sequence.phase is Life.WAITING

@@ -34,12 +34,12 @@ from typing import Any, BinaryIO, Protocol, cast, get_args
 import msgpack
 
 from services.scheduler.core import Scheduler
-from services.scheduler.state.counters import Meter
-from services.scheduler.state.requests import Arrived, Event, Recent, Send
+from services.scheduler.state.counters import Counters
+from services.scheduler.state.requests import Arrived, EndedRequests, Event, Send
 from services.scheduler.state.state import State
-from services.scheduler.state.step_log import Steps
+from services.scheduler.state.step_log import StepLog
 from shared import codec
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.errors import BadRequest, EngineError, HeadraceError, SetupError, WireError
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
@@ -47,7 +47,7 @@ from shared.processes import open_private
 
 log = logging.getLogger("headrace.replay")
 
-FORMAT, VERSION = "headrace.events", 4  # of a snapshot: 1 to 3 hold other names of modules and fields
+FORMAT, VERSION = "headrace.events", 5  # of a snapshot: 1 to 4 hold other names of modules and fields
 PAGE_BYTES = 48 * 1024  # of a snapshot: with its frame under the payload limit of any server
 DIGEST_BYTES = 8
 MAX_RECORD_BYTES = 1 << 30
@@ -68,7 +68,7 @@ OFFSET_HEADER = "Headrace-Offset"  # bytes of the log before these, so that a lo
 BEGINS_HEADER = "Headrace-Snapshot"  # these bytes begin a stretch of the log
 
 HASH_BYTES = 16
-NO_DECISIONS = (Meter, Recent, Steps)  # what the state only tells: no part of its hash
+NO_DECISIONS = (Counters, EndedRequests, StepLog)  # what the state only tells: no part of its hash
 TUPLE, ARRAY, RECORD = range(3)  # values
 LIST, DICT, ORDERED, SET, FROZENSET, DEQUE, ENUM, FUNCTION, ERROR, INSTANCE = range(10)  # objects
 
@@ -104,7 +104,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class LoggedEvent:
     """Event `number`, counted from 1, and the digest of the commands that it brought about."""
 
     number: int
@@ -121,27 +121,27 @@ class StateHash:
     digest: bytes
 
 
-Record = Header | Snapshot | Happened | StateHash
+Record = Header | Snapshot | LoggedEvent | StateHash
 
 
-async def attach(core: Scheduler, port: Port, event_log: str, model: str) -> Recorder:
+async def attach(core: Scheduler, mailbox: Mailbox, event_log: str, model: str) -> Recorder:
     """The core of a running scheduler with its log, as the setting `event_log` says: in a file, or on the
     subject of this scheduler, where a request brings a snapshot. Raises SetupError for a file that cannot be
     written."""
-    facts = {"scheduler": port.actor, "epoch": port.epoch, "model": model}
-    facts["wall_offset_us"] = port.clock.wall_us() - port.clock.now_us()
+    facts = {"scheduler": mailbox.actor, "epoch": mailbox.epoch, "model": model}
+    facts["wall_offset_us"] = mailbox.clock.wall_us() - mailbox.clock.now_us()
     if event_log != ON_BUS:
         return Recorder(core, FileSink(Path(event_log)), facts)
-    sink = BusSink(port.bus, subjects.events(port.actor))
+    sink = BusSink(mailbox.bus, subjects.events(mailbox.actor))
     recorder = Recorder(core, sink, facts)
 
-    def on_asked(asked: Delivery) -> None:
-        recorder.begin(port.clock.now_us())
+    def on_asked(tokenized: Delivery) -> None:
+        recorder.begin(mailbox.clock.now_us())
         sink.push()  # at once: an idle scheduler has no event that would take it along
-        if access.answerable(port.bus, asked):
-            port.bus.publish(asked.reply, b"")
+        if access.answerable(mailbox.bus, tokenized):
+            mailbox.bus.publish(tokenized.reply, b"")
 
-    await port.bus.subscribe(subjects.events_snapshot(port.actor), on_asked)
+    await mailbox.bus.subscribe(subjects.events_snapshot(mailbox.actor), on_asked)
     return recorder
 
 
@@ -215,7 +215,7 @@ class Recorder:
             self._sink.write(page, now_us)
 
     def upkeep(self, now_us: int) -> None:
-        """Once a beat."""
+        """Once a heartbeat."""
         self._sink.flush(now_us)
 
     def close(self) -> None:
@@ -373,7 +373,7 @@ def read(stream: BinaryIO) -> Iterator[Record]:
                     yield Snapshot(number, b"".join(pages))
             elif kind == EVENT:
                 number += 1
-                yield Happened(number, rest[0], _event(rest[1]), rest[2])
+                yield LoggedEvent(number, rest[0], _event(rest[1]), rest[2])
             elif kind == HASH:
                 yield StateHash(*rest)
         except (ValueError, TypeError, KeyError, IndexError, WireError) as error:

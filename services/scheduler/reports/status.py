@@ -1,4 +1,4 @@
-"""The scheduler tells about itself: numbers for beats, `headrace status`, and metrics for export.
+"""The scheduler tells about itself: numbers for heartbeats, `headrace status`, and metrics for export.
 
 All is computed from the state on request: queue, blocks, waste, and what ../state/counters.py has counted.
 Names of metrics follow OpenTelemetry's conventions for generative AI where there is one; times are seconds
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from itertools import islice
 
 from services.scheduler import model_kinds
-from services.scheduler.recompute_cost import Recompute
+from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.counters import Histogram
-from services.scheduler.state.requests import NAMES, Phase
+from services.scheduler.state.requests import CLASS_NAMES, Phase
 from services.scheduler.state.state import Executor, State
 from shared.messages import ExecHello
 from shared.telemetry import traces as c
-from shared.telemetry.readings import Attributes, Reading, Readings, Spread
+from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
 
-OURS = "headrace.scheduler"
+PREFIX = "headrace.scheduler"
 TTFT = "gen_ai.server.time_to_first_token"
 TPOT = "gen_ai.server.time_per_output_token"
 E2E = "gen_ai.server.request.duration"
@@ -36,31 +36,31 @@ TIER_COUNTERS = {  # of the meter, and the unit of each
     "stored_ahead_blocks": "{block}",
     "stores_failed": "{store}",
     "dropped_blocks": "{block}",
-    "dropped_paused_blocks": "{block}",
-    "tier_rests": "{rest}",
+    "dropped_preempted_blocks": "{block}",
+    "tier_backoffs": "{rest}",
 }
 _US, _PER_MILLE = 1e6, 1e3
 LAST_STEPS = 256  # of an executor, for the median of its step time
 
 
 def load(state: State) -> tuple[tuple[str, int], ...]:
-    """Numbers for the beat."""
+    """Numbers for the heartbeat."""
     running = sum(len(e.running) for e in state.executors.values())
     return (("requests", len(state.requests)), ("running", running), ("waiting", len(state.waiting)))
 
 
 def counts(state: State) -> dict[str, int]:
     """For `headrace status`, which shows how they changed within the last seconds."""
-    meter = state.meter
+    counters = state.counters
     return {
         "waiting": len(state.waiting),
-        "refused_429": meter.rejected.get(429, 0),
-        "refused_503": meter.rejected.get(503, 0),
-        "prefilled": meter.prefill_tokens,
-        "generated": meter.generated_tokens,
-        "prefix_lookups": meter.prefix_lookup_tokens,
-        "prefix_hits": meter.prefix_hit_tokens,
-        "preemptions": meter.preemptions,
+        "refused_429": counters.rejected.get(429, 0),
+        "refused_503": counters.rejected.get(503, 0),
+        "prefilled": counters.prefill_tokens,
+        "generated": counters.generated_tokens,
+        "prefix_lookups": counters.prefix_lookup_tokens,
+        "prefix_hits": counters.prefix_hit_tokens,
+        "preemptions": counters.preemptions,
     }
 
 
@@ -74,15 +74,15 @@ def status(state: State) -> dict[str, object]:
         "closing": phases.count(Phase.CLOSING),
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(state, e) for name, e in sorted(state.executors.items())},
-        "kept_out": {name: _kept_out(state, hello) for name, hello in sorted(state.outside.items())},
+        "kept_out": {name: _excluded(state, hello) for name, hello in sorted(state.excluded.items())},
         "tiers": {
-            name: _link_status(state, e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)
+            name: _tier_status(state, e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)
         },
         "measured": measured(state),
     }
 
 
-def _kept_out(state: State, hello: ExecHello) -> dict[str, object]:
+def _excluded(state: State, hello: ExecHello) -> dict[str, object]:
     """An executor that does not compute as those of its model do that serve."""
     digest, dtype = hello.model_digest, hello.dtype
     return {
@@ -126,7 +126,7 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
 
 def step_p50_us(state: State, executor: Executor) -> int:
     """The median time of the executor's last LAST_STEPS steps; 0 without any."""
-    own = (s for s in reversed(state.steps.ring) if s.executor == executor.hello.executor)
+    own = (s for s in reversed(state.step_log.ring) if s.executor == executor.hello.executor)
     took_us = [step.forward_us + step.sample_us for step in islice(own, LAST_STEPS)]
     return int(statistics.median(took_us)) if took_us else 0
 
@@ -135,17 +135,17 @@ def _has_tier(state: State, executor: Executor) -> bool:
     return executor.hello.host_id in state.tiers.by_host
 
 
-def _link_status(state: State, executor: Executor) -> dict[str, object]:
+def _tier_status(state: State, executor: Executor) -> dict[str, object]:
     """Of one executor: the links to and from the tier of its host, and what a copy is judged by."""
     facts: dict[str, object] = {
         "host": executor.hello.host_id,
-        "recompute_block_us": Recompute.of(executor).block_us(0),
-        "reuse_pm": state.reuse_pm,
+        "recompute_block_us": RecomputeCost.of(executor).block_us(0),
+        "reuse_pm": state.prefix_reuse_pm,
         "chunk_tokens": executor.chunk_tokens,
     }
     for name, link in (("up", executor.up), ("down", executor.down)):
         facts |= {
-            f"{name}_bytes_per_s": link.bytes_per_second if link.seen else 0,
+            f"{name}_bytes_per_s": link.bytes_per_second if link.copies_seen else 0,
             f"{name}_block_us": link.block_us(executor.hello.bytes_per_block),
             f"{name}_moved_bytes": link.moved_bytes,
             f"{name}_pending": link.pending_jobs,
@@ -155,56 +155,56 @@ def _link_status(state: State, executor: Executor) -> dict[str, object]:
 
 def measured(state: State) -> dict[str, dict[str, object]]:
     """What has been counted since the start; times are upper bounds of a histogram's buckets."""
-    meter = state.meter
+    counters = state.counters
     return {
         "queue": {
             **queued(state),
-            "rejected": {str(code): count for code, count in meter.rejected.items()},
-            "wait_p50_ms": meter.queue_us.quantile(500) / 1000,
-            "wait_p99_ms": meter.queue_us.quantile(990) / 1000,
-            "ttft_p50_ms": meter.ttft_us.quantile(500) / 1000,
-            "ttft_p99_ms": meter.ttft_us.quantile(990) / 1000,
+            "rejected": {str(code): count for code, count in counters.rejected.items()},
+            "wait_p50_ms": counters.queue_us.quantile(500) / 1000,
+            "wait_p99_ms": counters.queue_us.quantile(990) / 1000,
+            "ttft_p50_ms": counters.ttft_us.quantile(500) / 1000,
+            "ttft_p99_ms": counters.ttft_us.quantile(990) / 1000,
         },
         "steps": {
-            "mode": meter.mode,
-            **meter.steps,
-            "budget_tokens": meter.budget_tokens,
-            "step_p50_ms": meter.step_us.quantile(500) / 1000,
-            "prediction_error_p50_pct": meter.step_error_pm.quantile(500) / 10,
-            "wasted_rows": meter.wasted_rows,
+            "mode": counters.mode,
+            **counters.steps,
+            "budget_tokens": counters.budget_tokens,
+            "step_p50_ms": counters.step_us.quantile(500) / 1000,
+            "prediction_error_p50_pct": counters.step_error_pm.quantile(500) / 10,
+            "wasted_rows": counters.wasted_rows,
         },
         "tokens": {
-            "generated": meter.generated_tokens,
-            "prefilled": meter.prefill_tokens,
-            "prefix_hits": meter.prefix_hit_tokens,
-            "prefix_hit_pct": meter.prefix_hit_pm / 10,
-            "preemptions": meter.preemptions,
-            "recomputed": meter.recomputed_tokens,
-            "recompute_tax_pct": meter.recompute_tax_pm / 10,
+            "generated": counters.generated_tokens,
+            "prefilled": counters.prefill_tokens,
+            "prefix_hits": counters.prefix_hit_tokens,
+            "prefix_hit_pct": counters.prefix_hit_pm / 10,
+            "preemptions": counters.preemptions,
+            "recomputed": counters.recomputed_tokens,
+            "recompute_tax_pct": counters.recompute_tax_pm / 10,
         },
         "tiers": _measured_tiers(state),
     }
 
 
 def _measured_tiers(state: State) -> dict[str, object]:
-    meter = state.meter
-    counted = {name: getattr(meter, name) for name in TIER_COUNTERS}
+    counters = state.counters
+    counted = {name: getattr(counters, name) for name in TIER_COUNTERS}
     return {
         **counted,
         "lookups_open": len(state.tiers.lookups),
         "jobs_open": len(state.tiers.jobs),
-        "restore_p50_ms": meter.restore_us.quantile(500) / 1000,
-        "restore_p99_ms": meter.restore_us.quantile(990) / 1000,
-        "restore_error_p50_pct": meter.restore_error_pm.quantile(500) / 10,
-        "recompute_error_p50_pct": meter.recompute_error_pm.quantile(500) / 10,
+        "restore_p50_ms": counters.restore_us.quantile(500) / 1000,
+        "restore_p99_ms": counters.restore_us.quantile(990) / 1000,
+        "restore_error_p50_pct": counters.restore_error_pm.quantile(500) / 10,
+        "recompute_error_p50_pct": counters.recompute_error_pm.quantile(500) / 10,
     }
 
 
 def queued(state: State) -> dict[str, int]:
-    """Units that wait, by the class in which they wait now."""
-    depths = dict.fromkeys(NAMES, 0)
-    for (_, level), line in state.waiting.lines.items():
-        depths[NAMES[level]] += line.units
+    """Groups that wait, by the class in which they wait now."""
+    depths = dict.fromkeys(CLASS_NAMES, 0)
+    for (_, level), queue in state.waiting.queues.items():
+        depths[CLASS_NAMES[level]] += queue.groups
     return depths
 
 
@@ -234,74 +234,86 @@ def waste_tokens(executor: Executor) -> int:
     return sum(len(s.table) * block_tokens - s.computed for s in executor.running)
 
 
-def readings(state: State) -> Readings:
+def metric_points(state: State) -> Metrics:
     """Everything, as metrics for export."""
-    return [*_counters(state), *_gauges(state), *_spreads(state)]
+    return [*_counters(state), *_gauges(state), *_histograms(state)]
 
 
-def _counters(state: State) -> Iterator[Reading]:
-    meter = state.meter
-    for name, value, unit in (
-        ("prefix.lookup_tokens", meter.prefix_lookup_tokens, "{token}"),
-        ("prefix.hit_tokens", meter.prefix_hit_tokens, "{token}"),
-        ("prefill_tokens", meter.prefill_tokens, "{token}"),
-        ("recomputed_tokens", meter.recomputed_tokens, "{token}"),
-        ("generated_tokens", meter.generated_tokens, "{token}"),
-        ("wasted_rows", meter.wasted_rows, "{row}"),
-        ("preemptions", meter.preemptions, "{preemption}"),
-        ("step.predicted_duration", meter.predicted_us / _US, "s"),
+def _counters(state: State) -> Iterator[MetricPoint]:
+    counters = state.counters
+    for name, value, group in (
+        ("prefix.lookup_tokens", counters.prefix_lookup_tokens, "{token}"),
+        ("prefix.hit_tokens", counters.prefix_hit_tokens, "{token}"),
+        ("prefill_tokens", counters.prefill_tokens, "{token}"),
+        ("recomputed_tokens", counters.recomputed_tokens, "{token}"),
+        ("generated_tokens", counters.generated_tokens, "{token}"),
+        ("wasted_rows", counters.wasted_rows, "{row}"),
+        ("preemptions", counters.preemptions, "{preemption}"),
+        ("step.predicted_duration", counters.predicted_us / _US, "s"),
     ):
-        yield Reading(f"{OURS}.{name}", value, unit, grows=True)
-    for name, unit in TIER_COUNTERS.items():
-        yield Reading(f"{OURS}.tiers.{name.removeprefix('tier_')}", getattr(meter, name), unit, grows=True)
-    for mode, steps in meter.steps.items():
-        yield Reading(f"{OURS}.steps", steps, "{step}", ((c.OVERLAP_MODE, mode),), grows=True)
-    for code, requests in meter.rejected.items():
-        yield Reading(f"{OURS}.rejected", requests, "{request}", ((c.ERROR_TYPE, str(code)),), grows=True)
-    for reason, sequences in meter.finished.items():
-        yield Reading(f"{OURS}.finished", sequences, "{sequence}", (("reason", reason),), grows=True)
+        yield MetricPoint(f"{PREFIX}.{name}", value, group, is_counter=True)
+    for name, group in TIER_COUNTERS.items():
+        yield MetricPoint(
+            f"{PREFIX}.tiers.{name.removeprefix('tier_')}", getattr(counters, name), group, is_counter=True
+        )
+    for mode, steps in counters.steps.items():
+        yield MetricPoint(f"{PREFIX}.steps", steps, "{step}", ((c.OVERLAP_MODE, mode),), is_counter=True)
+    for code, requests in counters.rejected.items():
+        yield MetricPoint(
+            f"{PREFIX}.rejected", requests, "{request}", ((c.ERROR_TYPE, str(code)),), is_counter=True
+        )
+    for reason, sequences in counters.finished.items():
+        yield MetricPoint(
+            f"{PREFIX}.finished", sequences, "{sequence}", (("reason", reason),), is_counter=True
+        )
 
 
-def _gauges(state: State) -> Iterator[Reading]:
-    for name, units in queued(state).items():
-        yield Reading(f"{OURS}.queue.requests", units, "{request}", (("slo.class", name),))
+def _gauges(state: State) -> Iterator[MetricPoint]:
+    for name, groups in queued(state).items():
+        yield MetricPoint(f"{PREFIX}.queue.requests", groups, "{request}", (("slo.class", name),))
     for executor in state.executors.values():
         where: Attributes = ((c.EXECUTOR, executor.hello.executor),)
-        yield Reading(f"{OURS}.running", len(executor.running), "{sequence}", where)
-        yield Reading(f"{OURS}.blocks_used", used_share(executor), "1", where)
-        yield Reading(f"{OURS}.waste_tokens", waste_tokens(executor), "{token}", where)
+        yield MetricPoint(f"{PREFIX}.running", len(executor.running), "{sequence}", where)
+        yield MetricPoint(f"{PREFIX}.blocks_used", used_share(executor), "1", where)
+        yield MetricPoint(f"{PREFIX}.waste_tokens", waste_tokens(executor), "{token}", where)
         for kind, count in blocks(executor).items():
-            yield Reading(f"{OURS}.blocks", count, "{block}", (*where, ("state", kind)))
+            yield MetricPoint(f"{PREFIX}.blocks", count, "{block}", (*where, ("state", kind)))
         yield from _links(executor, where)
-    yield Reading(f"{OURS}.tiers.jobs", len(state.tiers.jobs), "{job}")
-    meter = state.meter
-    yield Reading(f"{OURS}.step.budget_tokens", meter.budget_tokens, "{token}")
-    yield Reading(f"{OURS}.prefix.hit_ratio", meter.prefix_hit_pm / _PER_MILLE, "1")
-    yield Reading(f"{OURS}.recompute_tax", meter.recompute_tax_pm / _PER_MILLE, "1")
+    yield MetricPoint(f"{PREFIX}.tiers.jobs", len(state.tiers.jobs), "{job}")
+    counters = state.counters
+    yield MetricPoint(f"{PREFIX}.step.budget_tokens", counters.budget_tokens, "{token}")
+    yield MetricPoint(f"{PREFIX}.prefix.hit_ratio", counters.prefix_hit_pm / _PER_MILLE, "1")
+    yield MetricPoint(f"{PREFIX}.recompute_tax", counters.recompute_tax_pm / _PER_MILLE, "1")
 
 
-def _links(executor: Executor, where: Attributes) -> Iterator[Reading]:
+def _links(executor: Executor, where: Attributes) -> Iterator[MetricPoint]:
     """The way to and from the tier below; a rate is 0 until a copy has been measured."""
     for direction, link in (("up", executor.up), ("down", executor.down)):
         there = (*where, ("direction", direction))
-        yield Reading(f"{OURS}.tiers.rate", link.bytes_per_second if link.seen else 0, "By/s", there)
-        yield Reading(f"{OURS}.tiers.pending", link.pending_bytes, "By", there)
-        yield Reading(f"{OURS}.tiers.moved", link.moved_bytes, "By", there, grows=True)
+        yield MetricPoint(
+            f"{PREFIX}.tiers.rate", link.bytes_per_second if link.copies_seen else 0, "By/s", there
+        )
+        yield MetricPoint(f"{PREFIX}.tiers.pending", link.pending_bytes, "By", there)
+        yield MetricPoint(f"{PREFIX}.tiers.moved", link.moved_bytes, "By", there, is_counter=True)
 
 
-def _spreads(state: State) -> Iterator[Spread]:
-    meter = state.meter
-    for name, histogram in ((TTFT, meter.ttft_us), (TPOT, meter.tpot_us), (E2E, meter.e2e_us)):
-        yield _spread(name, histogram, _US, "s", _GEN_AI)
-    yield _spread(f"{OURS}.inter_token.duration", meter.gap_us, _US, "s")
-    yield _spread(f"{OURS}.queue.duration", meter.queue_us, _US, "s")
-    yield _spread(f"{OURS}.step.duration", meter.step_us, _US, "s")
-    yield _spread(f"{OURS}.step.prediction_error", meter.step_error_pm, _PER_MILLE, "1")
-    yield _spread(f"{OURS}.tiers.restore.duration", meter.restore_us, _US, "s")
-    yield _spread(f"{OURS}.tiers.restore.prediction_error", meter.restore_error_pm, _PER_MILLE, "1")
-    yield _spread(f"{OURS}.tiers.recompute.prediction_error", meter.recompute_error_pm, _PER_MILLE, "1")
+def _histograms(state: State) -> Iterator[HistogramPoint]:
+    counters = state.counters
+    for name, histogram in ((TTFT, counters.ttft_us), (TPOT, counters.tpot_us), (E2E, counters.e2e_us)):
+        yield _histogram(name, histogram, _US, "s", _GEN_AI)
+    yield _histogram(f"{PREFIX}.inter_token.duration", counters.inter_token_us, _US, "s")
+    yield _histogram(f"{PREFIX}.queue.duration", counters.queue_us, _US, "s")
+    yield _histogram(f"{PREFIX}.step.duration", counters.step_us, _US, "s")
+    yield _histogram(f"{PREFIX}.step.prediction_error", counters.step_error_pm, _PER_MILLE, "1")
+    yield _histogram(f"{PREFIX}.tiers.restore.duration", counters.restore_us, _US, "s")
+    yield _histogram(f"{PREFIX}.tiers.restore.prediction_error", counters.restore_error_pm, _PER_MILLE, "1")
+    yield _histogram(
+        f"{PREFIX}.tiers.recompute.prediction_error", counters.recompute_error_pm, _PER_MILLE, "1"
+    )
 
 
-def _spread(name: str, of: Histogram, per: float, unit: str, attributes: Attributes = ()) -> Spread:
+def _histogram(
+    name: str, of: Histogram, per: float, group: str, attributes: Attributes = ()
+) -> HistogramPoint:
     bounds = [bound / per for bound in of.bounds]
-    return Spread(name, bounds, list(of.counts), of.total / per, unit, attributes)
+    return HistogramPoint(name, bounds, list(of.counts), of.total / per, group, attributes)

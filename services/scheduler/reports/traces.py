@@ -5,29 +5,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.scheduler.state.requests import facts_of
+from services.scheduler.state.requests import request_record
 from services.scheduler.state.state import State
 from services.scheduler.state.step_log import StepRecord
 from shared.telemetry import traces
 from shared.telemetry.traces import Choice, request_spans, to_body
 
 MAX_STEPS = 2_000  # in one answer, the newest: about 200 kB, below the payload limit of any server
-MAX_HALVED = 64  # of these the newest that come in halves, with what the halves did: 300 bytes each
+MAX_SPLIT = (
+    64  # of these the newest that come in micro-batches, with what the micro-batches did: 300 bytes each
+)
 COLUMNS = (
     "step", "planned_us", "start_us", "end_us", "result_us", "forward_us", "sample_us", "wait_us", "rows",
-    "tokens", "prefill_tokens", "micro_batch", "host_us", "queued_us", "mode", "pieces",
+    "tokens", "prefill_tokens", "micro_batch", "host_us", "queued_us", "mode", "segments",
 )  # fmt: skip
 
 
 def answer(state: State, request: str, wall_offset_us: int, *, steps: bool = False) -> dict[str, Any]:
-    """The trace of a request, of any tenant; with `steps`, also those of its executors in its time.
+    """The trace of a request, of any tenant; with `step_log`, also those of its executors in its time.
     `wall_offset_us` is the wall clock less the scheduler's monotonic one."""
     live = next((r for key, r in state.requests.items() if key[1] == request), None)
-    ended = None if live is not None else state.recent.find(request)
+    ended = None if live is not None else state.ended.find(request)
     if live is not None:
-        facts, trace = facts_of(live, state.now_us), live.trace
+        facts, trace = request_record(live, state.now_us), live.trace
     elif ended is not None:
-        facts, trace = ended.facts, ended.trace
+        facts, trace = ended.record, ended.trace
     else:
         return {"request_id": request, "state": "unknown"}
     spans = request_spans(facts)
@@ -44,7 +46,7 @@ def answer(state: State, request: str, wall_offset_us: int, *, steps: bool = Fal
     if steps:
         within_us = (spans[0].start_us - wall_offset_us, spans[0].end_us - wall_offset_us)
         executors = {chunk.executor for c in facts.choices for chunk in c.close.chunks}
-        found = state.steps.between(executors, *within_us)[-MAX_STEPS:]
+        found = state.step_log.between(executors, *within_us)[-MAX_STEPS:]
         body["window"] = state.limits.window
         body["steps"] = {
             name: _columns([r for r in found if r.executor == name], wall_offset_us)
@@ -68,7 +70,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 def _columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[Any]]:
     """Column by column; times are wall clock."""
-    shown = {r.step for r in [r for r in records if r.pieces][-MAX_HALVED:]}
+    shown = {r.step for r in [r for r in records if r.segments][-MAX_SPLIT:]}
     rows = [
         (
             r.step,
@@ -86,7 +88,7 @@ def _columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[A
             r.host_us,
             r.queued_us,
             r.mode,
-            [*r.pieces] if r.step in shown else [],
+            [*r.segments] if r.step in shown else [],
         )
         for r in records
     ]

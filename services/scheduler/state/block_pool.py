@@ -25,7 +25,7 @@ class BlockPool:
         given back ─▶ copying  if a copy is in flight         ──end_copy──▶ given back
                    ─▶ empty    if it has no key
                    ─▶ dirty    if a tier should copy it first ──begin_copy──▶ copying
-                                                              ──mark_clean, give_up──▶ cached
+                                                              ──mark_clean, fail_all──▶ cached
                    ─▶ cached   otherwise                      ──begin_copy──▶ copying
                                                               ──lost_below──▶ dirty
         dirty, cached ──forget──▶ empty

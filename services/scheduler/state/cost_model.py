@@ -1,4 +1,5 @@
-"""`Costs` predicts what a step will cost, and `Pace` measures how fast an executor goes: both while serving.
+"""`CostModel` predicts what a step will cost, and `StepPace` measures how fast an executor goes: both while
+serving.
 
 The estimate has the form of `shared.step_model`: a step costs by its rows, its tokens (more where the
 machine becomes compute-bound), the cached tokens that it reads and the pairs that its chunks attend to.
@@ -35,7 +36,7 @@ Kind = tuple[bool, int]
 Sums = list[list[float]]
 
 
-class Costs:
+class CostModel:
     """An on-line estimate of step_us: speed * (coefficients . features), no coefficient below zero, so
     that no step is predicted to cost less than one it contains.
 
@@ -242,7 +243,7 @@ def _features(shape: StepShape) -> Features:
 
 
 def chunk_tokens(
-    costs: Costs, decode_shape: StepShape, start: int, bound_us: int, block_tokens: int, most: int
+    costs: CostModel, decode_shape: StepShape, start: int, bound_us: int, block_tokens: int, most: int
 ) -> int:
     """The largest chunk from `start`, a multiple of `block_tokens` and at most `most`, with which a step
     of these decode rows is predicted to stay within `bound_us`; 0 when none is."""
@@ -268,19 +269,19 @@ class Speed:
 
 
 @dataclass(slots=True)
-class Pace:
+class StepPace:
     """How fast an executor goes in its overlap mode: the rows that came back and the time they took, while it
     had work. The guard of ../overlap.py judges by it."""
 
     mode: str = ""
     since_step: int = 0  # the mode was chosen then
     since_rows: int = 0  # so many ran then
-    hosted: bool = False  # some rows were host-fed then
-    half: int = 1  # micro-batch of the last step of two_batch: the first is A
+    had_host_fed: bool = False  # some rows were host-fed then
+    micro_batch: int = 1  # micro-batch of the last step of two_batch: the first is A
     step_us: int = 0  # a step's time, a moving average
     chunk_us: int = 0  # what its prompt chunks take of that, likewise
     sampled: float = 0.0  # rows of the last steps, the older the less
-    cut: float = 0.0  # and sequences that ended there though they might have gone on
+    early_ends: float = 0.0  # and sequences that ended there though they might have gone on
     crowded: bool = False  # more of prompts waits than a step may hold: rows are not what is short
     steps: int = 0
     rows: int = 0
@@ -308,7 +309,7 @@ class Pace:
     def note(self, step: int, rows: int, took_us: int, now_us: int, *, busy: bool) -> None:
         """The result of a step has come; `busy` says whether there is more to do."""
         self.sampled += rows - self.sampled / LATELY
-        self.cut -= self.cut / LATELY
+        self.early_ends -= self.early_ends / LATELY
         if self.steps >= 2 * LATELY:  # the older half counts half
             self.steps, self.rows = self.steps // 2, self.rows // 2
             self.us, self.took_us = self.us // 2, self.took_us // 2
@@ -328,10 +329,10 @@ class Pace:
         self.step_us += (counted_us - self.step_us) // 8 if self.step_us else counted_us
         self.chunk_us += (min(chunk_us, counted_us) - self.chunk_us) // 8
 
-    def left(self) -> None:
+    def observe_early_end(self) -> None:
         """A sequence has left that might have gone on: in each step ahead there is a row of it for nothing.
         Where prompts fill the steps anyhow that costs nobody's turn."""
-        self.cut += 0.0 if self.crowded else 1.0
+        self.early_ends += 0.0 if self.crowded else 1.0
 
     def restart(self) -> None:
         """Measure anew."""

@@ -10,7 +10,7 @@ counters     prefix_lookup_tokens   prompt tokens that were looked up in a prefi
              recomputed_tokens      tokens whose KV was computed before and lost by a preemption or a requeue
              generated_tokens       sampled tokens that were applied
              wasted_rows            rows of a step whose sample nobody wanted any more
-             preemptions            sequences that were paused
+             preemptions            sequences that were preempted
              predicted_us           predicted time of all steps in `step_error_pm`
 by a name    steps {mode: n}        `count_step(mode)`
              rejected {code: n}     `count_rejected(code)`
@@ -22,16 +22,16 @@ by a name    steps {mode: n}        `count_step(mode)`
              l2_hit_blocks          ... by way of it, from the remote tier
              restored_tokens        tokens of all these
              stored_blocks          blocks copied to DRAM
-             stored_ahead_blocks    asked for before their sequence was paused
+             stored_ahead_blocks    asked for before their sequence was preempted
              stores_failed          copies to DRAM that came to nothing
              dropped_blocks         blocks given up without a copy
-             dropped_paused_blocks  of these, what a paused sequence will have to compute again
-             tier_rests             times that a kv_offload was left alone because it did not answer
+             dropped_preempted_blocks  of these, what a preempted sequence will have to compute again
+             tier_backoffs             times that a kv_offload was left alone because it did not answer
 last value   budget_tokens          chunk budget of the last step planned
              mode                   of the last step planned
 histograms   queue_us               arrival to first admission
              ttft_us                arrival to first token applied
-             gap_us                 between two tokens of a sequence as they were applied
+             inter_token_us                 between two tokens of a sequence as they were applied
              tpot_us                of a sequence that ended by itself: first to last token, over the tokens
                                     after the first
              e2e_us                 ... its arrival to its end here
@@ -94,7 +94,7 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class Meter:
+class Counters:
     """See the top of this file."""
 
     prefix_lookup_tokens: int = 0
@@ -115,8 +115,8 @@ class Meter:
     stored_ahead_blocks: int = 0
     stores_failed: int = 0
     dropped_blocks: int = 0
-    dropped_paused_blocks: int = 0
-    tier_rests: int = 0
+    dropped_preempted_blocks: int = 0
+    tier_backoffs: int = 0
     budget_tokens: int = 0
     mode: str = ""
     steps: dict[str, int] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Meter:
     finished: dict[str, int] = field(default_factory=dict)
     queue_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
     ttft_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
-    gap_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
+    inter_token_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
     tpot_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
     e2e_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
     step_us: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_US))

@@ -14,12 +14,12 @@ loadtest/policies.py has baselines for comparison. The signatures:
 
 order        (arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]: of a waiting group and
              what its client has been served; less is sooner. It must not fall while a group waits
-batching     (view: FillView) -> Share
+batching     (view: BatchingView) -> Share
 reservation  (tokens: int, max_length: int, block_tokens: int) -> int, blocks; `tokens` are known now,
              `max_length` is the most there may ever be
 victim       (candidates: list[Sequence]) -> list[Sequence], the first victim first
 routing      (options: list[Option]) -> Option; there is at least one
-tier         (view: TierView) -> str, one of copy, drop, keep; of an unheld block
+tier         (view: OffloadView) -> str, one of copy, drop, keep; of an unheld block
 
 What a policy asks of the code around it, beyond its answers, are its traits (`with_traits`, see Policy): no
 other code compares names of policies.
@@ -56,7 +56,9 @@ STALL_US = 1_000_000  # so long prompts go before decodes: see prefill_first
 # Tokens of prefix hit that one running sequence outweighs; without it all requests with a common beginning
 # pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6).
 LOAD_TOKENS = 512
-EAGER_PM = 250  # likely enough to be wanted by another: less, and a copy would push better ones out below
+EAGER_COPY_PM = (
+    250  # likely enough to be wanted by another: less, and a copy would push better ones out below
+)
 
 log = logging.getLogger("headrace.scheduler")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -82,7 +84,7 @@ def _trait(kind: str, name: str) -> property:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The names in force, and the traits of their functions. `policy.the("order")` is the function."""
+    """The names in force, and the traits of their functions. `policy.function("order")` is the function."""
 
     order: str = "vtc"
     batching: str = "mixed"
@@ -91,7 +93,7 @@ class Policy:
     routing: str = "prefix"
     tier: str = "tiered"
 
-    def the(self, kind: str) -> Callable[..., Any]:
+    def function(self, kind: str) -> Callable[..., Any]:
         """The function of a kind."""
         return load(kind, getattr(self, kind))
 
@@ -100,11 +102,11 @@ class Policy:
     greedy = _trait(
         "reservation", "greedy"
     )  # admission keeps nothing free for growth, and nobody is spared or pinned
-    foresees = _trait("reservation", "foresees")  # admission looks ahead along growth that is known
+    looks_ahead = _trait("reservation", "looks_ahead")  # admission looks ahead along growth that is known
     no_tiers = _trait("tier", "no_tiers")  # nothing is copied to tiers or looked up there
-    forgets = _trait("tier", "forgets")  # nothing of a paused sequence stays cached
+    forgets = _trait("tier", "forgets")  # nothing of a preempted sequence stays cached
     leaves = _trait("tier", "leaves")  # what is copied leaves the device at once
-    ahead = _trait("tier", "ahead")  # what the next victim has is copied before its pause
+    ahead = _trait("tier", "ahead")  # what the next victim has is copied before its preemption
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -174,7 +176,7 @@ def fcfs(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
     return arrival_us, number
 
 
-class FillView(NamedTuple):
+class BatchingView(NamedTuple):
     """What a fill policy sees of an executor. A tuple, since one is made for each step."""
 
     decodes: int  # rows that could decode now
@@ -182,47 +184,48 @@ class FillView(NamedTuple):
     stalled_us: int  # since the last step that decoded, 0 when nothing decodes
 
 
-class Share(NamedTuple):
+class StepShare(NamedTuple):
     """The parts of a step. `prompts`: none; one block; the chunk budget; or as much as the step holds."""
 
     decodes: bool
     prompts: Literal["none", "block", "budget", "whole"]
 
 
-def mixed(view: FillView) -> Share:
+def mixed(view: BatchingView) -> StepShare:
     """Decodes, and prompt chunks as long as the strictest class keeps its time between tokens: stall-free
     batching (Sarathi-Serve, Agrawal et al. 2024)."""
-    return Share(True, "budget")
+    return StepShare(True, "budget")
 
 
-def prefill_first(view: FillView) -> Share:
+def prefill_first(view: BatchingView) -> StepShare:
     """Prompts whole and alone, until the decodes have stood still for STALL_US: best time to first token,
     worst time between tokens."""
     if view.prompts and view.stalled_us < STALL_US:
-        return Share(not view.prompts, "whole")
-    return Share(True, "none" if view.decodes else "whole")
+        return StepShare(not view.prompts, "whole")
+    return StepShare(True, "none" if view.decodes else "whole")
 
 
-def decode_first(view: FillView) -> Share:
+def decode_first(view: BatchingView) -> StepShare:
     """Decodes; a prompt goes on by one block a step while anything decodes: best time between tokens, worst
     time to first token."""
-    return Share(True, "block" if view.decodes else "whole")
+    return StepShare(True, "block" if view.decodes else "whole")
 
 
 def on_demand(tokens: int, max_length: int, block_tokens: int) -> int:
-    """What it needs to come to its next token. It grows as it goes, and may be paused for want of a block."""
+    """What it needs to come to its next token. It grows as it goes, and may be preempted for want of a
+    block."""
     return blocks_for(min(tokens + 1, max_length), block_tokens)
 
 
-@with_traits("foresees")
+@with_traits("looks_ahead")
 def foreseen(tokens: int, max_length: int, block_tokens: int) -> int:
     """As much; but where nothing except its length ends a sequence, admission looks ahead along its whole
-    growth, and nobody is paused for that: see ../headroom.py."""
+    growth, and nobody is preempted for that: see ../headroom.py."""
     return on_demand(tokens, max_length, block_tokens)
 
 
 def reserve(tokens: int, max_length: int, block_tokens: int) -> int:
-    """All that it may ever need: it is never paused, and what it does not use lies idle."""
+    """All that it may ever need: it is never preempted, and what it does not use lies idle."""
     return blocks_for(max_length, block_tokens)
 
 
@@ -233,8 +236,8 @@ def latest(candidates: list[Sequence]) -> list[Sequence]:
     return sorted(candidates, key=lambda s: (-s.level, -s.request.arrival_us, -s.seq))
 
 
-class Option(NamedTuple):
-    """What an executor has for a unit. A tuple, since one is made at each admission."""
+class RoutingOption(NamedTuple):
+    """What an executor has for a group. A tuple, since one is made at each admission."""
 
     source: str
     hit_tokens: int  # of its prompt, in this executor's prefix cache
@@ -242,21 +245,21 @@ class Option(NamedTuple):
     running: int
 
 
-def prefix(options: list[Option]) -> Option:
+def prefix(options: list[RoutingOption]) -> RoutingOption:
     """Where most of its prompt is cached, less what runs there; among equals, where the most room is."""
     return max(options, key=lambda o: (o.hit_tokens - LOAD_TOKENS * o.running, o.room_blocks, o.source))
 
 
-def room(options: list[Option]) -> Option:
+def room(options: list[RoutingOption]) -> RoutingOption:
     """Where the most room is."""
     return max(options, key=lambda o: (o.room_blocks, -o.running, o.source))
 
 
 @dataclass(frozen=True, slots=True)
-class TierView:
+class OffloadView:
     """A block, and how things are."""
 
-    paused: bool  # its sequence will be back; else it has ended
+    preempted: bool  # its sequence will be back; else it has ended
     pressed: bool  # its place is wanted
     idle: bool  # no copy is under way
     chance_pm: int  # that somebody wants what it holds, per mille
@@ -265,14 +268,14 @@ class TierView:
 
 
 @with_traits("ahead")
-def tiered(view: TierView) -> str:
+def tiered(view: OffloadView) -> str:
     """By cost: a block stays until its place is wanted; then it is copied down, where that is cheaper than
     computing it again, or given up. What others are likely to want is copied before, while the link is
     idle."""
     known = view.recompute_us > 0
-    worth = view.recompute_us * view.chance_pm > 1000 * view.copy_us
+    worth_copying = view.recompute_us * view.chance_pm > 1000 * view.copy_us
     if view.pressed:
-        likely = view.chance_pm >= EAGER_PM
-        return "copy" if (worth and likely) or (view.paused and not known) else "drop"
-    eager = view.idle and not view.paused and view.chance_pm >= EAGER_PM
-    return "copy" if eager and (worth or not known) else "keep"
+        likely = view.chance_pm >= EAGER_COPY_PM
+        return "copy" if (worth_copying and likely) or (view.preempted and not known) else "drop"
+    eager = view.idle and not view.preempted and view.chance_pm >= EAGER_COPY_PM
+    return "copy" if eager and (worth_copying or not known) else "keep"

@@ -5,8 +5,8 @@ computed: KV planned up to here, advanced when a step is planned
 planned_length: len(tokens) + tokens that steps in flight will sample
 
 With them are the service class of a request (`SloClass`), the time when a sequence is looked at again
-(`Due`), what is left of requests that ended (`Recent`), and what goes into the scheduler's core (`Event`) and
-comes out (`Send`). Time comes in with each event.
+(`Deadlines`), what is left of requests that ended (`EndedRequests`), and what goes into the scheduler's core
+(`Event`) and comes out (`Send`). Time comes in with each event.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from enum import Enum
 from shared.errors import SetupError, from_code
 from shared.messages import Chunk, Close, Decision, Message, Timings, Tokenized, Usage
 from shared.telemetry import traces
-from shared.telemetry.traces import LEAVES, Choice, Reply, RequestFacts
+from shared.telemetry.traces import LEAVING_DECISIONS, Choice, Reply, RequestRecord
 
 MAX_DECISIONS = 64  # kept for the trace: they travel in one Close
 MAX_CHUNKS = 32  # likewise; later ones count as part of the last
-PIN_AFTER = 3  # pauses
-KEPT = 1_000  # requests that ended
+PIN_AFTER_PREEMPTIONS = 3  # preemptions
+MAX_ENDED = 1_000  # requests that ended
 
-NAMES = ("interactive", "standard", "batch")  # of service classes, by level, the highest first
-DEFAULT = "interactive=10000/50/0,standard=60000/100/20000,batch=0/500/60000"
+CLASS_NAMES = ("interactive", "standard", "batch")  # of service classes, by level, the highest first
+DEFAULT_CLASSES = "interactive=10000/50/0,standard=60000/100/20000,batch=0/500/60000"
 
 
 class Phase(Enum):
-    """Where a sequence is in its life. It only moves down, but for WAITING after a pause or a requeue."""
+    """Where a sequence is in its life. It only moves down, but for WAITING after a preemption or a
+    requeue."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -43,45 +44,47 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Request:
-    """One accepted request; `asked.tokens` is the prompt."""
+    """One accepted request; `tokenized.tokens` is the prompt."""
 
-    asked: Tokenized
+    tokenized: Tokenized
     trace: str
     tokenizer: str
     arrival_us: int
     deadline_us: int
     level: int = 1  # of its class, 0 is the highest
-    start_by_us: int = 0  # given up if it has not begun by then: its class's limit. 0: none
+    start_deadline_us: int = 0  # given up if it has not begun by then: its class's limit. 0: none
     transit_us: int = 0
     attempt: int = 1  # of the reply stream: one more each time another detokenizer takes over
     shard: str = ""  # detokenizer id, "" while none is alive
-    keeper: str = ""  # another detokenizer, with a copy of what was asked; "" where there is none
+    backup_shard: str = ""  # another detokenizer, with a copy of what was asked; "" where there is none
     opened_us: int = 0  # at its detokenizer, for the last time
     model_digest: str = ""  # of the executors that have generated its tokens, or are expected to
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
-    risen: int = 0  # by so many classes it counts as higher: it has waited for long
-    deaths: int = 0  # of executors that it ran on, and may have been the cause of: see ../admission.py
-    died_at: int = 0  # tokens that it had generated at the last of them
+    promotions: int = 0  # by so many classes it counts as higher: it has waited for long
+    executor_deaths: int = (
+        0  # of executors that it ran on, and may have been the cause of: see ../admission.py
+    )
+    tokens_at_death: int = 0  # tokens that it had generated at the last of them
     reply: Reply = field(default_factory=Reply)  # the detokenizer's stamps, once it has ended
 
     @property
     def traced(self) -> bool:
         """Whether somebody sends spans of it."""
-        return bool(self.asked.parent_span) and traces.is_sampled(self.trace)
+        return bool(self.tokenized.parent_span) and traces.is_sampled(self.trace)
 
     @property
     def key(self) -> tuple[str, str]:
-        return self.asked.tenant, self.asked.request
+        return self.tokenized.tenant, self.tokenized.request
 
     @property
     def client(self) -> tuple[str, int]:
         """Whose turn it is counts by tenant and class, the one that it has risen to."""
-        return self.asked.tenant, self.level - self.risen
+        return self.tokenized.tenant, self.level - self.promotions
 
 
 @dataclass(slots=True)
-class ChunkNote:
+class ChunkRecord:
     """A prompt chunk, for the trace; `done_us` is 0 until its step has come back."""
 
     planned_us: int
@@ -93,8 +96,8 @@ class ChunkNote:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The partial block that a paused sequence ended with: `at` in its table, the first `valid` tokens. It is
-    known by its key, under one root, and to this sequence alone."""
+    """The partial block that a preempted sequence ended with: `at` in its table, the first `valid` tokens. It
+    is known by its key, under one root, and to this sequence alone."""
 
     at: int = 0
     valid: int = 0
@@ -118,9 +121,9 @@ class Sequence:
     max_length: int
     stop_ids: frozenset[int]
     host_fed: bool = False  # its next input needs the host: planned again only after its result
-    unit: int = 0  # the number of the one it was last queued in
+    group: int = 0  # the number of the one it was last queued in
     level: int = 0  # the class that it counts as where it runs: it may have risen before it was admitted
-    half: int = 0  # micro-batch A or B, where steps alternate
+    micro_batch: int = 0  # micro-batch A or B, where steps alternate
     phase: Phase = Phase.WAITING
     placement: int = 0  # counts placements: rows of an earlier one are ignored
     executor: str = ""
@@ -128,7 +131,7 @@ class Sequence:
     generation: int = 0  # of the slot
     table: list[int] = field(default_factory=list)
     table_sent: int = 0  # entries of the table that the executor has
-    room: int = 0  # tokens that fit into those
+    table_capacity: int = 0  # tokens that fit into those
     reserved: int = 0  # blocks promised and not yet allocated
     opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
     opened_after: int = 0  # the executor's last step then: up to it none touched this slot
@@ -136,20 +139,22 @@ class Sequence:
     keyed: tuple[bytes, int] = (b"", 0)  # root and block size that `keys` were made with
     keys: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens
     registered: int = 0  # entries of the table that the prefix cache knows
-    reach: int = 0  # the most that was ever computed or cached: below it is work done again
-    charged: int = 0  # generated tokens that its client has been charged for
-    pauses: int = 0
-    ceded: int = 0  # of them, for a tenant of which nothing ran, after its turn: they do not count
-    turn_us: int = 0  # its turn lasts until then: it has run for as long as it had waited
+    most_computed: int = 0  # the most that was ever computed or cached: below it is work done again
+    charged_tokens: int = 0  # generated tokens that its client has been charged for
+    preemptions: int = 0
+    ceded_preemptions: int = (
+        0  # of them, for a tenant of which nothing ran, after its turn: they do not count
+    )
+    turn_until_us: int = 0  # its turn lasts until then: it has run for as long as it had waited
     turn_tokens: int = 1  # and until its reach is this: it has computed as much as it had lost
-    pinned: bool = False  # paused so often that it is promised all it may need, and is nobody's victim
-    tail: Tail = NO_TAIL  # of its last pause
-    loading: int = 0  # the job that brings blocks of its table from a tier; no row of it is planned before
-    compiling: bool = False  # its executor compiles its grammar, by which its next token is chosen
-    spared_until_us: int = 0  # it has just come back: others are paused before it
-    owed_us: int = 0  # predicted cost of what is computed again since it came back
-    paid_us: int = 0  # of it, as the steps have shown
-    leader: Sequence | None = None  # computes the prompt for this sequence, until the fork
+    pinned: bool = False  # preempted so often that it is promised all it may need, and is nobody's victim
+    tail: Tail = NO_TAIL  # of its last preemption
+    load_job: int = 0  # the job that brings blocks of its table from a tier; no row of it is planned before
+    compiles_grammar: bool = False  # its executor compiles its grammar, by which its next token is chosen
+    protected_until_us: int = 0  # it has just come back: others are preempted before it
+    recompute_debt_us: int = 0  # predicted cost of what is computed again since it came back
+    recompute_paid_us: int = 0  # of it, as the steps have shown
+    parent: Sequence | None = None  # computes the prompt for this sequence, until the fork
     final: int = 0
     reason: str = ""
     close_deadline_us: int = 0
@@ -162,19 +167,19 @@ class Sequence:
     cached_tokens: int = 0  # of the prompt: found in a prefix cache, never computed for it
     recomputed_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
-    chunks: list[ChunkNote] = field(default_factory=list)
+    chunks: list[ChunkRecord] = field(default_factory=list)
     last_executor: str = ""  # also once it has left it
 
     @property
     def tenant(self) -> str:
-        return self.request.asked.tenant
+        return self.request.tokenized.tenant
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def sure_length(self) -> bool:
+    def fixed_length(self) -> bool:
         """Nothing but its length ends it, unless its client goes away or finds a stop string."""
         return not self.stop_ids
 
@@ -185,7 +190,7 @@ class Sequence:
     @property
     def awaits_grammar(self) -> bool:
         """All but its last token is computed or planned, and what would be sampled from that has to wait."""
-        return self.compiling and self.computed + 1 >= self.opened_length
+        return self.compiles_grammar and self.computed + 1 >= self.opened_length
 
     @property
     def planned_length(self) -> int:
@@ -208,24 +213,26 @@ class Sequence:
 
     def leave(self) -> None:
         """Forget the executor; rows in flight are ignored from now on."""
-        self.reach = max(self.reach, min(self.computed, len(self.tokens)))
+        self.most_computed = max(self.most_computed, min(self.computed, len(self.tokens)))
         self.placement += 1
-        self.executor, self.slot, self.leader = "", -1, None
-        self.table, self.table_sent, self.room, self.registered, self.reserved = [], 0, 0, 0, 0
+        self.executor, self.slot, self.parent = "", -1, None
+        self.table, self.table_sent, self.table_capacity, self.registered, self.reserved = [], 0, 0, 0, 0
         self.steps += self._decodes
-        self.opened_length = self.computed = self.loading = self.owed_us = self.paid_us = 0
-        self.compiling = False
+        self.opened_length = self.computed = self.load_job = self.recompute_debt_us = (
+            self.recompute_paid_us
+        ) = 0
+        self.compiles_grammar = False
 
-    def decide(self, now_us: int, what: str, why: str, **numbers: int) -> None:
+    def record_decision(self, now_us: int, what: str, why: str, **numbers: int) -> None:
         """Note a decision for the request's trace."""
         at_us = now_us - self.request.arrival_us
         if len(self.decisions) < MAX_DECISIONS:
             self.decisions.append(Decision(at_us=at_us, what=what, why=why, numbers=tuple(numbers.items())))
 
-    def note_chunk(self, now_us: int, tokens: int, step: int) -> ChunkNote:
+    def record_chunk(self, now_us: int, tokens: int, step: int) -> ChunkRecord:
         """Note a prompt chunk in the step now planned."""
         if len(self.chunks) < MAX_CHUNKS:
-            self.chunks.append(ChunkNote(now_us, tokens, step, self.executor))
+            self.chunks.append(ChunkRecord(now_us, tokens, step, self.executor))
         else:
             self.chunks[-1].tokens += tokens
         return self.chunks[-1]
@@ -233,20 +240,20 @@ class Sequence:
 
 def timings_of(sequence: Sequence, now_us: int) -> Timings:
     """The stages of a sequence so far."""
-    asked = sequence.request.asked
+    tokenized = sequence.request.tokenized
     first = sequence.first_token_us or sequence.last_token_us
-    handled_wall_us = asked.handled_wall_us or asked.received_wall_us
+    handled_wall_us = tokenized.handled_wall_us or tokenized.received_wall_us
     arrival_us = sequence.request.arrival_us
     return Timings(
-        received_wall_us=asked.received_wall_us,
-        tokenize_us=max(asked.sent_wall_us - handled_wall_us, 0),
+        received_wall_us=tokenized.received_wall_us,
+        tokenize_us=max(tokenized.sent_wall_us - handled_wall_us, 0),
         transit_us=sequence.request.transit_us,
         queue_us=max(sequence.admitted_us - arrival_us, 0) if sequence.admitted_us else 0,
         prefill_us=max(first - sequence.admitted_us, 0) if first else 0,
         decode_us=max(sequence.last_token_us - first, 0),
         prefill_chunks=sequence.prefill_chunks,
         steps=sequence.steps_planned,
-        received_us=max(handled_wall_us - asked.received_wall_us, 0),
+        received_us=max(handled_wall_us - tokenized.received_wall_us, 0),
         live_us=max(now_us - arrival_us, 0),
     )
 
@@ -255,7 +262,7 @@ def chunks_of(sequence: Sequence, now_us: int) -> tuple[Chunk, ...]:
     """Its prompt chunks so far. One without a result ended when its sequence was taken off the executor,
     or lasts until now."""
     arrival_us = sequence.request.arrival_us
-    left_us = [arrival_us + d.at_us for d in sequence.decisions if d.what in LEAVES]
+    left_us = [arrival_us + d.at_us for d in sequence.decisions if d.what in LEAVING_DECISIONS]
     return tuple(
         Chunk(
             at_us=note.planned_us - arrival_us,
@@ -287,22 +294,22 @@ def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> Close:
     )
 
 
-def facts_of(request: Request, now_us: int) -> RequestFacts:
+def request_record(request: Request, now_us: int) -> RequestRecord:
     """What the spans of a request are made of; of a running one, as if it ended now."""
-    asked = request.asked
+    tokenized = request.tokenized
     choices = []
     for s in request.sequences:
         close = s.close or close_of(s, now_us, s.generated, "")
         tokens = s.final if s.close else s.generated
         choices.append(Choice(index=s.choice, tokens=tokens, reason=s.reason or s.phase.value, close=close))
     failed = next((c.close for c in choices if c.close.code), None)
-    return RequestFacts(
-        request=asked.request,
-        tenant=asked.tenant,
-        model=asked.model,
-        format=asked.format,
-        inbox=asked.inbox,
-        received_wall_us=asked.received_wall_us,
+    return RequestRecord(
+        request=tokenized.request,
+        tenant=tokenized.tenant,
+        model=tokenized.model,
+        format=tokenized.format,
+        inbox=tokenized.inbox,
+        received_wall_us=tokenized.received_wall_us,
         detokenizer=f"detokenizer.{request.shard}" if request.shard else "",
         choices=tuple(choices),
         reply=request.reply,
@@ -329,13 +336,13 @@ class SloClass:
 def parse(text: str) -> tuple[SloClass, ...]:
     """The classes by level, from `name=ttft/tbt/age,...` in milliseconds; a class that is not named keeps its
     default. Raises SetupError."""
-    found = _read(DEFAULT) | _read(text)
-    return tuple(found[name] for name in NAMES)
+    found = _read(DEFAULT_CLASSES) | _read(text)
+    return tuple(found[name] for name in CLASS_NAMES)
 
 
 def level_of(name: str) -> int:
     """0 is the highest. The edge admits no other name; should one come, it is of the middle class."""
-    return NAMES.index(name) if name in NAMES else 1
+    return CLASS_NAMES.index(name) if name in CLASS_NAMES else 1
 
 
 def _read(text: str) -> dict[str, SloClass]:
@@ -346,8 +353,8 @@ def _read(text: str) -> dict[str, SloClass]:
             ttft_ms, tbt_ms, age_ms = (int(number) for number in numbers.split("/"))
         except ValueError:
             raise SetupError(_wrong(part, "is not name=ttft/tbt/age in whole milliseconds")) from None
-        if name not in NAMES:
-            raise SetupError(_wrong(part, f"names no class: {', '.join(NAMES)}"))
+        if name not in CLASS_NAMES:
+            raise SetupError(_wrong(part, f"names no class: {', '.join(CLASS_NAMES)}"))
         if name in found:
             raise SetupError(_wrong(part, "names a class for the second time"))
         if min(ttft_ms, age_ms) < 0 or tbt_ms < 1:
@@ -357,11 +364,11 @@ def _read(text: str) -> dict[str, SloClass]:
 
 
 def _wrong(part: str, why: str) -> str:
-    return f"setting slo: {part!r} {why}; for example slo={DEFAULT}"
+    return f"setting slo: {part!r} {why}; for example slo={DEFAULT_CLASSES}"
 
 
 @dataclass(slots=True)
-class Due:
+class Deadlines:
     """What has a time limit: a heap of when each sequence is looked at again, in us, the earliest first.
 
     An entry is a lower bound: a sequence that is looked at and is not due yet says when to look again. So a
@@ -384,32 +391,32 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class EndedRequest:
     """What is left of a request."""
 
     inbox: str
     trace: str  # the traceparent of its root span, empty when not traced
-    facts: RequestFacts
+    record: RequestRecord
 
 
 @dataclass(slots=True)
-class Recent:
-    """The last KEPT requests that ended, by (tenant, request): answers late resends and
+class EndedRequests:
+    """The last MAX_ENDED requests that ended, by (tenant, request): answers late resends and
     `headrace.v1.trace.<request>`."""
 
-    traces: OrderedDict[tuple[str, str], Trace] = field(default_factory=OrderedDict)
+    by_key: OrderedDict[tuple[str, str], EndedRequest] = field(default_factory=OrderedDict)
 
-    def add(self, key: tuple[str, str], trace: Trace) -> None:
+    def add(self, key: tuple[str, str], trace: EndedRequest) -> None:
         """Remember an ended request, forget the oldest."""
-        self.traces[key] = trace
-        self.traces.move_to_end(key)
-        while len(self.traces) > KEPT:
-            self.traces.popitem(last=False)
+        self.by_key[key] = trace
+        self.by_key.move_to_end(key)
+        while len(self.by_key) > MAX_ENDED:
+            self.by_key.popitem(last=False)
 
-    def find(self, request: str) -> Trace | None:
+    def find(self, request: str) -> EndedRequest | None:
         """The newest ended request with this id, of any tenant."""
-        keys = [key for key in reversed(self.traces) if key[1] == request]
-        return self.traces[keys[0]] if keys else None
+        keys = [key for key in reversed(self.by_key) if key[1] == request]
+        return self.by_key[keys[0]] if keys else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +441,8 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """An actor missed its beats or stopped. Not `died`: an executor that belongs to another scheduler now."""
+    """An actor missed its heartbeats or stopped. Not `died`: an executor that belongs to another scheduler
+    now."""
 
     kind: str
     actor: str
@@ -469,7 +477,7 @@ class TierReady:
 
 @dataclass(frozen=True, slots=True)
 class TierLost:
-    """A kv_offload missed its beats or stopped."""
+    """A kv_offload missed its heartbeats or stopped."""
 
     actor: str
 
@@ -480,12 +488,12 @@ class Ticked:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainRequested:
     """Take nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
-class DrainOver:
+class DrainTimedOut:
     """There is no more time to drain: what is left ends here."""
 
 
@@ -498,8 +506,8 @@ Event = (
     | TierReady
     | TierLost
     | Ticked
-    | DrainAsked
-    | DrainOver
+    | DrainRequested
+    | DrainTimedOut
 )
 
 

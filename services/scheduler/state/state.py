@@ -7,13 +7,21 @@ from dataclasses import dataclass, field
 
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool
-from services.scheduler.state.cost_model import Costs, Pace
-from services.scheduler.state.counters import Meter
+from services.scheduler.state.cost_model import CostModel, StepPace
+from services.scheduler.state.counters import Counters
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import ChunkNote, Due, Recent, Request, Send, Sequence, SloClass
-from services.scheduler.state.step_log import Steps
-from services.scheduler.state.transfers import Link, Tiers
-from services.scheduler.state.waiting_queue import Waiting
+from services.scheduler.state.requests import (
+    ChunkRecord,
+    Deadlines,
+    EndedRequests,
+    Request,
+    Send,
+    Sequence,
+    SloClass,
+)
+from services.scheduler.state.step_log import StepLog
+from services.scheduler.state.transfers import Tiers, TransferLink
+from services.scheduler.state.waiting_queue import WaitingQueue
 from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
 from shared.step_model import StepShape
 
@@ -51,7 +59,7 @@ class InFlight:
     plan: StepPlan
     shape: StepShape
     predicted_us: int = 0  # 0: nothing was known yet
-    chunks: list[tuple[Sequence, ChunkNote]] = field(default_factory=list)
+    chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -63,59 +71,67 @@ class Executor:
     pool: BlockPool
     step: int = 0  # last step planned
     in_flight: deque[InFlight] = field(default_factory=deque)
-    early: dict[int, StepResult] = field(default_factory=dict)  # results that came before an older one
+    early_results: dict[int, StepResult] = field(
+        default_factory=dict
+    )  # results that came before an older one
     running: list[Sequence] = field(default_factory=list)  # in order of admission
-    copies: list[tuple[int, int]] = field(default_factory=list)  # block copies for the next plan
+    fork_copies: list[tuple[int, int]] = field(default_factory=list)  # block copies for the next plan
     forked_step: int = 0  # the last that had such copies: what they read is nobody's, perhaps, and free
     generation: int = 0
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
-    costs: Costs = field(default_factory=Costs)
-    pace: Pace = field(default_factory=Pace)
+    cost_model: CostModel = field(default_factory=CostModel)
+    pace: StepPace = field(default_factory=StepPace)
     host_fed: int = 0  # of those that run
-    sure_lengths: int = 0  # of those that run: only their length ends them
-    levels: list[int] = field(default_factory=lambda: [0] * len(requests.NAMES))  # how many run of each class
-    tenants: dict[str, int] = field(default_factory=dict)  # likewise, of those that have any
-    halves: list[int] = field(default_factory=lambda: [0, 0])  # how many are in A and in B
-    growth_pm: int = 150  # of the growth expected, kept free by admission: see ../headroom.py
+    fixed_lengths: int = 0  # of those that run: only their length ends them
+    running_by_class: list[int] = field(
+        default_factory=lambda: [0] * len(requests.CLASS_NAMES)
+    )  # how many run of each class
+    running_by_tenant: dict[str, int] = field(default_factory=dict)  # likewise, of those that have any
+    micro_batch_rows: list[int] = field(default_factory=lambda: [0, 0])  # how many are in A and in B
+    headroom_pm: int = 150  # of the growth expected, kept free by admission: see ../headroom.py
     chunk_tokens: int = 0  # the last step's budget for prompt chunks, where a whole chunk of it was used
     decoded_us: int = 0  # when a step with decodes was last planned
-    up: Link = field(default_factory=Link)  # from the tier below
-    down: Link = field(default_factory=Link)
-    holds: bool = False  # its next step waits for places that are being copied: see worth_waiting
-    looked_us: int = 0  # when its dirty blocks were last judged
-    eager_us: int = 0  # no copy that nobody waits for is made before
-    ahead_us: int = 0  # nothing of those that run is copied before: the tier took none of it
+    up: TransferLink = field(default_factory=TransferLink)  # from the tier below
+    down: TransferLink = field(default_factory=TransferLink)
+    awaits_copies: bool = False  # its next step waits for places that are being copied: see worth_waiting
+    judged_us: int = 0  # when its dirty blocks were last judged
+    next_eager_us: int = 0  # no copy that nobody waits for is made before
+    next_ahead_us: int = 0  # nothing of those that run is copied before: the tier took none of it
 
     @property
     def source(self) -> str:
         return f"executor.{self.hello.executor}"
 
-    def enter(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """A sequence runs here now, in the half with fewer rows; choices stay with who computes for them."""
-        leader = sequence.leader
-        sequence.half = leader.half if leader is not None else int(self.halves[1] < self.halves[0])
+        parent = sequence.parent
+        sequence.micro_batch = (
+            parent.micro_batch
+            if parent is not None
+            else int(self.micro_batch_rows[1] < self.micro_batch_rows[0])
+        )
         self.running.append(sequence)
         self._count(sequence, 1)
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """A sequence no longer runs here."""
         self.running.remove(sequence)
         if not sequence.prefilling and sequence.computed + 1 < sequence.max_length:
-            self.pace.left()
+            self.pace.observe_early_end()
         self._count(sequence, -1)
 
     def _count(self, sequence: Sequence, one: int) -> None:
         self.host_fed += one if sequence.host_fed else 0
-        self.sure_lengths += one if sequence.sure_length else 0
-        self.levels[sequence.request.level] += one
-        self.halves[sequence.half] += one
-        if count := self.tenants.pop(sequence.tenant, 0) + one:
-            self.tenants[sequence.tenant] = count
+        self.fixed_lengths += one if sequence.fixed_length else 0
+        self.running_by_class[sequence.request.level] += one
+        self.micro_batch_rows[sequence.micro_batch] += one
+        if count := self.running_by_tenant.pop(sequence.tenant, 0) + one:
+            self.running_by_tenant[sequence.tenant] = count
 
 
 @dataclass(slots=True)
-class Kind:
+class ModelKind:
     """Executors of one model that compute the same: see ../model_kinds.py. `members` also has those that are
     being reset, and will be back at once."""
 
@@ -133,34 +149,34 @@ class State:
     next_seq: int = 1
     requests: dict[tuple[str, str], Request] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    waiting: Waiting = field(init=False)
-    stuck: tuple[int, ...] = ()  # what admission saw when the first, [0], had to wait; see admission.py
-    mean_output: int = 256  # generated tokens of a sequence, a moving average
-    quiet_us: int = 0  # no request is here since then; 0: there is one
-    reuse_pm: int = 500  # of a prompt, found in some cache: a moving average, per mille
+    waiting: WaitingQueue = field(init=False)
+    blocked_on: tuple[int, ...] = ()  # what admission saw when the first, [0], had to wait; see admission.py
+    mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average
+    idle_since_us: int = 0  # no request is here since then; 0: there is one
+    prefix_reuse_pm: int = 500  # of a prompt, found in some cache: a moving average, per mille
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
-    kinds: dict[str, Kind] = field(default_factory=dict)  # model -> what serves it
-    outside: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
+    model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> what serves it
+    excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
     dropped: dict[str, int] = field(default_factory=dict)  # executors given up: id -> their epoch
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
-    leaving: set[str] = field(default_factory=set)  # detokenizers that drain
+    draining_detokenizers: set[str] = field(default_factory=set)  # detokenizers that drain
     moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
     tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: when
-    due: Due = field(default_factory=Due)
+    deadlines: Deadlines = field(default_factory=Deadlines)
     # until when, of which submission (received_wall_us, attempt)
     refused: dict[tuple[str, str], tuple[int, tuple[int, int], Rejected]] = field(default_factory=dict)
-    recent: Recent = field(default_factory=Recent)
-    steps: Steps = field(default_factory=Steps)
-    meter: Meter = field(default_factory=Meter)
-    out: list[Send] = field(default_factory=list)
+    ended: EndedRequests = field(default_factory=EndedRequests)
+    step_log: StepLog = field(default_factory=StepLog)
+    counters: Counters = field(default_factory=Counters)
+    commands: list[Send] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.waiting = Waiting(self.limits.policy, tuple(c.age_us for c in self.limits.classes))
+        self.waiting = WaitingQueue(self.limits.policy, tuple(c.age_us for c in self.limits.classes))
 
     def watch(self, at_us: int, seq: int) -> None:
         """Look at a sequence at `at_us`."""
-        self.due.watch(at_us, seq, self.sequences)
+        self.deadlines.watch(at_us, seq, self.sequences)
 
     def note_dropped(self, executor_id: str, epoch: int) -> None:
         """An executor is given up; of very many the oldest are forgotten."""
@@ -179,4 +195,4 @@ class State:
 
     def send(self, to: str, message: Message, trace: str = "") -> None:
         """Put a message among the commands of this event."""
-        self.out.append(Send(to, message, trace))
+        self.commands.append(Send(to, message, trace))

@@ -1,4 +1,4 @@
-"""`Steps` keeps the last steps for traces, in a ring, and chooses those that become spans.
+"""`StepLog` keeps the last steps for traces, in a ring, and chooses those that become spans.
 
 Spans of steps: the first step of each second, and every step with a prompt chunk of a traced request,
 but at most one each SPAN_EVERY_US, so that their cost has a bound at any load.
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.scheduler.state.requests import Request
-from shared.messages import PIECE_LANES
+from shared.messages import SEGMENT_LANES
 from shared.telemetry import traces
 from shared.telemetry import traces as c
 from shared.telemetry.traces import SpanRecord, Value
 
-KEPT = 4_096
+MAX_KEPT = 4_096
 SPAN_EVERY_US = 100_000
 SECOND_US = 1_000_000
 MAX_LINKS = 16
@@ -45,11 +45,11 @@ class StepRecord:
     failed: bool
     host_us: int = 0  # of the logits processors
     queued_us: int = 0  # the executor had the plan, and worked on others
-    pieces: tuple[int, ...] = ()  # of two streams: see StepResult
+    segments: tuple[int, ...] = ()  # of two streams: see StepResult
 
-    def by_piece(self) -> Iterator[tuple[int, int, int]]:
+    def by_segment(self) -> Iterator[tuple[int, int, int]]:
         """Lane, begin and length of each."""
-        return zip(self.pieces[::3], self.pieces[1::3], self.pieces[2::3], strict=True)
+        return zip(self.segments[::3], self.segments[1::3], self.segments[2::3], strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class StepSpan:
 
 
 @dataclass(slots=True)
-class Steps:
+class StepLog:
     """The ring, and the spans that wait for the shell."""
 
-    ring: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
+    ring: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
     unsent: deque[StepSpan] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT_SPANS))
     _last_span_us: int = -SECOND_US
     _next_second_us: int = 0
@@ -107,17 +107,17 @@ def step_trace(step: StepSpan) -> str:
 
 
 def step_spans(step: StepSpan) -> list[SpanRecord]:
-    """The span of a step, linked to the requests it serves; of one in two halves, what these did when. Its
-    component is the executor, though the scheduler sends it, from the stamps in its result."""
-    return [_whole(step), *_pieces(step.record)]
+    """The span of a step, linked to the requests it serves; of one in two micro-batches, what these did when.
+    Its component is the executor, though the scheduler sends it, from the stamps in its result."""
+    return [_whole(step), *_segments(step.record)]
 
 
-def _pieces(r: StepRecord) -> Iterator[SpanRecord]:
+def _segments(r: StepRecord) -> Iterator[SpanRecord]:
     """The ranks' talk of A under the compute of B, and the other way round."""
     of_executor: dict[str, Value] = {c.COMPONENT: f"executor.{r.executor}", c.EXECUTOR: r.executor}
-    for lane, from_us, took_us in r.by_piece():
+    for lane, from_us, took_us in r.by_segment():
         began_us = r.start_wall_us + from_us
-        yield SpanRecord(PIECE_LANES[lane], began_us, began_us + took_us, attributes=of_executor)
+        yield SpanRecord(SEGMENT_LANES[lane], began_us, began_us + took_us, attributes=of_executor)
 
 
 def _whole(step: StepSpan) -> SpanRecord:
@@ -133,7 +133,7 @@ def _whole(step: StepSpan) -> SpanRecord:
             c.STEP: r.step,
             c.BATCH_ID: c.batch_id(r.executor, r.step),
             c.OVERLAP_MODE: r.mode,
-            c.OVERLAP_COMM: "two_stream" if r.pieces else "off",
+            c.OVERLAP_COMM: "two_stream" if r.segments else "off",
             c.MICRO_BATCH: r.micro_batch,
             c.ROWS: r.rows,
             c.TOKENS: r.tokens,

@@ -2,7 +2,7 @@
 
 A store:  ask KvReserve ─ KvReserved ▸ KvCopy ─ KvCopied ▸ KvCommit ─ KvStored
 A load:   ask KvPrefetch ─ KvReady ▸ KvCopy ─ KvCopied ▸ KvRelease
-The blocks of a job are fenced from its first message to its last (`begin_copy`, `end_copy`). A `Link`
+The blocks of a job are fenced from its first message to its last (`begin_copy`, `end_copy`). A `TransferLink`
 predicts how long a copy takes.
 """
 
@@ -15,24 +15,26 @@ from shared.messages import ExecHello
 
 ANSWER_US = 200_000  # for an answer that needs no remote tier; it may lie behind a burst in our own queue
 MISSES = 3  # answers missed in a row: then nothing is asked for a while
-REST_US = 1_000_000
+BACKOFF_US = 1_000_000
 REMOTE = 2  # the tier of a key that L2 alone has
 
 GUESS_BYTES_PER_US = 10_000.0  # until a copy has been measured: it has to be tried to be known
 GUESS_EACH_US = 500.0
-MEMORY = 1 - 1 / 32  # of the fit, per copy
+FIT_DECAY = 1 - 1 / 32  # of the fit, per copy
 MIB = float(1 << 20)
-TOLD_BYTES, TOLD_US = 32 << 20, 10_000  # a copy of either length tells the rate
-TRIES = 8  # of others, and no more is to be learnt
+LONG_COPY_BYTES, LONG_COPY_US = 32 << 20, 10_000  # a copy of either length tells the rate
+ENOUGH_COPIES = 8  # of others, and no more is to be learnt
 STALE_US = 5_000_000  # a small copy in so long a time costs little, however slow the link is
 
-Place = tuple[str, str]  # kv_offload id, and the fingerprint of an engine above: keys of two are not the same
+LookupTarget = tuple[
+    str, str
+]  # kv_offload id, and the fingerprint of an engine above: keys of two are not the same
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """What a job waits for."""
 
-    ASKED = "asked"  # kv_offload: a place, or the bytes
+    REQUESTED = "asked"  # kv_offload: a place, or the bytes
     COPYING = "copying"  # the executor
     STORING = "storing"  # kv_offload: that it is readable
 
@@ -52,7 +54,7 @@ class Job:
     up: bool = False  # a load
     due_us: int = 0  # of the next answer of kv_offload
     lease_us: int = 0  # until then the arena keeps its place
-    phase: Phase = Phase.ASKED
+    phase: JobPhase = JobPhase.REQUESTED
     void: bool = False  # what is copied means nothing: the engine has failed under it
     queued_bytes: int = 0  # of it, that wait for the link
     after_step: int = 0  # of a store: the last step that writes a block of it
@@ -75,7 +77,7 @@ class Tier:
     host_id: str
     generation: int
     misses: int = 0  # answers missed in a row
-    rest_until_us: int = 0
+    backoff_until_us: int = 0
     fetch_bytes_per_us: float = 0.0  # L2 to L1, learned; 0: not known
     answer_us: int = 1_000  # what an answer takes, a moving average
     stores: int = 0  # that have ended: an older answer may know less
@@ -95,25 +97,25 @@ class Tier:
 class Lookup:
     """A question that is not answered."""
 
-    unit: int
-    place: Place
-    asked_us: int
+    group: int
+    target: LookupTarget
+    sent_us: int
 
     @property
     def tier(self) -> str:
-        return self.place[0]
+        return self.target[0]
 
 
 @dataclass(slots=True)
-class Answer:
-    """What one tier said about a waiting unit: tier of each key, from the first on."""
+class LookupResult:
+    """What one tier said about a waiting group: tier of each key, from the first on."""
 
-    asked_us: int
+    sent_us: int
     found: tuple[int, ...] = ()
     at_us: int = -1  # it has not answered
     stores: int = 0  # of the tier, when it was asked
     job: int = 0  # the lookup: another's answer is not the one to this
-    fetched: set[int] = field(default_factory=set)  # places of keys that were brought from L2 for this unit
+    fetched: set[int] = field(default_factory=set)  # places of keys that were brought from L2 for this group
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ class Tiers:
     """All tiers, jobs and lookups."""
 
     by_host: dict[str, Tier] = field(default_factory=dict)
-    beside: dict[str, Tier] = field(
+    standby: dict[str, Tier] = field(
         default_factory=dict
     )  # others of a host, by id: the next when that one goes
     jobs: dict[int, Job] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class Tiers:
     def of(self, host_id: str, now_us: int) -> Tier | None:
         """The tier of a host, unless there is none or it rests."""
         tier = self.by_host.get(host_id)
-        return tier if tier is not None and tier.rest_until_us <= now_us else None
+        return tier if tier is not None and tier.backoff_until_us <= now_us else None
 
     def below(self, hello: ExecHello, now_us: int) -> Tier | None:
         """The tier that an executor can copy to and from: not one whose arena it has yet to map."""
@@ -152,7 +154,7 @@ class Tiers:
 
 
 @dataclass(slots=True)
-class Link:
+class TransferLink:
     """One direction of the way between a device and the tier below: how long a copy will take.
 
         predicted = what is queued + each + bytes * per byte
@@ -163,12 +165,12 @@ class Link:
 
     pending_bytes: int = 0
     pending_jobs: int = 0
-    seen: int = 0
+    copies_seen: int = 0
     moved_bytes: int = 0
     trip_us: int = 0  # KvCopy and KvCopied on their way, a moving average
     store_us: int = 0  # from the question for a place until the tier has it, a moving average
     seen_us: int = 0  # when a copy was measured last
-    told: bool = False  # one was long enough to tell the rate
+    saw_long_copy: bool = False  # one was long enough to tell the rate
     _n: float = 0.0
     _x: float = 0.0  # MiB
     _y: float = 0.0  # us
@@ -213,12 +215,12 @@ class Link:
     def fresh(self, now_us: int) -> bool:
         """Whether a copy was measured lately. What was slow once is tried again: an estimate that keeps all
         copies away would never be corrected."""
-        return self.seen > 0 and now_us - self.seen_us <= STALE_US
+        return self.copies_seen > 0 and now_us - self.seen_us <= STALE_US
 
     def known(self, now_us: int) -> bool:
         """Whether copies measured lately tell the rate. Short ones do not: most of their time may not be for
         their bytes, and an estimate that is too slow would keep away all that would correct it."""
-        return self.fresh(now_us) and (self.told or self.seen >= TRIES)
+        return self.fresh(now_us) and (self.saw_long_copy or self.copies_seen >= ENOUGH_COPIES)
 
     @property
     def _sizes_differ(self) -> bool:
@@ -230,13 +232,13 @@ class Link:
             return
         self.seen_us = now_us
         x, y = size_bytes / MIB, float(took_us)
-        self._n = self._n * MEMORY + 1.0
-        self._x = self._x * MEMORY + x
-        self._y = self._y * MEMORY + y
-        self._xx = self._xx * MEMORY + x * x
-        self._xy = self._xy * MEMORY + x * y
-        self.seen += 1
-        self.told |= size_bytes >= TOLD_BYTES or took_us >= TOLD_US
+        self._n = self._n * FIT_DECAY + 1.0
+        self._x = self._x * FIT_DECAY + x
+        self._y = self._y * FIT_DECAY + y
+        self._xx = self._xx * FIT_DECAY + x * x
+        self._xy = self._xy * FIT_DECAY + x * y
+        self.copies_seen += 1
+        self.saw_long_copy |= size_bytes >= LONG_COPY_BYTES or took_us >= LONG_COPY_US
         self.moved_bytes += size_bytes
 
     def observe_trip(self, trip_us: int) -> None:
@@ -249,7 +251,7 @@ class Link:
 
     def _fit(self) -> tuple[float, float]:
         """us per copy, us per MiB: neither below zero."""
-        if not self.seen:
+        if not self.copies_seen:
             return GUESS_EACH_US, MIB / GUESS_BYTES_PER_US
         if not self._sizes_differ:
             # Copies of one size do not say what each costs. Some of it is not for its bytes: else small ones

@@ -1,10 +1,10 @@
-"""`Waiting` is the queue: a line for each model and class, in it one for each client, in the order of a rank.
+"""`WaitingQueue` has a queue for each model and class, in it one for each client, in the order of a policy.
 
-    line (model, level):   paused, by arrival  ▸  clients ── units by arrival
-                                                     └── heap of each client's first unit, by rank
-Only first units compete, so that a decision costs O(log clients) whatever waits behind them. A rank is a
-pure function of a unit and of what its client has been served (`Served`), and falls as neither moves on: a
-heap entry is then a lower bound, and is looked at again when it comes up.
+    queue (model, level):   preempted, by arrival  ▸  clients ── groups by arrival
+                                                     └── heap of each client's first group, by rank
+Only first groups compete, so that a decision costs O(log clients) whatever waits behind them. A rank is a
+pure function of a group and of what its client has been served (`VirtualTokenCounter`), and falls as
+neither moves on: a heap entry is then a lower bound, and is looked at again when it comes up.
 
 Classes are an order within what a tenant has: a tenant of which nothing runs comes before all others, but for
 one that asks in the lowest class (`first`). So no class that one tenant claims keeps another from its turn.
@@ -20,20 +20,20 @@ from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import NAMES, Request, Sequence
-from services.scheduler.state.transfers import Answer, Place
+from services.scheduler.state.requests import CLASS_NAMES, Request, Sequence
+from services.scheduler.state.transfers import LookupResult, LookupTarget
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of the paper, see Served: a decoded token costs about two of a prompt
 MAX_CLIENTS = 10_000  # tenants: then those that would be lifted anyhow are forgotten
-LOOKED = 64  # units behind a first one that waits: one of them may start where that will not
-SKIPPED = 512  # units that fit nowhere there: many large ones hide no small one
+MAX_CANDIDATES = 64  # groups behind a first one that waits: one of them may start where that will not
+MAX_SKIPPED = 512  # groups that fit nowhere there: many large ones hide no small one
 
 Client = tuple[str, int]  # tenant, and the level it counts as
-Head = tuple[tuple[int, ...], int, Client]  # in a heap: rank and number of its first unit
+Head = tuple[tuple[int, ...], int, Client]  # in a heap: rank and number of its first group
 
 
 @dataclass(slots=True)
-class Served:
+class VirtualTokenCounter:
     """What each tenant has been served, in weighted tokens: fairness among the clients of a class by the
     Virtual Token Counter (Sheng et al. 2024, arXiv 2401.00588).
 
@@ -44,9 +44,11 @@ class Served:
     """
 
     counters: dict[str, list[int]] = field(default_factory=dict)  # of each tenant, by level
-    floors: list[int] = field(default_factory=lambda: [0] * len(NAMES))  # by level: nobody comes in below
+    floors: list[int] = field(
+        default_factory=lambda: [0] * len(CLASS_NAMES)
+    )  # by level: nobody comes in below
 
-    def of(self, client: Client) -> int:
+    def get(self, client: Client) -> int:
         """What a client has been served."""
         tenant, level = client
         counters = self.counters.get(tenant)
@@ -84,21 +86,21 @@ class Served:
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
+class SequenceGroup:
     """Sequences admitted together: a fresh request with its choices, or one sequence that ran before."""
 
     request: Request
     sequences: list[Sequence]
     number: int  # of its first sequence
     resumes: bool = False  # it ran before: ahead of those of its class that did not
-    line: Line | None = None  # where it waits
+    queue: ClassQueue | None = None  # where it waits
     parked: bool = False
-    answers: dict[Place, Answer] = field(default_factory=dict)  # of the tiers
-    turn_us: int = 0  # when it was first told to wait for one of them, at its turn
-    keeps: str = ""  # the executor that nobody behind it may start on: there it will
-    kept_us: int = 0  # since when
+    lookup_results: dict[LookupTarget, LookupResult] = field(default_factory=dict)  # of the tiers
+    lookup_since_us: int = 0  # when it was first told to wait for one of them, at its turn
+    held_executor: str = ""  # the executor that nobody behind it may start on: there it will
+    held_since_us: int = 0  # since when
     overtaken: int = 0  # how many have started there since, although it was the first
-    since_us: int = 0  # when it began to wait
+    queued_us: int = 0  # when it began to wait
 
     @property
     def client(self) -> Client:
@@ -111,293 +113,306 @@ class Unit:
     @property
     def level(self) -> int:
         """The class that it counts as, by now."""
-        return self.line.level if self.line is not None else self.request.level
+        return self.queue.level if self.queue is not None else self.request.level
 
 
 @dataclass(slots=True, eq=False)
-class Line:
-    """The units of one class of one model."""
+class ClassQueue:
+    """The groups of one class of one model."""
 
     model: str
     level: int
-    paused: list[Unit] = field(default_factory=list)
-    clients: dict[Client, OrderedDict[int, Unit]] = field(default_factory=dict)
+    preempted: list[SequenceGroup] = field(default_factory=list)
+    clients: dict[Client, OrderedDict[int, SequenceGroup]] = field(default_factory=dict)
     heads: list[Head] = field(default_factory=list)
-    idle: list[Head] = field(default_factory=list)  # likewise, but for those `aside`
-    aside: dict[Client, None] = field(default_factory=dict)  # when last looked at, something ran of them
-    ages: deque[tuple[int, Unit]] = field(default_factory=deque)  # when each counts as a class higher
-    last: Client | None = None  # whose unit left the line last
+    idle_heads: list[Head] = field(default_factory=list)  # likewise, but for those `busy`
+    busy: dict[Client, None] = field(default_factory=dict)  # when last looked at, something ran of them
+    promotions: deque[tuple[int, SequenceGroup]] = field(
+        default_factory=deque
+    )  # when each counts as a class higher
+    last_client: Client | None = None  # whose group left the queue last
     client_tokens: dict[Client, int] = field(default_factory=dict)  # of each that never ran
-    units: int = 0
+    groups: int = 0
     tokens: int = 0  # prompt tokens: the choices of a request share theirs
 
 
 @dataclass(slots=True)
-class Held:
-    """What waits of one tenant: its units, and the tokens of all their sequences."""
+class TenantBacklog:
+    """What waits of one tenant: its groups, and the tokens of all their sequences."""
 
-    units: int = 0
+    groups: int = 0
     tokens: int = 0
 
 
 @dataclass(slots=True)
-class Waiting:
-    """Every unit that waits. `parked` ones fit no executor that is there now, and hold up nobody."""
+class WaitingQueue:
+    """Every group that waits. `parked` ones fit no executor that is there now, and hold up nobody."""
 
     policy: Policy
     age_us: tuple[int, ...]  # by level; 0: never
-    served: Served = field(default_factory=Served)
-    lines: dict[tuple[str, int], Line] = field(default_factory=dict)
-    parked: list[Unit] = field(default_factory=list)
-    units: dict[int, Unit] = field(default_factory=dict)  # all of them by number
-    held_tokens: int = 0  # of all sequences that wait: what they take of our memory
-    tenants: dict[str, Held] = field(default_factory=dict)  # those of whom something waits
+    served: VirtualTokenCounter = field(default_factory=VirtualTokenCounter)
+    queues: dict[tuple[str, int], ClassQueue] = field(default_factory=dict)
+    parked: list[SequenceGroup] = field(default_factory=list)
+    groups: dict[int, SequenceGroup] = field(default_factory=dict)  # all of them by number
+    queued_tokens: int = 0  # of all sequences that wait: what they take of our memory
+    tenants: dict[str, TenantBacklog] = field(default_factory=dict)  # those of whom something waits
 
     def __len__(self) -> int:
-        return len(self.units)
+        return len(self.groups)
 
-    def __iter__(self) -> Iterator[Unit]:
+    def __iter__(self) -> Iterator[SequenceGroup]:
         """All of them, in no order that means anything."""
-        return iter(self.units.values())
+        return iter(self.groups.values())
 
     def ahead(self, model: str, client: Client) -> tuple[int, int]:
-        """Units, and their prompt tokens, that will start before what the client would add now: all of higher
-        classes, and of its own as much of each other client as it has itself, where they take turns."""
+        """Groups, and their prompt tokens, that will start before what the client would add now: all of
+        higher classes, and of its own as much of each other client as it has itself, where they take
+        turns."""
         level = client[1]
-        higher = [line for (name, at), line in self.lines.items() if name == model and at < level]
-        units, tokens = sum(line.units for line in higher), sum(line.tokens for line in higher)
-        line = self.lines.get((model, level))
-        if line is None:
-            return units, tokens
+        higher = [queue for (name, at), queue in self.queues.items() if name == model and at < level]
+        groups, tokens = sum(queue.groups for queue in higher), sum(queue.tokens for queue in higher)
+        queue = self.queues.get((model, level))
+        if queue is None:
+            return groups, tokens
         if not self.policy.fair:
-            return units + line.units, tokens + line.tokens
-        own_units, own_tokens = len(line.clients.get(client, ())), line.client_tokens.get(client, 0)
-        units += len(line.paused) + sum(min(len(of), own_units) for of in line.clients.values())
-        tokens += line.tokens - sum(line.client_tokens.values())
-        return units, tokens + sum(min(of, own_tokens) for of in line.client_tokens.values())
+            return groups + queue.groups, tokens + queue.tokens
+        own_groups, own_tokens = len(queue.clients.get(client, ())), queue.client_tokens.get(client, 0)
+        groups += len(queue.preempted) + sum(min(len(of), own_groups) for of in queue.clients.values())
+        tokens += queue.tokens - sum(queue.client_tokens.values())
+        return groups, tokens + sum(min(of, own_tokens) for of in queue.client_tokens.values())
 
-    def add(self, unit: Unit, now_us: int) -> None:
-        """Put a unit into the line of its class."""
-        unit.since_us = unit.since_us or now_us
-        self._put(unit, unit.request.level if unit.resumes else unit.client[1], now_us)
+    def add(self, group: SequenceGroup, now_us: int) -> None:
+        """Put a group into the queue of its class."""
+        group.queued_us = group.queued_us or now_us
+        self._put(group, group.request.level if group.resumes else group.client[1], now_us)
 
-    def remove(self, unit: Unit) -> None:
-        """Take a unit out, wherever it stands."""
-        line, unit.line = unit.line, None
-        if line is None and not unit.parked:
+    def remove(self, group: SequenceGroup) -> None:
+        """Take a group out, wherever it stands."""
+        queue, group.queue = group.queue, None
+        if queue is None and not group.parked:
             return
-        self._gone(unit, 1, sum([len(s.tokens) for s in unit.sequences]))
-        del self.units[unit.number]
-        if line is None:
-            unit.parked = False
-            self.parked.remove(unit)
+        self._uncount(group, 1, sum([len(s.tokens) for s in group.sequences]))
+        del self.groups[group.number]
+        if queue is None:
+            group.parked = False
+            self.parked.remove(group)
             return
-        line.units -= 1
-        line.tokens -= tokens_of(unit)
-        if unit.resumes:
-            line.paused.remove(unit)
+        queue.groups -= 1
+        queue.tokens -= tokens_of(group)
+        if group.resumes:
+            queue.preempted.remove(group)
             return
-        client = unit.client
-        units = line.clients[client]
-        del units[unit.number]
-        line.last = client
-        line.client_tokens[client] -= tokens_of(unit)
-        if not units:
-            del line.clients[client], line.client_tokens[client]
-            if not line.units:
-                for waited in (line.heads, line.idle, line.aside, line.ages):
+        client = group.client
+        groups = queue.clients[client]
+        del groups[group.number]
+        queue.last_client = client
+        queue.client_tokens[client] -= tokens_of(group)
+        if not groups:
+            del queue.clients[client], queue.client_tokens[client]
+            if not queue.groups:
+                for waited in (queue.heads, queue.idle_heads, queue.busy, queue.promotions):
                     waited.clear()
 
     def drop(self, sequence: Sequence) -> None:
-        """A sequence has ended while its unit waited."""
-        unit = self.units.get(sequence.unit)
-        if unit is not None and sequence in unit.sequences:
-            if len(unit.sequences) == 1:
-                self.remove(unit)
+        """A sequence has ended while its group waited."""
+        group = self.groups.get(sequence.group)
+        if group is not None and sequence in group.sequences:
+            if len(group.sequences) == 1:
+                self.remove(group)
             else:
-                self._gone(unit, 0, len(sequence.tokens))
-            unit.sequences.remove(sequence)
+                self._uncount(group, 0, len(sequence.tokens))
+            group.sequences.remove(sequence)
 
-    def split(self, unit: Unit, count: int) -> Unit:
+    def split(self, group: SequenceGroup, count: int) -> SequenceGroup:
         """Take the first `count` choices out of the queue; the others wait on, in the same place."""
-        begins = Unit(unit.request, unit.sequences[:count], unit.number, answers=unit.answers)
-        self._gone(unit, 0, sum([len(s.tokens) for s in begins.sequences]))
-        before, unit.sequences = unit.number, unit.sequences[count:]
-        unit.number, unit.answers, unit.turn_us = unit.sequences[0].seq, {}, 0
-        for sequence in unit.sequences:
-            sequence.unit = unit.number
-        self.units[unit.number] = self.units.pop(before)
-        if unit.line is not None:
-            clients = unit.line.clients
-            renamed = ((unit.number if u is unit else n, u) for n, u in clients[unit.client].items())
-            clients[unit.client] = OrderedDict(renamed)
+        begins = SequenceGroup(
+            group.request, group.sequences[:count], group.number, lookup_results=group.lookup_results
+        )
+        self._uncount(group, 0, sum([len(s.tokens) for s in begins.sequences]))
+        before, group.sequences = group.number, group.sequences[count:]
+        group.number, group.lookup_results, group.lookup_since_us = group.sequences[0].seq, {}, 0
+        for sequence in group.sequences:
+            sequence.group = group.number
+        self.groups[group.number] = self.groups.pop(before)
+        if group.queue is not None:
+            clients = group.queue.clients
+            renamed = ((group.number if u is group else n, u) for n, u in clients[group.client].items())
+            clients[group.client] = OrderedDict(renamed)
         return begins
 
-    def first(self, model: str, running: Container[str] | None = None) -> Unit | None:
-        """The unit to admit next: of a tenant that is not among the `running` ones, unless it waits in the
-        lowest class, or else of any. One that was paused comes behind the first of any in a higher class,
-        where that waited before: it was paused for that one, perhaps."""
-        lines = self._lines(model)
-        head = next((unit for line in lines if (unit := self._first_of(line)) is not None), None)
+    def first(self, model: str, running: Container[str] | None = None) -> SequenceGroup | None:
+        """The group to admit next: of a tenant that is not among the `running` ones, unless it waits in the
+        lowest class, or else of any. One that was preempted comes behind the first of any in a higher class,
+        where that waited before: it was preempted for that one, perhaps."""
+        queues = self._queues(model)
+        head = next((group for queue in queues if (group := self._first_in(queue)) is not None), None)
         if head is None or running is None:
             return head
-        for line in lines:
-            if line.level < len(NAMES) - 1 and (unit := self._first_without(line, running)) is not None:
-                behind = unit.resumes and head.level < unit.level and head.since_us <= unit.since_us
-                return head if behind else unit
+        for queue in queues:
+            if (
+                queue.level < len(CLASS_NAMES) - 1
+                and (group := self._first_of_idle_tenant(queue, running)) is not None
+            ):
+                behind = group.resumes and head.level < group.level and head.queued_us <= group.queued_us
+                return head if behind else group
         return head
 
-    def behind(self, model: str, first: Unit, fits: Callable[[Unit], bool]) -> list[Unit]:
-        """Who else might start, in order, of each class: the paused ones, then the first unit of each
-        client, then the second. LOOKED of them, but for those that do not fit: SKIPPED at most."""
-        found: list[Unit] = []
-        for line in self._lines(model):
-            found += [unit for unit in line.paused if fits(unit)][:LOOKED]
-            by_rank = sorted(line.clients.values(), key=lambda units: self._rank(next(iter(units.values()))))
-            rows = zip_longest(*(units.values() for units in by_rank[:LOOKED]))
-            turns = (unit for row in rows for unit in row if unit is not None)
-            fitting = filter(fits, islice(turns, LOOKED + SKIPPED))
-            found += islice(fitting, max(LOOKED + 1 - len(found), 0))
-        return [unit for unit in found if unit is not first][:LOOKED]
+    def candidates_after(
+        self, model: str, first: SequenceGroup, fits: Callable[[SequenceGroup], bool]
+    ) -> list[SequenceGroup]:
+        """Who else might start, in order, of each class: the preempted ones, then the first group of each
+        client, then the second. MAX_CANDIDATES of them, but for those that do not fit: MAX_SKIPPED at
+        most."""
+        found: list[SequenceGroup] = []
+        for queue in self._queues(model):
+            found += [group for group in queue.preempted if fits(group)][:MAX_CANDIDATES]
+            in_order = sorted(
+                queue.clients.values(), key=lambda groups: self._order_key(next(iter(groups.values())))
+            )
+            rows = zip_longest(*(groups.values() for groups in in_order[:MAX_CANDIDATES]))
+            turns = (group for row in rows for group in row if group is not None)
+            fitting = filter(fits, islice(turns, MAX_CANDIDATES + MAX_SKIPPED))
+            found += islice(fitting, max(MAX_CANDIDATES + 1 - len(found), 0))
+        return [group for group in found if group is not first][:MAX_CANDIDATES]
 
-    def park(self, unit: Unit) -> None:
-        """Set a unit aside until another executor comes."""
-        self.remove(unit)
-        unit.parked = True
-        self.parked.append(unit)
-        self.units[unit.number] = unit
-        self._hold(unit)
+    def park(self, group: SequenceGroup) -> None:
+        """Set a group aside until another executor comes."""
+        self.remove(group)
+        group.parked = True
+        self.parked.append(group)
+        self.groups[group.number] = group
+        self._count(group)
 
     def unpark(self, now_us: int) -> None:
         """An executor has come: those set aside are looked at again."""
         parked, self.parked = self.parked, []
-        for unit in parked:
-            unit.parked = False
-            self._gone(unit, 1, sum(len(s.tokens) for s in unit.sequences))
-            self.add(unit, now_us)
+        for group in parked:
+            group.parked = False
+            self._uncount(group, 1, sum(len(s.tokens) for s in group.sequences))
+            self.add(group, now_us)
 
-    def age(self, now_us: int) -> None:
+    def promote_aged(self, now_us: int) -> None:
         """Who has waited its class's time moves up one."""
-        for line in list(self.lines.values()):
-            while line.ages and line.ages[0][0] <= now_us:
-                _, unit = line.ages.popleft()
-                if unit.line is line:
-                    self.remove(unit)
-                    if not unit.resumes:
-                        unit.request.risen += 1
-                    self._put(unit, line.level - 1, now_us)
+        for queue in list(self.queues.values()):
+            while queue.promotions and queue.promotions[0][0] <= now_us:
+                _, group = queue.promotions.popleft()
+                if group.queue is queue:
+                    self.remove(group)
+                    if not group.resumes:
+                        group.request.promotions += 1
+                    self._put(group, queue.level - 1, now_us)
 
-    def _hold(self, unit: Unit) -> None:
-        held = self.tenants.setdefault(unit.client[0], Held())
-        tokens = sum([len(s.tokens) for s in unit.sequences])
-        held.units, held.tokens = held.units + 1, held.tokens + tokens
-        self.held_tokens += tokens
+    def _count(self, group: SequenceGroup) -> None:
+        held = self.tenants.setdefault(group.client[0], TenantBacklog())
+        tokens = sum([len(s.tokens) for s in group.sequences])
+        held.groups, held.tokens = held.groups + 1, held.tokens + tokens
+        self.queued_tokens += tokens
 
-    def _gone(self, unit: Unit, units: int, tokens: int) -> None:
-        tenant = unit.client[0]
+    def _uncount(self, group: SequenceGroup, groups: int, tokens: int) -> None:
+        tenant = group.client[0]
         held = self.tenants[tenant]
-        held.units, held.tokens = held.units - units, held.tokens - tokens
-        self.held_tokens -= tokens
-        if not held.units:
+        held.groups, held.tokens = held.groups - groups, held.tokens - tokens
+        self.queued_tokens -= tokens
+        if not held.groups:
             del self.tenants[tenant]
 
-    def _lines(self, model: str) -> list[Line]:
+    def _queues(self, model: str) -> list[ClassQueue]:
         """Those in which somebody waits, the highest class first."""
-        lines = (self.lines.get((model, level)) for level in range(len(self.age_us)))
-        return [line for line in lines if line is not None and line.units]
+        queues = (self.queues.get((model, level)) for level in range(len(self.age_us)))
+        return [queue for queue in queues if queue is not None and queue.groups]
 
-    def _put(self, unit: Unit, level: int, now_us: int) -> None:
-        model = unit.request.asked.model
-        line = self.lines.get((model, level))
-        if line is None:
-            line = self.lines[model, level] = Line(model, level)
-        unit.line = line
-        self.units[unit.number] = unit
-        line.units += 1
-        line.tokens += tokens_of(unit)
-        self._hold(unit)
+    def _put(self, group: SequenceGroup, level: int, now_us: int) -> None:
+        model = group.request.tokenized.model
+        queue = self.queues.get((model, level))
+        if queue is None:
+            queue = self.queues[model, level] = ClassQueue(model, level)
+        group.queue = queue
+        self.groups[group.number] = group
+        queue.groups += 1
+        queue.tokens += tokens_of(group)
+        self._count(group)
         if level and self.age_us[level]:
-            line.ages.append((now_us + self.age_us[level], unit))
-            if len(line.ages) > 64 + 2 * line.units:  # most are of units that have left since
-                line.ages = deque(entry for entry in line.ages if entry[1].line is line)
-        if unit.resumes:
-            insort(line.paused, unit, key=lambda paused: paused.order)
+            queue.promotions.append((now_us + self.age_us[level], group))
+            if len(queue.promotions) > 64 + 2 * queue.groups:  # most are of groups that have left since
+                queue.promotions = deque(entry for entry in queue.promotions if entry[1].queue is queue)
+        if group.resumes:
+            insort(queue.preempted, group, key=lambda paused: paused.order)
             return
-        client = unit.client
-        if client not in line.clients:
-            self._enter(line, client, unit)
-        units = line.clients[client]
-        late = bool(units) and unit.order < next(reversed(units.values())).order
-        units[unit.number] = unit
-        line.client_tokens[client] = line.client_tokens.get(client, 0) + tokens_of(unit)
+        client = group.client
+        if client not in queue.clients:
+            self._enter(queue, client, group)
+        groups = queue.clients[client]
+        late = bool(groups) and group.order < next(reversed(groups.values())).order
+        groups[group.number] = group
+        queue.client_tokens[client] = queue.client_tokens.get(client, 0) + tokens_of(group)
         if late:  # it has risen, or was set aside: it goes before those that came after it
-            line.clients[client] = OrderedDict(sorted(units.items(), key=lambda item: item[1].order))
-            self._push(line, client, unit)
+            queue.clients[client] = OrderedDict(sorted(groups.items(), key=lambda item: item[1].order))
+            self._push(queue, client, group)
 
-    def _enter(self, line: Line, client: Client, unit: Unit) -> None:
-        """A client without a unit here gets one: it has no credit for the time when it asked for nothing."""
-        first = self._head_of(line, line.heads)
-        before = first.client if first is not None else line.last
-        self.served.lift(client, self.served.of(before) if before is not None else None)
-        line.clients[client] = OrderedDict()
-        self._push(line, client, unit)
+    def _enter(self, queue: ClassQueue, client: Client, group: SequenceGroup) -> None:
+        """A client without a group here gets one: it has no credit for the time when it asked for nothing."""
+        first = self._head(queue, queue.heads)
+        before = first.client if first is not None else queue.last_client
+        self.served.lift(client, self.served.get(before) if before is not None else None)
+        queue.clients[client] = OrderedDict()
+        self._push(queue, client, group)
 
-    def _push(self, line: Line, client: Client, unit: Unit) -> None:
-        for heads in (line.heads, line.idle):
-            if len(heads) > 64 + 2 * len(line.clients):  # most are of clients that have left since
-                least = {head[2]: head for head in sorted(heads, reverse=True) if head[2] in line.clients}
+    def _push(self, queue: ClassQueue, client: Client, group: SequenceGroup) -> None:
+        for heads in (queue.heads, queue.idle_heads):
+            if len(heads) > 64 + 2 * len(queue.clients):  # most are of clients that have left since
+                least = {head[2]: head for head in sorted(heads, reverse=True) if head[2] in queue.clients}
                 heads[:] = sorted(least.values())
-            heapq.heappush(heads, (self._rank(unit), unit.number, client))
+            heapq.heappush(heads, (self._order_key(group), group.number, client))
 
-    def _first_of(self, line: Line) -> Unit | None:
-        return line.paused[0] if line.paused else self._head_of(line, line.heads)
+    def _first_in(self, queue: ClassQueue) -> SequenceGroup | None:
+        return queue.preempted[0] if queue.preempted else self._head(queue, queue.heads)
 
-    def _first_without(self, line: Line, running: Container[str]) -> Unit | None:
-        """The first of a tenant that is not among the `running` ones. One that was paused for another's sake
-        comes behind that one, and before those that came later."""
-        fresh = self._head_of(line, line.heads)
+    def _first_of_idle_tenant(self, queue: ClassQueue, running: Container[str]) -> SequenceGroup | None:
+        """The first of a tenant that is not among the `running` ones. One that was preempted for another's
+        sake comes behind that one, and before those that came later."""
+        fresh = self._head(queue, queue.heads)
         if fresh is not None and fresh.client[0] in running:
-            fresh = self._idle_head_of(line, running)
-        paused = [unit for unit in line.paused if unit.client[0] not in running]
+            fresh = self._idle_head(queue, running)
+        paused = [group for group in queue.preempted if group.client[0] not in running]
         if not paused:
             return fresh
-        oldest = min(paused, key=lambda unit: (unit.since_us, *unit.order))
-        return fresh if fresh is not None and fresh.since_us <= oldest.since_us else oldest
+        oldest = min(paused, key=lambda group: (group.queued_us, *group.order))
+        return fresh if fresh is not None and fresh.queued_us <= oldest.queued_us else oldest
 
-    def _idle_head_of(self, line: Line, running: Container[str]) -> Unit | None:
-        """The first unit by rank of those whose tenants are not among the `running` ones. Clients that are
+    def _idle_head(self, queue: ClassQueue, running: Container[str]) -> SequenceGroup | None:
+        """The first group by rank of those whose tenants are not among the `running` ones. Clients that are
         come out of the heap until they are not: so it costs no look at all that wait."""
-        for client in [client for client in line.aside if client[0] not in running]:
-            del line.aside[client]
-            if units := line.clients.get(client):
-                unit = next(iter(units.values()))
-                heapq.heappush(line.idle, (self._rank(unit), unit.number, client))
-        while (first := self._head_of(line, line.idle)) is not None and first.client[0] in running:
-            heapq.heappop(line.idle)
-            line.aside[first.client] = None
+        for client in [client for client in queue.busy if client[0] not in running]:
+            del queue.busy[client]
+            if groups := queue.clients.get(client):
+                group = next(iter(groups.values()))
+                heapq.heappush(queue.idle_heads, (self._order_key(group), group.number, client))
+        while (first := self._head(queue, queue.idle_heads)) is not None and first.client[0] in running:
+            heapq.heappop(queue.idle_heads)
+            queue.busy[first.client] = None
         return first
 
-    def _head_of(self, line: Line, heads: list[Head]) -> Unit | None:
-        """The first unit by rank of the clients in a heap, which is then on top."""
-        rank = self.policy.the("order")
+    def _head(self, queue: ClassQueue, heads: list[Head]) -> SequenceGroup | None:
+        """The first group by rank of the clients in a heap, which is then on top."""
+        order = self.policy.function("order")
         while heads:
             head = heads[0]
             client = head[2]
-            units = line.clients.get(client)
-            if not units:
+            groups = queue.clients.get(client)
+            if not groups:
                 heapq.heappop(heads)
                 continue
-            unit = next(iter(units.values()))
-            now = (rank(*unit.order, self.served.of(client)), unit.number, client)
+            group = next(iter(groups.values()))
+            now = (order(*group.order, self.served.get(client)), group.number, client)
             if now == head:
-                return unit
+                return group
             heapq.heapreplace(heads, now)
         return None
 
-    def _rank(self, unit: Unit) -> tuple[int, ...]:
-        return self.policy.the("order")(*unit.order, self.served.of(unit.client))  # type: ignore[no-any-return]  # policies.py
+    def _order_key(self, group: SequenceGroup) -> tuple[int, ...]:
+        return self.policy.function("order")(*group.order, self.served.get(group.client))  # type: ignore[no-any-return]  # policies.py
 
 
-def tokens_of(unit: Unit) -> int:
-    """Tokens that must be in the KV cache before the unit's first new one."""
-    return len(unit.sequences[0].tokens)
+def tokens_of(group: SequenceGroup) -> int:
+    """Tokens that must be in the KV cache before the group's first new one."""
+    return len(group.sequences[0].tokens)

@@ -91,7 +91,7 @@ def dies_as_one(made: Watched) -> None:
     group, maker = made.group, PlanMaker(made.group)
     maker.open(0, PROMPT, GREEDY)
     maker.prefill({0: len(PROMPT)})
-    os.kill(group._members._processes[0].pid, signal.SIGKILL)
+    os.kill(group._workers._processes[0].pid, signal.SIGKILL)
     assert "rank 1 is gone" in made.lost.get(timeout=WITHIN_S)
     step = in_thread(lambda: maker.run([Row(0, len(PROMPT), 1, True, (0,))]))
     with pytest.raises(EngineError, match="rank 1 is gone"):

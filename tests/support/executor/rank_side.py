@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from services.executor.parallel.ranks import Ranks, join, meeting
+from services.executor.parallel.ranks import Ranks, join, rendezvous
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def on_ranks(size: int, function: Callable[..., T], *arguments: object, ordered:
     """`function(ranks, *arguments)` on each of `size` gloo ranks: what they returned, by rank. The function
     stands at the top of a file; its arguments and its answer are pickled."""
     place = (function.__code__.co_filename, function.__name__)  # a test's module has no name elsewhere
-    store = meeting(size)
+    store = rendezvous(size)
     spawning = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(size, spawning) as pool:
         calls = [

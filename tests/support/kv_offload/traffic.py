@@ -16,7 +16,7 @@ from support.small_llama import VOCAB
 from support.token_tap import Tap
 
 from loadtest.leaks import settle
-from shared.client import Client, ask_all
+from shared.client import Client, request_all
 from shared.errors import HeadraceError
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
@@ -111,7 +111,7 @@ class Traffic:
 
     async def services(self) -> dict[str, Status]:
         """What each service of a fleet says, by kind; of several of a kind the last."""
-        return {answer["kind"]: answer for answer in await ask_all(self.bus, subjects.STATUS, 0.3)}
+        return {answer["kind"]: answer for answer in await request_all(self.bus, subjects.STATUS, 0.3)}
 
     async def tiers(self) -> Status:
         """What the scheduler has counted of the tiers, and of tokens."""

@@ -62,7 +62,7 @@ class Pipeline:
             self.settings.fleet,
             name,
             self.settings.host_id,
-            beat_interval_us=50_000,
+            heartbeat_interval_us=50_000,
         )
         self.runtimes[name] = runtime
         await runtime.start()

@@ -67,7 +67,7 @@ class Forced:
         first, left = self.executor.step, sorted(steps, reverse=True)
 
         def wanted(executor: Executor) -> list[Sequence]:
-            victims = [s for s in executor.running if not s.loading]
+            victims = [s for s in executor.running if not s.load_job]
             if not left or not victims or executor.step < first + left[-1]:
                 return []
             self.indices.append(executor.step - first)
@@ -91,7 +91,7 @@ class Forced:
         """Let the scheduler look at its dirty blocks now. True when all are copied."""
         executor = self.executor
         pool = executor.pool
-        executor.looked_us = -(10**9)
+        executor.judged_us = -(10**9)
         self._handle(Ticked())
         return not (pool.dirty_blocks or pool.fenced_blocks or self.state.tiers.jobs)
 
@@ -103,11 +103,11 @@ class Forced:
     def _pause(self, executor: Executor, victims: list[Sequence]) -> None:
         if not victims:
             return
-        self.state.now_us = self.actor._port.clock.now_us()
+        self.state.now_us = self.actor._mailbox.clock.now_us()
         self._slots(executor).shut = True
         for victim in victims:
             if victim in executor.running:
-                preemption.pause(self.state, executor, victim, f"seq {victim.seq} forced", [victim])
+                preemption.preempt(self.state, executor, victim, f"seq {victim.seq} forced", [victim])
                 self.away.add(victim.seq)
                 self.pauses += 1
         self._see_off(executor)
@@ -115,7 +115,7 @@ class Forced:
 
     def _see_off(self, executor: Executor) -> None:
         pool = executor.pool
-        executor.looked_us = -(10**9)  # its dirty blocks are judged at once
+        executor.judged_us = -(10**9)  # its dirty blocks are judged at once
         theirs = {block for block in range(pool.blocks) if pool.owner_of[block][0] in self.away}
         waiting = [*pool._dirty, *pool._copying, *(b for fence in pool._fences.values() for b in fence)]
         if theirs.intersection(waiting):

@@ -17,7 +17,9 @@ MODEL = "smollm2-135m-instruct"
 async def add_gateway(pipeline: Pipeline, name: str = "gateway-1", keys: Path | None = None) -> str:
     """Start one; its URL."""
     actor = GatewayActor(("127.0.0.1", 0), Keys(str(keys) if keys else ""), timeout_s=300)
-    runtime = Runtime(actor, await pipeline.connect(), pipeline.settings.fleet, name, beat_interval_us=50_000)
+    runtime = Runtime(
+        actor, await pipeline.connect(), pipeline.settings.fleet, name, heartbeat_interval_us=50_000
+    )
     pipeline.runtimes[name] = runtime
     await runtime.start()
     return str(actor.status()["url"])

@@ -25,8 +25,8 @@ from services.kv_offload.jobs import load as kv_load
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.kv_tiers import load as tier_load
 from services.scheduler.kv_tiers import lookups, store
-from services.scheduler.recompute_cost import Recompute
-from services.scheduler.state.counters import Meter
+from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.state.counters import Counters
 from shared.actor.runtime import Actor
 from shared.client import Client
 from shared.config import load
@@ -41,7 +41,7 @@ _FLEETS = itertools.count()
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a tier holds is brought, however slow this machine is just now: computing again is dear, and
     answers may take long. These are matters of cost; the tests are about bytes."""
-    monkeypatch.setattr(Recompute, "tokens_us", lambda self, start, tokens: 10**9 if tokens else 0)
+    monkeypatch.setattr(RecomputeCost, "tokens_us", lambda self, start, tokens: 10**9 if tokens else 0)
     monkeypatch.setattr(tier_load, "MOST_DEADLINE_US", PATIENCE_US)
     monkeypatch.setattr(lookups, "WAIT_US", PATIENCE_US)
     monkeypatch.setattr(lookups, "STALE_US", PATIENCE_US)
@@ -134,8 +134,8 @@ class Tiered(Pipeline):
         return super().build(kind)
 
     @property
-    def meter(self) -> Meter:
-        return self.forced.state.meter
+    def meter(self) -> Counters:
+        return self.forced.state.counters
 
     async def mapped(self) -> None:
         """The scheduler knows the tier, and that the engine maps its arena."""

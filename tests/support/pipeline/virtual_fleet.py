@@ -20,9 +20,9 @@ from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.prepare import ServedModel
-from shared.actor.mailbox import Port
-from shared.actor.membership import Peer, unnoticed_us
-from shared.actor.runtime import Actor, Facts, Runtime
+from shared.actor.mailbox import Mailbox
+from shared.actor.membership import Peer, detection_us
+from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
 from shared.messages import (
     ExecHello,
     ExecReset,
@@ -51,33 +51,37 @@ class PagedExecutor(Actor):
         self._welcomed = False
         self._epoch = 0
 
-    async def start(self, port: Port) -> None:
-        self._port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
 
-    def facts(self) -> Facts:
-        return Facts(model="tiny", arena_generation=self._generation)
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        return HeartbeatPayload(model="tiny", arena_generation=self._generation)
 
     def on_peer(self, peer: Peer) -> None:
-        beat = peer.beat
-        if beat.kind == "kv_offload" and beat.host_id == self._host_id and beat.arena_generation:
-            self._generation = beat.arena_generation
+        heartbeat = peer.heartbeat
+        if (
+            heartbeat.kind == "kv_offload"
+            and heartbeat.host_id == self._host_id
+            and heartbeat.arena_generation
+        ):
+            self._generation = heartbeat.arena_generation
             arena = self._arenas.setdefault(self._generation, Arena(self._generation))
             if self._scheduler:
                 self._engine.arena = arena
-        if beat.kind == "scheduler" and beat.state == "ready" and not self._scheduler:
+        if heartbeat.kind == "scheduler" and heartbeat.state == "ready" and not self._scheduler:
             self._scheduler = peer.source
             self._begin()
 
     def on_peer_gone(self, peer: Peer) -> None:
         if peer.source == self._scheduler:
-            others = self._port.peers.ready("scheduler")
+            others = self._mailbox.peers.ready("scheduler")
             self._scheduler = f"scheduler.{others[0]}" if others else ""
             if others:
                 self._begin()
 
     def upkeep(self) -> None:
         if self._scheduler and not self._welcomed:
-            self._port.send(self._scheduler, self._engine.hello)
+            self._mailbox.send(self._scheduler, self._engine.hello)
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         if source != self._scheduler:
@@ -97,9 +101,9 @@ class PagedExecutor(Actor):
                 self._later(self._engine.copy(message))
 
     def _begin(self) -> None:
-        self._epoch, self._welcomed = max(self._epoch + 1, self._port.epoch), False
+        self._epoch, self._welcomed = max(self._epoch + 1, self._mailbox.epoch), False
         hello = ExecHello(
-            executor=self._port.actor,
+            executor=self._mailbox.actor,
             exec_epoch=self._epoch,
             host_id=self._host_id,
             model="tiny",
@@ -115,11 +119,11 @@ class PagedExecutor(Actor):
         )
         self._engine = PagedEngine(hello)
         self._engine.arena = self._arenas.get(self._generation)
-        self._port.send(self._scheduler, hello)
+        self._mailbox.send(self._scheduler, hello)
 
     def _later(self, answer: Message) -> None:
         scheduler = self._scheduler
-        asyncio.get_running_loop().call_later(STEP_S, lambda: self._port.send(scheduler, answer))
+        asyncio.get_running_loop().call_later(STEP_S, lambda: self._mailbox.send(scheduler, answer))
 
 
 class CountedOffload(KvOffloadActor):
@@ -128,13 +132,13 @@ class CountedOffload(KvOffloadActor):
     def __init__(self) -> None:
         super().__init__(Plan("", 0, "plain"))
 
-    async def start(self, port: Port) -> None:
-        self._port = port
-        arena = CountingArena(L1_PAGES * 4_096, generation=port.epoch)
-        arena.name = f"arena-{port.epoch}"
+    async def start(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        arena = CountingArena(L1_PAGES * 4_096, generation=mailbox.epoch)
+        arena.name = f"arena-{mailbox.epoch}"
         self._core = KvCore(arena)
-        for actor in port.peers.ready("executor"):
-            if (peer := port.peers.get(f"executor.{actor}")) is not None:
+        for actor in mailbox.peers.ready("executor"):
+            if (peer := mailbox.peers.get(f"executor.{actor}")) is not None:
                 self.on_peer(peer)
 
 
@@ -161,11 +165,11 @@ class VirtualFleet:
         if kind == "detokenizer":
             return DetokenizerActor(self.model.vocabulary, "tiny", 1 << 23)
         if kind == "scheduler":
-            return SchedulerActor(Limits(ended_within_us=unnoticed_us(self._beat_us)), "tiny")
+            return SchedulerActor(Limits(ended_within_us=detection_us(self._beat_us)), "tiny")
         return (
             CountedOffload()
             if kind == "kv_offload"
-            else TokenizerActor(self.model, give_up_us=unnoticed_us(self._beat_us))
+            else TokenizerActor(self.model, give_up_us=detection_us(self._beat_us))
         )
 
     async def add(self, kind: str, host: str = "h") -> str:
@@ -182,8 +186,8 @@ class VirtualFleet:
         """It falls silent, without a word."""
         runtime = self.runtimes.pop(name)
         assert runtime.failure is None
-        assert runtime._beats is not None
-        runtime._beats.cancel()
+        assert runtime._heartbeats is not None
+        runtime._heartbeats.cancel()
         await runtime.bus.drain()
         runtime.bus.publish = lambda *args, **more: None  # type: ignore[method-assign]  # what it still does is unheard
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.scheduler.state.cost_model import Costs
+from services.scheduler.state.cost_model import CostModel
 from shared.step_model import StepModel, StepShape
 
 
-class Known(Costs):
+class Known(CostModel):
     """Costs that are known exactly."""
 
     def __init__(self, model: StepModel, loop_us: int, host_row_us: int = 0) -> None:

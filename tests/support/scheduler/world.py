@@ -162,7 +162,7 @@ class World:
         for executor in state.executors.values():
             executor.pool.check()
         watched: dict[int, int] = {}
-        for at_us, seq in state.due.heap:
+        for at_us, seq in state.deadlines.heap:
             watched[seq] = min(at_us, watched.get(seq, at_us))
         for sequence in state.sequences.values():
             assert watched[sequence.seq] <= finish.due_at_us(sequence), "a deadline that nobody watches"

@@ -11,7 +11,7 @@ from itertools import pairwise
 from support.scheduler.world import World
 
 from services.scheduler import step_planner
-from services.scheduler.headroom import holds, needy
+from services.scheduler.headroom import fits_alone, rows_without_block
 from services.scheduler.state.requests import Phase, Sequence
 from services.scheduler.state.state import Executor, InFlight
 from services.scheduler.step_planner import ready_rows
@@ -34,19 +34,19 @@ def counts(world: World) -> None:
     for executor in state.executors.values():
         running = executor.running
         assert executor.host_fed == sum(s.host_fed for s in running)
-        assert executor.levels == [sum(s.request.level == at for s in running) for at in range(3)]
-        assert executor.halves == [sum(s.half == half for s in running) for half in (0, 1)]
+        assert executor.running_by_class == [sum(s.request.level == at for s in running) for at in range(3)]
+        assert executor.micro_batch_rows == [sum(s.micro_batch == half for s in running) for half in (0, 1)]
         assert all(s.executor == executor.hello.executor and s.phase is Phase.RUNNING for s in running)
     waiting = state.waiting
-    units = list(waiting)
-    assert len(waiting) == len(units) == len({id(unit) for unit in units})
-    assert waiting.held_tokens == sum(len(s.tokens) for unit in units for s in unit.sequences)
-    for (model, level), line in waiting.lines.items():
-        here = [unit for unit in units if unit.line is line]
-        assert (line.units, line.tokens) == (len(here), sum(len(u.sequences[0].tokens) for u in here))
-        assert line.units == 0 or waiting.first(model) is not None
+    groups = list(waiting)
+    assert len(waiting) == len(groups) == len({id(group) for group in groups})
+    assert waiting.queued_tokens == sum(len(s.tokens) for group in groups for s in group.sequences)
+    for (model, level), line in waiting.queues.items():
+        here = [group for group in groups if group.queue is line]
+        assert (line.groups, line.tokens) == (len(here), sum(len(u.sequences[0].tokens) for u in here))
+        assert line.groups == 0 or waiting.first(model) is not None
         assert level in range(3)
-    queued = [s for unit in units for s in unit.sequences]
+    queued = [s for group in groups for s in group.sequences]
     assert len(queued) == len({s.seq for s in queued})
     assert {s.seq for s in queued} == {s.seq for s in state.sequences.values() if s.phase is Phase.WAITING}
 
@@ -92,11 +92,11 @@ def no_idle_window(world: World) -> None:
         return
     depth = {"single": 1, "run_ahead": world.limits.window, "two_batch": 2}[world.limits.overlap]
     for executor in world.scheduler.state.executors.values():
-        if executor.holds:
+        if executor.awaits_copies:
             assert executor.pool.copying_blocks, "it waits for nothing"
             assert not executor.in_flight
-        elif executor.in_flight and step_planner.in_time(
-            world.scheduler.state, executor, len(needy(executor))
+        elif executor.in_flight and step_planner.copies_end_soon(
+            world.scheduler.state, executor, len(rows_without_block(executor))
         ):
             assert world.scheduler.state.tiers.jobs, "it waits for nothing"
         elif len(executor.in_flight) < depth:
@@ -118,7 +118,7 @@ def nobody_forgotten(world: World) -> None:
     for executor in executors:
         assert not executor.running, "sequences that run, and no step"
         first = state.waiting.first(executor.hello.model)
-        assert first is None or not holds(executor, first), "an idle executor, and somebody waits"
+        assert first is None or not fits_alone(executor, first), "an idle executor, and somebody waits"
 
 
 ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from support.wire.fakes import BLOCK, SCHEDULER, Arena, next_token
 
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor
 from shared.messages import (
@@ -54,13 +54,13 @@ class FakeExecutor(Actor):
         self.copied: set[int] = set()
         self.last_step = 0
 
-    async def start(self, port: Port) -> None:
-        self.port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
         self.hello()
 
     def hello(self) -> None:
         self._clear()
-        self.exec_epoch = self.port.epoch + self.resets
+        self.exec_epoch = self.mailbox.epoch + self.resets
         hello = ExecHello(
             executor="e0",
             exec_epoch=self.exec_epoch,
@@ -75,7 +75,7 @@ class FakeExecutor(Actor):
             max_step_tokens=64,
             max_context=64,
         )
-        self.port.send(SCHEDULER, hello)
+        self.mailbox.send(SCHEDULER, hello)
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         match message:
@@ -100,18 +100,20 @@ class FakeExecutor(Actor):
         self.hello()
 
     def on_peer(self, peer: Peer) -> None:
-        generation = peer.beat.arena_generation
-        if peer.beat.kind == "kv_offload" and generation != self.mapped:
+        generation = peer.heartbeat.arena_generation
+        if peer.heartbeat.kind == "kv_offload" and generation != self.mapped:
             if self.mapped:
-                self.port.send(SCHEDULER, ArenaReleased(executor="e0", arena_generation=self.mapped))
+                self.mailbox.send(SCHEDULER, ArenaReleased(executor="e0", arena_generation=self.mapped))
             self.mapped = generation
 
     def _grammar(self, opened: SlotOpen) -> None:
         slot, generation = opened.slot, opened.generation
         if opened.grammar == "bad":
-            self.port.send(SCHEDULER, GrammarFailed(slot=slot, generation=generation, message="unbalanced"))
+            self.mailbox.send(
+                SCHEDULER, GrammarFailed(slot=slot, generation=generation, message="unbalanced")
+            )
         elif opened.grammar:
-            self.port.send(SCHEDULER, GrammarReady(slot=slot, generation=generation, compile_us=5))
+            self.mailbox.send(SCHEDULER, GrammarReady(slot=slot, generation=generation, compile_us=5))
 
     def _step(self, plan: StepPlan) -> None:
         if plan.step == self.die_at_step:
@@ -130,7 +132,7 @@ class FakeExecutor(Actor):
         sampled = [self._sample(rows[r], s) for r, s in zip(plan.sample_rows, plan.sample_slots, strict=True)]
         self.last_step = plan.step
         done = ints([0] * len(sampled))
-        self.port.send(
+        self.mailbox.send(
             SCHEDULER,
             StepResult(exec_epoch=self.exec_epoch, step=plan.step, ids=ints(sampled), done=done),
         )
@@ -152,4 +154,4 @@ class FakeExecutor(Actor):
                 else:
                     self.blocks[block] = list(self.arena[copy.arena_generation, offset])
             self.copied.add(copy.job)
-        self.port.send(SCHEDULER, KvCopied(job=copy.job, status=status))
+        self.mailbox.send(SCHEDULER, KvCopied(job=copy.job, status=status))

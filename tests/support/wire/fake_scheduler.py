@@ -10,7 +10,7 @@ from support.wire.fake_steps import Steps
 from support.wire.fake_tiers import Tiers
 from support.wire.fakes import EXECUTOR
 
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor
 from shared.messages import (
@@ -42,9 +42,9 @@ class FakeScheduler(Actor):
         self.steps, self.tiers = Steps(self), Tiers(self)
         self._ids = count(1)
 
-    async def start(self, port: Port) -> None:
-        self.port = port
-        await port.bus.subscribe(subjects.CANCEL_ALL, lambda d: self.cancel(*cancel_of(d)))
+    async def start(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
+        await mailbox.bus.subscribe(subjects.CANCEL_ALL, lambda d: self.cancel(*cancel_of(d)))
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         name = f"_on_{type(message).__name__}"
@@ -54,10 +54,10 @@ class FakeScheduler(Actor):
 
     def on_stream_lost(self, source: str) -> None:
         if source == EXECUTOR:
-            self.port.send(source, ExecReset(exec_epoch=self.steps.exec_epoch, why="results are lost"))
+            self.mailbox.send(source, ExecReset(exec_epoch=self.steps.exec_epoch, why="results are lost"))
 
     def on_peer_gone(self, peer: Peer) -> None:
-        shards = self.port.peers.ready("detokenizer")
+        shards = self.mailbox.peers.ready("detokenizer")
         for sequence in self.sequences.values():
             if sequence.shard == peer.source and sequence.state != "ended" and shards:
                 self.open_text(sequence, f"detokenizer.{shards[0]}")
@@ -66,7 +66,7 @@ class FakeScheduler(Actor):
         """A shard that comes back must not go on with what another has now."""
         for sequence in self.sequences.values():
             if peer.source in sequence.left and sequence.state != "ended":
-                self.port.send(peer.source, Close(seq=sequence.seq, final=0, reason="moved"))
+                self.mailbox.send(peer.source, Close(seq=sequence.seq, final=0, reason="moved"))
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -74,12 +74,12 @@ class FakeScheduler(Actor):
         tenant, name, attempt = request.tenant, request.request, request.attempt
         if (tenant, name) in self.tombstones:
             why = "cancelled before it arrived"
-            self.port.send(
+            self.mailbox.send(
                 source, Rejected(tenant=tenant, request=name, attempt=attempt, code=499, message=why)
             )
             return
-        self.port.send(source, Accepted(tenant=tenant, request=name, attempt=attempt))
-        shard = f"detokenizer.{self.port.peers.ready('detokenizer')[0]}"
+        self.mailbox.send(source, Accepted(tenant=tenant, request=name, attempt=attempt))
+        shard = f"detokenizer.{self.mailbox.peers.ready('detokenizer')[0]}"
         for choice in range(request.n):
             sequence = FakeSequence(
                 seq=next(self._ids), choice=choice, request=request, tokens=list(request.tokens)
@@ -92,7 +92,7 @@ class FakeScheduler(Actor):
     def open_text(self, sequence: FakeSequence, shard: str) -> None:
         request = sequence.request
         sequence.left, sequence.shard = {*sequence.left, sequence.shard}, shard
-        self.port.send(
+        self.mailbox.send(
             shard,
             Open(
                 seq=sequence.seq,
@@ -127,7 +127,7 @@ class FakeScheduler(Actor):
         if sequence.state not in ("closed", "ended"):
             sequence.state, sequence.final = "closed", final
             self.steps.free_slot(sequence)
-            self.port.send(sequence.shard, Close(seq=sequence.seq, final=final, reason=reason, code=code))
+            self.mailbox.send(sequence.shard, Close(seq=sequence.seq, final=final, reason=reason, code=code))
 
     def _on_Ended(self, source: str, ended: Ended) -> None:
         sequence = self.sequences[ended.seq]

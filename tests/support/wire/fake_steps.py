@@ -39,7 +39,7 @@ class Steps:
         self._slots = count()
 
     def send(self, message: Message) -> None:
-        self.house.port.send(EXECUTOR, message)
+        self.house.mailbox.send(EXECUTOR, message)
 
     def open_slot(self, sequence: FakeSequence) -> None:
         request, sequence.fresh = sequence.request, True
@@ -146,7 +146,7 @@ class Steps:
                 counts=ints(1 for _ in mine),
                 ids=ints(t for _, t in mine),
             )
-            self.house.port.send(shard, tokens)
+            self.house.mailbox.send(shard, tokens)
         for sequence, _ in live:
             if len(sequence.generated) == sequence.request.max_tokens:
                 self.house.close(sequence, len(sequence.generated), "length")

@@ -45,20 +45,20 @@ class Tiers:
         valid = [min(BLOCK, sequence.computed - i * BLOCK) for i in range(len(keys) // 32)]
         reserve = KvReserve(
             job=self._job(sequence),
-            owner=self.house.port.source,
+            owner=self.house.mailbox.source,
             keys=keys,
             value_bytes=BLOCK * 4,
             lease_us=1_000_000,
             priority=1,
             valid_tokens=ints(valid),
         )
-        self.house.port.send(KV, reserve)
+        self.house.mailbox.send(KV, reserve)
 
     def _on_KvReserved(self, source: str, reserved: KvReserved) -> None:
         self._copy(self.jobs[reserved.job], reserved, to_arena=True)
 
     def _copy(self, sequence: FakeSequence, place: KvReserved | KvReady, *, to_arena: bool) -> None:
-        self.house.port.send(
+        self.house.mailbox.send(
             EXECUTOR,
             KvCopy(
                 job=place.job,
@@ -75,9 +75,9 @@ class Tiers:
         sequence = self.jobs[copied.job]
         if sequence.state == "pausing":
             mask = 1 if copied.status == "ok" else 0
-            self.house.port.send(KV, KvCommit(job=copied.job, written=ints([mask] * len(sequence.table))))
+            self.house.mailbox.send(KV, KvCommit(job=copied.job, written=ints([mask] * len(sequence.table))))
         else:
-            self.house.port.send(KV, KvRelease(jobs=ints([copied.job])))
+            self.house.mailbox.send(KV, KvRelease(jobs=ints([copied.job])))
 
     def _on_KvStored(self, source: str, stored: KvStored) -> None:
         sequence = self.jobs.pop(stored.job)
@@ -91,12 +91,12 @@ class Tiers:
         if sequence.computed:
             prefetch = KvPrefetch(
                 job=self._job(sequence),
-                owner=self.house.port.source,
+                owner=self.house.mailbox.source,
                 keys=sequence_keys(sequence),
                 deadline_us=50_000,
                 lease_us=1_000_000,
             )
-            self.house.port.send(KV, prefetch)
+            self.house.mailbox.send(KV, prefetch)
         else:
             self.house.steps.open_slot(sequence)
             self.house.steps.plan()
@@ -113,4 +113,4 @@ class Tiers:
         self.house.steps.plan()
 
     def _on_ArenaReleased(self, source: str, released: ArenaReleased) -> None:
-        self.house.port.send(KV, released)
+        self.house.mailbox.send(KV, released)

@@ -10,8 +10,8 @@ import hashlib
 import json
 from itertools import count
 
-from shared.actor.mailbox import Port
-from shared.actor.runtime import Actor, Facts
+from shared.actor.mailbox import Mailbox
+from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.kv_blocks import choice_seed
 from shared.messages import (
     Accepted,
@@ -67,19 +67,19 @@ class FakeTokenizer(Actor):
     def __init__(self) -> None:
         self.inboxes: dict[str, str] = {}
 
-    async def start(self, port: Port) -> None:
-        self.port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
 
     def submit(self, request: Tokenized) -> None:
         self.inboxes[request.request] = request.inbox
-        self.port.send(SCHEDULER, request)
+        self.mailbox.send(SCHEDULER, request)
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         match message:
             case Accepted(request=request):
                 del self.inboxes[request]
             case Rejected(request=request, code=code):
-                self.port.bus.publish(self.inboxes.pop(request), json.dumps({"error": code}).encode())
+                self.mailbox.bus.publish(self.inboxes.pop(request), json.dumps({"error": code}).encode())
             case _:
                 raise AssertionError(message)
 
@@ -97,12 +97,12 @@ class FakeKv(Actor):
         self.leases: set[int] = set()
         self._offsets = count(0, BLOCK)
 
-    async def start(self, port: Port) -> None:
-        self.port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         arena = f"arena-{self.generation}" if self.allocated else ""
-        return Facts(arena=arena, arena_generation=self.generation)
+        return HeartbeatPayload(arena=arena, arena_generation=self.generation)
 
     def new_arena(self) -> None:
         """Announce the next generation; allocate it once nobody has the old one mapped."""
@@ -114,15 +114,17 @@ class FakeKv(Actor):
             case KvReserve(job=job, keys=keys):
                 mine = self.reserved[job] = _keys(keys)
                 offsets = longs(self.stored.setdefault(key, next(self._offsets)) for key in mine)
-                self.port.send(source, KvReserved(job=job, arena_generation=self.generation, offsets=offsets))
+                self.mailbox.send(
+                    source, KvReserved(job=job, arena_generation=self.generation, offsets=offsets)
+                )
             case KvCommit(job=job, written=written):
                 keys_written = zip(self.reserved.pop(job), written, strict=True)
                 tiers = ints(1 if self.stored[key] >= 0 and mask else 0 for key, mask in keys_written)
-                self.port.send(source, KvStored(job=job, tiers=tiers))
+                self.mailbox.send(source, KvStored(job=job, tiers=tiers))
             case KvPrefetch(job=job, keys=keys):
                 self.leases.add(job)
                 offsets = longs(self.stored.get(key, -1) for key in _keys(keys))
-                self.port.send(source, KvReady(job=job, arena_generation=self.generation, offsets=offsets))
+                self.mailbox.send(source, KvReady(job=job, arena_generation=self.generation, offsets=offsets))
             case KvRelease(jobs=jobs):
                 self.leases -= set(jobs)
             case ArenaReleased(arena_generation=generation):
@@ -145,8 +147,8 @@ class FakeDetokenizer(Actor):
         self.ids: dict[int, list[int]] = {}
         self.stopped: dict[int, int] = {}
 
-    async def start(self, port: Port) -> None:
-        self.port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
 
     def on_restart(self, source: str) -> None:
         if source == SCHEDULER:
@@ -179,7 +181,7 @@ class FakeDetokenizer(Actor):
             return
         if index := next((text_of(known).find(s) + len(s) for s in opened.stop if s in text_of(known)), 0):
             self.stopped[seq] = index
-            self.port.send(source, StopFound(seq=seq, index=index))
+            self.mailbox.send(source, StopFound(seq=seq, index=index))
         end = self.stopped.get(seq, len(known))
         self._frame(opened, first=first, text=text_of(known[first:end]))
 
@@ -188,7 +190,7 @@ class FakeDetokenizer(Actor):
         stopped = stop is not None and stop <= close.final and not close.code
         index, reason = (stop, "stop") if stopped and stop is not None else (close.final, close.reason)
         self._frame(opened, done=index, reason=reason, code=close.code)
-        self.port.send(source, Ended(seq=close.seq, index=index, reason=reason))
+        self.mailbox.send(source, Ended(seq=close.seq, index=index, reason=reason))
 
     def _frame(self, opened: Open, **body: object) -> None:
-        self.port.bus.publish(opened.inbox, json.dumps({"choice": opened.choice, **body}).encode())
+        self.mailbox.bus.publish(opened.inbox, json.dumps({"choice": opened.choice, **body}).encode())

@@ -17,7 +17,7 @@ from shared.clock import FakeClock
 from shared.messages import Resend, StreamAt, StreamReset, Tokenized, ints
 from shared.nats.interface import Delivery
 
-FLEET, INTERVAL_US = "f", 3_600_000_000  # an hour by the fake clock: beats go out by `tick` alone
+FLEET, INTERVAL_US = "f", 3_600_000_000  # an hour by the fake clock: heartbeats go out by `tick` alone
 LETTER = {"tokenizer": "T", "scheduler": "S", "executor": "E", "kv_offload": "K", "detokenizer": "D"}
 
 
@@ -63,7 +63,7 @@ class House:
         self.clock.advance(1000)
         bus = self.broker.connect()
         runtime = Runtime(actor, bus, FLEET, actor_id, "host.a", self.clock, INTERVAL_US)
-        self.runtimes[runtime.port.source] = runtime
+        self.runtimes[runtime.mailbox.source] = runtime
         await runtime.start()
         await self.broker.settle()
         return runtime
@@ -71,16 +71,16 @@ class House:
     async def kill(self, source: str) -> None:
         """The process ends without a word."""
         runtime = self.runtimes.pop(source)
-        assert runtime._beats is not None
-        runtime._beats.cancel()
+        assert runtime._heartbeats is not None
+        runtime._heartbeats.cancel()
         await runtime.bus.drain()
 
     async def tick(self, times: int = 1) -> None:
-        """An interval passes: everybody's beat, then everybody's upkeep."""
+        """An interval passes: everybody's heartbeat, then everybody's upkeep."""
         for _ in range(times):
             self.clock.advance(INTERVAL_US)
             for runtime in self.runtimes.values():
-                runtime.beat()
+                runtime.send_heartbeat()
             await self.broker.settle()
             for runtime in self.runtimes.values():
                 runtime.upkeep()
@@ -103,7 +103,7 @@ class House:
         for runtime in self.runtimes.values():
             await runtime.finish(1.0)
             assert runtime.failure is None
-            assert runtime.port.wire_errors == 0
+            assert runtime.mailbox.wire_errors == 0
 
     def between(self, letter: str) -> list[str]:
         """The part of the transcript that one kind of actor sent or got, without the ends of streams

@@ -33,7 +33,7 @@ from kernels.gemm.gpu import MatmulTuning, matmul
 from kernels.inputs.gpu import FROM_DEVICE, Resolved, SlotState, resolve, scatter
 from kernels.norm import ref as norm_ref
 from kernels.norm.gpu import add_rms_norm_, rms_norm
-from kernels.rope.gpu import HeadNorms, Placed, rope_write
+from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
 from kernels.rope.ref import apply_rope, rope_table
 from kernels.sampling import ref as sampler
 from kernels.sampling.gpu import Choices, Chosen, choose, scratch
@@ -90,7 +90,7 @@ def test_rotation_writes_where_the_references_do(normed: bool) -> None:
     rotated = apply_rope(key, rotation)
     write_kv(wanted, write_rows(wanted, blocks, positions.long() % BLOCK)[1], rotated, value)
     places = (blocks * BLOCK + positions % BLOCK).int()
-    found = rope_write(qkv, Placed(table, positions, places), norms, kv, 1, HEADS)
+    found = rope_write(qkv, RopeInputs(table, positions, places), norms, kv, 1, HEADS)
     assert far(found, apply_rope(query, rotation)) < CLOSE
     assert far(kv, wanted) < CLOSE
     assert far(qkv.view(tokens, -1, DIM)[:, HEADS : HEADS + KV_HEADS], rotated) < CLOSE
@@ -153,7 +153,7 @@ def test_inputs_are_resolved_from_the_slots() -> None:
     resolve(columns, state, 99, BLOCK, found)
     assert found.ids.tolist() == [5, 6, 7, 44, 0]
     # The second and the last slot are done: their KV goes to block 99, and they attend to nothing.
-    assert found.places.tolist() == [1 * 8 + 1, 99 * 8 + 1, 20 * 8 + 3, 20 * 8 + 4, 99 * 8]
+    assert found.slot_mapping.tolist() == [1 * 8 + 1, 99 * 8 + 1, 20 * 8 + 3, 20 * 8 + 4, 99 * 8]
     assert found.lengths.tolist() == [10, 0, 4, 0]
     target = torch.zeros(2, 5, dtype=torch.int32, device=DEVICE)
     scatter(words(1, 7), words(3, 4), target)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from loadtest import policies
-from services.scheduler.state.policies import FillView, Policy, Share, TierView, parse
+from services.scheduler.state.policies import BatchingView, OffloadView, Policy, StepShare, parse
 
 
 @pytest.mark.parametrize(
-    ("view", "share"), [(FillView(3, 2, 0), Share(False, "whole")), (FillView(3, 0, 0), Share(True, "whole"))]
+    ("view", "share"),
+    [(BatchingView(3, 2, 0), StepShare(False, "whole")), (BatchingView(3, 0, 0), StepShare(True, "whole"))],
 )
-def test_a_static_batch_computes_all_its_prompts_first(view: FillView, share: Share) -> None:
+def test_a_static_batch_computes_all_its_prompts_first(view: BatchingView, share: StepShare) -> None:
     assert policies.static(view) == share
 
 
@@ -24,7 +25,7 @@ def test_promises() -> None:
 @pytest.mark.parametrize("paused", [True, False])
 @pytest.mark.parametrize("pressed", [True, False])
 def test_what_becomes_of_a_block(paused: bool, pressed: bool) -> None:
-    view = TierView(paused, pressed, idle=True, chance_pm=1_000, copy_us=100, recompute_us=101)
+    view = OffloadView(paused, pressed, idle=True, chance_pm=1_000, copy_us=100, recompute_us=101)
     assert policies.recompute(view) == policies.forget(view) == "drop"
     assert policies.swap(view) == ("copy" if paused else "drop" if pressed else "keep")
 
@@ -43,6 +44,6 @@ def test_what_becomes_of_a_block(paused: bool, pressed: bool) -> None:
 )
 def test_traits(text: str, traits: set[str]) -> None:
     policy, plain = parse(text), Policy()
-    names = ("fair", "closed", "greedy", "foresees", "no_tiers", "forgets", "leaves", "ahead")
+    names = ("fair", "closed", "greedy", "looks_ahead", "no_tiers", "forgets", "leaves", "ahead")
     changed = {name for name in names if getattr(policy, name) != getattr(plain, name)}
     assert changed == traits | ({"ahead"} if text.startswith("tier=") else set())

@@ -10,7 +10,7 @@ import pytest
 
 from loadtest.tax import simulated
 from loadtest.tax.protocol import ARMS, Arm, Lengths, Outcome, checks, points
-from services.scheduler.state.counters import Meter
+from services.scheduler.state.counters import Counters
 
 pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
@@ -67,13 +67,13 @@ def test_with_room_for_the_victims_nothing_is_computed_twice(at: int) -> None:
 def test_a_return_costs_what_was_predicted(arm: Arm, counted: str, most: float) -> None:
     errors: list[float] = []
 
-    def add(meter: Meter, took_us: int, predicted_us: int) -> None:
+    def add(meter: Counters, took_us: int, predicted_us: int) -> None:
         if predicted_us:
             errors.append(abs(took_us - predicted_us) / predicted_us)
 
     lengths = MANY.draw()
     point = points(lengths, simulated.SLOTS, simulated.BLOCK_TOKENS)[4]
-    with mock.patch.object(Meter, counted, add):
+    with mock.patch.object(Counters, counted, add):
         simulated.outcome(lengths, point, arm)
     assert len(errors) > KNOWN + 20
     assert statistics.median(errors[KNOWN:]) <= most

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from shared import client
-from shared.client import Pile, SlowReader, Unread
+from shared.client import SlowReader, UnreadFrames, UnreadTotal
 from shared.nats.interface import Delivery
 
 FRAME = Delivery("inbox", b"x" * 100)
 
 
-def stream(ended: list[str], name: str, pile: Pile) -> Unread:
-    return Unread(lambda: ended.append(name), pile)
+def stream(ended: list[str], name: str, pile: UnreadTotal) -> UnreadFrames:
+    return UnreadFrames(lambda: ended.append(name), pile)
 
 
 async def test_of_a_tenant_that_reads_nothing_the_streams_end_and_no_others(
@@ -20,7 +20,7 @@ async def test_of_a_tenant_that_reads_nothing_the_streams_end_and_no_others(
 ) -> None:
     monkeypatch.setattr(client, "MAX_TENANT_BYTES", 1_000)
     ended: list[str] = []
-    pile, other = Pile(), Pile()
+    pile, other = UnreadTotal(), UnreadTotal()
     unread = [stream(ended, f"a{i}", pile) for i in range(4)]
     reads, theirs = stream(ended, "reads", pile), stream(ended, "b", other)
     for _ in range(20):
@@ -36,7 +36,7 @@ async def test_of_a_tenant_that_reads_nothing_the_streams_end_and_no_others(
 
 
 async def test_what_a_reader_leaves_behind_counts_no_more() -> None:
-    pile = Pile()
+    pile = UnreadTotal()
     one, two = stream([], "one", pile), stream([], "two", pile)
     for _ in range(3):
         one.put(FRAME)

@@ -14,7 +14,7 @@ from kernels.attention import FP8, as_stored, write_kv, write_rows
 from kernels.attention import ref as attention
 from kernels.attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
 from kernels.attention.prefill import PrefillTiles, PrefillTuning, attend_prefill, tile_queries
-from kernels.rope.gpu import HeadNorms, Placed, rope_write
+from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
 from kernels.rope.ref import apply_rope, rope_table
 
 ON_GPU = torch.cuda.is_available()
@@ -51,7 +51,7 @@ def test_rotation_keeps_what_the_reference_keeps(
     query, key = apply_rope(query, rotation), apply_rope(key, rotation)
     rows = write_rows(wanted, blocks, positions.long() % BLOCK)[1]
     write_kv(wanted, rows, key, value)
-    placed = Placed(table, positions, (blocks * BLOCK + positions % BLOCK).int(), dtype=dtype)
+    placed = RopeInputs(table, positions, (blocks * BLOCK + positions % BLOCK).int(), dtype=dtype)
     found = rope_write(qkv, placed, HeadNorms(None, None, 1e-5), kv, 1, heads)
     assert found.dtype == dtype
     assert far(found, query) < close

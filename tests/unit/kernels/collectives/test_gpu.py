@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.norm import ref
 from loadtest.gpu.comm_memory import HostMemory
 from services.executor.checkpoint.partition import gathered_logits
-from services.executor.parallel.ranks import Ranks, Spread
+from services.executor.parallel.ranks import DistributedRanks, Ranks
 
 WIDTH, CALLS = 48, 2
 ROWS = (5, 1)  # of passes that follow each other, of CALLS calls each
@@ -54,32 +54,34 @@ def _host_side(ranks: Ranks) -> None:
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
 
 
-def _on_rank(ranks: Spread, dtype: torch.dtype, splits: int, one_hop_bytes: int) -> list[Tensor]:
+def _on_rank(ranks: DistributedRanks, dtype: torch.dtype, splits: int, one_hop_bytes: int) -> list[Tensor]:
     """The norms of every call, and the rows of the residual that this rank owns, by pass."""
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     from kernels.collectives.gpu import EMPTY
-    from services.executor.cuda.model import _Adding
+    from services.executor.cuda.model import _ResidualAdd
     from services.executor.parallel import peer_memory
-    from services.executor.parallel.coroutines import alone
+    from services.executor.parallel.coroutines import run_alone
 
     _host_side(ranks)
     peer_memory.ONE_HOP_BYTES = one_hop_bytes
-    ranks.boxes = peer_memory.letter_boxes(ranks.rank, ranks.size, torch.device("cpu"))
-    assert ranks.boxes is not None
+    ranks.symmetric = peer_memory.symmetric_buffers(ranks.rank, ranks.size, torch.device("cpu"))
+    assert ranks.symmetric is not None
     ranks.exchange(None)  # all have boxes
     found, weight = [], torch.linspace(0.5, 1.5, WIDTH).to(dtype)
     for rows in ROWS:
         residual = _start(rows, dtype)
-        adding = _Adding(ranks, None, residual, 1e-5, chained=False)
+        adding = _ResidualAdd(ranks, None, residual, 1e-5, chained=False)
         assert not adding.whole
         for call in range(CALLS):
             x = _parts(ranks.rank, rows, call, splits, dtype)
-            found.append(alone(adding.add(x, weight, turn=call % 2)))
+            found.append(run_alone(adding.add(x, weight, turn=call % 2)))
         short = rows * WIDTH * dtype.itemsize <= one_hop_bytes
         found.append(residual if short else residual[ranks.rank :: ranks.size])
     ranks.exchange(None)  # all are through
-    assert bool((ranks.boxes._memory == EMPTY).all()), "a letter is left"
-    too_long = _Adding(ranks, None, torch.zeros(peer_memory.LIMIT_BYTES // WIDTH, WIDTH), 1e-5, chained=False)
+    assert bool((ranks.symmetric._memory == EMPTY).all()), "a letter is left"
+    too_long = _ResidualAdd(
+        ranks, None, torch.zeros(peer_memory.LIMIT_BYTES // WIDTH, WIDTH), 1e-5, chained=False
+    )
     assert too_long.whole, "a sum and a norm apart"
     return found
 
@@ -121,19 +123,19 @@ def test_every_rank_has_the_norm_of_the_sum(
 
 
 def test_boxes_hold_what_fits_and_can_be_stored_at_once() -> None:
-    from kernels.collectives.gpu import Boxes
+    from kernels.collectives.gpu import PeerBuffers
 
-    boxes = Boxes(torch.zeros(4, dtype=torch.int64), 0, 4, 4096)
-    assert boxes.hold(14, 128)  # and 16 rows of parts
-    assert not boxes.hold(16, 144)
-    assert not boxes.hold(2, 24)
-    short = Boxes(torch.zeros(4, dtype=torch.int64), 0, 4, 4096, one_hop_bytes=1536)
-    assert short.hold(8, 128)
-    assert not short.hold(12, 128)  # the parts of four ranks
-    assert short.hold(14, 128)
+    boxes = PeerBuffers(torch.zeros(4, dtype=torch.int64), 0, 4, 4096)
+    assert boxes.fits(14, 128)  # and 16 rows of parts
+    assert not boxes.fits(16, 144)
+    assert not boxes.fits(2, 24)
+    short = PeerBuffers(torch.zeros(4, dtype=torch.int64), 0, 4, 4096, one_hop_bytes=1536)
+    assert short.fits(8, 128)
+    assert not short.fits(12, 128)  # the parts of four ranks
+    assert short.fits(14, 128)
 
 
-def _logits(ranks: Spread) -> list[Tensor]:
+def _logits(ranks: DistributedRanks) -> list[Tensor]:
     """Pairs: handed out, and gathered."""
     os.environ["TRITON_INTERPRET"] = "1"
     from services.executor.cuda import model

@@ -7,7 +7,7 @@ import torch
 from support.executor.gpu_side import normal
 
 from kernels.activation.ref import swiglu
-from kernels.moe import combine, experts_mlp, gpu, place, route, spread
+from kernels.moe import combine, dispatch, experts_mlp, gpu, permute, route
 
 TOKENS, EXPERTS, PER_TOKEN, HIDDEN, WIDTH = 29, 10, 3, 16, 24
 
@@ -42,7 +42,7 @@ def test_the_most_probable_experts_and_their_share(renormalise: bool) -> None:
 @pytest.mark.parametrize(("first", "count"), [(0, EXPERTS), (0, 4), (4, 6), (9, 1)])
 def test_pairs_lie_by_expert_and_token(first: int, count: int) -> None:
     chosen = route(normal(TOKENS, EXPERTS).cpu(), PER_TOKEN, renormalise=True)[1]
-    places = place(chosen, first, count)
+    places = permute(chosen, first, count)
     pairs = [
         (expert, token, slot)
         for token in range(TOKENS)
@@ -67,9 +67,9 @@ def test_shares_of_the_experts_add_up_to_the_mlp_of_each() -> None:
     weights, chosen = route(normal(TOKENS, EXPERTS, seed=9).cpu(), PER_TOKEN, renormalise=False)
     found = torch.zeros_like(x)
     for first, count in ((0, 3), (3, 7)):
-        places = place(chosen, first, count)
+        places = permute(chosen, first, count)
         rows = experts_mlp(
-            spread(x, places), gate_up[first : first + count], down[first : first + count], places.ends
+            dispatch(x, places), gate_up[first : first + count], down[first : first + count], places.ends
         )
         rows[places.ends[-1] :] = torch.nan  # undefined: it must not be read
         found += combine(rows, places, weights)
@@ -93,7 +93,7 @@ def test_the_gpu_routes_alike(renormalise: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, TOKENS, 1000])
 def test_the_gpu_places_alike(first: int, count: int, tokens: int) -> None:
     chosen = normal(tokens, EXPERTS).topk(PER_TOKEN).indices.int()
-    found, wanted = gpu.place(chosen, first, count), place(chosen, first, count)
+    found, wanted = gpu.permute(chosen, first, count), permute(chosen, first, count)
     assert torch.equal(found.rows, wanted.rows)
     assert torch.equal(found.ends, wanted.ends)
 
@@ -101,10 +101,10 @@ def test_the_gpu_places_alike(first: int, count: int, tokens: int) -> None:
 def test_the_gpu_spreads_gates_and_combines_alike() -> None:
     x, logits = normal(TOKENS, HIDDEN), normal(TOKENS, EXPERTS, seed=9)
     weights, chosen = route(logits, PER_TOKEN, renormalise=False)
-    places = place(chosen, 2, 5)
+    places = permute(chosen, 2, 5)
     count = int(places.ends[-1])
-    rows = gpu.spread(x, places)
-    assert torch.equal(rows[:count], spread(x, places)[:count])
+    rows = gpu.dispatch(x, places)
+    assert torch.equal(rows[:count], dispatch(x, places)[:count])
     gate_up = normal(len(rows), 2 * WIDTH)
     torch.testing.assert_close(gpu._gate(gate_up, places.ends)[:count], swiglu(gate_up)[:count])
     y = normal(len(rows), HIDDEN, seed=3)

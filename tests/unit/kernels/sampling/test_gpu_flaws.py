@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.executor.gpu_side import DEVICE, normal, words
 
-from kernels.sampling import FLAWED
+from kernels.sampling import INVALID
 from kernels.sampling.gpu import Choices, Chosen, choose, scratch
 
 LEAST = 1.1754944e-38
@@ -47,7 +47,7 @@ def test_flawed_rows_end_without_a_token_whatever_their_filters(dtype: torch.dty
     wanted = [-1 if flaw else token for flaw, token in zip(flawed, sound[0], strict=True)]
     ids, ended, last, done = chosen(logits)
     assert ids == wanted
-    assert ended == [FLAWED * flaw for flaw in flawed]
+    assert ended == [INVALID * flaw for flaw in flawed]
     assert last == [max(token, 0) for token in wanted]
     assert done == [int(flaw) for flaw in flawed]
 

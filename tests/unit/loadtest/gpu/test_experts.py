@@ -11,10 +11,10 @@ from support.executor.gpu_side import normal
 from support.executor.rank_side import on_ranks
 from torch import Tensor
 
-from kernels.moe import combine, experts_mlp, place, ref, route, spread
+from kernels.moe import combine, dispatch, experts_mlp, permute, ref, route
 from loadtest.gpu.experts import ExpertWeights, Gathered
 from services.executor.checkpoint.config import ExpertShapes
-from services.executor.parallel.coroutines import Program, alone, in_turn
+from services.executor.parallel.coroutines import ForwardPass, run_alone, run_in_turn
 from services.executor.parallel.ranks import Collectives, Ranks
 
 SHAPES = ExpertShapes(count=8, per_token=3, width=24, renormalise=True)
@@ -46,7 +46,7 @@ def _normed(x: Tensor) -> Tensor:
     return F.rms_norm(x, (HIDDEN,))
 
 
-def _pass(x: Tensor, how: Gathered, group: Collectives) -> Program:
+def _pass(x: Tensor, how: Gathered, group: Collectives) -> ForwardPass:
     here = SHAPES.count // group.size
     mine = slice(group.rank * here, (group.rank + 1) * here)
     for mixed, layer in _layers():
@@ -62,8 +62,8 @@ def _by_one(x: Tensor) -> Tensor:
         x = x + _attention(_normed(x), mixed)
         normed = _normed(x)
         weights, chosen = route(F.linear(normed, layer.router), SHAPES.per_token, renormalise=True)
-        places = place(chosen, 0, SHAPES.count)
-        found = experts_mlp(spread(normed, places), layer.gate_up, layer.down, places.ends)
+        places = permute(chosen, 0, SHAPES.count)
+        found = experts_mlp(dispatch(normed, places), layer.gate_up, layer.down, places.ends)
         x = x + combine(found, places, weights)
     return x
 
@@ -76,7 +76,7 @@ def _on_rank(ranks: Ranks) -> list[Tensor]:
     group = Collectives()
     way = Gathered(SHAPES, group, ref)
     inputs = [_tokens(10 * batch + ranks.rank, count) for batch, count in enumerate(COUNTS)]
-    return [alone(_pass(inputs[0], way, group)), *in_turn([_pass(x, way, group) for x in inputs])]
+    return [run_alone(_pass(inputs[0], way, group)), *run_in_turn([_pass(x, way, group) for x in inputs])]
 
 
 @pytest.mark.parametrize("size", [2, 4])

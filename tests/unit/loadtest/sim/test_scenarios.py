@@ -10,7 +10,7 @@ import pytest
 from loadtest.sim import grid
 from loadtest.sim.run import run_arm
 from loadtest.sim.scenarios import SCENARIOS, Options
-from services.scheduler.state.requests import DEFAULT, parse
+from services.scheduler.state.requests import DEFAULT_CLASSES, parse
 
 pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
@@ -60,7 +60,7 @@ def test_device_fed_rows_run_ahead() -> None:
 
 
 def test_a_chunk_budget_keeps_the_time_between_tokens() -> None:
-    bound_ms = parse(DEFAULT)[0].tbt_us / 1_000
+    bound_ms = parse(DEFAULT_CLASSES)[0].tbt_us / 1_000
     assert arm_of("long_prompt", "mixed")["itl_ms_p99"] <= 1.1 * bound_ms
     assert arm_of("long_prompt", "mixed, steps of up to 8192")["itl_ms_p99"] <= 1.1 * bound_ms
     assert arm_of("long_prompt", "whole prompts")["itl_ms_p99"] > 1.1 * bound_ms

@@ -12,7 +12,7 @@ from support.text_models import write_sentencepiece_gguf
 
 from services.detokenizer.actor import DetokenizerActor
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.failover import Orphans
+from services.detokenizer.failover import Failover
 from shared.actor.runtime import Runtime
 from shared.codec import Envelope
 from shared.messages import Close, Open, Usage
@@ -58,9 +58,9 @@ async def read_by_nobody(fleet: Fleet, runtime: Runtime) -> None:
 async def without_scheduler(fleet: Fleet, runtime: Runtime) -> None:
     """Its first turn is a part of the news; the second one comes by the timer."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Orphans, "active", True)
-        patched.setattr(Orphans, "turn", lambda *args: [])
-        runtime.actor._orphaned([])  # type: ignore[attr-defined]  # as when one has gone
+        patched.setattr(Failover, "active", True)
+        patched.setattr(Failover, "turn", lambda *args: [])
+        runtime.actor._after_loss([])  # type: ignore[attr-defined]  # as when one has gone
 
 
 async def back_at_the_broker(fleet: Fleet, runtime: Runtime) -> None:
@@ -81,9 +81,9 @@ async def closed(fleet: Fleet, runtime: Runtime) -> None:
     [
         (DetokenizerCore, "flush", flushed),
         (DetokenizerCore, "client_gone", read_by_nobody),
-        (DetokenizerCore, "replay_turn", back_at_the_broker),
-        (Orphans, "cancelled", cancelled),
-        (Orphans, "turn", without_scheduler),
+        (DetokenizerCore, "reconnect_turn", back_at_the_broker),
+        (Failover, "cancelled", cancelled),
+        (Failover, "turn", without_scheduler),
         ("services.detokenizer.actor", "stamped", closed),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
 from services.detokenizer.core import MOST_ASKED, DetokenizerCore
-from services.detokenizer.open_requests import Command, Fault, Publish, Tell
+from services.detokenizer.open_requests import Command, Fault, Publish, SendTo
 from shared.messages import (
     Close,
     Detached,
@@ -80,7 +80,7 @@ def frames(commands: list[Command]) -> list[dict[str, Any]]:
 
 
 def told(commands: list[Command]) -> list[Message]:
-    return [c.message for c in commands if isinstance(c, Tell)]
+    return [c.message for c in commands if isinstance(c, SendTo)]
 
 
 def run(core: DetokenizerCore, *messages: Message) -> list[Command]:
@@ -118,9 +118,9 @@ def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
     assert core.load() == {
         "sequences": 0,
         "requests": 0,
-        "orphans": 0,
-        "copies": 0,
-        "unsure": 0,
+        "failover": 0,
+        "backups": 0,
+        "unconfirmed": 0,
         "frames": 4,
         "tokens": 5,
     }
@@ -273,14 +273,14 @@ def test_lost_tokens_are_a_typed_error(core: DetokenizerCore, lost: Message) -> 
 def test_a_client_that_has_gone_is_reported(core: DetokenizerCore) -> None:
     out = run(core, opened(7, choices=2), opened(8, choice=1, choices=2))
     number = next(c.number for c in out if isinstance(c, Publish))
-    assert core.client_gone(number) == [Tell(SCHEDULER, Detached(seqs=ints([7, 8])))]
+    assert core.client_gone(number) == [SendTo(SCHEDULER, Detached(seqs=ints([7, 8])))]
     assert core.client_gone(99) == []
 
 
 def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(core: DetokenizerCore) -> None:
     run(core, opened())
     core.handle("scheduler.b", opened(request="r2", inbox="in2"))
-    out = core.orphans.lost(SCHEDULER, "the scheduler has gone")
+    out = core.failover.lost(SCHEDULER, "the scheduler has gone")
     (frame,) = frames(out)
     assert (frame["error"]["code"], frame["error"]["message"]) == (
         503,
@@ -291,7 +291,7 @@ def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(cor
 
 def test_a_lost_part_of_a_stream_is_told_though_nothing_is_open(core: DetokenizerCore) -> None:
     """The Open of a request may be among it: only the scheduler knows of that one."""
-    assert core.stream_lost(SCHEDULER) == [Tell(SCHEDULER, Detached(seqs=ints()))]
+    assert core.stream_lost(SCHEDULER) == [SendTo(SCHEDULER, Detached(seqs=ints()))]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -334,8 +334,8 @@ def test_a_request_with_a_hole_goes_on_elsewhere_when_its_scheduler_dies(core: D
     )
     run(core, opened(), tokens(0, "ab"), asked)
     core.stream_lost(SCHEDULER)
-    core.orphans.lost(SCHEDULER, "gone")
-    (resumed,) = told(core.orphans.turn(["b"], 0))
+    core.failover.lost(SCHEDULER, "gone")
+    (resumed,) = told(core.failover.turn(["b"], 0))
     assert isinstance(resumed, Tokenized)
     assert list(resumed.generated) == [2]
     out = core.handle("scheduler.b", opened(70))
@@ -348,7 +348,7 @@ def test_a_request_that_is_never_opened_again_ends_with_an_error(core: Detokeniz
     run(core, opened(7), opened(8, request="r2"), tokens(0, "a"), tokens(0, "a", 8))
     core.stream_lost(SCHEDULER)
     run(core, opened(7, attempt=2))
-    out = [core.upkeep(1_000_000 * beat) for beat in range(20)]
+    out = [core.upkeep(1_000_000 * heartbeat) for heartbeat in range(20)]
     asked = [message for commands in out for message in told(commands)]
     assert asked == [Detached(seqs=ints())] * (MOST_ASKED - 1) + [Detached(seqs=ints([8]))]
     (error,) = [frame for commands in out for frame in frames(commands)]
@@ -360,7 +360,7 @@ def test_a_scheduler_that_is_silent_is_not_asked_to_open_again(core: Detokenizer
     """Another one will go on with its requests."""
     run(core, opened())
     core.stream_lost(SCHEDULER)
-    assert [core.upkeep(beat, {"scheduler.b"}.__contains__) for beat in range(20)] == [[]] * 20
+    assert [core.upkeep(heartbeat, {"scheduler.b"}.__contains__) for heartbeat in range(20)] == [[]] * 20
     assert len(core.streams) == 1
 
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 from support.text_models import write_sentencepiece_gguf
 
-from services.detokenizer.actor import tell
+from services.detokenizer.actor import send
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.failover import MOST_DEATHS, WAIT_TURNS
-from services.detokenizer.open_requests import Command, Publish, Tell
-from shared.actor.mailbox import Port
+from services.detokenizer.open_requests import Command, Publish, SendTo
+from shared.actor.mailbox import Mailbox
 from shared.errors import PayloadTooLarge
 from shared.kv_blocks import rendezvous
 from shared.messages import (
@@ -54,7 +54,7 @@ CANCELLED = [(B, Cancel(tenant="t", request="r1")), (A, Detached(seqs=ints([5]),
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     """Tokens 3 to 258 are the bytes 0 to 255."""
-    path = write_sentencepiece_gguf(tmp_path_factory.mktemp("orphans") / "l.gguf", {})
+    path = write_sentencepiece_gguf(tmp_path_factory.mktemp("failover") / "l.gguf", {})
     return load_vocabulary(ModelFiles("l", path))
 
 
@@ -116,7 +116,7 @@ def frames(commands: list[Command]) -> list[dict[str, Any]]:
 
 
 def told(commands: list[Command]) -> list[tuple[str, Message]]:
-    return [(c.scheduler, c.message) for c in commands if isinstance(c, Tell)]
+    return [(c.scheduler, c.message) for c in commands if isinstance(c, SendTo)]
 
 
 def resumed(commands: list[Command]) -> Tokenized:
@@ -133,15 +133,15 @@ def text(found: list[dict[str, Any]], choice: int = 0) -> str:
 
 def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: DetokenizerCore) -> None:
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "abc"), now_us=51_000))
-    assert core.orphans.lost(A, "the scheduler has gone") == []
-    out = core.orphans.turn(["b"], 4_001_000)
-    assert [(c.scheduler, c.trace) for c in out if isinstance(c, Tell)] == [(B, "trace")]
+    assert core.failover.lost(A, "the scheduler has gone") == []
+    out = core.failover.turn(["b"], 4_001_000)
+    assert [(c.scheduler, c.trace) for c in out if isinstance(c, SendTo)] == [(B, "trace")]
     asked = resumed(out)
     assert asked == dataclasses.replace(
         ASKED, tokens=ints([11, 12, 13, *ids("abc")]), generated=ints([3]), reasons=("",), age_us=4_000_000,
         first_us=50_000,
     )  # fmt: skip
-    assert core.orphans.turn(["b"], 4_251_000) == []  # it has been asked
+    assert core.failover.turn(["b"], 4_251_000) == []  # it has been asked
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
     assert frames(out) == []  # a reader sees none of it
     assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]  # should it live after all
@@ -154,8 +154,8 @@ def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: Detok
         "abcde",
         [{"index": 0, "tokens": 5, "finish_reason": "length"}],
     )
-    assert (core.idle, len(core.orphans)) == (True, 0)
-    assert core.orphans.turn(["b"], 5_000_000) == []
+    assert (core.idle, len(core.failover)) == (True, 0)
+    assert core.failover.turn(["b"], 5_000_000) == []
 
 
 def test_choices_that_are_over_stay_so(core: DetokenizerCore) -> None:
@@ -168,8 +168,8 @@ def test_choices_that_are_over_stay_so(core: DetokenizerCore) -> None:
             Close(seq=5, final=2, reason="length"),
         )
     )  # fmt: skip
-    core.orphans.lost(A, "gone")
-    again = resumed(core.orphans.turn(["b"], 0))
+    core.failover.lost(A, "gone")
+    again = resumed(core.failover.turn(["b"], 0))
     assert (list(again.generated), again.reasons) == ([2, 5, 1, 0], ("length", "stop", "", ""))
     assert list(again.tokens) == [11, 12, 13, *ids("abxyendq")]
     out = give(core, B, *opens(again, 90), Close(seq=90, final=2, reason="length"))
@@ -184,11 +184,11 @@ def test_choices_that_are_over_stay_so(core: DetokenizerCore) -> None:
 
 def test_a_scheduler_that_was_only_stopped_has_lost_nothing(core: DetokenizerCore) -> None:
     begin(core)
-    core.orphans.lost(A, "gone")
-    assert core.orphans.turn([], 0) == []
-    assert len(core.orphans) == 1
-    assert core.orphans.turn(["a", "b"], 0) == []
-    assert len(core.orphans) == 0
+    core.failover.lost(A, "gone")
+    assert core.failover.turn([], 0) == []
+    assert len(core.failover) == 1
+    assert core.failover.turn(["a", "b"], 0) == []
+    assert len(core.failover) == 0
     out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
     assert text(frames(out)) == "abc"
     assert core.idle
@@ -197,9 +197,9 @@ def test_a_scheduler_that_was_only_stopped_has_lost_nothing(core: DetokenizerCor
 def test_a_new_incarnation_under_the_same_name_is_asked(core: DetokenizerCore) -> None:
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
-    core.orphans.lost(A, "restarted", void=True)
-    (ask,) = core.orphans.turn(["a"], 0)
-    assert isinstance(ask, Tell)
+    core.failover.lost(A, "restarted", void=True)
+    (ask,) = core.failover.turn(["a"], 0)
+    assert isinstance(ask, SendTo)
     assert ask.scheduler == A
     out = give(core, A, *opens(resumed([ask]), 700))
     assert told(out) == []  # nobody there knows the old number
@@ -210,17 +210,17 @@ def test_a_new_incarnation_under_the_same_name_is_asked(core: DetokenizerCore) -
 
 def test_who_cannot_serve_yet_is_asked_again_and_others_before(core: DetokenizerCore) -> None:
     begin(core)
-    core.orphans.lost(A, "the scheduler has gone")
+    core.failover.lost(A, "the scheduler has gone")
     first = rendezvous("r1", ["b", "c"])
     other = "c" if first == "b" else "b"
     refused = Rejected(tenant="t", request="r1", attempt=1, code=503, message="no executor is ready")
     for ready, expected in ((["b", "c"], first), (["b", "c"], other), ([other], other), ([], None)):
-        out = told(core.orphans.turn(ready, 0))
+        out = told(core.failover.turn(ready, 0))
         assert [to for to, _ in out] == ([f"scheduler.{expected}"] if expected else [])
         assert give(core, f"scheduler.{expected}", refused) == []
     for _ in range(WAIT_TURNS - 5):
-        assert core.orphans.turn([], 0) == []
-    out = core.orphans.turn([], 0)
+        assert core.failover.turn([], 0) == []
+    out = core.failover.turn([], 0)
     (frame,) = frames(out)
     assert (frame["error"]["code"], frame["error"]["retryable"]) == (503, True)
     assert frame["error"]["message"] == "the scheduler has gone, and no executor is ready; send it again"
@@ -230,52 +230,52 @@ def test_who_cannot_serve_yet_is_asked_again_and_others_before(core: Detokenizer
 
 def test_silence_ends_with_a_cancel_and_a_503(core: DetokenizerCore) -> None:
     begin(core)
-    core.orphans.lost(A, "gone")
-    core.orphans.turn(["b"], 0)
+    core.failover.lost(A, "gone")
+    core.failover.turn(["b"], 0)
     out: list[Command] = []
     for _ in range(WAIT_TURNS):
-        out += core.orphans.turn(["b"], 0)
+        out += core.failover.turn(["b"], 0)
     assert told(out) == CANCELLED
     assert frames(out)[0]["error"]["code"] == 503
 
 
 def test_the_scheduler_that_was_asked_dies_too(core: DetokenizerCore) -> None:
     begin(core)
-    core.orphans.lost(A, "gone")
-    core.orphans.turn(["b"], 0)
-    core.orphans.lost(B, "gone")
-    (ask,) = core.orphans.turn(["c"], 0)
-    assert isinstance(ask, Tell)
+    core.failover.lost(A, "gone")
+    core.failover.turn(["b"], 0)
+    core.failover.lost(B, "gone")
+    (ask,) = core.failover.turn(["c"], 0)
+    assert isinstance(ask, SendTo)
     assert ask.scheduler == "scheduler.c"
 
 
 def test_so_does_the_next_one_after_it_has_taken_over(core: DetokenizerCore) -> None:
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
-    core.orphans.lost(A, "gone")
-    asked = resumed(core.orphans.turn(["b"], 0))
+    core.failover.lost(A, "gone")
+    asked = resumed(core.failover.turn(["b"], 0))
     give(core, B, *opens(asked, 90), tokens(90, 2, "c"))
-    core.orphans.lost(B, "gone")
-    again = resumed(core.orphans.turn(["c"], 0))
+    core.failover.lost(B, "gone")
+    again = resumed(core.failover.turn(["c"], 0))
     assert (list(again.generated), list(again.tokens)) == ([3], [11, 12, 13, *ids("abc")])
 
 
 @pytest.mark.parametrize("code", [400, 409, 499])
 def test_a_refusal_for_good_is_the_clients_answer(core: DetokenizerCore, code: int) -> None:
     begin(core)
-    core.orphans.lost(A, "gone")
-    core.orphans.turn(["b"], 0)
+    core.failover.lost(A, "gone")
+    core.failover.turn(["b"], 0)
     out = give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=code, message="never"))
     assert frames(out)[0]["error"]["message"] == "never"
     assert frames(out)[0]["error"]["code"] == code
     assert core.idle
-    assert len(core.orphans) == 0
+    assert len(core.failover) == 0
 
 
 def test_what_another_detokenizer_has_is_forgotten_without_a_word(core: DetokenizerCore) -> None:
     begin(core)
-    core.orphans.lost(A, "gone")
-    core.orphans.turn(["b"], 0)
+    core.failover.lost(A, "gone")
+    core.failover.turn(["b"], 0)
     out = give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=MOVED, message=""))
     assert (frames(out), told(out)) == ([], [(A, Detached(seqs=ints([5]), moved=True))])
     assert core.idle
@@ -285,8 +285,8 @@ def test_answers_that_were_not_asked_for_mean_nothing(core: DetokenizerCore) -> 
     begin(core)
     refused = Rejected(tenant="t", request="r1", attempt=1, code=400, message="never")
     assert give(core, B, refused, Accepted(tenant="t", request="other", attempt=1)) == []
-    core.orphans.lost(A, "gone")
-    core.orphans.turn(["b"], 0)
+    core.failover.lost(A, "gone")
+    core.failover.turn(["b"], 0)
     assert give(core, "scheduler.c", refused) == []
     assert not core.idle
 
@@ -294,29 +294,29 @@ def test_answers_that_were_not_asked_for_mean_nothing(core: DetokenizerCore) -> 
 def test_a_tokenizer_that_has_asked_anew_begins_a_new_attempt(core: DetokenizerCore) -> None:
     """It had not heard that the dead one accepted the request."""
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "ab")))
-    core.orphans.lost(A, "gone")
+    core.failover.lost(A, "gone")
     out = give(core, B, *opens(ASKED, 90, attempt=2), tokens(90, 0, "abc"))
     assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
     fresh = frames(out)
     assert [frame["type"] for frame in fresh] == ["accepted", "delta"]
     assert fresh[0]["attempt"] > seen[-1]["attempt"]
     assert text(fresh) == "abc"
-    assert len(core.orphans) == 0
+    assert len(core.failover) == 0
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_cancel_that_nobody_else_could_hear(core: DetokenizerCore, before: bool) -> None:
     """It came while the scheduler was dead, before that was noticed or after."""
     begin(core)
-    core.orphans.cancelled("t", "another")
+    core.failover.cancelled("t", "another")
     if before:
-        core.orphans.cancelled("t", "r1")
-        out = core.orphans.lost(A, "gone")
+        core.failover.cancelled("t", "r1")
+        out = core.failover.lost(A, "gone")
     else:
-        core.orphans.lost(A, "gone")
-        core.orphans.turn(["b"], 0)
-        core.orphans.cancelled("t", "r1")
-        out = core.orphans.turn(["b"], 0)
+        core.failover.lost(A, "gone")
+        core.failover.turn(["b"], 0)
+        core.failover.cancelled("t", "r1")
+        out = core.failover.turn(["b"], 0)
     assert frames(out)[0]["error"]["code"] == 499
     expected = [(A, Detached(seqs=ints([5])))] if before else CANCELLED
     assert told(out) == expected
@@ -330,30 +330,30 @@ def test_a_reader_that_has_gone_needs_no_other_scheduler(
     out = begin(core, dataclasses.replace(ASKED, finish_detached=finish_detached))
     number = next(c.number for c in out if isinstance(c, Publish))
     core.client_gone(number)
-    core.orphans.lost(A, "gone")
-    assert len(core.orphans) == (1 if finish_detached else 0)
+    core.failover.lost(A, "gone")
+    assert len(core.failover) == (1 if finish_detached else 0)
     assert core.idle is not finish_detached
 
 
 def test_an_answer_of_the_one_thought_dead_is_the_only_one(core: DetokenizerCore) -> None:
     """It comes back after another was asked, and is quicker."""
     begin(core)
-    core.orphans.lost(A, "gone")
-    asked = resumed(core.orphans.turn(["b"], 0))
+    core.failover.lost(A, "gone")
+    asked = resumed(core.failover.turn(["b"], 0))
     out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
     assert frames(out)[-1]["type"] == "done"
     assert give(core, B, *opens(asked, 90), tokens(90, 0, "ab")) == []
-    assert told(core.orphans.turn(["a", "b"], 0)) == [(B, Cancel(tenant="t", request="r1"))]
+    assert told(core.failover.turn(["a", "b"], 0)) == [(B, Cancel(tenant="t", request="r1"))]
     assert give(core, B, Close(seq=90, final=2, reason="error", code=499)) == [
-        Tell(B, Ended(seq=90, index=2, reason="error"))
+        SendTo(B, Ended(seq=90, index=2, reason="error"))
     ]
     assert core.idle
 
 
 def test_text_that_waits_to_be_sent_is_not_lost_on_the_way(core: DetokenizerCore) -> None:
     begin(core)
-    core.orphans.lost(A, "gone")
-    asked = resumed(core.orphans.turn(["b"], 0))
+    core.failover.lost(A, "gone")
+    asked = resumed(core.failover.turn(["b"], 0))
     core.handle(A, tokens(5, 0, "ab"), "", 0)  # late, and no flush
     core.handle(B, opens(asked, 90)[0], "", 0)
     assert text(frames(core.flush(0))) == "ab"
@@ -364,18 +364,18 @@ def test_one_whose_options_leave_no_room_is_refused_rather_than_fatal() -> None:
         def send(self, to: str, message: Message, trace: str) -> None:
             raise PayloadTooLarge("too long")
 
-    port = cast("Port", FullPort())
+    mailbox = cast("Mailbox", FullPort())
     expected = Rejected(tenant="t", request="r1", attempt=1, code=413, message="too long")
-    assert tell(port, Tell(B, ASKED)) == expected
+    assert send(mailbox, SendTo(B, ASKED)) == expected
     with pytest.raises(PayloadTooLarge):
-        tell(port, Tell(B, Ended(seq=1, index=1, reason="stop")))
+        send(mailbox, SendTo(B, Ended(seq=1, index=1, reason="stop")))
 
 
 def test_a_plain_request_that_goes_on_has_one_reply(core: DetokenizerCore) -> None:
     begin(core, dataclasses.replace(ASKED, stream=False))
     give(core, A, tokens(5, 0, "ab"))
-    core.orphans.lost(A, "gone")
-    asked = resumed(core.orphans.turn(["b"], 0))
+    core.failover.lost(A, "gone")
+    asked = resumed(core.failover.turn(["b"], 0))
     out = give(core, B, *opens(asked, 90), tokens(90, 2, "c"), Close(seq=90, final=3, reason="length"))
     (reply,) = frames(out)
     assert reply["choices"][0]["message"]["content"] == "abc"
@@ -385,10 +385,10 @@ def test_one_that_was_given_up_and_has_only_been_slow_gets_no_reader(core: Detok
     """B is asked and does not answer; C goes on; B comes back and reads what it was asked."""
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
-    core.orphans.lost(A, "gone")
-    asked = resumed(core.orphans.turn(["b"], 0))
-    core.orphans.lost(B, "gone")
-    again = resumed(core.orphans.turn(["c"], 0))
+    core.failover.lost(A, "gone")
+    asked = resumed(core.failover.turn(["b"], 0))
+    core.failover.lost(B, "gone")
+    again = resumed(core.failover.turn(["c"], 0))
     give(core, "scheduler.c", *opens(again, 70), tokens(70, 2, "c"))
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90), tokens(90, 2, "c"))
     assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
@@ -401,38 +401,38 @@ def test_one_that_was_given_up_and_has_only_been_slow_gets_no_reader(core: Detok
 def test_nothing_follows_the_last_word_to_a_client(core: DetokenizerCore, late: bool) -> None:
     """B was asked, and opens the request after its client has been told."""
     begin(core)
-    core.orphans.lost(A, "gone")
-    asked = resumed(core.orphans.turn(["b"], 0))
-    core.orphans.cancelled("t", "r1")
-    assert frames(core.orphans.turn(["b"], 0))[0]["error"]["code"] == 499
-    assert (len(core.orphans), core.orphans.active) == (0, True)
+    core.failover.lost(A, "gone")
+    asked = resumed(core.failover.turn(["b"], 0))
+    core.failover.cancelled("t", "r1")
+    assert frames(core.failover.turn(["b"], 0))[0]["error"]["code"] == 499
+    assert (len(core.failover), core.failover.active) == (0, True)
     if late:
         for _ in range(WAIT_TURNS - 1):
-            assert core.orphans.turn(["b"], 0) == []
+            assert core.failover.turn(["b"], 0) == []
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
     out += give(core, B, Close(seq=90, final=0, reason="error", code=499))
     assert (frames(out), told(out)) == ([], [(B, Ended(seq=90, index=0, reason="error"))])
     again = dataclasses.replace(asked, inbox="another")  # the id is used once more
     assert [f["type"] for f in frames(give(core, B, *opens(again, 95)))] == ["accepted"]
-    core.orphans.turn(["b"], 0)
-    assert core.orphans.active is not late
+    core.failover.turn(["b"], 0)
+    assert core.failover.active is not late
 
 
 def test_a_refusal_after_the_last_word_ends_the_wait(core: DetokenizerCore) -> None:
     begin(core)
-    core.orphans.lost(A, "gone")
-    core.orphans.turn(["b"], 0)
-    core.orphans.cancelled("t", "r1")
-    core.orphans.turn(["b"], 0)
+    core.failover.lost(A, "gone")
+    core.failover.turn(["b"], 0)
+    core.failover.cancelled("t", "r1")
+    core.failover.turn(["b"], 0)
     assert give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=503, message="not yet")) == []
-    assert not core.orphans.active
+    assert not core.failover.active
 
 
 def test_an_id_used_again_right_after_its_answer(core: DetokenizerCore) -> None:
     """Its first request was taken for an orphan, and then answered after all."""
     begin(core)
-    core.orphans.lost(A, "gone")
-    core.orphans.turn([], 0)
+    core.failover.lost(A, "gone")
+    core.failover.turn([], 0)
     give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
     again = dataclasses.replace(ASKED, inbox="in2")
     out = give(core, A, *opens(again, 6), again, tokens(6, 0, "x"), Close(seq=6, final=1, reason="length"))
@@ -442,7 +442,7 @@ def test_an_id_used_again_right_after_its_answer(core: DetokenizerCore) -> None:
 def test_one_that_is_moved_away_and_opened_here_again(core: DetokenizerCore) -> None:
     """This shard had been stopped, and the scheduler after it; both are back."""
     begin(core)
-    core.orphans.lost(A, "gone")
+    core.failover.lost(A, "gone")
     out = give(core, A, Close(seq=5, final=0, reason="moved"), *opens(ASKED, 5, attempt=2), ASKED)
     out += give(core, A, tokens(5, 0, "x"), Close(seq=5, final=1, reason="length"))
     assert [f["type"] for f in frames(out)] == ["accepted", "delta", "done"]
@@ -450,10 +450,10 @@ def test_one_that_is_moved_away_and_opened_here_again(core: DetokenizerCore) -> 
 
 def test_of_two_with_one_id_and_no_scheduler_one_is_told_at_once(core: DetokenizerCore) -> None:
     begin(core)
-    core.orphans.lost(A, "gone")
+    core.failover.lost(A, "gone")
     again = dataclasses.replace(ASKED, inbox="in2")
     give(core, B, *opens(again, 90), again)
-    out = core.orphans.lost(B, "gone")
+    out = core.failover.lost(B, "gone")
     assert [(c.inbox, json.loads(c.data)["error"]["code"]) for c in out if isinstance(c, Publish)] == [
         ("in2", 503)
     ]
@@ -464,8 +464,8 @@ def test_a_stop_string_found_on_the_way_is_told_to_the_new_scheduler(core: Detok
     """Late tokens of the dead one complete it, after the request for the rest has left."""
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
-    core.orphans.lost(A, "gone")
-    asked = resumed(core.orphans.turn(["b"], 0))
+    core.failover.lost(A, "gone")
+    asked = resumed(core.failover.turn(["b"], 0))
     assert told(give(core, A, tokens(5, 2, "end"))) == [(A, StopFound(seq=5, index=5))]
     assert told(give(core, B, *opens(asked, 90)))[1:] == []
     assert told(give(core, B, tokens(90, 2, "en"))) == []  # it would not know that index
@@ -478,8 +478,8 @@ def test_the_age_counts_from_the_first_scheduler(core: DetokenizerCore) -> None:
     """It was opened here 49 s after that, when its first detokenizer had died."""
     kept = dataclasses.replace(ASKED, age_us=49_000_000, first_us=200_000)
     give(core, A, *opens(ASKED, 5, attempt=2), kept, tokens(5, 0, "ab"), now_us=50_000_000)
-    core.orphans.lost(A, "gone")
-    asked = resumed(core.orphans.turn(["b"], 54_000_000))
+    core.failover.lost(A, "gone")
+    asked = resumed(core.failover.turn(["b"], 54_000_000))
     assert (asked.age_us, asked.first_us) == (53_000_000, 200_000)
 
 
@@ -488,8 +488,8 @@ def test_the_age_is_not_of_the_wall_clock(core: DetokenizerCore, step_us: int) -
     """It is set by an hour between the opening and the first text."""
     give(core, A, *opens(ASKED, 5), ASKED, now_us=1_000)
     give(core, A, tokens(5, 0, "ab"), now_us=51_000, step_us=step_us)
-    core.orphans.lost(A, "gone")
-    asked = resumed(core.orphans.turn(["b"], 4_001_000))
+    core.failover.lost(A, "gone")
+    asked = resumed(core.failover.turn(["b"], 4_001_000))
     assert (asked.age_us, asked.first_us, asked.timeout_us) == (4_000_000, 50_000, ASKED.timeout_us)
 
 
@@ -497,10 +497,10 @@ def test_a_request_that_schedulers_die_of_is_not_handed_on_for_ever(core: Detoke
     begin(core)
     last = A
     for death in range(MOST_DEATHS):
-        core.orphans.lost(last, "the scheduler has gone")
-        asked, last = resumed(core.orphans.turn([f"s{death}"], 0)), f"scheduler.s{death}"
+        core.failover.lost(last, "the scheduler has gone")
+        asked, last = resumed(core.failover.turn([f"s{death}"], 0)), f"scheduler.s{death}"
         give(core, last, *opens(asked, 1_000 * (death + 1)))
-    (frame,) = frames(core.orphans.lost(last, "the scheduler has gone"))
+    (frame,) = frames(core.failover.lost(last, "the scheduler has gone"))
     assert frame["error"]["message"] == "the scheduler has gone, the 4th with this request; send it again"
     assert core.idle
 
@@ -508,25 +508,25 @@ def test_a_request_that_schedulers_die_of_is_not_handed_on_for_ever(core: Detoke
 def test_a_scheduler_may_be_stopped_any_number_of_times(core: DetokenizerCore) -> None:
     begin(core)
     for _ in range(2 * MOST_DEATHS):
-        assert core.orphans.lost(A, "gone") == []
-        assert core.orphans.turn(["a"], 0) == []
-    assert not core.orphans.active
+        assert core.failover.lost(A, "gone") == []
+        assert core.failover.turn(["a"], 0) == []
+    assert not core.failover.active
 
 
 def test_an_id_used_again_after_its_request_was_given_up_is_an_orphan_of_its_own(
     core: DetokenizerCore,
 ) -> None:
     begin(core)
-    core.orphans.lost(A, "gone")
-    core.orphans.turn(["b"], 0)
-    core.orphans.cancelled("t", "r1")
-    core.orphans.turn(["b"], 0)  # B may still answer for the first one
+    core.failover.lost(A, "gone")
+    core.failover.turn(["b"], 0)
+    core.failover.cancelled("t", "r1")
+    core.failover.turn(["b"], 0)  # B may still answer for the first one
     again = dataclasses.replace(ASKED, inbox="in2")
     give(core, A, *opens(again, 6), again, tokens(6, 0, "x"))
     late = Rejected(tenant="t", request="r1", attempt=1, code=400, message="of the first one")
     assert give(core, B, late) == []
-    assert core.orphans.lost(A, "gone") == []
-    asked = resumed(core.orphans.turn(["c"], 0))
+    assert core.failover.lost(A, "gone") == []
+    asked = resumed(core.failover.turn(["c"], 0))
     assert (asked.inbox, list(asked.generated)) == ("in2", [1])
 
 
@@ -535,14 +535,14 @@ def test_of_an_adopted_request_its_scheduler_is_told_by_name(core: DetokenizerCo
     """Its sequences are not known here, and a word without them would mean that messages were lost."""
     core.handle(A, dataclasses.replace(ASKED, shard="d2"), "", 1, 1)
     if how == "cancelled before":
-        core.copies.cancelled("t", "r1")
+        core.backups.cancelled("t", "r1")
     out = core.lost(A, "gone", lambda source: False) + core.lost(
         "detokenizer.d2", "gone", lambda source: False
     )
     if how == "its reader leaves":
         out += core.client_gone(1)
     for _ in range(WAIT_TURNS):
-        out += core.orphans.turn([], 2)
+        out += core.failover.turn([], 2)
     assert {(to, str(message)) for to, message in told(out)} == {
         (A, str(Cancel(tenant="t", request="r1", code=MOVED)))
     }

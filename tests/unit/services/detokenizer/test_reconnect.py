@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.open_requests import Command, Publish, Tell
+from services.detokenizer.open_requests import Command, Publish, SendTo
 from services.detokenizer.reconnect import TURNS
 from services.detokenizer.response import MAX_SENT
 from shared.client import FrameOrder
@@ -66,22 +66,22 @@ class Line:
         self.carry(self.core.flush())
 
     def turn(self) -> None:
-        self.carry(self.core.replay_turn())
+        self.carry(self.core.reconnect_turn())
 
     def close(self) -> None:
         self.say(Close(seq=7, final=self.sent, reason="length"))
 
     def cut(self) -> None:
-        self.core.replay.broker_lost()
+        self.core.reconnect.broker_lost()
 
     def mend(self) -> None:
         self.loses = False
-        self.core.replay.broker_back(self.core.streams)
+        self.core.reconnect.broker_back(self.core.streams)
 
     def carry(self, commands: list[Command]) -> None:
         absent = []
         for command in commands:
-            if isinstance(command, Tell):
+            if isinstance(command, SendTo):
                 self.told.append(command.message)
             elif isinstance(command, Publish) and not self.loses:
                 if self.listens:
@@ -97,7 +97,7 @@ class Line:
         if not self.stream:
             self.ends.append(frame)
             return
-        assert self.order.take(frame), self.order.hole
+        assert self.order.take(frame), self.order.gap
         if frame["type"] == "accepted":
             self.text, self.scores = "", []
         elif frame["type"] == "delta":
@@ -170,8 +170,8 @@ def test_an_end_lost_with_the_broker_is_sent_again(letters: Vocabulary, stream: 
     at.close()
     assert at.ends == []
     at.cut()
-    at.core.replay.age()
-    at.core.replay.age()  # a long outage does not count
+    at.core.reconnect.age()
+    at.core.reconnect.age()  # a long outage does not count
     at.listens = False
     at.mend()
     for _ in range(3):
@@ -206,11 +206,11 @@ def test_what_ended_long_before_is_forgotten(letters: Vocabulary) -> None:
     at.open()
     at.tokens("x")
     at.close()
-    at.core.replay.age()
-    at.core.replay.age()
+    at.core.reconnect.age()
+    at.core.reconnect.age()
     at.cut()
     at.mend()
-    assert len(at.core.replay) == 0
+    assert len(at.core.reconnect) == 0
 
 
 def test_a_reader_that_stays_away_has_gone(letters: Vocabulary) -> None:
@@ -226,7 +226,7 @@ def test_a_reader_that_stays_away_has_gone(letters: Vocabulary) -> None:
     assert at.told == []
     at.turn()
     assert at.told == [Detached(seqs=ints([7]))]
-    assert not at.core.replay.active
+    assert not at.core.reconnect.active
 
 
 def test_a_failure_is_told_again_as_well(letters: Vocabulary) -> None:
@@ -235,7 +235,7 @@ def test_a_failure_is_told_again_as_well(letters: Vocabulary) -> None:
     at.tokens("part")
     at.flush()
     at.loses = True
-    at.carry(at.core.orphans.lost(SCHEDULER, "the scheduler has gone"))
+    at.carry(at.core.failover.lost(SCHEDULER, "the scheduler has gone"))
     at.cut()
     at.mend()
     at.turn()
@@ -327,13 +327,13 @@ def test_a_broker_that_dies_again_loses_no_end(letters: Vocabulary, stream: bool
     at.mend()
     for _ in range(turns_before):
         at.turn()
-    at.core.replay.age()
-    at.core.replay.age()
+    at.core.reconnect.age()
+    at.core.reconnect.age()
     at.loses = True  # no 503 comes from a server that is away
     at.cut()
     for _ in range(2 * TURNS):
         at.turn()
-        at.core.replay.age()
+        at.core.reconnect.age()
     at.mend()
     for _ in range(TURNS // 2):
         at.turn()
@@ -403,7 +403,7 @@ def test_what_has_moved_is_not_replayed(letters: Vocabulary) -> None:
     at.cut()
     at.mend()
     at.say(Close(seq=7, final=0, reason="moved"))
-    assert at.core.replay_turn() == []
+    assert at.core.reconnect_turn() == []
     assert at.core.idle
 
 

@@ -14,7 +14,7 @@ from support.actor_fleet import Fleet, Hand, watched_fleet
 from services.executor.actor import STUCK_US, ExecutorActor
 from services.executor.engine import Alarm, Backend, Pending
 from services.executor.sim.engine import SimBackend, SimOptions
-from shared.actor.runtime import Facts, Runtime
+from shared.actor.runtime import HeartbeatPayload, Runtime
 from shared.errors import EngineError
 from shared.messages import (
     ExecHello,
@@ -41,14 +41,14 @@ class HandScheduler(Hand):
 
     def __init__(self, model: str = "m", requests: int = 0) -> None:
         super().__init__("scheduler")
-        self._facts = Facts(model=model, load=(("requests", requests),))
+        self._facts = HeartbeatPayload(model=model, load=(("requests", requests),))
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         return self._facts
 
     def say(self, *messages: Message) -> None:
         for message in messages:
-            self.port.send("executor.e", message)
+            self.mailbox.send("executor.e", message)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ async def test_a_draining_scheduler_gets_its_executor_back_if_it_is_the_only_one
         await fleet.started(ready, "r")
     leaving = await fleet.started(draining, "d")
     leaving.state = "draining"
-    leaving.beat()
+    leaving.send_heartbeat()
     actor, runtime = await executor(fleet)
     runtime.upkeep()
     await (ready if another else draining).until(ExecHello)
@@ -170,7 +170,7 @@ async def test_only_a_scheduler_of_its_own_model_gets_it(fleet: Fleet) -> None:
     await own.until(ExecHello)
     await ours.finish(0)
     leaving.state = "draining"
-    leaving.beat()
+    leaving.send_heartbeat()
     await fleet.broker.settle()
     runtime.upkeep()
     assert actor.status()["scheduler"] == ""
@@ -182,9 +182,9 @@ class Colleague(Hand):
 
     def __init__(self, scheduler: str) -> None:
         super().__init__("executor")
-        self._facts = Facts(model="m", scheduler=scheduler)
+        self._facts = HeartbeatPayload(model="m", scheduler=scheduler)
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         return self._facts
 
 
@@ -206,13 +206,13 @@ async def test_its_beats_name_the_scheduler_that_has_welcomed_it(fleet: Fleet) -
     ours = await fleet.started(hand, "s")
     actor, _ = await executor(fleet)
     hello = await hand.until(ExecHello)
-    assert actor.facts().scheduler == ""
+    assert actor.heartbeat_payload().scheduler == ""
     hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
     await fleet.broker.settle()
-    assert actor.facts().scheduler == "s"
+    assert actor.heartbeat_payload().scheduler == "s"
     await ours.finish(0)
     fleet.runtimes[1].upkeep()
-    assert actor.facts().scheduler == ""
+    assert actor.heartbeat_payload().scheduler == ""
 
 
 async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet) -> None:
@@ -227,7 +227,7 @@ async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet
     assert [(r.exec_epoch, r.step, r.error) for r in results] == [(epoch, i, "") for i in (1, 2, 3)]
     assert results[0].ids == results[2].ids != results[1].ids
     assert (actor.status()["steps"], actor.status()["open_slots"]) == (3, 1)
-    assert actor.facts().load == (("steps", 3), ("slots", 1), ("context", 131_072))
+    assert actor.heartbeat_payload().load == (("steps", 3), ("slots", 1), ("context", 131_072))
 
 
 async def test_a_plan_that_skips_a_step_makes_a_new_incarnation(fleet: Fleet) -> None:
@@ -284,7 +284,7 @@ async def test_when_its_scheduler_goes_it_turns_to_another(fleet: Fleet) -> None
     actor, hand, hello = await welcomed(fleet)
     other = HandScheduler()
     await fleet.started(other, "s2")
-    gone = hand.port.peers.get("scheduler.s2")
+    gone = hand.mailbox.peers.get("scheduler.s2")
     assert gone is not None
     runtime = fleet.runtimes[1]
     actor.on_peer_gone(gone)  # not its own: nothing happens
@@ -386,7 +386,7 @@ async def test_an_error_over_what_the_device_says_fails_the_executor(
     monkeypatch.setattr(ExecutorActor, news, broken)
     actor, hand, hello = await welcomed(fleet)
     hand.say(opened(), plan(hello.exec_epoch, 1))
-    actor._news.tell(GrammarReady(slot=0, generation=1, compile_us=1))
+    actor._grammar_news.report(GrammarReady(slot=0, generation=1, compile_us=1))
     async with asyncio.timeout(30):
         assert str(await fleet.runtimes[-1].failed()) == "broken"
 
@@ -452,7 +452,7 @@ async def test_an_engine_that_cannot_be_built_fails_the_start(fleet: Fleet) -> N
     with pytest.raises(MemoryError, match="no room for the weights"):
         await fleet.runtime(actor, "e").start()
     assert actor.status() == {"loading": True}
-    facts = actor.facts()
+    facts = actor.heartbeat_payload()
     assert (facts.model, facts.load) == ("", (("steps", 0), ("slots", 0)))
 
 
@@ -469,7 +469,7 @@ async def test_build_makes_the_simulated_engine_from_the_settings(monkeypatch: p
     actor = executor_actor.build(settings)
     assert actor._host_id == "h9"
     assert made["s"] is settings
-    assert (made["a"], made["n"]) == (actor._alarm, actor._news)
+    assert (made["a"], made["n"]) == (actor._alarm, actor._grammar_news)
 
 
 async def test_what_the_engine_says_of_grammars_goes_to_the_scheduler_while_their_slot_is_open(
@@ -480,13 +480,13 @@ async def test_what_the_engine_says_of_grammars_goes_to_the_scheduler_while_thei
     await hand.until(StepResult)
     ready = GrammarReady(slot=3, generation=1, compile_us=5)
     failed = GrammarFailed(slot=3, generation=1, message="unbalanced")
-    lane = threading.Thread(target=lambda: [actor._news.tell(it) for it in (ready, failed)])
+    lane = threading.Thread(target=lambda: [actor._grammar_news.report(it) for it in (ready, failed)])
     lane.start()
     assert await hand.until(GrammarFailed) == failed
     assert hand.of(GrammarReady) == [ready]
     hand.say(SlotClose(slot=3, generation=1, last_step=1), opened(4), plan(hello.exec_epoch, 2, slot=4))
     await hand.until(StepResult, 2)
-    actor._news.tell(ready)
+    actor._grammar_news.report(ready)
     await fleet.broker.settle()
     assert hand.of(GrammarReady) == [ready]
 

@@ -13,7 +13,7 @@ from support.shm import Segment, segment
 
 from services.executor.actor import STUCK_US, ExecutorActor
 from services.executor.sim.engine import SIGNATURE_BYTES, SimBackend, SimCopier, SimOptions
-from shared.actor.runtime import Facts, Runtime
+from shared.actor.runtime import HeartbeatPayload, Runtime
 from shared.errors import EngineError
 from shared.messages import (
     ArenaReleased,
@@ -38,12 +38,12 @@ class Scheduler(Hand):
     def __init__(self) -> None:
         super().__init__("scheduler")
 
-    def facts(self) -> Facts:
-        return Facts(model=SimOptions().model)
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        return HeartbeatPayload(model=SimOptions().model)
 
     def say(self, *messages: Message) -> None:
         for message in messages:
-            self.port.send("executor.e", message)
+            self.mailbox.send("executor.e", message)
 
 
 class Offload(Hand):
@@ -53,10 +53,10 @@ class Offload(Hand):
         super().__init__("kv_offload")
         self.file = file
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         if self.file is None:
-            return Facts()
-        return Facts(arena=self.file.name, arena_generation=self.file.generation)
+            return HeartbeatPayload()
+        return HeartbeatPayload(arena=self.file.name, arena_generation=self.file.generation)
 
 
 class Held(SimCopier):
@@ -102,7 +102,7 @@ class World:
 
     async def new_arena(self, file: Segment | None) -> None:
         self.offload.file = file
-        self.offload_runtime.beat()
+        self.offload_runtime.send_heartbeat()
         await self.fleet.broker.settle()
 
     async def welcomed(self, count: int) -> ExecHello:
@@ -179,7 +179,7 @@ async def test_blocks_are_stored_after_their_step_and_loaded_again(world: World)
             "stored_bytes": 2 * SIZE, "loaded_bytes": 2 * SIZE, "store_mb_s": 0, "load_mb_s": 0,
         }  # fmt: skip  # no time passes on the clock by hand
         assert {name: status[name] for name in wanted} == wanted
-        assert world.actor.facts().arena_generation == file.generation
+        assert world.actor.heartbeat_payload().arena_generation == file.generation
 
 
 async def test_a_new_generation_is_mapped_and_the_old_one_released(world: World) -> None:
@@ -193,7 +193,7 @@ async def test_a_new_generation_is_mapped_and_the_old_one_released(world: World)
         stale = dataclasses.replace(before, job=50)
         assert (await world.copied(stale)).status == "stale_arena"
         assert (await world.copied(world.copy(1))).status == "ok"
-        assert world.actor.facts().arena_generation == new.generation
+        assert world.actor.heartbeat_payload().arena_generation == new.generation
 
 
 async def test_a_dead_kv_offload_leaves_its_mapping_until_the_next(world: World) -> None:
@@ -212,7 +212,7 @@ async def test_a_dead_kv_offload_leaves_its_mapping_until_the_next(world: World)
 async def test_an_arena_that_comes_later_is_mapped_and_one_switched_off_is_not_kept(world: World) -> None:
     with segment(ROOM * SIZE) as file:
         await world.start(None)
-        assert world.actor.facts().arena_generation == 0
+        assert world.actor.heartbeat_payload().arena_generation == 0
         await world.new_arena(file)
         assert (await world.copied(world.copy(1))).status == "ok"
         asked = world.copy(1)
@@ -241,9 +241,9 @@ async def test_the_latest_kv_offload_of_the_host_is_used(world: World) -> None:
         await world.begin_offload(new, "k2")
         assert (await world.scheduler.until(ArenaReleased)).arena_generation == old.generation
         before.state = "draining"
-        before.beat()
+        before.send_heartbeat()
         before.state = "ready"  # as if it had thought better of it
-        before.beat()
+        before.send_heartbeat()
         await world.fleet.broker.settle()
         assert (await world.copied(world.copy(1))).status == "ok"
         assert len(world.scheduler.of(ArenaReleased)) == 1
@@ -258,7 +258,7 @@ async def test_an_arena_is_mapped_although_the_clock_went_back(world: World) -> 
         world.fleet.clock.advance(-3_600_000_000)
         await world.begin_offload(new, "k2")
         world.fleet.clock.advance(3_600_000_000)
-        assert world.actor.facts().arena_generation == old.generation
+        assert world.actor.heartbeat_payload().arena_generation == old.generation
         await before.finish(0)
         world.runtime.upkeep()
         released = await world.scheduler.until(ArenaReleased)

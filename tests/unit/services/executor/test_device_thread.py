@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.executor.scripted_engine import Scripted, opened, plan
 
-from services.executor.device_thread import MAX_ERROR_CHARS, Barred, DeviceThread, Reset, Step, Work
+from services.executor.device_thread import MAX_ERROR_CHARS, DeviceThread, RejectedSlot, Reset, Step, Work
 from shared.clock import FakeClock
 from shared.messages import SlotClose, SlotOpen, StepResult
 
@@ -90,7 +90,7 @@ def test_a_slot_that_cannot_be_opened_is_the_error_of_its_own_rows() -> None:
 
 
 def test_a_long_error_of_a_slot_leaves_room_for_those_of_all_others() -> None:
-    (result,) = run(Scripted(FakeClock()), Barred(opened(1), "é" * 900), plan(1))
+    (result,) = run(Scripted(FakeClock()), RejectedSlot(opened(1), "é" * 900), plan(1))
     assert result.row_errors == ((0, "é" * 80),)
 
 
@@ -106,7 +106,7 @@ def test_an_engine_that_opens_nothing_fails_the_step() -> None:
 
 def test_a_reset_forgets_an_error_before_it() -> None:
     backend = Scripted(FakeClock(), {"close 1": ValueError("of the incarnation before")})
-    (result,) = run(backend, Barred(opened(1), "likewise"), CLOSED, Reset(), plan(1))
+    (result,) = run(backend, RejectedSlot(opened(1), "likewise"), CLOSED, Reset(), plan(1))
     assert result.row_errors == ((0, "no"),)
     assert result.error == ""
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from services.executor.engine import long_steps, open_flaw, plan_flaw, sequence_flaw, stand_in
+from services.executor.engine import long_steps, open_error, plan_error, sequence_error, without_host_work
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.messages import Sampling, SlotOpen, floats, ints
 
@@ -36,13 +36,13 @@ GOOD = SlotOpen(
 )
 def test_a_sequence_that_the_engine_cannot_compute(change: dict[str, object], flaw: str) -> None:
     opened = dataclasses.replace(GOOD, **change)
-    assert (flaw in sequence_flaw(opened, INFO)) if flaw else not sequence_flaw(opened, INFO)
-    assert sequence_flaw(stand_in(opened, INFO.vocab), INFO) == ""
-    assert open_flaw(stand_in(opened, INFO.vocab), INFO) == ""
+    assert (flaw in sequence_error(opened, INFO)) if flaw else not sequence_error(opened, INFO)
+    assert sequence_error(without_host_work(opened, INFO.vocab), INFO) == ""
+    assert open_error(without_host_work(opened, INFO.vocab), INFO) == ""
 
 
 def test_a_stand_in_keeps_its_place_and_the_tokens_that_exist() -> None:
-    stood = stand_in(dataclasses.replace(GOOD, tokens=ints([1, 500]), processors=("{}",)), 500)
+    stood = without_host_work(dataclasses.replace(GOOD, tokens=ints([1, 500]), processors=("{}",)), 500)
     assert list(stood.tokens) == [1, 0]
     assert (stood.slot, stood.generation, stood.seq, stood.max_length) == (3, 2, 7, 9)
     assert (stood.sampling.temperature, stood.logprobs, stood.processors) == (0.0, 0, ())
@@ -58,6 +58,6 @@ def test_the_long_steps_of_a_warm_up_are_steps_as_a_scheduler_may_plan_them(
 ) -> None:
     info = dataclasses.replace(INFO, max_step_tokens=max_step_tokens, max_context=max_context, blocks=blocks)
     ((opened, plans),) = long_steps(info)
-    assert not open_flaw(opened, info)
-    assert [plan_flaw(plan, info, {0}) for plan in plans] == ["", ""]
+    assert not open_error(opened, info)
+    assert [plan_error(plan, info, {0}) for plan in plans] == ["", ""]
     assert sum(plans[0].counts) == min(max_step_tokens, (info.context - 1) // 2)

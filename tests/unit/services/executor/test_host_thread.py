@@ -11,7 +11,7 @@ from support.executor.scripted_engine import Scripted, opened, plan
 
 from services.executor.device_thread import DeviceThread, Reset, Work
 from services.executor.engine import Pending, StepOutput
-from services.executor.host_thread import HostLane
+from services.executor.host_thread import HostThread
 from shared.clock import FakeClock
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
 
@@ -174,7 +174,7 @@ def test_an_error_is_its_own_steps_and_keeps_its_place(part: str) -> None:
 
 
 def test_a_pipeline_keeps_as_many_steps_as_it_has_stages() -> None:
-    lane, release, order = HostLane(3), threading.Event(), list[int]()
+    lane, release, order = HostThread(3), threading.Event(), list[int]()
 
     def finish(step: int) -> None:
         release.wait(WITHIN_S)

@@ -10,8 +10,8 @@ import pytest
 
 from services.gateway.app import MET_503, build_app
 from services.gateway.health import Health
-from services.gateway.native_call import Lines
-from services.gateway.routes import Desk, Keys
+from services.gateway.native_call import TenantConnections
+from services.gateway.routes import Endpoints, Keys
 from shared.client import Client
 from shared.errors import Unavailable
 
@@ -26,7 +26,7 @@ class Away:
     def as_tenant(self, _: str) -> Away:
         return self
 
-    async def ask(self, *_: Any) -> None:
+    async def request(self, *_: Any) -> None:
         raise Unavailable(SECRET)
 
 
@@ -37,7 +37,9 @@ async def test_health_quotes_nobodys_request_where_there_are_keys(
     path = tmp_path / "keys"
     path.write_text(keys)
     client = cast(Client, Away())
-    desk = Desk(Lines(client, apart=False), Keys(str(path) if keys else ""), Health(client), timeout_s=1)
+    desk = Endpoints(
+        TenantConnections(client, apart=False), Keys(str(path) if keys else ""), Health(client), timeout_s=1
+    )
     transport = httpx.ASGITransport(build_app(desk))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         asked = await http.get("/v1/models", headers={"authorization": "Bearer one"})

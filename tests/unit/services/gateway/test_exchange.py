@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.errors import NotAuthorized, SlowRequest, body_of, headers_of, status_of
-from services.gateway.exchange import Meter, Visit, fresh_id, given_id, spans
+from services.gateway.exchange import Exchange, ExchangeCounters, fresh_id, given_id, spans
 from services.gateway.routes import Keys, read_keys
 from shared.client import SlowReader
 from shared.errors import (
@@ -25,7 +25,7 @@ from shared.errors import (
     UnknownModel,
 )
 from shared.telemetry.metrics import to_prometheus
-from shared.telemetry.readings import Reading, Spread
+from shared.telemetry.readings import HistogramPoint, MetricPoint
 from shared.telemetry.traces import covered_us
 
 
@@ -65,12 +65,12 @@ def test_when_to_come_back() -> None:
 
 
 def test_what_is_open_is_counted_by_tenant() -> None:
-    meter = Meter()
-    visits = [Visit(method="POST", route="/r", request_id=n, tenant=n[0]) for n in ("a1", "a2", "b1")]
+    meter = ExchangeCounters()
+    visits = [Exchange(method="POST", route="/r", request_id=n, tenant=n[0]) for n in ("a1", "a2", "b1")]
     for visit in visits:
         meter.begin()
         meter.enter(visit)
-    looks = Visit(method="GET", route="/v1/models", request_id="x", tenant="a")
+    looks = Exchange(method="GET", route="/v1/models", request_id="x", tenant="a")
     meter.begin()
     meter.end(looks)
     meter.end(visits[2])
@@ -213,18 +213,18 @@ def test_requests_with_one_given_id_have_ids_of_their_own(given: str) -> None:
     assert all(given_id(f"{name}:63") for name in made), "and have room for the number of a prompt"
 
 
-def visit(**more: object) -> Visit:
+def visit(**more: object) -> Exchange:
     facts: dict[str, object] = {
         "method": "POST",
         "route": "/v1/completions",
         "request_id": "r",
         "started_us": 1_000,
     }
-    return Visit(**{**facts, "ended_us": 9_000, "status": 200, **more})  # type: ignore[arg-type]  # a table of them
+    return Exchange(**{**facts, "ended_us": 9_000, "status": 200, **more})  # type: ignore[arg-type]  # a table of them
 
 
 def test_the_spans_of_a_request_surround_the_native_ones() -> None:
-    root, receive, respond = spans(visit(asked_us=1_500, answered_us=8_800, tenant="acme"), "gateway.1")
+    root, receive, respond = spans(visit(requested_us=1_500, answered_us=8_800, tenant="acme"), "gateway.1")
     assert (root.name, root.kind, root.parent, root.error) == ("POST /v1/completions", "server", None, "")
     assert root.attributes == {
         "component": "gateway.1",
@@ -247,12 +247,12 @@ def test_a_failed_request_says_so_on_its_span() -> None:
 
 
 def test_what_is_counted() -> None:
-    meter = Meter()
+    meter = ExchangeCounters()
     for done in (visit(first_us=3_000), visit(status=429), visit(error=SlowReader("s"))):
         meter.begin()
         meter.end(done)
     meter.begin()
-    page = to_prometheus(meter.readings()).decode().splitlines()
+    page = to_prometheus(meter.metrics()).decode().splitlines()
     assert meter.requests == 3
     labels = 'http_response_status_code="200",http_route="/v1/completions"'
     for line in (
@@ -270,10 +270,10 @@ def test_what_is_counted() -> None:
 
 def test_the_page_for_prometheus() -> None:
     readings = [
-        Reading("a.b", 1.5, "By", (("x.y", 'say "hi"\n\\'),)),
-        Reading("c", 3, "{request}", grows=True),
-        Reading("a.b", 2, "By"),
-        Spread("h", (0.5, 1), (1, 0, 2), 7.25, "s"),
+        MetricPoint("a.b", 1.5, "By", (("x.y", 'say "hi"\n\\'),)),
+        MetricPoint("c", 3, "{request}", is_counter=True),
+        MetricPoint("a.b", 2, "By"),
+        HistogramPoint("h", (0.5, 1), (1, 0, 2), 7.25, "s"),
     ]
     assert to_prometheus(readings).decode() == (
         "# HELP a_b_bytes a.b, By\n# TYPE a_b_bytes gauge\n"

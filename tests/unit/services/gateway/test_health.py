@@ -13,9 +13,9 @@ from services.gateway.health import Health
 from shared.actor.membership import NEEDED, Peers
 from shared.client import Client
 from shared.errors import Unavailable
-from shared.messages import Beat
+from shared.messages import Heartbeat
 
-BEAT = Beat(kind="", actor="x", host_id="h", state="ready")
+BEAT = Heartbeat(kind="", actor="x", host_id="h", state="ready")
 
 
 class Served:
@@ -32,13 +32,13 @@ class Served:
                 self.hear(kind, model)
 
     def hear(self, kind: str, model: str, state: str = "ready") -> None:
-        beat = replace(BEAT, kind=kind, actor=f"{kind}-{model}", model=model, state=state)
-        self.peers.hear(1, beat, 0)
+        heartbeat = replace(BEAT, kind=kind, actor=f"{kind}-{model}", model=model, state=state)
+        self.peers.update(1, heartbeat, 0)
 
     async def beats(self, count: int = 1) -> str:
         """Look so often; what it says then."""
         for _ in range(count):
-            self.health.look(self.peers)
+            self.health.check(self.peers)
             for _ in range(4):
                 await asyncio.sleep(0)
         return self.health.why

@@ -15,7 +15,7 @@ import pytest
 from support.memory_bus import MemoryBroker, MemoryBus
 
 from services.gateway import native_call
-from services.gateway.native_call import Lines
+from services.gateway.native_call import TenantConnections
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
 from shared.client import Client
@@ -26,8 +26,8 @@ from shared.nats.interface import BusFault, Delivery
 FLOOD = 20_000
 
 
-async def lines_of(broker: MemoryBroker, *, apart: bool = True) -> Lines:
-    return Lines(await Client.open(broker.connect()), apart)
+async def lines_of(broker: MemoryBroker, *, apart: bool = True) -> TenantConnections:
+    return TenantConnections(await Client.open(broker.connect()), apart)
 
 
 async def test_two_tenants_have_two_connections_and_the_main_one_is_nobodys() -> None:
@@ -47,7 +47,7 @@ async def test_without_keys_there_is_one_connection() -> None:
 
 
 async def test_beyond_the_bound_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_call, "MAX_LINES", 2)
+    monkeypatch.setattr(native_call, "MAX_CONNECTIONS", 2)
     lines = await lines_of(MemoryBroker())
     own = [(await lines.of(tenant)).bus for tenant in "ab"]
     shared = {tenant: await lines.of(tenant) for tenant in "cdefgh"}
@@ -65,10 +65,10 @@ async def test_an_idle_connection_is_closed_and_one_in_use_is_not(monkeypatch: p
     client = await lines.of("a")
     lines.sweep()
     assert len(lines) == 1
-    question = asyncio.create_task(client.ask("slow"))
+    question = asyncio.create_task(client.request("slow"))
     await asyncio.sleep(0)
     await broker.settle()
-    monkeypatch.setattr(native_call, "LINE_IDLE_S", -1.0)
+    monkeypatch.setattr(native_call, "CONNECTION_IDLE_S", -1.0)
     lines.sweep()
     assert len(lines) == 1
     client.bus.publish(asked[0].reply, json.dumps({"b": 1}).encode())
@@ -111,7 +111,7 @@ async def test_one_that_ends_for_good_fails_its_own_requests_and_no_others() -> 
     lines = await lines_of(broker)
     await broker.connect().subscribe("slow", lambda _: None)
     first, second = await lines.of("a"), await lines.of("b")
-    questions = [asyncio.create_task(client.ask("slow")) for client in (first, second)]
+    questions = [asyncio.create_task(client.request("slow")) for client in (first, second)]
     await asyncio.sleep(0)
     await broker.settle()
     assert isinstance(first.bus, MemoryBus)
@@ -139,7 +139,7 @@ def server() -> Iterator[NatsServer]:
 async def test_a_tenants_flood_is_not_ahead_of_another_tenants_frame(server: NatsServer) -> None:
     """All of it lies in the server and in the sockets before the gateway reads the first of it."""
     main = await NatsBus.connect(server.url, timeout_s=5)
-    lines, order, done = Lines(await Client.open(main), apart=True), list[str](), asyncio.Event()
+    lines, order, done = TenantConnections(await Client.open(main), apart=True), list[str](), asyncio.Event()
     for tenant in "ab":
 
         def note(delivery: Delivery, tenant: str = tenant) -> None:

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from services.gateway import openai_response
 from services.gateway.openai_request import Call
-from services.gateway.openai_response import ChunkMaker, events
+from services.gateway.openai_response import ChunkBuilder, events
 from shared.errors import EngineError
 
 USAGE = {
@@ -58,12 +58,12 @@ def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: 
     return {**head, "choices": [{**choice, **more}]}
 
 
-def taken(maker: ChunkMaker, *frames: dict[str, Any], prompt: int = 0) -> list[dict[str, Any]]:
+def taken(maker: ChunkBuilder, *frames: dict[str, Any], prompt: int = 0) -> list[dict[str, Any]]:
     return [json.loads(made) for frame in frames for made in maker.take(prompt, frame)]
 
 
 def test_a_chat_stream() -> None:
-    got = taken(ChunkMaker(call()), ACCEPTED, delta("Hel"), delta("lo", first=1), done("stop"))
+    got = taken(ChunkBuilder(call()), ACCEPTED, delta("Hel"), delta("lo", first=1), done("stop"))
     assert got == [
         chunk(0, {"role": "assistant", "content": ""}),
         chunk(0, {"content": "Hel"}),
@@ -75,7 +75,7 @@ def test_a_chat_stream() -> None:
 
 
 def test_the_usage_is_the_last_chunk() -> None:
-    got = taken(ChunkMaker(call(include_usage=True)), ACCEPTED, delta("x"), done("length"))
+    got = taken(ChunkBuilder(call(include_usage=True)), ACCEPTED, delta("x"), done("length"))
     assert [made.get("usage", "absent") for made in got] == [None, None, None, USAGE]
     assert got[-1] == {
         "id": "r",
@@ -92,7 +92,7 @@ def test_the_usage_is_the_last_chunk() -> None:
 def test_choices_have_a_chunk_each() -> None:
     both = delta("a")
     both["choices"].append(delta("b", index=1)["choices"][0])
-    got = taken(ChunkMaker(call(n=2)), ACCEPTED, both, done("stop", "length"))
+    got = taken(ChunkBuilder(call(n=2)), ACCEPTED, both, done("stop", "length"))
     assert got == [
         chunk(0, {"role": "assistant", "content": ""}),
         chunk(1, {"role": "assistant", "content": ""}),
@@ -104,7 +104,7 @@ def test_choices_have_a_chunk_each() -> None:
 
 
 def test_an_empty_answer_has_its_role_and_end() -> None:
-    got = taken(ChunkMaker(call()), ACCEPTED, done("stop"))
+    got = taken(ChunkBuilder(call()), ACCEPTED, done("stop"))
     assert got == [chunk(0, {"role": "assistant", "content": ""}), chunk(0, {}, "stop")]
 
 
@@ -112,7 +112,7 @@ def test_several_prompts_are_choices_of_one_stream() -> None:
     asked = Call(
         chat=False, request_id="r", bodies=({"model": "m"},) * 2, stream=True, include_usage=True, n=2
     )
-    maker = ChunkMaker(asked, ("P0", "P1"))
+    maker = ChunkBuilder(asked, ("P0", "P1"))
     got = taken(maker, ACCEPTED) + taken(maker, ACCEPTED, prompt=1)
     got += taken(maker, delta("x", index=1, chat=False), done("stop", "stop"), prompt=1)
     assert [(c["choices"][0]["index"], c["choices"][0]["text"]) for c in got] == [
@@ -143,7 +143,7 @@ def test_several_prompts_are_choices_of_one_stream() -> None:
 
 
 def test_a_stream_that_starts_over_repeats_nothing() -> None:
-    maker = ChunkMaker(call())
+    maker = ChunkBuilder(call())
     taken(maker, ACCEPTED, delta("Hel"), delta("lo", first=1))
     assert taken(maker, ACCEPTED, delta("Hello, wor", count=4)) == [chunk(0, {"content": ", wor"})]
     assert taken(maker, delta("ld", first=4)) == [chunk(0, {"content": "ld"})]
@@ -152,7 +152,7 @@ def test_a_stream_that_starts_over_repeats_nothing() -> None:
 
 
 def test_repeated_log_probabilities_are_left_out() -> None:
-    maker = ChunkMaker(call())
+    maker = ChunkBuilder(call())
     taken(maker, ACCEPTED, delta("ab", count=2, logprobs={"content": [SCORED, SCORED]}))
     third = {**SCORED, "token": "c"}
     again = delta("abc", count=3, logprobs={"content": [SCORED, third]})  # the first was not known any more
@@ -160,7 +160,7 @@ def test_repeated_log_probabilities_are_left_out() -> None:
 
 
 def test_log_probabilities_of_a_completion_are_cut_alike() -> None:
-    maker = ChunkMaker(call(chat=False))
+    maker = ChunkBuilder(call(chat=False))
     columns = {
         "tokens": ["a", "b"],
         "token_logprobs": [-1, -2],
@@ -174,7 +174,7 @@ def test_log_probabilities_of_a_completion_are_cut_alike() -> None:
 
 @pytest.mark.parametrize("frames", [[delta("Hex"), delta("lo", first=1)], [delta("He"), done("stop")]])
 def test_an_answer_that_changed_is_an_error(frames: list[dict[str, Any]]) -> None:
-    maker = ChunkMaker(call())
+    maker = ChunkBuilder(call())
     taken(maker, ACCEPTED, delta("Hello"))
     with pytest.raises(EngineError, match="not the same again"):
         taken(maker, ACCEPTED, *frames)

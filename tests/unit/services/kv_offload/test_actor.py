@@ -23,7 +23,7 @@ from services.kv_offload.backends.interface import RemoteError
 from services.kv_offload.backends.shared_memory import SHM, hold, let_go, segment_name, sweep
 from services.kv_offload.l2 import worker
 from services.kv_offload.l2.worker import CANARY
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, Runtime
 from shared.config import load
 from shared.errors import SetupError
@@ -40,7 +40,7 @@ from shared.messages import (
     Message,
     ints,
 )
-from shared.telemetry.readings import Reading
+from shared.telemetry.readings import MetricPoint
 
 PAGE = 4096
 PRINT = "00112233445566778899aabbccddeeff"
@@ -200,14 +200,14 @@ class Scheduler(Actor):
     def __init__(self) -> None:
         self.answers: asyncio.Queue[Message] = asyncio.Queue()
 
-    async def start(self, port: Port) -> None:
-        self.port = port
+    async def start(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         self.answers.put_nowait(message)
 
     async def ask(self, message: Message) -> Message:
-        self.port.send(KV, message)
+        self.mailbox.send(KV, message)
         kind, job = ANSWERS[type(message)], getattr(message, "job", None)
         async with asyncio.timeout(20):
             while True:
@@ -235,7 +235,7 @@ class House:
         return self.kv
 
     async def run(self, actor: Actor, name: str) -> Runtime:
-        runtime = Runtime(actor, self.broker.connect(), "f", name, beat_interval_us=20_000)
+        runtime = Runtime(actor, self.broker.connect(), "f", name, heartbeat_interval_us=20_000)
         await runtime.start()
         self.runtimes.append(runtime)
         return runtime
@@ -247,7 +247,7 @@ class House:
     @property
     def file(self) -> Path:
         assert self.kv is not None
-        return SHM / self.kv.facts().arena
+        return SHM / self.kv.heartbeat_payload().arena
 
     async def store(self, *numbers: int, value_bytes: int = PAGE) -> None:
         """As an executor does: into the segment by its name."""
@@ -291,7 +291,7 @@ class House:
         read = [memory[offset : offset + PAGE] if offset >= 0 else None for offset in ready.offsets]
         for block, number, valid in zip(read, numbers, ready.valid_tokens, strict=True):
             assert block is None or (block == bytes([number + 100]) * PAGE and valid == number)
-        self.scheduler.port.send(KV, KvRelease(jobs=ints([3])))
+        self.scheduler.mailbox.send(KV, KvRelease(jobs=ints([3])))
         return [None if block is None else number for block, number in zip(read, numbers, strict=True)]
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -323,9 +323,9 @@ async def test_blocks_come_back_from_the_segment_that_the_beat_names(house: Hous
     await house.store(1, 2, 3)
     assert await house.look_up(1, 2, 3, 4) == [1, 1, 1, 0]
     assert await house.load(1, 2, 3, 4) == [1, 2, 3, None]
-    facts = kv.facts()
+    facts = kv.heartbeat_payload()
     assert (facts.tiers, facts.rates) == (("l1",), (0, 0))
-    assert facts.arena_generation == house.runtimes[-1].port.epoch
+    assert facts.arena_generation == house.runtimes[-1].mailbox.epoch
     assert facts.arena == segment_name(house.host, facts.arena_generation)
     assert dict(facts.load)["l1_used"] == 3 * PAGE
     await house.until(lambda: kv.status()["reads"] == 0)
@@ -345,9 +345,9 @@ async def test_the_shell_says_who_lives_who_is_new_and_who_has_gone(house: House
     early = await house.run(Executor(), "e")
     kv = await house.start(l2=False)
     state = kv._core.state
-    await house.until(lambda: state.executors == {"executor.e": early.port.epoch})
+    await house.until(lambda: state.executors == {"executor.e": early.mailbox.epoch})
     again = await house.run(Executor(), "e")
-    await house.until(lambda: state.executors == {"executor.e": again.port.epoch})
+    await house.until(lambda: state.executors == {"executor.e": again.mailbox.epoch})
     await early.finish(1)
     await again.finish(1)
     await house.until(lambda: state.executors == {})
@@ -367,7 +367,9 @@ async def test_the_figures_say_what_has_happened(house: House) -> None:
     await house.copied(1, 2)
     assert await house.look_up(1, 2, 3) == [1, 1, 0]
     state = kv._core.state
-    read = {(r.name, *r.attributes): r.value for r in actor.readings(state) if isinstance(r, Reading)}
+    read = {
+        (r.name, *r.attributes): r.value for r in actor.metric_points(state) if isinstance(r, MetricPoint)
+    }
     assert read["headrace.kv_offload.hit_keys", ("tier", "l1")] == 2
     assert read["headrace.kv_offload.lookup_keys",] == 3
     assert read["headrace.kv_offload.l1.size", ("state", "used")] == 2 * PAGE
@@ -383,7 +385,7 @@ async def test_a_new_incarnation_has_the_blocks_from_l2(house: House) -> None:
     await house.store(1, 2)
     await house.copied(1, 2)
     assert house.kv is not None
-    assert house.kv.facts().tiers == ("l1", "l2")
+    assert house.kv.heartbeat_payload().tiers == ("l1", "l2")
     await house.runtimes.pop().finish(5)
     await house.start()
     await house.found(1, 2, 3, tiers=[2, 2, 0])
@@ -401,7 +403,7 @@ async def damaged(house: House, change: Callable[[dict[str, bytes], list[str]], 
     kv = await house.start()
     await house.found(1, 2, tiers=[2, 2])
     assert await house.load(1, 2) == [None, None]
-    figures = kv._core.state.figures
+    figures = kv._core.state.counters
     assert figures.promotions == 0
     await house.until(lambda: worker.remote_name((PRINT, bytes([1]) * 32)) not in house.l2.values)
     return figures.corrupt
@@ -449,9 +451,9 @@ async def test_l1_is_served_while_l2_hangs_and_l2_again_when_it_goes_on(house: H
             assert await house.look_up(1, 2, 50) == [1, 1, 0]
             asked += 1
     assert asked > 3
-    assert kv.facts().tiers == ("l1",)
+    assert kv.heartbeat_payload().tiers == ("l1",)
     house.l2.going.set()
-    await house.until(lambda: kv.facts().tiers == ("l1", "l2"))
+    await house.until(lambda: kv.heartbeat_payload().tiers == ("l1", "l2"))
     await house.until(lambda: kv.status()["stuck_calls"] == 0)
 
 
@@ -520,7 +522,7 @@ async def test_an_l1_that_shared_memory_cannot_hold_costs_the_tiers_and_nothing_
     actor = KvOffloadActor(Plan(host, 1 << 50, store), Shared().connect)
     runtime = Runtime(actor, MemoryBroker().connect(), "f", "k")
     await runtime.start()
-    assert (runtime.state, actor.facts().tiers) == ("ready", ())
+    assert (runtime.state, actor.heartbeat_payload().tiers) == ("ready", ())
     why = str(actor.status()["why_off"])
     assert re.fullmatch(
         r"/dev/shm has \d+ MiB left and L1 needs 1073741824: make L1 smaller .* larger .*", why
@@ -584,7 +586,7 @@ async def test_a_start_that_is_broken_off_leaves_no_segment(
 def test_what_the_settings_ask_for_is_built(caplog: pytest.LogCaptureFixture) -> None:
     off = build(load(flags={"l1": "off", "l2": "memory:"}).settings)
     assert "l2 is not used" in caplog.text
-    assert off.facts().tiers == ()
+    assert off.heartbeat_payload().tiers == ()
     assert build(load(flags={"l1": "16", "l1_store": "plain"}).settings).status()["store"] == "plain"
     with pytest.raises(SetupError, match="auto or off"):
         build(load(flags={"l1": "much"}).settings)

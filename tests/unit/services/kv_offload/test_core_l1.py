@@ -69,7 +69,7 @@ def test_without_an_arena_nothing_is_stored_and_every_question_is_answered() -> 
     ]
     for asked, answer in answers:
         assert world.say(asked) == answer
-    assert (world.state.figures.lookups, world.state.figures.hit_rate) == (2, 0)
+    assert (world.state.counters.lookups, world.state.counters.hit_rate) == (2, 0)
 
 
 def test_what_is_stored_is_found_and_read_with_its_valid_tokens() -> None:
@@ -91,7 +91,7 @@ def test_a_prefix_ends_at_its_first_miss() -> None:
     assert tiers(world.look_up(1, 2, 3)) == [1, 0, 0]
     assert tiers(world.look_up(1, 2, 3, prefix=False)) == [1, 0, 1]
     assert list(ready(world.prefetch(2, 1, 2, 3)).offsets) == [0, -1, -1]
-    assert world.state.figures.hit_rate == 0.5
+    assert world.state.counters.hit_rate == 0.5
 
 
 def test_another_layout_has_other_values() -> None:
@@ -179,7 +179,7 @@ def test_a_tenth_is_kept_for_preempted_requests() -> None:
     world = World(20)
     assert world.reserve(1, *range(20)).count(-1) == 2
     assert world.reserve(2, *range(30, 33), priority=1).count(-1) == 1
-    assert world.state.figures.no_room == 3
+    assert world.state.counters.no_room == 3
 
 
 def test_values_of_preempted_requests_outlive_others_as_cold() -> None:
@@ -230,7 +230,7 @@ def test_leases_end_at_their_deadline() -> None:
     assert world.state.l1.pinned_bytes == PAGE
     world.wait(1)
     assert world.state.l1.pinned_bytes == 0
-    assert world.state.figures.expired_leases == 1
+    assert world.state.counters.expired_leases == 1
 
 
 def expired(world: World) -> None:
@@ -248,7 +248,7 @@ def test_a_late_commit_stores_nothing_and_frees_the_ranges() -> None:
     expired(world)
     assert world.reserve(1, 1, 9, 2) == [-1, -1, -1], "they may still be written"
     assert world.commit(1, 1, 1, 1) == [0, 1, 0], "the tier where each is all the same"
-    assert (world.state.quarantined_bytes, world.state.figures.late_commits) == (0, 1)
+    assert (world.state.quarantined_bytes, world.state.counters.late_commits) == (0, 1)
     assert world.arena.free_bytes() == 9 * PAGE
 
 

@@ -59,7 +59,7 @@ def test_what_l1_lacks_is_asked_of_l2_once() -> None:
     assert w.calls[call] == L2Has(call, PRINT, (key(2), key(3), key(4)), want_size=False)
     assert tiers(w.end(call)) == [[1, 2, 2, 0]]
     assert tiers(w.look_up(1, 2, 3)) == [[1, 2, 2]], "it is known now"
-    assert w.state.figures.hits_l2 == 4
+    assert w.state.counters.hits_l2 == 4
     assert tiers(w.look_up(1)) == [[1]]
     assert w.calls == {}
 
@@ -81,7 +81,7 @@ def test_two_lookups_ask_at_a_time_and_one_that_waits_too_long_asks_nothing() ->
         w.look_up(10 + job, job=job)
     assert len(w.in_flight(L2Has)) == 2
     w.wait(LOOKUP_US)
-    assert w.state.figures.lookups == 4
+    assert w.state.counters.lookups == 4
     w.end_all()
     assert w.state.l2.wants == type(w.state.l2.wants)()
 
@@ -95,7 +95,7 @@ def test_with_promote_the_values_come_at_once() -> None:
     answer = readies(w.prefetch(1, 1, 2))[0]
     assert (answer.status, answer.from_l2, list(answer.valid_tokens)) == ("ok", 0, [16, 16])
     w.read(answer, 1, 2)
-    assert w.state.figures.promotions == 2
+    assert w.state.counters.promotions == 2
     assert tiers(w.look_up(1, 2)) == [[1, 1]]
 
 
@@ -160,7 +160,7 @@ def test_a_value_that_l2_has_lost_is_a_miss_and_is_told() -> None:
     (answer,) = readies(answers)
     assert (list(answer.offsets)[1:], answer.from_l2) == ([-1, -1], 1)
     assert [m for m in answers if isinstance(m, KvGone)] == [KvGone(keys=key(2))]
-    assert (w.state.figures.l2_absent, w.state.l2.breaker.open) == (1, False)
+    assert (w.state.counters.l2_absent, w.state.l2.breaker.open) == (1, False)
     assert w.state.tier_of((PRINT, key(2))) == 0
 
 
@@ -185,7 +185,7 @@ def test_a_damaged_value_is_deleted_counted_and_a_miss() -> None:
     assert len(w.in_flight(L2Delete)) == 1
     w.end_all()
     assert w.remote == {}
-    assert (w.state.figures.corrupt, w.state.figures.promotions) == (1, 0)
+    assert (w.state.counters.corrupt, w.state.counters.promotions) == (1, 0)
     assert tiers(w.look_up(1)) == []
     assert tiers(w.end_all()) == [[0]]
 
@@ -226,7 +226,7 @@ def test_no_room_in_l1_is_a_miss() -> None:
     known(w, 1)
     w.prefetch(7, 1)
     (answer,) = readies(w.end_all())
-    assert (answer.status, w.state.figures.l2_gets) == ("missing", 1)
+    assert (answer.status, w.state.counters.l2_gets) == ("missing", 1)
 
 
 def test_the_dead_are_not_answered() -> None:
@@ -254,14 +254,14 @@ def test_a_value_is_copied_to_l2_on_its_second_use() -> None:
     (call,) = w.in_flight(L2Put)
     assert w.calls[call] == L2Put(call, (PRINT, key(1)), bytes(31) + b"\1", PAGE, 0, announce=True)
     w.end(call)
-    assert w.state.l2.known.__contains__((PRINT, key(1)))
+    assert w.state.l2.presence.__contains__((PRINT, key(1)))
     w.store(3, 2)
     (call,) = w.in_flight(L2Put)
     assert w.calls[call].announce is False  # type: ignore[union-attr]  # a put
     w.end_all()
     w.prefetch(4, 1)
     assert w.calls == {}, "it is there"
-    assert w.state.figures.l2_puts == 2
+    assert w.state.counters.l2_puts == 2
 
 
 def test_what_l2_has_goes_first_and_is_not_gone() -> None:
@@ -352,7 +352,7 @@ def test_three_failures_in_a_row_end_all_waiting_at_once() -> None:
     answers = w.end(call, "failed")
     assert tiers(answers) == [[0]]
     assert readies(answers)[0].status == "missing"
-    assert w.state.figures.l2_errors == 3
+    assert w.state.counters.l2_errors == 3
     asked = len(w.calls)
     assert tiers(w.look_up(1)) == [[0]]
     assert readies(w.prefetch(8, 1))[0].status == "missing"
@@ -366,7 +366,7 @@ def test_an_l2_that_takes_no_value_is_read_from_and_asked_to_take_one_a_second()
     assert len(w.in_flight(L2Put)) == dispatch.PUTS_IN_FLIGHT
     for call in w.in_flight(L2Put):
         w.end(call, "refused")
-    assert (w.state.l2.breaker.open, w.state.figures.l2_refused, w.state.figures.l2_errors) == (False, 3, 0)
+    assert (w.state.l2.breaker.open, w.state.counters.l2_refused, w.state.counters.l2_errors) == (False, 3, 0)
     known(w, 1)
     w.prefetch(3, 1)
     assert [w.calls[call].name[1] for call in w.in_flight(L2Get)] == [key(1)]  # type: ignore[union-attr]  # a get
@@ -381,7 +381,7 @@ def test_an_l2_that_takes_no_value_is_read_from_and_asked_to_take_one_a_second()
     (call,) = w.in_flight(L2Put)
     w.end(call)
     assert len(w.in_flight(L2Put)) == 2, "it has room again"
-    assert (w.state.figures.l2_refused, w.state.figures.l2_puts) == (4, 1)
+    assert (w.state.counters.l2_refused, w.state.counters.l2_puts) == (4, 1)
 
 
 def test_calls_that_hang_are_given_up_and_open_the_breaker() -> None:
@@ -393,7 +393,7 @@ def test_calls_that_hang_are_given_up_and_open_the_breaker() -> None:
     w.wait(5 * SECOND)
     assert w.state.l2.calls == {}
     assert w.in_flight(L2Has) == w.in_flight(L2Put) == []
-    assert w.state.figures.l2_timeouts == 4
+    assert w.state.counters.l2_timeouts == 4
     assert w.state.l2.breaker.open
     assert w.handle(L2Ended(1)) == [], "too late"
     assert w.reserve(9, *range(10, 19)).count(-1) == 0, "nothing is kept for the put any more"
@@ -408,7 +408,7 @@ def test_l1_answers_while_l2_hangs() -> None:
         assert readies(w.prefetch(5_000 + at, 10, 11))[0].status == "ok"
         w.say(KvRelease(jobs=ints([5_000 + at])))
         w.wait(20_000)
-    assert w.state.figures.lookups == 600
+    assert w.state.counters.lookups == 600
     assert w.state.l1.pinned_bytes == 0
 
 
@@ -423,7 +423,7 @@ def test_a_canary_once_a_second_brings_it_back_with_an_empty_memory() -> None:
     (canary,) = w.in_flight(L2Probe)
     w.end(canary)
     assert not w.state.l2.breaker.open
-    assert len(w.state.l2.known) == 0
+    assert len(w.state.l2.presence) == 0
     assert tiers(w.look_up(1)) == [], "asked anew"
     assert tiers(w.end_all()) == [[2]]
 

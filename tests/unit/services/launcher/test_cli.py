@@ -81,7 +81,7 @@ def test_metavars_have_a_meaning() -> None:
         "port",
         "device",
         "model",
-        "beat_interval_ms",
+        "heartbeat_interval_ms",
         "backlog_limit_bytes",
         "cache_dir",
         "http",

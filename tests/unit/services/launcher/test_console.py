@@ -9,7 +9,7 @@ from typing import TextIO
 
 import pytest
 
-from services.launcher.console import ServiceLines, fail, kind_of, say
+from services.launcher.console import ServiceLines, fail, kind_of, print_line
 from shared import errors
 from shared.errors import Unavailable
 
@@ -24,7 +24,7 @@ def test_lines_without_a_reader_are_lost_and_nothing_else(monkeypatch: pytest.Mo
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, broken_pipe())
     for _ in range(2):
-        say("to nobody")
+        print_line("to nobody")
         ServiceLines(["a"])("a", "to nobody")
         assert fail(Unavailable("nobody hears")) == 1
     sys.stdout.close()  # raises where a line still waits for a reader
@@ -41,9 +41,9 @@ def test_an_error_has_its_kind_in_words_and_no_code(capsys: pytest.CaptureFixtur
 def test_a_full_disk_loses_lines_until_it_has_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closed below
     monkeypatch.setattr(sys, "stdout", full)
-    say("into the void")
+    print_line("into the void")
     with (tmp_path / "room").open("w") as room:
         os.dup2(room.fileno(), full.fileno())
-    say("and again")
+    print_line("and again")
     full.close()
     assert (tmp_path / "room").read_text().endswith("and again\n")

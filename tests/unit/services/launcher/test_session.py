@@ -20,7 +20,7 @@ from services.launcher import nats_server as servers
 from services.launcher import session, up
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.serve import KINDS, builder, serve
-from services.launcher.session import RunFile, find_target
+from services.launcher.session import RunState, find_target
 from shared.config import PREFIX, Settings, load
 from shared.errors import SetupError
 from shared.nats.bus import NatsBus
@@ -34,8 +34,8 @@ def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def note(pid: int, url: str = "nats://127.0.0.1:5", model: str = "m") -> RunFile:
-    return RunFile(pid=pid, fleet="default", nats_url=url, monitoring_url="", model=model)
+def note(pid: int, url: str = "nats://127.0.0.1:5", model: str = "m") -> RunState:
+    return RunState(pid=pid, fleet="default", nats_url=url, monitoring_url="", model=model)
 
 
 def ended_pid() -> int:

@@ -12,7 +12,7 @@ from support.actor_fleet import Fleet, Hand, watched_fleet
 
 from services.scheduler.actor import SchedulerActor, build
 from services.scheduler.state.state import Limits
-from shared.actor.runtime import Facts, Runtime
+from shared.actor.runtime import HeartbeatPayload, Runtime
 from shared.config import Settings
 from shared.messages import (
     Accepted,
@@ -41,21 +41,23 @@ class House:
     async def ask(self, request: str, **more: object) -> None:
         fields = {"timeout_us": 10**9, "max_tokens": 1, "tokens": ints([5, 6]), **more}
         asked = Tokenized(request=request, attempt=1, tenant="t", model="m", inbox=f"in.{request}", **fields)
-        self.tokenizer.port.send("scheduler.s", asked)
+        self.tokenizer.mailbox.send("scheduler.s", asked)
         await self.fleet.broker.settle()
 
     async def step(self, token: int = 7) -> None:
         """Answer the last plan."""
         plan = self.executor.of(StepPlan)[-1]
         ids, done = ints([token] * len(plan.sample_slots)), ints([0] * len(plan.sample_slots))
-        self.executor.port.send("scheduler.s", StepResult(exec_epoch=1, step=plan.step, ids=ids, done=done))
+        self.executor.mailbox.send(
+            "scheduler.s", StepResult(exec_epoch=1, step=plan.step, ids=ids, done=done)
+        )
         await self.fleet.broker.settle()
 
     async def end(self) -> None:
         """Say of every Close that it has gone out."""
         for close in self.detokenizer.of(Close):
             ended = Ended(seq=close.seq, index=close.final, reason=close.reason)
-            self.detokenizer.port.send("scheduler.s", ended)
+            self.detokenizer.mailbox.send("scheduler.s", ended)
         await self.fleet.broker.settle()
 
 
@@ -71,7 +73,7 @@ async def house() -> AsyncIterator[House]:
             executor="e", exec_epoch=1, host_id="h", model="m", fingerprint="f", vocab_digest="v", vocab=9,
             blocks=8, block_tokens=4, slots=2, max_step_tokens=64, max_context=32,
         )  # fmt: skip
-        hands[1].port.send("scheduler.s", hello)
+        hands[1].mailbox.send("scheduler.s", hello)
         await fleet.broker.settle()
         yield House(fleet, actor, runtime, *hands)
         await runtime.finish(0)  # what a test leaves running need not be waited for
@@ -82,7 +84,7 @@ async def test_a_request_passes_through(house: House) -> None:
     await house.ask("r", received_wall_us=wall_us - 300, sent_wall_us=wall_us - 200)
     assert house.tokenizer.of(Accepted) == [Accepted(tenant="t", request="r", attempt=1)]
     assert [o.prompt_tokens for o in house.detokenizer.of(Open)] == [2]
-    assert house.actor.facts().load == (("requests", 1), ("running", 1), ("waiting", 0))
+    assert house.actor.heartbeat_payload().load == (("requests", 1), ("running", 1), ("waiting", 0))
     await house.step()
     (close,) = house.detokenizer.of(Close)
     assert (close.final, close.reason) == (1, "length")
@@ -207,13 +209,13 @@ async def test_a_detokenizer_that_restarts_while_it_drains_gets_its_requests_bac
     await house.ask("r")
     old = house.fleet.runtimes[-1]
     old.state = "draining"
-    old.beat()
+    old.send_heartbeat()
     await house.fleet.broker.settle()
     assert house.actor.status()["detokenizers"] == []
-    house.detokenizer.port.epoch += 1  # the next incarnation, under the same name
-    old.port.epoch = house.detokenizer.port.epoch
+    house.detokenizer.mailbox.epoch += 1  # the next incarnation, under the same name
+    old.mailbox.epoch = house.detokenizer.mailbox.epoch
     old.state = "ready"
-    old.beat()
+    old.send_heartbeat()
     await house.fleet.broker.settle()
     assert [o.attempt for o in house.detokenizer.of(Open)] == [1, 2]
 
@@ -222,7 +224,7 @@ async def test_lost_peers_are_told_to_the_core(house: House) -> None:
     await house.ask("r", max_tokens=9)
     house.actor.on_stream_lost("executor.e")
     assert house.actor.status()["executors"] == {}
-    peer = house.runtime.port.peers.get("detokenizer.d")
+    peer = house.runtime.mailbox.peers.get("detokenizer.d")
     assert peer is not None
     house.actor.on_peer_gone(peer)
     assert house.actor.status()["detokenizers"] == []
@@ -234,9 +236,9 @@ class Other(Hand):
 
     def __init__(self, kind: str, model: str = "m", scheduler: str = "") -> None:
         super().__init__(kind)
-        self._facts = Facts(model=model, scheduler=scheduler)
+        self._facts = HeartbeatPayload(model=model, scheduler=scheduler)
 
-    def facts(self) -> Facts:
+    def heartbeat_payload(self) -> HeartbeatPayload:
         return self._facts
 
 
@@ -253,13 +255,13 @@ async def test_an_executor_that_has_another_scheduler_now_is_none_of_ours(house:
     """We were stopped for a while: it would ignore every plan. Nobody is blamed for it."""
     await house.ask("r", max_tokens=9)
     runtime = house.fleet.runtimes[2]
-    runtime.actor.facts = lambda: Facts(model="m", scheduler="s2")  # type: ignore[method-assign]
-    runtime.beat()
+    runtime.actor.heartbeat_payload = lambda: HeartbeatPayload(model="m", scheduler="s2")  # type: ignore[method-assign]
+    runtime.send_heartbeat()
     await house.fleet.broker.settle()
     status = house.actor.status()
     assert (status["executors"], status["waiting"]) == ({}, 1)
     (request,) = house.actor._core.state.requests.values()
-    assert request.deaths == 0
+    assert request.executor_deaths == 0
     await house.ask("late")
     assert [(r.request, r.code) for r in house.tokenizer.of(Rejected)] == [("late", 503)]
 
@@ -268,4 +270,4 @@ def test_build_takes_the_limits_from_the_settings() -> None:
     settings = Settings(window=3, step_tokens=99, max_waiting=7, max_waiting_tokens=8, model_name="named")
     actor = build(settings)
     assert actor._core.state.limits == Limits(window=3, step_tokens=99, max_waiting=7, max_waiting_tokens=8)
-    assert actor.facts().model == "named"
+    assert actor.heartbeat_payload().model == "named"

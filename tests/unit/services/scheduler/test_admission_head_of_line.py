@@ -13,14 +13,14 @@ from services.scheduler.state import requests
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import Ticked
 from services.scheduler.state.state import Limits
-from services.scheduler.state.waiting_queue import INPUT_WEIGHT, LOOKED, OUTPUT_WEIGHT
+from services.scheduler.state.waiting_queue import INPUT_WEIGHT, MAX_CANDIDATES, OUTPUT_WEIGHT
 from shared.messages import ints
 
 NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
 
 
 def running(world: World, name: str = "e1") -> list[str]:
-    return [s.request.asked.request for s in world.scheduler.state.executors[name].running]
+    return [s.request.tokenized.request for s in world.scheduler.state.executors[name].running]
 
 
 def steps(world: World, count: int) -> None:
@@ -68,7 +68,7 @@ def test_a_small_one_starts_where_many_large_ones_before_it_never_will() -> None
     world.add_engine("large", blocks=16, slots=8)
     world.add_engine("small", blocks=8, slots=8)
     world.ask("runs", [4] * 4, 44)
-    for i in range(LOOKED + 2):
+    for i in range(MAX_CANDIDATES + 2):
         world.ask(f"large{i}", [5] * 20, 40)
     for i in range(8):
         world.ask(f"r{i}", [6, i], 2)
@@ -145,7 +145,7 @@ def test_a_wide_request_is_charged_for_all_of_its_choices(slots: int) -> None:
     world.ask("wide", [5] * prompt, output, n=2, tenant="wide")
     world.run()
     served = world.scheduler.state.waiting.served
-    charged = served.of(("wide", 1)) - served.floors[1]  # it was lifted to what runs
+    charged = served.get(("wide", 1)) - served.floors[1]  # it was lifted to what runs
     least = INPUT_WEIGHT * prompt + OUTPUT_WEIGHT * 2 * output
     again = INPUT_WEIGHT * 4  # the second one may compute the last block of the prompt for itself
     assert least <= charged <= least + (again if slots == 2 else 0)
@@ -163,7 +163,7 @@ def test_a_row_that_fails_is_forgotten_where_its_choices_are() -> None:
     state = world.scheduler.state
     for sequence in state.requests["public", "wide"].sequences[1:]:
         preemption.withdraw(state, sequence, 0)
-        preemption.wait_again(state, sequence)
+        preemption.requeue(state, sequence)
     steps(world, 6)
     assert (running(world, "large"), running(world, "small")) == (["wide"], ["wide"])
     result = world.results["small"][0]
@@ -194,8 +194,8 @@ def test_a_batch_request_that_has_aged_preempts_by_the_class_of_its_line() -> No
     for _ in range(2):  # the steps in flight
         world.deliver()
     assert "old" in running(world)
-    paused = [s for s in world.scheduler.state.sequences.values() if s.pauses]
-    assert [s.request.asked.request for s in paused] == ["s1"]
+    paused = [s for s in world.scheduler.state.sequences.values() if s.preemptions]
+    assert [s.request.tokenized.request for s in paused] == ["s1"]
     while (now := running(world)) and "old" in now:  # the paused one does not take the place back
         assert "s1" not in now
         world.deliver()

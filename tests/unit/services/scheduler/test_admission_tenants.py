@@ -54,7 +54,7 @@ def test_a_tenant_over_its_share_is_refused_first() -> None:
 def test_prompt_tokens_that_wait_are_shared_likewise() -> None:
     world = flooded(length=60)
     state = world.scheduler.state
-    assert state.waiting.held_tokens <= 400 < state.waiting.held_tokens + 60
+    assert state.waiting.queued_tokens <= 400 < state.waiting.queued_tokens + 60
     refused = len(world.rejected)
     for i in range(6):
         world.ask(f"b{i}", [99] * 60, 5, tenant="b")
@@ -69,7 +69,7 @@ def test_who_waits_for_nothing_is_refused_by_no_forecast() -> None:
     (executor,) = world.scheduler.state.executors.values()
     for i in range(8):
         world.ask(f"a{i}", [7 + i] * 1_500, 20, tenant="a")
-    executor.costs = Known(StepModel(weights_us=10_000, token_ns=10_000_000), loop_us=700)
+    executor.cost_model = Known(StepModel(weights_us=10_000, token_ns=10_000_000), loop_us=700)
     executor.pace.step_us = 10_000
     world.ask("a-more", [7] * 60, 20, tenant="a")
     assert [r.request for r in world.rejected] == ["a-more"]
@@ -77,7 +77,7 @@ def test_who_waits_for_nothing_is_refused_by_no_forecast() -> None:
     assert world.accepted[-1] == "b"
 
 
-@pytest.mark.parametrize("slo_class", requests.NAMES)
+@pytest.mark.parametrize("slo_class", requests.CLASS_NAMES)
 @pytest.mark.parametrize("length", [4, 60])
 def test_one_request_at_a_time_waits_for_the_steps_in_flight_alone(slo_class: str, length: int) -> None:
     """However many of the other one run or wait, how long their prompts are, and whatever class they claim:
@@ -100,14 +100,14 @@ def test_one_request_at_a_time_waits_for_the_steps_in_flight_alone(slo_class: st
 def test_one_request_in_the_lowest_class_takes_nobodys_place() -> None:
     world = flooded()
     world.ask("b", [99] * 4, 5, tenant="b", slo_class="batch")
-    assert not any(s.pauses for s in world.scheduler.state.sequences.values())
+    assert not any(s.preemptions for s in world.scheduler.state.sequences.values())
 
 
 def test_nobody_loses_its_only_sequence_to_a_newcomer() -> None:
     """On a single slot tenants would push one another out for ever."""
     world = flooded(slots=1)
     world.ask("b", [99] * 4, 5, tenant="b")
-    assert not any(s.pauses for s in world.scheduler.state.sequences.values())
+    assert not any(s.preemptions for s in world.scheduler.state.sequences.values())
     world.run()
     world.assert_answers("b")
 
@@ -132,11 +132,11 @@ def test_who_needs_a_block_takes_it_from_the_tenant_that_has_most() -> None:
     world.ask("b", [99] * 4, 30, tenant="b")
     world.run()
     pauses = [
-        (trace.facts.choices[0].close.decisions, trace.facts.request)
-        for trace in world.scheduler.state.recent.traces.values()
-        if trace.facts.choices[0].close is not None
+        (trace.record.choices[0].close.decisions, trace.record.request)
+        for trace in world.scheduler.state.ended.by_key.values()
+        if trace.record.choices[0].close is not None
     ]
-    first = min((d.at_us, name) for decisions, name in pauses for d in decisions if d.what == "pause")
+    first = min((d.at_us, name) for decisions, name in pauses for d in decisions if d.what == "preempt")
     assert first[1] != "b"
 
 

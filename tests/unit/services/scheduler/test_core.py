@@ -13,7 +13,7 @@ from support.scheduler.world import RESERVE, World, any_limits
 from services.scheduler.load_shedding import OVERTAKE_US
 from services.scheduler.state.requests import (
     Arrived,
-    DrainAsked,
+    DrainRequested,
     PeerDraining,
     PeerLost,
     PeerReady,
@@ -162,8 +162,8 @@ def test_a_request_that_came_after_its_like_had_ended_is_run_again(after_us: int
     world.add_engine()
     world.ask("a", [5], 3, received_wall_us=5_000_000, handled_wall_us=5_000_100, sent_wall_us=5_000_200)
     world.run()
-    (trace,) = world.scheduler.state.recent.traces.values()
-    lived_us = 200 + trace.facts.choices[0].close.timings.live_us
+    (trace,) = world.scheduler.state.ended.by_key.values()
+    lived_us = 200 + trace.record.choices[0].close.timings.live_us
     stamp_us = 5_000_000 + lived_us + after_us
     world.handle(
         Arrived("tokenizer.t2", dataclasses.replace(world.asked["a"], attempt=101, received_wall_us=stamp_us))
@@ -262,10 +262,10 @@ def test_the_record_waits_for_ended_and_closes_without_it() -> None:
     world.run()
     seq = world.readers_of("a")[0].opened.seq
     world.handle(Arrived("detokenizer.d1", Ended(seq=seq, index=2, reason="stop")))
-    assert [s.request.asked.request for s in world.scheduler.state.sequences.values()] == ["b"]
-    trace = world.scheduler.state.recent.find("a")
+    assert [s.request.tokenized.request for s in world.scheduler.state.sequences.values()] == ["b"]
+    trace = world.scheduler.state.ended.find("a")
     assert trace is not None
-    assert (trace.facts.choices[0].tokens, trace.facts.choices[0].reason) == (2, "stop")
+    assert (trace.record.choices[0].tokens, trace.record.choices[0].reason) == (2, "stop")
     world.tick(4_900_000)
     assert not world.scheduler.idle
     world.tick(200_000)
@@ -360,7 +360,7 @@ def test_another_detokenizer_takes_over_with_all_tokens() -> None:
         world.ask(f"r{i}", [5, i], 9)
     for _ in range(3):
         world.deliver()
-    owners = {r.asked.request: r.shard for r in world.scheduler.state.requests.values()}
+    owners = {r.tokenized.request: r.shard for r in world.scheduler.state.requests.values()}
     assert set(owners.values()) == {"d1", "d2"}
     world.handle(PeerLost("detokenizer", "d1"))
     for request, shard in owners.items():
@@ -432,7 +432,7 @@ def test_draining_refuses_and_finishes() -> None:
     world = World()
     world.add_engine()
     world.ask("a", [5], 6)
-    world.handle(DrainAsked())
+    world.handle(DrainRequested())
     world.ask("b", [5], 6)
     assert [(r.request, r.code) for r in world.rejected] == [("b", 503)]
     world.run()

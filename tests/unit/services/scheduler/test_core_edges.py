@@ -55,8 +55,8 @@ def test_a_failed_step_spares_who_was_not_in_it() -> None:
     assert len(executor.in_flight) == len(executor.running) == 2
     assert all(s.opened_after < executor.in_flight[0].step for s in executor.running)
     fail_step(world)
-    spared = {"a": "b", "b": "a"}[failing.request.asked.request]
-    closed = world.readers_of(failing.request.asked.request)[0].closed
+    spared = {"a": "b", "b": "a"}[failing.request.tokenized.request]
+    closed = world.readers_of(failing.request.tokenized.request)[0].closed
     assert closed is not None
     assert closed.code == 500
     world.run()
@@ -73,7 +73,9 @@ def test_what_only_a_lost_executor_could_hold_holds_up_nobody() -> None:
     world.ask("small", [5], 3)
     world.run()
     world.assert_answers("small")
-    assert [unit.sequences[0].request.asked.request for unit in world.scheduler.state.waiting] == ["large"]
+    assert [group.sequences[0].request.tokenized.request for group in world.scheduler.state.waiting] == [
+        "large"
+    ]
     world.add_engine("big", epoch=2)
     world.run()
     world.assert_answers("large")
@@ -90,8 +92,8 @@ def test_a_draining_executor_finishes_what_it_has_and_gets_nothing_new() -> None
     assert [r.code for r in world.rejected] == [503]
     world.add_engine("e2")
     world.ask("new", [5, 8], 9)
-    assert [s.request.asked.request for s in world.scheduler.state.executors["e1"].running] == ["old"]
-    assert [s.request.asked.request for s in world.scheduler.state.executors["e2"].running] == ["new"]
+    assert [s.request.tokenized.request for s in world.scheduler.state.executors["e1"].running] == ["old"]
+    assert [s.request.tokenized.request for s in world.scheduler.state.executors["e2"].running] == ["new"]
     world.run()
     world.assert_answers("old")
     world.assert_answers("new")

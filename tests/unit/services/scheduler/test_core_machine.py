@@ -26,7 +26,7 @@ from services.scheduler import preemption
 from services.scheduler.admission import SUSPECT
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
-    PIN_AFTER,
+    PIN_AFTER_PREEMPTIONS,
     Arrived,
     PeerDraining,
     PeerLost,
@@ -90,8 +90,8 @@ class Machine(RuleBasedStateMachine):
         self.cut: dict[tuple[str, int], int] = {}  # by StopFound
         self.failures = False
         self.old: deque[tuple[str, StepResult]] = deque(maxlen=20)
-        self.spied = mock.patch.object(preemption, "pause", self.pause)
-        self.real_pause = preemption.pause
+        self.spied = mock.patch.object(preemption, "preempt", self.pause)
+        self.real_pause = preemption.preempt
         self.spied.start()
         self.join("e1")
         capacity = data.draw(st.sampled_from([0, 12, 32, 160])) // block_tokens
@@ -106,13 +106,13 @@ class Machine(RuleBasedStateMachine):
         found = re.search(r"seq (\d+)", why)
         assert found is not None, "a pause that names no reason"
         first = state.sequences[int(found[1])]
-        unit = state.waiting.units.get(first.unit)
-        level = unit.level if unit is not None and first in unit.sequences else first.level
+        group = state.waiting.groups.get(first.group)
+        level = group.level if group is not None and first in group.sequences else first.level
         of_class = victim.level >= level + ("needs its place" in why)
         assert of_class or share(executor, victim) > share(executor, first), "class inversion"
         assert "nothing of tenant" not in why or share(executor, first) == 0
         assert victim in candidates
-        assert victim.pauses - victim.ceded < PIN_AFTER
+        assert victim.preemptions - victim.ceded_preemptions < PIN_AFTER_PREEMPTIONS
         self.real_pause(state, executor, victim, why, candidates)
 
     def join(self, name: str) -> None:
@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
             dice.randint(1, 14),
             seed=seed,
             n=dice.choice((1, 1, 1, 2, 3)),
-            slo_class=dice.choice(requests.NAMES),
+            slo_class=dice.choice(requests.CLASS_NAMES),
             tenant=dice.choice(("one", "two")),
             stops=dice.random() < 0.3,
             processors=PROCESSORS if dice.random() < 0.3 else (),
@@ -197,7 +197,7 @@ class Machine(RuleBasedStateMachine):
             waiting[0] = dataclasses.replace(
                 waiting[0], ids=ids, row_errors=(*waiting[0].row_errors, (at, "boom"))
             )
-            self.excuse(flights[0].rows[at][0].request.asked.request, 500)
+            self.excuse(flights[0].rows[at][0].request.tokenized.request, 500)
 
     @rule(what=st.sampled_from(["cancel", "detach", "stop"]), seed=SEEDS)
     def end(self, what: str, seed: int) -> None:
@@ -226,7 +226,7 @@ class Machine(RuleBasedStateMachine):
         elif how == "crash":
             self.old.extend((engine, result) for result in self.world.results[engine])
             if (lost := self.world.scheduler.state.executors.get(engine)) is not None:
-                self.deaths.update({s.request.asked.request for s in lost.running})
+                self.deaths.update({s.request.tokenized.request for s in lost.running})
             self.world.crash(engine)
         elif how == "restart":
             self.old.extend((engine, result) for result in self.world.results[engine])

@@ -31,7 +31,7 @@ def held_by_others(world: World) -> bool:
     executor = world.scheduler.state.executors["e1"]
     mine = {block for sequence in executor.running for block in sequence.table}
     pool = executor.pool
-    names = {sequence.request.asked.request for sequence in executor.running}
+    names = {sequence.request.tokenized.request for sequence in executor.running}
     free = pool.free_blocks == pool.blocks - len(mine) and pool.fenced_blocks == 0
     return names == {"b"} and free and pool.free_slots == pool.slots - len(executor.running)
 

@@ -50,7 +50,9 @@ def test_nobody_begins_with_what_a_sequence_that_failed_has_computed(
     world.ask("r", prompt, 4)
     world.deliver()
     while world.results["e1"]:
-        (bad,) = [r.sequences[0] for r in world.scheduler.state.requests.values() if r.asked.request == "r"]
+        (bad,) = [
+            r.sequences[0] for r in world.scheduler.state.requests.values() if r.tokenized.request == "r"
+        ]
         result = world.results["e1"][0]
         slots = list(world.plans[result.step - 1].sample_slots)
         if bad.slot in slots:

@@ -65,10 +65,10 @@ def crowd(kv: str) -> World:
 
 
 def test_who_is_foreseen_is_never_paused() -> None:
-    assert crowd("on_demand").scheduler.state.meter.preemptions > 0
+    assert crowd("on_demand").scheduler.state.counters.preemptions > 0
     world = crowd("foreseen")
-    assert world.scheduler.state.meter.preemptions == 0
-    assert world.scheduler.state.meter.generated_tokens == 6 * 24
+    assert world.scheduler.state.counters.preemptions == 0
+    assert world.scheduler.state.counters.generated_tokens == 6 * 24
 
 
 def test_more_run_at_once_than_where_all_is_promised() -> None:
@@ -93,5 +93,5 @@ def test_others_look_at_no_length(kv: str) -> None:
     world.ask("r", [5] * 8, 40)
     state = world.scheduler.state
     (executor,), (sequence,) = state.executors.values(), state.sequences.values()
-    spare = headroom.spare_blocks(state, executor, [sequence])
-    assert spare == headroom.spare_blocks(state, executor)
+    spare = headroom.headroom_blocks(state, executor, [sequence])
+    assert spare == headroom.headroom_blocks(state, executor)

@@ -39,7 +39,7 @@ def checked(world: World) -> World:
 
 def test_nothing_is_computed_twice_while_a_tier_takes_it() -> None:
     world = checked(crowded(FakeTier(capacity=64)))
-    meter = world.scheduler.state.meter
+    meter = world.scheduler.state.counters
     assert meter.preemptions > 0
     assert meter.loads > 0
     assert meter.stored_blocks > 0
@@ -53,7 +53,7 @@ def test_what_others_keep_on_the_device_does_not_hide_the_rest_below() -> None:
     world.add_tier(FakeTier(capacity=64))
     for number in range(6):
         world.ask(f"r{number}", [7, 7, 7, 7, number + 10, number + 10], 18)
-    meter = checked(world).scheduler.state.meter
+    meter = checked(world).scheduler.state.counters
     assert meter.preemptions > 0
     assert meter.loads > 0
     assert meter.recomputed_tokens <= meter.preemptions
@@ -61,7 +61,7 @@ def test_what_others_keep_on_the_device_does_not_hide_the_rest_below() -> None:
 
 def test_without_a_tier_it_is_computed_again() -> None:
     world = checked(crowded(None))
-    meter = world.scheduler.state.meter
+    meter = world.scheduler.state.counters
     assert meter.recomputed_tokens > 2 * meter.preemptions
 
 
@@ -82,12 +82,12 @@ def test_a_tier_that_is_of_no_use_costs_no_request_and_no_token(switch: str) -> 
 def test_recompute_asks_no_tier() -> None:
     world = checked(crowded(FakeTier(capacity=64), tier="loadtest.policies:recompute"))
     assert world.tier.counts == {}
-    assert world.scheduler.state.meter.recomputed_tokens > 0
+    assert world.scheduler.state.counters.recomputed_tokens > 0
 
 
 def test_swap_takes_all_of_a_victim_off_the_device() -> None:
     world = checked(crowded(FakeTier(capacity=200), 40, tier="loadtest.policies:swap"))
-    meter = world.scheduler.state.meter
+    meter = world.scheduler.state.counters
     assert meter.loads > 0
     assert meter.recomputed_tokens <= meter.preemptions
 

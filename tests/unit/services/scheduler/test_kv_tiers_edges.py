@@ -11,7 +11,7 @@ from support.scheduler.world import World
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state.requests import Arrived, TierLost, TierReady
 from services.scheduler.state.state import Executor
-from services.scheduler.state.transfers import ANSWER_US, MISSES, REST_US, TOLD_BYTES, TOLD_US
+from services.scheduler.state.transfers import ANSWER_US, BACKOFF_US, LONG_COPY_BYTES, LONG_COPY_US, MISSES
 from shared.messages import (
     Cancel,
     KvCopied,
@@ -48,7 +48,7 @@ def test_what_the_last_request_leaves_is_stored_once_it_is_quiet() -> None:
     world.run()
     assert not world.tier.l1, "the next turn may come at once"
     assert store.waits(world.scheduler.state)
-    world.tick(store.QUIET_US)
+    world.tick(store.IDLE_US)
     world.run()
     assert not store.waits(world.scheduler.state)
     assert len(world.tier.l1) == 10
@@ -60,7 +60,7 @@ def stored(tier: FakeTier | None = None) -> World:
     world = fresh(tier)
     world.ask("first", PROMPT, 2)
     world.run()
-    world.tick(store.QUIET_US)
+    world.tick(store.IDLE_US)
     world.run()
     assert len(world.tier.l1) >= 5
     only(world).pool.forget_cache()
@@ -86,7 +86,7 @@ def test_what_is_in_the_tier_comes_back() -> None:
     world.run()
     world.assert_answers("second")
     assert cached_tokens(world, "second") == 20
-    assert world.scheduler.state.meter.l1_hit_blocks == 5
+    assert world.scheduler.state.counters.l1_hit_blocks == 5
 
 
 def test_from_the_remote_tier_by_way_of_the_first() -> None:
@@ -97,7 +97,7 @@ def test_from_the_remote_tier_by_way_of_the_first() -> None:
     world.run()
     world.assert_answers("second")
     assert cached_tokens(world, "second") == 20
-    meter = world.scheduler.state.meter
+    meter = world.scheduler.state.counters
     assert (meter.l1_hit_blocks, meter.l2_hit_blocks, meter.loads_failed) == (0, 5, 0)
 
 
@@ -111,7 +111,7 @@ def test_what_was_fetched_for_the_lookup_is_a_hit_of_the_remote_tier_also_when_i
     world.now_us += 50
     world.run()
     world.assert_answers("second")
-    meter = world.scheduler.state.meter
+    meter = world.scheduler.state.counters
     assert (meter.l1_hit_blocks, meter.l2_hit_blocks) == (3, 2)
 
 
@@ -122,7 +122,7 @@ def test_a_copy_that_fails_is_computed(capsys: pytest.CaptureFixture[str]) -> No
     world.run()
     world.assert_answers("second")
     assert cached_tokens(world, "second") == 0
-    assert world.scheduler.state.meter.loads_failed == 1
+    assert world.scheduler.state.counters.loads_failed == 1
     world.assert_idle()
 
 
@@ -154,8 +154,8 @@ def test_an_executor_without_the_arena_lets_the_tier_rest() -> None:
     world.assert_answers("second")
     state = world.scheduler.state
     assert state.tiers.of("h", world.now_us) is None
-    assert state.tiers.of("h", world.now_us + REST_US) is not None
-    assert state.meter.tier_rests == 1
+    assert state.tiers.of("h", world.now_us + BACKOFF_US) is not None
+    assert state.counters.tier_backoffs == 1
 
 
 def without_answers(token_us: int) -> World:
@@ -164,7 +164,7 @@ def without_answers(token_us: int) -> World:
     world.tier.frozen = True
     for tokens in range(1, 41):
         shape = StepShape(0, 0, 0, 0).with_chunk(0, tokens)
-        only(world).costs.observe(shape, token_us * tokens)
+        only(world).cost_model.observe(shape, token_us * tokens)
     world.ask("first", PROMPT, 2)
     return world
 
@@ -181,8 +181,8 @@ def test_an_answer_is_waited_for_by_what_it_may_save(token_us: int, wait_us: int
 
 def test_an_answer_that_was_asked_for_before_the_turn_is_waited_for_as_long() -> None:
     world = without_answers(4_000)
-    (unit,) = world.scheduler.state.waiting
-    unit.turn_us += 15_000
+    (group,) = world.scheduler.state.waiting
+    group.lookup_since_us += 15_000
     world.tick(lookups.WAIT_US + 1_000)
     assert not world.plans, "its turn has just begun"
     world.tick(84_000)
@@ -196,14 +196,14 @@ def test_no_block_is_given_up_for_a_slow_link_while_its_first_copy_tells_how_slo
     world.run()
     (tier,) = state.tiers.by_host.values()
     (block,) = executor.pool.to_copy(1)
-    job = lookups.fresh(state, executor, tier, [block], [bytes(32)])
-    lookups.count(executor, job, 1 << 20)
+    job = lookups.start_job(state, executor, tier, [block], [bytes(32)])
+    lookups.count_queued(executor, job, 1 << 20)
     assert store._copy_us(state, executor) == 0
-    state.now_us += TOLD_US - 1
+    state.now_us += LONG_COPY_US - 1
     assert store._copy_us(state, executor) == 0
     state.now_us += 1
     assert store._copy_us(state, executor) > 0, "it is slow itself"
-    executor.down.observe(TOLD_BYTES, 1_000_000, state.now_us)
+    executor.down.observe(LONG_COPY_BYTES, 1_000_000, state.now_us)
     assert store._copy_us(state, executor) > 0, "the rate is known"
 
 
@@ -234,7 +234,7 @@ def test_many_that_are_silent_at_one_time_are_one_miss() -> None:
         world.ask(f"r{number}", [number + 3] * 21, 2)
     world.tick(ANSWER_US)
     assert not world.scheduler.state.tiers.lookups
-    assert not world.scheduler.state.meter.tier_rests
+    assert not world.scheduler.state.counters.tier_backoffs
     assert [tier.misses for tier in world.scheduler.state.tiers.by_host.values()] == [1]
 
 
@@ -273,7 +273,7 @@ def test_what_leaves_the_tiers_is_not_copied_there_again() -> None:
     world = fresh()
     world.ask("first", PROMPT, 2)
     world.run()
-    world.tick(store.QUIET_US)
+    world.tick(store.IDLE_US)
     world.run()
     pool, keys = only(world).pool, list(world.tier.l1)
     assert len(pool.clean) == 5
@@ -339,7 +339,7 @@ def test_loading_is_declined_where_computing_is_quicker() -> None:
         world.run()
     world.ask("second", PROMPT, 2)
     world.run()
-    assert world.scheduler.state.meter.loads_declined == 1
+    assert world.scheduler.state.counters.loads_declined == 1
     closed = world.readers_of("second")[0].closed
     assert closed is not None
     assert "would take longer" in next(d.why for d in closed.decisions if d.what == "recompute")
@@ -352,14 +352,14 @@ def test_a_load_competes_with_computing_behind_what_is_before_it(before: list[in
     executor = only(world)
     for tokens in range(1, 41):
         shape = StepShape(0, 0, 0, 0).with_chunk(0, tokens)
-        executor.costs.observe(shape, 1_000 * tokens)
+        executor.cost_model.observe(shape, 1_000 * tokens)
         executor.up.observe(256, 8_000)  # a block
     if before:
         world.ask("before", before, 2)
     world.ask("second", PROMPT, 2)
     while world.deliver_tier():
         pass
-    assert world.scheduler.state.meter.loads_declined == declined
+    assert world.scheduler.state.counters.loads_declined == declined
     assert bool(world.copies["e1"]) == (not declined)
     world.run()
     assert cached_tokens(world, "second") == (0 if declined else 20)
@@ -372,15 +372,15 @@ def test_who_is_next_asks_again_before_its_turn() -> None:
     world.ask("next", PROMPT[::-1], 10)
     while world.deliver_tier():
         pass
-    (unit,) = world.scheduler.state.waiting
-    (answer,) = unit.answers.values()
+    (group,) = world.scheduler.state.waiting
+    (answer,) = group.lookup_results.values()
     assert answer.at_us >= 0
     world.now_us += lookups.STALE_US // 2
     world.deliver()
-    assert list(unit.answers.values()) == [answer], "not old yet"
+    assert list(group.lookup_results.values()) == [answer], "not old yet"
     world.now_us += 1
     world.deliver()
-    (newer,) = unit.answers.values()
-    assert (newer.asked_us, unit.turn_us) == (world.now_us, 0)
+    (newer,) = group.lookup_results.values()
+    assert (newer.sent_us, group.lookup_since_us) == (world.now_us, 0)
     world.run()
     world.assert_answers("next")

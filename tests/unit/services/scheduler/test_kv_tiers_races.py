@@ -9,12 +9,20 @@ from support.scheduler.world_checks import nobody_forgotten
 
 from services.scheduler import preemption, prefix_cache
 from services.scheduler.kv_tiers import load, lookups, store
-from services.scheduler.recompute_cost import Recompute
+from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import NO_TAIL, Arrived, DrainAsked, Tail, Ticked, TierLost, TierReady
+from services.scheduler.state.requests import (
+    NO_TAIL,
+    Arrived,
+    DrainRequested,
+    Tail,
+    Ticked,
+    TierLost,
+    TierReady,
+)
 from services.scheduler.state.state import Executor, Limits
 from shared.messages import KvFound, KvLookup, StepResult, ints
-from shared.telemetry.traces import Choice, RequestFacts, request_spans
+from shared.telemetry.traces import Choice, RequestRecord, request_spans
 
 PROMPT = list(range(3, 24))  # 21 tokens: five blocks of four, and one
 PLACE = ("k1", "f")
@@ -50,7 +58,7 @@ def paused(world: World) -> None:
     while executor.running[0].prefilling:
         assert world.deliver()
     state.now_us = world.now_us
-    preemption.pause(state, executor, executor.running[0], "for a test", [executor.running[0]])
+    preemption.preempt(state, executor, executor.running[0], "for a test", [executor.running[0]])
     executor.pool.forget_cache()
     while world.deliver():
         pass
@@ -59,7 +67,7 @@ def paused(world: World) -> None:
 def test_a_scheduler_that_drains_begins_no_store_that_nobody_needs() -> None:
     world = fresh()
     world.ask("first", PROMPT, 2)
-    world.handle(DrainAsked())
+    world.handle(DrainRequested())
     world.run()
     world.tick(200_000)
     world.run()
@@ -110,7 +118,7 @@ def test_a_tail_that_is_long_in_being_copied_holds_up_nobody() -> None:
     executor, state = only(world), world.scheduler.state
     (sequence,) = executor.running
     state.now_us = world.now_us
-    preemption.pause(state, executor, sequence, "for a test", [sequence])
+    preemption.preempt(state, executor, sequence, "for a test", [sequence])
     tail = executor.pool.block_of.get(sequence.tail.key)
     assert tail is not None
     executor.pool.begin_copy([tail])  # and nothing comes back
@@ -131,18 +139,18 @@ def test_a_late_answer_to_an_earlier_wait_is_not_taken_for_the_present_one() -> 
     (early,) = state.tiers.lookups
     world.tick(lookups.WAIT_US)
     paused(world)
-    (unit,) = state.waiting
-    assert unit.answers[PLACE].at_us < 0
+    (group,) = state.waiting
+    assert group.lookup_results[PLACE].at_us < 0
     world.handle(Arrived("kv_offload.k1", KvFound(job=early, tiers=ints([0] * 5))))
-    assert unit.answers[PLACE].at_us < 0
+    assert group.lookup_results[PLACE].at_us < 0
     (late,) = state.tiers.lookups
     world.handle(Arrived("kv_offload.k1", KvFound(job=late, tiers=ints([1] * 5))))
-    assert unit.answers[PLACE].found == (1,) * 5
+    assert group.lookup_results[PLACE].found == (1,) * 5
 
 
 def test_rows_that_want_a_block_of_the_smallest_engine_get_it() -> None:
     world = fresh(blocks=6)
-    world.scheduler.state.reuse_pm = 0  # nothing is copied that nobody needs
+    world.scheduler.state.prefix_reuse_pm = 0  # nothing is copied that nobody needs
     world.ask("first", [5] * 6, 3)
     world.run()
     assert only(world).pool.dirty_blocks == 2
@@ -158,9 +166,9 @@ def test_a_load_does_not_write_what_a_fork_still_reads() -> None:
     world = stored(Limits(overlap="single"))
     executor = only(world)
     world.ask("choices", [50] * 6, 12, n=2)
-    while not executor.copies:
+    while not executor.fork_copies:
         assert world.deliver_tier()
-    ((source, _),) = executor.copies
+    ((source, _),) = executor.fork_copies
     leader = executor.running[0]
     assert leader.table[1] == source
     leader.stop_ids = frozenset(range(1_000))
@@ -188,7 +196,7 @@ def test_a_copy_whose_step_has_not_come_back_is_not_believed() -> None:
     executor, state = only(world), world.scheduler.state
     state.now_us = world.now_us
     store._store_ahead(state, executor, state.tiers.by_host["h"], 8)
-    world._carry_out(state.out.pop())
+    world._carry_out(state.commands.pop())
     assert world.deliver_tier()
     (pending,) = world.copies["e1"]
     assert pending.copy.after_step == executor.in_flight[-1].step
@@ -200,7 +208,7 @@ def test_a_copy_whose_step_has_not_come_back_is_not_believed() -> None:
     while world.deliver_tier():
         pass
     assert not world.tier.l1
-    assert state.meter.stores_failed == 1
+    assert state.counters.stores_failed == 1
 
 
 @pytest.mark.parametrize("copied_first", [True, False])
@@ -218,7 +226,7 @@ def test_what_a_failed_step_wrote_into_does_not_come_back_from_below(copied_firs
     (sequence,), (flight,) = executor.running, executor.in_flight
     assert (len(sequence.tokens), flight.plan.starts[0]) == (23, 22)  # into the last block, behind two tokens
     state.now_us = world.now_us
-    preemption.pause(state, executor, sequence, "for a test", [sequence])
+    preemption.preempt(state, executor, sequence, "for a test", [sequence])
     world.tick(200_000)
     if not copied_first:
         assert world.deliver()
@@ -255,7 +263,7 @@ def test_a_restore_lasts_from_the_question_to_the_copy_in_the_trace() -> None:
     world.run()
     closed = world.readers_of("second")[0].closed
     assert closed is not None
-    facts = RequestFacts(
+    facts = RequestRecord(
         request="second", tenant="t", model="m", format="chat", inbox="i", received_wall_us=0,
         detokenizer="d", choices=(Choice(index=0, tokens=2, reason="length", close=closed),),
     )  # fmt: skip
@@ -275,10 +283,13 @@ def test_two_kinds_of_engines_on_a_host_are_asked_for_apart() -> None:
     lookups = world.tier.counts[KvLookup.__name__]
     world.ask("second", PROMPT, 2)
     assert world.tier.counts[KvLookup.__name__] == lookups + 2
-    (unit,) = world.scheduler.state.waiting
-    assert set(unit.answers) == {PLACE, ("k1", "g")}
+    (group,) = world.scheduler.state.waiting
+    assert set(group.lookup_results) == {PLACE, ("k1", "g")}
     world.run()
-    assert {place: sum(answer.found) for place, answer in unit.answers.items()} == {PLACE: 5, ("k1", "g"): 0}
+    assert {place: sum(answer.found) for place, answer in group.lookup_results.items()} == {
+        PLACE: 5,
+        ("k1", "g"): 0,
+    }
     world.assert_answers("second")
 
 
@@ -310,7 +321,7 @@ def test_a_tier_without_room_is_not_asked_over_and_over_for_those_who_run() -> N
     while not (len(only(world).running) == 2 and not any(s.prefilling for s in only(world).running)):
         assert world.deliver_tier() or world.deliver("e1")
     executor = only(world)
-    executor.growth_pm = 1_000
+    executor.headroom_pm = 1_000
     executor.pool.reserve(executor.pool.free_blocks - 2)  # others are promised the rest
     world.tier.no_room = True
     asked_us = world.now_us
@@ -362,7 +373,7 @@ def test_the_place_of_a_victim_is_seen_to_at_once(tier: str) -> None:
     for number in range(6):
         world.ask(f"r{number}", [number + 3] * 6, 18)
     world.run()
-    assert world.scheduler.state.meter.preemptions > 0
+    assert world.scheduler.state.counters.preemptions > 0
     for number in range(6):
         world.assert_answers(f"r{number}")
 
@@ -374,8 +385,8 @@ def test_no_try_of_a_link_is_made_at_the_cost_of_who_is_paused() -> None:
     while not executor.running:
         assert world.deliver_tier()
     (sequence,) = executor.running
-    costs = Recompute.of(executor)
-    look = store._Look(pressed=1, copy_us=0, paused_us=700, chance_pm=1_000, recompute=costs)
+    costs = RecomputeCost.of(executor)
+    look = store._Conditions(pressed=1, copy_us=0, preempted_us=700, chance_pm=1_000, recompute=costs)
     assert store._view(state, executor, look, (sequence.seq, 0)).copy_us == 0
     paused(world)
     assert store._view(state, executor, look, (sequence.seq, 0)).copy_us == 700

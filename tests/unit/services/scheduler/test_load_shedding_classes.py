@@ -17,7 +17,7 @@ def test_waiting_batch_requests_do_not_turn_an_interactive_one_away() -> None:
     world = World(Limits(classes=requests.parse("interactive=1000/50/0,batch=0/500/0")))
     world.add_engine(slots=1)
     (executor,) = world.scheduler.state.executors.values()
-    executor.costs = Known(StepModel(weights_us=10_000, token_ns=0), loop_us=700)
+    executor.cost_model = Known(StepModel(weights_us=10_000, token_ns=0), loop_us=700)
     executor.pace.step_us = 10_000
     for i in range(40):
         world.ask(f"b{i}", [5, i], 40, slo_class="batch")
@@ -33,7 +33,7 @@ def batch_world(slots: int, running: int, waiting: int) -> World:
     world = World(Limits(classes=requests.parse("interactive=1000/50/0,standard=1000/50/0,batch=0/500/0")))
     world.add_engine(slots=slots, blocks=4_000, max_context=12_000)
     (executor,) = world.scheduler.state.executors.values()
-    executor.costs = Known(StepModel(weights_us=10_000, token_ns=10_000_000), loop_us=700)
+    executor.cost_model = Known(StepModel(weights_us=10_000, token_ns=10_000_000), loop_us=700)
     executor.pace.step_us = 10_000
     for i in range(running + waiting):
         world.ask(f"b{i}", [5 + i] * 4, 500, slo_class="batch")
@@ -50,7 +50,7 @@ def test_lower_classes_that_run_are_not_ahead() -> None:
         for _ in range(3):
             world.deliver()
         (executor,) = world.scheduler.state.executors.values()
-        assert "late" in [s.request.asked.request for s in executor.running]
+        assert "late" in [s.request.tokenized.request for s in executor.running]
 
 
 def test_who_runs_and_gives_no_place_up_is_ahead() -> None:

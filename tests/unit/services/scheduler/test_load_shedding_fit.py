@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduler.world import World
 
-from services.scheduler.headroom import holds
-from services.scheduler.load_shedding import fitted
+from services.scheduler.headroom import fits_alone
+from services.scheduler.load_shedding import with_possible_max_tokens
 from services.scheduler.state.requests import Arrived, PeerDraining
-from services.scheduler.state.waiting_queue import Unit
+from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import Tokenized, ints
 
 
@@ -60,7 +60,7 @@ def test_the_largest_executor_counts_that_stays() -> None:
     made.handle(PeerDraining("executor", "e2"))
     made.ask("b", [1] * 5, 1_000, open_end=True)
     requests = made.scheduler.state.requests
-    assert [requests["public", name].asked.max_tokens for name in "ab"] == [35, 27]
+    assert [requests["public", name].tokenized.max_tokens for name in "ab"] == [35, 27]
 
 
 def test_a_request_that_goes_on_elsewhere_is_fitted_there_and_loses_nothing() -> None:
@@ -102,13 +102,13 @@ def test_what_is_fitted_fits_and_a_token_more_does_not(
         assert made.rejected[0].code == 400
         return
     asked = made.asked["a"]
-    length = fitted(made.scheduler.state, asked).max_tokens
+    length = with_possible_max_tokens(made.scheduler.state, asked).max_tokens
     sequences = made.scheduler.state.requests["public", "a"].sequences
     assert all(s.max_length == prompt + length for s in sequences)
-    unit = Unit(sequences[0].request, sequences, 1)
+    group = SequenceGroup(sequences[0].request, sequences, 1)
     for sequence in sequences:
         sequence.tokens = sequence.tokens[:prompt]
-    assert holds(executor, unit)
+    assert fits_alone(executor, group)
     for sequence in sequences:
         sequence.max_length += 1
-    assert not holds(executor, unit)
+    assert not fits_alone(executor, group)

@@ -20,7 +20,7 @@ def busy_world(waiting: int, known: bool = True) -> World:
     world.add_engine(slots=1)
     if known:
         (executor,) = world.scheduler.state.executors.values()
-        executor.costs = Known(StepModel(weights_us=0, token_ns=1_000), loop_us=700)
+        executor.cost_model = Known(StepModel(weights_us=0, token_ns=1_000), loop_us=700)
         executor.pace.step_us = 1_000
     for i in range(waiting):
         world.ask(f"r{i}", [5, i], 20)
@@ -43,7 +43,7 @@ def test_an_idle_executor_takes_the_prompt_and_one_loop() -> None:
     asked = busy_world(0)
     asked.ask("a", [9] * 10, 5)
     assert (
-        executor.costs.loop_us
+        executor.cost_model.loop_us
         <= load_shedding.ttft_us(world.scheduler.state, asked.asked["a"], 1)
         <= 700 + 11
     )
@@ -71,7 +71,7 @@ def hopeless(seconds_per_token: int) -> World:
     world = World(Limits(classes=requests.parse("standard=60000/100/0")))
     world.add_engine(slots=2)
     (executor,) = world.scheduler.state.executors.values()
-    executor.costs = Known(StepModel(weights_us=0, token_ns=seconds_per_token * 10**9), loop_us=700)
+    executor.cost_model = Known(StepModel(weights_us=0, token_ns=seconds_per_token * 10**9), loop_us=700)
     return world
 
 
@@ -120,7 +120,7 @@ def test_a_wide_request_waits_for_one_slot() -> None:
         world = World(Limits(classes=SLO, window=1))
         world.add_engine(slots=16, blocks=4_000, max_context=4_000)
         (executor,) = world.scheduler.state.executors.values()
-        executor.costs = Known(StepModel(weights_us=10_000, token_ns=1_000), loop_us=700)
+        executor.cost_model = Known(StepModel(weights_us=10_000, token_ns=1_000), loop_us=700)
         executor.pace.step_us = 10_000
         for i in range(14):
             world.ask(f"long{i}", [5 + i] * 4, 3_000)

@@ -67,7 +67,7 @@ def test_another_kind_takes_over_as_a_whole_when_none_of_the_first_is_left() -> 
     world.add_engine("e1", epoch=2, digest="aaa")  # too late
     assert serving(world) == ["e2", "e4"]
     world.crash("e1")
-    assert "e1" not in world.scheduler.state.outside
+    assert "e1" not in world.scheduler.state.excluded
 
 
 def test_a_roll_to_new_weights() -> None:
@@ -192,8 +192,8 @@ def test_its_detokenizer_knows_who_has_computed_a_request() -> None:
 def test_the_state_with_its_kinds_can_be_frozen() -> None:
     world = of_kinds("aaa", "bbb")
     state = restore(snapshot(world.scheduler.state))
-    assert state.kinds == world.scheduler.state.kinds
-    assert state.outside == world.scheduler.state.outside
+    assert state.model_kinds == world.scheduler.state.model_kinds
+    assert state.excluded == world.scheduler.state.excluded
 
 
 @given(st.data())

@@ -15,18 +15,18 @@ from services.scheduler.overlap import (
     MIN_SEEN,
     PROBE_EVERY,
     PROBE_STEPS,
-    Load,
-    choose,
+    OverlapLoad,
+    choose_mode,
     depth,
     rate,
 )
-from services.scheduler.state.cost_model import Costs, Pace
+from services.scheduler.state.cost_model import CostModel, StepPace
 from services.scheduler.state.state import Limits
 from shared.step_model import H200_8B, SMOLLM2_CPU, StepModel
 
 
-def load(rows: int, hosted: int, context: int = 1_024, stages: int = 1, window: int = 2) -> Load:
-    return Load(rows, hosted, rows * context, stages, window)
+def load(rows: int, hosted: int, context: int = 1_024, stages: int = 1, window: int = 2) -> OverlapLoad:
+    return OverlapLoad(rows, hosted, rows * context, stages, window)
 
 
 FLAT = StepModel(weights_us=1_000, token_ns=1, row_ns=10_000)  # 1,000 us and 10 us a row
@@ -48,7 +48,7 @@ def test_rates_by_hand() -> None:
     [(256, 256, "two_batch"), (64, 64, "single"), (256, 0, "run_ahead"), (64, 0, "run_ahead")],
 )
 def test_an_8b_on_an_h200_with_a_host_processor_of_30_us_a_row(rows: int, hosted: int, mode: str) -> None:
-    assert choose(load(rows, hosted), Known(H200_8B, 300, 30), "") == mode
+    assert choose_mode(load(rows, hosted), Known(H200_8B, 300, 30), "") == mode
 
 
 def test_rows_that_all_wait_for_the_host_have_nothing_to_run_ahead_with() -> None:
@@ -56,33 +56,33 @@ def test_rows_that_all_wait_for_the_host_have_nothing_to_run_ahead_with() -> Non
     costs = Known(SMOLLM2_CPU, 2_000, 5_000)
     by_halves, two_batch = (rate(mode, load(16, 16, 160), costs) for mode in ("run_ahead", "two_batch"))
     assert by_halves == pytest.approx(two_batch, rel=1e-3)
-    assert choose(load(16, 16, 160), costs, "run_ahead") == "two_batch"
+    assert choose_mode(load(16, 16, 160), costs, "run_ahead") == "two_batch"
 
 
 def test_two_stages_are_fed_by_two_batches() -> None:
     costs = Known(H200_8B, 300)
-    assert choose(load(256, 0, stages=2), costs, "single") == "two_batch"
-    assert choose(load(1, 0, stages=2), costs, "single") != "two_batch"
+    assert choose_mode(load(256, 0, stages=2), costs, "single") == "two_batch"
+    assert choose_mode(load(1, 0, stages=2), costs, "single") != "two_batch"
 
 
 def test_little_known_means_the_safe_mode() -> None:
-    costs = Costs()
+    costs = CostModel()
     costs.seen = MIN_SEEN - 1
-    assert choose(load(256, 0), costs, "") == "run_ahead"
-    assert choose(load(256, 1), costs, "") == "single"
+    assert choose_mode(load(256, 0), costs, "") == "run_ahead"
+    assert choose_mode(load(256, 1), costs, "") == "single"
 
 
 def test_a_mode_is_left_for_one_percent_at_least() -> None:
     step = StepModel(weights_us=10_000, token_ns=1)
-    assert choose(load(8, 0, 0), Known(step, 99), "single") == "single"
-    assert choose(load(8, 0, 0), Known(step, 101), "single") == "run_ahead"
-    assert choose(load(8, 0, 0), Known(step, 99), "") == "run_ahead"
+    assert choose_mode(load(8, 0, 0), Known(step, 99), "single") == "single"
+    assert choose_mode(load(8, 0, 0), Known(step, 101), "single") == "run_ahead"
+    assert choose_mode(load(8, 0, 0), Known(step, 99), "") == "run_ahead"
 
 
 def test_rows_that_end_unforeseen_are_computed_once_more_for_each_step_ahead() -> None:
     """One row in four is an answer's last, and nobody knew: of five rows one is for nothing."""
     costs = Known(FLAT, loop_us=500)
-    cut = dataclasses.replace(load(100, 0, 0), cut=0.25)
+    cut = dataclasses.replace(load(100, 0, 0), early_end_share=0.25)
     assert rate("run_ahead", cut, costs) == 100 * 10**9 // 2_000 * 4 // 5
     assert rate("single", cut, costs) == rate("single", load(100, 0, 0), costs)
 
@@ -106,16 +106,16 @@ def test_an_end_by_max_tokens_is_foreseen(stops: bool, cut: int) -> None:
     for n in range(3):
         ends = (p for p in range(5, 900) if expected_tokens([p, n], 0, 1, True)[0] == STOP_ID)
         prompt = next(ends) if stops else 5
-        before = executor.pace.cut
+        before = executor.pace.early_ends
         world.ask(f"r{n}", [prompt, n], 30 if stops else 1, stops=stops)
         world.run()
-        found += executor.pace.cut > before
+        found += executor.pace.early_ends > before
     assert found == cut
 
 
 def test_a_guard_compares_what_it_has_seen_lately() -> None:
     """A thousand slow steps, then a hundred quick ones: the speed is that of the quick ones."""
-    pace = Pace(mode="run_ahead")
+    pace = StepPace(mode="run_ahead")
     for step in range(1, 1_101):
         pace.note(step, 10, 1_000, step * 1_000 + min(step, 1_000) * 9_000, busy=True)
     assert pace.speed.us < 3 * pace.speed.took_us
@@ -144,7 +144,7 @@ def modes(world: World, steps: int, monkeypatch: pytest.MonkeyPatch, wanted: dic
     for step in range(steps):
         executor.step = step
         best = wanted[max(at for at in wanted if at <= step)]
-        monkeypatch.setattr(overlap, "choose", lambda load, costs, present, best=best: best)
+        monkeypatch.setattr(overlap, "choose_mode", lambda load, costs, present, best=best: best)
         found.append(overlap.mode_of(world.scheduler.state, executor)[0])
     return found
 
@@ -169,7 +169,7 @@ def test_a_mode_is_not_kept_for_a_burst(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         monkeypatch.setattr(executor, "running", [None] * rows)
         monkeypatch.setattr(overlap, "_load", lambda state, executor: None)
-        monkeypatch.setattr(overlap, "choose", lambda load, costs, present, best=best: best)
+        monkeypatch.setattr(overlap, "choose_mode", lambda load, costs, present, best=best: best)
         assert overlap.mode_of(world.scheduler.state, executor)[0] == found
 
 
@@ -181,8 +181,8 @@ def test_a_mode_slower_than_single_is_dropped_for_a_time(
     world = World()
     world.add_engine()
     (executor,) = world.scheduler.state.executors.values()
-    executor.pace = Pace(mode="run_ahead", rows=100, steps=10, us=10_000, took_us=9_000)
-    monkeypatch.setattr(overlap, "choose", lambda load, costs, present: "run_ahead")
+    executor.pace = StepPace(mode="run_ahead", rows=100, steps=10, us=10_000, took_us=9_000)
+    monkeypatch.setattr(overlap, "choose_mode", lambda load, costs, present: "run_ahead")
     executor.step = PROBE_EVERY
     found = [overlap.mode_of(world.scheduler.state, executor)[0]]
     executor.pace = dataclasses.replace(executor.pace, rows=100, steps=10, us=probe_us, took_us=9_000)
@@ -204,7 +204,7 @@ def test_two_batch_with_one_half_empty_goes_on() -> None:
 
 def test_time_without_work_is_nobodys_slowness() -> None:
     """An answer is cancelled, the next request comes ten seconds later: the gap is in no mode's speed."""
-    pace = Pace(mode="run_ahead")
+    pace = StepPace(mode="run_ahead")
     pace.note(1, 1, 1_000, 10_000, busy=True)
     pace.note(2, 1, 1_000, 11_000, busy=True)
     pace.planned(10_011_000)

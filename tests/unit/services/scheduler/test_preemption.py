@@ -10,12 +10,12 @@ from support.scheduler.world import World
 
 from loadtest import policies
 from services.scheduler import admission, headroom, preemption
-from services.scheduler.headroom import spare_blocks
+from services.scheduler.headroom import headroom_blocks
 from services.scheduler.state import requests
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.requests import PIN_AFTER, Arrived, PeerDraining, Sequence, Ticked
+from services.scheduler.state.requests import PIN_AFTER_PREEMPTIONS, Arrived, PeerDraining, Sequence, Ticked
 from services.scheduler.state.state import Executor, Limits, State
-from services.scheduler.state.waiting_queue import Unit, Waiting
+from services.scheduler.state.waiting_queue import SequenceGroup, WaitingQueue
 from shared.messages import Cancel
 
 NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
@@ -24,7 +24,7 @@ KV = ("on_demand", "reserve", f"{OURS}greedy", f"{OURS}by_chunk")
 
 
 def pauses(world: World, request: str) -> int:
-    return sum(s.pauses for s in world.scheduler.state.requests["public", request].sequences)
+    return sum(s.preemptions for s in world.scheduler.state.requests["public", request].sequences)
 
 
 def test_the_latest_of_the_lowest_class_is_paused() -> None:
@@ -40,7 +40,7 @@ def test_the_latest_of_the_lowest_class_is_paused() -> None:
                 counts[name] = max(counts[name], pauses(world, name))
         world.deliver()
     assert counts["early"] == 0
-    assert 0 < counts["batch"] <= PIN_AFTER
+    assert 0 < counts["batch"] <= PIN_AFTER_PREEMPTIONS
     for name in counts:
         world.assert_answers(name)
     world.assert_idle()
@@ -53,8 +53,8 @@ def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
     world.ask("standard", [6] * 4, 12)
     world.ask("now", [7] * 4, 12, slo_class="interactive")
     assert (pauses(world, "batch"), pauses(world, "standard")) == (1, 0)
-    decision = next(s for s in world.scheduler.state.sequences.values() if s.pauses).decisions[-1]
-    assert decision.what == "pause"
+    decision = next(s for s in world.scheduler.state.sequences.values() if s.preemptions).decisions[-1]
+    assert decision.what == "preempt"
     assert "class interactive needs its place; latest of 2: seq 1 (batch" in decision.why
     world.ask("another", [8] * 4, 12, slo_class="standard")
     assert (pauses(world, "standard"), pauses(world, "now")) == (0, 0), "nobody for one of the same class"
@@ -85,7 +85,7 @@ def test_whose_last_token_is_on_its_way_needs_no_block() -> None:
     world.ask("ends", [6] * 5, 4)
     (executor,) = world.scheduler.state.executors.values()
     assert [(s.computed, len(s.table), s.planned_length) for s in executor.running] == [(8, 2, 9)]
-    assert headroom.needy(executor) == []
+    assert headroom.rows_without_block(executor) == []
     world.run()
     world.assert_answers("ends")
 
@@ -98,7 +98,9 @@ def test_whom_a_draining_executor_alone_could_hold_holds_up_nobody() -> None:
     world.ask("large", [6] * 20, 20)
     world.handle(PeerDraining("executor", "large"))
     world.ask("small", [7], 3)
-    assert [s.request.asked.request for s in world.scheduler.state.executors["little"].running] == ["small"]
+    assert [s.request.tokenized.request for s in world.scheduler.state.executors["little"].running] == [
+        "small"
+    ]
 
 
 def test_a_new_incarnation_with_the_same_numbers_takes_who_waits() -> None:
@@ -123,15 +125,15 @@ def three_at_once(policy: Policy) -> tuple[World, int, int]:
     world.add_engine(blocks=12, slots=3)
     state, most, spare = world.scheduler.state, 0, 0
     (executor,) = state.executors.values()
-    executor.growth_pm = 1_000
+    executor.headroom_pm = 1_000
     asked = ("a", "b", "c")
     for number, name in enumerate(asked):
         world.ask(name, [number + 5] * 12, 8)
     while world.deliver():
-        most = max([most, *(s.pauses for s in state.sequences.values())])
-        spare = max(spare, spare_blocks(state, executor) - len(headroom.needy(executor)))
+        most = max([most, *(s.preemptions for s in state.sequences.values())])
+        spare = max(spare, headroom_blocks(state, executor) - len(headroom.rows_without_block(executor)))
         assert policy.reservation == "on_demand" or not any(
-            s.pinned or s.spared_until_us for s in state.sequences.values()
+            s.pinned or s.protected_until_us for s in state.sequences.values()
         )
         executor.pool.check()
     for name in asked:
@@ -158,8 +160,8 @@ def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: 
     world, _, _ = three_at_once(Policy(reservation=f"{OURS}greedy", tier=tier))
     hits = [
         dict(decision.numbers)["hit_tokens"]
-        for trace in world.scheduler.state.recent.traces.values()
-        for choice in trace.facts.choices
+        for trace in world.scheduler.state.ended.by_key.values()
+        for choice in trace.record.choices
         if choice.close is not None
         for decision in choice.close.decisions
         if decision.what == "resume"
@@ -174,9 +176,9 @@ def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
 ) -> None:
     start, found = admission._start, list[int]()
 
-    def watched(state: State, offer: admission.Offer, unit: Unit) -> None:
-        pool, short = offer.executor.pool, headroom.needy(offer.executor)
-        start(state, offer, unit)
+    def watched(state: State, offer: admission.Offer, group: SequenceGroup) -> None:
+        pool, short = offer.executor.pool, headroom.rows_without_block(offer.executor)
+        start(state, offer, group)
         assert len(short) <= pool.unreserved_blocks
         found.append(len(short))
 
@@ -186,9 +188,9 @@ def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
     (executor,) = world.scheduler.state.executors.values()
     for number in range(12):
         world.ask(f"r{number}", [number + 5] * (5 + number % 4), 12 + number % 5)
-    executor.growth_pm = 0
+    executor.headroom_pm = 0
     while world.deliver():
-        executor.growth_pm = 0
+        executor.headroom_pm = 0
     for number in range(12):
         world.assert_answers(f"r{number}")
     assert len(found) > 12, "nobody came back"
@@ -201,7 +203,7 @@ class EndlessError(Exception):
 
 def count_pauses(monkeypatch: pytest.MonkeyPatch, world: World) -> Counter[tuple[int, int]]:
     """Of each sequence within each event, from now on."""
-    pause, counts = preemption.pause, Counter[tuple[int, int]]()
+    pause, counts = preemption.preempt, Counter[tuple[int, int]]()
 
     def counted(
         state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]
@@ -211,7 +213,7 @@ def count_pauses(monkeypatch: pytest.MonkeyPatch, world: World) -> Counter[tuple
             raise EndlessError
         pause(state, executor, victim, why, candidates)
 
-    monkeypatch.setattr(preemption, "pause", counted)
+    monkeypatch.setattr(preemption, "preempt", counted)
     return counts
 
 
@@ -246,7 +248,7 @@ def any_history(world: World, dice: random.Random) -> list[str]:
         prompt = [dice.randrange(5, 900) for _ in range(dice.choice([1, 4, 9, 20]))]
         world.ask(
             f"r{i}", prompt, dice.randint(1, 24), tenant=dice.choice("aabc"), n=dice.choice((1, 1, 2)),
-            slo_class=dice.choice(requests.NAMES),
+            slo_class=dice.choice(requests.CLASS_NAMES),
         )  # fmt: skip
         for _ in range(dice.randint(0, 3)):
             world.deliver(dice.choice(list(world.engines)))
@@ -262,9 +264,9 @@ def test_within_one_event_nobody_is_paused_twice(
     """Not even where the queue has no order at all."""
     dice = random.Random(seed)
 
-    def anybody(waiting: Waiting, model: str, running: object = None) -> Unit | None:
-        units = [unit for unit in waiting if not unit.parked]
-        return dice.choice(units) if units else None
+    def anybody(waiting: WaitingQueue, model: str, running: object = None) -> SequenceGroup | None:
+        groups = [group for group in waiting if not group.parked]
+        return dice.choice(groups) if groups else None
 
     limits = Limits(
         classes=NEVER, window=dice.randint(1, 3), step_tokens=dice.choice((4, 16, 64)),
@@ -273,7 +275,7 @@ def test_within_one_event_nobody_is_paused_twice(
     )  # fmt: skip
     world = World(limits)
     if any_order:
-        monkeypatch.setattr(Waiting, "first", anybody)
+        monkeypatch.setattr(WaitingQueue, "first", anybody)
     counts = count_pauses(monkeypatch, world)
     asked = any_history(world, dice)
     assert max(counts.values(), default=1) == 1
@@ -285,7 +287,7 @@ def test_within_one_event_nobody_is_paused_twice(
 def paused(world: World) -> dict[str, int]:
     """Pauses so far of who is here."""
     sequences = world.scheduler.state.sequences.values()
-    return {s.request.asked.request: s.pauses for s in sequences if s.pauses}
+    return {s.request.tokenized.request: s.preemptions for s in sequences if s.preemptions}
 
 
 def test_one_place_is_taken_on_one_executor() -> None:
@@ -423,9 +425,9 @@ def test_those_that_had_their_turn_give_way_to_newcomers_first() -> None:
         while world.readers_of(f"b{i}")[0].closed is None:
             assert world.deliver()
         world.deliver()
-    by_name = {s.request.asked.request: s for s in world.scheduler.state.sequences.values()}
-    assert [by_name[f"a{i}"].pauses for i in range(3)] == [1, 4, 4]
-    assert [s.pauses - s.ceded for s in by_name.values()] == [0, 0, 0]
+    by_name = {s.request.tokenized.request: s for s in world.scheduler.state.sequences.values()}
+    assert [by_name[f"a{i}"].preemptions for i in range(3)] == [1, 4, 4]
+    assert [s.preemptions - s.ceded_preemptions for s in by_name.values()] == [0, 0, 0]
 
 
 def test_a_pause_within_its_turn_counts() -> None:
@@ -438,4 +440,4 @@ def test_a_pause_within_its_turn_counts() -> None:
     newcomers(world, "large", tokens=6)
     close = world.readers_of("large")[0].closed
     assert close is not None
-    assert sum(d.what == "pause" for d in close.decisions) == 1 + PIN_AFTER
+    assert sum(d.what == "preempt" for d in close.decisions) == 1 + PIN_AFTER_PREEMPTIONS

@@ -95,11 +95,11 @@ def test_own_work_done_again_is_not_cached() -> None:
     for i in range(3):
         world.ask(f"r{i}", [7 + i] * 6, 16)
     world.run()
-    assert world.scheduler.state.meter.preemptions > 0
+    assert world.scheduler.state.counters.preemptions > 0
     assert [cached(world, f"r{i}") for i in range(3)] == [0, 0, 0]
     for i in range(3):
         world.assert_answers(f"r{i}")
-    served = world.scheduler.state.waiting.served.of(("public", 1))
+    served = world.scheduler.state.waiting.served.get(("public", 1))
     assert served == 3 * (6 + 2 * 16)
     world.assert_idle()
 

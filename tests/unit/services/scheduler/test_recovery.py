@@ -12,12 +12,12 @@ from support.scheduler.world import World, any_limits
 
 from services.scheduler.state.requests import (
     Arrived,
-    DrainAsked,
+    DrainRequested,
     PeerDraining,
     PeerLost,
     PeerReady,
     Send,
-    facts_of,
+    request_record,
 )
 from shared.kv_blocks import choice_seed
 from shared.messages import MOVED, Cancel, Detached, Tokenized, ints
@@ -172,7 +172,7 @@ def test_who_cannot_serve_yet_says_503_and_serves_later(why: str) -> None:
     if why != "no executor":
         world.add_engine()
     if why == "draining":
-        world.handle(DrainAsked())
+        world.handle(DrainRequested())
     if why == "executor drains":
         world.handle(PeerDraining("executor", "e1"))
     resume(world, of, so_far(of, [2]), "detokenizer.d9" if why == "unknown detokenizer" else "detokenizer.d1")
@@ -222,7 +222,7 @@ def test_its_time_limit_and_its_stages_count_from_the_first_arrival() -> None:
     resume(world, of, so_far(of, [2], age_us=4_000_000, first_us=300_000))
     request = world.scheduler.state.requests["public", "r"]
     (sequence,) = request.sequences
-    facts = facts_of(request, world.now_us)
+    facts = request_record(request, world.now_us)
     assert facts.choices[0].close.timings.queue_us == 0
     assert facts.choices[0].close.timings.prefill_us == 300_000
     assert [d.what for d in sequence.decisions][:1] == ["resume"]
@@ -236,8 +236,8 @@ def test_what_is_computed_again_is_counted_as_that() -> None:
     world, of = world_with_engine(), asked()
     resume(world, of, so_far(of, [5]))
     world.run()
-    assert world.scheduler.state.meter.recomputed_tokens == len(PROMPT) + 5 - 1
-    assert world.scheduler.state.meter.generated_tokens == 12 - 5
+    assert world.scheduler.state.counters.recomputed_tokens == len(PROMPT) + 5 - 1
+    assert world.scheduler.state.counters.generated_tokens == 12 - 5
 
 
 def test_the_request_as_asked_is_left_with_every_detokenizer() -> None:

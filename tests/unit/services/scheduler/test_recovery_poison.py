@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduler.world import World, any_limits
 
-from services.scheduler.admission import NEIGHBOURS, PAST, on_trial
-from services.scheduler.state.requests import DrainAsked, PeerDraining, PeerLost, StreamLost
+from services.scheduler.admission import MAX_UNPROVEN, PROVEN_TOKENS, on_trial
+from services.scheduler.state.requests import DrainRequested, PeerDraining, PeerLost, StreamLost
 from services.scheduler.state.state import Limits
 from shared.messages import StepPlan
 
@@ -31,7 +31,7 @@ class Deadly:
         self.world.add_engine(self.name, blocks=400, slots=self.slots, max_context=200)
 
     def run(self) -> None:
-        """Until nothing moves any more; `deaths` counts the engines that have died."""
+        """Until nothing moves any more; `executor_deaths` counts the engines that have died."""
         for _ in range(5_000):
             fresh, self._seen = self.world.plans[self._seen :], len(self.world.plans)
             if any(self._kills(plan) for plan in fresh):
@@ -94,14 +94,14 @@ def test_a_suspect_is_tried_alone_among_suspects_and_beside_few_others() -> None
             most["trials"] = max(most["trials"], len(tried))
             if tried:
                 others = [s for s in executor.running if id(s.request) not in tried]
-                unproven = [s for s in others if len(s.tokens) <= s.opened_length + PAST]
+                unproven = [s for s in others if len(s.tokens) <= s.opened_length + PROVEN_TOKENS]
                 most["unproven"] = max(most["unproven"], len(unproven))
 
     fleet.world.checks.append(look)
     fleet.run()
     assert fleet.deaths == 3
     assert most["trials"] == 1
-    assert most["unproven"] <= NEIGHBOURS
+    assert most["unproven"] <= MAX_UNPROVEN
 
 
 def test_two_poisons_end_each_by_its_own_deaths() -> None:
@@ -117,7 +117,7 @@ def test_two_poisons_end_each_by_its_own_deaths() -> None:
 
 
 def deaths_of(world: World) -> list[int]:
-    return [request.deaths for request in world.scheduler.state.requests.values()]
+    return [request.executor_deaths for request in world.scheduler.state.requests.values()]
 
 
 def test_what_is_no_death_is_not_counted() -> None:
@@ -145,4 +145,4 @@ def test_who_waits_while_an_executor_dies_is_no_suspect() -> None:
     world.ask("waits", [6], 9)
     world.handle(PeerLost("executor", "e1"))
     assert deaths_of(world) == [1, 0]
-    world.handle(DrainAsked())
+    world.handle(DrainRequested())

@@ -8,9 +8,9 @@ import pytest
 from support.scheduler.known_costs import Known
 from support.scheduler.world import World
 
-from services.scheduler.state.policies import Share
+from services.scheduler.state.policies import StepShare
 from services.scheduler.state.state import Limits
-from services.scheduler.step_columns import Columns
+from services.scheduler.step_columns import StepColumns
 from services.scheduler.step_planner import COLD_TOKENS, chunk_budget
 from shared.step_model import StepModel, StepShape
 
@@ -28,9 +28,9 @@ def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **
     for i in range(decodes + waiting):
         world.ask(f"r{i}", [5] * 40, 3)
     running = list(executor.running)
-    executor.costs = Known(model, 0)
-    executor.costs.seen = more.get("seen", 1_000)
-    columns = Columns("run_ahead", more.get("half"))
+    executor.cost_model = Known(model, 0)
+    executor.cost_model.seen = more.get("seen", 1_000)
+    columns = StepColumns("run_ahead", more.get("micro_batch"))
     for s in running[:decodes]:
         columns.slots.append(s.slot)
         columns.starts.append(0)
@@ -39,7 +39,7 @@ def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **
     for s in running[-waiting:]:
         s.computed, s.opened_length = 0, more.get("each", 10**6)
     columns.shape = StepShape(decodes, decodes, decodes, decodes)
-    return chunk_budget(world.scheduler.state, executor, columns, running[-waiting:], Share(True, share))  # type: ignore[arg-type]  # a literal
+    return chunk_budget(world.scheduler.state, executor, columns, running[-waiting:], StepShare(True, share))  # type: ignore[arg-type]  # a literal
 
 
 def test_the_most_that_keeps_the_time_between_tokens() -> None:
@@ -49,7 +49,7 @@ def test_the_most_that_keeps_the_time_between_tokens() -> None:
 
 def test_half_of_it_where_steps_alternate() -> None:
     # 50 ms hold 500 tokens: 436 beside 64 decodes, in blocks 432; 496 in tiles: 448
-    assert budget(64, half=0) == 448 - 64
+    assert budget(64, micro_batch=0) == 448 - 64
 
 
 def test_a_tile_may_end_within_a_block() -> None:
@@ -59,7 +59,7 @@ def test_a_tile_may_end_within_a_block() -> None:
 
 def test_a_tile_that_would_break_the_promise_is_left_out() -> None:
     # 50 ms hold 500 tokens: 432 beside 68 decodes, in tiles 448; 444 would fill 512, and take 51.2 ms
-    assert budget(68, half=0) == 448 - 68
+    assert budget(68, micro_batch=0) == 448 - 68
 
 
 def test_where_decodes_alone_take_longer_prompts_go_on_beside_them() -> None:

@@ -16,13 +16,13 @@ MODES = ("single", "run_ahead", "two_batch")
 @pytest.fixture(params=MODES)
 def world(request: pytest.FixtureRequest) -> World:
     world = World(Limits(overlap=request.param))
-    world.add_engine(tells_grammars=True)
+    world.add_engine(reports_grammars=True)
     return world
 
 
 def slots_of(world: World, request: str) -> list[Sequence]:
     running = world.scheduler.state.executors["e1"].running
-    return [s for s in running if s.request.asked.request == request]
+    return [s for s in running if s.request.tokenized.request == request]
 
 
 def ready(world: World, sequence: Sequence, generation: int = 0) -> None:
@@ -55,7 +55,7 @@ def test_others_are_answered_while_a_grammar_is_compiled(world: World) -> None:
 def test_one_that_is_there_in_time_costs_no_step(world: World) -> None:
     world.ask("structured", list(range(100, 160)), 2, grammar="g")
     (waiting,) = slots_of(world, "structured")
-    assert waiting.compiling
+    assert waiting.compiles_grammar
     ready(world, waiting)
     world.run()
     world.assert_answers("structured")
@@ -93,10 +93,10 @@ def test_on_another_executor_it_is_compiled_again(world: World) -> None:
     (waiting,) = slots_of(world, "structured")
     ready(world, waiting)
     world.crash("e1")
-    world.add_engine(epoch=2, tells_grammars=True)
+    world.add_engine(epoch=2, reports_grammars=True)
     world.run()
     (again,) = slots_of(world, "structured")
-    assert again.compiling
+    assert again.compiles_grammar
     ready(world, again)
     world.run()
     world.assert_answers("structured")

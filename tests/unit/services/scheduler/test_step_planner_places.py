@@ -9,7 +9,7 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from services.scheduler.state.state import Executor, Limits
-from services.scheduler.step_planner import OVERDUE, in_time
+from services.scheduler.step_planner import OVERDUE, copies_end_soon
 
 STEP_US, STORE_US = 60_000, 1_000
 ASKED = {"first": [5] * 7, "second": [6] * 7}  # two blocks each, and both grow by one at a time
@@ -33,7 +33,7 @@ def short() -> World:
     executor = only(world)
     for request, prompt in ASKED.items():
         world.ask(request, prompt, 8)
-    while not world.scheduler.state.meter.preemptions:
+    while not world.scheduler.state.counters.preemptions:
         executor.pace.step_us, executor.down.store_us = STEP_US, STORE_US
         assert world.deliver_tier() or world.deliver(), "nobody was paused"
     return world
@@ -41,7 +41,7 @@ def short() -> World:
 
 def test_a_row_is_in_the_step_for_which_its_place_comes_in_time(short: World) -> None:
     executor, planned = only(short), len(short.plans)
-    assert executor.holds
+    assert executor.awaits_copies
     assert not executor.in_flight
     while len(short.plans) == planned:
         assert short.deliver_tier() or short.deliver_copy()
@@ -51,12 +51,12 @@ def test_a_row_is_in_the_step_for_which_its_place_comes_in_time(short: World) ->
     for request in ASKED:
         short.assert_answers(request)
     short.assert_idle()
-    assert short.scheduler.state.meter.recomputed_tokens == 0
+    assert short.scheduler.state.counters.recomputed_tokens == 0
 
 
 def test_nobody_starts_on_places_that_a_step_waits_for(short: World) -> None:
     executor = only(short)
-    while executor.holds:
+    while executor.awaits_copies:
         assert len(executor.running) == 1
         assert short.deliver_tier() or short.deliver_copy()
     assert executor.in_flight
@@ -64,13 +64,13 @@ def test_nobody_starts_on_places_that_a_step_waits_for(short: World) -> None:
 
 def test_no_step_waits_for_long(short: World) -> None:
     short.tick(OVERDUE * STORE_US + STEP_US)
-    assert not only(short).holds
+    assert not only(short).awaits_copies
 
 
 def test_no_step_waits_for_a_copy_that_costs_more_than_the_step(short: World) -> None:
     only(short).down.store_us = 2 * STEP_US
     short.tick(10)
-    assert not only(short).holds
+    assert not only(short).awaits_copies
 
 
 def test_how_long_stores_take_is_learned(short: World) -> None:
@@ -96,7 +96,7 @@ def ahead() -> World:
     world.add_tier(FakeTier(capacity=64))
     for number in range(4):
         world.ask(f"r{number}", [number + 3] * 6, 18)
-    while not world.scheduler.state.meter.preemptions:
+    while not world.scheduler.state.counters.preemptions:
         assert world.deliver_tier() or world.deliver(), "nobody was paused"
     return world
 
@@ -119,7 +119,7 @@ def test_a_victim_is_copied_while_the_steps_that_name_it_run(ahead: World) -> No
     ahead.run()
     for number in range(4):
         ahead.assert_answers(f"r{number}")
-    assert ahead.scheduler.state.meter.recomputed_tokens <= ahead.scheduler.state.meter.preemptions
+    assert ahead.scheduler.state.counters.recomputed_tokens <= ahead.scheduler.state.counters.preemptions
 
 
 def test_a_plan_waits_for_a_copy_that_is_over_before_the_step_that_runs(ahead: World) -> None:
@@ -128,27 +128,27 @@ def test_a_plan_waits_for_a_copy_that_is_over_before_the_step_that_runs(ahead: W
     executor.in_flight.clear()
     executor.in_flight.append(flight)
     flight.predicted_us, executor.pace.last_us = STEP_US, state.now_us
-    executor.costs.loop_us, executor.down.store_us = LOOP_US, STORE_US
-    assert in_time(state, executor, 1)
+    executor.cost_model.loop_us, executor.down.store_us = LOOP_US, STORE_US
+    assert copies_end_soon(state, executor, 1)
     executor.down.store_us = STEP_US
-    assert not in_time(state, executor, 1), "it ends too late"
+    assert not copies_end_soon(state, executor, 1), "it ends too late"
     executor.down.store_us = STORE_US
     state.now_us += OVERDUE * STORE_US
-    assert not in_time(state, executor, 1), "it is overdue"
+    assert not copies_end_soon(state, executor, 1), "it is overdue"
     state.now_us -= OVERDUE * STORE_US
-    executor.costs.loop_us = 0
-    assert not in_time(state, executor, 1), "nobody knows how long a plan is on its way"
-    executor.costs.loop_us = STEP_US
-    assert not in_time(state, executor, 1), "the plan would come too late"
-    executor.costs.loop_us, state.stuck = LOOP_US, ()
-    assert not in_time(state, executor, 0), "nobody waits for a place"
+    executor.cost_model.loop_us = 0
+    assert not copies_end_soon(state, executor, 1), "nobody knows how long a plan is on its way"
+    executor.cost_model.loop_us = STEP_US
+    assert not copies_end_soon(state, executor, 1), "the plan would come too late"
+    executor.cost_model.loop_us, state.blocked_on = LOOP_US, ()
+    assert not copies_end_soon(state, executor, 0), "nobody waits for a place"
     executor.in_flight.clear()
-    assert not in_time(state, executor, 1), "the device would stand still"
+    assert not copies_end_soon(state, executor, 1), "the device would stand still"
 
 
 def test_who_was_paused_knows_where_its_blocks_are_before_its_turn(ahead: World) -> None:
     state = ahead.scheduler.state
-    while not any(unit.resumes and unit.answers for unit in state.waiting):
+    while not any(group.resumes and group.lookup_results for group in state.waiting):
         assert ahead.deliver_tier() or ahead.deliver_copy() or ahead.deliver(), "nobody asked"
-    (unit,) = [unit for unit in state.waiting if unit.resumes and unit.answers]
-    assert not unit.turn_us, "it asked at its turn"
+    (group,) = [group for group in state.waiting if group.resumes and group.lookup_results]
+    assert not group.lookup_since_us, "it asked at its turn"

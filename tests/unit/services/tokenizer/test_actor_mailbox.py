@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from services.tokenizer import actor
-from services.tokenizer.actor import Arrival, Arrivals, Mailbox
+from services.tokenizer.actor import Arrival, Arrivals, TenantQueue
 from services.tokenizer.core import Fail
 from services.tokenizer.prepare import Origin
 from services.tokenizer.queries import refusal_spans
-from services.tokenizer.standby import Heard
+from services.tokenizer.standby import PendingRequest
 from shared.clock import FakeClock
 from shared.errors import Overloaded, Unavailable
 from shared.nats import subjects
@@ -21,11 +21,11 @@ from shared.nats.interface import Delivery
 async def test_one_each_turn_stamped_on_arrival() -> None:
     clock, taken = FakeClock(), list[tuple[str, int]]()
 
-    def take(heard: Heard) -> None:
+    def take(heard: PendingRequest) -> None:
         clock.advance(1_000)  # what a request costs
         taken.append((heard.delivery.data.decode(), heard.received_us))
 
-    box = Mailbox(take)
+    box = TenantQueue(take)
     for name in "abc":
         box.put(asked("t", name, clock.now_us()))
     assert taken == [("a", 1_000_000)]
@@ -40,7 +40,7 @@ async def test_one_each_turn_stamped_on_arrival() -> None:
 
 async def test_tenants_are_taken_in_turn() -> None:
     taken: list[str] = []
-    box = Mailbox(lambda heard: taken.append(heard.delivery.data.decode()))
+    box = TenantQueue(lambda heard: taken.append(heard.delivery.data.decode()))
     for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
         box.put(asked(name[0], name))
     await box.drain()
@@ -51,7 +51,7 @@ async def test_of_too_many_those_are_refused_whose_tenant_has_its_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(actor, "MAX_WAITING", 4)
-    box = Mailbox(lambda heard: None)
+    box = TenantQueue(lambda heard: None)
     for name in ("at once", "1", "2", "3", "4"):
         box.put(asked("many", name))
     with pytest.raises(Overloaded, match="4 requests wait for this tokenizer, 4 of them yours"):
@@ -67,7 +67,7 @@ async def test_names_that_somebody_invents_do_not_raise_the_bound_beyond_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(actor, "MAX_WAITING", 4)
-    box = Mailbox(lambda heard: None)
+    box = TenantQueue(lambda heard: None)
     box.put(asked("at once", "0"))
     for i in range(8):
         box.put(asked(f"t{i}", "1"))
@@ -77,7 +77,7 @@ async def test_names_that_somebody_invents_do_not_raise_the_bound_beyond_twice(
 
 async def test_a_tenant_that_crowds_the_scheduler_is_passed_over() -> None:
     taken, crowds = list[str](), {"a"}
-    box = Mailbox(lambda heard: taken.append(heard.delivery.data.decode()), crowds.__contains__)
+    box = TenantQueue(lambda heard: taken.append(heard.delivery.data.decode()), crowds.__contains__)
     for name in ("a1", "a2", "b1", "b2"):
         box.put(asked(name[0], name))
     while len(taken) < 2:
@@ -127,9 +127,9 @@ async def test_what_arrives_faster_than_it_can_be_seen_is_bounded(monkeypatch: p
     assert seen[5:] == ["1", "2", "3", "12", "13", "14"]
 
 
-def asked(tenant: str, body: str, now_us: int = 0) -> Heard:
+def asked(tenant: str, body: str, now_us: int = 0) -> PendingRequest:
     delivery = Delivery(subjects.generate(tenant, "m"), body.encode())
-    return Heard(delivery, key=0, received_us=now_us, received_wall_us=0)
+    return PendingRequest(delivery, key=0, received_us=now_us, received_wall_us=0)
 
 
 def test_the_spans_of_a_refusal() -> None:

@@ -10,7 +10,7 @@ import pytest
 from support.text_models import served
 
 from services.tokenizer import background
-from services.tokenizer.background import Beside
+from services.tokenizer.background import BackgroundEncoder
 from services.tokenizer.prepare import Prepared, ServedModel, Submission
 from shared.errors import BadRequest, Overloaded
 from shared.messages import Tokenized
@@ -37,7 +37,7 @@ async def test_they_come_back_on_the_loop_in_order(model: ServedModel) -> None:
         threads.add(asyncio.get_running_loop())
         done.append(prepared)
 
-    waiting = Beside(model, take)
+    waiting = BackgroundEncoder(model, take)
     for i, prompt in enumerate(("word " * 10, "a" * 100_000, "b")):
         waiting.put(asked(f"r{i}", prompt))
     assert waiting.waiting == 3
@@ -51,7 +51,7 @@ async def test_they_come_back_on_the_loop_in_order(model: ServedModel) -> None:
 async def test_only_so_many_bytes_wait(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "MAX_WAITING_BYTES", 500)
     done: list[Prepared] = []
-    waiting = Beside(model, done.append)
+    waiting = BackgroundEncoder(model, done.append)
     waiting.put(asked("r1", "a" * 300))
     with pytest.raises(
         Overloaded, match="bytes of your long requests wait for this tokenizer: try again later"
@@ -70,7 +70,7 @@ async def test_bytes_of_tenants_that_somebody_invents_are_bounded_too(
 ) -> None:
     monkeypatch.setattr(background, "MAX_WAITING_BYTES", 500)
     done: list[Prepared] = []
-    waiting = Beside(model, done.append)
+    waiting = BackgroundEncoder(model, done.append)
     for i in range(3):
         waiting.put(asked(f"r{i}", "a" * 300, f"t{i}"))
     with pytest.raises(Overloaded, match="0 bytes of your long requests wait"):
@@ -81,7 +81,7 @@ async def test_bytes_of_tenants_that_somebody_invents_are_bounded_too(
 
 async def test_tenants_have_the_thread_in_turn(model: ServedModel) -> None:
     done: list[Prepared] = []
-    waiting = Beside(model, done.append)
+    waiting = BackgroundEncoder(model, done.append)
     for name in ("a1", "a2", "a3", "b1", "b2"):
         waiting.put(asked(name, "a" * 300, name[0]))
     await waiting.drain()

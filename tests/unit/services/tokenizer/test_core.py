@@ -21,14 +21,14 @@ from services.tokenizer.core import (
     WAIT_US,
     Command,
     Fail,
+    RequestDone,
     Schedulers,
     Send,
-    Settled,
     Tick,
     TokenizerCore,
 )
 from services.tokenizer.prepare import ServedModel, Submission, prepared
-from shared.actor.membership import UNNOTICED_US as GIVE_UP_US
+from shared.actor.membership import MIN_DETECTION_US as GIVE_UP_US
 from shared.errors import BadRequest
 from shared.kv_blocks import rendezvous
 from shared.messages import Accepted, Cancel, Rejected, Tokenized
@@ -125,8 +125,8 @@ def test_a_request_sent_again_before_anybody_has_answered_waits_with_the_first(c
     """From the same inbox: its client was not sure, or two tokenizers have it."""
     one, two = (dataclasses.replace(submission(), key=key) for key in (5, 6))
     assert sent(core.handle(one, 0)).attempt == 1
-    assert core.handle(two, 1) == [Settled(6)]
-    assert core.handle(Accepted(tenant="t", request="r1", attempt=1), 2) == [Settled(5)]
+    assert core.handle(two, 1) == [RequestDone(6)]
+    assert core.handle(Accepted(tenant="t", request="r1", attempt=1), 2) == [RequestDone(5)]
     assert core.pending == 0
 
 
@@ -134,7 +134,7 @@ def test_who_is_cut_off_gives_nobody_up(core: TokenizerCore) -> None:
     """The schedulers may have answered."""
     core.handle(submission(timeout_s=100), 0)
     for now_us in range(1_000_000, 60_000_000, 1_000_000):
-        assert core.handle(Tick(deaf=True), now_us) == []
+        assert core.handle(Tick(cut_off=True), now_us) == []
     (again,) = core.handle(Tick(), 60_000_000)
     assert isinstance(again, Send)
     assert core.handle(Tick(), 59_000_000 + GIVE_UP_US - 1) == []
@@ -144,38 +144,38 @@ def test_who_is_cut_off_gives_nobody_up(core: TokenizerCore) -> None:
 def test_the_time_limit_of_a_request_counts_once_its_answer_could_be_heard(core: TokenizerCore) -> None:
     """Who was stopped finds out by its timers before it reads that the request was answered long ago."""
     core.handle(submission(timeout_s=10), 70_000_000)
-    assert core.handle(Tick(deaf=True), 80_000_000) == []
+    assert core.handle(Tick(cut_off=True), 80_000_000) == []
     assert core.handle(Tick(), 80_000_000 + HEARS_US - 1) == []
     assert failure(core.handle(Tick(), 80_000_000 + HEARS_US))[2] == 408
     core.handle(submission(timeout_s=10), 90_000_000)
-    core.handle(Tick(deaf=True), 95_000_000)
+    core.handle(Tick(cut_off=True), 95_000_000)
     assert failure(core.handle(Tick(), 100_000_000))[2] == 408
 
 
 def test_a_tenant_crowds_a_scheduler_that_answers(core: TokenizerCore) -> None:
     for i in range(MOST_ASKED):
-        assert not core.crowds("t", 10)
+        assert not core.over_share("t", 10)
         core.handle(submission(f"r{i}"), 10)
-    assert core.crowds("t", 10)
-    assert not core.crowds("other", 10)
-    assert not core.crowds("t", 10 + RESEND_US), "one that is silent has nothing to do with it"
+    assert core.over_share("t", 10)
+    assert not core.over_share("other", 10)
+    assert not core.over_share("t", 10 + RESEND_US), "one that is silent has nothing to do with it"
 
 
 def test_a_tenant_crowds_a_scheduler_no_more_when_one_is_answered_or_given_up(core: TokenizerCore) -> None:
     for i in range(MOST_ASKED):
         core.handle(submission(f"r{i}"), 10)
-    assert core.crowds("t", 20)
+    assert core.over_share("t", 20)
     core.handle(Accepted(tenant="t", request="r3", attempt=1), 20)
-    assert not core.crowds("t", 20)
+    assert not core.over_share("t", 20)
     core.handle(submission("again"), 20)
-    assert core.crowds("t", 20)
+    assert core.over_share("t", 20)
     core.handle(Cancel(tenant="t", request="r4"), 20)
-    assert not core.crowds("t", 20)
+    assert not core.over_share("t", 20)
     core.handle(submission("more"), 20)
     core.handle(Schedulers(()), 20)
-    assert not core.crowds("t", 20), "all wait"
+    assert not core.over_share("t", 20), "all wait"
     core.handle(Schedulers(("s1",)), 20)
-    assert core.crowds("t", 20)
+    assert core.over_share("t", 20)
 
 
 def test_a_look_whether_a_tenant_crowds_costs_the_same_beside_any_number_of_requests(
@@ -184,7 +184,7 @@ def test_a_look_whether_a_tenant_crowds_costs_the_same_beside_any_number_of_requ
     for i in range(200):
         core.handle(dataclasses.replace(submission(f"r{i}"), tenant=f"t{i % 20}"), 10)
     core._pending = None  # type: ignore[assignment]  # nobody looks at them all
-    assert not core.crowds("t0", 20)
+    assert not core.over_share("t0", 20)
 
 
 def waited(received_us: int, handled_us: int, **fields: Any) -> Submission:

@@ -21,7 +21,7 @@ from support.scheduler.world import World
 from support.text_models import write_bpe_gguf
 
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.open_requests import Publish, Tell
+from services.detokenizer.open_requests import Publish, SendTo
 from services.scheduler.state.requests import Arrived, Send, Ticked
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.core import Fail, Schedulers, TokenizerCore
@@ -115,7 +115,7 @@ class House(World):
         for command in commands:
             if isinstance(command, Publish):
                 self.clients[command.inbox].take(command.data, END_HEADER in command.headers)
-            elif isinstance(command, Tell):
+            elif isinstance(command, SendTo):
                 self.handle(Arrived("detokenizer.d1", command.message))
 
     def _wired(self, way: str, message: Message) -> list[Message]:

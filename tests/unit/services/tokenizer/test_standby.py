@@ -12,7 +12,7 @@ from services.tokenizer.standby import (
     STOPPED_US,
     TURN_US,
     UNOWNED_US,
-    Heard,
+    PendingRequest,
     Standby,
     key_of,
 )
@@ -22,9 +22,9 @@ from shared.nats.interface import Delivery
 OTHER, IDS = "tokenizer.b", ["a", "b"]
 
 
-def heard(name: str = "one", body: bytes = b"{}") -> Heard:
+def heard(name: str = "one", body: bytes = b"{}") -> PendingRequest:
     delivery = Delivery("headrace.v1.generate.t.m", body, f"_INBOX.{name}")
-    return Heard(delivery, key_of(delivery), received_us=1, received_wall_us=2)
+    return PendingRequest(delivery, key_of(delivery), received_us=1, received_wall_us=2)
 
 
 def claims(taken: dict[int, str] | None = None, done: tuple[int, ...] = ()) -> Claims:
@@ -32,7 +32,7 @@ def claims(taken: dict[int, str] | None = None, done: tuple[int, ...] = ()) -> C
     return Claims(taken=longs(taken), ids=tuple(taken.values()), done=longs(done))
 
 
-def late(copies: Standby, now_us: int) -> list[Heard]:
+def late(copies: Standby, now_us: int) -> list[PendingRequest]:
     """In turns, as they are taken; `a` looks."""
     return [
         each
@@ -41,7 +41,7 @@ def late(copies: Standby, now_us: int) -> list[Heard]:
     ]
 
 
-def kept(*requests: Heard) -> Standby:
+def kept(*requests: PendingRequest) -> Standby:
     copies = Standby()
     for each in requests:
         copies.copy(each, 0)
@@ -77,16 +77,16 @@ def test_nobody_has_said_that_he_has_it_so_it_is_taken_over() -> None:
 def test_an_owner_keeps_its_request_as_long_as_it_says_anything() -> None:
     one = heard()
     copies = kept(one)
-    copies.told(OTHER, claims({one.key: "drawn"}), 100)
+    copies.on_claims(OTHER, claims({one.key: "drawn"}), 100)
     for now_us in range(TURN_US, 60 * SILENT_US, TURN_US):
-        copies.told(OTHER, claims(), now_us)
+        copies.on_claims(OTHER, claims(), now_us)
         assert copies.overdue("a", IDS, now_us) == []
     silent_us = now_us
     (found,) = late_from(copies, silent_us)
     assert (found.owner, found.request_id, found.attempt) == (OTHER, "drawn", 1 + ATTEMPTS)
 
 
-def late_from(copies: Standby, silent_us: int) -> list[Heard]:
+def late_from(copies: Standby, silent_us: int) -> list[PendingRequest]:
     """What is taken over once nobody says anything any more, and not before SILENT_US."""
     found = []
     for now_us in range(silent_us, silent_us + SILENT_US + 2 * TURN_US, TURN_US):
@@ -101,12 +101,12 @@ def test_a_request_of_which_nobody_speaks_may_wait_at_one_that_is_busy() -> None
     copies = kept(one)
     found = []
     for now_us in range(TURN_US, UNOWNED_US + 2 * TURN_US, TURN_US):
-        copies.told(OTHER, claims(), now_us)
+        copies.on_claims(OTHER, claims(), now_us)
         found += copies.overdue("a", IDS, now_us)
         assert now_us >= UNOWNED_US or not found
     assert found == [one]
     copies = kept(heard())
-    copies.told(OTHER, claims(), TURN_US)
+    copies.on_claims(OTHER, claims(), TURN_US)
     copies.gone(OTHER)
     assert len(late_from(copies, 0)) == 1, "the word of one that has gone means nothing"
 
@@ -115,12 +115,12 @@ def test_one_that_is_taken_over_from_a_busy_owner_has_one_id() -> None:
     """It has waited there unseen for longer than the other one is patient."""
     one, same = heard(), heard()
     copies = Standby()
-    copies.told(OTHER, claims({one.key: "theirs"}), one.received_us + SILENT_US - 1)
+    copies.on_claims(OTHER, claims({one.key: "theirs"}), one.received_us + SILENT_US - 1)
     assert (copies.taken_over(same), same.request_id) == (False, ""), "the client has sent it twice"
     copies = Standby()
-    copies.told(OTHER, claims({one.key: "theirs"}), one.received_us + SILENT_US)
+    copies.on_claims(OTHER, claims({one.key: "theirs"}), one.received_us + SILENT_US)
     assert (copies.taken_over(one), one.request_id) == (False, "theirs")
-    copies.told(OTHER, claims(done=(one.key,)), one.received_us + SILENT_US + 1)
+    copies.on_claims(OTHER, claims(done=(one.key,)), one.received_us + SILENT_US + 1)
     assert copies.taken_over(one), "and its client has been answered, perhaps"
     now_us = one.received_us + SILENT_US + 2 + DONE_US
     copies.overdue("a", IDS, now_us)
@@ -135,16 +135,16 @@ def test_what_is_not_told_yet_is_known_by_its_drawn_id() -> None:
     one, copies = heard(), Standby()
     one.request_id = "drawn"
     copies.own(one)
-    assert copies.untold(one.key, "drawn")
-    assert not copies.untold(one.key, "of its client")
+    assert copies.is_unannounced(one.key, "drawn")
+    assert not copies.is_unannounced(one.key, "of its client")
     copies.report()
-    assert not copies.untold(one.key, "drawn")
+    assert not copies.is_unannounced(one.key, "drawn")
 
 
 def test_what_is_done_is_forgotten_whatever_comes_first() -> None:
     one, two = heard("one"), heard("two")
     copies = kept(one)
-    copies.told(OTHER, claims({two.key: "", one.key: ""}, done=(one.key, two.key)), 1)
+    copies.on_claims(OTHER, claims({two.key: "", one.key: ""}, done=(one.key, two.key)), 1)
     copies.copy(two, 2)  # the copy comes last
     assert len(copies) == 0
     assert late(copies, DONE_US) == []
@@ -157,7 +157,7 @@ def test_what_is_done_is_forgotten_whatever_comes_first() -> None:
 def test_a_claim_may_come_before_its_copy() -> None:
     one = heard()
     copies = kept()
-    copies.told(OTHER, claims({one.key: "drawn"}), 1)
+    copies.on_claims(OTHER, claims({one.key: "drawn"}), 1)
     copies.copy(one, 2)
     assert (one.owner, one.request_id, one.owners) == (OTHER, "drawn", 1)
 
@@ -165,7 +165,7 @@ def test_a_claim_may_come_before_its_copy() -> None:
 def test_the_requests_of_one_that_has_gone_are_anybodys_a_second_after_its_last_word() -> None:
     one, two = heard("one"), heard("two")
     copies = kept(one)
-    copies.told(OTHER, claims({one.key: "", two.key: ""}), 5 * TURN_US)
+    copies.on_claims(OTHER, claims({one.key: "", two.key: ""}), 5 * TURN_US)
     copies.gone(OTHER)
     copies.copy(two, 6 * TURN_US)
     assert (one.owner, two.owner) == ("", "")
@@ -176,8 +176,8 @@ def test_a_third_owner_begins_behind_the_second() -> None:
     """A reader may have seen frames of its attempt."""
     one = heard()
     copies = kept(one)
-    copies.told(OTHER, claims({one.key: ""}), 1)
-    copies.told("tokenizer.c", claims({one.key: ""}), 2)
+    copies.on_claims(OTHER, claims({one.key: ""}), 1)
+    copies.on_claims("tokenizer.c", claims({one.key: ""}), 2)
     assert one.attempt == 1 + 2 * ATTEMPTS
 
 
@@ -214,7 +214,7 @@ def test_who_was_stopped_doubts_that_what_comes_is_its_own() -> None:
     assert copies.doubted(one, back_us)
     assert copies.doubted(two, back_us)
     assert (len(copies), copies.report()) == (2, None)
-    copies.told(OTHER, claims({one.key: ""}, done=(one.key,)), back_us + 1)
+    copies.on_claims(OTHER, claims({one.key: ""}, done=(one.key,)), back_us + 1)
     assert [each.key for each in late_from(copies, back_us)] == [two.key]
     assert not copies.doubted(two, back_us + SILENT_US), "others would have said so by now"
 

@@ -11,7 +11,7 @@ import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string
 
-from services.tokenizer.structured_output import followed, without_optional_groups
+from services.tokenizer.structured_output import resolved, without_optional_groups
 
 TEXTS = ["".join(letters) for length in range(6) for letters in itertools.product("ab1", repeat=length)]
 PATTERNS, EACH = 150, 40
@@ -50,7 +50,7 @@ def test_the_engine_accepts_what_re_accepts() -> None:
     wrong = []
     for _ in range(PATTERNS):
         pattern = f"^{some_pattern(chance, 2)}$"
-        schema = followed({"type": "string", "pattern": pattern}, "p")
+        schema = resolved({"type": "string", "pattern": pattern}, "p")
         grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema))
         for text in chance.sample(TEXTS, EACH):
             accepted = _is_grammar_accept_string(grammar, json.dumps(text))

@@ -11,8 +11,8 @@ from support.structured import grammar_of, tools_of
 
 from services.gateway import openai_response
 from services.gateway.openai_request import TAGGED, WHOLE, Call, ToolText, how_called
-from services.gateway.openai_response import ChunkMaker
-from services.tokenizer.structured_output import parsed, spelled, told
+from services.gateway.openai_response import ChunkBuilder
+from services.tokenizer.structured_output import parsed, spelled, with_tools
 from shared.errors import BadRequest
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
@@ -93,11 +93,11 @@ def test_a_template_without_tools_is_told_in_the_system_message() -> None:
     tools = tools_of({"tools": [CLOCK]})
     assert tools is not None
     user = {"role": "user", "content": "Hi"}
-    first, second = told([user], tools)
+    first, second = with_tools([user], tools)
     assert first["role"] == "system"
     assert json.dumps(CLOCK) in first["content"]
     assert second == user
-    (merged, _) = told([{"role": "system", "content": "Be brief."}, user], tools)
+    (merged, _) = with_tools([{"role": "system", "content": "Be brief."}, user], tools)
     assert merged["content"] == f"Be brief.\n\n{first['content']}"
 
 
@@ -182,7 +182,7 @@ def test_a_plain_answer_with_calls() -> None:
 
 
 def test_a_stream_with_calls() -> None:
-    maker = ChunkMaker(Call(chat=True, request_id="r", bodies=({"model": "m"},), stream=True, tools=TAGGED))
+    maker = ChunkBuilder(Call(chat=True, request_id="r", bodies=({"model": "m"},), stream=True, tools=TAGGED))
     accepted = {"type": "accepted", "created": 1, "model": "m"}
     frames = [
         {"type": "delta", "choices": [{"index": 0, "first": i, "count": 1, "delta": {"content": piece}}]}

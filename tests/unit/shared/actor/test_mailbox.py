@@ -9,12 +9,12 @@ from support.actor_fleet import INTERVAL_US, Fleet, Recorder, cancel, watched_fl
 from support.memory_bus import MemoryBus
 
 from shared import codec
-from shared.actor.mailbox import REMIND_BEATS, RETIRED_US
-from shared.actor.membership import MISSED_BEATS
+from shared.actor.mailbox import REANNOUNCE_HEARTBEATS, RETIRED_US
+from shared.actor.membership import MISSED_HEARTBEATS
 from shared.actor.stream import ANNOUNCEMENTS
 from shared.codec import Envelope
 from shared.errors import PayloadTooLarge
-from shared.messages import Accepted, Beat, Message, Open, Resend, StreamReset, ints
+from shared.messages import Accepted, Heartbeat, Message, Open, Resend, StreamReset, ints
 from shared.nats.interface import BusFault
 
 
@@ -36,8 +36,8 @@ async def test_a_new_incarnation_is_announced_before_its_messages(fleet: Fleet) 
         ("restart", "scheduler.s"),
         ("receive", "b"),
     ]
-    assert runtime.port.epoch_of("scheduler.s") == 6
-    assert runtime.port.epoch_of("scheduler.nobody") == 0
+    assert runtime.mailbox.epoch_of("scheduler.s") == 6
+    assert runtime.mailbox.epoch_of("scheduler.nobody") == 0
 
 
 async def test_a_beat_of_a_new_incarnation_announces_it_as_well_and_only_once(fleet: Fleet) -> None:
@@ -45,8 +45,8 @@ async def test_a_beat_of_a_new_incarnation_announces_it_as_well_and_only_once(fl
     await fleet.started(actor)
     await fleet.started(Recorder("scheduler"), "s")
     again = await fleet.started(Recorder("scheduler"), "s")
-    fleet.put(Envelope("scheduler.s", again.port.epoch, 1, cancel("a")))
-    old = Beat(kind="scheduler", actor="s", host_id="h", state="draining")
+    fleet.put(Envelope("scheduler.s", again.mailbox.epoch, 1, cancel("a")))
+    old = Heartbeat(kind="scheduler", actor="s", host_id="h", state="draining")
     fleet.outside.publish("hr.f.beat.scheduler.s", codec.encode(Envelope("scheduler.s", 1, 0, old)))
     await fleet.broker.settle()
     assert actor.of("restart") == ["scheduler.s"]
@@ -71,7 +71,7 @@ async def test_junk_in_the_mailbox_is_counted_and_dropped(
     parts = list(codec.split(long_open()))
     fleet.put(Envelope("scheduler.s", 1, 1, parts[1]))
     await fleet.broker.settle()
-    assert runtime.port.wire_errors == 2
+    assert runtime.mailbox.wire_errors == 2
     assert "dropped 4 bytes on hr.f.executor.a.in.Junk" in caplog.text
     assert "dropped a message of scheduler.s: part 1 of Open does not follow" in caplog.text
 
@@ -87,7 +87,7 @@ async def test_halves_of_two_messages_are_never_joined(fleet: Fleet) -> None:
     await fleet.broker.settle()
     assert actor.of("lost") == ["scheduler.s"]
     assert actor.of("receive") == ["next"]
-    assert runtime.port.wire_errors == 1
+    assert runtime.mailbox.wire_errors == 1
 
 
 async def test_who_comes_back_is_told_again_how_far_its_stream_has_come(fleet: Fleet) -> None:
@@ -95,19 +95,19 @@ async def test_who_comes_back_is_told_again_how_far_its_stream_has_come(fleet: F
     sender = await fleet.started(Recorder("scheduler"), "s")
     actor = Recorder()
     receiver = await fleet.started(actor)
-    sender.port.send("executor.a", cancel("one"))
+    sender.mailbox.send("executor.a", cancel("one"))
     await fleet.broker.settle()
     fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
-    sender.port.send("executor.a", cancel("two"))
-    for _ in range(MISSED_BEATS + 1):
+    sender.mailbox.send("executor.a", cancel("two"))
+    for _ in range(MISSED_HEARTBEATS + 1):
         fleet.clock.advance(INTERVAL_US)
-        sender.beat()
+        sender.send_heartbeat()
         await fleet.broker.settle()
         sender.upkeep()
         receiver.upkeep()
     await fleet.broker.settle()
     assert (actor.of("receive"), actor.of("lost")) == (["one"], [])
-    receiver.beat()
+    receiver.send_heartbeat()
     await fleet.broker.settle()
     fleet.clock.advance(INTERVAL_US)
     sender.upkeep()
@@ -124,8 +124,8 @@ async def test_a_message_over_the_limit_is_refused_before_it_takes_a_number(flee
     receiver = Recorder()
     await fleet.started(receiver)
     with pytest.raises(PayloadTooLarge):
-        sender.port.send("executor.a", Accepted(tenant="t", request="r" * 16_000_000, attempt=0))
-    sender.port.send("executor.a", cancel("next"))
+        sender.mailbox.send("executor.a", Accepted(tenant="t", request="r" * 16_000_000, attempt=0))
+    sender.mailbox.send("executor.a", cancel("next"))
     await fleet.broker.settle()
     assert receiver.of("receive") == ["next"]
 
@@ -135,11 +135,11 @@ async def test_a_source_that_vanished_long_ago_is_forgotten(fleet: Fleet) -> Non
     fleet.put(Envelope("scheduler.s", 5, 1, cancel("a")))
     await fleet.broker.settle()
     fleet.clock.advance(RETIRED_US)
-    runtime.port.upkeep()
-    assert runtime.port.epoch_of("scheduler.s") == 5
+    runtime.mailbox.upkeep()
+    assert runtime.mailbox.epoch_of("scheduler.s") == 5
     fleet.clock.advance(1)
-    runtime.port.upkeep()
-    assert runtime.port.epoch_of("scheduler.s") == 0
+    runtime.mailbox.upkeep()
+    assert runtime.mailbox.epoch_of("scheduler.s") == 0
 
 
 async def test_a_stream_to_who_vanished_long_ago_is_forgotten_and_its_numbers_go_on(fleet: Fleet) -> None:
@@ -149,16 +149,16 @@ async def test_a_stream_to_who_vanished_long_ago_is_forgotten_and_its_numbers_go
     runtimes = [await fleet.started(actor, name) for actor, name in ((gone, "gone"), (again, "again"))]
     for name, count in (("gone", 5), ("again", 3)):
         for i in range(count):
-            sender.port.send(f"executor.{name}", cancel(f"{name}{i}"))
+            sender.mailbox.send(f"executor.{name}", cancel(f"{name}{i}"))
     await fleet.broker.settle()
-    fleet.clock.advance(INTERVAL_US * (MISSED_BEATS + 1) + RETIRED_US)
-    sender.port.peers.expire(fleet.clock.now_us())
-    sender.port.upkeep()
-    assert not sender.port._outbound
+    fleet.clock.advance(INTERVAL_US * (MISSED_HEARTBEATS + 1) + RETIRED_US)
+    sender.mailbox.peers.expire(fleet.clock.now_us())
+    sender.mailbox.upkeep()
+    assert not sender.mailbox._outbound
     await fleet.started(new, "new")
-    runtimes[1].beat()
+    runtimes[1].send_heartbeat()
     for name in ("again", "new"):
-        sender.port.send(f"executor.{name}", cancel("later"))
+        sender.mailbox.send(f"executor.{name}", cancel("later"))
     await fleet.broker.settle()
     assert (again.of("receive"), again.of("lost")) == (
         ["again0", "again1", "again2", "later"],
@@ -174,7 +174,7 @@ async def test_a_resend_for_a_stream_that_never_was_is_answered_with_nothing(fle
     await fleet.outside.subscribe("hr.f.scheduler.s.in.*", lambda d: got.append(d.subject))
     fleet.put(Envelope("scheduler.s", 5, 0, Resend(first_seq=4)))
     await fleet.broker.settle()
-    runtime.port.forget("scheduler.nobody")
+    runtime.mailbox.forget("scheduler.nobody")
     assert got == []
 
 
@@ -184,10 +184,10 @@ async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fl
     actor, sender = Recorder(), Recorder("scheduler")
     receiving = await fleet.started(actor)
     sending = await fleet.started(sender, "s")
-    sending.port.send("executor.a", cancel("one"))
+    sending.mailbox.send("executor.a", cancel("one"))
     await fleet.broker.settle()
     fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
-    sending.port.send("executor.a", cancel("two"))
+    sending.mailbox.send("executor.a", cancel("two"))
     for _ in range(2 * ANNOUNCEMENTS):
         await everybody_beats(fleet)
     assert actor.of("receive") == ["one"]
@@ -204,8 +204,8 @@ async def test_a_tail_lost_with_its_announcements_shows_in_the_end(fleet: Fleet)
     await fleet.started(actor)
     sending = await fleet.started(Recorder("scheduler"), "s")
     fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
-    sending.port.send("executor.a", cancel("one"))
-    for _ in range(REMIND_BEATS + 1):
+    sending.mailbox.send("executor.a", cancel("one"))
+    for _ in range(REANNOUNCE_HEARTBEATS + 1):
         await everybody_beats(fleet)
     assert actor.of("receive", "lost") == ["one"]
 
@@ -215,7 +215,7 @@ async def test_reconnecting_brings_nothing_twice(fleet: Fleet) -> None:
     receiving = await fleet.started(actor)
     sending = await fleet.started(Recorder("scheduler"), "s")
     for name in ("one", "two"):
-        sending.port.send("executor.a", cancel(name))
+        sending.mailbox.send("executor.a", cancel(name))
     await fleet.broker.settle()
     for runtime in (receiving, sending):
         assert isinstance(runtime.bus, MemoryBus)
@@ -227,7 +227,7 @@ async def test_reconnecting_brings_nothing_twice(fleet: Fleet) -> None:
 async def everybody_beats(fleet: Fleet) -> None:
     fleet.clock.advance(INTERVAL_US)
     for runtime in fleet.runtimes:
-        runtime.beat()
+        runtime.send_heartbeat()
     await fleet.broker.settle()
     for runtime in fleet.runtimes:
         runtime.upkeep()
@@ -241,12 +241,12 @@ async def test_a_long_message_of_any_kind_travels_in_fragments_also_where_one_is
     sender = await fleet.started(Recorder("scheduler"), "s")
     receiver = Recorder()
     await fleet.started(receiver)
-    sender.port.send("executor.a", cancel("before"))
+    sender.mailbox.send("executor.a", cancel("before"))
     await fleet.broker.settle()
     if lost:
         fleet.broker.drop("hr.f.executor.a.in.*", times=lost)
-    sender.port.send("executor.a", cancel("x" * 200_000))
-    sender.port.send("executor.a", cancel("after"))
+    sender.mailbox.send("executor.a", cancel("x" * 200_000))
+    sender.mailbox.send("executor.a", cancel("after"))
     await fleet.broker.settle()
     assert receiver.of("receive") == ["before", "x" * 200_000, "after"]
     assert receiver.of("lost") == []

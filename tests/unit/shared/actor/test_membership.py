@@ -1,71 +1,71 @@
-"""Who is alive: beats come, stop coming, and belong to incarnations."""
+"""Who is alive: heartbeats come, stop coming, and belong to incarnations."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from shared.actor.membership import Peers, missing
-from shared.messages import Beat
+from shared.messages import Heartbeat
 
-BEAT = Beat(kind="executor", actor="e0", host_id="h", state="ready", model="m", interval_us=100)
+BEAT = Heartbeat(kind="executor", actor="e0", host_id="h", state="ready", model="m", interval_us=100)
 
 
 def test_news_are_a_new_actor_incarnation_state_arena_or_scheduler() -> None:
     peers = Peers()
     told = [
-        peers.hear(5, BEAT, 0),
-        peers.hear(5, BEAT, 1),
-        peers.hear(5, replace(BEAT, load=(("rows", 3),)), 2),
-        peers.hear(5, replace(BEAT, state="draining"), 3),
-        peers.hear(6, replace(BEAT, state="draining"), 4),
-        peers.hear(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1), 5),
-        peers.hear(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1, scheduler="s0"), 6),
+        peers.update(5, BEAT, 0),
+        peers.update(5, BEAT, 1),
+        peers.update(5, replace(BEAT, load=(("rows", 3),)), 2),
+        peers.update(5, replace(BEAT, state="draining"), 3),
+        peers.update(6, replace(BEAT, state="draining"), 4),
+        peers.update(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1), 5),
+        peers.update(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1, scheduler="s0"), 6),
     ]
     assert told == [True, False, False, True, True, True, True]
 
 
 def test_a_past_incarnation_is_not_heard() -> None:
     peers = Peers()
-    peers.hear(6, BEAT, 0)
-    assert not peers.hear(5, replace(BEAT, state="draining"), 1)
+    peers.update(6, BEAT, 0)
+    assert not peers.update(5, replace(BEAT, state="draining"), 1)
     peer = peers.get("executor.e0")
     assert peer is not None
-    assert (peer.epoch, peer.beat.state, peer.heard_us) == (6, "ready", 0)
+    assert (peer.epoch, peer.heartbeat.state, peer.last_seen_us) == (6, "ready", 0)
 
 
 def test_three_missed_beats_of_its_own_interval_end_a_peer() -> None:
     peers = Peers()
-    peers.hear(1, BEAT, 0)
-    peers.hear(1, replace(BEAT, actor="slow", interval_us=1000), 0)
+    peers.update(1, BEAT, 0)
+    peers.update(1, replace(BEAT, actor="slow", interval_us=1000), 0)
     assert peers.expire(300) == []
     assert [p.source for p in peers.expire(301)] == ["executor.e0"]
     assert peers.get("executor.e0") is None
     assert peers.expire(301) == []
-    assert peers.hear(1, BEAT, 302), "the same incarnation comes back: news again"
+    assert peers.update(1, BEAT, 302), "the same incarnation comes back: news again"
 
 
 def test_who_says_goodbye_is_gone_at_once() -> None:
     peers = Peers()
     for actor, state in (("b", "stopped"), ("a", "failed"), ("c", "draining")):
-        peers.hear(1, replace(BEAT, actor=actor, state=state), 0)
+        peers.update(1, replace(BEAT, actor=actor, state=state), 0)
     assert [p.source for p in peers.expire(0)] == ["executor.a", "executor.b"]
     assert peers.get("executor.c") is not None
 
 
 def test_pardon_starts_the_silence_anew() -> None:
     peers = Peers()
-    peers.hear(1, BEAT, 0)
-    peers.pardon(10_000)
+    peers.update(1, BEAT, 0)
+    peers.restart_timeouts(10_000)
     assert peers.expire(10_300) == []
     assert len(peers.expire(10_301)) == 1
 
 
 def test_ready_lists_by_kind_and_model() -> None:
     peers = Peers()
-    peers.hear(1, replace(BEAT, actor="b"), 0)
-    peers.hear(1, replace(BEAT, actor="a", model="other"), 0)
-    peers.hear(1, replace(BEAT, actor="c", state="starting"), 0)
-    peers.hear(1, replace(BEAT, kind="tokenizer", actor="t"), 0)
+    peers.update(1, replace(BEAT, actor="b"), 0)
+    peers.update(1, replace(BEAT, actor="a", model="other"), 0)
+    peers.update(1, replace(BEAT, actor="c", state="starting"), 0)
+    peers.update(1, replace(BEAT, kind="tokenizer", actor="t"), 0)
     assert peers.ready("executor") == ["a", "b"]
     assert peers.ready("executor", "m") == ["b"]
     assert peers.ready("scheduler") == []
@@ -73,17 +73,17 @@ def test_ready_lists_by_kind_and_model() -> None:
 
 def test_models_are_those_of_ready_actors() -> None:
     peers = Peers()
-    peers.hear(1, replace(BEAT, actor="b"), 0)
-    peers.hear(1, replace(BEAT, actor="a", model="other"), 0)
-    peers.hear(1, replace(BEAT, actor="c", model="third", state="starting"), 0)
-    peers.hear(1, replace(BEAT, actor="d", model=""), 0)
+    peers.update(1, replace(BEAT, actor="b"), 0)
+    peers.update(1, replace(BEAT, actor="a", model="other"), 0)
+    peers.update(1, replace(BEAT, actor="c", model="third", state="starting"), 0)
+    peers.update(1, replace(BEAT, actor="d", model=""), 0)
     assert peers.models("executor") == ["m", "other"]
 
 
-def fleet(*beats: Beat) -> Peers:
+def fleet(*heartbeats: Heartbeat) -> Peers:
     peers = Peers()
-    for beat in beats:
-        peers.hear(1, beat, 0)
+    for heartbeat in heartbeats:
+        peers.update(1, heartbeat, 0)
     return peers
 
 
@@ -95,7 +95,7 @@ def test_a_scheduler_without_executors_is_not_asked_while_another_has_some() -> 
     assert fleet(*SCHEDULERS, BEAT).serving("m") == ["s0", "s1"], "it says hello, or is of an older version"
     peers = fleet(*SCHEDULERS, replace(BEAT, scheduler="s1"), replace(BEAT, actor="e1", scheduler="s1"))
     assert (peers.serving("m"), dict(peers.executors_of("m"))) == (["s1"], {"s1": 2})
-    peers.hear(1, replace(BEAT, actor="e2", scheduler="s0"), 0)
+    peers.update(1, replace(BEAT, actor="e2", scheduler="s0"), 0)
     assert peers.serving("m") == ["s0", "s1"]
 
 

@@ -1,4 +1,4 @@
-"""The life of an actor on MemoryBus: states in beats, failure, drain, status, discovery."""
+"""The life of an actor on MemoryBus: states in heartbeats, failure, drain, status, discovery."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from support.memory_bus import MemoryBus
 
 from shared import codec
 from shared.actor.membership import Peer
-from shared.actor.runtime import Actor, Facts
+from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.codec import Envelope
 from shared.errors import SetupError, Unavailable
-from shared.messages import Beat, StreamReset
+from shared.messages import Heartbeat, StreamReset
 from shared.nats import subjects
 from shared.nats.interface import BusFault
 
@@ -50,21 +50,21 @@ async def test_beats_tell_the_states_of_a_life(fleet: Fleet) -> None:
 async def test_whoever_watches_is_told_each_beat_and_when_the_broker_brings_none_back(fleet: Fleet) -> None:
     told: list[str] = []
     runtime = fleet.runtime(Recorder())
-    runtime.on_beat = told.append
+    runtime.on_heartbeat = told.append
     await runtime.start()
     await fleet.broker.settle()
     fleet.broker.drop("hr.f.beat.>", times=3)
     for _ in range(5):
         fleet.clock.advance(INTERVAL_US)
         runtime.upkeep()
-        runtime.beat()
+        runtime.send_heartbeat()
         await fleet.broker.settle()
     runtime.upkeep()
-    runtime.beat()
+    runtime.send_heartbeat()
     await runtime.finish(1.0)
     assert [state for state, _ in itertools.groupby(told)] == [
         "ready",
-        "deaf",
+        "cut_off",
         "ready",
         "draining",
         "stopped",
@@ -83,9 +83,13 @@ async def test_a_beat_carries_the_facts(fleet: Fleet) -> None:
     watcher = Recorder("scheduler")
     seen = await fleet.started(watcher, "s")
     await fleet.started(Recorder())
-    peer = seen.port.peers.get("executor.a")
+    peer = seen.mailbox.peers.get("executor.a")
     assert peer is not None
-    assert (peer.beat.model, peer.beat.load, peer.beat.host_id) == ("m", (("rows", 3),), "host")
+    assert (peer.heartbeat.model, peer.heartbeat.load, peer.heartbeat.host_id) == (
+        "m",
+        (("rows", 3),),
+        "host",
+    )
     assert watcher.of("peer") == [
         "scheduler.s ready",
         "executor.a ready",
@@ -95,7 +99,7 @@ async def test_a_beat_carries_the_facts(fleet: Fleet) -> None:
 async def test_a_newcomer_hears_at_once_who_is_there(fleet: Fleet) -> None:
     await fleet.started(Recorder(), "old")
     newcomer = await fleet.started(Recorder("scheduler"), "new")
-    assert newcomer.port.peers.ready("executor") == ["old"]
+    assert newcomer.mailbox.peers.ready("executor") == ["old"]
 
 
 async def test_handlers_wait_for_start_but_not_for_ready(fleet: Fleet) -> None:
@@ -124,7 +128,7 @@ async def test_what_arrives_while_subscribing_is_kept_for_after_start(fleet: Fle
     deliver("scheduler.s", cancel("two"), "-trace")
     assert actor.told == []
     assert runtime._status() == {}
-    runtime.beat()
+    runtime.send_heartbeat()
     assert actor.told == [], "facts are not asked for before start"
     await runtime.start()
     await fleet.broker.settle()
@@ -192,7 +196,7 @@ async def test_a_setup_error_is_told_without_a_traceback(
 
 async def test_status_and_discovery_answers(fleet: Fleet) -> None:
     runtime = await fleet.started(Recorder())
-    epoch = runtime.port.epoch
+    epoch = runtime.mailbox.epoch
     fleet.clock.advance(90_000_000)
     assert await fleet.ask(subjects.STATUS) == {
         "kind": "executor", "id": "a", "epoch": epoch, "fleet": "f", "state": "ready", "age_s": 90,
@@ -224,12 +228,12 @@ async def test_status_and_discovery_answers(fleet: Fleet) -> None:
 
 async def test_status_shows_how_counts_changed_within_the_last_seconds(fleet: Fleet) -> None:
     actor, done = Recorder(), 7
-    actor.facts = lambda: Facts(counts={"done": done})  # type: ignore[method-assign]  # no other fact matters
+    actor.heartbeat_payload = lambda: HeartbeatPayload(counts={"done": done})  # type: ignore[method-assign]  # no other fact matters
     runtime = await fleet.started(actor)
     for _ in range(3):
         fleet.clock.advance(1_000_000)
         done += 5
-        runtime.beat()
+        runtime.send_heartbeat()
     fleet.clock.advance(500_000)
     done += 1
     assert (await fleet.ask(subjects.STATUS))["last_10_s"] == {"seconds": 3.5, "done": 16}
@@ -247,16 +251,16 @@ async def test_damaged_or_foreign_beats_are_ignored(fleet: Fleet, caplog: pytest
     actor = Recorder()
     await fleet.started(actor)
     before = actor.of("peer")
-    beat = Beat(kind="scheduler", actor="s", host_id="h", state="ready")
+    heartbeat = Heartbeat(kind="scheduler", actor="s", host_id="h", state="ready")
     for data in (
         b"junk",
         codec.encode(Envelope("scheduler.s", 1, 0, cancel("x"))),
-        codec.encode(Envelope("scheduler.other", 1, 0, beat)),
+        codec.encode(Envelope("scheduler.other", 1, 0, heartbeat)),
     ):
         fleet.outside.publish("hr.f.beat.scheduler.s", data)
     await fleet.broker.settle()
     assert actor.of("peer") == before
-    assert "dropped a beat on hr.f.beat.scheduler.s: not msgpack" in caplog.text
+    assert "dropped a heartbeat on hr.f.beat.scheduler.s: not msgpack" in caplog.text
 
 
 async def test_upkeep_forgets_who_misses_beats(fleet: Fleet) -> None:
@@ -265,16 +269,16 @@ async def test_upkeep_forgets_who_misses_beats(fleet: Fleet) -> None:
     other = await fleet.started(Recorder("scheduler"), "s")
     for _ in range(3):
         fleet.clock.advance(INTERVAL_US)
-        runtime.beat()
+        runtime.send_heartbeat()
         await fleet.broker.settle()
         runtime.upkeep()
     assert actor.of("gone") == []
     fleet.clock.advance(INTERVAL_US)
-    runtime.beat()
+    runtime.send_heartbeat()
     await fleet.broker.settle()
     runtime.upkeep()
     assert actor.of("gone") == ["scheduler.s"]
-    other.beat()
+    other.send_heartbeat()
     await fleet.broker.settle()
     assert actor.of("peer")[-1] == "scheduler.s ready"
 
@@ -298,12 +302,12 @@ async def test_who_hears_not_even_itself_takes_nobody_for_dead(fleet: Fleet) -> 
     for _ in range(10):
         fleet.clock.advance(INTERVAL_US)
         runtime.upkeep()
-        runtime.beat()
+        runtime.send_heartbeat()
         await fleet.broker.settle()
     assert actor.of("gone") == []
     for _ in range(5):
         fleet.clock.advance(INTERVAL_US)
-        runtime.beat()
+        runtime.send_heartbeat()
         await fleet.broker.settle()
         runtime.upkeep()
     assert actor.of("gone") == ["scheduler.s"]
@@ -314,14 +318,14 @@ async def test_who_is_cut_off_neither_asks_nor_announces(fleet: Fleet) -> None:
     runtime = await fleet.started(Recorder())
     other = Recorder("scheduler")
     await fleet.started(other, "s")
-    fleet.broker.drop("hr.f.>", times=1 + 1 + 10)  # the message, the first announcement, the beats
-    runtime.port.send("scheduler.s", cancel("lost"))
+    fleet.broker.drop("hr.f.>", times=1 + 1 + 10)  # the message, the first announcement, the heartbeats
+    runtime.mailbox.send("scheduler.s", cancel("lost"))
     for _ in range(10):
         fleet.clock.advance(INTERVAL_US)
         runtime.upkeep()
-        runtime.beat()
+        runtime.send_heartbeat()
         await fleet.broker.settle()
-    runtime.beat()
+    runtime.send_heartbeat()
     await fleet.broker.settle()
     runtime.upkeep()
     await fleet.broker.settle()
@@ -341,14 +345,14 @@ async def test_an_actor_is_told_when_the_broker_is_cut_off_and_back(fleet: Fleet
 async def test_beats_and_upkeep_go_on_by_themselves(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = fleet.runtime(actor)
-    runtime.beat_interval_us = 1000
+    runtime.heartbeat_interval_us = 1000
     await runtime.start()
     async with asyncio.timeout(10):
-        while len(actor.of("facts")) < 5:
+        while len(actor.of("heartbeat_payload")) < 5:
             await asyncio.sleep(0.001)
-        actor.fail_on = "facts"
+        actor.fail_on = "heartbeat_payload"
         error = await runtime.failed()
-    assert str(error) == "broken in facts"
+    assert str(error) == "broken in heartbeat_payload"
 
 
 async def test_the_default_actor_does_nothing(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
@@ -358,10 +362,10 @@ async def test_the_default_actor_does_nothing(fleet: Fleet, caplog: pytest.LogCa
     runtime = await fleet.started(actor)
     fleet.put(Envelope("scheduler.s", 1, 1, cancel("a")))
     fleet.put(Envelope("scheduler.s", 2, 1, cancel("a")))
-    actor.on_peer_gone(Peer("scheduler.s", 1, Beat(kind="s", actor="s", host_id="h", state="ready"), 0))
+    actor.on_peer_gone(Peer("scheduler.s", 1, Heartbeat(kind="s", actor="s", host_id="h", state="ready"), 0))
     actor.on_stream_lost("scheduler.s")
     await fleet.broker.settle()
-    assert (actor.facts(), actor.status()) == (Facts(), {})
+    assert (actor.heartbeat_payload(), actor.status()) == (HeartbeatPayload(), {})
     await runtime.finish(1.0)
     assert runtime.failure is None
     assert caplog.text == ""

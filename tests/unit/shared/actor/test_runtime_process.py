@@ -17,7 +17,7 @@ import uvloop
 from support.memory_bus import MemoryBroker
 
 from shared.actor import runtime
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, ProcessOptions
 from shared.nats.interface import Bus
 
@@ -34,23 +34,23 @@ class Scripted(Actor):
         self.loop: asyncio.AbstractEventLoop | None = None
         self.ended: list[str] = []
 
-    async def start(self, port: Port) -> None:
+    async def start(self, mailbox: Mailbox) -> None:
         self.loop = asyncio.get_running_loop()
-        self.name = port.source
+        self.name = mailbox.source
         if self.later:
-            self.loop.call_later(0.01, self.act, port)
+            self.loop.call_later(0.01, self.act, mailbox)
         else:
-            self.act(port)
+            self.act(mailbox)
             if self.kill:
                 await asyncio.Event().wait()
 
-    def act(self, port: Port) -> None:
+    def act(self, mailbox: Mailbox) -> None:
         if self.kill:
             os.kill(os.getpid(), self.kill)
         elif self.error is not None and not self.later:
             raise self.error
         elif self.error is not None:
-            port.bus.publish("hr.f.executor.a.in.Cancel", FAILING)
+            mailbox.bus.publish("hr.f.executor.a.in.Cancel", FAILING)
 
     def receive(self, *_: object) -> None:
         assert self.error is not None

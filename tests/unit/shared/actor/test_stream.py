@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from shared.actor.stream import (
     ANNOUNCEMENTS,
-    ASK_AGAIN_US,
     HISTORY,
-    MAX_ASKS,
     MAX_EARLY,
-    Arrived,
+    MAX_RESEND_REQUESTS,
+    RESEND_RETRY_US,
     Inbound,
     Outbound,
+    StreamUpdate,
 )
 
 
@@ -59,11 +59,11 @@ class Wire:
             seq, data = self.network.pop(0)
             self._take(self.inbound.arrive(seq, data, self.now_us))
 
-    def _take(self, arrived: Arrived[bytes]) -> None:
+    def _take(self, arrived: StreamUpdate[bytes]) -> None:
         self.delivered += arrived.deliver
         self.lost += arrived.lost
-        if arrived.ask_from:
-            self._resend(arrived.ask_from)
+        if arrived.resend_from:
+            self._resend(arrived.resend_from)
 
     def _resend(self, first_seq: int) -> None:
         if (self.fates.pop(0) if self.fates else "keep") == "lose":
@@ -76,11 +76,11 @@ class Wire:
 
     def silence(self) -> None:
         """Time passes without a message: announcements and second asks."""
-        self.now_us += ASK_AGAIN_US
+        self.now_us += RESEND_RETRY_US
         self._take(self.inbound.overdue(self.now_us))
         if self.outbound.silent_since(self.now_us):
-            ask_from = self.inbound.behind(self.outbound.last_seq, self.now_us)
-            self._take(Arrived([], ask_from=ask_from))
+            ask_from = self.inbound.expect_until(self.outbound.last_seq, self.now_us)
+            self._take(StreamUpdate([], resend_from=ask_from))
         self.run()
 
 
@@ -100,9 +100,9 @@ def test_once_and_in_order_under_any_drop_duplicate_and_reorder(
             wire.run()
     wire.run()
     wire.fates.clear()  # the network heals
-    for _ in range(3 * MAX_ASKS):
+    for _ in range(3 * MAX_RESEND_REQUESTS):
         wire.silence()
-        wire.outbound.remind()
+        wire.outbound.reannounce()
     assert wire.delivered == sorted(set(wire.delivered), key=int)
     assert (wire.delivered == sent) == (wire.lost == 0), "a loss is told, and never without need"
 
@@ -126,45 +126,49 @@ def test_nothing_is_lost_when_resends_arrive(fates: list[str], total: int, data:
 
 def test_in_order_messages_are_delivered_at_once() -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
-    assert inbound.arrive(1, "a", 0) == Arrived(["a"])
-    assert inbound.arrive(2, "b", 0) == Arrived(["b"])
-    assert inbound.arrive(2, "b", 0) == Arrived([])
+    assert inbound.arrive(1, "a", 0) == StreamUpdate(["a"])
+    assert inbound.arrive(2, "b", 0) == StreamUpdate(["b"])
+    assert inbound.arrive(2, "b", 0) == StreamUpdate([])
 
 
 def test_a_gap_asks_once_then_again_then_gives_up() -> None:
-    last_us = 10 + (MAX_ASKS - 1) * ASK_AGAIN_US
+    last_us = 10 + (MAX_RESEND_REQUESTS - 1) * RESEND_RETRY_US
     inbound: Inbound[str] = Inbound(epoch=1)
     inbound.arrive(1, "a", 0)
-    assert inbound.arrive(3, "c", 10) == Arrived([], ask_from=2)
-    assert inbound.arrive(3, "c", 11) == Arrived([]), "a duplicate of an early message"
-    assert inbound.arrive(4, "d", 20) == Arrived([]), "asked already"
-    assert inbound.overdue(10 + ASK_AGAIN_US - 1) == Arrived([])
-    assert inbound.overdue(10 + ASK_AGAIN_US) == Arrived([], ask_from=2)
-    for asks in range(2, MAX_ASKS):
-        assert inbound.overdue(10 + asks * ASK_AGAIN_US) == Arrived([], ask_from=2)
-    assert inbound.arrive(5, "e", last_us + 5 * ASK_AGAIN_US) == Arrived([]), "traffic does not ask for ever"
-    assert inbound.overdue(last_us + ASK_AGAIN_US) == Arrived(["c", "d", "e"], lost=True)
-    assert inbound.arrive(2, "b", 0) == Arrived([]), "too late"
-    assert inbound.arrive(7, "g", 10 + 2 * ASK_AGAIN_US) == Arrived([], ask_from=6), "a new hole, new asks"
+    assert inbound.arrive(3, "c", 10) == StreamUpdate([], resend_from=2)
+    assert inbound.arrive(3, "c", 11) == StreamUpdate([]), "a duplicate of an early message"
+    assert inbound.arrive(4, "d", 20) == StreamUpdate([]), "asked already"
+    assert inbound.overdue(10 + RESEND_RETRY_US - 1) == StreamUpdate([])
+    assert inbound.overdue(10 + RESEND_RETRY_US) == StreamUpdate([], resend_from=2)
+    for asks in range(2, MAX_RESEND_REQUESTS):
+        assert inbound.overdue(10 + asks * RESEND_RETRY_US) == StreamUpdate([], resend_from=2)
+    assert inbound.arrive(5, "e", last_us + 5 * RESEND_RETRY_US) == StreamUpdate([]), (
+        "traffic does not ask for ever"
+    )
+    assert inbound.overdue(last_us + RESEND_RETRY_US) == StreamUpdate(["c", "d", "e"], lost=True)
+    assert inbound.arrive(2, "b", 0) == StreamUpdate([]), "too late"
+    assert inbound.arrive(7, "g", 10 + 2 * RESEND_RETRY_US) == StreamUpdate([], resend_from=6), (
+        "a new hole, new asks"
+    )
 
 
 def test_a_hole_behind_a_filled_hole_is_asked_for_too() -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
-    assert inbound.arrive(2, "b", 0).ask_from == 1
-    assert inbound.arrive(4, "d", 0).ask_from == 0
-    assert inbound.arrive(1, "a", 1) == Arrived(["a", "b"], ask_from=3)
+    assert inbound.arrive(2, "b", 0).resend_from == 1
+    assert inbound.arrive(4, "d", 0).resend_from == 0
+    assert inbound.arrive(1, "a", 1) == StreamUpdate(["a", "b"], resend_from=3)
 
 
 def test_an_announced_tail_is_asked_for_until_it_is_here_or_given_up() -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
     inbound.arrive(1, "a", 0)
-    assert inbound.behind(1, 5) == 0
-    assert inbound.behind(3, 5) == 2
-    for asks in range(1, MAX_ASKS):
-        assert inbound.overdue(5 + asks * ASK_AGAIN_US) == Arrived([], ask_from=2)
-    assert inbound.overdue(5 + MAX_ASKS * ASK_AGAIN_US) == Arrived([], lost=True)
-    assert inbound.overdue(5 + 2 * MAX_ASKS * ASK_AGAIN_US) == Arrived([])
-    assert inbound.arrive(4, "d", 6) == Arrived(["d"])
+    assert inbound.expect_until(1, 5) == 0
+    assert inbound.expect_until(3, 5) == 2
+    for asks in range(1, MAX_RESEND_REQUESTS):
+        assert inbound.overdue(5 + asks * RESEND_RETRY_US) == StreamUpdate([], resend_from=2)
+    assert inbound.overdue(5 + MAX_RESEND_REQUESTS * RESEND_RETRY_US) == StreamUpdate([], lost=True)
+    assert inbound.overdue(5 + 2 * MAX_RESEND_REQUESTS * RESEND_RETRY_US) == StreamUpdate([])
+    assert inbound.arrive(4, "d", 6) == StreamUpdate(["d"])
 
 
 def test_a_hole_that_nobody_asked_for_yet_is_asked_for() -> None:
@@ -172,15 +176,15 @@ def test_a_hole_that_nobody_asked_for_yet_is_asked_for() -> None:
     inbound.arrive(1, "a", 0)
     inbound.arrive(3, "c", 0)
     inbound.arrive(6, "f", 0)
-    assert inbound.skip_to(3, lost=True) == Arrived(["c"], lost=True)
-    assert inbound.overdue(1) == Arrived([], ask_from=4)
+    assert inbound.skip_to(3, lost=True) == StreamUpdate(["c"], lost=True)
+    assert inbound.overdue(1) == StreamUpdate([], resend_from=4)
 
 
 def test_too_many_early_messages_give_the_hole_up() -> None:
     inbound: Inbound[int] = Inbound(epoch=1)
     for seq in range(2, MAX_EARLY + 2):
         assert inbound.arrive(seq, seq, 0).deliver == []
-    assert inbound.arrive(MAX_EARLY + 2, 0, 0) == Arrived([*range(2, MAX_EARLY + 2), 0], lost=True)
+    assert inbound.arrive(MAX_EARLY + 2, 0, 0) == StreamUpdate([*range(2, MAX_EARLY + 2), 0], lost=True)
 
 
 def test_a_newcomer_joins_where_the_sender_stands_without_a_loss() -> None:
@@ -188,10 +192,10 @@ def test_a_newcomer_joins_where_the_sender_stands_without_a_loss() -> None:
     stream.restart()
     stream.keep(b"8", 0)
     inbound: Inbound[bytes] = Inbound(epoch=2)
-    assert inbound.arrive(8, b"8", 0).ask_from == 1
+    assert inbound.arrive(8, b"8", 0).resend_from == 1
     replay = stream.since(1)
     assert (replay.next_seq, replay.messages, replay.lost) == (8, [b"8"], False)
-    assert inbound.skip_to(8, lost=False) == Arrived([b"8"])
+    assert inbound.skip_to(8, lost=False) == StreamUpdate([b"8"])
 
 
 def test_a_newcomer_is_told_when_messages_meant_for_it_are_gone() -> None:
@@ -202,14 +206,14 @@ def test_a_newcomer_is_told_when_messages_meant_for_it_are_gone() -> None:
     replay = stream.since(1)
     assert (replay.next_seq, replay.messages, replay.lost) == (9, [], True)
     inbound: Inbound[bytes] = Inbound(epoch=2)
-    assert inbound.skip_to(9, lost=True) == Arrived([], lost=True)
+    assert inbound.skip_to(9, lost=True) == StreamUpdate([], lost=True)
 
 
 def test_who_has_read_before_loses_whatever_the_sender_says() -> None:
     inbound: Inbound[str] = Inbound(epoch=1)
     inbound.arrive(1, "a", 0)
-    assert inbound.skip_to(5, lost=False) == Arrived([], lost=True)
-    assert inbound.skip_to(5, lost=True) == Arrived([]), "a repeated StreamReset changes nothing"
+    assert inbound.skip_to(5, lost=False) == StreamUpdate([], lost=True)
+    assert inbound.skip_to(5, lost=True) == StreamUpdate([]), "a repeated StreamReset changes nothing"
 
 
 def test_history_is_bounded_and_says_what_it_forgot() -> None:
@@ -225,10 +229,10 @@ def test_history_is_bounded_and_says_what_it_forgot() -> None:
 def test_a_silent_stream_is_announced_a_few_times() -> None:
     stream = Outbound()
     assert not stream.silent_since(1_000_000)
-    stream.remind()
+    stream.reannounce()
     assert not stream.silent_since(1_000_000), "nothing was ever sent"
     stream.keep(b"1", now_us=100)
     assert not stream.silent_since(99)
     assert [stream.silent_since(100) for _ in range(ANNOUNCEMENTS + 1)] == [True] * ANNOUNCEMENTS + [False]
-    stream.remind()
+    stream.reannounce()
     assert stream.silent_since(100)

@@ -8,7 +8,15 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.actor.stream import ASK_AGAIN_US, HISTORY, MAX_ASKS, MAX_EARLY, Arrived, Inbound, Outbound
+from shared.actor.stream import (
+    HISTORY,
+    MAX_EARLY,
+    MAX_RESEND_REQUESTS,
+    RESEND_RETRY_US,
+    Inbound,
+    Outbound,
+    StreamUpdate,
+)
 
 ABSURD = st.integers(2**50, 2**53 - 1)
 number = st.integers(-5, 60) | st.integers(-(2**53), 2**53 - 1)
@@ -19,19 +27,19 @@ step = st.tuples(st.sampled_from(["arrive", "skip", "lose", "behind", "overdue"]
 def test_any_numbers_in_any_order(steps: list[tuple[str, int]]) -> None:
     inbound, delivered, now_us = Inbound[int](epoch=1), list[int](), 0
     for what, value in steps:
-        now_us += ASK_AGAIN_US // 2
-        arrived: Arrived[int] = Arrived([])
+        now_us += RESEND_RETRY_US // 2
+        arrived: StreamUpdate[int] = StreamUpdate([])
         match what:
             case "arrive":
                 arrived = inbound.arrive(value, value, now_us)
             case "skip" | "lose":
                 arrived = inbound.skip_to(value, lost=what == "lose")
             case "behind":
-                assert inbound.behind(value, now_us) >= 0
+                assert inbound.expect_until(value, now_us) >= 0
             case "overdue":
                 arrived = inbound.overdue(now_us)
         delivered += arrived.deliver
-        assert arrived.ask_from >= 0
+        assert arrived.resend_from >= 0
     assert delivered == sorted(set(delivered))
     assert all(seq > 0 for seq in delivered)
 
@@ -43,12 +51,12 @@ def test_garbage_does_not_end_a_stream(what: str, value: int) -> None:
     told: dict[str, Callable[[], object]] = {
         "arrive": lambda: inbound.arrive(value, "x", 0),
         "skip": lambda: inbound.skip_to(value, lost=True),
-        "behind": lambda: inbound.behind(value, 0),
+        "behind": lambda: inbound.expect_until(value, 0),
     }
     told[what]()
-    for asked in range(MAX_ASKS + 2):
-        assert inbound.overdue((asked + 1) * ASK_AGAIN_US) == Arrived([])
-    assert inbound.arrive(2, "b", 0) == Arrived(["b"])
+    for asked in range(MAX_RESEND_REQUESTS + 2):
+        assert inbound.overdue((asked + 1) * RESEND_RETRY_US) == StreamUpdate([])
+    assert inbound.arrive(2, "b", 0) == StreamUpdate(["b"])
 
 
 def test_a_hole_that_never_fills_is_given_up_at_the_limit() -> None:

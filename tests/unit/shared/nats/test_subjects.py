@@ -62,9 +62,9 @@ def test_public_subjects() -> None:
 def test_internal_subjects() -> None:
     assert subjects.mailbox("f", "executor", "e0", "StepPlan") == "hr.f.executor.e0.in.StepPlan"
     assert subjects.mailbox_all("f", "executor", "e0") == "hr.f.executor.e0.in.*"
-    assert subjects.beat("f", "executor", "e0") == "hr.f.beat.executor.e0"
-    assert subjects.beat_all("f") == "hr.f.beat.*.*"
-    assert subjects.beat_ask("f") == "hr.f.beat_ask"
+    assert subjects.heartbeat("f", "executor", "e0") == "hr.f.beat.executor.e0"
+    assert subjects.heartbeat_all("f") == "hr.f.beat.*.*"
+    assert subjects.heartbeat_request("f") == "hr.f.beat_ask"
     assert subjects.gone("d0", "r.1") == "_R.d0.r=2E1"
     assert subjects.gone_all("d0") == "_R.d0.*"
 
@@ -74,7 +74,7 @@ def test_an_actor_named_after_a_host_stays_one_token() -> None:
     mailbox = subjects.mailbox("f", "kv_offload", host, "Beat")
     assert mailbox == "hr.f.kv_offload.node1=2Eexample=2Ecom.in.Beat"
     assert subjects.mailbox_all("f", "kv_offload", host).count(".") == 5
-    assert subjects.beat("f", "kv_offload", host).count(".") == subjects.beat_all("f").count(".")
+    assert subjects.heartbeat("f", "kv_offload", host).count(".") == subjects.heartbeat_all("f").count(".")
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ import socket
 
 import pytest
 
-from services.launcher.commands.status import Pages
+from services.launcher.commands.status import ScrapeTargets
 from shared.errors import SetupError
 from shared.telemetry import metrics
 from shared.telemetry.metrics import MAX_CONNECTIONS, ScrapePoint, answer, to_prometheus
 from shared.telemetry.otel import METRICS, is_on, prometheus_address
-from shared.telemetry.readings import Reading, Readings, Spread, process_readings
+from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics, process_metrics
 
 ON = {"OTEL_METRICS_EXPORTER": "prometheus"}
-COUNTED: Readings = (Reading("n", 3, "1", grows=True),)
+COUNTED: Metrics = (MetricPoint("n", 3, "1", is_counter=True),)
 PAGE = "# HELP n_total n, 1\n# TYPE n_total counter\nn_total 3.0\n"
 
 
@@ -47,10 +47,10 @@ def test_a_port_that_is_none(port: str) -> None:
 
 
 def test_each_service_has_its_port_from_the_first_upwards() -> None:
-    assert Pages({}, ["gateway"]).addresses == {}
-    assert Pages({}, ["gateway"]).variables("gateway") == {}
+    assert ScrapeTargets({}, ["gateway"]).addresses == {}
+    assert ScrapeTargets({}, ["gateway"]).variables("gateway") == {}
     first = 20_000 + os.getpid() % 10_000
-    found = Pages({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(first)}, ["gateway", "executor-0"])
+    found = ScrapeTargets({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(first)}, ["gateway", "executor-0"])
     assert found.addresses == {"gateway": ("127.0.0.1", first), "executor-0": ("127.0.0.1", first + 1)}
     told = found.variables("executor-0")
     assert prometheus_address({**ON, **told}) == ("127.0.0.1", first + 1)
@@ -61,7 +61,7 @@ def test_each_service_has_its_port_from_the_first_upwards() -> None:
 
 
 async def test_a_free_port_is_held_for_the_service_that_comes_later() -> None:
-    pages = Pages({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": "0"}, ["a", "b", "c"])
+    pages = ScrapeTargets({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": "0"}, ["a", "b", "c"])
     assert len({port for _, port in pages.addresses.values()} - {0}) == 3
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(pages.addresses["a"])
@@ -70,7 +70,7 @@ async def test_a_free_port_is_held_for_the_service_that_comes_later() -> None:
         await point.start()
         assert (await read(point, b"GET /metrics HTTP/1.1\r\n\r\n")).endswith(PAGE.encode())
         with pytest.raises(SetupError, match="metrics cannot listen on"):
-            Pages({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(point.address[1])}, ["another fleet's"])
+            ScrapeTargets({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(point.address[1])}, ["another fleet's"])
         await point.stop()
     pages.close()
     with socket.socket() as stranger:
@@ -80,11 +80,11 @@ async def test_a_free_port_is_held_for_the_service_that_comes_later() -> None:
 def test_what_vllm_counts_has_its_names() -> None:
     page = to_prometheus(
         [
-            Reading("headrace.scheduler.preemptions", 4, "{preemption}", grows=True),
-            Reading("headrace.scheduler.running", 2, "{sequence}", (("executor", "e1"),)),
-            Reading("headrace.scheduler.blocks_used", 0.25, "1"),
-            Spread("gen_ai.server.time_to_first_token", (0.5,), (1, 2), 3.5, "s"),
-            Reading("headrace.scheduler.prefill_tokens", 9, "{token}", grows=True),
+            MetricPoint("headrace.scheduler.preemptions", 4, "{preemption}", is_counter=True),
+            MetricPoint("headrace.scheduler.running", 2, "{sequence}", (("executor", "e1"),)),
+            MetricPoint("headrace.scheduler.blocks_used", 0.25, "1"),
+            HistogramPoint("gen_ai.server.time_to_first_token", (0.5,), (1, 2), 3.5, "s"),
+            MetricPoint("headrace.scheduler.prefill_tokens", 9, "{token}", is_counter=True),
         ]
     )
     assert [line for line in page.decode().splitlines() if not line.startswith("# HELP")] == [
@@ -105,7 +105,7 @@ def test_what_vllm_counts_has_its_names() -> None:
 
 
 def test_the_process_shows_itself_under_the_usual_names() -> None:
-    lines = to_prometheus(list(process_readings())).decode().splitlines()
+    lines = to_prometheus(list(process_metrics())).decode().splitlines()
     values = dict(line.split() for line in lines if not line.startswith("#"))
     assert float(values["process_cpu_seconds_total"]) > 0
     assert float(values["process_resident_memory_bytes"]) > 10_000_000

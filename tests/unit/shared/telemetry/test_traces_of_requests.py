@@ -9,7 +9,7 @@ from shared.messages import Chunk, Close, Decision, Timings, Usage
 from shared.telemetry.traces import (
     Choice,
     Reply,
-    RequestFacts,
+    RequestRecord,
     SpanRecord,
     covered_us,
     gaps,
@@ -50,7 +50,7 @@ def table(spans: list[SpanRecord]) -> list[tuple[str, int, int, int | None]]:
 
 def spans_of(*choices: Choice, **more: Any) -> list[SpanRecord]:
     reply = Reply(opened_us=1_200, first_us=2_300, built_us=4_400, sent_us=4_450)
-    return request_spans(RequestFacts(choices=choices, **{**FACTS, "reply": reply, **more}))
+    return request_spans(RequestRecord(choices=choices, **{**FACTS, "reply": reply, **more}))
 
 
 def test_every_stage_of_an_answered_request() -> None:
@@ -201,21 +201,21 @@ def test_a_pause_is_a_span_with_its_reason() -> None:
     """Paused within the prompt, from 1460 to 1560, and again in decode until the end at 4300."""
     decisions = (
         Decision(at_us=100, what="admit", why="room"),
-        Decision(at_us=300, what="pause", why="1 row needs a block", numbers=(("pauses", 1),)),
+        Decision(at_us=300, what="preempt", why="1 row needs a block", numbers=(("pauses", 1),)),
         Decision(at_us=400, what="resume", why="room", numbers=(("recompute_tokens", 12),)),
         Decision(at_us=2_000, what="requeue", why="the executor is gone"),
     )
     chunks = (chunk(150, 100, 256, 7), chunk(450, 650, 44, 9))
     closed = close(decisions=decisions, chunks=chunks)
     spans = spans_of(Choice(index=0, tokens=3, reason="stop", close=closed))
-    assert [row for row in table(spans) if row[0] in ("pause", "requeue", "prefill wait")] == [
-        ("pause", 1_460, 1_560, 5),
+    assert [row for row in table(spans) if row[0] in ("preempt", "requeue", "prefill wait")] == [
+        ("preempt", 1_460, 1_560, 5),
         ("requeue", 3_160, 4_300, 0),
         ("prefill wait", 1_260, 1_310, 5),
         ("prefill wait", 1_410, 1_460, 5),
         ("prefill wait", 1_560, 1_610, 5),
     ]
-    (pause,) = [span for span in spans if span.name == "pause"]
+    (pause,) = [span for span in spans if span.name == "preempt"]
     assert pause.attributes["pauses"] == 1
     assert pause.attributes["why"] == "1 row needs a block"
 
@@ -226,14 +226,14 @@ def test_a_restore_is_a_span_beside_its_event() -> None:
     decisions = (
         Decision(at_us=100, what="admit", why="room"),
         Decision(at_us=300, what="restore", why="256 tokens from k", numbers=numbers),
-        Decision(at_us=2_000, what="pause", why="1 row needs a block"),
+        Decision(at_us=2_000, what="preempt", why="1 row needs a block"),
         Decision(at_us=2_200, what="resume", why="room"),
         Decision(at_us=2_400, what="restore", why="no answer in time", numbers=(("took_us", 200),)),
     )
     closed = close(decisions=decisions, chunks=(chunk(320, 780, 44, 7),))
     spans = spans_of(Choice(index=0, tokens=3, reason="stop", close=closed))
-    assert [row for row in table(spans) if row[0] in ("pause", "restore", "prefill wait")] == [
-        ("pause", 3_160, 3_360, 0),
+    assert [row for row in table(spans) if row[0] in ("preempt", "restore", "prefill wait")] == [
+        ("preempt", 3_160, 3_360, 0),
         ("restore", 1_260, 1_460, 5),
         ("restore", 3_360, 3_560, 0),
         ("prefill wait", 1_460, 1_480, 5),

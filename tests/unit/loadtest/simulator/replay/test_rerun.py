@@ -16,7 +16,15 @@ from loadtest.simulator.replay.rerun import core_of, rerun, rerun_file
 from services.scheduler.core import Scheduler
 from services.scheduler.reports import event_log
 from services.scheduler.reports.event_log import FileSink, LogError, Recorder, state_hash
-from services.scheduler.state.requests import Arrived, DrainAsked, DrainOver, Event, PeerReady, Send, Ticked
+from services.scheduler.state.requests import (
+    Arrived,
+    DrainRequested,
+    DrainTimedOut,
+    Event,
+    PeerReady,
+    Send,
+    Ticked,
+)
 from services.scheduler.state.state import Limits
 from shared.messages import Cancel, StepResult, Tokenized, ints
 
@@ -77,7 +85,7 @@ def test_what_tiers_say_is_done_again(often: None) -> None:
     for _ in range(60):
         world.run()
         world.tick(20_000)
-    meter = world.scheduler.state.meter
+    meter = world.scheduler.state.counters
     assert meter.loads > 0
     assert meter.stored_blocks > 0
     world.restart_tier()
@@ -105,8 +113,8 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 EVENTS: list[Event] = [
     PeerReady("executor", "e1", 7),
     Ticked(),
-    DrainAsked(),
-    DrainOver(),
+    DrainRequested(),
+    DrainTimedOut(),
     Arrived("client", Cancel(tenant="t", request="r"), "00-1", 5),
     Arrived(
         "tokenizer.t",
@@ -120,7 +128,7 @@ def test_an_event_of_any_size_comes_back(event: Event) -> None:
     frames = event_log.header(FACTS) + event_log.happened(123, event, [])
     assert read(frames) == [
         event_log.Header(FACTS),
-        event_log.Happened(1, 123, event, event_log.digest_of([])),
+        event_log.LoggedEvent(1, 123, event, event_log.digest_of([])),
     ]
 
 
@@ -138,7 +146,7 @@ def test_a_run_comes_out_equal(often: None) -> None:
     report = rerun(event_log.read(io.BytesIO(sink.data)))
     assert report.difference is None
     records = read(sink.data)
-    events = [r for r in records if isinstance(r, event_log.Happened)]
+    events = [r for r in records if isinstance(r, event_log.LoggedEvent)]
     assert report.events == len(events) > 150
     assert report.hashes == len(events) // 10
     assert report.snapshots == 1 + len(events) // 100
@@ -159,7 +167,7 @@ def test_the_last_snapshot_and_its_tail_equal_the_whole(often: None, tmp_path: P
     *_, (start, snapshot) = _snapshots(sink.data)
     core = core_of(snapshot)
     for record in read(sink.data)[start:]:
-        if isinstance(record, event_log.Happened):
+        if isinstance(record, event_log.LoggedEvent):
             core.handle(record.event, record.now_us)
     assert state_hash(core.state) == state_hash(world.scheduler.state)
 
@@ -185,9 +193,11 @@ def test_another_answer_to_an_event_is_found_at_once() -> None:
     sink = Pages()
     busy_log(sink, requests=10)
     records = read(sink.data)
-    at = next(i for i, r in enumerate(records) if isinstance(r, event_log.Happened) and _is_result(r.event))
+    at = next(
+        i for i, r in enumerate(records) if isinstance(r, event_log.LoggedEvent) and _is_result(r.event)
+    )
     happened = records[at]
-    assert isinstance(happened, event_log.Happened)
+    assert isinstance(happened, event_log.LoggedEvent)
     wrong = replace(happened, digest=bytes(8))
     report = rerun([*records[:at], wrong, *records[at + 1 :]])
     assert report.difference is not None
@@ -204,8 +214,8 @@ def _is_result(event: Event) -> bool:
     return isinstance(event, Arrived) and isinstance(event.message, StepResult)
 
 
-def _first(records: list[event_log.Record]) -> event_log.Happened:
-    return next(r for r in records if isinstance(r, event_log.Happened))
+def _first(records: list[event_log.Record]) -> event_log.LoggedEvent:
+    return next(r for r in records if isinstance(r, event_log.LoggedEvent))
 
 
 def test_a_state_that_went_its_own_way_is_named(often: None) -> None:
@@ -226,7 +236,7 @@ def test_a_state_that_went_its_own_way_is_named(often: None) -> None:
 
 
 def _events(sink: Pages) -> int:
-    return sum(isinstance(r, event_log.Happened) for r in read(sink.data))
+    return sum(isinstance(r, event_log.LoggedEvent) for r in read(sink.data))
 
 
 def test_an_event_that_the_core_fails_on_is_in_the_log() -> None:
@@ -271,12 +281,12 @@ def test_what_is_no_log_is_refused(data: bytes, tmp_path: Path) -> None:
         rerun_file(path)
 
 
-@pytest.mark.parametrize("version", [1, 3, 9])
+@pytest.mark.parametrize("version", [1, 4, 9])
 def test_another_version_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "VERSION", version)
     data = event_log.header(FACTS)
     monkeypatch.undo()
-    with pytest.raises(LogError, match=f"of version {version}, and this Headrace reads version 4"):
+    with pytest.raises(LogError, match=f"of version {version}, and this Headrace reads version 5"):
         read(data)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.executor.plan_maker import PlanMaker, Row
 
-from kernels.sampling import FLAWED
+from kernels.sampling import INVALID
 from services.executor.cuda.input_batch import Layout, arrange, fill, samples_of, split_dense, tiles_of
 from services.executor.cuda.kernel_configs import (
     WIDE,
@@ -18,7 +18,7 @@ from services.executor.cuda.kernel_configs import (
 )
 from services.executor.cuda.slot_table import STOP_IDS, CudaSlots, advance, end_slots, take
 from services.executor.parallel.step_split import Chunk, split
-from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, FLAWS, row_flaws
+from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, ROW_ERRORS, row_errors
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.errors import EngineError
 from shared.messages import Sampling, SlotOpen, ints
@@ -42,7 +42,7 @@ def maker() -> PlanMaker:
 
 
 def settle(slots: CudaSlots, made: PlanMaker, rows: list[Row]) -> None:
-    places, values = slots.take_words(made.plan(rows))
+    places, values = slots.take_updates(made.plan(rows))
     slots.words[torch.from_numpy(places).long()] = torch.from_numpy(values)
 
 
@@ -61,7 +61,7 @@ def test_words_of_a_slot_land_where_the_kernels_read(slots: CudaSlots) -> None:
     assert (choices.last_tokens[1].item(), choices.last_tokens[2].item()) == (4, 3)
     assert choices.done.tolist() == [0, 0, 0, 0, 1]  # the last one is nobody's
     assert slots.state.tables[2].tolist() == [*made.tables[2], *[SPARE] * 5]
-    assert slots.take_words(made.plan([]))[0].size == 0  # told once
+    assert slots.take_updates(made.plan([]))[0].size == 0  # told once
 
 
 def test_what_another_stage_has_chosen_is_set_with_the_next_step(slots: CudaSlots) -> None:
@@ -70,16 +70,16 @@ def test_what_another_stage_has_chosen_is_set_with_the_next_step(slots: CudaSlot
         slots.open(opened(slot, [slot]))
     made.tables = {slot: [] for slot in range(4)}
     settle(slots, made, [Row(slot, 0, 1) for slot in range(4)])
-    slots.tell([0, 1, 3], ints([7, 8, -1]), ints([0, 1, 2]))
-    slots.tell([2], ints([9]), ints([0]))
+    slots.record_sampled([0, 1, 3], ints([7, 8, -1]), ints([0, 1, 2]))
+    slots.record_sampled([2], ints([9]), ints([0]))
     slots.open(opened(1, [5]))  # what was told before is of another sequence
     settle(slots, made, [Row(0, 1, 1, True)])
     assert slots.choices.last_tokens[:3].tolist() == [7, 5, 9]
     assert slots.choices.done[:4].tolist() == [0, 0, 0, 1]
-    assert slots.take_words(made.plan([]))[0].size == 0  # told once
-    slots.tell([0], ints([7]), ints([0]))
+    assert slots.take_updates(made.plan([]))[0].size == 0  # told once
+    slots.record_sampled([0], ints([7]), ints([0]))
     slots.reset()
-    assert slots.take_words(made.plan([]))[0].size == 0
+    assert slots.take_updates(made.plan([]))[0].size == 0
 
 
 def test_what_a_slot_must_not_ask(slots: CudaSlots) -> None:
@@ -105,7 +105,7 @@ def test_decodes_come_first_and_padding_is_nobodys(slots: CudaSlots) -> None:
     assert tiles.tolist() == [[2, 2, 2], [5, 3, 1], [4, 2, 0], [1, 2, 2]]
     layout = Layout(4, 8, 4)
     buffer = np.full(layout.words, -5, dtype=np.int32)
-    fill(buffer, layout, step, tiles, slots.nobody)
+    fill(buffer, layout, step, tiles, slots.spare_slot)
     assert buffer[:12].tolist() == [5, 0, 0, 0, 2, 1, 4, 4, 5, 3, 0, 0]
     assert buffer[12:36].reshape(3, 8)[:, 5:].tolist() == [[2, 4, 4], [4, 0, 0], [5, 0, 0]]
     assert buffer[36] == 1
@@ -169,10 +169,10 @@ def test_rows_that_torch_gives_no_token_end_as_in_the_kernel(slots: CudaSlots) -
     end_slots(slots.choices, [3])
     flawed = torch.tensor([BY_MODEL, 6, BY_REQUEST, BY_MODEL])
     ids, done = (each.tolist() for each in advance(slots.choices, [0, 1, 2, 3], flawed, [4] * 4))
-    assert (ids, done) == ([-1, 6, -1, -1], [FLAWED, 0, FLAWED + 1, 2])
+    assert (ids, done) == ([-1, 6, -1, -1], [INVALID, 0, INVALID + 1, 2])
     assert slots.choices.done[:4].tolist() == [1, 0, 1, 1]
     assert slots.choices.last_tokens[:4].min() >= 0  # read though they are done
-    assert row_flaws(done) == {0: FLAWS[BY_MODEL], 2: FLAWS[BY_REQUEST]}
+    assert row_errors(done) == {0: ROW_ERRORS[BY_MODEL], 2: ROW_ERRORS[BY_REQUEST]}
     assert done == [2, 0, 2, 2]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kernels.attention.prefill import PrefillTuning
 from services.executor.cuda.input_batch import (
-    Arranged,
+    ArrangedStep,
     Layout,
     SplitRoom,
     Words,
@@ -122,7 +122,7 @@ def assert_covers(found: Words, tiles: Words) -> None:
 
 def test_words_of_splits_lie_behind_those_of_tiles() -> None:
     nothing = np.zeros((3, 0), dtype=np.int32)
-    step = Arranged(0, 0, nothing, (), nothing)
+    step = ArrangedStep(0, 0, nothing, (), nothing)
     layout = Layout(4, 16, 4, split=True)
     tiles = np.arange(1, 15, dtype=np.int32).reshape(7, 2)
     buffer = np.full(layout.words, -5, dtype=np.int32)

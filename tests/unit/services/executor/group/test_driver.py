@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_group(tmp_path: Path) -> None:
 def test_a_rank_that_fails_at_the_start_fails_the_start_with_its_words(
     folder: Path, tmp_path: Path, when: str
 ) -> None:
-    """sitecustomize is imported at the start of each rank but the leader."""
+    """sitecustomize is imported at the start of each rank but the driver."""
     fails = {
         "before it joins": "worker.join",
         "after it has joined": "engine.build",

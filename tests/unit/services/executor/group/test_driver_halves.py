@@ -18,7 +18,7 @@ from support.executor.tiny_models import VOCAB, save_tiny
 
 from services.executor.checkpoint.loader import load
 from services.executor.cpu.engine import TorchBackend, build
-from services.executor.engine import COMM, COMPUTE, Piece, StepOutput
+from services.executor.engine import COMM, COMPUTE, Segment, StepOutput
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER
 
@@ -45,7 +45,7 @@ def opened(backend: TorchBackend) -> PlanMaker:
     return maker
 
 
-Found = list[tuple[torch.Tensor, tuple[Piece, ...]]]
+Found = list[tuple[torch.Tensor, tuple[Segment, ...]]]
 
 
 def all_logits(ranks: Ranks, folder: Path, *, two_stream: bool, deterministic: bool) -> dict[str, Found]:
@@ -58,7 +58,7 @@ def all_logits(ranks: Ranks, folder: Path, *, two_stream: bool, deterministic: b
         for rows in steps():
             pending = backend.forward(replace(maker.plan(rows), two_stream=two_stream))
             assert pending.logits is not None
-            found[kind].append((pending.logits, pending.pieces()))
+            found[kind].append((pending.logits, pending.segments()))
         backend.close()
     return found
 
@@ -131,8 +131,8 @@ def test_a_group_chooses_the_same_in_halves(watched: Watched, folder: Path) -> N
         assert [(each.ids, each.done, each.top_ids) for each in found] == [
             (each.ids, each.done, each.top_ids) for each in wanted
         ]
-        assert [bool(each.pieces) for each in found] == [two_stream] * 3 + [False] * 2
-    assert not any(each.pieces for each in wanted)
+        assert [bool(each.segments) for each in found] == [two_stream] * 3 + [False] * 2
+    assert not any(each.segments for each in wanted)
 
 
 def test_a_group_may_be_told_not_to(watched: Watched, folder: Path) -> None:
@@ -143,5 +143,5 @@ def test_a_group_may_be_told_not_to(watched: Watched, folder: Path) -> None:
     maker = PlanMaker(made.group)
     maker.open(0, tokens(0, 230), GREEDY)
     plan = replace(maker.plan([Row(0, 0, 200, feeds=(0,))]), two_stream=True)
-    assert not made.group.sample(made.group.forward(plan)).pieces
+    assert not made.group.sample(made.group.forward(plan)).segments
     made.group.close()

@@ -29,7 +29,7 @@ from support.executor.tiny_models import save_tiny
 
 from services.executor.cpu.engine import build
 from services.executor.engine import Pending
-from services.executor.group.driver import Failed, GroupBackend, Sampled, build_group
+from services.executor.group.driver import DropStep, GroupBackend, Sampled, build_group
 from services.executor.parallel.ranks import Solo
 from services.executor.sampling.logits_processors import load_processors
 from shared.errors import EngineError, SetupError
@@ -119,15 +119,15 @@ def test_blocks_of_all_stages_go_down_and_come_back(group: GroupBackend) -> None
     go_down_and_come_back(group)
 
 
-def test_what_the_last_stage_cannot_sample_fails_on_the_leader(folder: Path) -> None:
-    told: list[object] = []
+def test_what_the_last_stage_cannot_sample_fails_on_the_driver(folder: Path) -> None:
+    sent: list[object] = []
 
     class Played:
-        """The members of a pipeline, its first stage and its copier."""
+        """The workers of a pipeline, its first stage and its copier."""
 
         info = build(options(folder)).info
         sampled = staticmethod(lambda: Sampled(3, None, "KeyError: 7"))
-        tell = staticmethod(told.append)
+        send = staticmethod(sent.append)
         copier = staticmethod(lambda: Played())
         piece_bytes = 1
 
@@ -135,7 +135,7 @@ def test_what_the_last_stage_cannot_sample_fails_on_the_leader(folder: Path) -> 
     pipeline = GroupBackend(played, played, Solo(), pipeline=True)
     with pytest.raises(EngineError, match="KeyError: 7"):
         pipeline.sample(Pending(plan=plan(3)))
-    assert told == [Failed(3)]
+    assert sent == [DropStep(3)]
 
 
 def test_a_pipeline_dies_as_one(watched: Watched, folder: Path) -> None:

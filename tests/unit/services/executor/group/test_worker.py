@@ -1,4 +1,4 @@
-"""A follower under orders, in this process: what it keeps, what it refuses, and how it ends."""
+"""A worker under orders, in this process: what it keeps, what it refuses, and how it ends."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from services.executor.cpu.engine import build
 from services.executor.engine import Pending, StepOutput
 from services.executor.group import driver
 from services.executor.group.driver import (
-    Answer,
-    Attach,
-    Close,
-    Copies,
-    Do,
-    Failed,
-    Join,
-    Move,
-    Order,
-    PartCopier,
+    AttachArena,
+    CloseSlot,
+    Command,
+    Control,
+    CopyControl,
+    CopyReply,
+    DropStep,
+    JoinGroup,
+    MoveBlocks,
+    RankCopier,
     Sampled,
-    Took,
-    for_followers,
+    SetSampled,
+    for_workers,
 )
-from services.executor.group.worker import CopyThread, Follower, SampleThread, follow, serve
-from services.executor.parallel.ranks import meeting
+from services.executor.group.worker import CopyThread, SampleThread, Worker, run_worker, serve
+from services.executor.parallel.ranks import rendezvous
 from shared.errors import EngineError
 from shared.messages import Ints, Sampling, SlotOpen, StepPlan, ints
 
@@ -60,24 +60,25 @@ class Engine:
         self.calls.append(("take", (pending.plan.step, list(ids), list(done))))
 
 
-def served(*given: Order, engine: Engine, patience_s: float = WITHIN_S) -> list[tuple[str, Any]]:
-    queued: queue.SimpleQueue[Order] = queue.SimpleQueue()
+def served(*given: Command, engine: Engine, patience_s: float = WITHIN_S) -> list[tuple[str, Any]]:
+    queued: queue.SimpleQueue[Command] = queue.SimpleQueue()
     for order in given:
         queued.put(order)
     engine_as_rank: Any = engine
-    serve(Follower(engine_as_rank, lambda order: engine.calls.append(("copy", order))), queued, patience_s)
+    serve(Worker(engine_as_rank, lambda order: engine.calls.append(("copy", order))), queued, patience_s)
     return engine.calls
 
 
 def test_orders_are_carried_out_in_their_order() -> None:
-    took = Took(3, ints([7]), ints([1]))
+    took = SetSampled(3, ints([7]), ints([1]))
     found = served(
-        Do.WARM_UP, plan(3), plan(4), took, Copies.FINISH, Close(2), Do.RESET, Do.END, engine=Engine()
+        Control.WARM_UP, plan(3), plan(4), took, CopyControl.FINISH, CloseSlot(2), Control.RESET,
+        Control.END, engine=Engine(),
     )  # fmt: skip
     assert found == [
         ("warm_up", ()),
         ("take", (3, [7], [1])),
-        ("copy", Copies.FINISH),
+        ("copy", CopyControl.FINISH),
         ("close_slot", (2,)),
         ("reset", ()),
     ]
@@ -86,20 +87,22 @@ def test_orders_are_carried_out_in_their_order() -> None:
 def test_a_step_that_the_leader_refuses_too_is_over() -> None:
     engine = Engine()
     engine.refuses = {3}
-    took = Took(4, ints([1]), ints([0]))
-    assert served(plan(3), Failed(3), plan(4), took, Do.END, engine=engine) == [("take", (4, [1], [0]))]
+    took = SetSampled(4, ints([1]), ints([0]))
+    assert served(plan(3), DropStep(3), plan(4), took, Control.END, engine=engine) == [
+        ("take", (4, [1], [0]))
+    ]
 
 
 def test_a_step_that_only_this_rank_refuses_is_its_end() -> None:
     engine = Engine()
     engine.refuses = {3}
     with pytest.raises(EngineError, match="it alone cannot compute step 3"):
-        served(plan(2), plan(3), Failed(2), engine=engine, patience_s=0.01)
+        served(plan(2), plan(3), DropStep(2), engine=engine, patience_s=0.01)
 
 
 def test_a_step_that_was_not_sampled_is_forgotten() -> None:
     with pytest.raises(KeyError):
-        served(plan(3), Failed(3), Took(3, ints(), ints()), engine=Engine())
+        served(plan(3), DropStep(3), SetSampled(3, ints(), ints()), engine=Engine())
 
 
 def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
@@ -115,9 +118,9 @@ def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
     engine: Any = Samples()
     engine.refuses = {5}
     sampler = SampleThread(engine, said.put, lambda: entered.append("here"), stages=2)
-    last = Follower(engine, lambda order: None, sampler)
-    for order in (plan(3), plan(4), plan(5), Failed(5), Took(3, ints([3]), ints([0])), plan(6)):
-        last.obey(order)
+    last = Worker(engine, lambda order: None, sampler)
+    for order in (plan(3), plan(4), plan(5), DropStep(5), SetSampled(3, ints([3]), ints([0])), plan(6)):
+        last.execute(order)
     found = [said.get(timeout=WITHIN_S) for _ in range(3)]
     assert [(each.step, each.error) for each in found] == [(3, ""), (4, "ValueError: no more words"), (6, "")]
     assert found[0].output is not None
@@ -128,11 +131,11 @@ def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
 
 def test_followers_hear_nothing_of_what_only_the_leader_runs() -> None:
     plain = SlotOpen(slot=1, generation=0, seq=0, prompt_tokens=1, tokens=ints([1]))
-    assert for_followers(plain) is plain
+    assert for_workers(plain) is plain
     hosted = SlotOpen(
         slot=1, generation=0, seq=0, prompt_tokens=1, tokens=ints([1]), grammar="{}", processors=("x",)
     )
-    bare = for_followers(hosted)
+    bare = for_workers(hosted)
     assert (bare.grammar, bare.processors, bare.logprobs) == ("", (), 1)
 
 
@@ -150,35 +153,35 @@ def test_a_part_lies_behind_those_of_the_ranks_before(options: TorchOptions) -> 
     maker = PlanMaker(backend)
     maker.open(0, PROMPT)
     maker.prefill({0: len(PROMPT)})
-    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    thread = CopyThread(PartCopier(backend.copier(), before), answers.put, lambda: None)
+    answers: queue.SimpleQueue[CopyReply] = queue.SimpleQueue()
+    thread = CopyThread(RankCopier(backend.copier(), before), answers.put, lambda: None)
     with segment(2 * size) as file:
         for order in (
-            Attach(file.name, file.generation),
-            Move(True, [maker.tables[0][0]], [8]),
-            Copies.FINISH,
+            AttachArena(file.name, file.generation),
+            MoveBlocks(True, [maker.tables[0][0]], [8]),
+            CopyControl.FINISH,
         ):
             thread.put(order)
-        assert [answers.get(timeout=WITHIN_S) for _ in range(2)] == [Answer(), Answer()]
+        assert [answers.get(timeout=WITHIN_S) for _ in range(2)] == [CopyReply(), CopyReply()]
         block = backend._cache.tensor[maker.tables[0][0]].numpy().tobytes()
         assert file.read()[before + 8 :].startswith(block)
         assert set(file.read()[: before + 8]) == {0xA5}
-        thread.put(Move(False, [0], [2 * size]))  # beyond the end
-        thread.put(Copies.FINISH)
+        thread.put(MoveBlocks(False, [0], [2 * size]))  # beyond the end
+        thread.put(CopyControl.FINISH)
         assert "ValueError" in answers.get(timeout=WITHIN_S).error
         for _ in range(2):  # a second time there is nothing to let go of
-            thread.put(Copies.DETACH)
-            assert answers.get(timeout=WITHIN_S) == Answer()
-    thread.put(Attach(file.name, file.generation))
+            thread.put(CopyControl.DETACH)
+            assert answers.get(timeout=WITHIN_S) == CopyReply()
+    thread.put(AttachArena(file.name, file.generation))
     assert "cannot open the arena" in answers.get(timeout=WITHIN_S).error
 
 
 def test_a_rank_is_built_works_and_ends_as_it_is_told(options: TorchOptions) -> None:
-    """The only one of its group, on a thread: its own leader, since nobody else computes."""
+    """The only one of its group, on a thread: its own driver, since nobody else computes."""
     ours, theirs = multiprocessing.Pipe()
-    store = meeting(1)
+    store = rendezvous(1)
     orphaned = threading.Event()
-    thread = threading.Thread(target=follow, args=(theirs, orphaned.set), daemon=True)
+    thread = threading.Thread(target=run_worker, args=(theirs, orphaned.set), daemon=True)
     thread.start()
     maker = PlanMaker(build(options))
     opened = SlotOpen(
@@ -187,19 +190,19 @@ def test_a_rank_is_built_works_and_ends_as_it_is_told(options: TorchOptions) -> 
     maker.tables[0] = []
     refused = SlotOpen(slot=99, generation=0, seq=0, prompt_tokens=1, tokens=ints([1]))
     for order in (
-        Join(options, 0, 1, store.port),
+        JoinGroup(options, 0, 1, store.port),
         opened,
         refused,
         maker.plan([Row(0, 0, len(PROMPT), feeds=(0,))]),
-        Took(1, ints([5]), ints([0])),
+        SetSampled(1, ints([5]), ints([0])),
         maker.plan([Row(0, len(PROMPT), 1, feeds=(0,))]),  # of the token that it was told
-        Took(2, ints([6]), ints([1])),
-        driver.Copies.FINISH,
+        SetSampled(2, ints([6]), ints([1])),
+        driver.CopyControl.FINISH,
     ):
         ours.send(order)
     assert ours.poll(WITHIN_S)
-    assert ours.recv() == Answer()
-    ours.send(Do.END)
+    assert ours.recv() == CopyReply()
+    ours.send(Control.END)
     thread.join(WITHIN_S)
     assert not thread.is_alive()
     assert not orphaned.is_set()

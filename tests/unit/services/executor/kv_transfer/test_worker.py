@@ -12,9 +12,9 @@ import pytest
 from support.shm import Segment, segment
 
 from services.executor.arena import Arena, ArenaError
-from services.executor.engine import GiveWay, at_once
+from services.executor.engine import YieldDevice, no_yield
 from services.executor.kv_transfer import worker
-from services.executor.kv_transfer.worker import RECENT_US, CopyLane, CopyRate, Told
+from services.executor.kv_transfer.worker import RECENT_US, CopyCallbacks, CopyRate, CopyWorker
 from services.kv_offload.backends.builtin import PlainArena
 from shared.clock import FakeClock
 from shared.messages import KvCopied, KvCopy, ints, longs
@@ -45,7 +45,7 @@ class HandCopier:
         if error := self.fail.pop(what, None):
             raise error
 
-    def attach(self, arena: Arena, give_way: GiveWay = at_once) -> None:
+    def attach(self, arena: Arena, give_way: YieldDevice = no_yield) -> None:
         self._do("attach")
         for took_s in self.slices_s:
             self.began.put(None)
@@ -88,12 +88,12 @@ class Bench:
         self.computing = False
         self.copier = HandCopier(self.clock)
         self.told: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.lane = CopyLane(
+        self.lane = CopyWorker(
             self.copier,
             self.clock,
-            Told(
+            CopyCallbacks(
                 copied=lambda epoch, copied: self.told.put((epoch, copied)),
-                quiet=lambda: self.told.put("quiet"),
+                idle=lambda: self.told.put("quiet"),
                 unmapped=lambda generation: self.told.put(generation),
             ),
             lambda: self.computing,
@@ -202,12 +202,12 @@ def test_a_new_incarnation_stops_what_runs_between_pieces_and_forgets_the_rest(b
     bench.copy(2, 9)
     bench.until_it_copies()
     bench.lane.begin(2)
-    assert (bench.lane.quiet, bench.lane.queued) == (False, 0)
+    assert (bench.lane.idle, bench.lane.queued) == (False, 0)
     bench.copy(3, 10)
     bench.copier.hold = False
     bench.copier.go.release()
     assert bench.next() == "quiet"
-    assert bench.lane.quiet
+    assert bench.lane.idle
     assert bench.copier.pieces() == [("load", [0, 1])]
     bench.lane.stepped(1, 50)  # a step of the old one that was still queued
     assert bench.copier.pieces() == [("load", [0, 1])]  # the device has not begun the new one
@@ -219,7 +219,7 @@ def test_a_new_incarnation_stops_what_runs_between_pieces_and_forgets_the_rest(b
 def test_without_a_running_copy_a_new_incarnation_is_quiet_at_once(bench: Bench) -> None:
     bench.copy(1, 4, after=3)
     bench.lane.begin(2)
-    assert bench.lane.quiet
+    assert bench.lane.idle
 
 
 def test_a_new_arena_ends_the_copies_of_the_old_one_and_is_used(bench: Bench) -> None:
@@ -341,7 +341,7 @@ def test_a_mapping_in_use_stays_and_is_not_called_released(bench: Bench) -> None
 
 
 def test_too_many_copies_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "MOST_QUEUED", 2)
+    monkeypatch.setattr(worker, "MAX_QUEUED", 2)
     bench.copy(1, 1, after=1)
     bench.copy(2, 1, after=1)
     with pytest.raises(AssertionError):

@@ -9,31 +9,37 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.executor.engine import MOST, Notes, Piece
-from services.executor.parallel.coroutines import HostLanes, Program, Talk, in_turn, together
+from services.executor.engine import MAX_SEGMENTS, HostSegmentTimer, Segment
+from services.executor.parallel.coroutines import (
+    Collective,
+    CommThread,
+    ForwardPass,
+    run_in_turn,
+    run_interleaved,
+)
 
 WITHIN_S = 30.0
 
 
 @pytest.fixture
-def lanes() -> Iterator[HostLanes]:
-    made = HostLanes()
+def lanes() -> Iterator[CommThread]:
+    made = CommThread()
     yield made
     made.close()
 
 
-def program(name: str, talks: int, heard: list[str]) -> Program:
+def program(name: str, talks: int, heard: list[str]) -> ForwardPass:
     for i in range(talks):
         heard.append(f"{name}{i} computes")
         yield lambda i=i: heard.append(f"{name}{i} talks")
     return torch.tensor([talks])
 
 
-def test_a_talk_is_under_the_compute_of_the_other(lanes: HostLanes) -> None:
+def test_a_talk_is_under_the_compute_of_the_other(lanes: CommThread) -> None:
     """A's first talk ends when B has computed, B's when A has gone on: neither in turn, nor a thread each."""
     computed = [threading.Event(), threading.Event()]
 
-    def half(index: int) -> Program:
+    def half(index: int) -> ForwardPass:
         if index:
             computed[0].set()
         yield lambda: computed[index].wait(WITHIN_S) or pytest.fail("nothing is computed meanwhile")
@@ -41,17 +47,17 @@ def test_a_talk_is_under_the_compute_of_the_other(lanes: HostLanes) -> None:
             computed[1].set()
         return torch.tensor([index])
 
-    notes = Notes()
-    found = lanes.together([half(0), half(1)], notes)
+    notes = HostSegmentTimer()
+    found = lanes.run_interleaved([half(0), half(1)], notes)
     assert [int(each) for each in found] == [0, 1]
-    assert sorted(piece.lane for piece in notes.pieces()) == [0, 0, 1, 1, 2, 3]
+    assert sorted(piece.lane for piece in notes.segments()) == [0, 0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("way", ["lanes", "in turn"])
-def test_all_that_is_said_is_said_in_one_order(way: str, lanes: HostLanes) -> None:
+def test_all_that_is_said_is_said_in_one_order(way: str, lanes: CommThread) -> None:
     heard: list[str] = []
     programs = [program("a", 3, heard), program("b", 2, heard)]
-    found = in_turn(programs) if way == "in turn" else lanes.together(programs, Notes())
+    found = run_in_turn(programs) if way == "in turn" else lanes.run_interleaved(programs, HostSegmentTimer())
     assert [int(each) for each in found] == [3, 2]
     assert [what for what in heard if "talks" in what] == [
         "a0 talks", "b0 talks", "a1 talks", "b1 talks", "a2 talks"
@@ -61,44 +67,46 @@ def test_all_that_is_said_is_said_in_one_order(way: str, lanes: HostLanes) -> No
         assert own == sorted(own, key=lambda what: (what[1], what[3:]))  # what is said was computed before
 
 
-def test_what_a_talk_raises_is_raised_where_it_is_waited_for(lanes: HostLanes) -> None:
-    def broken() -> Program:
+def test_what_a_talk_raises_is_raised_where_it_is_waited_for(lanes: CommThread) -> None:
+    def broken() -> ForwardPass:
         yield lambda: [][1]
         return torch.zeros(1)
 
     with pytest.raises(IndexError):
-        lanes.together([broken(), program("b", 1, [])], Notes())
-    assert [int(each) for each in lanes.together([program("c", 1, [])] * 1, Notes())] == [1]
+        lanes.run_interleaved([broken(), program("b", 1, [])], HostSegmentTimer())
+    assert [int(each) for each in lanes.run_interleaved([program("c", 1, [])] * 1, HostSegmentTimer())] == [1]
 
 
-def test_a_talk_may_change_what_inference_made(lanes: HostLanes) -> None:
-    def doubling() -> Program:
+def test_a_talk_may_change_what_inference_made(lanes: CommThread) -> None:
+    def doubling() -> ForwardPass:
         x = torch.ones(3)
         yield lambda: x.add_(x)
         return x
 
     with torch.inference_mode():
-        assert lanes.together([doubling()], Notes())[0].tolist() == [2, 2, 2]
+        assert lanes.run_interleaved([doubling()], HostSegmentTimer())[0].tolist() == [2, 2, 2]
 
 
 def test_programs_that_say_nothing_end() -> None:
-    def silent(value: int) -> Program:
+    def silent(value: int) -> ForwardPass:
         yield from ()
         return torch.tensor(value)
 
-    def say(index: int, talk: Talk) -> object:
+    def say(index: int, talk: Collective) -> object:
         raise AssertionError("nothing is said")
 
-    found: list[Tensor] = together([silent(1), silent(2)], say)  # type: ignore[arg-type]  # never called
+    found: list[Tensor] = run_interleaved([silent(1), silent(2)], say)  # type: ignore[arg-type]  # never called
     assert [int(each) for each in found] == [1, 2]
 
 
 def test_the_first_pieces_are_noted_in_order() -> None:
     times = iter(range(0, 1_000_000, 1_000))
-    notes = Notes(lambda: next(times))  # it begins at 0; each begin and each end is a microsecond later
-    for i in range(MOST + 5):
-        with notes.on(i % 4):
+    notes = HostSegmentTimer(
+        lambda: next(times)
+    )  # it begins at 0; each begin and each end is a microsecond later
+    for i in range(MAX_SEGMENTS + 5):
+        with notes.segment(i % 4):
             pass
-    found = notes.pieces()
-    assert found[:2] == (Piece(0, 1, 1), Piece(1, 3, 1))
-    assert len(found) == MOST
+    found = notes.segments()
+    assert found[:2] == (Segment(0, 1, 1), Segment(1, 3, 1))
+    assert len(found) == MAX_SEGMENTS

@@ -15,54 +15,54 @@ from kernels.collectives.gpu import EMPTY
 from kernels.norm import ref
 from services.executor.cuda import model as logits
 from services.executor.cuda.kernel_configs import Layouts
-from services.executor.cuda.model import _Adding, gated
+from services.executor.cuda.model import _ResidualAdd, gated
 from services.executor.parallel import coroutines
-from services.executor.parallel.peer_memory import LIMIT_BYTES, letter_boxes
-from services.executor.parallel.ranks import SOLO, Spread, meeting
+from services.executor.parallel.peer_memory import LIMIT_BYTES, symmetric_buffers
+from services.executor.parallel.ranks import SOLO, DistributedRanks, rendezvous
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 3, 32
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Spread:
+def alone(monkeypatch: pytest.MonkeyPatch) -> DistributedRanks:
     """The only rank of a group that maps memory."""
 
     def empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=dtype)
 
-    def rendezvous(mine: Tensor, group: object) -> Any:
+    def mapped(mine: Tensor, group: object) -> Any:
         return SimpleNamespace(buffer_ptrs=[mine.data_ptr()])
 
     monkeypatch.setattr(symmetric, "empty", empty)
-    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(symmetric, "rendezvous", mapped)
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=object()))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    return Spread(0, 1, meeting(1), ordered=False, gone=str)
+    return DistributedRanks(0, 1, rendezvous(1), ordered=False, gone=str)
 
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_short_sum_goes_with_its_norm_and_leaves_the_boxes_empty(alone: Spread) -> None:
-    alone.boxes = letter_boxes(0, 1, CPU)
-    assert alone.boxes is not None
+def test_a_short_sum_goes_with_its_norm_and_leaves_the_boxes_empty(alone: DistributedRanks) -> None:
+    alone.symmetric = symmetric_buffers(0, 1, CPU)
+    assert alone.symmetric is not None
     residual, part, weight = (
         _normal(ROWS, WIDTH),
         _normal(2, ROWS, WIDTH, seed=1),
         _normal(WIDTH, seed=2),
     )
     wanted, total = ref.add_rms_norm(part.sum(0), residual, weight, 1e-5)
-    adding = _Adding(alone, None, residual, 1e-5, chained=False)
+    adding = _ResidualAdd(alone, None, residual, 1e-5, chained=False)
     assert not adding.whole
-    torch.testing.assert_close(coroutines.alone(adding.add(part, weight, turn=0)), wanted)
+    torch.testing.assert_close(coroutines.run_alone(adding.add(part, weight, turn=0)), wanted)
     torch.testing.assert_close(residual, total)
-    assert bool((alone.boxes._memory == EMPTY).all())
+    assert bool((alone.symmetric._memory == EMPTY).all())
 
 
-def test_long_rows_and_ranks_without_boxes_are_not_for_them(alone: Spread) -> None:
-    boxes = letter_boxes(0, 1, CPU)
+def test_long_rows_and_ranks_without_boxes_are_not_for_them(alone: DistributedRanks) -> None:
+    boxes = symmetric_buffers(0, 1, CPU)
     assert boxes is not None
     assert boxes.of(1, LIMIT_BYTES) is not None
     assert boxes.of(2, LIMIT_BYTES) is None
@@ -70,32 +70,34 @@ def test_long_rows_and_ranks_without_boxes_are_not_for_them(alone: Spread) -> No
     assert boxes.of(1025, 64) is None
     residual, part, weight = _normal(ROWS, WIDTH), _normal(ROWS, WIDTH, seed=1), _normal(WIDTH, seed=2)
     wanted, _ = ref.add_rms_norm(part, residual, weight, 1e-5)
-    adding = _Adding(SOLO, None, residual, 1e-5, chained=False)
+    adding = _ResidualAdd(SOLO, None, residual, 1e-5, chained=False)
     assert not adding.whole, "one rank takes a product in splits"
-    torch.testing.assert_close(coroutines.alone(adding.add(part, weight, turn=0)), wanted)
+    torch.testing.assert_close(coroutines.run_alone(adding.add(part, weight, turn=0)), wanted)
 
 
 def test_gpus_that_cannot_map_memory_do_without(
-    alone: Spread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    alone: DistributedRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_memory(*_: object, **__: object) -> Tensor:
         raise RuntimeError("no peer access")
 
     monkeypatch.setattr(symmetric, "empty", no_memory)
     monkeypatch.setattr(logits, "PeerMemory", no_memory)
-    assert letter_boxes(0, 1, CPU) is None
+    assert symmetric_buffers(0, 1, CPU) is None
     assert logits.shared_logits(alone, torch.zeros(1), ROWS, 5) is None
     assert [message.rpartition(": ")[2] for message in caplog.messages] == ["no peer access"] * 2
 
 
-def test_the_logits_of_one_rank_lose_their_padding(alone: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logits_of_one_rank_lose_their_padding(
+    alone: DistributedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = torch.zeros(1024, dtype=torch.uint8)
     met: list[bool] = []
 
     def of(rank: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    peers = SimpleNamespace(of=of, meet=lambda: met.append(True))
+    peers = SimpleNamespace(of=of, barrier=lambda: met.append(True))
     monkeypatch.setattr(logits, "PeerMemory", lambda *_: peers)
     shared = logits.shared_logits(alone, torch.zeros(1), ROWS, 5)
     assert shared is not None

@@ -13,7 +13,7 @@ from support.executor.rank_side import on_ranks
 from torch import Tensor
 
 from services.executor.parallel import ranks as ranks_module
-from services.executor.parallel.ranks import Ranks, Solo, Spread, meeting
+from services.executor.parallel.ranks import DistributedRanks, Ranks, Solo, rendezvous
 
 
 def _numbers(rank: int, *shape: int) -> Tensor:
@@ -75,14 +75,14 @@ def test_a_rank_leaves_even_if_its_library_does_not(
     group = torch.distributed.distributed_c10d
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(ranks_module, "LEAVE_WITHIN_S", 0.01)
-    rank = Spread(0, 1, meeting(1), ordered=False, gone=str)
+    monkeypatch.setattr(ranks_module, "LEAVE_TIMEOUT_S", 0.01)
+    rank = DistributedRanks(0, 1, rendezvous(1), ordered=False, gone=str)
     with caplog.at_level(logging.WARNING, "headrace.executor"):
         monkeypatch.setattr(group, "_abort_process_group", over.wait)
         rank.close()
         over.set()
         assert caplog.messages == ["NCCL has not ended in 0 s: it is left as it is"]
-        monkeypatch.setattr(ranks_module, "LEAVE_WITHIN_S", 60.0)
+        monkeypatch.setattr(ranks_module, "LEAVE_TIMEOUT_S", 60.0)
         monkeypatch.setattr(group, "_abort_process_group", lambda: None)
         rank.close()
     assert len(caplog.messages) == 1

@@ -8,14 +8,14 @@ from support.executor.rank_side import on_ranks
 from torch import Tensor
 
 from loadtest.gpu.comm_memory import HostMemory
-from services.executor.parallel.ranks import Collectives, Copies, Ranks
+from services.executor.parallel.ranks import Collectives, PeerCopies, Ranks
 
 ROUNDS = 6
 
 
 def _on_rank(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """What copies and the process group made of the same, in every way, one after the other."""
-    copies, group = Copies(HostMemory(1 << 12)), Collectives()
+    copies, group = PeerCopies(HostMemory(1 << 12)), Collectives()
     found = []
     for turn in range(ROUNDS):
         generator = torch.Generator().manual_seed(100 * turn + ranks.rank)
@@ -40,7 +40,7 @@ def test_ranks_say_by_copies_what_their_group_says(size: int) -> None:
 
 
 def _misuse(ranks: Ranks) -> str:
-    copies = Copies(HostMemory(64))
+    copies = PeerCopies(HostMemory(64))
     with pytest.raises(ValueError) as raised:
         copies.all_reduce(torch.ones(1))
     with pytest.raises(RuntimeError):

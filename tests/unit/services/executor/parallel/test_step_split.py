@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.parallel.step_split import Chunk, halves, split
+from services.executor.parallel.step_split import Chunk, split, split_chunks
 from shared.messages import StepPlan, ints
 
 
@@ -15,14 +15,14 @@ def laid_out(counts: list[int], starts: list[int]) -> list[Chunk]:
 
 
 def test_a_cut_goes_through_a_prompt() -> None:
-    before, behind = halves(laid_out([100, 300], [0, 50]), cut=64)
+    before, behind = split_chunks(laid_out([100, 300], [0, 50]), cut=64)
     assert before == (Chunk(0, 0, 0, 100), Chunk(1, 100, 50, 92))
     assert behind == (Chunk(1, 0, 142, 208),)
 
 
 def test_prompts_of_one_length_are_not_cut() -> None:
     chunks = laid_out([1024] * 4, [0] * 4)
-    before, behind = halves(chunks)
+    before, behind = split_chunks(chunks)
     assert before == tuple(chunks[:2])
     assert [(chunk.slot, chunk.first, chunk.start, chunk.count) for chunk in behind] == [
         (2, 0, 0, 1024),
@@ -36,7 +36,7 @@ def test_prompts_of_one_length_are_not_cut() -> None:
 def test_every_token_is_in_one_half(sizes: list[tuple[int, int]], cut: int) -> None:
     counts, starts = (list(column) for column in zip(*sizes, strict=True))
     chunks = laid_out(counts, starts)
-    parts = halves(chunks, cut)
+    parts = split_chunks(chunks, cut)
     positions = [
         (chunk.slot, chunk.start + i) for part in parts for chunk in part for i in range(chunk.count)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.executor.parallel.step_split import NEVER, crossover
+from services.executor.parallel.step_split import NEVER, split_threshold
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from services.executor.parallel.step_split import NEVER, crossover
     ],
 )
 def test_the_least_size_from_which_on_it_pays(times: dict[int, tuple[float, float]], wanted: int) -> None:
-    assert crossover(times) == wanted
+    assert split_threshold(times) == wanted

@@ -53,32 +53,32 @@ def result(compilation: Compilation) -> object:
 
 
 def process_of(compiler: GrammarCompiler) -> int:
-    process = compiler._lanes[0].process
+    process = compiler._threads[0].process
     assert process is not None
     return process.pid
 
 
 def test_nothing_runs_before_the_first_grammar(compiler: GrammarCompiler) -> None:
-    assert compiler._lanes == []
+    assert compiler._threads == []
 
 
 def test_a_grammar_over_its_time_or_memory_is_refused_and_the_next_one_is_not(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = compiler.want(regex("a+"), "t")
+    started = compiler.request(regex("a+"), "t")
     result(started)
     before = process_of(compiler)
     limited = limits_of(compiler, monkeypatch, seconds=1.0)
     with pytest.raises(GrammarRefusedError, match="takes over 1 s to compile"):
-        result(limited.want(regex(SLOW), "t"))
-    result(limited.want(regex("b+"), "t"))
+        result(limited.request(regex(SLOW), "t"))
+    result(limited.request(regex("b+"), "t"))
     limited.close()
     limited = limits_of(compiler, monkeypatch, megabytes=16)
     with pytest.raises(GrammarRefusedError, match="takes over 16 MiB to compile"):
-        result(limited.want(regex("[^a]{0,100}a" * 10), "t"))
-    result(limited.want(regex("b+"), "t"))
+        result(limited.request(regex("[^a]{0,100}a" * 10), "t"))
+    result(limited.request(regex("b+"), "t"))
     limited.close()
-    result(compiler.want(regex("c+"), "t"))
+    result(compiler.request(regex("c+"), "t"))
     assert process_of(compiler) == before
 
 
@@ -102,69 +102,69 @@ def test_tenants_are_compiled_for_in_turn(compiler: GrammarCompiler, monkeypatch
     order: list[str] = []
     compile_one = compiler._compile
 
-    def noted(lane: grammar_compiler._Lane, text: str) -> object:
+    def noted(lane: grammar_compiler._CompilerThread, text: str) -> object:
         order.append(text)
         return compile_one(lane, text)
 
     monkeypatch.setattr(compiler, "_compile", noted)
     with compiler._changed:  # nothing begins before all are here
-        greedy = [compiler.want(regex(f"a{{{i}}}"), "greedy") for i in range(1, 4)]
-        gone = compiler.want(regex("gone"), "modest")
-        modest = compiler.want(regex("b"), "modest")
+        greedy = [compiler.request(regex(f"a{{{i}}}"), "greedy") for i in range(1, 4)]
+        gone = compiler.request(regex("gone"), "modest")
+        modest = compiler.request(regex("b"), "modest")
         compiler.release(gone)
     wait([one.result for one in (*greedy, modest)], 60)
     assert order.index(modest.text) <= 2
     assert [text for text in order if text != modest.text] == [one.text for one in greedy]
     assert gone.result.cancelled()
-    again = compiler.want(gone.text, "modest")
+    again = compiler.request(gone.text, "modest")
     assert again is not gone
     result(again)
 
 
 def test_one_that_takes_long_keeps_its_own_tenant_waiting_and_no_other(compiler: GrammarCompiler) -> None:
-    slow = [compiler.want(regex(SLOW + "x" * i), "greedy") for i in range(3)]
+    slow = [compiler.request(regex(SLOW + "x" * i), "greedy") for i in range(3)]
     for tenant in ("a", "b"):
-        result(compiler.want(regex(tenant), tenant))
+        result(compiler.request(regex(tenant), tenant))
     assert [one.result.done() for one in slow] == [False] * 3
-    assert len(compiler._lanes) == 2
+    assert len(compiler._threads) == 2
 
 
 def test_equal_grammars_are_compiled_once_and_what_was_refused_is_kept(compiler: GrammarCompiler) -> None:
-    one, other = compiler.want(regex("a+"), "t"), compiler.want(regex("a+"), "u")
+    one, other = compiler.request(regex("a+"), "t"), compiler.request(regex("a+"), "u")
     assert one is other
     result(one)
-    wrong = compiler.want('{"kind": "ebnf", "source": "root ::= nothing"}', "t")
+    wrong = compiler.request('{"kind": "ebnf", "source": "root ::= nothing"}', "t")
     with pytest.raises(GrammarRefusedError, match=r'grammar: .*Rule "nothing"'):
         result(wrong)
-    assert compiler.want(wrong.text, "u") is wrong
+    assert compiler.request(wrong.text, "u") is wrong
     for i in range(COMPILED):
-        result(compiler.want(regex(f"x{{{i + 1}}}"), "t"))
-    assert len(compiler._known) == COMPILED
-    assert compiler.want(regex("a+"), "t") is not one
+        result(compiler.request(regex(f"x{{{i + 1}}}"), "t"))
+    assert len(compiler._cache) == COMPILED
+    assert compiler.request(regex("a+"), "t") is not one
 
 
 def test_a_process_that_dies_costs_one_grammar(compiler: GrammarCompiler) -> None:
-    result(compiler.want(regex("a+"), "t"))
+    result(compiler.request(regex("a+"), "t"))
     first = process_of(compiler)
     os.kill(first, signal.SIGKILL)
-    lost = compiler.want(regex("b+"), "t")
+    lost = compiler.request(regex("b+"), "t")
     with pytest.raises(EngineError, match="has died: ask again"):
         result(lost)
-    again = compiler.want(regex("b+"), "t")
+    again = compiler.request(regex("b+"), "t")
     assert again is not lost
     result(again)
     assert process_of(compiler) != first
 
 
 def test_a_process_that_hangs_is_killed(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    result(compiler.want(regex("a+"), "t"))
+    result(compiler.request(regex("a+"), "t"))
     monkeypatch.setattr(grammar_process, "COMPILE_S", 0.0)
     monkeypatch.setattr(grammar_compiler, "GRACE_S", 0.1)
     os.kill(process_of(compiler), signal.SIGSTOP)
     with pytest.raises(EngineError, match="has died: ask again"):
-        result(compiler.want(regex("b+"), "t"))
+        result(compiler.request(regex("b+"), "t"))
     monkeypatch.undo()
-    result(compiler.want(regex("b+"), "t"))
+    result(compiler.request(regex("b+"), "t"))
 
 
 def children(pid: int) -> list[int]:
@@ -185,9 +185,9 @@ from services.executor.sampling.grammar_compiler import GrammarCompiler
 from types import SimpleNamespace
 words = SimpleNamespace(token_bytes=[bytes([i]) for i in range(256)] * 100, eos_ids=(0,))
 compiler = GrammarCompiler(lambda: words, 25600)
-compiler.want('{{"kind": "regex", "source": "a"}}', "t").result.result()
-compiler.want('{{"kind": "regex", "source": "{SLOW * 2}"}}', "t")
-print(compiler._lanes[0].process.pid, flush=True)
+compiler.request('{{"kind": "regex", "source": "a"}}', "t").result.result()
+compiler.request('{{"kind": "regex", "source": "{SLOW * 2}"}}', "t")
+print(compiler._threads[0].process.pid, flush=True)
 threading.Event().wait()
 """
 
@@ -209,12 +209,12 @@ def test_it_ends_with_its_executor_and_what_it_compiles_too() -> None:
 
 def test_the_end_waits_for_no_compilation(vocabulary: Vocabulary) -> None:
     compiler = GrammarCompiler(lambda: vocabulary, VOCAB)
-    result(compiler.want(regex("a"), "t"))
+    result(compiler.request(regex("a"), "t"))
     process = process_of(compiler)
-    slow = compiler.want(regex(SLOW), "t")
+    slow = compiler.request(regex(SLOW), "t")
     compiler.close()
     assert gone(process)
-    (lane,) = compiler._lanes
+    (lane,) = compiler._threads
     lane.thread.join(10)
     assert not lane.thread.is_alive()
     assert not slow.result.running()
@@ -227,4 +227,4 @@ def test_every_kind_comes_back_as_it_was_compiled(compiler: GrammarCompiler) -> 
         {"structured_outputs": {"choice": ["a", "b"]}},
         {"tools": [tool]},
     ):
-        assert result(compiler.want(grammar_of(fields), "t"))
+        assert result(compiler.request(grammar_of(fields), "t"))

@@ -10,7 +10,7 @@ from services.kv_offload.l2.state import (
     PROMPT_US,
     WINDOW_US,
     Breaker,
-    Known,
+    PresenceCache,
     Rate,
 )
 
@@ -126,7 +126,7 @@ def test_deadlines_that_are_moved_and_dropped_take_bounded_memory() -> None:
 
 
 def test_the_known_names_are_the_last_that_were_asked_for() -> None:
-    known = Known(most=2)
+    known = PresenceCache(most=2)
     names = [("f", bytes([i]) * 32) for i in range(3)]
     known.add(names[0])
     known.add(names[1])

@@ -12,7 +12,7 @@ from services.kv_offload.backends.builtin import MemoryRemote
 from services.kv_offload.backends.interface import Remote, RemoteError
 from services.kv_offload.events import L2Command, L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, Name
 from services.kv_offload.l2 import worker
-from services.kv_offload.l2.worker import CANARY, HEADER_BYTES, SIZE_KEY, STUCK, Errand, Lane, value_size
+from services.kv_offload.l2.worker import CANARY, HEADER_BYTES, SIZE_KEY, STUCK, L2Job, L2Pool, value_size
 from shared.errors import EngineError
 
 PRINT = "00112233445566778899aabbccddeeff"
@@ -29,8 +29,8 @@ def scratch(size_bytes: int) -> memoryview:
     return memoryview(bytearray(size_bytes))
 
 
-def run(remote: Remote, command: L2Command) -> Errand:
-    errand = Errand(command, view)
+def run(remote: Remote, command: L2Command) -> L2Job:
+    errand = L2Job(command, view)
     errand.run(lambda: remote, scratch)
     return errand
 
@@ -110,7 +110,7 @@ def test_a_value_cut_short_or_swapped_or_of_another_layout_is_damage() -> None:
 
 
 def test_a_put_that_was_given_up_while_it_copied_is_not_sent() -> None:
-    remote, errand = MemoryRemote(), Errand(put(0), view)
+    remote, errand = MemoryRemote(), L2Job(put(0), view)
     errand.abandon()
     errand.run(lambda: remote, scratch)
     assert errand.ended == L2Ended(1, "failed")
@@ -161,15 +161,15 @@ class Harness:
 
     def __init__(self, make: Callable[[], Remote]) -> None:
         self.remotes: list[Remote] = []
-        self.done: asyncio.Queue[Errand] = asyncio.Queue()
+        self.done: asyncio.Queue[L2Job] = asyncio.Queue()
         self._make = make
-        self.lane = Lane(self._open, view, self.done.put_nowait)
+        self.lane = L2Pool(self._open, view, self.done.put_nowait)
 
     def _open(self) -> Remote:
         self.remotes.append(self._make())
         return self.remotes[-1]
 
-    async def run(self, command: L2Command) -> Errand:
+    async def run(self, command: L2Command) -> L2Job:
         self.lane.run(command)
         return await self.done.get()
 

@@ -27,7 +27,7 @@ FACTS: dict[str, dict[str, Any]] = {
     "executor": {"model": M, "backend": "torch", "dtype": "f32", "scheduler": "scheduler.sche0001"},
     "kv_offload": {"tiers": {"l1": {"used_bytes": 1.2e9, "capacity_bytes": 2.147e9},
                              "l2": {"breaker": "none"}}, "l2_url": "", "l2_error": "", "stuck_calls": 0},
-    "detokenizer": {"model": M, "requests": 128, "orphans": 0},
+    "detokenizer": {"model": M, "requests": 128, "failover": 0},
 }  # fmt: skip
 
 
@@ -254,7 +254,7 @@ PROBLEMS = [
         "executor.exec has failed 3 steps in the last 10 s: its log has the reason.",
     ),
     (
-        answer("detokenizer", orphans=4),
+        answer("detokenizer", failover=4),
         "detokenizer.deto has 4 requests without a scheduler, and looks for one: start one.",
     ),
 ]

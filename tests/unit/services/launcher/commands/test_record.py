@@ -47,7 +47,7 @@ async def recorded(fleet: Fleet, requests: int, event_log: str = "nats") -> byte
         asked = Tokenized(
             request=f"r{i}", attempt=1, tenant="t", model="m", inbox="in", tokens=ints([1] * 9_000)
         )
-        tokenizer.port.send("scheduler.s", asked)
+        tokenizer.mailbox.send("scheduler.s", asked)
         fleet.clock.advance(200_000)
         await fleet.broker.settle()
     await runtime.finish(0)
@@ -65,7 +65,7 @@ async def test_a_recording_begins_at_its_snapshot_and_replays(fleet: Fleet) -> N
     report = rerun(records)
     assert report.difference is None
     asked = [
-        r.event for r in records if isinstance(r, event_log.Happened) and "Tokenized" in repr(r.event)[:80]
+        r.event for r in records if isinstance(r, event_log.LoggedEvent) and "Tokenized" in repr(r.event)[:80]
     ]
     assert len(asked) == 6
     assert report.first_event > 6

@@ -18,7 +18,7 @@ from services.scheduler.reports import status as scheduler_status
 from services.scheduler.state.state import Limits, State
 from shared.config import Settings
 from shared.messages import KvCommit, KvLookup, KvPrefetch, KvRelease, KvReserve, ints
-from shared.telemetry.readings import Reading
+from shared.telemetry.readings import MetricPoint
 
 SCHEDULER, MIB = "scheduler.s", 1 << 20
 KEYS = [bytes([i]) * 32 for i in range(8)]
@@ -77,7 +77,7 @@ def test_a_remote_tier_and_its_breaker() -> None:
     tiers = used(VirtualL2())
     state = tiers.core.state
     lines = status.draw([store(tiers, l2_url="redis://h:1")], [])
-    known, copies = len(state.l2.known), len(state.l2.calls)
+    known, copies = len(state.l2.presence), len(state.l2.calls)
     assert lines[3] == f"  L2     redis://h:1 answers; {known} blocks known there; {copies} calls out, 0 wait"
     assert lines[4].endswith("; 0 errors, 0 timeouts, 0 refused, 0 damaged values, breaker opened 0 times")
     for at in range(3):
@@ -108,13 +108,13 @@ def test_what_the_scheduler_made_of_it() -> None:
     answer["tiers"] = {"e1": link}
     measured = answer["measured"]
     assert isinstance(measured, dict)
-    measured["tiers"] |= {"loads": 1200, "restored_tokens": 20_000, "tier_rests": 2, "restore_p50_ms": 5.0}
+    measured["tiers"] |= {"loads": 1200, "restored_tokens": 20_000, "tier_backoffs": 2, "restore_p50_ms": 5.0}
     assert status.draw([], [answer])[2:] == [
         "scheduler.s  ready  0 lookups and 0 copies open; left a tier alone 2 times, it did not answer",
         "  restored  1,200 times, 20,000 tokens: 0 blocks of L1, 0 of L2;"
         " 0 times computing was cheaper, 0 failed",
-        "  stored    0 blocks, 0 asked for ahead of a pause; 0 stores failed",
-        "  dropped   0 blocks, 0 of paused sequences",
+        "  stored    0 blocks, 0 asked for ahead of a preemption; 0 stores failed",
+        "  dropped   0 blocks, 0 of preempted sequences",
         "  restore   p50 5 ms, p99 0 ms; prediction off by 0 % (p50)",
         "  recompute prediction off by 0 % (p50)",
         "  executor e1 on h: up 8.1 GB/s, 2 GB moved, 1 pending; down not measured, 0 B moved, 0 pending",
@@ -140,7 +140,9 @@ async def test_json_has_everything(
 
 def test_status_and_metrics_agree() -> None:
     state = used().core.state
-    found = {(r.name, r.attributes): r.value for r in actor.readings(state) if isinstance(r, Reading)}
+    found = {
+        (r.name, r.attributes): r.value for r in actor.metric_points(state) if isinstance(r, MetricPoint)
+    }
     kind = "headrace.kv_offload."
     assert found[f"{kind}stored_keys", ()] == 3
     assert found[f"{kind}hit_keys", (("tier", "l1"),)] == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.memory_bus import MemoryBroker, MemoryBus
 
-from services.launcher.commands.trace import draw_waterfall, find, timeline
+from services.launcher.commands.trace import draw_trace, find, timeline
 from shared.errors import BadRequest, Unavailable, UnknownRequest
 from shared.nats import subjects
 from shared.nats.interface import Delivery
@@ -53,7 +53,7 @@ BODY: dict[str, Any] = {
 
 def test_the_waterfall() -> None:
     # 75 columns less the widest label (17) and 40 for figures are under the least bar, 20: 1 ms a column
-    assert draw_waterfall(BODY, 75) == [
+    assert draw_trace(BODY, 75) == [
         "r  chat m  tenant t  ended: stop",
         f"  executor e, detokenizer d, trace {'ab' * 16}",
         "  prompt 300 tokens (0 cached), answer 3 tokens, first text after 5.1 ms, 20.0 ms in all",
@@ -70,7 +70,7 @@ def test_the_waterfall() -> None:
 
 def test_a_failed_request_says_why() -> None:
     body = {**BODY, "spans": [{**BODY["spans"][0], "error": "too late"}]}
-    assert draw_waterfall(body, 80)[3] == "  too late"
+    assert draw_trace(body, 80)[3] == "  too late"
 
 
 def test_the_timeline_has_a_lane_for_each_step_in_flight() -> None:
@@ -102,7 +102,7 @@ def test_the_timeline_has_a_lane_for_each_step_in_flight() -> None:
 
 
 def test_the_timeline_has_the_halves_of_a_step() -> None:
-    steps = {**BODY["steps"]["e"], "pieces": [[0, 0, 500, 2, 500, 400, 1, 500, 600], []]}
+    steps = {**BODY["steps"]["e"], "segments": [[0, 0, 500, 2, 500, 400, 1, 500, 600], []]}
     events = timeline({**BODY, "steps": {"e": steps}})["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2}
     halves = [e for e in events if 90 <= e["tid"] < 94 and e["ph"] == "X"]

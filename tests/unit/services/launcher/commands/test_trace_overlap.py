@@ -20,7 +20,7 @@ def step(number: int, start: int, **more: Any) -> dict[str, Any]:
         "step": number, "planned_us": (start - 3) * MS, "start_us": start * MS, "end_us": (start + 18) * MS,
         "result_us": (start + 19) * MS, "forward_us": 9 * MS, "sample_us": MS, "wait_us": 0, "rows": 8,
         "tokens": 8, "prefill_tokens": 0, "micro_batch": number % 2, "host_us": 8 * MS, "queued_us": MS,
-        "mode": "two_batch", "pieces": (),
+        "mode": "two_batch", "segments": (),
     }  # fmt: skip
     assert set(values) == set(COLUMNS)
     return {**values, **more}
@@ -74,12 +74,12 @@ def test_pieces_that_meet_have_a_sign_of_their_own() -> None:
 
 def test_the_steps_are_those_in_the_middle_of_the_request() -> None:
     steps = [step(i, 10 * i) for i in range(1, 101)]
-    shown = {p["step"] for p in overlap(body(*steps, start_us=0, end_us=1_000 * MS))["pieces"]}
+    shown = {p["step"] for p in overlap(body(*steps, start_us=0, end_us=1_000 * MS))["segments"]}
     assert shown == set(range(46, 54))
-    shown = {p["step"] for p in overlap(body(*steps, start_us=0, end_us=40 * MS))["pieces"]}
+    shown = {p["step"] for p in overlap(body(*steps, start_us=0, end_us=40 * MS))["segments"]}
     assert shown == set(range(1, 9))
     late = overlap(body(*steps, start_us=900 * MS, end_us=2_000 * MS))
-    assert {p["step"] for p in late["pieces"]} == set(range(93, 101))
+    assert {p["step"] for p in late["segments"]} == set(range(93, 101))
 
 
 def test_the_time_in_the_queue_has_no_steps_of_the_request() -> None:
@@ -90,7 +90,7 @@ def test_the_time_in_the_queue_has_no_steps_of_the_request() -> None:
         {"name": "prefill", "start_us": 800 * MS, "end_us": 820 * MS},
         {"name": "decode", "start_us": 820 * MS, "end_us": 1_000 * MS},
     ]
-    assert {p["step"] for p in overlap(asked)["pieces"]} == set(range(86, 94))
+    assert {p["step"] for p in overlap(asked)["segments"]} == set(range(86, 94))
 
 
 def test_the_executor_with_most_steps_is_shown() -> None:
@@ -108,14 +108,16 @@ def test_the_halves_of_a_step_talk_under_each_other() -> None:
     """One column 100 us: A computes 1 ms, then B, then A again from when its talk has ended; the last talk is
     under nothing."""
     pieces = (0, 0, 1_000, 2, 1_000, 800, 1, 1_000, 1_000, 0, 2_000, 1_000, 3, 2_000, 700, 2, 3_000, 1_000)
-    found = overlap(body(step(4, 3), step(5, 12, tokens=4_096, pieces=pieces), step(6, 60, pieces=pieces)))
+    found = overlap(
+        body(step(4, 3), step(5, 12, tokens=4_096, segments=pieces), step(6, 60, segments=pieces))
+    )
     streams = found["two_streams"]
     assert (streams["step"], streams["took_us"]) == (5, 4 * MS)  # the one nearest to the middle
     assert (streams["comm_us"], streams["hidden_comm_us"]) == (2_500, 1_500)
     lines = draw_overlap(found, 51)
     assert lines[-8:] == [
         "",
-        "step 5 of 4096 tokens in halves, its first 4.00 ms",
+        "step 5 of 4096 tokens in two parts, its first 4.00 ms",
         "compute A  ██████████          ██████████",
         "compute B            ██████████",
         "comm A               ▒▒▒▒▒▒▒▒            ▒▒▒▒▒▒▒▒▒▒",
@@ -128,4 +130,4 @@ def test_the_halves_of_a_step_talk_under_each_other() -> None:
 def test_whole_steps_have_no_halves_to_draw() -> None:
     found = overlap(body(step(4, 3)))
     assert found["two_streams"] is None
-    assert not any("halves" in line for line in draw_overlap(found, 51))
+    assert not any("two parts" in line for line in draw_overlap(found, 51))

@@ -28,7 +28,7 @@ def serve(world: World, request: str, *prompt: int) -> None:
     """One request, and the quiet after it in which its blocks are stored."""
     world.ask(request, list(prompt) or PROMPT, 2)
     world.run()
-    world.tick(store.QUIET_US)
+    world.tick(store.IDLE_US)
     world.run()
     world.assert_answers(request)
 
@@ -43,7 +43,7 @@ def test_no_tier_is_asked_for_before_the_executor_maps_its_arena() -> None:
     maps(world, world.tier.arena.generation)
     serve(world, "second")
     assert len(world.tier.l1) == 5
-    assert world.scheduler.state.meter.tier_rests == 0
+    assert world.scheduler.state.counters.tier_backoffs == 0
 
 
 def test_after_a_restart_of_the_tier_the_old_arena_is_waited_out() -> None:
@@ -58,7 +58,7 @@ def test_after_a_restart_of_the_tier_the_old_arena_is_waited_out() -> None:
     maps(world, world.tier.arena.generation)
     serve(world, "third")
     assert world.tier.counts["KvCommit"] > old["KvCommit"]
-    assert world.scheduler.state.meter.tier_rests == 0
+    assert world.scheduler.state.counters.tier_backoffs == 0
 
 
 def test_one_that_does_not_say_what_it_maps_is_tried() -> None:
@@ -86,7 +86,7 @@ def test_a_tier_whose_clock_went_back_serves_when_the_one_before_is_missed() -> 
     assert owner(world) == "k2"
     assert world.scheduler.state.executors["e1"].pool.write_back
     world.handle(TierLost("k2"))
-    assert (owner(world), world.scheduler.state.tiers.beside) == ("", {})
+    assert (owner(world), world.scheduler.state.tiers.standby) == ("", {})
 
 
 def test_of_several_on_a_host_the_latest_that_lives_serves() -> None:

@@ -144,7 +144,7 @@ def classes(*named: list[Any]) -> bytes:
         (classes(["services.scheduler.state.requests:Nothing", []]), "not known here"),
         (classes(["services.scheduler.state.requests:MAX_CHUNKS", []]), "not known here"),
         (
-            classes(["services.scheduler.state.requests:ChunkNote", ["tokens", "older"]]),
+            classes(["services.scheduler.state.requests:ChunkRecord", ["tokens", "older"]]),
             "has other fields now",
         ),
         (msgpack.packb([[], [[7, "services.scheduler.reports.event_log:subprocess"]]]), "not known here"),
@@ -193,8 +193,8 @@ def test_a_restored_scheduler_goes_on_as_the_other() -> None:
 def test_what_decides_changes_the_hash_and_what_tells_does_not() -> None:
     state = busy().scheduler.state
     before = state_hash(state)
-    state.steps.ring.clear()
-    state.recent.traces.clear()
+    state.step_log.ring.clear()
+    state.ended.by_key.clear()
     assert state_hash(state) == before
     next(iter(state.sequences.values())).tokens.append(5)
     assert state_hash(state) != before

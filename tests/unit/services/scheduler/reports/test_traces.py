@@ -9,7 +9,7 @@ from support.scheduler.world import World
 
 from services.scheduler.reports import traces
 from services.scheduler.state.requests import MAX_CHUNKS
-from services.scheduler.state.step_log import KEPT, MAX_LINKS, StepRecord, Steps, step_spans, step_trace
+from services.scheduler.state.step_log import MAX_KEPT, MAX_LINKS, StepLog, StepRecord, step_spans, step_trace
 from shared.telemetry import traces as trace_context
 
 TRACED = {"parent_span": trace_context.NO_PARENT}
@@ -34,12 +34,12 @@ class Asked:
         self.traced, self.trace = traced, trace(number)
 
 
-def spans_sent(steps: Steps) -> list[tuple[int, int]]:
+def spans_sent(steps: StepLog) -> list[tuple[int, int]]:
     return [(s.record.step, len(s.links)) for s in steps.unsent]
 
 
 def test_the_first_step_of_a_second_and_those_with_chunks_become_spans() -> None:
-    steps, one, two = Steps(), Asked(1), Asked(2)
+    steps, one, two = StepLog(), Asked(1), Asked(2)
     steps.add(record(1, 10), 9, [], iter([one]))  # the first of all
     steps.add(record(2, 1_010), 9, [], iter([one]))  # decodes alone
     steps.add(record(3, 95_000), 9, [two], iter([one]))  # a chunk, but less than 100 ms after a span
@@ -52,18 +52,18 @@ def test_the_first_step_of_a_second_and_those_with_chunks_become_spans() -> None
 
 
 def test_links_are_few_and_the_ring_is_bounded() -> None:
-    steps = Steps()
+    steps = StepLog()
     steps.add(record(1, 10), 9, [], (Asked(i) for i in range(1, 100)))
     assert spans_sent(steps) == [(1, MAX_LINKS)]
-    for step in range(2, 2 * KEPT):
+    for step in range(2, 2 * MAX_KEPT):
         steps.add(record(step, step), 9, [], iter([]))
-    assert len(steps.ring) == KEPT
+    assert len(steps.ring) == MAX_KEPT
     assert [r.step for r in steps.between({"e"}, 5_000, 5_002)] == [*range(5_000, 5_008)]
     assert steps.between({"other"}, 0, 10**9) == []
 
 
 def test_a_step_span() -> None:
-    steps = Steps()
+    steps = StepLog()
     steps.add(record(7, 10), 9, [], iter([Asked(1)]))
     (span,) = step_spans(steps.unsent[0])
     assert (span.name, span.start_us, span.end_us, span.links) == ("step run_ahead", 100, 190, (trace(1),))
@@ -77,8 +77,8 @@ def test_a_step_span() -> None:
 
 
 def test_the_halves_of_a_step_are_spans_below_it() -> None:
-    steps, pieces = Steps(), (0, 0, 10, 2, 10, 12, 1, 10, 11)
-    steps.add(dataclasses.replace(record(7, 10), pieces=pieces), 9, [], iter([Asked(1)]))
+    steps, pieces = StepLog(), (0, 0, 10, 2, 10, 12, 1, 10, 11)
+    steps.add(dataclasses.replace(record(7, 10), segments=pieces), 9, [], iter([Asked(1)]))
     whole, *halves = step_spans(steps.unsent[0])
     assert whole.attributes["overlap.comm"] == "two_stream"
     assert [(span.name, span.start_us, span.end_us, span.parent) for span in halves] == [
@@ -117,15 +117,15 @@ def test_an_answer_fits_any_server() -> None:
     long = dataclasses.replace(
         record(0, arrival_us + 5), executor="e1", start_wall_us=wall_us, end_wall_us=wall_us + 5_000,
         forward_us=4_000, sample_us=1_000, wait_us=4_000, rows=256, tokens=8_192, prefill_tokens=8_192,
-        pieces=(3, 123_456, 54_321) * 32,
+        segments=(3, 123_456, 54_321) * 32,
     )  # fmt: skip
-    for step in range(100_000, 100_000 + KEPT):
-        world.scheduler.state.steps.ring.append(dataclasses.replace(long, step=step))
+    for step in range(100_000, 100_000 + MAX_KEPT):
+        world.scheduler.state.step_log.ring.append(dataclasses.replace(long, step=step))
     body = traces.answer(world.scheduler.state, "a", wall_us - arrival_us, steps=True)
-    assert body["steps"]["e1"]["step"] == [*range(100_000 + KEPT - traces.MAX_STEPS, 100_000 + KEPT)]
+    assert body["steps"]["e1"]["step"] == [*range(100_000 + MAX_KEPT - traces.MAX_STEPS, 100_000 + MAX_KEPT)]
     assert len(json.dumps(body)) < 512 * 1024
-    assert [bool(pieces) for pieces in body["steps"]["e1"]["pieces"]] == [
-        *[False] * (traces.MAX_STEPS - traces.MAX_HALVED), *[True] * traces.MAX_HALVED
+    assert [bool(pieces) for pieces in body["steps"]["e1"]["segments"]] == [
+        *[False] * (traces.MAX_STEPS - traces.MAX_SPLIT), *[True] * traces.MAX_SPLIT
     ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from services.scheduler.state.cost_model import Costs, chunk_tokens
+from services.scheduler.state.cost_model import CostModel, chunk_tokens
 from shared.step_model import PRESETS, StepModel, StepShape
 
 pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
@@ -31,12 +31,12 @@ def shapes(seed: int, count: int, preset: str) -> list[StepShape]:
     return made
 
 
-def teach(costs: Costs, model: StepModel, steps: list[StepShape], rng: random.Random) -> None:
+def teach(costs: CostModel, model: StepModel, steps: list[StepShape], rng: random.Random) -> None:
     for shape in steps:
         costs.observe(shape, int(model.step_us(shape) * rng.gauss(1, 0.05)))
 
 
-def error(costs: Costs, model: StepModel, held_out: list[StepShape], slower: int = 1) -> float:
+def error(costs: CostModel, model: StepModel, held_out: list[StepShape], slower: int = 1) -> float:
     """Mean relative error of the predictions."""
     real = [slower * model.step_us(shape) for shape in held_out]
     return sum(abs(costs.predict_us(s) - us) / us for s, us in zip(held_out, real, strict=True)) / len(real)
@@ -45,7 +45,7 @@ def error(costs: Costs, model: StepModel, held_out: list[StepShape], slower: int
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_300_noisy_steps_are_enough(preset: str, seed: int) -> None:
-    costs, model = Costs(), PRESETS[preset]
+    costs, model = CostModel(), PRESETS[preset]
     teach(costs, model, shapes(seed, 300, preset), random.Random(seed))
     assert costs.seen == 300
     assert error(costs, model, shapes(99, 300, preset)) < 0.05
@@ -54,7 +54,7 @@ def test_300_noisy_steps_are_enough(preset: str, seed: int) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_machine_that_becomes_slower_is_followed_within_100_steps(preset: str) -> None:
-    costs, model, rng = Costs(), PRESETS[preset], random.Random(1)
+    costs, model, rng = CostModel(), PRESETS[preset], random.Random(1)
     teach(costs, model, shapes(1, 300, preset), rng)
     for shape in shapes(2, 100, preset):
         costs.observe(shape, int(2 * model.step_us(shape) * rng.gauss(1, 0.05)))
@@ -63,7 +63,7 @@ def test_a_machine_that_becomes_slower_is_followed_within_100_steps(preset: str)
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_larger_step_never_costs_less(seed: int) -> None:
-    costs, rng = Costs(), random.Random(seed)
+    costs, rng = CostModel(), random.Random(seed)
     for shape in shapes(seed, 200, "h200-8b"):
         costs.observe(shape, rng.randrange(100, 100_000))  # whatever it has seen
     for shape in shapes(seed + 100, 50, "h200-8b"):
@@ -73,7 +73,7 @@ def test_a_larger_step_never_costs_less(seed: int) -> None:
 
 
 def test_nothing_known() -> None:
-    costs = Costs()
+    costs = CostModel()
     assert (costs.seen, costs.predict_us(EMPTY.with_chunk(0, 512))) == (0, 0)
     assert (costs.loop_us, costs.host_us(8), costs.error_pm) == (0, 0, 0)
     costs.observe(EMPTY.with_chunk(0, 1), 0)  # a stamp that is no time
@@ -81,14 +81,14 @@ def test_nothing_known() -> None:
 
 
 def test_one_step_is_known_at_once() -> None:
-    costs = Costs()
+    costs = CostModel()
     shape = StepShape(8, 8, 8_008, 8_000)
     costs.observe(shape, 5_000)
     assert costs.predict_us(shape) == pytest.approx(5_000, abs=1)
 
 
 def test_loop_and_host() -> None:
-    costs = Costs()
+    costs = CostModel()
     costs.observe_loop(800)
     assert costs.loop_us == 800
     costs.observe_loop(1_600)
@@ -101,7 +101,7 @@ def test_loop_and_host() -> None:
 
 
 def test_same_steps_same_numbers() -> None:
-    one, other = Costs(), Costs()
+    one, other = CostModel(), CostModel()
     for costs in (one, other):
         teach(costs, PRESETS["h200-8b"], shapes(3, 150, "h200-8b"), random.Random(3))
     held_out = shapes(99, 50, "h200-8b")
@@ -112,7 +112,7 @@ def test_same_steps_same_numbers() -> None:
 @pytest.mark.parametrize("start", [0, 3_000])
 @pytest.mark.parametrize("most", [0, 15, 16, 1_000, 2_048])
 def test_the_chunk_is_the_largest_that_fits(bound_us: int, start: int, most: int) -> None:
-    costs = Costs()
+    costs = CostModel()
     teach(costs, PRESETS["h200-8b"], shapes(1, 300, "h200-8b"), random.Random(1))
     decodes = StepShape(16, 16, 16_016, 16_000)
     fitting = [

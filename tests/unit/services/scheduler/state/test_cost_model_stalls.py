@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.state.cost_model import Costs, chunk_tokens
+from services.scheduler.state.cost_model import CostModel, chunk_tokens
 from shared.step_model import PRESETS, StepModel, StepShape
 
 pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
@@ -35,7 +35,7 @@ class Served:
     """A virtual machine, what is learned of it, and what disturbs it."""
 
     def __init__(self, preset: str, seed: int) -> None:
-        self.preset, self.model, self.costs = preset, PRESETS[preset], Costs()
+        self.preset, self.model, self.costs = preset, PRESETS[preset], CostModel()
         self.rng = random.Random(seed)
         known = random.Random(99)
         self.probes = [mixed(known, preset) for _ in range(60)]
@@ -113,7 +113,7 @@ def prompt(tokens: int) -> StepShape:
 @pytest.mark.parametrize("stall_at", [0, 1, 20, 300])
 def test_one_stalled_chunk_is_not_what_chunks_take(stall_at: int) -> None:
     """No other chunk ever comes. What it would take is not known; it is not the 20 s of the stall."""
-    costs = Costs()
+    costs = CostModel()
     for step in range(stall_at + HEALED):
         if step == stall_at:
             costs.observe(prompt(256), 20_000_000)
@@ -133,7 +133,7 @@ def test_a_budget_that_stalls_have_cut_is_whole_again_within_ten_steps(
 ) -> None:
     """The chunk is planned by the prediction alone, so that a chunk of the size that stalled may never come
     again. Prompts of 256 tokens, for which 500 ms are allowed, or 250 beside decodes."""
-    costs, model = Costs(), PRESETS[preset]
+    costs, model = CostModel(), PRESETS[preset]
     base = decodes(beside) if beside else StepShape(0, 0, 0, 0)
 
     def budget() -> int:
@@ -152,7 +152,7 @@ def test_a_budget_that_stalls_have_cut_is_whole_again_within_ten_steps(
     assert true_us / 3 <= costs.predict_us(base.with_chunk(0, 256)) <= 3 * true_us
 
 
-class Truth(Costs):
+class Truth(CostModel):
     """Costs that are known exactly."""
 
     def __init__(self, model: StepModel) -> None:

@@ -16,11 +16,11 @@ from support.scheduler.world import World
 from loadtest.otlp_receiver import Receiver
 from services.launcher.commands.overview import Fleet, every_fact
 from services.scheduler.reports import status
-from services.scheduler.state.counters import Histogram, Meter
+from services.scheduler.state.counters import Counters, Histogram
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.state import Limits
 from shared.telemetry import metrics
-from shared.telemetry.readings import Reading, Spread
+from shared.telemetry.readings import HistogramPoint, MetricPoint
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -45,7 +45,7 @@ def test_a_histogram_counts_by_upper_bounds(values: list[int], per_mille: int) -
 
 
 def test_a_meter_counts() -> None:
-    meter = Meter()
+    meter = Counters()
     for mode in ("single", "run_ahead", "single"):
         meter.count_step(mode)
     meter.count_rejected(429)
@@ -59,12 +59,12 @@ def test_a_meter_counts() -> None:
     meter.add_ended(9_000, 6_000, 4)
     meter.add_ended(700, 0, 1)
     assert (meter.e2e_us.total, meter.tpot_us.count, meter.tpot_us.total) == (9_700, 1, 2_000)
-    meter.gap_us.add(30, 3)
-    assert (meter.gap_us.count, meter.gap_us.total) == (3, 90)
+    meter.inter_token_us.add(30, 3)
+    assert (meter.inter_token_us.count, meter.inter_token_us.total) == (3, 90)
     meter.prefill_tokens, meter.recomputed_tokens = 400, 30
     meter.prefix_lookup_tokens, meter.prefix_hit_tokens = 300, 100
     assert (meter.recompute_tax_pm, meter.prefix_hit_pm) == (75, 333)
-    assert (Meter().recompute_tax_pm, Meter().prefix_hit_pm) == (0, 0)
+    assert (Counters().recompute_tax_pm, Counters().prefix_hit_pm) == (0, 0)
 
 
 def busy() -> World:
@@ -96,20 +96,22 @@ def test_gauges_of_a_busy_scheduler() -> None:
 def test_tokens_are_counted_as_they_are() -> None:
     world = busy()
     world.run()
-    meter = world.scheduler.state.meter
+    meter = world.scheduler.state.counters
     assert meter.generated_tokens == 5 * 6
     assert meter.prefill_tokens - meter.recomputed_tokens == 5 * 5 - meter.prefix_hit_tokens
     assert (meter.ttft_us.count, meter.queue_us.count) == (5, 5)
-    assert (meter.e2e_us.count, meter.tpot_us.count, meter.gap_us.count) == (5, 5, 5 * (6 - 1))
-    assert meter.gap_us.total == meter.e2e_us.total - meter.ttft_us.total, "the last token ends a sequence"
+    assert (meter.e2e_us.count, meter.tpot_us.count, meter.inter_token_us.count) == (5, 5, 5 * (6 - 1))
+    assert meter.inter_token_us.total == meter.e2e_us.total - meter.ttft_us.total, (
+        "the last token ends a sequence"
+    )
     assert meter.finished == {"length": 5}
     assert sum(meter.steps.values()) == len(world.plans)
-    readings = status.readings(world.scheduler.state)
-    found = {(r.name, r.attributes): r.value for r in readings if isinstance(r, Reading)}
+    readings = status.metric_points(world.scheduler.state)
+    found = {(r.name, r.attributes): r.value for r in readings if isinstance(r, MetricPoint)}
     assert found["headrace.scheduler.generated_tokens", ()] == 30
     assert found["headrace.scheduler.running", (("executor", "e1"),)] == 0
     (ttft,) = [r for r in readings if r.name == status.TTFT]
-    assert isinstance(ttft, Spread)
+    assert isinstance(ttft, HistogramPoint)
     assert (sum(ttft.counts), ttft.unit, ttft.bounds[0]) == (5, "s", 0.001)
 
 
@@ -118,10 +120,10 @@ def test_status_shows_what_was_measured() -> None:
     world.run()
     state = world.scheduler.state
     answer = {"kind": "scheduler", "id": "s", "state": "ready", **status.status(state)}
-    facts = {line.split()[0]: line.split()[-1] for line in every_fact(Fleet("f", "", [answer]), answer)}
+    facts = {queue.split()[0]: queue.split()[-1] for queue in every_fact(Fleet("f", "", [answer]), answer)}
     assert (facts["measured.queue.batch"], facts["measured.queue.rejected"]) == ("0", "{}")
     assert (facts["measured.tokens.generated"], facts["executors.e1.kv_used_pct"]) == ("30", "0.0")
-    took_us = sorted(step.forward_us + step.sample_us for step in state.steps.ring)
+    took_us = sorted(step.forward_us + step.sample_us for step in state.step_log.ring)
     middle = took_us[len(took_us) // 2] + took_us[(len(took_us) - 1) // 2]
     assert facts["executors.e1.step_p50_ms"] == str(int(middle / 2) / 1000)
     assert status.counts(state) | {"prefilled": 0, "prefix_lookups": 0} == {
@@ -142,22 +144,24 @@ def test_what_moves_between_tiers_is_counted() -> None:
             break
         world.tick(20_000)
     state = world.scheduler.state
-    meter = state.meter
+    meter = state.counters
     found = {
         (r.name.removeprefix("headrace.scheduler."), r.attributes): r.value
-        for r in status.readings(state)
-        if isinstance(r, Reading)
+        for r in status.metric_points(state)
+        if isinstance(r, MetricPoint)
     }
     assert found["tiers.loads", ()] == meter.loads > 0
     assert found["tiers.stored_blocks", ()] == meter.stored_blocks > 0
-    assert found["tiers.rests", ()] == 0
+    assert found["tiers.backoffs", ()] == 0
     (executor,) = state.executors.values()
     up = (("executor", "e1"), ("direction", "up"))
     assert found["tiers.moved", up] == executor.up.moved_bytes > 0
     assert found["tiers.rate", up] == executor.up.bytes_per_second
     assert sum(status.blocks(executor).values()) == 12
-    spread = next(r for r in status.readings(state) if r.name == "headrace.scheduler.tiers.restore.duration")
-    assert isinstance(spread, Spread)
+    spread = next(
+        r for r in status.metric_points(state) if r.name == "headrace.scheduler.tiers.restore.duration"
+    )
+    assert isinstance(spread, HistogramPoint)
     assert sum(spread.counts) == meter.loads
     shown = status.status(state)
     tiers = shown["tiers"]
@@ -202,9 +206,15 @@ def test_a_collector_gets_counters_gauges_and_histograms(env: pytest.MonkeyPatch
     env.setenv("OTEL_METRIC_EXPORT_INTERVAL", "3600000")
     sink = metrics.from_env("scheduler", "s")
     assert sink is not None
-    sink.put([Reading("n", 1, "1", grows=True)])
-    state = Reading("blocks", 7, "{block}", (("state", "free"),))
-    sink.put([Reading("n", 5, "1", grows=True), state, Spread("wait", (0.5, 2.0), (1, 0, 3), 9.5, "s")])
+    sink.put([MetricPoint("n", 1, "1", is_counter=True)])
+    state = MetricPoint("blocks", 7, "{block}", (("state", "free"),))
+    sink.put(
+        [
+            MetricPoint("n", 5, "1", is_counter=True),
+            state,
+            HistogramPoint("wait", (0.5, 2.0), (1, 0, 3), 9.5, "s"),
+        ]
+    )
     sink.stop(10)
     (counter,) = receiver.wait_for_metric("n", 5).sum.data_points
     assert (counter.as_double or counter.as_int, receiver.metrics["n"].sum.is_monotonic) == (5, True)
@@ -224,7 +234,7 @@ def test_a_collector_that_is_away_is_told_once(
     env.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     sink = metrics.from_env("scheduler", "s")
     assert sink is not None
-    sink.put([Reading("n", 1, "1", grows=True)])
+    sink.put([MetricPoint("n", 1, "1", is_counter=True)])
     sink.stop(20)
     assert [r.message for r in caplog.records if r.name == "headrace.tracing"] == [
         "metrics: do not arrive at http://127.0.0.1:9/v1/metrics: start a collector there"

@@ -9,10 +9,10 @@ from services.scheduler.state.policies import (
     KINDS,
     MOVED,
     STALL_US,
-    FillView,
-    Option,
+    BatchingView,
     Policy,
-    Share,
+    RoutingOption,
+    StepShare,
     load,
     parse,
 )
@@ -37,13 +37,13 @@ def test_what_is_not_named_stays() -> None:
 
 def test_a_policy_of_ones_own() -> None:
     policy = parse("reservation=services.scheduler.state.policies:reserve")
-    assert policy.the("reservation") is policies.reserve
+    assert policy.function("reservation") is policies.reserve
 
 
 def test_traits_are_those_of_the_functions() -> None:
-    traits = ("fair", "closed", "greedy", "foresees", "no_tiers", "forgets", "leaves", "ahead")
+    traits = ("fair", "closed", "greedy", "looks_ahead", "no_tiers", "forgets", "leaves", "ahead")
     assert {name for name in traits if getattr(Policy(), name)} == {"fair", "ahead"}
-    assert parse("reservation=foreseen").foresees
+    assert parse("reservation=foreseen").looks_ahead
     assert not parse("order=fcfs").fair
 
 
@@ -51,7 +51,7 @@ def test_names_that_have_moved_are_accepted_with_a_warning(caplog: pytest.LogCap
     for kind, names in MOVED.items():
         for name in names:
             moved = f"loadtest.policies:{name}"
-            assert parse(f"{kind}={name}").the(kind) is load(kind, moved)
+            assert parse(f"{kind}={name}").function(kind) is load(kind, moved)
             assert caplog.messages[-1] == f"policy {kind}={name}: write {kind}={moved}"
     with pytest.raises(SetupError, match="reservation='static' is none of on_demand"):
         parse("reservation=static")
@@ -87,15 +87,15 @@ def test_a_wrong_policy_says_what_is_wrong(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("fill", "view", "share"),
     [
-        (policies.mixed, FillView(3, 2, 0), Share(True, "budget")),
-        (policies.prefill_first, FillView(3, 2, 0), Share(False, "whole")),
-        (policies.prefill_first, FillView(3, 2, STALL_US), Share(True, "none")),
-        (policies.prefill_first, FillView(3, 0, 0), Share(True, "none")),
-        (policies.decode_first, FillView(3, 2, 0), Share(True, "block")),
-        (policies.decode_first, FillView(0, 2, 0), Share(True, "whole")),
+        (policies.mixed, BatchingView(3, 2, 0), StepShare(True, "budget")),
+        (policies.prefill_first, BatchingView(3, 2, 0), StepShare(False, "whole")),
+        (policies.prefill_first, BatchingView(3, 2, STALL_US), StepShare(True, "none")),
+        (policies.prefill_first, BatchingView(3, 0, 0), StepShare(True, "none")),
+        (policies.decode_first, BatchingView(3, 2, 0), StepShare(True, "block")),
+        (policies.decode_first, BatchingView(0, 2, 0), StepShare(True, "whole")),
     ],
 )
-def test_what_a_step_is_made_of(fill: object, view: FillView, share: Share) -> None:
+def test_what_a_step_is_made_of(fill: object, view: BatchingView, share: StepShare) -> None:
     assert fill(view) == share  # type: ignore[operator]  # one of the functions above
 
 
@@ -122,14 +122,18 @@ def test_promises() -> None:
 def test_what_becomes_of_a_block(
     paused: bool, pressed: bool, chance_pm: int, recompute_us: int, what: str
 ) -> None:
-    view = policies.TierView(paused, pressed, True, chance_pm, 100, recompute_us)
+    view = policies.OffloadView(paused, pressed, True, chance_pm, 100, recompute_us)
     assert policies.tiered(view) == what
 
 
 def test_places() -> None:
     load = policies.LOAD_TOKENS
-    options = [Option("e1", 0, 9, 1), Option("e2", 2 * load + 1, 5, 3), Option("e3", 2 * load + 1, 6, 3)]
+    options = [
+        RoutingOption("e1", 0, 9, 1),
+        RoutingOption("e2", 2 * load + 1, 5, 3),
+        RoutingOption("e3", 2 * load + 1, 6, 3),
+    ]
     assert policies.prefix(options).source == "e3"
-    assert policies.prefix([*options, Option("e4", 2 * load, 9, 2)]).source == "e4"
+    assert policies.prefix([*options, RoutingOption("e4", 2 * load, 9, 2)]).source == "e4"
     assert policies.room(options).source == "e1"
-    assert policies.room([Option("e1", 0, 9, 2), Option("e2", 0, 9, 1)]).source == "e2"
+    assert policies.room([RoutingOption("e1", 0, 9, 2), RoutingOption("e2", 0, 9, 1)]).source == "e2"

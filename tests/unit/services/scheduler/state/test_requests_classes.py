@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.state.requests import NAMES, SloClass, level_of, parse
+from services.scheduler.state.requests import CLASS_NAMES, SloClass, level_of, parse
 from shared.errors import SetupError
 
 
 def test_the_defaults_have_every_class_in_order() -> None:
-    assert [c.name for c in parse("")] == list(NAMES) == ["interactive", "standard", "batch"]
+    assert [c.name for c in parse("")] == list(CLASS_NAMES) == ["interactive", "standard", "batch"]
     assert parse("")[1] == SloClass("standard", 60_000_000, 100_000, 20_000_000)
 
 
@@ -36,4 +36,4 @@ def test_a_wrong_setting_says_what_is_wrong(text: str, why: str) -> None:
 
 
 def test_levels() -> None:
-    assert [level_of(name) for name in (*NAMES, "unheard of")] == [0, 1, 2, 1]
+    assert [level_of(name) for name in (*CLASS_NAMES, "unheard of")] == [0, 1, 2, 1]

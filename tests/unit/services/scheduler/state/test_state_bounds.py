@@ -6,7 +6,7 @@ import pytest
 from support.scheduler.world import World
 
 from services.scheduler.state import requests, state
-from services.scheduler.state.requests import Due, PeerLost, PeerReady, Ticked
+from services.scheduler.state.requests import Deadlines, PeerLost, PeerReady, Ticked
 from services.scheduler.state.state import Limits
 from shared.messages import ExecReset
 
@@ -21,11 +21,11 @@ def test_the_deadlines_of_ended_requests_go() -> None:
         world.ask(f"r{i}", [5, 6], 3, timeout_us=DAY_US, slo_class="batch")
         world.run()
     world.assert_idle()
-    assert len(world.scheduler.state.due.heap) <= 70
+    assert len(world.scheduler.state.deadlines.heap) <= 70
 
 
 def test_no_deadline_that_counts_is_lost() -> None:
-    due, live = Due(), dict.fromkeys(range(0, 500, 10))
+    due, live = Deadlines(), dict.fromkeys(range(0, 500, 10))
     for at in range(500):
         due.watch(1_000 + at, at, live)
         due.watch(2_000 + at, at, live)
@@ -69,5 +69,5 @@ def test_the_marks_of_those_that_waited_go_with_them() -> None:
         world.ask(f"r{i}", [5, 6], 3, timeout_us=1_000)
         world.tick(2_000)
         world.handle(Ticked())
-    lines = world.scheduler.state.waiting.lines.values()
-    assert [(line.units, len(line.ages) <= 66) for line in lines] == [(1, True)]
+    lines = world.scheduler.state.waiting.queues.values()
+    assert [(queue.groups, len(queue.promotions) <= 66) for queue in lines] == [(1, True)]

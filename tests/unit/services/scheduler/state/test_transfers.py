@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from services.scheduler.state.transfers import STALE_US, TOLD_BYTES, TOLD_US, TRIES, Link
+from services.scheduler.state.transfers import (
+    ENOUGH_COPIES,
+    LONG_COPY_BYTES,
+    LONG_COPY_US,
+    STALE_US,
+    TransferLink,
+)
 
 MIB = 1 << 20
 
 
 def test_a_copy_costs_something_and_each_byte_more() -> None:
-    link = Link()
+    link = TransferLink()
     for mib, took_us in ((1, 100), (2, 180), (8, 660)):  # 20 us, and 80 for each MiB
         link.observe(mib * MIB, took_us)
     assert (link.copy_us(4 * MIB), link.block_us(MIB), link.wait_us()) == (340, 80, 0)
@@ -20,7 +26,7 @@ def test_a_copy_costs_something_and_each_byte_more() -> None:
 
 
 def test_the_way_of_the_messages_is_a_moving_average() -> None:
-    link = Link()
+    link = TransferLink()
     assert link.trip_us == 0
     for trip_us, want in ((800, 800), (1_600, 900), (-50, 787)):  # clocks of one process: never below 0
         link.observe_trip(trip_us)
@@ -28,18 +34,18 @@ def test_the_way_of_the_messages_is_a_moving_average() -> None:
 
 
 def test_short_copies_do_not_tell_the_rate() -> None:
-    link = Link()
+    link = TransferLink()
     link.observe(4 * MIB, 400, now_us=10)
     assert link.fresh(20)
     assert not link.known(20)
-    link.observe(TOLD_BYTES, 1_000, now_us=20)
+    link.observe(LONG_COPY_BYTES, 1_000, now_us=20)
     assert link.known(30)
     assert not link.known(21 + STALE_US)
-    slow = Link()
-    slow.observe(MIB, TOLD_US, now_us=20)
+    slow = TransferLink()
+    slow.observe(MIB, LONG_COPY_US, now_us=20)
     assert slow.known(30)
-    again = Link()
-    for now_us in range(TRIES):
+    again = TransferLink()
+    for now_us in range(ENOUGH_COPIES):
         assert not again.known(now_us)
         again.observe(4 * MIB, 400, now_us)
-    assert again.known(TRIES)
+    assert again.known(ENOUGH_COPIES)

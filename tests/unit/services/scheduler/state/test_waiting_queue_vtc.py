@@ -8,7 +8,7 @@ from support.scheduler.world import World
 from services.scheduler.state import requests, waiting_queue
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.state import Limits
-from services.scheduler.state.waiting_queue import INPUT_WEIGHT, OUTPUT_WEIGHT, Served
+from services.scheduler.state.waiting_queue import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualTokenCounter
 from shared.messages import Rejected
 
 A, B = ("a", 1), ("b", 1)
@@ -16,52 +16,52 @@ PROMPT, OUTPUT, SLOTS = 12, 10, 4
 
 
 def test_tokens_are_weighed() -> None:
-    served = Served()
+    served = VirtualTokenCounter()
     served.charge_input(A, 10)
     served.charge_output(A, 3)
-    assert (served.of(A), served.of(B)) == (16, 0)
+    assert (served.get(A), served.get(B)) == (16, 0)
 
 
 def test_what_a_tenant_gets_in_one_class_counts_in_all() -> None:
-    served = Served()
+    served = VirtualTokenCounter()
     served.charge_input(("a", 0), 10)
     served.charge_output(("a", 2), 3)
-    assert [served.of(("a", level)) for level in range(3)] == [16, 16, 16]
+    assert [served.get(("a", level)) for level in range(3)] == [16, 16, 16]
     served.lift(("b", 0), 100)  # but who comes back is lifted where it comes back
-    assert [served.of(("b", level)) for level in range(3)] == [100, 0, 0]
+    assert [served.get(("b", level)) for level in range(3)] == [100, 0, 0]
 
 
 def test_a_client_that_comes_back_has_no_credit() -> None:
-    served = Served()
+    served = VirtualTokenCounter()
     served.charge_input(A, 100)
     served.lift(B, 100)
-    assert served.of(B) == 100
+    assert served.get(B) == 100
     served.charge_input(B, 50)
     served.lift(B, 120)
-    assert served.of(B) == 150, "but it loses nothing"
+    assert served.get(B) == 150, "but it loses nothing"
 
 
 def test_who_is_forgotten_counts_as_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_queue, "MAX_CLIENTS", 2)
-    served = Served()
+    served = VirtualTokenCounter()
     served.lift(A, 100)
     served.charge_input(B, 500)
     served.lift(("c", 1), 100)
     assert set(served.counters) == {"b", "c"}
-    assert served.of(A) == 100
+    assert served.get(A) == 100
     served.charge_output(A, 1)
-    assert served.of(A) == 102
+    assert served.get(A) == 102
 
 
 def test_clients_that_are_ahead_of_the_others_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each asks once, and is served less than the one before: none of them is ever behind the floor."""
     monkeypatch.setattr(waiting_queue, "MAX_CLIENTS", 10)
-    served = Served()
+    served = VirtualTokenCounter()
     for i in range(100):
         served.lift((f"c{i:02}", 1), None)
         served.charge_input((f"c{i:02}", 1), 1_000 - i)
         assert len(served.counters) <= 11
-    assert served.of(("c00", 1)) == 1_000, "who was served most is forgotten last"
+    assert served.get(("c00", 1)) == 1_000, "who was served most is forgotten last"
 
 
 def worst_gap(rank: str) -> int:
@@ -73,7 +73,7 @@ def worst_gap(rank: str) -> int:
         tenant = "b" if i % 11 == 10 else "a"
         world.ask(f"{tenant}{i}", [7 + i, *range(PROMPT - 1)], OUTPUT, tenant=tenant)
     worst = 0
-    while {unit.request.asked.tenant for unit in world.scheduler.state.waiting} == {"a", "b"}:
+    while {group.request.tokenized.tenant for group in world.scheduler.state.waiting} == {"a", "b"}:
         worst = max(worst, abs(weighed(world, "a") - weighed(world, "b")))
         world.deliver()
     return worst
@@ -101,8 +101,8 @@ def test_nobody_waits_past_the_limit_of_its_class_without_being_told_when_to_ret
     while not world.scheduler.idle:
         world.deliver()
         world.tick(100)
-        for unit in world.scheduler.state.waiting:
-            assert world.now_us - unit.request.arrival_us <= 5_000 + 1_000  # a tick, and events of it
+        for group in world.scheduler.state.waiting:
+            assert world.now_us - group.request.arrival_us <= 5_000 + 1_000  # a tick, and events of it
     closed = [r.closed for r in world.readers.values() if r.closed is not None]
     refused = [close for close in closed if close.code]
     assert {(close.code, close.final) for close in refused} == {(429, 0)}
@@ -122,8 +122,8 @@ def test_a_rejected_request_holds_nothing() -> None:
     pool = state.executors["e1"].pool
 
     def held() -> tuple[object, ...]:
-        return (set(state.requests), set(state.sequences), len(state.waiting), state.waiting.held_tokens,
-                list(state.due.heap), pool.free_blocks, pool.reserved, pool.free_slots,
+        return (set(state.requests), set(state.sequences), len(state.waiting), state.waiting.queued_tokens,
+                list(state.deadlines.heap), pool.free_blocks, pool.reserved, pool.free_slots,
                 dict(state.waiting.served.counters), state.next_seq)  # fmt: skip
 
     before = held()

@@ -1,6 +1,6 @@
-"""Whether a service lives: it notes each of its beats in a file, which whoever keeps it running reads.
+"""Whether a service lives: it notes each of its heartbeats in a file, which whoever keeps it running reads.
 
-    event loop of a service ── each beat ──▶ FILE ◀── `headrace up`, once a second
+    event loop of a service ── each heartbeat ──▶ FILE ◀── `headrace up`, once a second
                                                   ◀── `headrace health`, in each container
 
 A process hangs that has neither beaten nor used any CPU for HANGS_S, in no thread and no child. One that
@@ -23,18 +23,18 @@ from shared.errors import SetupError, Unavailable
 
 HANGS_S = 15.0
 LOADS_S = 120.0  # instead, until a service is ready: it may wait for a network
-LATE_BEATS = 3
-LATE_S = 1.0  # and this: a busy machine beats late
+LATE_HEARTBEATS = 3
+LATE_S = 1.0  # and this: a busy machine heartbeats late
 PARDON_S = 5.0  # whoever looks less often was stopped itself
 
-READY, DEAF = "ready", "deaf"  # deaf: ready, but the broker does not bring it its own beats
+READY, CUT_OFF = "ready", "cut_off"  # deaf: ready, but the broker does not bring it its own heartbeats
 _LINE_BYTES = 120
 _BUSY = frozenset("RDt")  # a thread runs or wants to, waits for a disk, is being debugged
 _STOPPED = "T"
 
 
-class Note(NamedTuple):
-    """What a service says of itself with a beat."""
+class HeartbeatNote(NamedTuple):
+    """What a service says of itself with a heartbeat."""
 
     pid: int
     born: int  # ticks from the boot to its start: a pid is used again
@@ -44,17 +44,17 @@ class Note(NamedTuple):
 
     @property
     def late(self) -> bool:
-        """Whether the next beat should have come."""
-        return time.monotonic() - self.at_s > LATE_BEATS * self.interval_s + LATE_S
+        """Whether the next heartbeat should have come."""
+        return time.monotonic() - self.at_s > LATE_HEARTBEATS * self.interval_s + LATE_S
 
     @property
     def hangs_after_s(self) -> float:
         """From when on its silence counts."""
-        return max(LOADS_S if self.state == "starting" else HANGS_S, LATE_BEATS * self.interval_s)
+        return max(LOADS_S if self.state == "starting" else HANGS_S, LATE_HEARTBEATS * self.interval_s)
 
 
-class BeatFile:
-    """Where a service notes its beats. Raises OSError where it cannot."""
+class HeartbeatFile:
+    """Where a service notes its heartbeats. Raises OSError where it cannot."""
 
     def __init__(self, path: str, interval_s: float) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -63,7 +63,7 @@ class BeatFile:
         self.note("starting")
 
     def note(self, state: str) -> None:
-        """It beats. A full disk is no reason not to."""
+        """It heartbeats. A full disk is no reason not to."""
         line = f"{self._who} {state} {self._interval_s:g} {time.monotonic():.3f}"
         with suppress(OSError):
             os.pwrite(
@@ -71,12 +71,12 @@ class BeatFile:
             )  # at once: a reader sees all or nothing
 
 
-def read(path: str) -> Note | None:
-    """The last beat noted there; None where there is none."""
+def read(path: str) -> HeartbeatNote | None:
+    """The last heartbeat noted there; None where there is none."""
     try:
         with open(path, encoding="ascii") as file:
             pid, born, state, interval_s, at_s = file.read().split()
-        return Note(int(pid), int(born), state, float(interval_s), float(at_s))
+        return HeartbeatNote(int(pid), int(born), state, float(interval_s), float(at_s))
     except (OSError, ValueError):
         return None
 
@@ -99,7 +99,7 @@ def ticks_of(pid: int) -> int | None:
     return None if _BUSY & set(states) else ticks
 
 
-class Silences:
+class SilenceTimers:
     """Since when processes, by name, have shown no sign of life. Pure."""
 
     def __init__(self) -> None:
@@ -119,17 +119,17 @@ class Watch:
 
     def __init__(self, folder: str, ticks_of: Callable[[int], int | None] = ticks_of) -> None:
         self._folder, self._ticks_of = folder, ticks_of
-        self._silences = Silences()
+        self._silences = SilenceTimers()
 
     def path(self, name: str) -> str:
-        """Where the service of this name notes its beats."""
+        """Where the service of this name notes its heartbeats."""
         return os.path.join(self._folder, f"{name}.beat")
 
     def silent_s(self, name: str, pid: int) -> float:
         """How long this process has been hanging; 0: it does not."""
         note, now_s = read(self.path(name)), time.monotonic()
         if note is None or note.pid != pid:  # it starts
-            note = Note(pid, 0, "starting", 0.0, 0.0)
+            note = HeartbeatNote(pid, 0, "starting", 0.0, 0.0)
         ticks = self._ticks_of(pid) if note.late else None
         silent_s = self._silences.seconds(name, None if ticks is None else (note, ticks), now_s)
         return silent_s if silent_s >= note.hangs_after_s else 0.0
@@ -139,7 +139,7 @@ class Watch:
 
 
 def runtime_path(kind: str) -> str:
-    """Where the only service of a kind notes its beats: the runtime folder; empty where there is none. A
+    """Where the only service of a kind notes its heartbeats: the runtime folder; empty where there is none. A
     container has one for itself."""
     folder = os.environ.get("XDG_RUNTIME_DIR")
     return os.path.join(folder, "headrace", f"{kind}.beat") if folder else ""
@@ -162,11 +162,11 @@ def health(kind: str) -> None:
     with suppress(OSError):
         os.unlink(missed)
     if note.state != READY:
-        why = "hears nothing of the nats-server" if note.state == DEAF else f"is {note.state}"
+        why = "hears nothing of the nats-server" if note.state == CUT_OFF else f"is {note.state}"
         raise Unavailable(f"the {kind} here {why}")
 
 
-def _miss(kind: str, note: Note, missed: str) -> None:
+def _miss(kind: str, note: HeartbeatNote, missed: str) -> None:
     """Remember when it was first found silent, and what it had done by then. Raises Unavailable."""
     silent = f"the {kind} here has not beaten for {time.monotonic() - note.at_s:.0f} s"
     if _age_and_ticks(f"/proc/{note.pid}/stat")[0] != note.born:

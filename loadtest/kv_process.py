@@ -11,7 +11,7 @@ from services.kv_offload.actor import KvOffloadActor
 from services.kv_offload.backends.arena import Plan
 from services.kv_offload.backends.shared_memory import SHM
 from services.launcher import nats_server
-from shared.actor.mailbox import Port
+from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, Runtime
 from shared.messages import (
     KvCommit,
@@ -43,7 +43,7 @@ class Scheduler(Actor):
     def __init__(self) -> None:
         self._waiting: dict[tuple[type[Message], int], asyncio.Future[Any]] = {}
 
-    async def start(self, port: Port) -> None:
+    async def start(self, port: Mailbox) -> None:
         self._port = port
 
     def receive(self, source: str, message: Message, trace: str) -> None:
@@ -107,7 +107,7 @@ class House:
     async def open(self) -> None:
         await self._run("k", self.kv)
         await self.open_again()
-        self.segment = Segment(self.kv.facts().arena)
+        self.segment = Segment(self.kv.heartbeat_payload().arena)
 
     async def open_again(self) -> None:
         """An executor and a scheduler."""
@@ -176,7 +176,7 @@ class House:
 
     async def _run(self, name: str, actor: Actor) -> None:
         bus = await NatsBus.connect(self._server.url, timeout_s=5)
-        runtime = Runtime(actor, bus, "churn", name, beat_interval_us=100_000)
+        runtime = Runtime(actor, bus, "churn", name, heartbeat_interval_us=100_000)
         await runtime.start()
         self._runtimes[name] = runtime
 

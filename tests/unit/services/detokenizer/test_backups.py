@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.detokenizer.copies import DONE_US, HALF_US, Copies, key_of
+from services.detokenizer.backups import DONE_US, ONE_LOST_US, Backups, key_of
 from services.detokenizer.open_requests import opened_of
 from shared.messages import Claims, Tokenized, longs
 
@@ -19,34 +19,34 @@ def asked(request: str = "r", **more: object) -> Tokenized:
 
 
 @pytest.fixture
-def copies() -> Copies:
-    copies = Copies()
+def copies() -> Backups:
+    copies = Backups()
     copies.keep(S, asked(), "trace", 10)
     return copies
 
 
 @pytest.mark.parametrize("order", [(S, D), (D, S)])
 @pytest.mark.parametrize("void", [False, True])
-def test_a_copy_is_ours_when_both_have_gone(copies: Copies, order: tuple[str, str], void: bool) -> None:
+def test_a_copy_is_ours_when_both_have_gone(copies: Backups, order: tuple[str, str], void: bool) -> None:
     """Dead, or started again without what they knew."""
     first, second = order
     lives = {S, D} if void else {second}
     assert copies.gone(first, lives.__contains__, 20, void=void) == []
     (copy,) = copies.gone(second, set().__contains__ if not void else lives.__contains__, 20, void=void)
-    assert (copy.asked.request, copy.trace, len(copies)) == ("r", "trace", 0)
+    assert (copy.tokenized.request, copy.trace, len(copies)) == ("r", "trace", 0)
 
 
-def test_one_that_is_back_has_lost_nothing(copies: Copies) -> None:
+def test_one_that_is_back_has_lost_nothing(copies: Backups) -> None:
     assert copies.gone(S, {D}.__contains__, 20, void=False) == []
     assert copies.gone(D, {S}.__contains__, 20, void=False) == []
     assert copies.gone("scheduler.other", set().__contains__, 20, void=True) == []
     assert len(copies) == 1
 
 
-def test_what_is_answered_opened_here_or_late_is_forgotten(copies: Copies) -> None:
-    copies.told(Claims(done=longs([key_of(asked(inbox="another")), key_of(asked("q"))])), 10)
+def test_what_is_answered_opened_here_or_late_is_forgotten(copies: Backups) -> None:
+    copies.on_claims(Claims(done=longs([key_of(asked(inbox="another")), key_of(asked("q"))])), 10)
     assert len(copies) == 1, "an earlier request with its id, and another one"
-    copies.told(Claims(done=longs([key_of(asked())])), 10)
+    copies.on_claims(Claims(done=longs([key_of(asked())])), 10)
     assert len(copies) == 0
     copies.keep(S, asked("o"), "", 10)
     copies.opened(opened_of(asked("o"), 0))
@@ -58,7 +58,7 @@ def test_what_is_answered_opened_here_or_late_is_forgotten(copies: Copies) -> No
     assert len(copies) == 0
 
 
-def test_what_ends_here_is_told_once(copies: Copies) -> None:
+def test_what_ends_here_is_told_once(copies: Backups) -> None:
     assert not copies.unsent
     copies.answered(opened_of(asked("q"), 0), 10)
     assert copies.unsent
@@ -66,9 +66,9 @@ def test_what_ends_here_is_told_once(copies: Copies) -> None:
     assert not copies.unsent
 
 
-def test_who_comes_is_told_what_was_answered_within_the_last_minute(copies: Copies) -> None:
+def test_who_comes_is_told_what_was_answered_within_the_last_minute(copies: Backups) -> None:
     copies.answered(opened_of(asked("q"), 0), 10)
-    copies.told(Claims(done=longs([key_of(asked())])), 20)
+    copies.on_claims(Claims(done=longs([key_of(asked())])), 20)
     copies.report()
     assert copies.known == Claims(done=longs([key_of(asked("q")), key_of(asked())]))
     copies.expire(10 + DONE_US, BOTH)
@@ -77,14 +77,14 @@ def test_who_comes_is_told_what_was_answered_within_the_last_minute(copies: Copi
     assert copies.known == Claims(done=longs([key_of(asked())]))
 
 
-def test_what_is_known_to_be_answered_is_bounded(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.detokenizer.copies.MAX_DONE", 3)
-    copies.told(Claims(done=longs(range(5))), 10)
+def test_what_is_known_to_be_answered_is_bounded(copies: Backups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.detokenizer.backups.MAX_DONE", 3)
+    copies.on_claims(Claims(done=longs(range(5))), 10)
     assert copies.known == Claims(done=longs([2, 3, 4]))
 
 
-def test_a_copy_that_comes_behind_the_answer_is_not_kept(copies: Copies) -> None:
-    copies.told(Claims(done=longs([key_of(asked("q"))])), 10)
+def test_a_copy_that_comes_behind_the_answer_is_not_kept(copies: Backups) -> None:
+    copies.on_claims(Claims(done=longs([key_of(asked("q"))])), 10)
     copies.keep(S, asked("q"), "", 10)
     assert len(copies) == 1
     copies.opened(opened_of(asked("q"), 0))
@@ -95,21 +95,21 @@ def test_a_copy_that_comes_behind_the_answer_is_not_kept(copies: Copies) -> None
 @pytest.mark.parametrize(("gone", "left"), [(S, D), (D, S)])
 @pytest.mark.parametrize("void", [False, True])
 def test_a_copy_of_which_one_has_gone_is_kept_until_the_other_has_found_another(
-    copies: Copies, gone: str, left: str, void: bool
+    copies: Backups, gone: str, left: str, void: bool
 ) -> None:
     """Who has a new one says so, and whom nobody speaks of any more was answered before."""
     copies.keep(S, asked(timeout_us=DAY_US), "", 10)
     copies.keep(S, asked("renewed", timeout_us=DAY_US), "", 10)
     assert copies.gone(gone, {left}.__contains__, 100, void=void) == []
     copies.keep("scheduler.other", asked("renewed", shard="other", timeout_us=DAY_US), "", 200)
-    copies.expire(100 + HALF_US, {left}.__contains__)
+    copies.expire(100 + ONE_LOST_US, {left}.__contains__)
     assert len(copies) == 2
-    copies.expire(101 + HALF_US, {left}.__contains__)
+    copies.expire(101 + ONE_LOST_US, {left}.__contains__)
     assert len(copies) == 1
 
 
 @pytest.mark.parametrize("void", [False, True])
-def test_one_that_was_only_silent_goes_on_and_its_copies_stay(copies: Copies, void: bool) -> None:
+def test_one_that_was_only_silent_goes_on_and_its_copies_stay(copies: Backups, void: bool) -> None:
     copies.keep(S, asked(timeout_us=DAY_US), "", 10)
     copies.gone(S, {D}.__contains__, 100, void=void)
     copies.expire(200, BOTH)
@@ -117,9 +117,9 @@ def test_one_that_was_only_silent_goes_on_and_its_copies_stay(copies: Copies, vo
     assert len(copies) == (not void)
 
 
-def test_a_cancel_is_remembered(copies: Copies) -> None:
+def test_a_cancel_is_remembered(copies: Backups) -> None:
     copies.keep(S, asked("q"), "", 10)
-    copies.told(Claims(done=longs([key_of(asked("q"))])), 10)
+    copies.on_claims(Claims(done=longs([key_of(asked("q"))])), 10)
     copies.cancelled("t", "q")
     copies.cancelled("t", "r")
     (copy,) = copies.gone(S, set().__contains__, 20, void=False)

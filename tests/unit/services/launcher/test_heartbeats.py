@@ -13,8 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher import beats
-from services.launcher.beats import BeatFile, Note, Silences, Watch, health, read, ticks_of
+from services.launcher import heartbeats
+from services.launcher.heartbeats import (
+    HeartbeatFile,
+    HeartbeatNote,
+    SilenceTimers,
+    Watch,
+    health,
+    read,
+    ticks_of,
+)
 from shared.errors import SetupError, Unavailable
 
 SLEEPS = "import signal; print('up', flush=True); signal.pause()"
@@ -44,17 +52,19 @@ def running(code: str) -> Iterator[subprocess.Popen[str]]:
 def stopped(pid: int) -> int:
     """Stop a process; once that shows, its ticks."""
     os.kill(pid, signal.SIGSTOP)
-    while beats._threads(pid)[0].strip("T"):
+    while heartbeats._threads(pid)[0].strip("T"):
         time.sleep(0.01)
     ticks = ticks_of(pid)
     assert ticks is not None
     return ticks
 
 
-def note_of(process: subprocess.Popen[str], path: Path, state: str = "ready", age_s: float = 60.0) -> Note:
+def note_of(
+    process: subprocess.Popen[str], path: Path, state: str = "ready", age_s: float = 60.0
+) -> HeartbeatNote:
     """As if this process had noted its last beat so long ago."""
-    born, _ = beats._age_and_ticks(f"/proc/{process.pid}/stat")
-    note = Note(process.pid, born, state, 1.0, round(time.monotonic() - age_s, 3))
+    born, _ = heartbeats._age_and_ticks(f"/proc/{process.pid}/stat")
+    note = HeartbeatNote(process.pid, born, state, 1.0, round(time.monotonic() - age_s, 3))
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(" ".join(map(str, note)))
     return note
@@ -70,7 +80,7 @@ def until(what: Callable[[], object]) -> None:
 def test_a_beat_is_read_as_it_was_noted(tmp_path: Path) -> None:
     path = str(tmp_path / "a.beat")
     assert read(path) is None
-    file = BeatFile(path, 0.5)
+    file = HeartbeatFile(path, 0.5)
     first = read(path)
     assert first is not None
     assert (first.pid, first.state, first.interval_s, first.late) == (os.getpid(), "starting", 0.5, False)
@@ -96,26 +106,26 @@ def test_what_sleeps_uses_nothing_and_what_works_is_busy() -> None:
 
 
 def test_silence_is_the_time_without_a_sign() -> None:
-    silences = Silences()
+    silences = SilenceTimers()
     signs = [(0, "a"), (4, "a"), (8, "a"), (9, None), (10, "a"), (14, "a"), (15, "b"), (19, "b")]
     assert [silences.seconds("x", sign, at) for at, sign in signs] == [0, 4, 8, 0, 0, 4, 0, 4]
     assert silences.seconds("y", "b", 19) == 0
-    assert silences.seconds("x", "b", 19 + beats.PARDON_S + 1) == 0, "whoever looks was stopped itself"
+    assert silences.seconds("x", "b", 19 + heartbeats.PARDON_S + 1) == 0, "whoever looks was stopped itself"
 
 
 @pytest.mark.parametrize(
     ("state", "interval_s", "hangs_after_s"),
-    [("ready", 1.0, 15.0), ("deaf", 1.0, 15.0), ("starting", 1.0, 120.0), ("ready", 20.0, 60.0)],
+    [("ready", 1.0, 15.0), ("cut_off", 1.0, 15.0), ("starting", 1.0, 120.0), ("ready", 20.0, 60.0)],
 )
 def test_who_loads_or_beats_rarely_is_given_longer(
     state: str, interval_s: float, hangs_after_s: float
 ) -> None:
-    assert Note(1, 1, state, interval_s, 0.0).hangs_after_s == hangs_after_s
+    assert HeartbeatNote(1, 1, state, interval_s, 0.0).hangs_after_s == hangs_after_s
 
 
 def test_the_watch_sees_who_neither_beats_nor_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, ticks = [1000.0], {1: 5, 2: 5}
-    monkeypatch.setattr(beats.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now_s[0])
     watch = Watch(str(tmp_path), ticks_of=ticks.get)
     found: dict[str, list[float]] = {"hangs": [], "works": [], "beats": [], "loads": []}
     for name in ("hangs", "works"):
@@ -128,7 +138,7 @@ def test_the_watch_sees_who_neither_beats_nor_works(tmp_path: Path, monkeypatch:
             found[name].append(watch.silent_s(name, pid))
     assert [any(silent) for silent in found.values()] == [True, False, False, False]
     first = next(i for i, silent in enumerate(found["hangs"]) if silent)
-    assert first == beats.LATE_BEATS + beats.LATE_S + 1 + beats.HANGS_S
+    assert first == heartbeats.LATE_HEARTBEATS + heartbeats.LATE_S + 1 + heartbeats.HANGS_S
     for _ in range(140):
         now_s[0] += 1
         found["loads"].append(watch.silent_s("loads", 1))  # it has noted no beat at all
@@ -141,7 +151,7 @@ def test_the_watch_sees_who_neither_beats_nor_works(tmp_path: Path, monkeypatch:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return Path(beats.runtime_path("tokenizer"))
+    return Path(heartbeats.runtime_path("tokenizer"))
 
 
 def test_nobody_is_not_healthy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +164,11 @@ def test_nobody_is_not_healthy(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_only_ready_is_healthy(path: Path) -> None:
     path.parent.mkdir()
-    file = BeatFile(str(path), 1.0)
+    file = HeartbeatFile(str(path), 1.0)
     for state, why in (
         ("starting", "is starting"),
         ("draining", "is draining"),
-        ("deaf", "hears nothing of the nats-server"),
+        ("cut_off", "hears nothing of the nats-server"),
     ):
         file.note(state)
         with pytest.raises(Unavailable, match=f"the tokenizer here {why}"):
@@ -168,7 +178,7 @@ def test_only_ready_is_healthy(path: Path) -> None:
 
 
 def test_a_second_miss_kills_who_did_nothing_between(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beats, "HANGS_S", 1.0)  # and so is the silence of a second beat
+    monkeypatch.setattr(heartbeats, "HANGS_S", 1.0)  # and so is the silence of a second beat
     with running(SLEEPS) as service:
         note_of(service, path)
         stopped(service.pid)
