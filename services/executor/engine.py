@@ -15,9 +15,10 @@ are called on the event loop, while the device computes.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -252,11 +253,8 @@ def sequence_error(opened: SlotOpen, info: BackendInfo) -> str:
             return f"{what}: the weights have {info.vocab} tokens, and no token {largest}"
     if 0 < info.max_stop_ids < len(opened.stop_ids):
         return f"stop_token_ids: {len(opened.stop_ids)} with the model's own, over {info.max_stop_ids}"
-    wanted = opened.sampling
-    numbers = (
-        *(wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p, *wanted.bias_values),
-        *(wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty),
-    )
+    values = [getattr(opened.sampling, each.name) for each in fields(opened.sampling)]
+    numbers = [n for value in values for n in (value if isinstance(value, array) else (value,))]
     return "" if all(abs(number) <= MOST_FLOAT32 for number in numbers) else "its sampling is not finite"
 
 
@@ -299,7 +297,7 @@ def _numbers(column: Ints) -> NDArray[np.uint32]:
 
 
 _GREEDY = Sampling(temperature=0.0)
-_FILTERED = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, frequency_penalty=0.1)
+_FILTERED = Sampling(temperature=1.0, top_k=5, top_p=0.9, frequency_penalty=0.1)
 
 
 WarmUp = tuple[SlotOpen, list[StepPlan]]  # a slot to open, and what runs after it

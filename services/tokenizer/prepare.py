@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgpack
@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.structured_output import Tools, grammar_of, read_tools
-from shared.api import REQUEST_ID, ChatRequest, CompletionRequest
+from shared.api import REQUEST_ID, ChatRequest, CompletionRequest, GenerateRequest
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
 from shared.json_body import read_json, refuse_odd_values
@@ -324,19 +324,18 @@ def _too_long(param: str, size: str, max_context: int) -> BadRequest:
     )
 
 
+_SAMPLED_AS_GIVEN = {each.name for each in fields(Sampling)} & set(GenerateRequest.model_fields) - {"top_k"}
+
+
 def _sampling(request: Request, vocabulary_size: int) -> Sampling:
     bias = sorted(request.logit_bias.items())
     _check_ids("logit_bias", [token for token, _ in bias], vocabulary_size)
+    given = {name: getattr(request, name) for name in _SAMPLED_AS_GIVEN}
     return Sampling(
-        temperature=request.temperature,
         top_k=max(request.top_k, 0),
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
         bias_ids=ints(token for token, _ in bias),
         bias_values=floats(value for _, value in bias),
+        **given,
     )
 
 

@@ -155,14 +155,12 @@ class CudaBackend:
         self._slots.open(opened)
         self._sampler.open(opened)
         self._host_rows.open(opened)
-        slot, wanted = opened.slot, opened.sampling
+        slot = opened.slot
         self._logprobs[slot] = opened.logprobs
-        penalties = (wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty)
-        plain = penalties == (1.0, 0.0, 0.0) and not wanted.bias_ids
-        if plain and not (opened.processors or opened.grammar or opened.logprobs):
-            self._by_torch.discard(slot)
-        else:
+        if self._sampler.changes_logits(slot) or opened.processors or opened.grammar or opened.logprobs:
             self._by_torch.add(slot)
+        else:
+            self._by_torch.discard(slot)
 
     def close_slot(self, slot: int) -> None:
         self._slots.close(slot)

@@ -70,6 +70,10 @@ class Sampler:
         self._penalties.pop(slot, None)
         self._bias.pop(slot, None)
 
+    def changes_logits(self, slot: int) -> bool:
+        """Whether a slot has penalties or bias: more than temperature and filters."""
+        return slot in self._penalties or slot in self._bias
+
     def filters(self, slot: int) -> bool:
         """Whether a token's chance depends on which others there are to choose from, beyond their sum."""
         temperature, top_k, top_p, min_p = self._filters[slot]
