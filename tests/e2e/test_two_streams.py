@@ -49,7 +49,9 @@ def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver
     assert 0 < found["hidden_comm_us"] <= found["comm_us"]
     lanes = {piece["lane"] for piece in found["segments"]}
     assert lanes == {"compute A", "compute B", "comm A", "comm B"}
-    below = shown.stdout.split(f"step {found['step']} of {found['tokens']} tokens in halves")[1].splitlines()
+    below = shown.stdout.split(f"step {found['step']} of {found['tokens']} tokens in micro-batches")[
+        1
+    ].splitlines()
     assert [line[:9] for line in below[1:5]] == ["compute A", "compute B", "comm A   ", "comm B   "]
     assert all(mark in line for mark, line in zip("██▒▒", below[1:5], strict=True))
 

@@ -424,7 +424,8 @@ def _draw_streams(found: Body | None, columns: int) -> list[str]:
     took_us = max(found["took_us"], 1)
     lines = [
         "",
-        f"step {found['step']} of {found['tokens']} tokens in two parts, its first {took_us / 1000:.2f} ms",
+        f"step {found['step']} of {found['tokens']} tokens in micro-batches,"
+        f" its first {took_us / 1000:.2f} ms",
     ]
     lines += _rows(SEGMENT_LANES, found["segments"], columns, took_us)
     hidden = _share(found["hidden_comm_us"], found["comm_us"])

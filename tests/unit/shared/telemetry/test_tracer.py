@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from loadtest.otlp_receiver import Receiver
+from shared.telemetry import otel_sdk, traces
 from shared.telemetry import tracer as tracing
-from shared.telemetry import traces
 from shared.telemetry.tracer import Tracer
 from shared.telemetry.traces import SpanEvent, SpanRecord
 
@@ -178,3 +178,22 @@ def _join(name: str) -> None:
     for thread in threading.enumerate():
         if thread.name == name:
             thread.join(30)
+
+
+def test_an_exporter_without_time_left_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`requests` refuses a time limit that has passed, and the exporter computes one before its last try."""
+
+    class OutOfTime:
+        def export(self, spans: object) -> object:
+            raise ValueError("Attempted to set connect timeout to -0.0002")
+
+        def shutdown(self) -> None:
+            pass
+
+    tracer = otel_sdk.OtelTracer("scheduler", "s", "http/protobuf")
+    monkeypatch.setattr(otel_sdk, "_exporter", lambda *_: OutOfTime())
+    tracer._test()
+    tracer.stop(0)
+    assert "a test span did not arrive" in caplog.text

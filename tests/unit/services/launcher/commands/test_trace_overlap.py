@@ -117,7 +117,7 @@ def test_the_halves_of_a_step_talk_under_each_other() -> None:
     lines = draw_overlap(found, 51)
     assert lines[-8:] == [
         "",
-        "step 5 of 4096 tokens in two parts, its first 4.00 ms",
+        "step 5 of 4096 tokens in micro-batches, its first 4.00 ms",
         "compute A  ██████████          ██████████",
         "compute B            ██████████",
         "comm A               ▒▒▒▒▒▒▒▒            ▒▒▒▒▒▒▒▒▒▒",
@@ -130,4 +130,4 @@ def test_the_halves_of_a_step_talk_under_each_other() -> None:
 def test_whole_steps_have_no_halves_to_draw() -> None:
     found = overlap(body(step(4, 3)))
     assert found["two_streams"] is None
-    assert not any("two parts" in line for line in draw_overlap(found, 51))
+    assert not any("micro-batches" in line for line in draw_overlap(found, 51))
