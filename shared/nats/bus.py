@@ -4,7 +4,11 @@
 
 The outbox makes `publish` synchronous and keeps the order of the calls, requests included. While the
 server is away messages wait there, bounded by OUTBOX_LIMIT_BYTES, and leave after the reconnect.
-Callback subscriptions only: they handle 233k messages/s where `async for` handles 82k.
+
+    socket ──▶ nats-py's parser ──▶ handler, called at once
+
+A handler is a plain function and runs inside the reader: no queue and no task per subscription. While it is
+busy nothing is read, and messages wait in the socket and in the server.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from typing import Any
 
 from nats import errors as nats_errors
 from nats.aio.client import Client as NatsClient
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from shared.errors import SetupError, Unavailable
@@ -39,7 +42,6 @@ PING_INTERVAL_S = 20
 TURN_MESSAGES = (
     64  # that a connection handles before other tasks have their turn: some 3 ms of a gateway's frames
 )
-PENDING_MESSAGES = 8192  # more than 128 kB of the smallest messages, which one read may bring at once
 OUTBOX_LIMIT_BYTES = 64 * 1024 * 1024  # what a server that is away may cost in memory
 FLUSH_TIMEOUT_S = 10
 CLOSE_TIMEOUT_S = 1.0
@@ -55,14 +57,23 @@ class _Client(NatsClient):
     the flusher task. The first round trip lets that task write, so the second PING follows it all.
     Draining a subscription relies on this too: else messages that arrive before its UNSUB are lost.
 
-    Its own reader parses all that one read of the socket brought, 256 kB with uvloop, before anybody else has
-    a turn. This one stops after `turn_messages`."""
+    Its own reader puts each message into the queue of a subscription, and a task takes it from there: this
+    one calls the handler. Its own parses all that one read of the socket brought, 256 kB with uvloop, before
+    another task runs: this one stops after `turn_messages`."""
 
-    turn = 0  # messages since others had theirs
+    turn = 0  # messages since other tasks ran
     turn_messages = TURN_MESSAGES
 
-    async def _process_msg(self, *parts: Any) -> None:
-        await super()._process_msg(*parts)
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        subscription = self._subs.get(sid)
+        if subscription is None:
+            return  # it has ended
+        found = await self._process_headers(headers) if headers else None
+        deliver: Any = subscription._cb
+        try:
+            await deliver(Delivery(subject.decode(), data, reply.decode(), found or {}))
+        except Exception as error:  # noqa: BLE001 - the reader outlives any error of a handler
+            await self._error_cb(error)
         self.turn += 1
         if self.turn >= self.turn_messages:
             self.turn = 0
@@ -99,12 +110,11 @@ class _Subscribed:
 class NatsBus:
     """One connection to a nats-server. See shared.nats.interface.Bus."""
 
-    def __init__(self, pending_messages: int = PENDING_MESSAGES, turn_messages: int = TURN_MESSAGES) -> None:
+    def __init__(self, turn_messages: int = TURN_MESSAGES) -> None:
         self._nc = _Client()
         self._nc.turn_messages = turn_messages
         self.user = ""
         self._url = self._name = ""
-        self._pending_messages = pending_messages
         self._online = asyncio.Event()
         self._subscriptions: list[_Subscribed] = []
         self._faults = Faults()
@@ -122,16 +132,14 @@ class NatsBus:
         name: str = "headrace",
         timeout_s: float | None = None,
         on_fault: FaultHandler | None = None,
-        pending_messages: int = PENDING_MESSAGES,
         turn_messages: int = TURN_MESSAGES,
     ) -> NatsBus:
         """Connect to `url` (several joined by commas) and stay connected whatever happens.
 
         Waits for the server for as long as it takes, or `timeout_s`; then raises SetupError.
-        A subscription drops messages beyond `pending_messages` unread ones, and reports it. Other tasks run
-        after each `turn_messages`.
+        Other tasks run after each `turn_messages`.
         """
-        bus = cls(pending_messages, turn_messages)
+        bus = cls(turn_messages)
         if on_fault is not None:
             bus.on_fault(on_fault)
         try:
@@ -185,13 +193,10 @@ class NatsBus:
         self._outbox.put(_Outgoing(subject, data, reply, dict(headers) if headers else None))
 
     async def subscribe(self, pattern: str, handler: Handler, *, queue: str = "") -> _Subscribed:
-        async def deliver(message: Msg) -> None:
-            self._faults.overflowing.discard(pattern)
-            handler(Delivery(message.subject, message.data, message.reply, message.headers or {}))
+        async def deliver(delivery: Any) -> None:  # nats-py wants a coroutine
+            handler(delivery)
 
-        inner = await self._nc.subscribe(
-            pattern, queue=queue, cb=deliver, pending_msgs_limit=self._pending_messages
-        )
+        inner = await self._nc.subscribe(pattern, queue=queue, cb=deliver)
         subscription = _Subscribed(self, inner)
         self._subscriptions.append(subscription)
         return subscription
@@ -368,7 +373,6 @@ class Faults:
 
     def __init__(self) -> None:
         self.handlers: list[FaultHandler] = []
-        self.overflowing: set[str] = set()  # patterns that dropped messages since their last delivery
         self.cause = "end of connection"  # of the next "disconnected"
         self.opened = False  # since the first connection
         self.online = False
@@ -381,15 +385,10 @@ class Faults:
                 handler(BusFault(kind, detail))
 
     async def on_error(self, error: Any) -> None:
-        """What `error_cb` of nats-py gets: slow consumers, permissions, failed attempts to connect. Raises
+        """What `error_cb` of nats-py gets: permissions, failed attempts to connect, a handler's error. Raises
         Refused out of the first `connect`, which would try for ever."""
         words = str(error).lower()
-        if isinstance(error, nats_errors.SlowConsumerError):
-            pattern = error.sub.subject
-            if pattern not in self.overflowing:
-                self.overflowing.add(pattern)
-                self.report("slow_consumer", f"messages on {pattern} are dropped: too many unread")
-        elif _VIOLATION in words or isinstance(error, ssl.SSLCertVerificationError):
+        if _VIOLATION in words or isinstance(error, ssl.SSLCertVerificationError):
             if not self.opened:
                 raise Refused(text(error))
             self.report("refused", text(error))  # other credentials since

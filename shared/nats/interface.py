@@ -46,7 +46,7 @@ class RequestTimeout(HeadraceError):
 class BusFault:
     """Something the transport lost or refused; a fault is reported, never swallowed."""
 
-    # slow_consumer, overflow, disconnected, reconnected, permission (a message was not let through), refused
+    # overflow, disconnected, reconnected, permission (a message was not let through), refused
     # (a subscription was not, or the credentials are), closed, error
     kind: str
     detail: str

@@ -89,7 +89,7 @@ async def test_a_request_leaves_no_subscription_behind() -> None:
 async def test_faults_are_reported_to_who_asked() -> None:
     bus, told = MemoryBroker().connect(), []
     bus.on_fault(told.append)
-    fault = BusFault("slow_consumer", "t.a")
+    fault = BusFault("overflow", "t.a")
     bus.report(fault)
     assert told == [fault]
     assert bus.backlog_bytes == 0
