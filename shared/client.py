@@ -252,6 +252,9 @@ class FrameOrder:
 
     def take(self, frame: Mapping[str, Any]) -> bool:
         """True when this is the next frame; a new attempt starts at 0 again."""
+        if frame["frame"] == self.frame > 0 and frame["attempt"] == self.attempt and self.gap is None:
+            self.frame += 1
+            return True
         if self.outdated(frame):
             return False
         attempt, number = int(frame["attempt"]), int(frame["frame"])
@@ -376,6 +379,7 @@ class UnreadFrames:
         "_deliveries",
         "_due_s",
         "_failure",
+        "_loop",
         "_on_full",
         "_reader",
         "_timer",
@@ -392,6 +396,7 @@ class UnreadFrames:
         self._deliveries: deque[Delivery] = deque()
         self._bytes = 0
         self._failure: HeadraceError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._reader: asyncio.Future[None] | None = None  # waits, at most until `_due_s`
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None  # one for many waits: most end long before it
@@ -434,7 +439,7 @@ class UnreadFrames:
         while not self._deliveries:
             if self._failure is not None:
                 raise self._failure
-            loop = asyncio.get_running_loop()
+            loop = self._loop = self._loop or asyncio.get_running_loop()
             self._reader, self._due_s = loop.create_future(), loop.time() + timeout_s
             if self._timer is None or self._timer.when() > self._due_s:
                 self._arm()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any
@@ -49,6 +49,22 @@ class Flow(FlowControl):
     def resume_reading(self) -> None:
         if not self._waiting:
             super().resume_reading()
+
+
+def chunk_writer(send: Callable[..., object]) -> Callable[[bytes], bool]:
+    """Writes one body of a streamed response to the socket, without an ASGI message. Returns False where it
+    must go through uvicorn's `send` instead, which waits for a slow client."""
+    cycle: Any = getattr(send, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle) or cycle.scope["method"] == "HEAD":
+        return lambda body: False
+
+    def write(body: bytes) -> bool:
+        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    return write
 
 
 class Connection(HttpToolsProtocol):

@@ -38,7 +38,7 @@ CONNECTION_OPEN_S = 10.0
 CONNECTION_IDLE_S = 300.0  # far longer than a request takes from its key to its first native message
 CONNECTION_CLOSE_S = 2.0  # of all lines at the end
 
-Tagged = tuple[int, Body]  # number of the prompt, frame
+PROMPT = "prompt_index"  # in a frame of one of several prompts
 
 T = TypeVar("T")
 
@@ -154,21 +154,14 @@ class NativeCall:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def frames(self, call: Call) -> AsyncGenerator[Tagged]:
-        """The frames of every prompt in the order of their arrival. Raises like `responses`. Leaving the
-        iteration early cancels what runs."""
+    def frames(self, call: Call) -> AsyncGenerator[Body]:
+        """The frames of every prompt in the order of their arrival, each with its PROMPT where there are
+        several. Raises like `responses`. Leaving the iteration early cancels what runs."""
         streams = [
             self.client.stream(body, timeout_s=self._timeout_s(body), trace=self.trace)
             for body in call.bodies
         ]
-        if len(streams) > 1:
-            async with aclosing(_merged(streams)) as tagged:
-                async for number, frame in tagged:
-                    yield number, frame
-            return
-        async with aclosing(streams[0]) as frames:
-            async for frame in frames:
-                yield 0, frame
+        return _merged(streams) if len(streams) > 1 else streams[0]
 
     async def _complete(self, body: Body) -> Body:
         return await self.client.complete(body, timeout_s=self._timeout_s(body), trace=self.trace)
@@ -179,15 +172,15 @@ class NativeCall:
         return (float(asked) if limited else self.timeout_s) + GRACE_S
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Body]]) -> AsyncGenerator[Tagged]:
+async def _merged(streams: Sequence[AsyncGenerator[Body]]) -> AsyncGenerator[Body]:
     """Frames of several streams; an error of one ends all."""
-    came: asyncio.Queue[Tagged | Exception | None] = asyncio.Queue(1)
+    came: asyncio.Queue[Body | Exception | None] = asyncio.Queue(1)
 
     async def feed(number: int, stream: AsyncGenerator[Body]) -> None:
         try:
             async with aclosing(stream) as frames:
                 async for frame in frames:
-                    await came.put((number, frame))
+                    await came.put({**frame, PROMPT: number})
         except Exception as error:  # noqa: BLE001 - raised where the frames are read
             await came.put(error)
         else:

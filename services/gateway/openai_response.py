@@ -25,9 +25,10 @@ from zlib import crc32
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from services.gateway.connection import chunk_writer
 from services.gateway.errors import body_of
 from services.gateway.exchange import Exchange, ExchangeCounters, refusal
-from services.gateway.native_call import Tagged, unless_gone
+from services.gateway.native_call import PROMPT, unless_gone
 from services.gateway.openai_request import Call, ToolText
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
@@ -100,23 +101,23 @@ class ChunkBuilder:
     def take(self, prompt: int, frame: Body) -> list[str]:
         """The chunks, as JSON, that a frame of the stream of one prompt becomes. Raises EngineError when a
         stream that started over differs from what was sent."""
-        kind = frame["type"]
-        indexes = range(prompt * self._call.n, (prompt + 1) * self._call.n)
+        kind, first = frame["type"], prompt * self._call.n
         if kind == "accepted":
             self._head = self._head or self._begin(frame)
-            for index in indexes:
+            for index in range(first, first + self._call.n):
                 if index in self._sent:
                     self._sent[index].begin_again()
             return []
         chunks: list[str] = []
-        if indexes[0] not in self._sent:
+        if first not in self._sent:
+            indexes = range(first, first + self._call.n)
             chunks = [_json(chunk) for index in indexes for chunk in self._first(index, prompt)]
         if kind == "delta":
             for choice in frame["choices"]:
-                chunks += self._delta(indexes[0] + choice["index"], choice)
+                chunks += self._delta(first + choice["index"], choice)
             return chunks
         for choice in frame["choices"]:
-            chunks += map(_json, self._last(indexes[0] + choice["index"], choice))
+            chunks += map(_json, self._last(first + choice["index"], choice))
         return [*chunks, *map(_json, self._end(frame))]
 
     def _begin(self, frame: Body) -> Body:
@@ -259,7 +260,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        frames: AsyncGenerator[Tagged],
+        frames: AsyncGenerator[Body],
         chunks: ChunkBuilder,
         exchange: Exchange,
         counters: ExchangeCounters,
@@ -282,16 +283,18 @@ class EventStream(Response):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, send_body = False, scope.get(BODY_SEND, send)
+        write = chunk_writer(send_body)
         try:
             async with aclosing(self._frames) as frames:
-                async for prompt, frame in frames:
-                    chunks = self._chunks.take(prompt, frame)
+                async for frame in frames:
+                    chunks = self._chunks.take(frame.get(PROMPT, 0), frame)
                     if chunks and not started:
                         started = True
                         self._exchange.first_us = self._clock.wall_us()
                         await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
                     if chunks:
-                        await send_body(_body(events(chunks)))
+                        if not write(body := events(chunks)):
+                            await send_body(_body(body))
                         self._counters.chunks += len(chunks)
             self._exchange.answered_us = self._clock.wall_us()
             await send_body(_body(DONE, last=True))

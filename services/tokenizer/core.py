@@ -42,7 +42,7 @@ GRACE_US = 2_000_000  # a scheduler may miss its executor a heartbeat before we 
 ASK_AGAIN_US = 250_000  # schedulers that cannot serve yet
 RETRY_AFTER_MS = 1_000
 HEARS_US = 1_000_000  # who was cut off or stopped has read by then what had come for it: one heartbeat
-MOST_ASKED = 16  # of a tenant, unanswered by schedulers: more would stand before those of others
+MOST_ASKED = 2  # of a tenant, unanswered by schedulers: more would stand before those of others
 
 
 def _refused_field(code: int, asked: Tokenized) -> str | None:

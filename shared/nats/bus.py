@@ -28,6 +28,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from shared.errors import SetupError, Unavailable
 from shared.nats import access
 from shared.nats.interface import (
+    NO_HEADERS,
     BusFault,
     Delivery,
     FaultHandler,
@@ -71,7 +72,7 @@ class _Client(NatsClient):
         found = await self._process_headers(headers) if headers else None
         deliver: Any = subscription._cb
         try:
-            await deliver(Delivery(subject.decode(), data, reply.decode(), found or {}))
+            await deliver(Delivery(subject.decode(), data, reply.decode(), found or NO_HEADERS))
         except Exception as error:  # noqa: BLE001 - the reader outlives any error of a handler
             await self._error_cb(error)
         self.turn += 1

@@ -8,23 +8,24 @@ it puts the delivery into the actor's mailbox and returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from shared.errors import HeadraceError, PayloadTooLarge, Unavailable
 
 _HEADER_FRAME = len(b"NATS/1.0\r\n\r\n")
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 NO_RESPONDERS = "503"  # value of the header `Status` when nobody listens to a request's subject
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """One message as it arrives."""
 
     subject: str
     data: bytes
     reply: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = NO_HEADERS
 
     @property
     def no_responders(self) -> bool:
