@@ -1,0 +1,119 @@
+"""What a newcomer asks about the tree, and the files that answer, in the order of reading.
+
+Each file has a definition that is the answer's part there. tests/rules holds the counts below LIMIT and the
+definitions to the code; `scripts/measure_tree.py` prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: at most `limit` files, each as "path:definition"."""
+
+    text: str
+    limit: int
+    answer: tuple[str, ...]
+
+
+QUESTIONS = (
+    Question(
+        "who decides which sequence is preempted",
+        5,
+        (
+            "services/scheduler/step_planner.py:plan_next",
+            "services/scheduler/admission.py:admit",
+            "services/scheduler/preemption.py:make_room",
+            "services/scheduler/state/policies.py:latest",
+        ),
+    ),
+    Question(
+        "where a token is sampled on a CPU",
+        5,
+        (
+            "services/executor/cpu/engine.py:sample",
+            "services/executor/sampling/host_sampling.py:choose",
+            "services/executor/sampling/sampler.py:choose",
+            "kernels/sampling/ref.py:keep_likely",
+        ),
+    ),
+    Question(
+        "where a token is sampled on a GPU",
+        5,
+        (
+            "services/executor/cuda/engine.py:sample",
+            "kernels/sampling/gpu.py:choose",
+            "services/executor/sampling/sampler.py:choose",
+        ),
+    ),
+    Question(
+        "how a block reaches Redis",
+        13,
+        (
+            "services/scheduler/kv_tiers/store.py:copy_dirty",
+            "shared/messages.py:KvReserve",
+            "services/executor/actor.py:receive",
+            "services/executor/kv_transfer/worker.py:put",
+            "services/executor/kv_transfer/copiers.py:HostCopier",
+            "services/kv_offload/core.py:handle",
+            "services/kv_offload/jobs/store.py:commit",
+            "services/kv_offload/l2/dispatch.py:pump",
+            "services/kv_offload/l2/worker.py:L2Job",
+            "services/kv_offload/backends/lmcache.py:open_remote",
+        ),
+    ),
+    Question(
+        "what happens when an executor dies",
+        6,
+        (
+            "shared/actor/membership.py:Peers",
+            "services/scheduler/actor.py:on_peer_gone",
+            "services/scheduler/core.py:_apply",
+            "services/scheduler/recovery.py:drop_executor",
+            "services/scheduler/preemption.py:requeue",
+        ),
+    ),
+    Question(
+        "add a sampling parameter",
+        6,
+        (
+            "shared/api.py:GenerateRequest",
+            "shared/messages.py:Sampling",
+            "services/executor/sampling/sampler.py:open",
+            "kernels/sampling/ref.py:keep_likely",
+            "kernels/sampling/gpu.py:choose",
+            "services/executor/checkpoint/known_keys.py:check_hf",
+        ),
+    ),
+    Question(
+        "add a dense model family",
+        5,
+        (
+            "services/executor/checkpoint/config.py:from_hf",
+            "services/executor/checkpoint/known_keys.py:check_hf",
+            "services/executor/checkpoint/weights.py:parts_of",
+            "services/executor/checkpoint/gguf.py:load_gguf",
+        ),
+    ),
+    Question(
+        "add a tier backend",
+        2,
+        (
+            "services/kv_offload/backends/interface.py:Remote",
+            "services/kv_offload/backends/lmcache.py:open_remote",
+        ),
+    ),
+    Question("add a routing policy", 2, ("services/scheduler/state/policies.py:prefix",)),
+    Question(
+        "add an HTTP endpoint",
+        4,
+        (
+            "services/gateway/routes.py:Endpoints",
+            "services/gateway/app.py:build_app",
+            "services/gateway/openapi.py:_paths",
+            "services/gateway/native_call.py:NativeCall",
+        ),
+    ),
+)
