@@ -230,7 +230,7 @@ class Client:
         replies = self._waiting.get(delivery.subject)
         if replies is None:
             return
-        if delivery.no_responders and replies.resends:  # it may be running: who answers is not back yet
+        if replies.resends and delivery.no_responders:  # it may be running: who answers is not back yet
             asyncio.get_running_loop().call_later(AGAIN_S, self._send_again, delivery.subject)
             return
         replies.put(delivery)
@@ -409,7 +409,7 @@ class UnreadFrames:
         self.count += 1
         if self._failure is not None:
             return
-        if self._full():
+        if self._bytes and self._full():
             why = f"{self._bytes} bytes of the answer waited to be read"
             self._deliveries.clear()
             self._count(-self._bytes)

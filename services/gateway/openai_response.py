@@ -15,7 +15,7 @@ cannot be taken back, so the repeated part is left out, if it is the same by its
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
@@ -70,7 +70,7 @@ class _Sent:
     def fresh(self, piece: str) -> str:
         """The part of `piece` that was not sent before. Raises EngineError when the part that was is not the
         same."""
-        if self.behind:
+        if self.again < self.chars:
             known = piece[: self.chars - self.again]
             self.again += len(known)
             self.again_checksum = _checksum(known, self.again_checksum)
@@ -311,6 +311,8 @@ def _body(data: bytes, *, last: bool = False) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": not last}
 
 
-def events(chunks: Iterable[str]) -> bytes:
+def events(chunks: Sequence[str]) -> bytes:
     """Chunks as events."""
+    if len(chunks) == 1:
+        return f"data: {chunks[0]}\n\n".encode("utf-8", "replace")
     return "".join([f"data: {chunk}\n\n" for chunk in chunks]).encode("utf-8", "replace")
