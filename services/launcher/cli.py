@@ -163,7 +163,9 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
     trace = add("trace", "where the time of one request went", _trace)
     trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
     trace.add_argument("--json", action="store_true", help="the data, with the steps during the request")
-    trace.add_argument("--overlap", action="store_true", help="some of its steps, as rows of A and B")
+    trace.add_argument(  # `overlap` is the name of a setting
+        "--overlap", dest="draw_overlap", action="store_true", help="some of its steps, as rows of A and B"
+    )
     trace.add_argument("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
 
 
@@ -267,7 +269,7 @@ def _trace(given: argparse.Namespace) -> None:
     from services.launcher.commands.trace import Form, trace
     from services.launcher.session import find_target
 
-    form = Form(as_json=given.json, overlap=given.overlap, perfetto=given.perfetto)
+    form = Form(as_json=given.json, overlap=given.draw_overlap, perfetto=given.perfetto)
     _run(trace(find_target(_load(given)), given.request, form))
 
 

@@ -137,8 +137,9 @@ def test_a_user_without_home_and_passwd_entry_is_given_one(tmp_path: Path) -> No
     assert "this user has no home folder, and none can be made" in show().stderr
 
 
-def test_no_server_is_an_error_with_its_mend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--nats-url", "nats://127.0.0.1:1"]) == 1
+@pytest.mark.parametrize("command", [["status"], ["kv"], ["trace", "r1"], ["trace", "r1", "--overlap"]])
+def test_no_server_is_an_error_with_its_mend(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--nats-url", "nats://127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error (setup): no connection to the nats-server at nats://127.0.0.1:1 ")
     assert "headrace up" in error
