@@ -165,21 +165,21 @@ class _Up:
             if self._server is not None:
                 stack.callback(loop.create_task(keep_running(self._server, print_line)).cancel)
                 stack.callback(loop.create_task(watch_server(self._server, print_line)).cancel)
-            asked = loop.create_task(self._signals.get())
+            signalled = loop.create_task(self._signals.get())
             ready = loop.create_task(self._become_ready())
             failed = self._supervisor.first_failure
-            any_of: set[asyncio.Future[Any]] = {asked, ready, failed}
+            any_of: set[asyncio.Future[Any]] = {signalled, ready, failed}
             await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
+            if not signalled.done():
                 if not ready.done():
                     ready.cancel()
                     raise SetupError(f"{failed.result()} before the server was ready: see its last log lines")
                 await ready
                 self._supervisor.start()
                 self._write_run_state()
-                await asked
+                await signalled
             ready.cancel()
-            return await self._wind_down(asked.result())
+            return await self._wind_down(signalled.result())
 
     def _later(self) -> tuple[str, ...]:
         """The kinds to start only after the server is ready. On few cores this is kv_offload: its import of

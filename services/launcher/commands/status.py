@@ -172,27 +172,25 @@ def _store_lines(store: Facts) -> list[str]:
         return [head]
     if not store["tiers"]["l1"]["capacity_bytes"]:
         return [f"{head}  off: {why}" if (why := store.get("why_off")) else f"{head}  {OFF}"]
-    l1, l2, asked, moved = store["tiers"]["l1"], store["tiers"]["l2"], *_keys(store)
+    l1, l2 = store["tiers"]["l1"], store["tiers"]["l2"]
+    keys, moved = store["keys"]["asked"], store["keys"]["moved"]
     quarantined = f"; {size(l1['quarantined_bytes'])} in quarantine" if store["quarantine"] else ""
-    hits = asked["hits_l1"] + asked["hits_l2"]
-    where = f"{asked['hits_l1']:,} in L1, {asked['hits_l2']:,} in L2"
+    hits = keys["hits_l1"] + keys["hits_l2"]
+    where = f"{keys['hits_l1']:,} in L1, {keys['hits_l2']:,} in L2"
     return [
         f"{head}  store {store.get('store', '')}",
-        f"  L1     {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])} ({_share(l1)})"
-        f" in {l1['entries']:,} blocks; {l1['evictions']:,} evicted",
+        f"  L1     {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])}"
+        f" ({percent(l1['used_bytes'], l1['capacity_bytes'])}) in {l1['entries']:,} blocks;"
+        f" {l1['evictions']:,} evicted",
         f"  leases {store['reads']:,} reads of {size(l1['read_bytes'])},"
         f" {store['writes']:,} writes of {size(l1['written_bytes'])}{quarantined}",
         *_l2_lines(l2, str(store.get("l2_url", "")), str(store.get("l2_error", ""))),
-        f"  hits   {percent(hits, asked['lookups'])} of {asked['lookups']:,} blocks looked up: {where}",
+        f"  hits   {percent(hits, keys['lookups'])} of {keys['lookups']:,} blocks looked up: {where}",
         f"  moved  {moved['stored']:,} blocks stored ({moved['no_room']:,} did not fit),"
-        f" {asked['loaded']:,} leased to be read, {moved['promotions']:,} brought from L2",
-        f"  late   {asked['loads_late']:,} loads, {moved['late_commits']:,} commits,"
+        f" {keys['loaded']:,} leased to be read, {moved['promotions']:,} brought from L2",
+        f"  late   {keys['loads_late']:,} loads, {moved['late_commits']:,} commits,"
         f" {moved['expired_leases']:,} leases",
     ]
-
-
-def _keys(store: Facts) -> tuple[Facts, Facts]:
-    return store["keys"]["asked"], store["keys"]["moved"]
 
 
 def _l2_lines(l2: Facts, url: str, error: str) -> list[str]:
@@ -255,10 +253,6 @@ def _link_line(executor: str, facts: Facts) -> str:
 def rate(bytes_per_s: float) -> str:
     """Bytes a second; 0 is not measured yet."""
     return f"{size(bytes_per_s)}/s" if bytes_per_s else "not measured"
-
-
-def _share(l1: Facts) -> str:
-    return percent(l1["used_bytes"], l1["capacity_bytes"])
 
 
 class ScrapeTargets:

@@ -100,7 +100,7 @@ async def find(bus: Bus, request: str, *, steps: bool = False, wait_s: float = W
     inbox, answers = bus.new_inbox(), asyncio.Queue[Delivery]()
     subscription = await bus.subscribe(inbox, answers.put_nowait)
     bus.publish(subjects.trace(request), subjects.TRACE_STEPS if steps else b"", reply=inbox)
-    asked = 0
+    answered = 0
     try:
         async with asyncio.timeout(wait_s):
             while True:
@@ -110,9 +110,9 @@ async def find(bus: Bus, request: str, *, steps: bool = False, wait_s: float = W
                 body: Body = json.loads(delivery.data)
                 if body["state"] != "unknown":
                     return body
-                asked += 1
+                answered += 1
     except TimeoutError:
-        if not asked:
+        if not answered:
             raise Unavailable("no scheduler answers: see `headrace status`") from None
     finally:
         await subscription.cancel()
@@ -257,12 +257,12 @@ def _request(body: dict[str, Any], origin_us: int) -> Iterator[Event]:
             yield _name("thread_name", REQUEST_PID, row, "stages" if row else "request")
         rows[row] = span["end_us"]
         args = {**span["attributes"], **({"error": span["error"]} if span["error"] else {})}
-        place = (REQUEST_PID, row)
-        yield _slice(span["name"], place, span["start_us"] - origin_us, span["end_us"] - origin_us, args)
+        track = (REQUEST_PID, row)
+        yield _slice(span["name"], track, span["start_us"] - origin_us, span["end_us"] - origin_us, args)
         for event in span["events"]:
             at_us = event["at_us"] - origin_us
             args = event["attributes"]
-            yield {"ph": "i", "s": "t", "name": event["name"], **_at(place), "ts": at_us, "args": args}
+            yield {"ph": "i", "s": "t", "name": event["name"], **_at(track), "ts": at_us, "args": args}
 
 
 def _executor(
@@ -277,17 +277,17 @@ def _executor(
             yield _name("thread_name", pid, lane, name)
     for row in zip(*columns.values(), strict=True):
         step = dict(zip(columns, row, strict=True))
-        place = (pid, step["step"] % window)
+        track = (pid, step["step"] % window)
         planned, start, end, result = (
             step[key] - origin_us for key in ("planned_us", "start_us", "end_us", "result_us")
         )
         forwarded = start + step["forward_us"]
         shown = ("step", "rows", "tokens", "prefill_tokens", "micro_batch", "wait_us")
         args = {key: step[key] for key in shown} | {"micro_batch": "AB"[step["micro_batch"] % 2]}
-        yield _slice("queued", place, planned, max(start, planned), args)
-        yield _slice(f"forward {step['step']}", place, start, forwarded, args)
-        yield _slice(f"sample {step['step']}", place, forwarded, forwarded + step["sample_us"], args)
-        yield _slice("returned", place, end, max(result, end), args)
+        yield _slice("queued", track, planned, max(start, planned), args)
+        yield _slice(f"forward {step['step']}", track, start, forwarded, args)
+        yield _slice(f"sample {step['step']}", track, forwarded, forwarded + step["sample_us"], args)
+        yield _slice("returned", track, end, max(result, end), args)
         flat = step.get("segments", ())
         for lane, from_us, took_us in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
             began = start + from_us
@@ -296,13 +296,13 @@ def _executor(
             yield _slice("wait", (pid, WAIT_LANE), start - step["wait_us"], start, args)
 
 
-def _slice(name: str, place: tuple[int, int], start_us: int, end_us: int, args: Event) -> Event:
+def _slice(name: str, track: tuple[int, int], start_us: int, end_us: int, args: Event) -> Event:
     took_us = max(end_us - start_us, 0)
-    return {"ph": "X", "name": name, **_at(place), "ts": start_us, "dur": took_us, "args": args}
+    return {"ph": "X", "name": name, **_at(track), "ts": start_us, "dur": took_us, "args": args}
 
 
-def _at(place: tuple[int, int]) -> Event:
-    return {"pid": place[0], "tid": place[1]}
+def _at(track: tuple[int, int]) -> Event:
+    return {"pid": track[0], "tid": track[1]}
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> Event:
