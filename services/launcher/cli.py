@@ -153,7 +153,7 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
         help="show every fact of this kind, id or start of an id",
     )
     status.add_argument("--json", action="store_true", help="everything, as JSON")
-    top = add("top", "`status`, again and again", _top)
+    top = add("top", "the table of `status`, live", _top)
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
     top.add_argument(
         "--count", type=int, default=0, metavar="N", help="number of updates; default: until q or Ctrl-C"
