@@ -1,4 +1,7 @@
-"""The scheduler's core and the simulated engine in one process, joined by queues: no bus, no codec."""
+"""The scheduler's core and the simulated engine in one process, joined by queues: no bus, no codec.
+
+The baseline of `loadtest.step_overhead`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One arm of the step benches."""
+"""One configuration of the step benches."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""How long the scheduler takes to decide: 256 running, 200 or 2,000 waiting.
+"""Measures how long the scheduler takes to decide, with 256 running and 200 or 2,000 waiting requests.
 
     python -m loadtest.decide [--steps 1000] [--repeats 5] [--clients 50] [--json OUT] [--profile]
 
-`decide` admits and plans, after each event; `decide_step` is that after the result of a step, the only event
-after which there is much to decide; `handle` is an event whole. Requests come in and end all the time, so
-that both numbers hold. The engine is a fake that answers each plan at once; its time and the building of
-requests are not counted.
+`decide` is the admission and planning after each event; `decide_step` is the same after the result of a step,
+the only event with much to decide; `handle` is the whole event. Requests arrive and end all the time, so
+that both numbers stay constant. The engine is a fake that answers each plan at once; its time and the
+building of requests are not counted.
 
-The same run is repeated: it has the same events each time. Times are wall times, of each event the median of
-its repeats, since another process on the core is not ours; quantiles are over the events. `once_p99_us` is
-that of a single repeat, the median one, with all that disturbed it. The clock of the thread's CPU time is not
-read: that is a system call, and what it throws out of the caches costs the decision behind it 100 us.
-`loop_ms` is a loop of a million additions, the speed of the machine in that minute.
+The run is repeated with the same events. Times are wall times. The time of an event is the median of its
+repeats, because other processes use the core, too; quantiles are over the events. `once_p99_us` is that of
+the median single repeat, with all disturbances. The CPU clock of the thread is not used: reading it is a
+system call, and the cache lines that it evicts cost the next decision 100 us. `loop_ms` is a loop of a
+million additions: the speed of the machine in that minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults done to the processes of a running `headrace up`: by name, from the process table."""
+"""Kills and stops processes of a running `headrace up`, found by name in the process table."""
 
 from __future__ import annotations
 

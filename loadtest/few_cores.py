@@ -1,13 +1,12 @@
-"""Fewer cores than threads: tokens a second and the first start, beside busy processes and under CPU quotas.
+"""Measures tokens a second and the first start with fewer cores than threads: beside busy processes and under
+CPU quotas. Each case runs with the default number of threads and with each fixed one, and `headrace up` is
+started anew every time, so that its start is in the figures, too.
 
-Each case is measured with the default number of threads and with each fixed one; `headrace up` is started
-anew every time, so that its start is in the figures, too.
+    python -m loadtest.few_cores --out few_cores.json           (as root, for the quotas)
 
-    python -m loadtest.few_cores --out few_cores.json           (root, for the quotas)
-
-On a machine with nothing else to do. What it prints last is the table; `goals` says what is to hold:
-the default reaches 0.9 of the best fixed number in each case, a third of alone beside one busy process, and
-starts within twice the time of the quickest start of its case.
+Run it on a quiet machine. The last output is the table. `goals` are the conditions: the default reaches 0.9
+of the best fixed number in each case, a third of its speed alone beside one busy process, and starts within
+twice the time of the fastest start of its case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The services as processes on their own nats-server, for the benches: started, watched, stopped."""
+"""Starts, watches and stops the services as processes on their own nats-server, for the benches."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What readers over HTTP see beside readers over NATS: the gaps between tokens, and the gateways' CPU time.
+"""Compares readers over HTTP with readers over NATS: the gaps between tokens, and the gateways' CPU time.
 
     python -m loadtest.http_readers --streams 256 --gateways 1,2 --out http_readers.json
 
-One `headrace up` for each number of gateways, on the simulated engine or by the flags behind `--`. Readers of
-both kinds take turns, each time in a process of `headrace bench`, and all streams begin at once. Everything
-shares the cores of this machine, the client too: an ITL far above the step is the client's, and what can be
-compared is the CPU time of a chunk.
+One `headrace up` for each number of gateways, on the simulated engine or with the flags after `--`. Readers
+of both kinds take turns, each time in a process of `headrace bench`, and all streams start at once. Services
+and client share the cores of this machine: an ITL far above the step is the client's, and the CPU time of a
+chunk is the figure to compare.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What every process of `headrace up` takes of a core while nobody asks for anything, thread by thread, and
-how long a first token takes behind such a rest.
+"""Measures the CPU time of every process of `headrace up` without requests, thread by thread, and how long a
+first token takes after such a rest.
 
     python -m loadtest.idle_cores --out idle.json -- --backend dummy --device cuda --model DIR
 
-On a CPU or a GPU; behind `--` are flags of `up`. The goal: at most 0.02 of a core for the executor. What its
-busiest thread does shows `stack` (of the kernel, for root) and `--py-spy`, where that is installed.
+Flags after `--` go to `up`. The goal: at most 0.02 of a core for the executor. `stack` shows what its busiest
+thread does in the kernel (as root), `--py-spy` in Python, if py-spy is installed.
 """
 
 from __future__ import annotations

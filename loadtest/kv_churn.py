@@ -1,12 +1,12 @@
-"""Does kv_offload give back what it lends, and keep what is pinned? Its real shell with LMCache's memory.
+"""Tests that kv_offload releases every lease and keeps every pinned block, with its real shell and LMCache.
 
     python -m loadtest.kv_churn --out kv_churn.json
 
 Ten thousand cycles in random order: lookups, loads that are released, cancelled or left to their deadlines,
 stores that are committed, in part, not at all or too late, and schedulers that die in between. Then an
-executor that is gone for good. At the end nothing may be leased and all of L1 be free again.
+executor dies for good. At the end no lease may be open and all of L1 must be free.
 
-And a burst: three times what L1 holds, as fast as it is taken, while blocks are pinned.
+Then a burst: three times what L1 holds, as fast as kv_offload takes it, while blocks are pinned.
 """
 
 from __future__ import annotations

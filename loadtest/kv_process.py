@@ -1,4 +1,4 @@
-"""One kv_offload as its shell runs it, with an executor and schedulers that do what a program says."""
+"""One kv_offload in its shell, with an executor and schedulers that a program controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fleet still holds when nothing runs, as `headrace status` would show it. For tests and the soak."""
+"""What a fleet still holds when nothing runs, by its status answers. For tests and the soak."""
 
 from __future__ import annotations
 

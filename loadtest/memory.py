@@ -1,4 +1,4 @@
-"""Resident memory of processes over time, and how fast it grows."""
+"""Resident memory of processes over time, and its growth."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A small OTLP/HTTP collector: keeps every span, and the last of each metric. For tests and benches.
+"""A small OTLP/HTTP collector: keeps every span, and the last value of each metric. For tests and benches.
 
     python -m loadtest.otlp_receiver --port 4318     prints a count each second
 
-Parses ExportTraceServiceRequest with opentelemetry-proto, which shares no code with our span model.
+Parses ExportTraceServiceRequest with opentelemetry-proto, which shares no code with Headrace's span model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Baselines for comparison, as policies of one's own: `--policy batching=loadtest.policies:static`."""
+"""Baselines for comparison, as policies by module and name: `--policy batching=loadtest.policies:static`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""What the prefix cache finds in real conversations: a public trace, replayed through the block pool.
+"""Measures the hits of the prefix cache in real conversations: a public trace through the block pool.
 
     python -m loadtest.prefix_cache conversation_trace.jsonl --out prefix_cache.json
 
-The trace is Mooncake's (kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0): 12,031 requests whose
-prompts are given as ids of 512-token blocks, where an id stands for its block and all before it. Requests
-are served one after the other: longest known prefix, the rest allocated, named and given back. So this is
-what a cache of that size can find, without the loss that waiting and running beside each other may bring.
+The trace is Mooncake's (kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0): 12,031 requests with prompts
+given as ids of 512-token blocks; an id stands for its block and all blocks before it. Requests are served one
+after the other: longest cached prefix, the rest allocated, keyed and released. So this is what a cache of
+that size can find, without the losses of waiting and of concurrent requests.
 
-Since ids form a tree and new ones count up, two numbers tell a request: the last block it shares with an
-earlier one, and how many new ones follow. In this form (`--compact`) the whole trace is a test's data.
+Ids form a tree and new ones count up, so two numbers describe a request: the last block that it shares with
+an earlier one, and the number of new ones. In this form (`--compact`) the whole trace is a test's data.
 """
 
 from __future__ import annotations

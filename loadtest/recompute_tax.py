@@ -1,8 +1,8 @@
-"""The recompute tax of preemption, by the protocol of vllm-project/vllm#54644 (see loadtest/tax/protocol.py).
+"""Measures the recompute tax of preemption, by vllm-project/vllm#54644 (see loadtest/tax/protocol.py).
 
 python -m loadtest.recompute_tax --out out                    300 requests, simulated
 python -m loadtest.recompute_tax --real --out out             the default model, real processes
-python -m loadtest.recompute_tax --real --greedy --out out    where admission leaves no room
+python -m loadtest.recompute_tax --real --greedy --out out    admission keeps nothing free for growth
 ... --real --greedy --pools 190 --only least tiered --rounds 3            some arms in turn, L1 a quarter
 """
 

@@ -1,10 +1,10 @@
-"""Log probabilities of the answers to the reference prompts, by transformers in float32.
+"""Writes the log probabilities of the answers to the reference prompts, by transformers in float32.
 
-    pip install accelerate                    # transformers wants it to read a GGUF file
+    pip install accelerate                    # transformers needs it to read a GGUF file
     python -m loadtest.reference_logprobs     # writes tests/data/smollm2_logprobs.json; a minute or two
 
-transformers reads the file itself: nothing of this project has touched the weights. The test that compares
-(tests/e2e/test_logprobs.py) needs no transformers then.
+transformers reads the GGUF file itself, independent of Headrace's code. The test that compares
+(tests/e2e/test_logprobs.py) then needs no transformers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One virtual hour, recorded and replayed: every command and every state hash must come out again.
+"""Records and replays one virtual hour: every command and every state hash must be equal.
 
     python -m loadtest.replay_hour TRACE [--minutes 60] [--keep LOG] [--json OUT]
 
-The Azure trace runs on one simulated 8B executor with a pool small enough that sequences are paused, and the
-event log goes to a file as a running scheduler's does. Then the log alone is replayed, whole and from its
+The Azure trace runs on one simulated 8B executor with a pool small enough that sequences are preempted, and
+the event log goes to a file as in a running scheduler. Then the log alone is replayed, whole and from its
 last snapshot.
 """
 

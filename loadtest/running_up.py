@@ -1,4 +1,4 @@
-"""A `headrace up` of the benches: started with their flags, stopped at the end."""
+"""Starts a `headrace up` with the flags of a bench and stops it at the end."""
 
 from __future__ import annotations
 

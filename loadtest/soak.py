@@ -1,8 +1,8 @@
-"""Thousands of requests while clients cancel, vanish and err, and (second part) services die.
+"""Sends thousands of requests while clients cancel, vanish and err, and in a second part services die.
 
     python -m loadtest.soak --requests 10000 --out soak.json
 
-Part one, *steady*: no service dies; the memory of every process is sampled, its slope after warm-up is
+Part one, *steady*: no service dies; the memory of every process is sampled, and its slope after warm-up is
 the result. Part two, *faults*: every few seconds a service or the server is killed or stopped. In both
 every request must end, every answer must be that of its seed, and at the end nothing is held.
 """

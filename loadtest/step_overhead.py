@@ -1,10 +1,10 @@
-"""What a step costs when the broker is in the loop: SimExecutor over a real nats-server against the
-same engine and scheduler without any bus, in turn, in one run.
+"""Measures what the broker adds to a step: SimExecutor over a real nats-server against the same engine and
+scheduler without any bus, in turn, in one run.
 
     python -m loadtest.step_overhead --out step_overhead.json
 
-The step period is the time between the starts of successive steps that carry every row, as the
-executor stamps them. `excess` is how much longer the median period is than in the paired run
+The step period is the time between the starts of successive steps that carry every row, by the
+executor's timestamps. `excess` is how much longer the median period is than in the paired run
 without a bus. The tap that reads the results is one more subscriber of the broker.
 """
 

@@ -1,4 +1,4 @@
-"""Many clients at once, each of which says what became of its request. For fault tests and the soak."""
+"""Many clients at once, each with the outcome of its request. For fault tests and the soak."""
 
 from __future__ import annotations
 

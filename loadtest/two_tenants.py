@@ -1,17 +1,17 @@
-"""What a tenant feels of another one: its time to the first token, alone and under each load of the other.
+"""Measures the effect of one tenant on another: its time to the first token, alone and under each load.
 
     python -m loadtest.two_tenants --out two_tenants.json
     python -m loadtest.two_tenants --loads flood,unread --count 100
 
-A fresh `headrace up` with the simulated engine for each load. Tenant b asks over HTTP, one request at a time.
+A fresh `headrace up` with the simulated engine for each load. Tenant b sends one request at a time over HTTP.
 Tenant a has a process of its own:
 
     flood         5,000 requests at once, over NATS, and again every five seconds
     rate          200 a second, over NATS
     long          64 prompts of the whole context at a time
     interactive   the flood in class interactive
-    unread        1,000 streams over HTTP, of which it takes nothing
-    grammars      64 requests at a time whose grammars take long to judge and to compile
+    unread        1,000 streams over HTTP, of which it reads nothing
+    grammars      64 requests at a time with grammars that are slow to check and to compile
 """
 
 from __future__ import annotations

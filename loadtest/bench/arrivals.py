@@ -1,8 +1,8 @@
-"""When the requests of an open loop are sent, fixed before the first one is: no answer changes it.
+"""The times at which the requests of an open loop are sent, all drawn before the first is sent.
 
-As `vllm bench serve` has it: gaps are drawn from a gamma distribution with shape `burstiness` (1 is a
-Poisson process, less is burstier, infinite is a fixed rate), then all are scaled, so that the last one is
-sent after count / rate seconds whatever the seed.
+As in `vllm bench serve`: gaps are drawn from a gamma distribution with shape `burstiness` (1 is a Poisson
+process, less is burstier, infinite is a fixed rate). Then all are scaled so that the last request is sent
+after count / rate seconds with every seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is asked: conversations of one turn or more, independent of how they are sent."""
+"""The requests of a workload: conversations of one or more turns, independent of the transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block of text that `vllm bench serve` prints, line for line, with lines of our own at the end."""
+"""The text that `vllm bench serve` prints, line for line, with Headrace's own lines at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations of several turns: each request repeats what was said before, the answers as they came."""
+"""Conversations of several turns: each request repeats the earlier turns with the answers as they came."""
 
 from __future__ import annotations
 

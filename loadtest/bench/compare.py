@@ -1,4 +1,4 @@
-"""Two results side by side: each figure of both, and their ratio."""
+"""`headrace bench compare`: two results side by side, each figure of both and their ratio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A result as a file: the flags, what it was made with and where, and every run of a sweep."""
+"""A result as a file: the flags, versions, machine, and every run of a sweep."""
 
 from __future__ import annotations
 

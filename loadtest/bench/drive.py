@@ -1,9 +1,9 @@
-"""Open and closed loop. Both keep a record of every request; neither lets an answer move an intended time.
+"""Open and closed loop. Both record every request; an answer never moves an intended time.
 
-open    conversations begin at their times, answered or not. With `clients` at most so many are in flight;
-        who waits for a place waits on the record: its intended time stays
-closed  so many clients, each begins its next conversation when its last has ended. Such a load is never
-        more than the server takes: it says what a full server does, not what its users see
+open    conversations start at their times, independent of answers. With `clients` at most so many are in
+        flight; a request that waits for a free client keeps its intended time
+closed  so many clients, each starts its next conversation when its last has ended. The load is never more
+        than the server takes: the figures show a full server, not what its users see
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""From records to figures, by the names and definitions of `vllm bench serve` (calculate_metrics of its
+"""Computes figures from records, with the names and definitions of `vllm bench serve` (calculate_metrics of
 vllm/benchmarks/serve.py): percentiles are linear, TPOT leaves out the first token, a request of one token
-has TPOT 0 for its goodput and none in the mean. Three things differ, each on purpose:
+has TPOT 0 for its goodput and none in the mean. Three things differ on purpose:
 
-* times count from the intended sending, not from when the client came to it;
-* what has no value is None, where vLLM says 0;
-* a second's peak counts tokens; vLLM counts pieces of an answer, which may hold several.
+* times count from the intended sending, not from the moment when the client was ready to send;
+* a missing value is None, where vLLM has 0;
+* the peak of a second counts tokens; vLLM counts chunks, which may hold several tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The flags of `headrace bench`. Those that `vllm bench serve` has, too, have its names."""
+"""The flags of `headrace bench`. A flag that `vllm bench serve` has, too, has its name."""
 
 from __future__ import annotations
 

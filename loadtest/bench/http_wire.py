@@ -1,7 +1,7 @@
-"""HTTP/1.1 from the client's side with httptools: as little work as possible between socket and stamp.
+"""HTTP/1.1 from the client's side with httptools: as little work as possible between socket and timestamp.
 
-Bytes are stamped when they are read, before anything is parsed. A connection carries one exchange at a
-time and may be used again afterwards.
+Bytes get their timestamp when they are read, before they are parsed. A connection carries one exchange at a
+time and may be reused afterwards.
 """
 
 from __future__ import annotations

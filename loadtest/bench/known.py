@@ -1,11 +1,11 @@
-"""A server whose latencies are known, to judge the client by: it speaks both protocols, computes nothing,
-and writes down when each request came and when each piece of its answer went.
+"""A server with known latencies, to check the client: it serves both protocols, computes nothing, and records
+when each request arrived and when each part of its answer was sent.
 
     python -m loadtest.bench.known --http unix:/tmp/known.sock --out known.json
     python -m loadtest.bench.known --nats nats://127.0.0.1:4222 --out known.json
 
-It serves `slots` requests at once and the others in order of arrival: with more it has a queue, and what is
-waited there belongs to the truth. Both processes read one clock, CLOCK_MONOTONIC.
+It serves `slots` requests at once and the others in order of arrival: more requests wait in its queue, and
+the wait belongs to the true latency. Client and server read one clock, CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The event loop of the client: uvloop where it is installed."""
+"""The event loop of the client: uvloop if it is installed."""
 
 from __future__ import annotations
 

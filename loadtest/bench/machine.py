@@ -1,5 +1,4 @@
-"""Where and with what a result was made: versions, commit, machine. For the JSON, so that a figure can be
-judged later."""
+"""The machine, commit and versions with which a result was made, for its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chunk of an OpenAI stream says, put down in a record."""
+"""Enters the chunks of an OpenAI stream in the record of their request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests over NATS, by the client library that everybody uses."""
+"""Requests over NATS, by `shared.client`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The client's clock, and waiting for a moment of it.
+"""The client's clock, and waiting until a time of it.
 
-Timers of an event loop are good to a millisecond; that much of every latency would be the client's. So it
-wakes early and yields until the time has come: other requests are read meanwhile.
+Timers of an event loop are exact to a millisecond, which would be added to every latency. So the pacer wakes
+early and yields until the time has come; other requests are read meanwhile.
 """
 
 from __future__ import annotations

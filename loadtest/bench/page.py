@@ -1,4 +1,4 @@
-"""A result as one HTML file: the flags, the figures of every run and their pictures, nothing to fetch."""
+"""A result as one HTML file: the flags, the figures of every run and their pictures, all embedded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run is, on one line of a terminal that is written over. Elsewhere: nothing."""
+"""The progress of a run on one line of a terminal. Prints nothing elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up prompts of a given length: token ids where it must be exact, or words of about one token each."""
+"""Random prompts of a given length: token ids, which make it exact, or words of about one token each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the client saw of one request: stamps of one monotonic clock, and what the server counted.
+"""The record of one request: timestamps of one monotonic clock, and the server's own counts.
 
-Everything is told from the *intended* time of sending. A client that is late, or that waits for a place,
-thereby makes its own figures worse, never better (coordinated omission).
+All latencies count from the *intended* time of sending. A late client, or a wait for a free client, makes the
+figures worse and never better (coordinated omission).
 
     intended ── sent ────── first text ── text ── text ───── ended
        |        late           |           itl     |

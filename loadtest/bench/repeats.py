@@ -1,6 +1,6 @@
-"""What the prompts of a trace repeat: how many tokens of each an endless prefix cache would have.
+"""How many tokens of each prompt of a trace an endless prefix cache would have.
 
-A prompt is a row of named pieces; equal names stand for equal tokens and, as Mooncake's hash ids do, for
+A prompt is a list of named pieces. Equal names stand for equal tokens and, as Mooncake's hash ids do, for
 equal tokens before them. A cache keeps whole blocks, and the last token of a prompt is always computed.
 """
 

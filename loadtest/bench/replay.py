@@ -1,8 +1,8 @@
-"""The public traces, replayed on a real server: their times and lengths, scaled, and their shared prefixes.
+"""Replays the public traces on a real server: their times, lengths (scaled) and shared prefixes.
 
-A Mooncake hash id stands for a block of 512 tokens; scaled to `length_scale`, for that share of 512. Equal
-ids give equal tokens, drawn anew from the id, so prompts share exactly the blocks that the trace says, and
-each turn knows how much of it that is. Other parts of a run (a later point, the warm-up) have other tokens.
+A Mooncake hash id stands for a block of 512 tokens, with `length_scale` for that share of 512. Equal ids give
+equal tokens, drawn from the id, so prompts share exactly the blocks of the trace, and each request has the
+number of its repeated tokens. Other parts of a run (a later point, the warm-up) have other tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The points of a sweep, one after the other: each a run with requests of its own.
+"""The points of a sweep, one after the other: each point is a run with its own requests.
 
 A point draws from the seed and its number, so a later point does not find the prompts of an earlier one in
-the prefix cache, and the same seed makes the same requests again. So does the warm-up, whose requests are
-sent before the first point and counted nowhere.
+the prefix cache, and the same seed makes the same requests again. The warm-up's requests are sent before the
+first point and counted nowhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the schedulers have counted during a run: the recompute tax, preemptions, tokens by tier.
+"""What the schedulers counted during a run: the recompute tax, preemptions, tokens by tier.
 
-Asked over NATS, by the status that `headrace status` shows. Credentials of a tenant may not ask, and a
-server of another make has nobody who answers: then there is nothing.
+Read over NATS from the status that `headrace status` shows. A tenant's credentials cannot read it, and other
+servers do not have it: then there are no such figures.
 """
 
 from __future__ import annotations

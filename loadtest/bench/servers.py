@@ -1,4 +1,4 @@
-"""The server under load: how to reach it, its model, and what it says about itself."""
+"""The server under load: its address, its model, and its description of itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large the requests of a made-up workload are. The flags have the names of `vllm bench serve`."""
+"""The sizes of the requests of a random workload. The flags have the names of `vllm bench serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI servers write them: one line of data each, however the bytes are cut."""
+"""Parses server-sent events as OpenAI servers write them: one line of data each, split at any byte."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The client against servers whose latencies are known: what it reports, and what the server wrote down.
+"""Compares what the client reports with the record of a server with known latencies.
 
     python -m loadtest.bench.truth --in-flight 1,100
     python -m loadtest.bench.truth --in-flight 1000 --first-ms 1200 --gap-ms 200
 
-The server is a process of its own. A row is good when the client is within 1 % or 1 ms of the server's own
-record. Exit status 1 where a row is not. On a machine that is busy with other things it says so, too: the
-client's stamps are late there.
+The server is a process of its own. A row is good if the client is within 1 % or 1 ms of the server's record.
+Exit status 1 if a row is not. On a busy machine the client's timestamps are late; the output shows that, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Made-up workloads, by name. Every draw comes from one seeded generator: same seed, same requests."""
+"""Random workloads, by name. Every draw comes from one seeded generator: same seed, same requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every service killed and stopped in the middle of load, and what clients see (`python -m loadtest.chaos`).
+"""Kills and stops every service under load and counts wrong, lost and refused answers.
 
-clients.py           24 clients, half over HTTP, half over NATS, and what becomes of each request
-cells.py             a fault, a fresh fleet under it, and the count of what must not be
-__main__.py          the whole matrix
+clients.py           24 clients, half over HTTP, half over NATS, and the outcome of each request
+cells.py             one cell: a fresh fleet, a fault, and the counts
+__main__.py          the whole matrix, `python -m loadtest.chaos`
 """

@@ -4,9 +4,9 @@
     python -m loadtest.chaos --faults kill --victims scheduler scheduler+detokenizer
     python -m loadtest.chaos --requests 48 --limit-s 600 --victims executor -- --backend torch --dtype f32
 
-A cell is a fresh `headrace up` (two tokenizers, two detokenizers), 600 requests of 12 clients over HTTP and
-12 over NATS, and a fault when the first of them have been answered. Every answer is compared with that of an
-undisturbed fleet. What follows `--` goes to `headrace up` in place of the simulated engine.
+A cell is a fresh `headrace up` (two tokenizers, two detokenizers), 600 requests from 12 clients over HTTP and
+12 over NATS, and a fault once the first requests have been answered. Every answer is compared with that of an
+undisturbed fleet. Flags after `--` go to `headrace up` and replace the simulated engine.
 """
 
 from __future__ import annotations

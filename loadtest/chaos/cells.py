@@ -1,4 +1,4 @@
-"""One cell of the chaos matrix: a fleet, 24 clients, a fault in their middle, and what must not be."""
+"""One cell of the chaos matrix: a fleet, 24 clients, a fault under load, and the count of its violations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The clients of a chaos cell: half of them over HTTP, half over NATS. They honour Retry-After.
 
-A request is sent once. Who is refused waits as long as it is told, then sends its next one. Where no
-connection can be made nothing has been sent yet, and the client tries again.
+A request is sent once. After a refusal a client waits for the time in the answer and sends its next request.
+If no connection can be made, nothing has been sent yet, and the client tries again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""From logits to figures, as llama.cpp's `--kl-divergence` has them; all in float64.
+"""Computes the figures of llama.cpp's `--kl-divergence` from logits, all in float64.
 
-The reference is exact here. llama.cpp keeps its own in 16 bits and leaves out what is less likely than e^-16.
+The reference is exact. llama.cpp keeps its own in 16 bits and leaves out tokens less likely than e^-16.
 """
 
 from __future__ import annotations

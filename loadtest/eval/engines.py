@@ -1,6 +1,6 @@
-"""The engines under comparison: the settings of this machine, each with changes of its own.
+"""The engines under comparison: the settings of this machine, each with its own changes.
 
-An arm is written as its changes, `bf16,device=cuda`; a first word without `=` is the dtype.
+An engine is written as its changes, `bf16,device=cuda`; a first word without `=` is the dtype.
 """
 
 from __future__ import annotations

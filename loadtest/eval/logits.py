@@ -1,8 +1,8 @@
-"""From an engine and windows of tokens to the logits of the scored positions, by one of two paths.
+"""Computes the logits of the scored positions of windows of tokens, by one of two paths.
 
-prefill   a window is one prompt chunk, all its positions at once; engines of torch's eager model
-decode    the first half is a prompt, then one token a step, some windows side by side: any engine. It takes
-          the kernels of decode steps, which a quantised model may have of its own
+prefill   a window is one prompt chunk, all its positions at once; for engines with torch's eager model
+decode    the first half is a prompt, then one token a step, some windows side by side: for any engine. It
+          uses the kernels of decode steps, which may differ in a quantised model
 """
 
 from __future__ import annotations

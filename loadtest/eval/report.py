@@ -1,4 +1,4 @@
-"""What an evaluation found, as a table for people and as JSON."""
+"""The result of an evaluation as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A text as windows of tokens, by the convention of llama.cpp's `llama-perplexity`.
+"""Cuts a text into windows of tokens, by the convention of llama.cpp's `llama-perplexity`.
 
-    | window 0: half a context to read, half of it scored | window 1: the same | ...      what is left over
-    |                                                                                     at the end is out
+    | window 0: half of it context, half scored | window 1: the same | ...          a rest at the
+    |                                                                               end is left out
 
-The first half of a window gives each scored token a context of at least that much. Position i is scored by
-what follows it, so the last position of a window is not.
+The first half of a window gives each scored token a context of at least that length. Position i is scored by
+the token after it, so the last position of a window is not scored.
 """
 
 from __future__ import annotations

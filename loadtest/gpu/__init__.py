@@ -1,4 +1,4 @@
-"""What the GPU engine reaches of what its device can do: each figure beside a floor measured in the same run.
+"""Measures the GPU engine against its device: each figure beside a floor measured in the same run.
 
 python -m loadtest.gpu --out gpu_h200.json            (see docs/benchmarks/gpu.md)
 """

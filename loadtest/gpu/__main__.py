@@ -1,4 +1,4 @@
-"""Measures what the parts name (all by default), prints it, and writes JSON with the device and versions."""
+"""Measures the named parts (default: all), prints the figures, writes JSON with the device and versions."""
 
 from __future__ import annotations
 

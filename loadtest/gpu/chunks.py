@@ -1,4 +1,4 @@
-"""Attention of prompt chunks alone: whole tiles against tiles in parts, layouts for long chunks, their error.
+"""Measures attention of prompt chunks alone: whole tiles, tiles in parts, layouts for long chunks, errors.
 
 Launches of a graph go through the layers, so that KV comes from memory as between the layers of a model.
 """

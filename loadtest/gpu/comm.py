@@ -1,21 +1,21 @@
-"""Communication of one half of a step under the compute of the other: measured on the ranks of one host.
+"""Measures collectives of one micro-batch under the compute of the other, on the ranks of one host.
 
     torchrun --nproc-per-node 4 -m loadtest.gpu.comm --out comm4.json
 
-A prefill through all layers, with random weights and a real router, in a few ways that are interleaved in one
-process; each way is a CUDA graph, its time that of the slowest rank, and what is said is the median:
+A prefill through all layers, with random weights and a real router, in several ways that are interleaved in
+one process. Each way is a CUDA graph, its time is that of the slowest rank, and the figure is the median:
 
-    off         one stream: compute, talk, compute, talk
-    silent      the same, but nothing is said: compute alone
-    on          two halves, the talks of one on a high-priority stream under the compute of the other
-    on 16       the same, the talks with at most so many of the device's processors
+    off         one stream: compute, collective, compute, collective
+    silent      the same without collectives: compute alone
+    on          two micro-batches, the collectives of one on a high-priority stream under the other's compute
+    on 16       the same, the collectives with at most so many of the device's processors
     ... spared  the same, and the products of the compute leave as many free
-    ... copy    the ranks talk by copies, which take no processors, in place of collectives
-    on silent   as on, but nothing is said: what halving alone costs
-    auto        the quickest off or the quickest on, by crossovers measured before
+    ... copy    copies, which take no processors, in place of collectives
+    on silent   as on, without collectives: the cost of splitting alone
+    auto        the faster of off and on, by split thresholds measured before
 
-Of the time that talking adds to compute alone, `exposed` is the part that is left with `on`. The base is
-`off`; `to the best off` compares with the quicker of `off` and `off copy`.
+`exposed` is the share of the collectives' time (`off` less `silent`) that is left with `on`. The base is
+`off`; `to the best off` compares with the faster of `off` and `off copy`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Memory that ranks on CPUs share, in files: what GPUs map of each other, for
-services.executor.parallel.ranks.Copies."""
+"""Memory that ranks on CPUs share through files, as GPUs map each other's memory, for
+services.executor.parallel.ranks.Copies.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The layers of a model as one of several ranks has them, with random weights: for loadtest.gpu.comm.
+"""The layers of a model as one rank of several has them, with random weights, for loadtest.gpu.comm.
 
-ep   attention on a rank's own tokens, the experts spread over the ranks (Qwen3-30B-A3B)
+ep   attention on a rank's own tokens, the experts divided between the ranks (Qwen3-30B-A3B)
 tp   all ranks on the same tokens, each with its heads and its part of the MLP (Llama-3.1-8B)
 """
 

@@ -1,4 +1,4 @@
-"""What the times of loadtest.gpu.comm mean."""
+"""Computes the ratios of loadtest.gpu.comm from its times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of what several ranks run together, for loadtest.gpu.comm."""
+"""Times work that several ranks run together, for loadtest.gpu.comm."""
 
 from __future__ import annotations
 

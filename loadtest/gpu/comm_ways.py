@@ -1,4 +1,4 @@
-"""The ways in which loadtest.gpu.comm passes through a model: who talks how, on how much of the device."""
+"""The ways in which loadtest.gpu.comm runs a model: the kind of collectives, their share of the device."""
 
 from __future__ import annotations
 

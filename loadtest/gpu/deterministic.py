@@ -1,7 +1,8 @@
-"""What deterministic mode costs, and what it is for: an 8B engine with and without it, and how many greedy
-answers change with their company.
+"""Measures the cost and the effect of deterministic mode: an 8B engine with and without it, and how many
+greedy answers change with the other rows of their batch.
 
-The answers are those of a small random model, whose logits lie close together: of a trained one fewer change.
+The answers are those of a small random model with logits that lie close together: fewer answers of a trained
+model change.
 """
 
 from __future__ import annotations

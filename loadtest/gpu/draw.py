@@ -1,5 +1,4 @@
-"""Are tokens drawn as their probabilities say: the sampler's kernel against the exact distribution, by
-chi-square, and the same seed at every place of a batch.
+"""Tests the sampler's kernel: draws against the exact distribution by chi-square, one seed in every row.
 
 Each draw is one of (seed, position). Tokens too rare for a cell of their own share 64 cells by their ids.
 """

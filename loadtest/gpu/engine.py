@@ -1,4 +1,4 @@
-"""Steps of the whole engine in this process: decode by batch, prefill by length, beside their floors."""
+"""Measures steps of the engine in this process: decode by batch, prefill by length, beside their floors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Are the figures those of the right computation: logits of the engine in bf16 against transformers.
+"""Compares the engine's logits in bf16 with those of transformers.
 
 Random small models of three kinds; every position of a sequence, through the decode path (one token at a
-time) and the prefill path (chunks). Held against transformers in float32, and beside transformers' own bf16.
+time) and the prefill path (chunks). The reference is transformers in float32, beside transformers' own bf16.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A mixture of experts whose experts are spread over ranks, each rank with tokens of its own.
+"""A mixture of experts with its experts divided between ranks, each rank with its own tokens.
 
-Every rank gets the tokens of all ranks, computes those of its experts, and the sums go back where the tokens
-came from: all-gather, reduce-scatter. Sizes are known, the host waits for nothing. Up to about 8 ranks and 8
-experts a token this moves fewer rows than two all-to-alls of each token's rows: a row goes to a rank once,
-whatever experts it has there.
+Every rank gets the tokens of all ranks and computes those of its experts; the sums go back to the ranks of
+the tokens: all-gather, reduce-scatter. Sizes are known, so the host never waits. Up to about 8 ranks and 8
+experts a token this moves fewer rows than two all-to-alls of each token's rows: a row goes to each rank only
+once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The first requests behind "ready" beside later ones, through `headrace up --backend dummy`.
+"""Measures the first requests after "ready" against later ones, through `headrace up --backend dummy`.
 
-Rounds of 32 requests (1,024 tokens in, 32 out), one behind the other from the moment that `up` says ready:
-L1 is pinned meanwhile, and nothing may be compiled. Says how long each round took, how long its readers
-waited, what the executor had of L1 then, and which kernels it compiled under requests.
+Rounds of 32 requests (1,024 tokens in, 32 out), one after the other from the moment that `up` is ready: L1
+is pinned meanwhile, and no kernel may be compiled. Prints the time of each round, the wait of its readers,
+how much of L1 the executor had by then, and which kernels it compiled under requests.
 
     python -m loadtest.gpu.first_requests --out first.json                  (each start is a new process)
-    python -m loadtest.gpu.first_requests --bare                            (with an empty cache of Triton's)
+    python -m loadtest.gpu.first_requests --bare                            (with an empty Triton cache)
 
-The goal: the first round takes at most 1.2 times the median of those behind it that had all of L1.
+The goal: the first round takes at most 1.2 times the median of the later rounds that had all of L1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KV in fp8 beside bf16, in one run: what it costs in the logits, and what it saves of a decode step.
+"""Measures KV in fp8 beside bf16, in one run: its cost in the logits, and its saving in a decode step.
 
 Both engines of the steps are on the device at once and take turns batch by batch, so that neither has the
 colder GPU.

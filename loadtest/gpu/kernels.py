@@ -1,4 +1,4 @@
-"""Kernels alone, against their own floors, and their results against float64."""
+"""Measures single kernels against their own floors, and their results against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the device can do: the floors that everything else is held against."""
+"""Measures what the device can do: the floors of all other figures."""
 
 from __future__ import annotations
 

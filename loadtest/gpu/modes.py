@@ -1,6 +1,6 @@
-"""Overlap modes beside each other: decodes of the device, rows that the host works on, chats that come back.
+"""Measures the overlap modes: device-fed decodes, host-fed rows, chats that come back.
 
-A fleet for each mode, one after the other: they would not fit beside each other.
+One fleet for each mode, one after the other: they would not fit on the device together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Chats that come back, more of them than the device holds: does their KV come from pinned memory in time?
+"""Chats that come back, more than the device holds: does their KV come from pinned memory in time?
 
-All conversations take a turn, so many at a time, before any takes its next. A turn's prompt is all before it,
-64 tokens in the place of the last answer, and 256 more: what was answered is not in the next prompt, so its
-KV is computed again, which costs this engine more than one that is asked with it.
+All conversations take one turn, so many at a time, before any takes its next. A turn's prompt is all before
+it, 64 random tokens in place of the last answer, and 256 new ones. The real answer is not in the next prompt,
+so its KV is computed again; that costs this engine more than an engine that gets it in the prompt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hostile rows beside bystanders with known answers, on one engine: no bystander changes, no step fails.
+"""Runs hostile rows beside rows with known answers on one engine: no known answer changes, no step fails.
 
-    a round:  8 sequences whose answers are known  +  24 whose every field is drawn at its extremes, some
-              beyond what the edge admits: prompts in one step, decodes behind it, all queued at once
+    a round:  8 sequences with known answers  +  24 with every field drawn at its extremes, some beyond what
+              the edge admits: prompts in one step, decodes after it, all queued at once
 
 A small model with random weights, float32; one token's embedding is NaN. Half of the rows in the usual mode,
 half in the deterministic one.

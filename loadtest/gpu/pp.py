@@ -1,9 +1,9 @@
-"""An 8B model in stages over GPUs: what it computes against one GPU, and decodes with a step in each stage.
+"""An 8B model in pipeline stages: its results against one GPU, and decodes with a step in each stage.
 
     single      all rows in each step, the next one when its ids are there: one stage works at a time
-    two_batch   half of the rows in each step, two steps in flight: so do two
+    two_batch   half of the rows in each step, two steps in flight: two stages work at a time
 
-Run as `--parts pp2`: one number of GPUs in a process. Modes take turns, and the medians of their runs count.
+Run as `--parts pp2`: one number of GPUs in a process. Modes take turns; figures are medians of their runs.
 """
 
 from __future__ import annotations

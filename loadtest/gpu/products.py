@@ -1,5 +1,8 @@
-"""Products of fixed order beside the library's: which layout is quickest for how many rows, and whether all
-give a row the same bits, as deterministic mode needs where it takes another for another number."""
+"""Measures products of fixed order against the library's: which layout is fastest for how many rows.
+
+It also checks that all layouts give a row the same bits, because deterministic mode uses different layouts
+for different numbers of rows.
+"""
 
 from __future__ import annotations
 

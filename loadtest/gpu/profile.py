@@ -1,4 +1,4 @@
-"""Where the time of a step goes: each kernel of a decode step and of mixed steps, by name, as profiled."""
+"""Profiles a decode step and mixed steps: the time of each kernel, by name."""
 
 from __future__ import annotations
 

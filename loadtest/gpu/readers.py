@@ -1,4 +1,4 @@
-"""Requests of random tokens, and what the reader of each answer sees of it."""
+"""Requests of random tokens, and what the reader of each answer sees."""
 
 from __future__ import annotations
 

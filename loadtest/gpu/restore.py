@@ -1,4 +1,4 @@
-"""KV loaded from pinned memory beside decode steps of the 8B engine: its rate, and what it costs them."""
+"""Measures loads of KV from pinned memory beside decode steps of the 8B engine: their rate and cost."""
 
 from __future__ import annotations
 

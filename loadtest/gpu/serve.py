@@ -1,5 +1,5 @@
-"""The whole engine: services as processes over a nats-server, clients that read streams, an 8B model of
-random weights on the GPU.
+"""Measures the whole engine: services as processes over a nats-server, clients that read streams, an 8B model
+with random weights on the GPU.
 
     python -m loadtest.gpu.serve --out gpu_serve_h200.json
 """

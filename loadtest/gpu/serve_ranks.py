@@ -1,4 +1,4 @@
-"""Prompts through the whole engine on several GPUs, their steps whole and, where it decides so, in halves.
+"""Measures prompts through the whole engine on several GPUs, with whole steps and with micro-batches.
 
     python -m loadtest.gpu.serve_ranks --ranks 2 --out gpu_serve_ranks2_h200.json
 

@@ -1,4 +1,4 @@
-"""The models that GPU figures are about, as their config.json gives them: Llama-3.1-8B and Qwen3-30B-A3B."""
+"""The models of the GPU figures, as their config.json describes them: Llama-3.1-8B and Qwen3-30B-A3B."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a group of GPUs serves beside dense decodes: a mixture of experts, and prefill steps in two halves.
+"""Measures a group of GPUs with a mixture of experts, and with prefill steps in micro-batches.
 
 Run as `--parts moe2` (against one GPU) and `--parts halves2,experts2` (off and on in turn; a dense 8B, and
-Qwen3-30B-A3B): one part a process, for there is one group in a process, ever.
+Qwen3-30B-A3B). One part a process, because a process can hold only one group.
 """
 
 from __future__ import annotations

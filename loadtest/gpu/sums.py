@@ -1,5 +1,7 @@
-"""Sums over GPUs by size: NCCL, and every GPU reading the others' numbers, each in a graph of many; short
-ones with the norm behind them, too, apart and in one kernel."""
+"""Measures all-reduces over GPUs by size: NCCL, and one-shot through mapped memory, each in a graph of many.
+
+Short ones also with the norm after them: as two kernels and as one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An 8B model spread over GPUs: what it computes against one GPU, its steps beside the floor of one of them.
+"""A tensor-parallel 8B model: its results against one GPU, and its steps beside the floor of one rank.
 
 Run as `--parts tp2`, `--parts tp4`: one number of GPUs in a process.
 """

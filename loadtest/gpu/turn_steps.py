@@ -1,6 +1,6 @@
-"""What the device did while chats came back, and when their KV was on its way, from the scheduler's records.
+"""Draws the device's steps while chats came back, and when their KV was loaded, from the scheduler's records.
 
-python -m loadtest.gpu.turn_steps FOUND.json PICTURE.png    # of a run of loadtest.gpu.serve
+python -m loadtest.gpu.turn_steps FOUND.json PICTURE.png    # FOUND.json is of a run of loadtest.gpu.serve
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Servers side by side: `python -m loadtest.peers loadtest/peers/smollm2.toml --rounds 3 --out FOLDER`.
 
-What follows `--` goes to `headrace bench run`; without it 128 tokens in and 96 out, concurrency 1, 8 and 32,
+Flags after `--` go to `headrace bench run`; without them 128 tokens in and 96 out, concurrency 1, 8 and 32,
 two requests for each client.
 """
 

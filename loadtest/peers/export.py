@@ -1,9 +1,9 @@
-"""The dequantised weights of a model as a Hugging Face folder, for servers that do not read GGUF.
+"""Exports the dequantised weights of a model as a Hugging Face folder, for servers that do not read GGUF.
 
     python -m loadtest.peers.export ~/peers/smollm2-hf
 
-In bf16, so that every server computes with the same numbers. Of the Llama kind without biases or norms of q
-and k, and without scaled rotations.
+In bf16, so that every server computes with the same numbers. For models of the Llama kind without biases,
+norms of q and k, or scaled rotations.
 """
 
 from __future__ import annotations

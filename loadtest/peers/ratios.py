@@ -1,4 +1,4 @@
-"""From turns to a table: medians of each server, and ratios by round with their spread."""
+"""Computes the table from turns: medians of each server, and ratios by round with their spread."""
 
 from __future__ import annotations
 

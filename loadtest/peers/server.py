@@ -1,4 +1,4 @@
-"""A server as a process of its own, with all its children: started, ready, measured, ended."""
+"""Starts a server with all its children as processes, waits until it is ready, measures and ends it."""
 
 from __future__ import annotations
 

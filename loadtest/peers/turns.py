@@ -2,8 +2,8 @@
 
     round 1: a b c     round 2: b c a     round 3: c a b
 
-What stands idle takes no core and no memory from the one that is measured, and each start is timed, too. All
-requests of a round are the same for every server.
+So no idle server takes cores or memory from the measured one, and each start is timed, too. All requests of a
+round are the same for every server.
 """
 
 from __future__ import annotations

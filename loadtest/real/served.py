@@ -1,4 +1,4 @@
-"""A fleet of processes with a client of its own."""
+"""A fleet of processes with its own client."""
 
 from __future__ import annotations
 

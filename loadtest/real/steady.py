@@ -1,4 +1,4 @@
-"""How fast rows decode while all of them do, from the scheduler's own record of the steps."""
+"""The rate at which rows decode while all of them do, from the scheduler's record of the steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From an arm to the scheduler's limits."""
+"""Makes the scheduler's limits from an arm."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The default settings under 16 and 32 requests a second, on the virtual H200, beside what vLLM 0.26.0 gave
-its readers there (1,024 tokens in, 256 out; steps of up to 1,024 tokens).
+"""Simulates the default settings under 16 and 32 requests a second on the virtual H200, beside vLLM 0.26.0's
+figures from a real one (1,024 tokens in, 256 out; steps of up to 1,024 tokens).
 
     python -m loadtest.sim.default_load
 
-The virtual machine is a little quicker or slower than the real one: vLLM's times are scaled by what the
-closed loop of 64 gives here, against the 4,837 tokens/s that it gave there. On a real one, the same load:
+The virtual machine is a little faster or slower than the real one: vLLM's times are scaled by the ratio of
+the closed loop of 64 here to vLLM's 4,837 tokens/s there. The same load on a real one:
 
     python -m loadtest.gpu.serve --parts defaults --out gpu_defaults_h200.json
 """

@@ -1,7 +1,7 @@
-"""The overlap grid: batch x context x way to the executor, in every mode, decode alone.
+"""The overlap grid: batch x context x hop to the executor, in every mode, decode alone.
 
 For each point: tokens a second of each mode as a multiple of `single`, and of the best mode. The ideal of
-run-ahead is (T + L) / max(T, (T + L) / 2): T the step, L the way there and back.
+run-ahead is (T + L) / max(T, (T + L) / 2): T the step, L the round trip.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The very core of kv_offload as the tier of a virtual world, over an arena and an L2 that only count."""
+"""The real core of kv_offload as the tier of a virtual world, over an arena and an L2 that only count."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every scenario of the bench: a workload, a machine, and the arms that are compared.
 
-An arm names what differs from the scheduler's defaults: parts of the setting `policy`, the overlap mode.
+An arm names its differences from the scheduler's defaults: parts of the setting `policy`, the overlap mode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Made-up workloads. Every draw comes from one seeded generator: same seed, same requests."""
+"""Random workloads. Every draw comes from one seeded generator: same seed, same requests."""
 
 from __future__ import annotations
 

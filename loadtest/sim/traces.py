@@ -1,8 +1,8 @@
-"""Workloads from the public traces. Both give lengths and times; the text is made up.
+"""Workloads from the public traces. Both give lengths and times; the text is random.
 
 Azure (CSV): TIMESTAMP,ContextTokens,GeneratedTokens. Prompts share nothing.
-Mooncake (JSON lines): timestamp in ms, input_length, output_length, hash_ids. Prompts that begin with the
-same hash ids begin with the same blocks of 512 tokens.
+Mooncake (JSON lines): timestamp in ms, input_length, output_length, hash_ids. Prompts with the same first
+hash ids have the same first blocks of 512 tokens.
 """
 
 from __future__ import annotations

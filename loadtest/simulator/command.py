@@ -1,4 +1,4 @@
-"""`headrace replay`: recompute a scheduler's log, and ask what another policy would have done."""
+"""`headrace replay`: recompute a scheduler's log, or simulate it under another policy."""
 
 from __future__ import annotations
 

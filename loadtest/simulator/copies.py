@@ -1,7 +1,7 @@
-"""The copies of a virtual executor: one lane down to the arena, one up, first come first served.
+"""The copies of a virtual executor: one queue down to the arena, one up, each in order.
 
-A job begins when its lane is free and the step that it comes after has run, and takes its bytes' time and the
-machine's overhead of a job. Copies and steps do not slow each other.
+A job starts when its queue is free and the step before it has run. It takes its bytes' time and the machine's
+overhead of a job. Copies and steps do not slow each other.
 """
 
 from __future__ import annotations

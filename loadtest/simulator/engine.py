@@ -1,7 +1,7 @@
-"""A virtual executor. Steps run in order, so the whole course of one is known when its plan is sent:
+"""A virtual executor. Steps run in order, so all times of a step are known when its plan is sent:
 
-    plan ──hop──▶ stage 1 ▶ stage 2 ▶ ... ▶ [host lane: logits processors] ──hop──▶ result
-    copy ──hop──▶ a lane down, a lane up (copies.py) ──hop──▶ copied
+    plan ──hop──▶ stage 1 ▶ stage 2 ▶ ... ▶ [host: logits processors] ──hop──▶ result
+    copy ──hop──▶ a queue down, a queue up (copies.py) ──hop──▶ copied
 
 A step takes T / stages in each stage, different steps are in different stages at once, and the device runs
 on while the host works. Tokens are a fixed id until the request's real length is reached, then its stop id.

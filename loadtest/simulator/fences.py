@@ -1,4 +1,4 @@
-"""Watches one engine's blocks and slots in the order in which the scheduler gives them out.
+"""Checks the reuse of one engine's blocks and slots by the scheduler.
 
 A block that a slot will write must be in no other table, and no step or copy in flight may name it; a load
 writes blocks of no table; a slot is opened again only when every step that names it has come back. Raises

@@ -1,4 +1,4 @@
-"""The way of a message between scheduler and executor: a delay, and sometimes more; never out of order."""
+"""The delay of a message between scheduler and executor: constant, sometimes longer; never out of order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`VirtualKv` runs the very core of kv_offload without bytes, processes or threads: on an arena that only
-counts, an L2 of a given speed and a clock of the caller's. For simulations and tests.
+"""`VirtualKv` runs the real core of kv_offload without bytes, processes or threads: on an arena that only
+counts, an L2 of a given speed and the caller's clock. For simulations and tests.
 
     kv = VirtualKv(CountingArena(1 << 30), VirtualL2(capacity_bytes=8 << 30))
     sends = kv.arrive("scheduler.s", epoch, message, now_us)      # answers that are due at once

@@ -1,4 +1,4 @@
-"""The virtual detokenizer: it notes when each token came, and answers Close with Ended."""
+"""The virtual detokenizer: it records when each token arrived, and answers Close with Ended."""
 
 from __future__ import annotations
 

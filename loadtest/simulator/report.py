@@ -1,4 +1,4 @@
-"""What a run comes to: one flat dict of figures, the same for every scenario."""
+"""The figures of a run: one flat dict, the same for every scenario."""
 
 from __future__ import annotations
 

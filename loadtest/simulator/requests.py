@@ -1,4 +1,4 @@
-"""What clients of a virtual world ask for, and when."""
+"""The requests of clients in a virtual world, and their times."""
 
 from __future__ import annotations
 

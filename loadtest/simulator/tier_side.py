@@ -1,4 +1,4 @@
-"""The kv_offload of a virtual world, and when it has to be woken."""
+"""The kv_offload of a virtual world, and its next wake-up time."""
 
 from __future__ import annotations
 

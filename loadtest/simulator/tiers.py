@@ -1,10 +1,10 @@
-"""What a virtual world needs of a kv_offload.
+"""The protocol of a kv_offload in a virtual world.
 
     scheduler ──message──▶ handle ──▶ answers, each after a delay
                            advance(now) at due_us: what L2 has brought by then
 
-The core of kv_offload fits behind the protocol; it is of another service, so that whoever runs a world plugs
-it in (loadtest/sim/real_tier.py).
+The core of kv_offload fits the protocol. It belongs to another service, so the caller that runs a world
+passes it in (loadtest/sim/real_tier.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The virtual world: a heap of (time, number, event), the scheduler, and everybody it talks to.
+"""The virtual world: a heap of (time, number, event), the scheduler, and its counterparts.
 
     while events: take the earliest, hand it to the scheduler, carry out its commands
 

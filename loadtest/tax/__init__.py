@@ -1,1 +1,1 @@
-"""What preemption costs in tokens computed twice: the protocol of vllm-project/vllm#54644."""
+"""The cost of preemption in tokens computed twice: the protocol of vllm-project/vllm#54644."""

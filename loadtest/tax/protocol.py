@@ -1,8 +1,9 @@
 """The protocol: requests of mixed lengths all at once, and KV pools of 38, 19 and 9.5 % of the working set.
 
 The working set is what `slots` requests of mean length hold at their end. The tax is prompt tokens computed
-again over tokens of which KV had to be computed once (prompts and answers); of device time, what steps were
-longer for that over what they took without. L1 `holds the victims` where pool and L1 hold the working set.
+again over tokens with KV that had to be computed once (prompts and answers). The tax of device time is the
+time that this added to steps over the rest of their time. L1 `holds the victims` if pool and L1 together hold
+the working set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The protocol in the virtual world: 300 requests on the default model and two cores.
 
-Computing again costs what it has cost before only where a step is bound by compute, as all are here. Beside
-a decode batch of an 8B on an H200, which is bound by memory, it takes a tenth of that.
+Recomputing costs as much as the first computation only if a step is bound by compute, as all steps are here.
+Beside a decode batch of an 8B on an H200, which is bound by memory, it takes a tenth of that.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 cli.py            the command line
 up.py             `headrace up`: nats-server, services, readiness
-serve.py          one service as one process, and its health check
-supervisor.py     service processes kept running
-heartbeats.py          whether a service lives; the health check
-own_folder.py     temporary files, swept when their owner has died
+serve.py          one service as one process
+supervisor.py     starts, restarts and drains service processes
+heartbeats.py     finds services that hang; the health check of a container
+own_folder.py     temporary files, removed when their owner has died
 nats_server.py    the embedded nats-server
-session.py        which server and model a client command means
-console.py        what people read
-commands/         the other verbs
+session.py        the server and model of a client command
+console.py        terminal output
+commands/         the other commands
 """

@@ -1,4 +1,7 @@
-"""The command `headrace`. Imports of a verb wait until that verb runs, so that `--help` is quick."""
+"""The command `headrace` parses its command line and calls one command of this folder or of `commands/`.
+
+The modules of a command are imported only when that command runs, so that `--help` and `health` stay fast.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,29 @@ from shared.errors import HeadraceError
 if TYPE_CHECKING:
     import argparse
 
+    from services.launcher.session import Target
     from shared.config import Loaded
 
 
 INTERRUPTED = 130
-_FLEET = ("nats_url", "fleet", "cache_dir")  # to find it
-_ASKING = (*_FLEET, "model", "model_name", "request_timeout_s")
-# The flags of each command, as settings; for all others an environment or a file may have values, too.
+_FLEET = ("nats_url", "fleet", "cache_dir")  # enough to find a fleet
+_REQUEST = (*_FLEET, "model", "model_name", "request_timeout_s")
+# The settings that each command offers as flags. The environment and a TOML file may set all the others.
 _SETTINGS = {
-    "chat": _ASKING, "request": _ASKING, "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
+    "chat": _REQUEST, "request": _REQUEST, "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
 _EVERY_SETTING = ("up", "serve", "config")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; its exit status."""
-    if argv is None:  # the process is ours
+    """Run a command line. Returns the exit status."""
+    if argv is None:  # not called by a test: this process is ours
         _take_signals()
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         if args[:1] == ["health"] and len(args) == 2 and not args[1].startswith("-"):
-            return _health(args[1])  # each few seconds, for ever: argparse alone would double what it costs
+            return _health(args[1])  # runs every few seconds: importing argparse would double its cost
         from shared.processes import ensure_home
 
         ensure_home()
@@ -45,14 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return console.fail(error)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has what it wanted
+    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         console.silence(sys.stdout)
         return 0
 
 
 def _take_signals() -> None:
-    """SIGINT and SIGTERM interrupt, also where whoever started us has them ignored, as shells do for what
-    they run in the background."""
+    """Make SIGINT and SIGTERM interrupt, even if the parent ignored them as shells do for background jobs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
@@ -83,8 +86,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
 
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
-    chat = add("chat", "talk with the model", _chat)
-    chat.add_argument("-q", "--question", help="ask this one question, print the answer, end")
+    chat = add("chat", "chat with the model", _chat)
+    chat.add_argument("-q", "--question", help="send one question, print the answer, exit")
     chat.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
     chat.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     chat.add_argument("--seed", type=int, help="makes the answer repeatable")
@@ -98,31 +101,31 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     pull.add_argument("--cache-dir", metavar="DIR", help="where models are kept")
     _add_views(add)
     record = add("record", "write the event log of a running scheduler to a file", _record)
-    record.add_argument("out", type=Path, help="the file, a new one")
+    record.add_argument("out", type=Path, help="the file to write; it must not exist")
     record.add_argument("--seconds", type=float, help="how long; default: until Ctrl-C")
-    record.add_argument("--scheduler", default="", metavar="ID", help="its id, where there are several")
+    record.add_argument("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
     replay = add("replay", "recompute a scheduler's event log and compare", _replay)
-    replay.add_argument("log", type=Path, help="what `event_log` or `headrace record` wrote")
+    replay.add_argument("log", type=Path, help="the file of setting `event_log` or `headrace record`")
     replay.add_argument("--policy", metavar="KIND=NAME,...", help="simulate the log with another policy")
     replay.add_argument("--last", action="store_true", help="from the last snapshot on")
     replay.add_argument("--json", action="store_true", help="the result as JSON")
     auth = add("auth", "make credentials for every service and tenant", _auth)
-    auth.add_argument("folder", type=Path, help="where they are kept, a folder for each user")
+    auth.add_argument("folder", type=Path, help="where to write them, one folder for each user")
     auth.add_argument("--tenant", action="append", default=[], help="one more tenant; may be repeated")
     auth.add_argument(
-        "--classes", default="", metavar="LIST", help="of those tenants; default standard,batch"
+        "--classes", default="", metavar="LIST", help="classes of these tenants; default standard,batch"
     )
-    auth.add_argument("--force", action="store_true", help="new passwords for all")
+    auth.add_argument("--force", action="store_true", help="make new passwords for every user")
     auth.add_argument("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
     auth.add_argument("--tls-key", default="", metavar="FILE", help="its key")
     auth.add_argument("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
     health = add(
         "health",
-        "whether the service of this container does its work, for health checks; kills it when it hangs",
+        "health check of the service in this container; kills the service if it hangs",
         lambda given: _health(given.kind),
     )
     health.add_argument("kind", help="as in `headrace serve KIND`")
-    add("doctor", "check this machine, say how to mend it", _doctor)
+    add("doctor", "check this machine and print how to fix problems", _doctor)
     config = add("config", "show every setting, and where its value comes from", _config)
     config.add_argument("action", choices=["show"])
     bench = add("bench", "load on this or any OpenAI server: `headrace bench run --help`", _load_test)
@@ -138,7 +141,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
 
 
 def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
-    """What runs, and what has run."""
+    """The commands that show what runs and what has run."""
     from pathlib import Path
 
     status = add("status", "problems, and a line for each service", _status)
@@ -147,21 +150,21 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
         nargs="?",
         default="",
         metavar="SERVICE",
-        help="all facts of a kind, an id, or its beginning",
+        help="show every fact of this kind, id or start of an id",
     )
     status.add_argument("--json", action="store_true", help="everything, as JSON")
-    top = add("top", "`status`, again and again", _top)
+    top = add("top", "the table of `status`, live", _top)
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
     top.add_argument(
-        "--count", type=int, default=0, metavar="N", help="so many times; default: until q or Ctrl-C"
+        "--count", type=int, default=0, metavar="N", help="number of updates; default: until q or Ctrl-C"
     )
-    kv = add("kv", "what the KV tiers hold, and what they are good for", _kv)
+    kv = add("kv", "what the KV tiers hold, and how much work they save", _kv)
     kv.add_argument("--json", action="store_true", help="everything, as JSON")
     trace = add("trace", "where the time of one request went", _trace)
     trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
-    trace.add_argument("--json", action="store_true", help="the data, with the steps of its time")
-    trace.add_argument(
-        "--overlap", dest="lanes", action="store_true", help="some of its steps, as lanes of A and B"
+    trace.add_argument("--json", action="store_true", help="the data, with the steps during the request")
+    trace.add_argument(  # `overlap` is the name of a setting
+        "--overlap", dest="draw_overlap", action="store_true", help="some of its steps, as rows of A and B"
     )
     trace.add_argument("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
 
@@ -169,7 +172,7 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
 def _add_setting_flags(
     parser: argparse.ArgumentParser, names: Sequence[str] | None, *, several_models: bool = False
 ) -> None:
-    """Flags for these settings, None for every one."""
+    """Add a flag for each of these settings; None adds all."""
     import argparse
     from pathlib import Path
 
@@ -237,35 +240,36 @@ def _pull(given: argparse.Namespace) -> None:
     pull(given.name or settings.model, settings.cache_dir, console.print_line)
 
 
-def _status(given: argparse.Namespace) -> None:
-    from services.launcher.commands.status import status
+def _find_fleet(given: argparse.Namespace) -> tuple[Target, str]:
     from services.launcher.session import find_target
 
     loaded = _load(given)
-    _run(status(find_target(loaded), loaded.settings.fleet, given.service, as_json=given.json))
+    return find_target(loaded), loaded.settings.fleet
+
+
+def _status(given: argparse.Namespace) -> None:
+    from services.launcher.commands.status import status
+
+    _run(status(*_find_fleet(given), given.service, as_json=given.json))
 
 
 def _top(given: argparse.Namespace) -> None:
     from services.launcher.commands.status import top
-    from services.launcher.session import find_target
 
-    loaded = _load(given)
-    _run(top(find_target(loaded), loaded.settings.fleet, given.interval, given.count))
+    _run(top(*_find_fleet(given), given.interval, given.count))
 
 
 def _kv(given: argparse.Namespace) -> None:
     from services.launcher.commands.status import kv
-    from services.launcher.session import find_target
 
-    loaded = _load(given)
-    _run(kv(find_target(loaded), loaded.settings.fleet, as_json=given.json))
+    _run(kv(*_find_fleet(given), as_json=given.json))
 
 
 def _trace(given: argparse.Namespace) -> None:
     from services.launcher.commands.trace import Form, trace
     from services.launcher.session import find_target
 
-    form = Form(as_json=given.json, overlap=given.lanes, perfetto=given.perfetto)
+    form = Form(as_json=given.json, overlap=given.draw_overlap, perfetto=given.perfetto)
     _run(trace(find_target(_load(given)), given.request, form))
 
 
@@ -324,7 +328,7 @@ def _config(given: argparse.Namespace) -> None:
         text = type(loaded.settings).model_fields[name].description
         print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin:<7}  {console.dim(text or '')}")
     for name in loaded.unknown_env:
-        print(f"{name} is no setting: {PREFIX}… takes the names above", file=sys.stderr)
+        print(f"{name} is not a setting: {PREFIX}… takes the names above", file=sys.stderr)
 
 
 def _load_test(given: argparse.Namespace) -> int:
@@ -332,7 +336,7 @@ def _load_test(given: argparse.Namespace) -> int:
 
 
 def _load_test_module(program: str) -> Any:
-    """The command of a folder of loadtest/, by name: services do not import the load tests."""
+    """The module `command` of a folder of loadtest/, loaded by name: services do not import loadtest."""
     from importlib import import_module
 
     from shared.errors import SetupError

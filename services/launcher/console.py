@@ -1,4 +1,4 @@
-"""What people read: colours on a terminal, plain lines elsewhere. NO_COLOR is respected."""
+"""Terminal output of the commands: colours on a terminal, plain lines elsewhere. NO_COLOR is respected."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def dim(text: str) -> str:
 
 
 def print_line(text: str) -> None:
-    """A line of the launcher's own on stdout, at once."""
+    """Print one line of the launcher on stdout and flush it."""
     _print(text, sys.stdout)
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """A line that is lost where nobody reads any more, or where the disk is full: no reason to end."""
+    """Print one line. A closed reader or a full disk loses the line and raises nothing."""
     try:
         print(text, file=stream, flush=True)
     except OSError as error:
@@ -58,23 +58,23 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Its reader has gone, a pipe or a terminal: what is written from now on goes nowhere."""
+    """Discard all further output of a stream with a closed pipe or terminal."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(error: HeadraceError) -> int:
-    """An error on stderr; the exit status."""
+    """Print an error on stderr. Returns the exit status."""
     _print(f"{paint('error', _RED, sys.stderr)} ({kind_of(error)}): {error.message}", sys.stderr)
     return 1
 
 
 def kind_of(error: HeadraceError) -> str:
-    """The kind of an error in words: the code is for programs."""
+    """The kind of an error in words."""
     return error.type.removesuffix("_error").replace("_", " ")
 
 
 class ServiceLines:
-    """Prints the log lines of services on stderr, each behind its service's name in a colour of its own."""
+    """Prints the log lines of services on stderr, each after its service's name in that service's colour."""
 
     def __init__(self, names: list[str], *, bare: bool = False) -> None:
         self._bare = bare  # JSON lines name their component themselves

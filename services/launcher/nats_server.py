@@ -1,4 +1,7 @@
-"""The embedded nats-server: found, configured, started, stopped. Ready about 20 ms after its start."""
+"""Finds, configures, starts, restarts and stops the embedded nats-server for `headrace up`.
+
+A server is ready about 20 ms after its start. It dies with the process that started it.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,18 @@ POLL_S = 0.005  # the server offers no other sign of readiness than its ports fi
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What the embedded server allows. The defaults are measured or explained where they are named."""
+    """Limits of the embedded server."""
 
     max_payload: str = "8MB"  # a prompt of 1M tokens as JSON text; the server's own default is 1MB
-    max_pending: str = "64MB"  # bytes a slow reader may leave unread before it is cut off
+    max_pending: str = "64MB"  # bytes that a slow reader may leave unread before it is cut off
     write_deadline: str = "10s"
     ping_interval: str = "20s"
-    max_closed_clients: int = 1_000  # remembered for its monitoring; its own 10,000 look like a leak of 10 MB
+    max_closed_clients: int = 1_000  # kept for monitoring; the default of 10,000 looks like a leak of 10 MB
     jetstream_memory: str = ""  # empty: JetStream is off; its own default would be 75 % of the RAM
     jetstream_file: str = ""
 
     def lines(self) -> list[str]:
-        """As lines of a configuration; JetStream apart."""
+        """The limits as lines of a configuration, without JetStream."""
         return [
             f"max_payload: {self.max_payload}",
             f"max_pending: {self.max_pending}",
@@ -48,7 +51,7 @@ class ServerLimits:
 
 @dataclass(slots=True)
 class NatsServer:
-    """A running nats-server. `stop` it, or it dies with this process."""
+    """A running nats-server."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -58,10 +61,8 @@ class NatsServer:
     extra: str = field(default="", repr=False)
 
     def restart(self) -> None:
-        """Start an ended server again on the same port, with the same files. Raises SetupError, OSError.
-
-        Clients know the port; the one for monitoring changes when somebody has taken it meanwhile.
-        """
+        """Start an ended server again on the same port, with the same files. Raises SetupError, OSError. The
+        monitoring port changes if another program has taken it meanwhile."""
         home = Path(self.folder.name)
         port, monitoring = (int(url.rpartition(":")[2].strip("/")) for url in (self.url, self.monitoring_url))
         monitoring = monitoring if is_free(monitoring) else -1
@@ -81,7 +82,7 @@ class NatsServer:
 
 
 def find_binary() -> Path:
-    """The nats-server of this environment, else of the PATH. Raises SetupError."""
+    """The nats-server of this Python environment, else of the PATH. Raises SetupError."""
     own = Path(sysconfig.get_path("scripts")) / "nats-server"
     if own.is_file():
         return own
@@ -94,10 +95,8 @@ def find_binary() -> Path:
 
 
 def start_by_default(*, extra: str = "") -> NatsServer:
-    """`start` on the default port where it is free, else on any. Raises SetupError.
-
-    Who looks first and binds later can lose the port in between to another `up`.
-    """
+    """`start` on the default port if it is free, else on any port. Raises SetupError. Another `up` may take
+    the port between the check and the start."""
     if is_free(DEFAULT_PORT):
         try:
             return start(DEFAULT_PORT, extra=extra)
@@ -108,11 +107,11 @@ def start_by_default(*, extra: str = "") -> NatsServer:
 
 
 def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = "") -> NatsServer:
-    """Start a server on 127.0.0.1 and wait until it answers; port -1 takes a free one.
+    """Start a server on 127.0.0.1 and wait until it answers; port -1 takes a free port.
 
     Call from the main thread: the server gets a signal when the thread that started it ends.
-    `extra` is appended to the server's configuration. JetStream's files go with the server. Raises
-    SetupError when the port is taken or the server ends at once, with its own words.
+    `extra` is appended to the server's configuration. JetStream's files are removed with the server. Raises
+    SetupError if the port is taken or the server ends at once, with the last line of its log.
     """
     binary, limits = find_binary(), limits or ServerLimits()
     run_folder = OwnFolder()
@@ -127,7 +126,7 @@ def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = ""
 
 
 def _launch(binary: Path, home: Path, port: int) -> tuple[subprocess.Popen[bytes], str, str]:
-    """Start the binary in `home` and wait for its ports: (process, URL, monitoring URL)."""
+    """Start the binary in `home`. Returns (process, URL, monitoring URL) once the ports are open."""
     log = home / "nats.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -136,7 +135,7 @@ def _launch(binary: Path, home: Path, port: int) -> tuple[subprocess.Popen[bytes
             stdout=out,
             stderr=subprocess.STDOUT,
             preexec_fn=die_with_parent(),
-            start_new_session=True,  # Ctrl-C is for the launcher, which stops the server last
+            start_new_session=True,  # Ctrl-C must reach only the launcher, which stops the server last
         )
     try:
         return process, *_await_ports(process, home, log, port)
@@ -147,7 +146,7 @@ def _launch(binary: Path, home: Path, port: int) -> tuple[subprocess.Popen[bytes
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on this port of 127.0.0.1."""
+    """Whether no process listens on this port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -181,7 +180,7 @@ def _await_ports(process: subprocess.Popen[bytes], home: Path, log: Path, port: 
         try:
             ports = json.loads(ports_file.read_text())
             return ports["nats"][0], ports["monitoring"][0]
-        except (FileNotFoundError, ValueError, LookupError):  # exists before it is filled
+        except (FileNotFoundError, ValueError, LookupError):  # the file exists before it is filled
             time.sleep(POLL_S)
     raise SetupError(f"the nats-server did not answer within {START_TIMEOUT_S:g} s: {_last_line(log)}")
 
@@ -197,4 +196,4 @@ def _why_it_ended(log: Path, port: int) -> str:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "its log is empty"

@@ -1,4 +1,7 @@
-"""A folder for the temporary files of one run. Who is killed leaves it behind: the next run removes it."""
+"""A folder for the temporary files of one run. If the run is killed, the next run removes the folder.
+
+The owner holds a lock (flock) on its folder while it lives. `sweep` removes the folders that it can lock.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ PREFIX = "headrace-run-"
 
 
 class OwnFolder:
-    """A new folder, the owner's as long as this process lives or until `cleanup`. Raises SetupError."""
+    """A new folder that exists until `cleanup` or the end of this process. Raises SetupError."""
 
     def __init__(self) -> None:
         self.name, lock = _made()
@@ -28,18 +31,18 @@ class OwnFolder:
 
 
 def sweep() -> list[str]:
-    """Remove the folders of this user that no living process owns; their paths."""
+    """Remove the folders of this user that no living process owns. Returns their paths."""
     return [str(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _removed(path)]
 
 
 def _made() -> tuple[str, int]:
-    """A folder, and the lock on it that says that its owner lives."""
+    """A new folder and the file descriptor of its lock."""
     while True:
         try:
             path = tempfile.mkdtemp(prefix=PREFIX)
         except OSError as error:
             raise SetupError(
-                f"no temporary files can be written here ({error}): name a folder for them in TMPDIR"
+                f"temporary files cannot be written here ({error}): name a folder for them in TMPDIR"
             ) from None
         with contextlib.suppress(FileNotFoundError):  # swept before it was locked
             lock = os.open(path, os.O_RDONLY)
@@ -48,7 +51,7 @@ def _made() -> tuple[str, int]:
             except OSError as error:  # some network file systems have no locks
                 _remove(path, lock)
                 raise SetupError(
-                    f"nothing can be locked in {path} ({error}): name a folder for temporary files in TMPDIR"
+                    f"{path} cannot be locked ({error}): name a folder for temporary files in TMPDIR"
                 ) from None
             if os.path.exists(path):
                 return path, lock
@@ -67,7 +70,7 @@ def _removed(path: Path) -> bool:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it lives, or nothing can be locked there
+    except OSError:  # its owner lives, or the file system has no locks
         os.close(lock)
         return False
     mine = os.fstat(lock).st_uid == os.getuid()

@@ -1,4 +1,7 @@
-"""`headrace serve KIND` runs one service as one process; `headrace up` starts its services so, too."""
+"""`headrace serve KIND` runs one service as one process; `headrace up` starts its services the same way.
+
+The service's module is imported here, after the environment that its libraries read has been set.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ BUILDERS = {
     "detokenizer": "services.detokenizer.actor",
 }
 KINDS = tuple(BUILDERS)
-# What a kind's libraries read when they are imported. LMCache would report its use, log each discard, and
-# take a share of the device, which belongs to the executor.
+# Variables that a kind's libraries read at import. Without them LMCache reports its use, logs each discard
+# and allocates memory on the device, which belongs to the executor.
 ENVIRONMENT = {
     "kv_offload": {
         "LMCACHE_TRACK_USAGE": "false",
@@ -44,14 +47,15 @@ ENVIRONMENT = {
 
 log = logging.getLogger("headrace.process")
 
-# A thread of torch that waits for the others looks for them this often (a tenth of a millisecond), and then
-# sleeps. OpenMP's own 300,000 keep a core for up to 18 ms from the very thread, or process, it waits for:
-# beside other work a step of 40 ms took 700.
+# A torch thread that waits for the others spins this many times (0.1 ms), then sleeps. OpenMP's default of
+# 300,000 spins holds a core for up to 18 ms, which the awaited thread may need: on a busy machine a step of
+# 40 ms took 700 ms.
 OPENMP_SPINS = "2000"
 
 
 def builder(kind: str) -> Callable[[Settings], Actor]:
-    """The function that builds an actor of this kind from the settings. Raises SetupError."""
+    """The function that builds an actor of this kind from the settings. Raises SetupError for an unknown kind
+    or a missing package."""
     if kind not in BUILDERS:
         raise SetupError(f"there is no service {kind!r}: choose one of {', '.join(KINDS)}")
     try:
@@ -63,9 +67,9 @@ def builder(kind: str) -> Callable[[Settings], Actor]:
 
 
 def serve(kind: str, settings: Settings, *, name: str = "", heartbeats: str = "") -> int:
-    """Run one service until a signal drains it. Returns the exit status. `name` is how the log calls it; `up`
-    gives one and puts it before each line itself. `heartbeats`: the file in which to note each heartbeat,
-    else that of the health check. Raises SetupError."""
+    """Run one service until a signal drains it. Returns the exit status. `name` is the service's name in the
+    log; `up` passes one and prefixes each line with it. `heartbeats` is the file in which to note each
+    heartbeat; the default is the file that the health check reads. Raises SetupError."""
     from shared import processes
     from shared.actor.runtime import ProcessOptions, run
     from shared.config import DEFAULT_NATS_URL
@@ -75,7 +79,7 @@ def serve(kind: str, settings: Settings, *, name: str = "", heartbeats: str = ""
         "" if prefixed_by_up else name or kind, level=settings.log_level, as_json=settings.log_json
     )
     os.environ.update(environment(kind, os.environ))
-    os.umask(0o077)  # event logs, KV in a folder: what holds prompts is for its owner alone
+    os.umask(0o077)  # only the owner may read files that hold prompts: event logs, KV in a folder
     url = settings.nats_url or DEFAULT_NATS_URL
     path = heartbeats or runtime_path(kind)
     noted = _heartbeat_file(path, settings.heartbeat_interval_ms / 1000) if path else None
@@ -90,8 +94,8 @@ def serve(kind: str, settings: Settings, *, name: str = "", heartbeats: str = ""
 
 
 def environment(kind: str, given: Mapping[str, str]) -> Mapping[str, str]:
-    """What a kind's libraries shall find in the environment beside what is `given`, before they are imported.
-    How threads of the executor wait is left as it is given."""
+    """Variables to add to the environment `given` before a kind's libraries are imported. If `given` already
+    sets how OpenMP threads wait, the executor adds nothing."""
     if kind == "executor" and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & given.keys():
         return {"GOMP_SPINCOUNT": OPENMP_SPINS}
     return ENVIRONMENT.get(kind, {})
@@ -104,24 +108,24 @@ async def _connect(url: str, name: str) -> Bus:
 
 
 def _heartbeat_file(path: str, interval_s: float) -> HeartbeatFile | None:
-    """Where to note the heartbeats; None, and a warning, where that cannot be written."""
+    """The file in which to note the heartbeats; None, after a warning, if it cannot be written."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         return HeartbeatFile(path, interval_s)
     except OSError as error:
-        log.warning("%s: nobody can see whether this service hangs", error)
+        log.warning("%s: a hang of this service will not be detected", error)
         return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m services.launcher.serve KIND`: settings from the environment alone."""
+    """`python -m services.launcher.serve KIND`: reads settings only from the environment."""
     from services.launcher.console import fail
     from shared.config import load
 
     parser = argparse.ArgumentParser(prog="python -m services.launcher.serve", description=__doc__)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--name", default="", help="how the log calls it")
-    parser.add_argument("--heartbeats", default="", help="the file in which to note each beat")
+    parser.add_argument("--name", default="", help="the service's name in the log")
+    parser.add_argument("--heartbeats", default="", help="the file in which to note each heartbeat")
     given = parser.parse_args(argv)
     try:
         ensure_home()

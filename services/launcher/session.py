@@ -1,4 +1,7 @@
-"""A client command finds its server and model here: by flags, then settings, then a running `headrace up`."""
+"""Finds the server and model of a client command: from flags, then settings, then a running `headrace up`.
+
+`headrace up` leaves a note (`RunState`) with its URL and model; every client command reads it.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,19 @@ CONNECT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and the model to ask there."""
+    """A server and the model for requests that name none."""
 
     nats_url: str
     model: str
 
     @property
     def tenant(self) -> str:
-        """In whose name to ask: the tenant whose credentials the URL holds."""
+        """The tenant of the URL's credentials."""
         return access.tenant_of(self.nats_url, DEFAULT_TENANT)
 
 
 def find_target(loaded: Loaded) -> Target:
-    """Where to connect, and the model to ask for when a request names none."""
+    """The server to connect to, and the model for requests that name none."""
     from shared.vocab.files import served_name
 
     settings = loaded.settings
@@ -53,32 +56,32 @@ def find_target(loaded: Loaded) -> Target:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncGenerator[NatsBus]:
-    """A connection for the length of a command. What the server does not let these credentials do is told.
-    Raises SetupError when nobody is there."""
-    bus = await NatsBus.connect(url, name="headrace-cli", timeout_s=CONNECT_TIMEOUT_S, on_fault=_tell)
+    """A connection for the duration of a command, which prints what the credentials do not allow. Raises
+    SetupError if no server answers."""
+    bus = await NatsBus.connect(url, name="headrace-cli", timeout_s=CONNECT_TIMEOUT_S, on_fault=_print_denied)
     try:
         yield bus
     finally:
         await bus.drain()
 
 
-def _tell(fault: BusFault) -> None:
+def _print_denied(fault: BusFault) -> None:
     if fault.kind in ("permission", "refused"):
-        print(f"these credentials are not for that: {fault.detail}", file=sys.stderr, flush=True)
+        print(f"these credentials do not allow this: {fault.detail}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """The note that `headrace up` leaves so that a second shell finds its server without a flag."""
+    """The note of a running `headrace up`, so that a second shell finds its server without a flag."""
 
     pid: int
     fleet: str
-    nats_url: str  # with the operator's credentials, where there are any
+    nats_url: str  # with the operator's credentials, if there are any
     monitoring_url: str
     model: str  # name under which it is served
 
     def write(self, path: Path) -> None:
-        """Replace the note at `path` in one step. Nobody else may read it."""
+        """Replace the note at `path` atomically. Only its owner may read it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{self.pid}")
         draft.touch(0o600)
@@ -87,8 +90,7 @@ class RunState:
 
 
 def path_for(settings: Settings) -> Path:
-    """Where the note of this fleet lies: the user's runtime folder, else, where that is missing or cannot be
-    written, the cache."""
+    """The path of this fleet's note: in the user's runtime folder or, if that is not writable, the cache."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     home = Path(runtime) / "headrace" if runtime else None
     if home is None or not os.access(home if home.exists() else home.parent, os.W_OK | os.X_OK):
@@ -97,7 +99,7 @@ def path_for(settings: Settings) -> Path:
 
 
 def read(path: Path) -> RunState | None:
-    """The note, if its `up` still runs."""
+    """The note at `path` if its `up` still runs, else None."""
     try:
         note = RunState(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):  # none, or of another version
@@ -106,7 +108,7 @@ def read(path: Path) -> RunState | None:
 
 
 def remove(path: Path, pid: int) -> None:
-    """Take the note away if it is this process's own."""
+    """Remove the note at `path` if process `pid` wrote it."""
     note = read(path)
     if note is not None and note.pid == pid:
         path.unlink(missing_ok=True)

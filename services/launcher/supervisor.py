@@ -1,7 +1,7 @@
-"""Supervisor runs service processes: starts all, restarts with back-off, drains in order, orphans none.
+"""Runs the service processes of `headrace up`: starts them, restarts with back-off, drains in order.
 
-A service is kept running until its own turn in the drain comes: those before it may still need it. One that
-hangs is killed, and so started again, unless its turn has come. No child process outlives its parent
+A service is restarted until its own turn in the drain: services earlier in the order may still need it. A
+service that hangs is killed and, unless it is draining, restarted. No child process outlives its parent
 (`die_with_parent`).
 """
 
@@ -23,12 +23,12 @@ from shared.processes import module_command
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_LAST_S = 30.0
-HEALTHY_S = 60.0  # a service that ran this long starts its back-off anew
+HEALTHY_S = 60.0  # a service that ran this long restarts its back-off at BACKOFF_FIRST_S
 LINE_LIMIT_BYTES = 1024 * 1024
-KILL_GRACE_S = 3.0  # after the drain's time limit, for the services' own way out
-LAST_WORDS_S = 0.6  # of it, until the next in the drain's order is told, too
-LAST_LINES_S = 1.0  # for what a process that has ended still has in its pipe
-LOOK_S = 1.0  # between two looks for services that hang
+KILL_GRACE_S = 3.0  # after the drain's time limit, for the services to end by themselves
+LAST_ERRORS_S = 0.6  # of it, for a group to send its clients errors, before the next group is stopped
+LAST_LINES_S = 1.0  # to read the last log lines of an ended process from its pipe
+LOOK_S = 1.0  # between two checks for services that hang
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
@@ -43,17 +43,17 @@ class ServiceSpec:
     name: str  # unique: scheduler, executor-0, executor-1, ...
     kind: str
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)  # beside what all have
+    env: Mapping[str, str] = field(default_factory=dict)  # added to the environment of all services
 
 
 @dataclass(eq=False, slots=True)
 class Service:
-    """A supervised process. `ended` is set while no process runs, `leaving` when none shall run again."""
+    """A supervised process. `ended` is set while no process runs; `leaving` once it must not be restarted."""
 
     spec: ServiceSpec
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
-    cut_short: bool = False  # it hung, and was killed, in its drain
+    cut_short: bool = False  # it hung during its drain and was killed
     task: asyncio.Task[None] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,23 +62,21 @@ class Service:
         self.ended.set()
 
     def dismiss(self, number: signal.Signals) -> None:
-        """Signal the process, for the last time if it heeds: it is not started again."""
+        """Signal the process and do not restart it after its end."""
         self.leaving.set()
         self.send(number)
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the process, if it runs.
-
-        Not by `Process.send_signal`: up to Python 3.12 that first polls, and may so reap a child that has
-        just died behind the back of asyncio's watcher, which then reports status 255.
-        """
+        """Signal the process if it runs. `Process.send_signal` polls first (up to Python 3.12). The poll may
+        reap a dead child before asyncio's watcher does, which then reports status 255."""
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
 
 class Supervisor:
-    """Runs a list of services. Use on the main thread, whose end ends the services, too."""
+    """Runs a list of services. Use it on the main thread: the services end with the thread that started them.
+    `first_failure` resolves to the name and end of the first service that ended by itself."""
 
     def __init__(self, specs: Sequence[ServiceSpec], env: Mapping[str, str], log_line: LogLine) -> None:
         self.services = [Service(spec) for spec in specs]
@@ -87,7 +85,7 @@ class Supervisor:
         self._log_line = log_line
 
     def start(self, *, without: Collection[str] = ()) -> None:
-        """Start every service at once that was not started before, `without` those kinds."""
+        """Start every service that was not started before, except those of the kinds in `without`."""
         for service in self.services:
             if service.task is None and service.spec.kind not in without:
                 service.task = asyncio.get_running_loop().create_task(self._keep(service))
@@ -95,12 +93,11 @@ class Supervisor:
     async def drain(
         self, order: Sequence[Collection[str]], timeout_s: float, report: Callable[[int, str], None]
     ) -> bool:
-        """SIGTERM each group of kinds in turn, the next when the one before has ended; once more when the
-        time is over, so that they tell their clients, the next after LAST_ERROR_S, whoever hangs; then kill
-        what is left.
+        """SIGTERM each group of kinds in turn, the next group after the one before has ended.
 
-        `report` is called with the seconds left and who is waited for, about once a second. True when
-        every service ended by itself and in time.
+        After `timeout_s` the remaining groups get SIGINT, LAST_ERRORS_S apart, so that they send errors to
+        their clients; processes that still run are then killed. `report` is called about once a second with
+        the seconds left and the kinds that still run. True if every service ended by itself and in time.
         """
         loop = asyncio.get_running_loop()
         hurry_at = loop.time() + timeout_s
@@ -116,30 +113,30 @@ class Supervisor:
             if any(not s.ended.is_set() for s in waiting):
                 clean = False
                 for service in waiting:
-                    service.dismiss(signal.SIGINT)  # two of one kind may arrive as one
+                    service.dismiss(signal.SIGINT)  # a second SIGTERM may be merged with the first
                 left_s = hurry_at + KILL_GRACE_S - loop.time()
-                await _all_ended(waiting, max(0.0, min(LAST_WORDS_S, left_s)))
+                await _all_ended(waiting, max(0.0, min(LAST_ERRORS_S, left_s)))
         if not clean:
             await _all_ended(self.services, max(0.0, hurry_at + KILL_GRACE_S - loop.time()))
         await self.kill()
         return clean and not any(service.cut_short for service in self.services)
 
     async def kill(self) -> None:
-        """SIGKILL everything and wait for its end. A second call does nothing."""
+        """SIGKILL every process and wait for its end. A second call does nothing."""
         for service in self.services:
             service.dismiss(signal.SIGKILL)
         await asyncio.gather(*(s.task for s in self.services if s.task is not None))
 
     async def watch(self, silent_s: Callable[[str, int], float]) -> None:
-        """Kill whoever hangs, until cancelled: `silent_s` of a name and a process id is how long it has been
-        hanging, or 0."""
+        """Kill services that hang, until cancelled. `silent_s(name, pid)` is the number of seconds for which
+        that process has been hanging, or 0."""
         while True:
             await asyncio.sleep(LOOK_S)
             for service in self.services:
                 if service.process is None or service.ended.is_set():
                     continue
                 if hung_s := silent_s(service.spec.name, service.process.pid):
-                    why = f"has not beaten for {hung_s:.0f} s and used no CPU: killed"
+                    why = f"has sent no heartbeat for {hung_s:.0f} s and used no CPU: killed"
                     self._log_line(service.spec.name, why)
                     service.cut_short = service.leaving.is_set()
                     service.send(signal.SIGKILL)
@@ -163,17 +160,17 @@ class Supervisor:
             service.restarts += not service.leaving.is_set()
 
     async def _run_once(self, service: Service) -> str:
-        """Start the process and wait for its end; how it ended."""
+        """Start the process and wait for its end. Returns how it ended."""
         service.ended.clear()
         try:
             return ended_how(await self._run_process(service))
-        except (OSError, subprocess.SubprocessError) as error:  # no memory or no process left for it, say
+        except (OSError, subprocess.SubprocessError) as error:  # for example, out of memory or process ids
             return f"did not start ({error})"
         finally:
             service.ended.set()
 
     async def _run_process(self, service: Service) -> int:
-        """Wait for the process, then for its lines: what it has started may hold the pipe for longer."""
+        """Wait for the process, then for its log lines: its children may hold the pipe open for longer."""
         loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(LINE_LIMIT_BYTES)
         ours, theirs = os.pipe()
         pipe, _ = await loop.connect_read_pipe(
@@ -184,14 +181,14 @@ class Supervisor:
                 process = service.process = await self._spawn(service.spec, theirs)
             finally:
                 os.close(theirs)
-            if service.leaving.is_set():  # asked to stop while the process was being made
+            if service.leaving.is_set():  # dismissed while the process was being created
                 service.send(signal.SIGKILL)
             copying = loop.create_task(self._copy_lines(service.spec.name, lines))
             status = await process.wait()
             await asyncio.wait({copying}, timeout=LAST_LINES_S)
             if not copying.done():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it has left behind serves nobody
+                    os.killpg(process.pid, signal.SIGKILL)  # its children are of no use without it
                 await asyncio.wait({copying}, timeout=LAST_LINES_S)
             pipe.close()
             await copying
@@ -206,15 +203,15 @@ class Supervisor:
             stdout=stdout,
             stderr=asyncio.subprocess.STDOUT,
             env={**self._env, **spec.env},
-            start_new_session=True,  # Ctrl-C is for the launcher, which drains in order
-            preexec_fn=die_with_parent(signal.SIGKILL),  # nobody is left to drain for
+            start_new_session=True,  # Ctrl-C must reach only the launcher, which drains in order
+            preexec_fn=die_with_parent(signal.SIGKILL),  # without the launcher no drain is possible
         )
 
     async def _copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
         while True:
             try:
                 line = await stream.readline()
-            except ValueError:  # longer than the limit: the reader has dropped that piece
+            except ValueError:  # a line over the limit: the reader has dropped that part
                 continue
             if not line:
                 return
@@ -224,7 +221,7 @@ class Supervisor:
 def service_specs(
     counts: Mapping[str, int], suffix: str = "", env: Mapping[str, str] | None = None
 ) -> list[ServiceSpec]:
-    """The processes of a pipeline, given how many of each kind; `suffix` ends their names."""
+    """The processes of a pipeline: `counts` of each kind, their names with `suffix`."""
     specs = []
     for kind, count in counts.items():
         for i in range(count):
@@ -248,10 +245,8 @@ def ended_how(status: int) -> str:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
-    """A `preexec_fn`: the child gets signal `number` when the thread that started it ends (Linux).
-
-    So start children from the main thread. A parent that ended during the fork counts, too.
-    """
+    """A `preexec_fn`: the child gets signal `number` when the thread that started it ends (Linux only). Start
+    children from the main thread. The child also ends if the parent ended during the fork."""
     parent = os.getpid()
 
     def arm() -> None:
@@ -264,8 +259,8 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], Non
 
 
 def leave(status: int) -> int:
-    """The exit status; but with another thread still at work, an engine that is loading say, end the
-    process here: native code must not see the interpreter go down around it."""
+    """Return the exit status. If another thread still runs (an engine that loads), end the process here:
+    native code must not run while the interpreter shuts down."""
     if threading.active_count() > 1:
         logging.shutdown()
         sys.stdout.flush()

@@ -1,4 +1,8 @@
-"""`headrace up` runs a nats-server and every service as processes of this machine, until a signal comes."""
+"""`headrace up` runs a nats-server and every service as processes of this machine until a signal arrives.
+
+`_Up` is one run: it starts the services, waits until they answer a request, then waits for the first signal
+and drains. A second signal kills. A nats-server or a service that ends or hangs is started again.
+"""
 
 from __future__ import annotations
 
@@ -50,26 +54,26 @@ from shared.nats.interface import Bus, Delivery
 from shared.processes import bind, http_url, with_import_path
 from shared.vocab.files import resolve
 
-SHARED = ("gateway", "kv_offload")  # by all models; the other kinds are processes of one model
+SHARED = ("gateway", "kv_offload")  # shared by all models; a process of another kind serves one model
 _FEW_CORES = 4
-_EDGE = ("gateway", "tokenizer")  # together: what the one refuses while it drains the other must not take
+_EDGE = ("gateway", "tokenizer")  # drain together: one must not accept requests that the other refuses
 DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 
 REPORT_EVERY_S = 10.0
 STATUS_S = 0.3
-ANSWER_S = 1.5  # for a nats-server that is well
+ANSWER_S = 1.5  # a healthy nats-server answers its monitoring port within this time
 
 
 def up(settings: Settings, users: Path | None = None, more: Sequence[str] = ()) -> int:
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
-    `users`, a folder of `headrace auth`, each service has its own credentials, and HTTP wants an API key.
-    `more` models are served beside that of the settings."""
+    `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
+    key. `more` names models to serve in addition to that of the settings."""
     if users is not None and not settings.http_keys:
         settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
     models = served_models(settings, more)
     if settings.http_address is not None:
-        bound = bind(*settings.http_address)  # a port that is taken is told before anything starts
-        if settings.gateways > 1:  # all on the one that is free now
+        bound = bind(*settings.http_address)  # fail on a taken port before anything starts
+        if settings.gateways > 1:  # all gateways share the port that is free now
             http = f"{settings.http.rpartition(':')[0]}:{bound.getsockname()[1]}"
             settings = settings.model_copy(update={"http": http})
         bound.close()
@@ -89,7 +93,7 @@ def up(settings: Settings, users: Path | None = None, more: Sequence[str] = ()) 
 
 @dataclass(frozen=True, slots=True)
 class _Logins:
-    """Where to connect, and as whom."""
+    """The server's URL and the credentials of its users."""
 
     url: str
     users: Path | None = None
@@ -100,8 +104,8 @@ class _Logins:
 
 
 def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str]:
-    """The models by the names that clients ask for. Raises SetupError when one is not on this machine, when
-    two have the same name, and for settings that fit one model alone."""
+    """The models by their served names. Raises SetupError if a model is not on this machine, if two have the
+    same name, or if several models are given with a setting that fits only one."""
     event_file = "" if settings.event_log == "nats" else settings.event_log
     of_one = {
         "model_name": settings.model_name, "model_digest": settings.model_digest, "event_log": event_file,
@@ -138,7 +142,7 @@ class _Up:
         self._url = logins.of(access.OPERATOR)
         self._http = ""  # URL of the gateway
         self._contexts: dict[str, str] = {}  # by model
-        self._same_seed = ""  # what a seed promises
+        self._same_seed = ""  # whether a seed repeats an answer, in words
         self._started_at = time.monotonic()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._folder = OwnFolder()
@@ -161,25 +165,25 @@ class _Up:
             if self._server is not None:
                 stack.callback(loop.create_task(keep_running(self._server, print_line)).cancel)
                 stack.callback(loop.create_task(watch_server(self._server, print_line)).cancel)
-            asked = loop.create_task(self._signals.get())
+            signalled = loop.create_task(self._signals.get())
             ready = loop.create_task(self._become_ready())
             failed = self._supervisor.first_failure
-            any_of: set[asyncio.Future[Any]] = {asked, ready, failed}
+            any_of: set[asyncio.Future[Any]] = {signalled, ready, failed}
             await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
+            if not signalled.done():
                 if not ready.done():
                     ready.cancel()
-                    raise SetupError(f"{failed.result()} before the server was ready: its last lines say why")
+                    raise SetupError(f"{failed.result()} before the server was ready: see its last log lines")
                 await ready
                 self._supervisor.start()
                 self._write_run_state()
-                await asked
+                await signalled
             ready.cancel()
-            return await self._wind_down(asked.result())
+            return await self._wind_down(signalled.result())
 
     def _later(self) -> tuple[str, ...]:
-        """Kinds that start when requests are answered: importing LMCache keeps a core busy for seconds, which
-        the executor wants to load the model."""
+        """The kinds to start only after the server is ready. On few cores this is kv_offload: its import of
+        LMCache keeps a core busy for seconds, which the executor needs to load the model."""
         few_cores = usable_cores() <= _FEW_CORES
         return ("kv_offload",) if few_cores and self._settings.backend != "sim" else ()
 
@@ -212,14 +216,14 @@ class _Up:
         return {**spec.env, **own, **page}
 
     def _classes_of(self, spec: ServiceSpec) -> dict[str, str]:
-        """What tenants may use, of the credentials in force."""
+        """The setting with the classes that tenants may use, for a tokenizer with credentials."""
         if spec.kind != "tokenizer" or self._logins.users is None or self._settings.tenant_classes:
             return {}
         path = self._logins.users / "tokenizer" / auth.CLASSES
         return {"HEADRACE_TENANT_CLASSES": str(path.resolve())} if path.exists() else {}
 
     async def _become_ready(self) -> None:
-        # These imports take longer than the server's start: the services are on their way already.
+        # Imported after the services have been started: the import takes longer than the nats-server's start.
         from shared.nats.bus import NatsBus
 
         bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
@@ -246,9 +250,7 @@ class _Up:
         try:
             note.write(session.path_for(self._settings))
         except OSError as error:
-            print_line(
-                f"other commands need --nats-url {access.shown(self._url)}: no note for them ({error})"
-            )
+            print_line(f"other commands need --nats-url {access.shown(self._url)}: no run file ({error})")
         contexts = self._contexts.items()
         rows = [
             *(row for model, context in contexts for row in (("model", model), ("context", context))),
@@ -269,7 +271,7 @@ class _Up:
         )
 
     async def _wind_down(self, first: signal.Signals) -> int:
-        """Drain; a second signal kills."""
+        """Drain the services; a second signal kills them. Returns the exit status."""
         print_line("draining: no new requests, running ones end; a second Ctrl-C kills")
         loop = asyncio.get_running_loop()
         drained = loop.create_task(
@@ -283,9 +285,8 @@ class _Up:
             await self._supervisor.kill()
         again.cancel()
         clean = await drained
-        print_line(
-            "killed" if forced else "stopped" if clean else "stopped: what did not end in time was told so"
-        )
+        late = "stopped: requests that did not end in time got an error"
+        print_line("killed" if forced else "stopped" if clean else late)
         return FORCED if forced or first == signal.SIGINT else 0
 
 
@@ -294,7 +295,7 @@ def _countdown() -> Callable[[int, str], None]:
 
     def report(left_s: int, kind: str) -> None:
         nonlocal last
-        if last and left_s != last:  # a drain that takes no time needs no countdown
+        if last and left_s != last:  # no countdown within the first second
             print_line(f"draining: {kind} has {left_s} s left")
         last = left_s
 
@@ -302,7 +303,7 @@ def _countdown() -> Callable[[int, str], None]:
 
 
 def _check_model(settings: Settings, model: str) -> None:
-    """Fetch the default model where it is missing. Raises SetupError for any other that is missing."""
+    """Fetch the default model if it is missing. Raises SetupError if another model is missing."""
     from services.launcher.commands.pull import pull
     from shared.vocab.files import DEFAULT_MODEL
 
@@ -317,11 +318,9 @@ def _check_model(settings: Settings, model: str) -> None:
 
 
 async def keep_running(server: NatsServer, report: Callable[[str], None]) -> None:
-    """Restart `server` on its ports whenever it ends, with back-off, until cancelled. Run on the main thread.
-
-    The services reconnect by themselves and repair their streams, so a restart costs the requests in
-    flight a pause, not their answers.
-    """
+    """Restart `server` on its ports each time it ends, with back-off, until cancelled. Use the main thread.
+    The services reconnect and repair their streams: a restart delays the requests in flight and loses
+    none."""
     loop, backoff_s = asyncio.get_running_loop(), BACKOFF_FIRST_S
     while True:
         started_at = loop.time()
@@ -341,7 +340,7 @@ async def keep_running(server: NatsServer, report: Callable[[str], None]) -> Non
 
 
 async def watch_server(server: NatsServer, report: Callable[[str], None]) -> None:
-    """Kill `server` when it hangs, until cancelled: whoever keeps it running starts it again."""
+    """Kill `server` when it hangs, until cancelled; `keep_running` starts it again."""
     silences = SilenceTimers()
     while True:
         await asyncio.sleep(LOOK_S)
@@ -354,7 +353,7 @@ async def watch_server(server: NatsServer, report: Callable[[str], None]) -> Non
 
 
 async def _answers(url: str) -> bool:
-    """Whether the HTTP server at `url` says anything."""
+    """Whether the HTTP server at `url` answers within ANSWER_S."""
     where = urlsplit(url)
     with contextlib.suppress(OSError):
         async with asyncio.timeout(ANSWER_S):
@@ -368,7 +367,7 @@ async def _answers(url: str) -> bool:
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end of a process; its status. Cancelled, it leaves a thread that waits on."""
+    """Wait for the end of a process. Returns its status. After a cancel, its thread still waits."""
     loop = asyncio.get_running_loop()
     status: asyncio.Future[int] = loop.create_future()
 
@@ -378,7 +377,7 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
 
     def wait() -> None:
         value = process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody asks any more
+        with contextlib.suppress(RuntimeError):  # the loop has closed
             loop.call_soon_threadsafe(settle, value)
 
     threading.Thread(target=wait, name="nats-server", daemon=True).start()
@@ -386,22 +385,19 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def same_seed(dtype: str, *, deterministic: bool) -> str:
-    """When a seed gives the same tokens again, of an engine that computes in `dtype`; empty without one."""
+    """In words, whether a seed gives the same tokens again on an engine of this dtype; empty without one."""
     if deterministic:
-        return "same tokens, whatever runs beside it (deterministic)"
+        return "same tokens in any batch (deterministic)"
     if dtype.startswith("f32"):
-        return "same tokens, whatever runs beside it (f32)"
-    beside = f"what runs beside it may change the tokens ({dtype}); with --deterministic it does not"
-    return "" if dtype in ("", "none") else beside
+        return "same tokens in any batch (f32)"
+    if dtype in ("", "none"):
+        return ""
+    return f"other requests may change the tokens ({dtype}), except with --deterministic"
 
 
 class Readiness:
-    """Watches the heartbeats of a fleet, and probes it: it is ready when a real request has begun to be
-    answered through NATS.
-
-    The attempts follow the heartbeats: nothing is polled. Every kind a request passes through has to say
-    "ready" first.
-    """
+    """Waits until a fleet is ready: until a real request through NATS gets its first answer. A request is
+    tried after each heartbeat, once every kind on its path has reported "ready". Nothing is polled."""
 
     def __init__(self, bus: Bus, fleet: str) -> None:
         self._bus = bus
@@ -411,10 +407,8 @@ class Readiness:
         self._heartbeat_came = asyncio.Event()
 
     async def wait(self, models: Sequence[str], report: Callable[[str], None]) -> None:
-        """Return once a request to each of `models` was answered. `report` hears what is missing, at times.
-
-        Raises the request's error when it is not of the kind that passes.
-        """
+        """Return once a request to each of `models` was answered. `report` gets what is still missing every
+        REPORT_EVERY_S. Raises the request's error if it is not retryable."""
         await self._bus.subscribe(subjects.heartbeat_all(self._fleet), self._on_heartbeat)
         client = await Client.open(self._bus)
         self._bus.publish(subjects.heartbeat_request(self._fleet), b"")
@@ -434,14 +428,14 @@ class Readiness:
                 return
 
     def context(self, model: str) -> str:
-        """The longest prompt with its answer, for a person; after `wait`."""
+        """The longest prompt with its answer, in words. Call it after `wait`."""
         known = self._peers.max_load("tokenizer", "model_context", model)
         real = min(self._peers.max_load("executor", "context", model) or known, known)
         why = f": the KV cache holds no more of the model's {known:,}, see kv_blocks" if real < known else ""
         return f"{real:,} tokens{why}"
 
     async def gateway_port(self, report: Callable[[str], None]) -> int:
-        """The port on which a gateway serves HTTP, once one is ready; after `wait`."""
+        """The HTTP port of a gateway, once one is ready. Call it after `wait`."""
         while True:
             for actor in self._peers.ready("gateway"):
                 peer = self._peers.get(f"gateway.{actor}")
@@ -451,7 +445,7 @@ class Readiness:
             await self._next_heartbeat(report, "gateway")
 
     async def dtype(self) -> str:
-        """In what an executor computes, empty where none says so; after `wait`."""
+        """The dtype in which an executor computes, empty if none reports one. Call it after `wait`."""
         found = await request_all(self._bus, subjects.STATUS, STATUS_S)
         return next((str(status["dtype"]) for status in found if status.get("dtype")), "")
 
@@ -471,7 +465,7 @@ class Readiness:
         try:
             envelope = codec.decode(delivery.data)
         except WireError:
-            return  # not of this version
+            return  # a message of another version
         if isinstance(envelope.message, Heartbeat):
             self._peers.update(envelope.epoch, envelope.message, self._clock.now_us())
             self._heartbeat_came.set()

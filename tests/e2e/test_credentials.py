@@ -210,7 +210,7 @@ def test_a_tenants_command_line_asks_in_its_name_and_no_further(guarded: Up, use
     assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 3
     denied = run(guarded, "status", HEADRACE_NATS_URL=url)
     assert denied.returncode == 1
-    assert "these credentials are not for that" in denied.stderr
+    assert "these credentials do not allow this" in denied.stderr
     assert access.password_of(url) not in denied.stderr + denied.stdout
 
 
@@ -256,7 +256,7 @@ def test_a_health_check_looks_at_the_process_itself(guarded: Up, users: Path, tm
         process.send_signal(signal.SIGSTOP)
         while not (hung := run(guarded, "health", "detokenizer", **env)).returncode:
             pass  # until its beat is late
-        assert "the detokenizer here has not beaten for" in hung.stderr
+        assert "the detokenizer here has sent no heartbeat for" in hung.stderr
         process.send_signal(signal.SIGCONT)
         while run(guarded, "health", "detokenizer", **env).returncode:
             pass  # until it has beaten again

@@ -121,7 +121,7 @@ def test_whoever_still_waits_when_the_time_to_drain_is_over_is_told(start_up: St
         _, said = each.communicate(timeout=30)
         assert each.returncode == 1
         assert "its time to drain is over" in said
-    assert up.printed[-1] == "stopped: what did not end in time was told so"
+    assert up.printed[-1] == "stopped: requests that did not end in time got an error"
     wait_until_gone(children)
 
 
@@ -240,7 +240,7 @@ def test_what_hangs_is_replaced_and_two_of_each_edge_run_by_default(start_up: St
     kinds = [len(faults.pids_of(up.process.pid, kind)) for kind in ("tokenizer", "scheduler", "detokenizer")]
     assert kinds == [2, 1, 2]
     said = up.log.read_text()
-    assert re.search(r"scheduler +\| has not beaten for 1\d s and used no CPU: killed", said)
+    assert re.search(r"scheduler +\| has sent no heartbeat for 1\d s and used no CPU: killed", said)
     assert said.count("used no CPU: killed") == 1
     up.process.send_signal(signal.SIGTERM)
     up.read_until("^stopped")
@@ -291,7 +291,7 @@ def test_a_service_that_cannot_start_ends_it(start_up: StartUp, tmp_path: Path) 
     assert up.stop() == 1
     said = up.log.read_text().splitlines()[-1]
     assert said.startswith("error (setup): ")
-    assert said.endswith(" ended with status 1 before the server was ready: its last lines say why")
+    assert said.endswith(" ended with status 1 before the server was ready: see its last log lines")
 
 
 def test_several_of_each_service_and_a_server_of_ones_own(

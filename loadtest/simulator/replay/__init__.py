@@ -1,1 +1,1 @@
-"""Event logs done again: compared, and run under another policy in the virtual world."""
+"""Event logs replayed: compared, and simulated under another policy in the virtual world."""

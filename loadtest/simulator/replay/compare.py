@@ -1,5 +1,4 @@
-"""Where two frozen states differ, as paths that a person can follow: `state.requests[('t', 'r')].attempt: 1,
-now 2`."""
+"""The differences of two frozen states, as readable paths: `state.requests[('t', 'r')].attempt: 1, now 2`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What another policy would have done with the arrivals of a log: a simulation, and labelled as one.
+"""Simulates the arrivals of a log under another policy, and labels the result as a simulation.
 
 happened     measured from the log
-same         simulated with the log's own policy: how far the model is from what happened
+same         simulated with the log's own policy: how far the model is from reality
 changed      simulated with the other policy: to be compared with `same`
 """
 

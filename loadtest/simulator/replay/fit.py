@@ -1,4 +1,4 @@
-"""Virtual machines like those of a log: as fast, as large and as far away."""
+"""Fits virtual machines to those of a log: their speed, size and distance."""
 
 from __future__ import annotations
 

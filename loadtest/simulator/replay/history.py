@@ -1,7 +1,7 @@
-"""What happened, as a log tells it: who asked for what, when each token came, how long each step took.
+"""What a log recorded: the requests, the time of each token, the duration of each step.
 
-The log is done again, and the same reader that measures simulations reads its commands; so what happened and
-what is simulated are measured at the same place, by the scheduler's clock.
+The log is replayed, and the reader that measures simulations reads its commands. So the recorded run and the
+simulated ones are measured at the same point, by the scheduler's clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Do again what a log says, and compare: every command and every hash must come out equal."""
+"""Replays a log and compares: every command and every hash must be equal."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The `headrace` commands, one file each; chat.py also holds `request`, status.py also `kv`."""
+"""The `headrace` commands, one file each; chat.py also has `request`, status.py also `top` and `kv`."""

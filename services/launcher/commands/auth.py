@@ -1,16 +1,16 @@
-"""`headrace auth` makes the credentials of every service and tenant, and the nats-server's side of them.
+"""`headrace auth` makes the credentials of every service and tenant, and the nats-server's configuration.
 
     DIR/nats/nats.conf, users.conf        for the server: users, hashed passwords, permissions
     DIR/tokenizer/headrace.toml, ...      for one service each: `nats_url` with its user and password
     DIR/gateway/keys                      for the gateway: the hashes of the API keys
     DIR/tokenizer/classes                 for the tokenizers: the service classes that a tenant may use
-    DIR/operator/headrace.toml, api_key   for whoever runs the fleet: the command line, and over HTTP /metrics
+    DIR/operator/headrace.toml, api_key   for the operator: the command line, and over HTTP /metrics
     DIR/tenants/NAME/headrace.toml        for one tenant each, for NATS
     DIR/tenants/NAME/api_key              and for HTTP
 
-A folder for each, so that each can be given away alone. Run again it keeps every password, adds what is
-missing, and brings the server's side up to date; `--force` makes all of them anew. The server's files hold
-passwords only as bcrypt hashes.
+Each user has its own folder, which can be handed over without the others. A second run keeps every password,
+adds missing files and updates the server's files; `--force` makes new passwords for every user. The server's
+files hold passwords only as bcrypt hashes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TENANTS = "tenants"
 KEYS = "keys"  # the gateway's setting `http_keys`
 CLASSES = "classes"  # the tokenizers' setting `tenant_classes`
 API_KEY = "api_key"
-_UNWRITABLE = re.compile(r"[\s#]")  # no line of that file can name such a tenant
+_UNWRITABLE = re.compile(r"[\s#]")  # a tenant with such a name cannot stand in a line of the keys file
 PASSWORD_BYTES = 32
 
-# The passwords are 256 random bits, which no work factor could make harder to guess; the least one keeps the
-# return of a whole fleet after a restart of the server from costing it seconds.
+# The passwords are 256 random bits: a higher work factor would not make guessing harder. The lowest one saves
+# the server seconds when a whole fleet reconnects.
 BCRYPT_ROUNDS = 4
 ANSWER_WITHIN = "1m"
 HEAD = "# made by `headrace auth`: "
@@ -50,11 +50,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to make. `url` is where the users will connect."""
+    """What to make. `url` is the server to which the users will connect."""
 
     url: str
     fleet: str
-    tenants: tuple[str, ...] = ()  # beside those that are there
+    tenants: tuple[str, ...] = ()  # to add to the existing ones
     force: bool = False
     tls: Tls | None = None
     classes: tuple[str, ...] = ()  # that `tenants` may use; empty: as before, or access.DEFAULT_CLASSES
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Who may connect, and what for."""
+    """The password and the permissions of one user."""
 
     password: str
     permissions: Permissions
@@ -70,32 +70,33 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files that the server reads: its certificate and its key."""
+    """Paths of the server's certificate and key."""
 
     certificate: str
     key: str
 
 
 def generate(folder: Path, plan: Plan, report: Report) -> None:
-    """Make what is missing in `folder`. Raises SetupError for files that are not ours or do not fit."""
+    """Make the missing credentials in `folder`. Raises SetupError for files that `headrace auth` did not make
+    or that are for another server."""
     server = folder / "nats"
     for name in ("nats.conf", "users.conf"):
         if (server / name).exists() and not (server / name).read_text().startswith(HEAD):
-            raise SetupError(f"{server / name} is not of `headrace auth`: choose another folder")
+            raise SetupError(f"{server / name} was not made by `headrace auth`: choose another folder")
     users = {}
-    for place, (user, allowed) in _wanted(folder, plan).items():
-        users[user] = User(_password(folder / place / FILE, user, plan, report), allowed)
+    for subfolder, (user, allowed) in _wanted(folder, plan).items():
+        users[user] = User(_password(folder / subfolder / FILE, user, plan, report), allowed)
     _write(folder / "gateway" / KEYS, _http_keys(folder, plan.force))
     _write(folder / "tokenizer" / CLASSES, _classes(folder, plan))
     _write(server / "nats.conf", server_conf(plan.tls, ServerLimits()))
     if not _is_current(server / "users.conf", users):
         _write(server / "users.conf", users_conf(users))
-        report(f"{server / 'users.conf'}: {len(users)} users; a running nats-server takes it after a SIGHUP")
+        report(f"{server / 'users.conf'}: {len(users)} users; a running nats-server reads it after a SIGHUP")
 
 
 def url_of(folder: Path, name: str, server: str = "") -> str:
-    """The URL with the credentials of a service, the operator or a tenant; of another `server` if named.
-    Raises SetupError."""
+    """The URL with the credentials of a service, the operator or a tenant, for another `server` if named.
+    Raises SetupError if there are none."""
     known = (*access.SERVICES, access.OPERATOR)
     path = folder / (name if name in known else f"{TENANTS}/{token(name)}") / FILE
     url = _read(path)
@@ -105,35 +106,35 @@ def url_of(folder: Path, name: str, server: str = "") -> str:
 
 
 def tenants_in(folder: Path) -> list[str]:
-    """The tenants who have credentials in `folder`."""
+    """The tenants that have credentials in `folder`, sorted."""
     return sorted(untoken(path.parent.name) for path in folder.glob(f"{TENANTS}/*/{FILE}"))
 
 
 def tls_of(certificate: str, key: str) -> Tls | None:
-    """The server's files for TLS, None without. Raises SetupError when one is missing."""
+    """The server's files for TLS, or None. Raises SetupError if only one is given."""
     if bool(certificate) != bool(key):
-        raise SetupError("TLS needs --tls-cert and --tls-key, both as the nats-server sees them")
+        raise SetupError("TLS needs --tls-cert and --tls-key, both as paths on the nats-server's machine")
     return Tls(certificate, key) if certificate else None
 
 
 def authorization(folder: Path, fleet: str) -> str:
-    """The block that lets the users of `folder` into a server. Raises SetupError, also where it is of another
-    version or fleet, whose services may do other things."""
+    """The block `authorization` of a server's configuration, from users.conf in `folder`. Raises SetupError
+    if it is missing, or was made for another version or fleet with other permissions."""
     path = folder / "nats" / "users.conf"
     try:
         users = path.read_text()
     except OSError as error:
-        raise SetupError(f"no users to let in ({error}): run `headrace auth {folder}`") from None
+        raise SetupError(f"no credentials for services ({error}): run `headrace auth {folder}`") from None
     if not all(_list(access.of_service(kind, fleet).subscribe) in users for kind in access.SERVICES):
         raise SetupError(
-            f"{path} is of another version or fleet: run `headrace auth {folder}` again, which keeps all "
+            f"{path} is for another version or fleet: run `headrace auth {folder}` again, which keeps all "
             "passwords"
         )
     return users
 
 
 def keys_of(folder: Path) -> Path:
-    """The keys file of the gateway. Raises SetupError when there is none."""
+    """The path of the gateway's keys file. Raises SetupError if it does not exist."""
     path = folder / "gateway" / KEYS
     if not path.exists():
         raise SetupError(f"there are no API keys in {path}: run `headrace auth {folder}`")
@@ -141,7 +142,7 @@ def keys_of(folder: Path) -> Path:
 
 
 def _wanted(folder: Path, plan: Plan) -> Mapping[str, tuple[str, access.Permissions]]:
-    """Every folder to fill: its user and what that may do."""
+    """For every folder to fill: the name of its user and the user's permissions."""
     wanted = {kind: (access.user_of(kind), access.of_service(kind, plan.fleet)) for kind in access.SERVICES}
     operator = access.OPERATOR
     wanted[operator] = (access.user_of(operator), access.of_operator(plan.fleet))
@@ -155,13 +156,13 @@ def _checked(tenants: Iterable[str]) -> Iterable[str]:
     for tenant in tenants:
         if not tenant or tenant.startswith(access.SERVICE_PREFIX):
             raise SetupError(
-                f"{tenant!r} cannot be a tenant: names that begin {access.SERVICE_PREFIX} are ours"
+                f"{tenant!r} cannot be a tenant: names that begin with {access.SERVICE_PREFIX} are reserved"
             )
         yield tenant
 
 
 def _password(path: Path, user: str, plan: Plan, report: Report) -> str:
-    """The password in the file at `path`, or a new one put there."""
+    """The password in the file at `path`, or a new one written to it."""
     there = _read(path)
     if there and not plan.force:
         if access.shown(there) != access.shown(plan.url):
@@ -177,14 +178,14 @@ def _password(path: Path, user: str, plan: Plan, report: Report) -> str:
 
 
 def _http_keys(folder: Path, force: bool) -> str:
-    """Lines `tenant sha256:…` for the gateway: what others wrote, then ours."""
+    """Lines `tenant sha256:…` for the gateway. Lines for other tenants, which an operator added, are kept."""
     path = folder / "gateway" / KEYS
     there = path.read_text().splitlines() if path.exists() else []
-    places = {tenant: f"{TENANTS}/{token(tenant)}" for tenant in tenants_in(folder)}
-    places[access.user_of(access.OPERATOR)] = access.OPERATOR
-    lines = [line for line in there if line.partition(" ")[0] not in places]
-    for name, place in places.items():
-        own = folder / place / API_KEY
+    folders = {tenant: f"{TENANTS}/{token(tenant)}" for tenant in tenants_in(folder)}
+    folders[access.user_of(access.OPERATOR)] = access.OPERATOR
+    lines = [line for line in there if line.partition(" ")[0] not in folders]
+    for name, subfolder in folders.items():
+        own = folder / subfolder / API_KEY
         if force or not own.exists():
             _write(own, f"hr-{secrets.token_urlsafe(PASSWORD_BYTES)}\n")
         if not _UNWRITABLE.search(name):
@@ -193,7 +194,7 @@ def _http_keys(folder: Path, force: bool) -> str:
 
 
 def _classes(folder: Path, plan: Plan) -> str:
-    """Lines `tenant class,...` for the tokenizers: what is there, and what the plan names."""
+    """Lines `tenant class,...` for the tokenizers: the existing ones, changed by the plan."""
     path = folder / "tokenizer" / CLASSES
     there = (line.partition(" ") for line in (path.read_text().splitlines() if path.exists() else ()))
     classes = {name: allowed for name, _, allowed in there if name}
@@ -205,7 +206,7 @@ def _classes(folder: Path, plan: Plan) -> str:
 
 
 def classes_of(text: str) -> tuple[str, ...]:
-    """The classes in a list with commas. Raises SetupError for one that does not exist."""
+    """The classes of a comma-separated list. Raises SetupError for an unknown class."""
     classes = tuple(filter(None, (name.strip() for name in text.split(","))))
     if wrong := [name for name in classes if name not in access.CLASSES]:
         raise SetupError(f"there is no class {wrong[0]!r}, only {', '.join(access.CLASSES)}")
@@ -226,7 +227,7 @@ def _is_current(path: Path, users: Mapping[str, User]) -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file in one step: nobody but its owner can read it or its folder."""
+    """Replace a file atomically. Only its owner can read it and the folders made for it."""
     try:
         for missing in reversed([p for p in (path.parent, *path.parent.parents) if not p.exists()]):
             missing.mkdir(mode=0o700)
@@ -241,23 +242,23 @@ def _write(path: Path, text: str) -> None:
 
 
 def users_conf(users: Mapping[str, User]) -> str:
-    """The block `authorization` for these users; its first line tells whether it is still up to date."""
+    """The block `authorization` for these users; its first line is `head(users)`."""
     body = [_user(name, user) for name, user in sorted(users.items())]
     return "\n".join([head(users), "authorization {", "  users: [", *body, "  ]", "}", ""])
 
 
 def head(users: Mapping[str, User]) -> str:
-    """The first line of `users_conf`: equal for equal users, passwords and permissions."""
+    """The first line of `users_conf`, a hash of users, passwords and permissions."""
     facts = json.dumps([[name, repr(user)] for name, user in sorted(users.items())])
     return HEAD + sha256(facts.encode()).hexdigest()[:32]
 
 
 def server_conf(tls: Tls | None, limits: ServerLimits) -> str:
-    """A server of its own machine or container, which includes `users.conf` from the same folder."""
+    """The configuration of a server in its own container; it includes `users.conf` from the same folder."""
     files = f"cert_file: {json.dumps(tls.certificate)}, key_file: {json.dumps(tls.key)}" if tls else ""
     return "\n".join(
         [
-            HEAD + "what the server allows, and who may connect",
+            HEAD + "limits and users of the server",
             "port: 4222",
             "http_port: 8222",
             *limits.lines(),
@@ -290,5 +291,5 @@ def _hashed(password: str) -> str:
         import bcrypt
     except ModuleNotFoundError:
         raise SetupError("credentials need the package bcrypt: pip install bcrypt") from None
-    # the server takes the older name of the same algorithm only
+    # nats-server accepts only 2a, the older name of the same algorithm
     return bcrypt.hashpw(password.encode(), bcrypt.gensalt(BCRYPT_ROUNDS, prefix=b"2a")).decode()

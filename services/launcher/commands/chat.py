@@ -1,8 +1,8 @@
 """`headrace chat` holds a conversation on the terminal, and `headrace request` sends one request.
 
-Of a chat Ctrl-C stops an answer, and Ctrl-D ends the chat. The connection lives on an event loop of its own
-thread, so that it answers the server's pings while the main thread waits for the next line. A request is JSON
-in, JSON out; with --stream one JSON line for each frame.
+In a chat Ctrl-C stops an answer and Ctrl-D ends the chat. The connection runs on an event loop in a second
+thread, so that it answers the server's pings while the main thread waits for the next line. A request is read
+as JSON and its answer printed as JSON, with --stream one line for each frame.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation with one model; `messages` is what the model is shown."""
+    """A conversation with one model; `messages` is its history."""
 
     client: Client
     model: str
@@ -38,28 +38,29 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
 
     async def send(self, text: str) -> None:
-        """Ask, and print the answer as it comes. Raises the request's error and forgets the question."""
-        asked: Message = {"role": "user", "content": text}
-        body = {"model": self.model, "messages": [*self.messages, asked], **self.options}
-        pieces: list[str] = []
+        """Send `text` and print the answer as it arrives. Raises the request's error. A question without any
+        answer is not kept."""
+        question: Message = {"role": "user", "content": text}
+        body = {"model": self.model, "messages": [*self.messages, question], **self.options}
+        deltas: list[str] = []
         try:
             async with aclosing(self.client.stream(body, timeout_s=self.timeout_s)) as frames:
                 async for frame in frames:
-                    _show(frame, pieces)
+                    _show(frame, deltas)
         finally:
-            if pieces:
+            if deltas:
                 print(flush=True)
-                self.messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
+                self.messages += [question, {"role": "assistant", "content": "".join(deltas)}]
 
 
-def _show(frame: dict[str, Any], pieces: list[str]) -> None:
-    if frame["type"] == "accepted" and pieces:
+def _show(frame: dict[str, Any], deltas: list[str]) -> None:
+    if frame["type"] == "accepted" and deltas:
         print(dim("\n[the answer starts over]"), flush=True)
-        pieces.clear()
+        deltas.clear()
     for choice in frame.get("choices", ()):
-        piece = choice.get("delta", {}).get("content", "")
-        pieces.append(piece)
-        print(piece, end="", flush=True)
+        delta = choice.get("delta", {}).get("content", "")
+        deltas.append(delta)
+        print(delta, end="", flush=True)
 
 
 async def ask_once(target: Target, question: str, options: dict[str, Any], timeout_s: float) -> None:
@@ -69,7 +70,7 @@ async def ask_once(target: Target, question: str, options: dict[str, Any], timeo
 
 
 def converse(target: Target, options: dict[str, Any], timeout_s: float) -> None:
-    """Questions from the keyboard until Ctrl-D, Ctrl-C at the prompt, or /bye. Raises SetupError."""
+    """Answer questions from the keyboard until Ctrl-D, Ctrl-C at the prompt, or /bye. Raises SetupError."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and line editing
     with LoopThread() as loop, suppress(EOFError):
@@ -96,7 +97,7 @@ def _answer(loop: LoopThread, chat: Chat, line: str) -> None:
 
 
 class LoopThread:
-    """An event loop in a thread; `run` waits for a coroutine there, and cancels it on Ctrl-C."""
+    """An event loop in a thread; `run` waits for a coroutine on it and cancels the coroutine on Ctrl-C."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
@@ -120,7 +121,7 @@ class LoopThread:
             raise
 
     def _settle(self) -> None:
-        """Wait until everything cancelled has cleaned up behind itself."""
+        """Wait until all cancelled tasks have ended."""
 
         async def others() -> None:
             tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task() and t.cancelling()]
@@ -130,7 +131,7 @@ class LoopThread:
 
 
 def read_body(text: str | None, file: Path | None) -> dict[str, Any]:
-    """The request from the argument, a file, or stdin (neither given, or `-`). Raises BadRequest."""
+    """The request from the argument, a file, or stdin (if neither is given, or `-`). Raises BadRequest."""
     if text is not None and file is not None:
         raise BadRequest("give the request as an argument or with --file, not both")
     if file is not None and str(file) != "-":
@@ -150,7 +151,7 @@ def read_body(text: str | None, file: Path | None) -> dict[str, Any]:
 
 
 async def request(target: Target, body: dict[str, Any], *, stream: bool, timeout_s: float) -> None:
-    """Send `body` and print the answer. Raises the request's error. An interrupt cancels it."""
+    """Send `body` and print the answer. Raises the request's error. An interrupt cancels the request."""
     filled = {"model": target.model, **body}
     async with connected(target.nats_url) as bus:
         client = await Client.open(bus, target.tenant)

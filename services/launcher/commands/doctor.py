@@ -1,4 +1,4 @@
-"""`headrace doctor`: what is needed to run here, each line ok or how to mend it."""
+"""`headrace doctor` checks what this machine needs to run Headrace and prints how to fix each problem."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. `level` is ok, warn (works, but) or fail (does not work)."""
+    """One line. `level` is ok, warn (works with a drawback) or fail (does not work)."""
 
     level: str
     what: str
@@ -40,7 +40,7 @@ class Finding:
 
 
 def doctor(loaded: Loaded) -> int:
-    """Print every finding; 1 when something does not work."""
+    """Print every finding. Returns 1 if one of them is `fail`, else 0."""
     worst = 0
     for finding in examine(loaded):
         code = {"ok": 32, "warn": 33, "fail": 31}[finding.level]
@@ -77,7 +77,7 @@ def _packages(_: Loaded) -> Iterator[Finding]:
 
 def _uvloop(_: Loaded) -> Iterator[Finding]:
     if importlib.util.find_spec("uvloop") is None:
-        yield Finding("warn", "uvloop is missing, asyncio serves in its place", "pip install uvloop")
+        yield Finding("warn", "uvloop is missing, asyncio is used instead", "pip install uvloop")
     else:
         yield Finding("ok", f"uvloop {importlib.metadata.version('uvloop')}")
 
@@ -135,7 +135,7 @@ def _shared_memory(_: Loaded) -> Iterator[Finding]:
 
 def _variables(loaded: Loaded) -> Iterator[Finding]:
     for name in loaded.unknown_env:
-        yield Finding("warn", f"{name} is no setting", "`headrace config show` lists them")
+        yield Finding("warn", f"{name} is not a setting", "`headrace config show` lists them")
 
 
 def _connection(loaded: Loaded) -> Iterator[Finding]:

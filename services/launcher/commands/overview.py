@@ -1,7 +1,7 @@
-"""What people read of the services' answers: problems in words, one line for each service, every fact of one.
+"""Turns the services' status answers into text: problems, one line for each service, every fact of one.
 
-Pure: status.py asks the services and prints. Rates, hits and preemptions are those of the last ten seconds,
-as each service has counted them itself (`last_10_s` of its answer); all else is as of now.
+Pure: status.py gets the answers and prints. Rates, hits and preemptions cover the last ten seconds, counted
+by each service (`last_10_s` of its answer); all other figures are current.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shared.actor.membership import NEEDED
 
 Facts = dict[str, Any]
 
-ANSWER_S = 0.5  # for an answer: it comes within milliseconds, from a service that starts it may take longer
-ID_DIGITS = 4  # shown of an id, more where two begin alike
-GROWS = 10  # more requests waiting than ten seconds ago, as a problem
+ANSWER_S = 0.5  # to wait for answers: a ready service needs milliseconds, one that starts may need longer
+ID_DIGITS = 4  # shown of an id, more if two start alike
+GROWS = 10  # requests by which a queue has grown in ten seconds to be reported as a problem
 FULL_PCT = 95
 FOOT = "Rates, hits, preemptions: last 10 s. Every fact: headrace status SERVICE"
 _STARTS = {
@@ -28,8 +28,8 @@ _STARTS = {
     "kv_offload": "until it is ready, KV blocks that leave device memory are computed again",
 }
 _REFUSALS = {
-    429: "its queue is full, or too slow for them. Add an executor, send less, or raise max_waiting",
-    503: "an executor or a detokenizer was missing, or it drained",
+    429: "its queue is full, or its wait too long. Add an executor, send less, or raise max_waiting",
+    503: "it had no executor or no detokenizer, or it was draining",
 }
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -44,7 +44,7 @@ class Fleet:
 
     @cached_property
     def models(self) -> list[str]:
-        """The models that any service is for, sorted."""
+        """The models of all services, sorted."""
         return sorted({str(s["model"]) for s in self.services if s.get("model")})
 
     @cached_property
@@ -56,7 +56,7 @@ class Fleet:
         return {i: i[:digits] for i in ids}
 
     def name_of(self, kind: object, actor: object) -> str:
-        """`kind.id`, the id as short as no other begins so; the whole id of one that has not answered."""
+        """`kind.id`, with the id cut to a unique start; the whole id of a service that has not answered."""
         return f"{kind}.{self._short_ids.get(str(actor), actor)}"
 
     def of_kind(self, kind: str) -> list[tuple[str, Facts]]:
@@ -65,13 +65,13 @@ class Fleet:
         return [(self.name_of(kind, s["id"]), s) for s in found]
 
     def find(self, wanted: str) -> list[Facts]:
-        """The services whose `kind.id` or id begins so."""
+        """The services with a `kind.id` or an id that starts with `wanted`."""
         names = [(f"{s['kind']}.{s['id']}", str(s["id"]), s) for s in self.services]
         return [s for name, actor, s in names if name.startswith(wanted) or actor.startswith(wanted)]
 
 
 def lines(fleet: Fleet, width: int = 0) -> list[str]:
-    """Problems, then one line a service; `width` in columns, 0 for any."""
+    """Problems, then one line for each service, cut to `width` columns; 0 is no limit."""
     found = list(problems(fleet))
     count = {0: "no problems", 1: "1 problem"}.get(len(found), f"{len(found)} problems")
     models = f", {', '.join(fleet.models)}" if fleet.models else ""
@@ -92,7 +92,7 @@ def _folded(problem: str, width: int) -> list[str]:
 
 
 def every_fact(fleet: Fleet, service: Facts) -> list[str]:
-    """One service: its problems, then its facts, one a line; for an executor also those of its scheduler."""
+    """One service: its problems, then one fact a line, for an executor also its scheduler's facts."""
     name, seen = fleet.name_of(service["kind"], service["id"]), {}
     for scheduler, facts in fleet.of_kind("scheduler"):
         if service["kind"] == "executor" and service["id"] in facts.get("executors", {}):
@@ -138,7 +138,7 @@ def _table(fleet: Fleet, width: int) -> list[str]:
 
 
 def _cells(fleet: Fleet, service: Facts) -> list[str]:
-    """What matters for its kind; nothing for a service that starts or has failed: its answer has no facts."""
+    """The cells of a service's line; none if it starts or has failed: then its answer has no facts."""
     if service["state"] == "starting":
         return []
     try:
@@ -171,7 +171,7 @@ def _scheduler(_: Fleet, scheduler: Facts) -> list[str]:
 
 
 def _executor(fleet: Fleet, executor: Facts) -> list[str]:
-    """KV, step time and slots are the scheduler's: it has the block pool."""
+    """KV, step time and slots come from the scheduler, which has the block pool."""
     of_schedulers = [s.get("executors", {}).get(executor["id"]) for _, s in fleet.of_kind("scheduler")]
     pool = next((pool for pool in of_schedulers if pool), None)
     engine = f"{executor['backend']} {executor['dtype']}".removesuffix(" none")
@@ -209,7 +209,7 @@ _CELLS = {
 
 
 def problems(fleet: Fleet) -> Iterator[str]:
-    """Each in a sentence that begins with the name of a service or a model, and what to do about it."""
+    """Each problem as a sentence that starts with a service or a model, and what to do about it."""
     for check in (_not_ready, _silent, _lacking, _kept_out, _queues, _gateways, _tiers, _faults):
         yield from check(fleet)
 
@@ -227,7 +227,7 @@ def _not_ready(fleet: Fleet) -> Iterator[str]:
 
 
 def _silent(fleet: Fleet) -> Iterator[str]:
-    """Services that a scheduler has and that have not answered."""
+    """Services that a scheduler counts on and that have not answered."""
     there = {(s["kind"], s["id"]) for s in fleet.services}
     for scheduler, facts in fleet.of_kind("scheduler"):
         members = [(kind, i) for kind in ("executor", "detokenizer") for i in facts.get(f"{kind}s", ())]
@@ -235,7 +235,7 @@ def _silent(fleet: Fleet) -> Iterator[str]:
             if (kind, actor) not in there:
                 yield (
                     f"{fleet.name_of(kind, actor)} has not answered within {ANSWER_S} s, and {scheduler} "
-                    "counts on it: it is busy, has stopped or is cut off. Try again; its log has the reason."
+                    "counts on it: it is busy, stopped or cut off. Try again; its log has the reason."
                 )
 
 
@@ -302,10 +302,10 @@ def _tiers(fleet: Fleet) -> Iterator[str]:
             why = f" ({facts['l2_error']})" if facts.get("l2_error") else ""
             yield (
                 f"{name} does not reach its L2 {facts.get('l2_url')}{why}: what leaves L1 is computed again. "
-                "Start that server or mend the way to it; kv_offload tries it once a second."
+                "Start that server or repair the connection; kv_offload tries it once a second."
             )
         if stuck := facts.get("stuck_calls"):
-            yield f"{name} waits for {_many(stuck, 'call')} that do not end: look at {facts.get('l2_url')}."
+            yield f"{name} waits for {_many(stuck, 'call')} that do not end: check {facts.get('l2_url')}."
 
 
 def _faults(fleet: Fleet) -> Iterator[str]:
@@ -314,19 +314,19 @@ def _faults(fleet: Fleet) -> Iterator[str]:
         if errors := service.get("wire_errors"):
             yield (
                 f"{name} has dropped {_many(errors, 'message')} that it could not read (wire errors): is a "
-                "service of another version in this fleet? Its log has more."
+                "service of another version in this fleet? Its log has the details."
             )
         if failed := recent.get("failed_steps"):
             yield f"{name} has failed {_many(failed, 'step')} {_lately(recent)}: its log has the reason."
-        if orphans := service.get("failover"):
-            yield f"{name} has {_many(orphans, 'request')} without a scheduler, and looks for one: start one."
+        if waiting := service.get("failover"):
+            yield f"{name} has {_many(waiting, 'request')} without a scheduler: start a scheduler."
 
 
 # ---- figures ------------------------------------------------------------------------------------
 
 
 def age(seconds: float) -> str:
-    """In the largest unit that fits, at most three characters up to 99 days."""
+    """A duration in its largest whole unit: at most three characters up to 99 days."""
     for unit, length in (("d", 86_400), ("h", 3_600), ("m", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f}{unit}"
@@ -334,7 +334,7 @@ def age(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes, with three digits."""
+    """Bytes with three digits and a unit."""
     for unit in _UNITS[:-1]:
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -343,12 +343,12 @@ def size(count: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share; a dash of nothing."""
+    """A share in percent; a dash if `whole` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def _rate(service: Facts, count: str) -> str:
-    """What was added to a count, a second; a dash within the first second."""
+    """The growth of a count per second; a dash within the first second."""
     recent = service["last_10_s"]
     if not recent.get("seconds"):
         return "-"

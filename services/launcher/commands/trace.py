@@ -1,7 +1,7 @@
 """`headrace trace ID` shows where the time of one request went, from the scheduler's own record.
 
-It needs neither OpenTelemetry nor any viewer. A trace is drawn as a waterfall, with `--overlap` as lanes of
-some steps, or written as a timeline for a viewer; the drawing is pure.
+It needs neither OpenTelemetry nor a viewer. The trace is drawn as a waterfall, with `--overlap` as one row of
+steps for each place that works on them, or written as a timeline for a viewer. The drawing is pure.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 from shared.telemetry.traces import covered_us
 
-WAIT_S = 1.0  # for a scheduler that knows the request; those that do not answer as fast
+WAIT_S = 1.0  # for an answer from the scheduler that has the request
 
 Body = dict[str, Any]
 Span = dict[str, Any]
 Event = dict[str, Any]
 Interval = tuple[int, int]
 
-# of the waterfall
+# The waterfall.
 MIN_BAR, MAX_BAR = 20, 100
 _COLOURS = {"received": 33, "tokenize": 33, "transit": 2, "queue": 35, "prefill wait": 2, "decode": 32}
 _CYAN, _RED = 36, 31
 _SHOWN = (("tokens", "tokens"), ("step", "step"), ("tokens_per_second", "tokens/s"))
 
-# of the timeline
+# The timeline.
 REQUEST_PID = 1
 MICRO_BATCH_LANE, WAIT_LANE = 90, 99
 
-# of the lanes of some steps
+# The rows of `--overlap`.
 STEPS = 8  # drawn
-RAN = ("prefill", "decode")  # spans of a request while it has steps of its own: in the queue it has none
+RAN = ("prefill", "decode")  # the spans in which a request takes part in steps
 TRANSPORT, HOST = "transport", "host"
 COMPUTE = ("compute A", "compute B")
 LANES = (TRANSPORT, *COMPUTE, HOST)
@@ -66,8 +66,8 @@ class Form:
     """How to show a trace."""
 
     as_json: bool = False
-    overlap: bool = False  # some steps as lanes, in place of the waterfall
-    perfetto: Path | None = None  # write a timeline there, too
+    overlap: bool = False  # the rows of some steps instead of the waterfall
+    perfetto: Path | None = None  # a file to which a timeline is written, too
 
 
 async def trace(target: Target, request: str, form: Form) -> None:
@@ -93,14 +93,14 @@ async def trace(target: Target, request: str, form: Form) -> None:
 
 
 async def find(bus: Bus, request: str, *, steps: bool = False, wait_s: float = WAIT_S) -> Body:
-    """The trace of a request from whichever scheduler knows it. Raises UnknownRequest when those that
-    answered do not, Unavailable when there is none, BadRequest for what is no id."""
+    """The trace of a request, from the scheduler that has it. Raises UnknownRequest if no scheduler has it,
+    Unavailable if no scheduler answers, and BadRequest for an invalid id."""
     if not 0 < len(request) <= subjects.MAX_NAME_CHARS:
         raise BadRequest(f"a request id has 1 to {subjects.MAX_NAME_CHARS} characters", param="request_id")
     inbox, answers = bus.new_inbox(), asyncio.Queue[Delivery]()
     subscription = await bus.subscribe(inbox, answers.put_nowait)
     bus.publish(subjects.trace(request), subjects.TRACE_STEPS if steps else b"", reply=inbox)
-    asked = 0
+    answered = 0
     try:
         async with asyncio.timeout(wait_s):
             while True:
@@ -110,15 +110,15 @@ async def find(bus: Bus, request: str, *, steps: bool = False, wait_s: float = W
                 body: Body = json.loads(delivery.data)
                 if body["state"] != "unknown":
                     return body
-                asked += 1
+                answered += 1
     except TimeoutError:
-        if not asked:
+        if not answered:
             raise Unavailable("no scheduler answers: see `headrace status`") from None
     finally:
         await subscription.cancel()
     raise UnknownRequest(
         f"no request {request!r} is running or among the last 1000: the id is `request_id` in the frames and "
-        "`id` in a plain answer; a request that was refused leaves no trace here"
+        "`id` in a plain answer; refused requests have no trace"
     )
 
 
@@ -173,7 +173,7 @@ def _head(body: dict[str, Any], total_us: int) -> list[str]:
 
 
 def _tree(spans: list[Span]) -> list[tuple[int, Span]]:
-    """(depth, span), children below their parent in order of time."""
+    """(depth, span) pairs: children after their parent, ordered by start."""
     children: dict[int | None, list[int]] = defaultdict(list)
     for i, span in enumerate(spans):
         children[span["parent"]].append(i)
@@ -188,7 +188,7 @@ def _tree(spans: list[Span]) -> list[tuple[int, Span]]:
 
 
 def _bar(span: Span, start_us: int, total_us: int, width: int) -> str:
-    """The span's place in `width` columns; what is shorter than a column is a thin line."""
+    """The span as a bar in `width` columns; a span shorter than a column is a thin line."""
     begin = min((span["start_us"] - start_us) * width // total_us, width - 1)
     end = min(-(-(span["end_us"] - start_us) * width // total_us), width)
     thin = (span["end_us"] - span["start_us"]) * width < total_us
@@ -216,9 +216,9 @@ def _decisions(spans: list[Span], start_us: int) -> list[str]:
         numbers = dict(event["attributes"])
         why, choice = numbers.pop("why", ""), numbers.pop("choice", 0)
         facts = ", ".join(f"{name} {value}" for name, value in numbers.items())
-        who = f"choice {choice}: " if choice else ""
+        head = f"choice {choice}: " if choice else ""
         lines.append(
-            f"  {_ms(event['at_us'] - start_us):>10}  {who}{event['name']}: {why} {dim(f'({facts})')}"
+            f"  {_ms(event['at_us'] - start_us):>10}  {head}{event['name']}: {why} {dim(f'({facts})')}"
         )
     return lines
 
@@ -236,8 +236,8 @@ def timeline(body: dict[str, Any]) -> dict[str, Any]:
                         waiting for a plan        ░
                         compute A, comm A, …      of steps in micro-batches, their first segments
 
-    A step occupies the lane `step % window` of its executor from the sending of its plan until its result is
-    applied, so the lanes are the micro-batches in flight. Format: "Trace Event Format", Google, 2016.
+    A step occupies the row `step % window` of its executor from the sending of its plan until its result is
+    applied, so the rows are the steps in flight. Format: "Trace Event Format", Google, 2016.
     """
     origin_us = body["spans"][0]["start_us"]
     events = [*_request(body, origin_us)]
@@ -247,9 +247,9 @@ def timeline(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _request(body: dict[str, Any], origin_us: int) -> Iterator[Event]:
-    """Each span in the highest row that is free in its time: slices of a row nest or follow, never cross."""
+    """Each span in the first row that is free during its time, because slices of a row must not cross."""
     yield _name("process_name", REQUEST_PID, 0, f"request {body['request_id']}")
-    rows: list[int] = []  # until when each is taken
+    rows: list[int] = []  # the end of the last span in each
     for span in sorted(body["spans"], key=lambda s: (s["start_us"], -s["end_us"])):
         row = next((i for i, until in enumerate(rows) if until <= span["start_us"]), len(rows))
         if row == len(rows):
@@ -257,12 +257,12 @@ def _request(body: dict[str, Any], origin_us: int) -> Iterator[Event]:
             yield _name("thread_name", REQUEST_PID, row, "stages" if row else "request")
         rows[row] = span["end_us"]
         args = {**span["attributes"], **({"error": span["error"]} if span["error"] else {})}
-        place = (REQUEST_PID, row)
-        yield _slice(span["name"], place, span["start_us"] - origin_us, span["end_us"] - origin_us, args)
+        track = (REQUEST_PID, row)
+        yield _slice(span["name"], track, span["start_us"] - origin_us, span["end_us"] - origin_us, args)
         for event in span["events"]:
             at_us = event["at_us"] - origin_us
             args = event["attributes"]
-            yield {"ph": "i", "s": "t", "name": event["name"], **_at(place), "ts": at_us, "args": args}
+            yield {"ph": "i", "s": "t", "name": event["name"], **_at(track), "ts": at_us, "args": args}
 
 
 def _executor(
@@ -277,17 +277,17 @@ def _executor(
             yield _name("thread_name", pid, lane, name)
     for row in zip(*columns.values(), strict=True):
         step = dict(zip(columns, row, strict=True))
-        place = (pid, step["step"] % window)
+        track = (pid, step["step"] % window)
         planned, start, end, result = (
             step[key] - origin_us for key in ("planned_us", "start_us", "end_us", "result_us")
         )
         forwarded = start + step["forward_us"]
         shown = ("step", "rows", "tokens", "prefill_tokens", "micro_batch", "wait_us")
         args = {key: step[key] for key in shown} | {"micro_batch": "AB"[step["micro_batch"] % 2]}
-        yield _slice("queued", place, planned, max(start, planned), args)
-        yield _slice(f"forward {step['step']}", place, start, forwarded, args)
-        yield _slice(f"sample {step['step']}", place, forwarded, forwarded + step["sample_us"], args)
-        yield _slice("returned", place, end, max(result, end), args)
+        yield _slice("queued", track, planned, max(start, planned), args)
+        yield _slice(f"forward {step['step']}", track, start, forwarded, args)
+        yield _slice(f"sample {step['step']}", track, forwarded, forwarded + step["sample_us"], args)
+        yield _slice("returned", track, end, max(result, end), args)
         flat = step.get("segments", ())
         for lane, from_us, took_us in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
             began = start + from_us
@@ -296,13 +296,13 @@ def _executor(
             yield _slice("wait", (pid, WAIT_LANE), start - step["wait_us"], start, args)
 
 
-def _slice(name: str, place: tuple[int, int], start_us: int, end_us: int, args: Event) -> Event:
+def _slice(name: str, track: tuple[int, int], start_us: int, end_us: int, args: Event) -> Event:
     took_us = max(end_us - start_us, 0)
-    return {"ph": "X", "name": name, **_at(place), "ts": start_us, "dur": took_us, "args": args}
+    return {"ph": "X", "name": name, **_at(track), "ts": start_us, "dur": took_us, "args": args}
 
 
-def _at(place: tuple[int, int]) -> Event:
-    return {"pid": place[0], "tid": place[1]}
+def _at(track: tuple[int, int]) -> Event:
+    return {"pid": track[0], "tid": track[1]}
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> Event:
@@ -311,7 +311,7 @@ def _name(kind: str, pid: int, tid: int, name: str) -> Event:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Something that lasted, on a lane."""
+    """A part of a step with a start and an end, on one row (`lane`)."""
 
     lane: str
     kind: str
@@ -321,17 +321,15 @@ class Segment:
 
 
 def overlap(body: Body) -> Body:
-    """The steps in the middle of a request, as segments on lanes, and how much was hidden; times count from
-    the first piece. Raises UnknownRequest when none of its steps is kept any more.
-
-    From the stamps of each step, executor's and scheduler's, by wall clock.
-    """
+    """The steps in the middle of a request as segments, and how much of the host's work and of transport the
+    device's work hides. Times are wall-clock times of scheduler and executor, from the start of the first
+    segment. Raises UnknownRequest if none of the request's steps is kept any more."""
     whole, *stages = body["spans"]
     ran = [span for span in stages if span["name"] in RAN] or [whole]
     middle_us = (min(span["start_us"] for span in ran) + max(span["end_us"] for span in ran)) // 2
     executor, steps = _steps(body)
     if not steps:
-        raise UnknownRequest(f"no step of {body['request_id']!r} is kept any more: ask sooner")
+        raise UnknownRequest(f"no step of {body['request_id']!r} is kept any more: trace it sooner")
     nearest = min(range(len(steps)), key=lambda i: abs(steps[i]["start_us"] - middle_us))
     first = max(0, min(nearest - STEPS // 2, len(steps) - STEPS))
     shown = steps[first : first + STEPS]
@@ -351,15 +349,15 @@ def overlap(body: Body) -> Body:
 
 
 def draw_overlap(found: Body, width: int) -> list[str]:
-    """The lines for a terminal of `width` columns: steps as lanes, so that what runs under what is seen.
+    """The lines for a terminal of `width` columns: one row for each place, so that overlap is visible.
 
         transport  ▸▸    ◂◂▸▸           ▸ a plan on its way  ◂ a result  ◆ both
         compute A  ████▓▓      ████▓▓   █ forward  ▓ sample  · the plan waits for the device
         compute B  ··    ████▓▓
         host             AAAA  BBBB     logits processors of A, of B; # both
 
-    A step of several ranks may come in micro-batches that talk under each other's compute; one such step is
-    drawn below:
+    A step on several ranks may be split into micro-batches, so that one's collectives overlap the other's
+    compute; one such step is drawn below:
 
         compute A  ████    ████
         compute B      ████    ████
@@ -396,12 +394,12 @@ def _rows(lanes: Sequence[str], segments: Sequence[Body], columns: int, took_us:
         yield f"{lane:<{LABEL}}{''.join(row)}".rstrip()
 
 
-def _two_streams(halved: list[Body], middle_us: int) -> Body | None:
-    """Of the steps in micro-batches the one nearest to the middle: its first segments from its begin on, how
-    long its ranks talked, and how much of that was under compute."""
-    if not halved:
+def _two_streams(split: list[Body], middle_us: int) -> Body | None:
+    """The split step nearest to `middle_us`: its first segments, the time of their collectives, and how much
+    of that time was hidden under compute."""
+    if not split:
         return None
-    step = min(halved, key=lambda step: abs(step["start_us"] - middle_us))
+    step = min(split, key=lambda step: abs(step["start_us"] - middle_us))
     flat = step["segments"]
     segments = [
         Segment(SEGMENT_LANES[lane], SEGMENT_LANES[lane], step["step"], from_us, from_us + took_us)
@@ -422,18 +420,15 @@ def _draw_streams(found: Body | None, columns: int) -> list[str]:
     if found is None:
         return []
     took_us = max(found["took_us"], 1)
-    lines = [
-        "",
-        f"step {found['step']} of {found['tokens']} tokens in micro-batches,"
-        f" its first {took_us / 1000:.2f} ms",
-    ]
+    shown = f"in micro-batches, its first {took_us / 1000:.2f} ms"
+    lines = ["", f"step {found['step']} of {found['tokens']} tokens {shown}"]
     lines += _rows(SEGMENT_LANES, found["segments"], columns, took_us)
     hidden = _share(found["hidden_comm_us"], found["comm_us"])
-    return [*lines, "", f"the ranks talk {found['comm_us'] / 1000:.2f} ms of it, {hidden} under compute"]
+    return [*lines, "", f"collectives take {found['comm_us'] / 1000:.2f} ms of it, {hidden} under compute"]
 
 
 def _steps(body: Body) -> tuple[str, list[Body]]:
-    """The executor with most of the request's steps, and these in their order."""
+    """The executor with most of the request's steps, and these steps in order."""
     found = {
         executor: [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         for executor, columns in body.get("steps", {}).items()
@@ -444,16 +439,16 @@ def _steps(body: Body) -> tuple[str, list[Body]]:
 
 
 def _segments(step: Body) -> Iterable[Segment]:
-    """What a step did and where. Sampling ends it, and the logits processors work just before."""
-    number, half = step["step"], step["micro_batch"] % 2
-    start, end, compute = step["start_us"], step["end_us"], COMPUTE[half]
+    """The segments of a step. Sampling comes last, right after the logits processors."""
+    number, batch = step["step"], step["micro_batch"] % 2
+    start, end, compute = step["start_us"], step["end_us"], COMPUTE[batch]
     sampling = end - step["sample_us"]
     arrived = start - step["queued_us"]
     for lane, kind, began, ended in (
         (TRANSPORT, "plan", min(step["planned_us"], arrived), arrived),
         (compute, "queued", arrived, start),
         (compute, "forward", start, start + step["forward_us"]),
-        (HOST, f"host {'AB'[half]}", sampling - step["host_us"], sampling),
+        (HOST, f"host {'AB'[batch]}", sampling - step["host_us"], sampling),
         (compute, "sample", sampling, end),
         (TRANSPORT, "result", end, max(step["result_us"], end)),
     ):
@@ -462,7 +457,7 @@ def _segments(step: Body) -> Iterable[Segment]:
 
 
 def _mark(row: list[str], segment: Body, took_us: int) -> None:
-    """Draw a piece: at least one column, and a sign of its own where two meet."""
+    """Draw a segment: at least one column, with a special mark where two segments meet."""
     mark, columns = _MARKS[segment["kind"]], len(row)
     begin = min(segment["start_us"] * columns // took_us, columns - 1)
     for at in range(begin, max(segment["end_us"] * columns // took_us, begin + 1)):
@@ -473,7 +468,7 @@ def _mark(row: list[str], segment: Body, took_us: int) -> None:
 
 
 def _hidden(segments: list[Segment]) -> dict[str, int]:
-    """How long the device, the host and the transport worked, and how much of it under the device's work."""
+    """The time of the device, the host and the transport, and how much of it the device's work hides."""
     device = _of(segments, "forward", "sample")
     host, transport = _of(segments, "host A", "host B"), _of(segments, "plan", "result")
     return {

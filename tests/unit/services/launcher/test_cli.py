@@ -109,7 +109,7 @@ def test_config_show_says_where_each_value_comes_from(
     assert rows["window"] == ["4", "flag"]
     assert rows["log_json"] == ["False", "flag"]
     assert rows["backend"] == ["auto", "default"]
-    assert shown.err == "HEADRACE_SLOT is no setting: HEADRACE_… takes the names above\n"
+    assert shown.err == "HEADRACE_SLOT is not a setting: HEADRACE_… takes the names above\n"
 
 
 def test_a_user_without_home_and_passwd_entry_is_given_one(tmp_path: Path) -> None:
@@ -137,8 +137,9 @@ def test_a_user_without_home_and_passwd_entry_is_given_one(tmp_path: Path) -> No
     assert "this user has no home folder, and none can be made" in show().stderr
 
 
-def test_no_server_is_an_error_with_its_mend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--nats-url", "nats://127.0.0.1:1"]) == 1
+@pytest.mark.parametrize("command", [["status"], ["kv"], ["trace", "r1"], ["trace", "r1", "--overlap"]])
+def test_no_server_is_an_error_with_its_mend(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--nats-url", "nats://127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error (setup): no connection to the nats-server at nats://127.0.0.1:1 ")
     assert "headrace up" in error
@@ -185,7 +186,7 @@ def test_doctor_passes_here_and_fails_when_something_does(
     lines = capsys.readouterr().out.splitlines()
     assert all(line.split()[0] in ("ok", "warn", "fail") for line in lines)
     assert any(line.startswith("ok    nats-server: v") for line in lines)
-    assert "warn  HEADRACE_SLOT is no setting: `headrace config show` lists them" in lines
+    assert "warn  HEADRACE_SLOT is not a setting: `headrace config show` lists them" in lines
     monkeypatch.setattr(doctor_module, "examine", lambda loaded: iter([Finding("fail", "x", "do y")]))
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == "fail  x: do y\n"

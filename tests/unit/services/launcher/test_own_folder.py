@@ -84,7 +84,7 @@ def test_a_place_where_nothing_can_be_locked_is_told(
     monkeypatch.setattr(own_folder.fcntl, "flock", refused)
     descriptors = os.listdir("/proc/self/fd")
     assert sweep() == []
-    with pytest.raises(SetupError, match=r"nothing can be locked .* in TMPDIR"):
+    with pytest.raises(SetupError, match=r"cannot be locked .* in TMPDIR"):
         OwnFolder()
     assert os.listdir("/proc/self/fd") == descriptors
     assert list(place.iterdir()) == [left]

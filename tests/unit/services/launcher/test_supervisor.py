@@ -126,7 +126,7 @@ async def test_one_that_hangs_is_killed_and_started_again(monkeypatch: pytest.Mo
     assert process is not None
     hung.append(process.pid)
     watching = asyncio.create_task(running.watch(lambda name, pid: 17.2 if pid in hung else 0.0))
-    await lines.wait_for("a", "has not beaten for 17 s and used no CPU: killed")
+    await lines.wait_for("a", "has sent no heartbeat for 17 s and used no CPU: killed")
     await lines.wait_for("a", "was ended by SIGKILL; starts again in 0.01 s")
     await lines.wait_for("a", "up", times=2)
     watching.cancel()
@@ -215,7 +215,7 @@ async def test_one_that_hangs_in_a_drain_costs_no_later_one_its_last_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "KILL_GRACE_S", 1000)
-    monkeypatch.setattr(module, "LAST_WORDS_S", 0.01, raising=False)
+    monkeypatch.setattr(module, "LAST_ERRORS_S", 0.01, raising=False)
     lines = Lines()
     running = supervise(lines, spec("a", DEAF), spec("b", LAST_WORDS), spec("c", LAST_WORDS))
     for name in ("a", "b", "c"):
@@ -239,7 +239,7 @@ async def test_one_that_hangs_in_its_drain_is_killed(monkeypatch: pytest.MonkeyP
     watching = asyncio.create_task(running.watch(lambda name, pid: 17.2 if name == "a" else 0.0))
     assert await asyncio.wait_for(draining, 20) is False
     watching.cancel()
-    assert ("a", "has not beaten for 17 s and used no CPU: killed") in lines.got
+    assert ("a", "has sent no heartbeat for 17 s and used no CPU: killed") in lines.got
     assert [s.process.returncode for s in running.services if s.process] == [-signal.SIGKILL, 0]
     assert lines.got[-1] == ("b", "bye")
 

@@ -16,10 +16,10 @@ from shared.replies import to_json
 @pytest.mark.parametrize(
     ("dtype", "deterministic", "told"),
     [
-        ("f32", False, "same tokens, whatever runs beside it (f32)"),
-        ("bf16", True, "same tokens, whatever runs beside it (deterministic)"),
-        ("bf16", False, "what runs beside it may change the tokens (bf16); with --deterministic it does not"),
-        ("int8", False, "what runs beside it may change the tokens (int8); with --deterministic it does not"),
+        ("f32", False, "same tokens in any batch (f32)"),
+        ("bf16", True, "same tokens in any batch (deterministic)"),
+        ("bf16", False, "other requests may change the tokens (bf16), except with --deterministic"),
+        ("int8", False, "other requests may change the tokens (int8), except with --deterministic"),
         ("none", False, ""),  # the simulated engine
         ("", False, ""),
     ],

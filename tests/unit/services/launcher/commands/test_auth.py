@@ -127,7 +127,7 @@ def test_another_address_is_refused_and_shows_no_password(tmp_path: Path) -> Non
 def test_the_configuration_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "nats").mkdir()
     (tmp_path / "nats" / "nats.conf").write_text("port: 4222\n")
-    with pytest.raises(SetupError, match=r"nats\.conf is not of `headrace auth`"):
+    with pytest.raises(SetupError, match=r"nats\.conf was not made by `headrace auth`"):
         make(tmp_path)
     assert contents(tmp_path) == {"nats/nats.conf": "port: 4222\n"}
 
@@ -175,11 +175,11 @@ def test_users_of_another_version_or_fleet_are_told(tmp_path: Path) -> None:
     users = tmp_path / "nats" / "users.conf"
     assert auth.authorization(tmp_path, "default") == users.read_text()
     with pytest.raises(
-        SetupError, match=r"users\.conf is of another version or fleet: run `headrace auth .* again"
+        SetupError, match=r"users\.conf is for another version or fleet: run `headrace auth .* again"
     ):
         auth.authorization(tmp_path, "other")
     users.write_text(users.read_text().replace(', "_INBOX.*.headrace-gateway.>"', ""))
-    with pytest.raises(SetupError, match="of another version"):
+    with pytest.raises(SetupError, match="for another version"):
         auth.authorization(tmp_path, "default")
     make(tmp_path, "late")
     assert auth.authorization(tmp_path, "default") == users.read_text()

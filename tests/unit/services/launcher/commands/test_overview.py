@@ -121,7 +121,7 @@ def test_every_fact_of_a_service_and_what_its_scheduler_counts() -> None:
     assert overview.every_fact(found, executor) == [
         "executor.exec0001",
         "! executor.exec has dropped 2 messages that it could not read (wire errors): is a service of another"
-        " version in this fleet? Its log has more.",
+        " version in this fleet? Its log has the details.",
         "  kind                        executor",
         "  id                          exec0001",
         "  state                       ready",
@@ -194,8 +194,8 @@ PROBLEMS = [
     ),
     (
         answer("scheduler", executors={"exec0001": POOL, "exec0002": POOL}),
-        "executor.exec0002 has not answered within 0.5 s, and scheduler.sche counts on it: it is busy, has "
-        "stopped or is cut off. Try again; its log has the reason.",
+        "executor.exec0002 has not answered within 0.5 s, and scheduler.sche counts on it: it is busy, "
+        "stopped or cut off. Try again; its log has the reason.",
     ),
     (
         answer("scheduler", executors={}),
@@ -222,13 +222,13 @@ PROBLEMS = [
     ),
     (
         answer("scheduler", recent={"refused_429": 2}),
-        "scheduler.sche has refused 2 requests with 429 in the last 10 s: its queue is full, or too slow for "
-        "them. Add an executor, send less, or raise max_waiting.",
+        "scheduler.sche has refused 2 requests with 429 in the last 10 s: its queue is full, or its wait "
+        "too long. Add an executor, send less, or raise max_waiting.",
     ),
     (
         answer("scheduler", recent={"refused_503": 1}),
-        "scheduler.sche has refused 1 request with 503 in the last 10 s: an executor or a detokenizer was "
-        "missing, or it drained.",
+        "scheduler.sche has refused 1 request with 503 in the last 10 s: it had no executor or no "
+        "detokenizer, or it was draining.",
     ),
     (
         answer("gateway", health="waiting for: executor"),
@@ -238,16 +238,16 @@ PROBLEMS = [
     (
         open_l2("refused"),
         "kv_offload.kv_o does not reach its L2 redis://r (refused): what leaves L1 is computed again. Start "
-        "that server or mend the way to it; kv_offload tries it once a second.",
+        "that server or repair the connection; kv_offload tries it once a second.",
     ),
     (
         answer("kv_offload", stuck_calls=2, l2_url="redis://r"),
-        "kv_offload.kv_o waits for 2 calls that do not end: look at redis://r.",
+        "kv_offload.kv_o waits for 2 calls that do not end: check redis://r.",
     ),
     (
         answer("tokenizer", wire_errors=1_000),
         "tokenizer.toke has dropped 1,000 messages that it could not read (wire errors): is a service of "
-        "another version in this fleet? Its log has more.",
+        "another version in this fleet? Its log has the details.",
     ),
     (
         answer("executor", recent={"failed_steps": 3}),
@@ -255,7 +255,7 @@ PROBLEMS = [
     ),
     (
         answer("detokenizer", failover=4),
-        "detokenizer.deto has 4 requests without a scheduler, and looks for one: start one.",
+        "detokenizer.deto has 4 requests without a scheduler: start a scheduler.",
     ),
 ]
 

@@ -111,7 +111,7 @@ def test_a_hub_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(
-        SetupError, match="the hub did not give owner/name: cannot reach the hub for owner/name"
+        SetupError, match="the hub did not send owner/name: cannot reach the hub for owner/name"
     ):
         pull("owner/name", tmp_path, lambda text: None)
     assert list((tmp_path / "models").iterdir()) == []

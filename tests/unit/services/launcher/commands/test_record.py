@@ -108,7 +108,7 @@ async def test_a_lost_piece_is_told() -> None:
     await broker.settle()
     scheduler.publish(subjects.events("s"), b"x", headers={event_log.OFFSET_HEADER: "77"})
     await broker.settle()
-    with pytest.raises(EngineError, match="lost a piece"):
+    with pytest.raises(EngineError, match="lost a part"):
         await listening
 
 

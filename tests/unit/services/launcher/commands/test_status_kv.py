@@ -58,7 +58,7 @@ def test_what_a_tier_holds() -> None:
         "  leases 1 reads of 2.1 MB, 1 writes of 1.05 MB",
         "  L2     none: what leaves L1 is gone. --l2 redis://host:port or file:///folder adds one",
         "  hits   66.7 % of 3 blocks looked up: 2 in L1, 0 in L2",
-        "  moved  3 blocks stored (0 found no room), 2 leased to be read, 0 brought from L2",
+        "  moved  3 blocks stored (0 did not fit), 2 leased to be read, 0 brought from L2",
         "  late   0 loads, 0 commits, 0 leases",
     ]
 
@@ -84,7 +84,7 @@ def test_a_remote_tier_and_its_breaker() -> None:
         state.l2.breaker.failed(at)
     lines = status.draw([store(tiers)], [])
     assert lines[3].startswith(
-        "  L2     remote does not answer: breaker open, nothing is asked of it; probed about once a second; "
+        "  L2     remote does not answer: breaker open, no calls but a probe about once a second; "
     )
     assert lines[4].endswith("breaker opened 1 times")
     assert actor.tiers(state) == ("l1",)
@@ -110,10 +110,10 @@ def test_what_the_scheduler_made_of_it() -> None:
     assert isinstance(measured, dict)
     measured["tiers"] |= {"loads": 1200, "restored_tokens": 20_000, "tier_backoffs": 2, "restore_p50_ms": 5.0}
     assert status.draw([], [answer])[2:] == [
-        "scheduler.s  ready  0 lookups and 0 copies open; left a tier alone 2 times, it did not answer",
+        "scheduler.s  ready  0 lookups and 0 copies open; backed off 2 times from a tier that did not answer",
         "  restored  1,200 times, 20,000 tokens: 0 blocks of L1, 0 of L2;"
         " 0 times computing was cheaper, 0 failed",
-        "  stored    0 blocks, 0 asked for ahead of a preemption; 0 stores failed",
+        "  stored    0 blocks, 0 before a preemption needed it; 0 stores failed",
         "  dropped   0 blocks, 0 of preempted sequences",
         "  restore   p50 5 ms, p99 0 ms; prediction off by 0 % (p50)",
         "  recompute prediction off by 0 % (p50)",

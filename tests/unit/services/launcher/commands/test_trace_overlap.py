@@ -100,7 +100,7 @@ def test_the_executor_with_most_steps_is_shown() -> None:
 
 
 def test_without_steps_there_is_nothing_to_draw() -> None:
-    with pytest.raises(UnknownRequest, match="ask sooner"):
+    with pytest.raises(UnknownRequest, match="trace it sooner"):
         overlap(body())
 
 
@@ -123,7 +123,7 @@ def test_the_halves_of_a_step_talk_under_each_other() -> None:
         "comm A               ▒▒▒▒▒▒▒▒            ▒▒▒▒▒▒▒▒▒▒",
         "comm B                         ▒▒▒▒▒▒▒",
         "",
-        "the ranks talk 2.50 ms of it, 60 % under compute",
+        "collectives take 2.50 ms of it, 60 % under compute",
     ]
 
 
