@@ -169,7 +169,7 @@ for _ in range(MAX_DEPTH + 1):
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ("text", "is a text, and no JSON"),
+        ("text", "is a text that is not JSON"),
         ([], "the schema is not a schema"),
         (False, "the schema is not a schema"),
         ({"type": "object", "uniqueItems": True}, "/uniqueItems cannot be followed"),
