@@ -1,6 +1,6 @@
 """`ClientLiveness` detects that the client of a plain request has gone.
 
-A client takes the first message in the inbox of a plain request for its answer, so that no probe may go there.
+A client takes the first message in the inbox of a plain request for its answer, so no probe may go there.
 But client libraries subscribe to one wildcard inbox for all their requests, and drop messages with an unknown
 token: `_INBOX.<id>.*`, with credentials `_INBOX.<user>.<id>.*`, the gateway
 `_INBOX.<tenant>.headrace-gateway.<id>.*`. So a probe goes to a sibling of the inbox:

@@ -255,8 +255,8 @@ def resolved(schema: Any, param: str) -> Schema | bool:
     that the engine cannot follow.
 
     The engine ignores unknown keywords, so an answer could look right and be wrong. The accepted keywords are
-    tested: random walks of their grammars must validate (test_structured_output_walks.py). The result may
-    be stricter than the schema: an object with named properties gets no others, a time has at most nine
+    tested: random walks through their grammars must validate (test_structured_output_walks.py). The result
+    may be stricter than the schema: an object with named properties gets no others, a time has at most nine
     digits of a second (the engine's own form has no limit), and a date exists in the calendar.
     """
     reader = _Reader(schema, param)
