@@ -5,7 +5,7 @@ stream, as JSON, which EventStream sends; all but EventStream is pure:
 
     accepted          no chunk: the response starts with the first text, so that an error has its status
     delta             a chunk for each choice; before the first one a chunk with the role or echoed prompt
-    done              tool calls; a chunk for each choice with its `finish_reason`; at the end of all the usage
+    done              tool calls; a chunk for each choice with its `finish_reason`; at the end the usage
 
 A native stream may start over, if its detokenizer or the broker has died: all text arrives again. The
 repeated part is left out if its checksum matches the sent text, else the stream ends with an error.
