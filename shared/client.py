@@ -300,8 +300,7 @@ def error_of(body: Mapping[str, Any]) -> HeadraceError:
 
 
 async def request_all(bus: Bus, subject: str, wait_s: float) -> list[Body]:
-    """The JSON replies of all services on `subject` within `wait_s`. Raises NoResponders if there are
-    none."""
+    """The JSON replies of all services on `subject` within `wait_s`. Raises NoResponders for none."""
     inbox, got = bus.new_inbox(), list[Delivery]()
     silent = asyncio.Event()
 

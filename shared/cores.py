@@ -1,5 +1,4 @@
-"""`usable_cores` is the number of cores of this process: its affinity mask, limited by its cgroups' CPU
-quota.
+"""`usable_cores` is the CPU affinity of this process, limited by the CPU quota of its cgroups.
 
 A container with `--cpus 1.5` sees all cores of its host. With more threads than its quota the kernel stops
 them for the rest of each period, and all threads that wait for them.
