@@ -27,22 +27,15 @@ from shared import messages
 from shared.errors import PayloadTooLarge, WireError
 from shared.messages import (
     SEGMENT_LANES,
-    Claims,
-    Close,
-    Ended,
     ExecHello,
     Fragment,
-    Heartbeat,
     Ints,
     Message,
     Open,
     PromptTokens,
-    Resend,
     SlotOpen,
     StepPlan,
     StepResult,
-    StreamAt,
-    StreamReset,
     Tokenized,
     Tokens,
 )
@@ -499,10 +492,6 @@ def _tokens(m: Tokens) -> str:
     return "" if _scores(m) else "its log probabilities do not add up"
 
 
-def _prompt_tokens(m: PromptTokens) -> str:
-    return "" if _scores(m) else "its log probabilities do not add up"
-
-
 def _parts(m: Tokenized | Open | SlotOpen) -> str:
     if not 0 <= m.part < m.parts <= MAX_PARTS:
         return f"part {m.part} of {m.parts} is not one of at most {MAX_PARTS}"
@@ -531,18 +520,6 @@ def _open(m: Open) -> str:
     return "a stop string is empty" if "" in m.stop else _parts(m)
 
 
-def _claims(m: Claims) -> str:
-    return "" if len(m.taken) == len(m.ids) else "it does not name each request that is taken"
-
-
-def _close(m: Close) -> str:
-    return "" if m.final >= 0 else "its final index is negative"
-
-
-def _ended(m: Ended) -> str:
-    return "" if m.index >= 0 else "its index is negative"
-
-
 def _slot_open(m: SlotOpen) -> str:
     if m.slot < 0 or m.max_length < 0 or not 0 <= m.seed < _SEED_END:
         return "slot, max_length or seed is out of range"
@@ -564,25 +541,26 @@ def _fragment(m: Fragment) -> str:
     return "" if m.data else "it is empty"
 
 
-def _resend(m: Resend) -> str:
-    return "" if 0 < m.first_seq < MAX_NUMBER else "its number is out of range"
+def _unless(valid: Callable[[Any], bool], wrong: str) -> Callable[[Any], str]:
+    return lambda message: "" if valid(message) else wrong
 
 
-def _stream_reset(m: StreamReset) -> str:
-    return "" if 0 < m.next_seq < MAX_NUMBER else "its number is out of range"
-
-
-def _stream_at(m: StreamAt) -> str:
-    return "" if 0 <= m.last_seq < MAX_NUMBER else "its number is out of range"
-
-
-def _heartbeat(m: Heartbeat) -> str:
-    return "" if 0 < m.interval_us <= MAX_INTERVAL_US else "its interval is out of range"
-
-
+_RANGE = "its number is out of range"
 _CHECKS: dict[str, Callable[[Any], str]] = {
-    "Heartbeat": _heartbeat, "Claims": _claims, "Close": _close, "Ended": _ended, "ExecHello": _exec_hello,
-    "Fragment": _fragment, "Open": _open, "PromptTokens": _prompt_tokens, "Resend": _resend,
-    "SlotOpen": _slot_open, "StepPlan": _step_plan, "StepResult": _step_result, "StreamAt": _stream_at,
-    "StreamReset": _stream_reset, "Tokenized": _tokenized, "Tokens": _tokens,
-}  # fmt: skip
+    "Claims": _unless(lambda m: len(m.taken) == len(m.ids), "it does not name each request that is taken"),
+    "Close": _unless(lambda m: m.final >= 0, "its final index is negative"),
+    "Ended": _unless(lambda m: m.index >= 0, "its index is negative"),
+    "ExecHello": _exec_hello,
+    "Fragment": _fragment,
+    "Heartbeat": _unless(lambda m: 0 < m.interval_us <= MAX_INTERVAL_US, "its interval is out of range"),
+    "Open": _open,
+    "PromptTokens": _unless(_scores, "its log probabilities do not add up"),
+    "Resend": _unless(lambda m: 0 < m.first_seq < MAX_NUMBER, _RANGE),
+    "SlotOpen": _slot_open,
+    "StepPlan": _step_plan,
+    "StepResult": _step_result,
+    "StreamAt": _unless(lambda m: 0 <= m.last_seq < MAX_NUMBER, _RANGE),
+    "StreamReset": _unless(lambda m: 0 < m.next_seq < MAX_NUMBER, _RANGE),
+    "Tokenized": _tokenized,
+    "Tokens": _tokens,
+}

@@ -49,13 +49,7 @@ class StepShape:
 
 def shape_of_rows(rows: Iterable[tuple[int, int]]) -> StepShape:
     """The shape of forward rows given as (start, count)."""
-    pairs = list(rows)
-    return StepShape(
-        rows=len(pairs),
-        tokens=sum(count for _, count in pairs),
-        kv_tokens=sum(start + count for start, count in pairs),
-        attention=sum(count * (start + count // 2) for start, count in pairs),
-    )
+    return StepShape(0, 0, 0, 0).with_chunks(rows)
 
 
 def shape_of(plan: StepPlan) -> StepShape:
