@@ -16,12 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared.errors import SetupError
 from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
@@ -72,12 +67,10 @@ class Settings(BaseSettings):
         "auto", description="engine; auto: torch; dummy: torch with random weights in the model's shapes"
     )
     device: str = Field(
-        "auto",
-        description="cpu, cuda; auto: cuda if present; /tp4: four, tensor-parallel; /pp4: four stages",
+        "auto", description="cpu, cuda; auto: cuda if present; /tp4: four, tensor-parallel; /pp4: four stages"
     )
     dtype: Literal["auto", "bf16", "f32", "int8", "auto/fp8", "bf16/fp8", "f32/fp8", "int8/fp8"] = Field(
-        "auto",
-        description="auto: f32 on a cpu, bf16 on cuda; int8: weights, on a cpu; /fp8: KV in fp8",
+        "auto", description="auto: f32 on a cpu, bf16 on cuda; int8: weights, on a cpu; /fp8: KV in fp8"
     )
     kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")

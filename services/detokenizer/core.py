@@ -253,10 +253,7 @@ class DetokenizerCore:
         try:
             tokens = request.close(stream, close)
         except TokenGap as gap:
-            return [
-                *self._gap(scheduler, request, gap),
-                _ended(scheduler, close, close.final, "error"),
-            ]
+            return [*self._gap(scheduler, request, gap), _ended(scheduler, close, close.final, "error")]
         del self._table.sequences[scheduler, close.seq]
         if request.opened.stream and stream.waiting:
             self._table.waiting[request.number] = request
