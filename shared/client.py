@@ -39,7 +39,7 @@ REQUEST_TIMEOUT_S = 10.0  # of `Client.request`
 PROBE_TIMEOUT_S = 60.0
 RESUME_S = 30.0  # after a reconnect, for a stream to continue: far longer than the services take
 AGAIN_S, TIMES_AGAIN = 1.0, 4  # after a reconnect, resends of a request without a reply
-GAP_S = 3.0  # for a stream with a missing frame to start over; it takes 1 s after an outage of the broker
+GAP_S = 3.0  # for a stream with a missing frame to start over, as streams do after an outage of the broker
 
 MAX_UNREAD_BYTES = 2_097_152  # of one request: some 10,000 frames, a hundred seconds of a fast stream
 MAX_TENANT_BYTES = 67_108_864  # of all requests of a tenant; above, those with more than their share end
