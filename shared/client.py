@@ -366,8 +366,8 @@ class UnreadFrames:
     """
 
     __slots__ = (
-        "_bytes", "_deliveries", "_due_s", "_failure", "_loop", "_on_full", "_reader", "_timer", "_total", "count",
-        "resends", "send",
+        "_bytes", "_deliveries", "_due_s", "_failure", "_loop", "_on_full", "_reader", "_timer", "_total",
+        "count", "resends", "send",
     )  # fmt: skip
 
     def __init__(self, on_full: Callable[[], None], total: UnreadTotal | None = None) -> None:
