@@ -1,8 +1,8 @@
-"""The public request: OpenAI's fields and a few of Headrace's own, each with its type, bounds and meaning.
+"""The models of the public request: OpenAI's fields and a few of Headrace's, with types, bounds and meanings.
 
-A field is written here and nowhere else: the tokenizer validates requests with these models, and the OpenAPI
-document of the gateway is their JSON schema. Wrong types, values out of bounds and unknown fields are
-refused. A null field counts as absent: readers of a body drop it. docs/reference/limits.md lists the bounds.
+This is the only definition of a field: the tokenizer validates requests with these models, and the gateway's
+OpenAPI document is their JSON schema. Wrong types, values out of bounds and unknown fields are refused. A
+null field counts as absent: readers of a body drop it. docs/reference/limits.md lists the bounds.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 64
 MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS = 1024, 64, 20, 4096, 128
 MAX_TIMEOUT_S = 86_400
-MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: in float32 a far smaller one makes infinity
-MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, and an int on every wire
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: a far smaller one gives infinity in float32
+MAX_TOP_K = 2**31 - 1  # above any vocabulary, and an int32
 
 NOT_YET = "not supported yet"
 NO_EFFECT = "accepted, without effect"
 
-Extensible = with_config(ConfigDict(extra="ignore", strict=True))  # any other key is taken, too
+Extensible = with_config(ConfigDict(extra="ignore", strict=True))  # unknown keys are ignored
 
 
 def only(*values: object) -> PlainValidator:
-    """These values and no others: `true`, `1` and `1.0` differ."""
+    """Accepts only these values; `true`, `1` and `1.0` differ."""
 
     def check(value: object, info: ValidationInfo) -> object:
         if not any(type(value) is type(each) and value == each for each in values):
@@ -53,8 +53,8 @@ def only(*values: object) -> PlainValidator:
 
 
 def as_given(expected: str, *nothing: object) -> WrapValidator:
-    """Checks a value and keeps it as it came: chat templates write its keys in their order. The error names
-    what is `expected`, whatever is wrong inside. The values `nothing` become None."""
+    """Checks a value and keeps it unchanged: chat templates print its keys in their order. Any error inside
+    becomes "`expected` is expected". The values `nothing` become None."""
 
     def check(value: object, inner: Callable[[object], object]) -> object:
         if value in nothing:
@@ -83,7 +83,7 @@ def _text_or_ids(prompt: object) -> object:
 
 
 def _joined(content: object) -> object:
-    """Parts become one text; null, as in a turn that only calls functions, becomes an empty one."""
+    """Joins text parts; null, as in a message with only tool calls, becomes an empty text."""
     if not isinstance(content, list):
         return "" if content is None else content
     texts = []
@@ -103,7 +103,7 @@ def _yes_or_number(value: object) -> object:
 
 
 def _beside_logprobs(value: object, info: ValidationInfo) -> object:
-    """A number in `logprobs` counts for both."""
+    """`top_logprobs`; a number in `logprobs` replaces it."""
     asked = info.data.get("logprobs")
     if value and asked is False:
         raise ValueError("`top_logprobs` needs `logprobs` to be true")
@@ -135,14 +135,14 @@ Stop = Annotated[StopStrings, BeforeValidator(_listed, StopString | StopStrings)
 
 @Extensible
 class TextPart(TypedDict):
-    """A part of a turn's content."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(BaseModel):
-    """One turn. Further fields (`name`, `tool_calls`, …) reach the chat template as they are."""
+    """One message. Further fields (`name`, `tool_calls`, …) reach the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -151,7 +151,7 @@ class ChatMessage(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -185,7 +185,7 @@ class NamedSchema(TypedDict):
 
 
 class SchemaFormat(TypedDict):
-    """The answer is JSON that the schema accepts."""
+    """The answer is JSON that follows the schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -214,13 +214,13 @@ class Function(TypedDict):
 
 @Extensible
 class Tool(TypedDict):
-    """A function, in OpenAI's wrapping."""
+    """A function in OpenAI's form."""
 
     type: Literal["function"]
     function: Function
 
 
-NOTHING = ("", {"type": "text"})  # what a client may send that wants no structured output
+NOTHING = ("", {"type": "text"})  # values of clients for "no structured output"
 
 
 class GenerateRequest(BaseModel):
@@ -228,35 +228,35 @@ class GenerateRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
-    model: str | None = Field(None, min_length=1, description="may be left out where only one is served")
-    add_generation_prompt: bool = Field(True, description="a chat's prompt opens the turn of the answer")
+    model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
+    add_generation_prompt: bool = Field(True, description="a chat's prompt ends with the start of the answer")
     max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
-    max_completion_tokens: int | None = Field(None, ge=1, description="likewise; the one that counts of both")
+    max_completion_tokens: int | None = Field(None, ge=1, description="the same; wins over `max_tokens`")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to the prompt")
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
     top_k: int = Field(0, ge=-1, le=MAX_TOP_K, description="tokens to draw from; 0 and -1: all")
     min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="drawn where there is none")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="random if absent")
     stop: Stop = Field(default_factory=list, description="texts that end an answer")
     stop_token_ids: StopIds = Field(default_factory=list, description="tokens that end an answer")
-    ignore_eos: bool = Field(False, description="the model's own end tokens end nothing")
-    include_stop_str_in_output: bool = Field(False, description="the answer holds the text that ended it")
-    presence_penalty: Penalty = Field(0.0, description="for each token of the answer so far")
-    frequency_penalty: Penalty = Field(0.0, description="likewise, times how often it is there")
-    repetition_penalty: Repetition = Field(1.0, description="divides logits of tokens that are there")
+    ignore_eos: bool = Field(False, description="do not stop at the model's own end tokens")
+    include_stop_str_in_output: bool = Field(False, description="the answer includes the text that ended it")
+    presence_penalty: Penalty = Field(0.0, description="for each token that occurs in the answer so far")
+    frequency_penalty: Penalty = Field(0.0, description="the same, times the number of occurrences")
+    repetition_penalty: Repetition = Field(1.0, description="divides logits of tokens in prompt and answer")
     logit_bias: Biases = Field(default_factory=dict, description="added to the logits of these token ids")
     logprobs: bool | int = False
     top_logprobs: SkipJsonSchema[Annotated[Alternatives, BeforeValidator(_beside_logprobs)]] = 0
-    stream: bool = Field(False, description="the answer comes in pieces")
+    stream: bool = Field(False, description="send the answer in pieces")
     stream_options: StreamOptions = StreamOptions()
     user: str = Field("", description=NO_EFFECT)
-    request_id: str | None = Field(None, pattern=REQUEST_ID, description="of no other request that runs")
-    timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="seconds until the end")
-    slo_class: SloClass = Field("standard", description="the times to answer in: docs/design/scheduler.md")
-    finish_detached: bool = Field(False, description="goes on when its client has gone")
+    request_id: str | None = Field(None, pattern=REQUEST_ID, description="unique among running requests")
+    timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="time limit, seconds")
+    slo_class: SloClass = Field("standard", description="latency class: docs/design/scheduler.md")
+    finish_detached: bool = Field(False, description="continue after the client has gone")
     logits_processors: list[Processor] = Field(
-        default_factory=list, max_length=MAX_PROCESSORS, description="in their order"
+        default_factory=list, max_length=MAX_PROCESSORS, description="applied in this order"
     )
     # These five become one grammar: see services/tokenizer/structured_output.py.
     response_format: Annotated[
@@ -285,7 +285,7 @@ class GenerateRequest(BaseModel):
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | Tool,
         as_given('none, auto, required or {"type": "function", "function": {"name": …}} of one of `tools`'),
-    ] = Field("auto", description="whether it calls none, any number, one at least, or this one")
+    ] = Field("auto", description="calls: none, any number, at least one, or this function")
     metadata: Any = Field(None, description=NO_EFFECT)
     store: Any = Field(None, description=NO_EFFECT)
     service_tier: Any = Field(None, description=NO_EFFECT)
@@ -303,19 +303,19 @@ class GenerateRequest(BaseModel):
 class ChatRequest(GenerateRequest):
     """A conversation to answer."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, description="the turns so far")
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, description="the chat so far")
     logprobs: bool = Field(False, description="log probabilities of the answer's tokens")
     top_logprobs: Annotated[Alternatives, BeforeValidator(_beside_logprobs)] = Field(
-        0, description="and of so many of the likeliest beside each; needs `logprobs`"
+        0, description="number of likeliest alternatives for each token; needs `logprobs`"
     )
 
 
 class CompletionRequest(GenerateRequest):
-    """A prompt to go on with."""
+    """A prompt to continue."""
 
     prompt: Annotated[str | list[int], PlainValidator(_text_or_ids, str | list[TokenId])] = Field(
         description="a text, or token ids"
     )
     logprobs: Annotated[bool | int, PlainValidator(_yes_or_number, bool | Alternatives)] = Field(
-        False, description="log probabilities of the answer's tokens, each beside so many of the likeliest"
+        False, description="log probabilities of the answer's tokens; a number: with so many alternatives"
     )

@@ -1,10 +1,9 @@
-"""Client speaks the native API from the client's side: requests, streams, cancels.
+"""`Client` is the client's side of the native API: requests, streams, cancels.
 
-The gateway, the command line and benches use it. One wildcard inbox serves every request of a client, and the
-tenant's name is in it where the server knows tenants (shared/nats/access.py). Frames
-are checked: a missing number is an error, never a silent hole; a stream that starts over (its detokenizer
-died) says `accepted` again. What a reader does not take is bounded: a slow one is ended, and slows nobody
-else.
+The gateway, the command line and benches use it. One wildcard inbox serves all requests of a client; with
+users of `headrace auth` it contains the tenant's name (shared/nats/access.py). Frame numbers are checked: a
+missing one is an error, and a stream that starts over (its detokenizer died) begins with `accepted` again.
+Unread frames are bounded: the request of a slow reader ends, and delays no other.
 """
 
 from __future__ import annotations
@@ -36,40 +35,37 @@ from shared.nats.interface import Bus, BusFault, Delivery, NoResponders, Request
 
 END_HEADER = "Headrace-End"
 DEFAULT_TIMEOUT_S = 300.0
-REQUEST_TIMEOUT_S = 10.0  # of a small question
+REQUEST_TIMEOUT_S = 10.0  # of `Client.request`
 PROBE_TIMEOUT_S = 60.0
-RESUME_S = 30.0  # after our own connection was cut, for a stream to go on: far longer than any replay
-AGAIN_S, TIMES_AGAIN = (
-    1.0,
-    4,
-)  # after that, for a request without a reply to be sent again: its services are back first
-GAP_S = 3.0  # wait for a stream with a hole to start over; after a broker's return that takes one
+RESUME_S = 30.0  # after a reconnect, for a stream to continue: far longer than the services take
+AGAIN_S, TIMES_AGAIN = 1.0, 4  # after a reconnect, resends of a request without a reply
+GAP_S = 3.0  # for a stream with a missing frame to start over, as streams do after an outage of the broker
 
 MAX_UNREAD_BYTES = 2_097_152  # of one request: some 10,000 frames, a hundred seconds of a fast stream
-MAX_TENANT_BYTES = 67_108_864  # of all requests of a tenant: beyond, those that have more than an equal part
+MAX_TENANT_BYTES = 67_108_864  # of all requests of a tenant; above, those with more than their share end
 
-_CUT = "the connection to the nats-server was cut, and the answer did not go on: send it again"
+_CUT = "the connection to the nats-server was cut, and the answer did not continue: send it again"
 
 Body = dict[str, Any]
 
 
 class NoAnswer(DeadlineExceeded):
-    """The client's own time limit: the service has said nothing for that long."""
+    """The client's own time limit passed without a message from the service."""
 
 
 class MissingFrame(EngineError):
-    """A frame never came, and the stream did not start over."""
+    """A frame is missing, and the stream did not start over."""
 
 
 class SlowReader(HeadraceError):
-    """More frames waited for their reader than are kept for it: its request was ended."""
+    """Too many unread frames: the request was ended."""
 
     code, type = 408, "slow_reader"
 
 
 @dataclass(slots=True)
 class UnreadTotal:
-    """What the readers of one tenant have not taken, in all."""
+    """The unread frames of one tenant."""
 
     streams: int = 0
     size: int = 0  # bytes
@@ -81,28 +77,28 @@ class Client:
 
     bus: Bus
     tenant: str = subjects.DEFAULT_TENANT
-    _own: str = ""  # inbox of the connection
+    _own: str = ""  # a fresh inbox of the connection
     _waiting: dict[str, UnreadFrames] = field(default_factory=dict)  # by reply subject
     _unread_totals: dict[str, UnreadTotal] = field(default_factory=dict)  # by tenant
 
     @classmethod
     async def open(cls, bus: Bus, tenant: str = subjects.DEFAULT_TENANT) -> Client:
-        """A client on `bus`, which stays the caller's to drain."""
+        """A client on `bus`. The caller drains the bus."""
         client = cls(bus, tenant, bus.new_inbox())
         bus.on_fault(client._on_fault)
         await bus.subscribe(f"{access.reply_inbox(bus.user, '*', client._own)}.*", client._on_reply)
-        await bus.flush()  # the inbox is known to the server before the first reply can come
+        await bus.flush()  # the server has the subscription before the first reply
         return client
 
     def as_tenant(self, tenant: str) -> Client:
-        """The same client, asking in another's name."""
+        """The same client for another tenant."""
         return replace(self, tenant=tenant)
 
     async def complete(
         self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S, trace: str = ""
     ) -> Body:
-        """The whole answer, OpenAI-shaped. Raises the error the service names, Unavailable when none
-        serves the model, NoAnswer when nothing comes in time."""
+        """The whole answer, OpenAI-shaped. Raises the service's error, Unavailable if no service has the
+        model, NoAnswer after `timeout_s`."""
         async with contextlib.aclosing(
             self._exchange({**body, "stream": False}, timeout_s, trace)
         ) as replies:
@@ -113,20 +109,20 @@ class Client:
     def stream(
         self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S, trace: str = ""
     ) -> AsyncGenerator[Body]:
-        """The frames of an answer: accepted, delta…, done. `timeout_s` bounds the wait for each.
+        """The frames of an answer: accepted, delta…, done. `timeout_s` limits the wait for each.
 
-        Raises like `complete`, and MissingFrame, SlowReader. Leaving the iteration early (`aclose`,
-        cancellation) cancels the request, unless it says `finish_detached`.
+        Raises like `complete`, and MissingFrame, SlowReader. Closing the generator early (`aclose`,
+        cancellation) cancels the request, unless it has `finish_detached`.
         """
         return self._exchange({**body, "stream": True}, timeout_s, trace)
 
     @property
     def waiting(self) -> int:
-        """Requests whose end has not come yet."""
+        """The number of running requests."""
         return len(self._waiting)
 
     def fail(self, error: HeadraceError) -> None:
-        """End all requests that wait, each with this error behind what has come of its answer."""
+        """End all running requests; their readers get this error after the received frames."""
         for replies in self._waiting.values():
             replies.fail(error)
 
@@ -135,8 +131,8 @@ class Client:
         self.bus.publish(subjects.cancel(self.tenant, request_id), b"")
 
     async def request(self, subject: str, body: Mapping[str, Any] | None = None) -> Body:
-        """The one answer to a small question in the name of this tenant. Raises the error that the service
-        names, NoResponders, RequestTimeout."""
+        """The answer to a request with one reply, such as `tokenize`, for this tenant. Raises the service's
+        error, NoResponders, RequestTimeout."""
         data = b"" if body is None else _json(body)
         reply = self._new_reply()
         replies = self._waiting[reply] = UnreadFrames(lambda: None)
@@ -148,17 +144,17 @@ class Client:
         finally:
             self._waiting.pop(reply).close()
         if delivery.no_responders:
-            raise NoResponders(f"nobody listens to {subject}")
+            raise NoResponders(f"no service answers on {subject}")
         answer = _message(delivery, "")
         if "error" in answer:
             raise error_of(answer)
         return answer
 
     async def _exchange(self, body: Body, timeout_s: float, trace: str) -> AsyncGenerator[Body]:
-        """Send `body` and give every message of the reply up to its last one."""
+        """Send `body` and yield the messages of the reply up to the last one."""
         model = str(body.get("model", ""))
         if not model:
-            raise EngineError("a request names its model: add `model`", param="model")
+            raise EngineError("the request has no model: add `model`", param="model")
         request_id = str(body.setdefault("request_id", secrets.token_hex(11)))
         subject, data = self._written(model, body)
         reply, order = self._new_reply(), FrameOrder()
@@ -190,7 +186,7 @@ class Client:
                 self.cancel(request_id)
 
     def _new_reply(self) -> str:
-        """A reply subject that nobody can guess."""
+        """A reply subject that other clients cannot guess."""
         inbox = access.reply_inbox(self.bus.user, subjects.token(self.tenant), self._own)
         return f"{inbox}.{secrets.token_hex(8)}"
 
@@ -202,9 +198,9 @@ class Client:
             raise _unwritable("holds a lone surrogate") from None
 
     def _on_fault(self, fault: BusFault) -> None:
-        """While we were cut off the server told the services that nobody listens, and they have stopped
-        what was running: such a stream says nothing ever again. A request that has brought nothing yet may be
-        lost: it is sent again, which a service that has it takes for one and the same."""
+        """After a reconnect: end streams that stay silent for RESUME_S, and send requests without a reply
+        again. During the cut the server returned 503s to the services, which have stopped these streams; a
+        request may be lost, and a service that has it ignores the repetition."""
         if fault.kind == "reconnected":
             loop = asyncio.get_running_loop()
             running = {reply: each.count for reply, each in self._waiting.items() if each.count > 1}
@@ -230,7 +226,7 @@ class Client:
         replies = self._waiting.get(delivery.subject)
         if replies is None:
             return
-        if replies.resends and delivery.no_responders:  # it may be running: who answers is not back yet
+        if replies.resends and delivery.no_responders:  # its services may not be back yet
             asyncio.get_running_loop().call_later(AGAIN_S, self._send_again, delivery.subject)
             return
         replies.put(delivery)
@@ -238,20 +234,20 @@ class Client:
 
 @dataclass(slots=True)
 class FrameOrder:
-    """Checks the numbers of the frames of one stream. After a hole nothing is taken until the stream
-    starts over, as it does after the broker was away."""
+    """Checks the frame numbers of one stream. After a missing frame it drops all frames until the stream
+    starts over, as streams do after an outage of the broker."""
 
     attempt: int = -1
     frame: int = 0  # the next one
     gap: MissingFrame | None = None
 
     def outdated(self, frame: Mapping[str, Any]) -> bool:
-        """True for a frame, an error too, of a detokenizer that was given up and does not know it yet."""
+        """True for a frame or an error of an earlier attempt, from a detokenizer that was replaced."""
         attempt = frame.get("attempt")
         return isinstance(attempt, int) and attempt < self.attempt
 
     def take(self, frame: Mapping[str, Any]) -> bool:
-        """True when this is the next frame; a new attempt starts at 0 again."""
+        """True if this is the next frame; a new attempt starts at 0 again."""
         if frame["frame"] == self.frame > 0 and frame["attempt"] == self.attempt and self.gap is None:
             self.frame += 1
             return True
@@ -262,8 +258,8 @@ class FrameOrder:
         expected = 0 if starts_over else self.frame
         if number != expected:
             self.gap = self.gap or MissingFrame(
-                f"frame {expected} of request {frame.get('request_id')} is missing (frame {number} came): "
-                "the reader was too slow or the connection broke; ask again"
+                f"frame {expected} of request {frame.get('request_id')} is missing (frame {number} arrived): "
+                "the reader was too slow or the connection broke; send it again"
             )
         elif starts_over:
             self.gap = None
@@ -273,9 +269,9 @@ class FrameOrder:
 
 
 async def probe(client: Client, model: str) -> None:
-    """Ask as a user would, a chat that does not say how long its answer may be, and stop at the first text;
-    a model without a chat template is asked to go on with a prompt. Returns when an answer has begun. Raises
-    as `Client.stream`."""
+    """Send a request like a user's, a chat without `max_tokens`, and cancel it at the first text; a model
+    without a chat template gets a completion. Returns when an answer has started. Raises like
+    `Client.stream`."""
     asked: Body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
     try:
         await _begun(client, asked)
@@ -289,11 +285,11 @@ async def _begun(client: Client, body: Body) -> None:
     with contextlib.suppress(Cancelled):
         async for frame in client.stream(body, timeout_s=PROBE_TIMEOUT_S):
             if frame["type"] == "delta":
-                client.cancel(str(frame["request_id"]))  # and hear the end: nothing of it is left then
+                client.cancel(str(frame["request_id"]))  # then read to the end, so that nothing is left of it
 
 
 def error_of(body: Mapping[str, Any]) -> HeadraceError:
-    """The error that a public error body stands for, with its parameter."""
+    """The error of a public error body, with its parameter."""
     fields = body["error"]
     try:
         error = from_code(int(fields["code"]), str(fields["message"]), int(fields.get("retry_after_ms") or 0))
@@ -304,10 +300,7 @@ def error_of(body: Mapping[str, Any]) -> HeadraceError:
 
 
 async def request_all(bus: Bus, subject: str, wait_s: float) -> list[Body]:
-    """The JSON replies of everybody who answers on `subject` within `wait_s`.
-
-    Raises NoResponders when nobody listens.
-    """
+    """The JSON replies of all services on `subject` within `wait_s`. Raises NoResponders for none."""
     inbox, got = bus.new_inbox(), list[Delivery]()
     silent = asyncio.Event()
 
@@ -323,8 +316,8 @@ async def request_all(bus: Bus, subject: str, wait_s: float) -> list[Body]:
         await asyncio.wait_for(silent.wait(), wait_s)
     await subscription.cancel()
     if silent.is_set():
-        raise NoResponders(f"nobody listens to {subject}: no service runs on this server")
-    found = (_read(delivery.data) for delivery in got)  # others may answer on this subject, too
+        raise NoResponders(f"no service runs on this server: none answers on {subject}")
+    found = (_read(delivery.data) for delivery in got)  # other programs may answer, too
     return [body for body in found if body is not None]
 
 
@@ -347,9 +340,7 @@ def _unwritable(why: str) -> BadRequest:
 def _read(data: bytes) -> Body | None:
     """A JSON object, None for anything else."""
     try:
-        body = from_json(
-            data
-        )  # three times as quick as json.loads, and each chunk of an answer comes this way
+        body = from_json(data)  # three times as fast as json.loads, and on the path of each frame
     except ValueError:
         return None
     return body if isinstance(body, dict) else None
@@ -367,26 +358,16 @@ def _message(delivery: Delivery, model: str) -> Body:
 
 
 class UnreadFrames:
-    """What came for one request and was not read yet: a queue of at most MAX_UNREAD_BYTES and one message,
-    and of at most an equal part of MAX_TENANT_BYTES where its tenant has left so much unread.
+    """The unread messages of one request: a queue of at most MAX_UNREAD_BYTES and one message. If its tenant
+    has MAX_TENANT_BYTES unread, the limit is an equal share of them.
 
-    What finds no room is the end: `on_full` is called at once, and the reader finds SlowReader in the place
-    of all that waited. So neither the memory nor the work of a slow reader is at the expense of the others.
+    A message without room ends the request: `on_full` is called at once, and the reader gets SlowReader
+    instead of the waiting messages.
     """
 
     __slots__ = (
-        "_bytes",
-        "_deliveries",
-        "_due_s",
-        "_failure",
-        "_loop",
-        "_on_full",
-        "_reader",
-        "_timer",
-        "_total",
-        "count",
-        "resends",
-        "send",
+        "_bytes", "_deliveries", "_due_s", "_failure", "_loop", "_on_full", "_reader", "_timer", "_total",
+        "count", "resends", "send",
     )  # fmt: skip
 
     def __init__(self, on_full: Callable[[], None], total: UnreadTotal | None = None) -> None:
@@ -397,12 +378,12 @@ class UnreadFrames:
         self._bytes = 0
         self._failure: HeadraceError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._reader: asyncio.Future[None] | None = None  # waits, at most until `_due_s`
+        self._reader: asyncio.Future[None] | None = None  # waits until `_due_s`
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None  # one for many waits: most end long before it
-        self.count = 0  # messages that came
+        self.count = 0  # received messages
         self.send: Callable[[], None] = lambda: None  # publishes the request
-        self.resends = 0  # that it may be sent again, since the connection was cut
+        self.resends = 0  # left after a reconnect
 
     def put(self, delivery: Delivery) -> None:
         """Keep a message for the reader."""
@@ -413,7 +394,7 @@ class UnreadFrames:
             why = f"{self._bytes} bytes of the answer waited to be read"
             self._deliveries.clear()
             self._count(-self._bytes)
-            self.fail(SlowReader(f"{why}, and the request was ended: read faster, or ask without `stream`"))
+            self.fail(SlowReader(f"{why}, and the request was ended: read faster, or leave out `stream`"))
             self._on_full()
         else:
             self._deliveries.append(delivery)
@@ -430,12 +411,12 @@ class UnreadFrames:
         self._total.size += size
 
     def fail(self, error: HeadraceError) -> None:
-        """Nothing more comes: the reader finds this error behind what is there."""
+        """End the queue: the reader gets this error after the waiting messages."""
         self._failure = error
         self._wake()
 
     async def get(self, timeout_s: float) -> Delivery:
-        """The oldest message. Raises TimeoutError, and what `fail` was given."""
+        """The oldest message. Raises TimeoutError, and the error of `fail`."""
         while not self._deliveries:
             if self._failure is not None:
                 raise self._failure
@@ -452,7 +433,7 @@ class UnreadFrames:
         return delivery
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Drop the waiting messages: the reader has gone."""
         self._disarm()
         self._count(-self._bytes)
         self._deliveries.clear()

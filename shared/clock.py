@@ -1,4 +1,4 @@
-"""Time as the services read it: always through a Clock, so that tests own it."""
+"""Services read the time from a `Clock`, so that tests can replace it."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""The codec turns messages to bytes and back: a positional msgpack array, version first.
+"""The codec turns messages into bytes and back: a positional msgpack array, version first.
 
     [version, kind, source, epoch, seq, trace, field, field, ...]
 
-Columns ride as raw little-endian bytes, nested records as arrays. A decoder ignores fields that it
-does not know (a newer sender) and fills missing ones with their defaults (an older sender); another
-major version, an unknown kind or a wrong type is a WireError.
+Columns are raw little-endian bytes, nested records are arrays. A decoder ignores unknown fields (a newer
+sender) and fills missing ones with their defaults (an older sender). Another version, an unknown kind or a
+wrong type is a WireError.
 
-`validation_error` says what a message promises beyond its types: columns of one length, counts that add up,
-sane numbers. That is checked once, where bytes become a message, so that no actor meets a row that is not
-there. Whatever depends on the receiver's state (is this slot open?) is the receiver's to check. The check
-runs for each message of each step: a few microseconds at 256 rows.
+`validation_error` checks the invariants beyond types: columns of equal length, counts that add up, numbers in
+range. `decode` checks them once, so that actors can rely on them; the receiver checks conditions that depend
+on its state (is this slot open?). The check takes a few microseconds for a message with 256 rows.
 """
 
 from __future__ import annotations
@@ -28,22 +27,15 @@ from shared import messages
 from shared.errors import PayloadTooLarge, WireError
 from shared.messages import (
     SEGMENT_LANES,
-    Claims,
-    Close,
-    Ended,
     ExecHello,
     Fragment,
-    Heartbeat,
     Ints,
     Message,
     Open,
     PromptTokens,
-    Resend,
     SlotOpen,
     StepPlan,
     StepResult,
-    StreamAt,
-    StreamReset,
     Tokenized,
     Tokens,
 )
@@ -54,13 +46,13 @@ if sys.byteorder != "little":  # columns would need a byte swap that nothing tes
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
 PAGE_TOKENS = 12_000  # 48 kB of ids: with the other fields under MAX_MESSAGE_BYTES
-FRAGMENT_BYTES = 60_000  # of a message that is cut: with the envelope under MAX_MESSAGE_BYTES
+FRAGMENT_BYTES = 60_000  # with the envelope under MAX_MESSAGE_BYTES
 MAX_OPTIONS_BYTES = 56 * 1024  # of a Tokenized without its tokens: its Open and SlotOpen fit as well
 _ENVELOPE_BYTES = 1_024  # more than source, numbers and trace take
 
-# what `validation_error` takes for sane
-MAX_PARTS = 256  # of one token list, or of a message that is cut: 15 MB
-MAX_TOKENS = (MAX_PARTS - 1) * PAGE_TOKENS  # of one sequence: 3 million, whatever fits beside the options
+# limits of `validation_error`
+MAX_PARTS = 256  # of one token list, or of fragments: 15 MB
+MAX_TOKENS = (MAX_PARTS - 1) * PAGE_TOKENS  # of one sequence: 3 million, the first part may be all options
 MAX_CHOICES = 1_024
 MAX_BLOCKS, MAX_SLOTS = 2**24, 2**16  # of one executor: 16 M blocks of 2 MiB are 32 TiB
 MAX_INTERVAL_US = 3_600_000_000
@@ -68,22 +60,22 @@ MAX_NUMBER = 2**53  # of a stream
 MAX_PROCESSORS, MAX_PROCESSOR_CHARS = 8, 4_096  # of one request; a name with its arguments
 MAX_ROW_ERROR_CHARS = 1_000
 MAX_STAGES = 64  # of a pipeline
-MAX_SEGMENTS = 256  # of a step in micro-batches, in its result
+MAX_SEGMENTS = 256  # timeline segments of a step in its result
 
-WIRE_NAMES = {"Heartbeat": "Beat"}  # of classes whose kind on the wire is another word
+WIRE_NAMES = {"Heartbeat": "Beat"}  # kind on the wire by class name, where they differ
 
 _SEED_END = 2**64
-_USUAL = 1_024  # rows: shorter columns of these contents, the usual ones, are compared as bytes
+_USUAL = 1_024  # rows: shorter columns with the usual contents below are compared as bytes
 _ONES = array("i", [1] * _USUAL).tobytes()
 _COUNTING = array("i", range(_USUAL)).tobytes()
 
-Paged = Tokenized | Open | SlotOpen  # the kinds whose `tokens` may need several parts
+Paged = Tokenized | Open | SlotOpen  # the kinds with `tokens` that may need several parts
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message and where it comes from. `seq` counts the messages of one sender to one mailbox
-    from 1; 0 marks a message outside any stream (heartbeats)."""
+    """A message and its sender. `seq` counts the messages of one sender to one mailbox from 1; 0 is for
+    messages outside a stream (heartbeats)."""
 
     source: str  # kind.id of the sender
     epoch: int
@@ -112,12 +104,12 @@ def _packed(envelope: Envelope) -> bytes:
 
 
 def encode_all(envelope: Envelope) -> Iterator[bytes]:
-    """The wire bytes of a message of any length: its own or, where it needs parts, theirs, numbered from its
-    number on. Raises PayloadTooLarge before the first one: for options of a request over MAX_OPTIONS_BYTES,
-    and for more than MAX_PARTS."""
+    """The wire bytes of a message of any length, or of its parts, numbered from its number on. Raises
+    PayloadTooLarge before the first one: for request options over MAX_OPTIONS_BYTES, and for more than
+    MAX_PARTS."""
     message = envelope.message
     paged = isinstance(message, Paged)
-    if not isinstance(message, Paged) or len(message.tokens) <= PAGE_TOKENS:  # most: it shows at once
+    if not isinstance(message, Paged) or len(message.tokens) <= PAGE_TOKENS:  # most messages
         packed = _packed(envelope)
         if len(packed) <= (MAX_OPTIONS_BYTES if paged else MAX_MESSAGE_BYTES):
             yield packed
@@ -144,7 +136,7 @@ def _check_parts(message: Message, parts: int) -> None:
 
 
 def decode(data: bytes) -> Envelope:
-    """The message in `data`. Raises WireError for anything that is not one, or says what cannot be."""
+    """The message in `data`. Raises WireError for anything else, and for an invalid message."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"{len(data)} bytes are over {MAX_MESSAGE_BYTES}, the most a message may have")
     row = _unpacked(data)
@@ -165,7 +157,7 @@ def _unpacked(data: bytes) -> Any:
 
 
 def _validated(kind: Any, fields: list[Any]) -> Message:
-    """The message of a kind with these fields, which keeps its promises."""
+    """The message of a kind with these fields. Raises WireError if it is invalid."""
     layout = _LAYOUTS.get(kind) if isinstance(kind, str) else None
     if layout is None:
         raise WireError(f"unknown message kind {kind!r:.80}")
@@ -182,13 +174,13 @@ def kind_of(message: object) -> str:
 
 
 def to_row(message: Message) -> list[Any]:
-    """[kind, field, field, ...]: a message of any size as plain data, for what is no wire."""
+    """[kind, field, field, ...]: a message of any size as plain data, for files and fragments."""
     layout = _LAYOUT_OF[type(message)]
     return [layout.kind, *layout.to_row(message)]
 
 
 def from_row(row: list[Any]) -> Message:
-    """The message of `to_row`. Raises WireError for what is none."""
+    """The message of a row from `to_row`. Raises WireError."""
     layout = _LAYOUTS.get(row[0]) if row and isinstance(row[0], str) else None
     if layout is None:
         raise WireError(f"unknown message kind {row[:1]!r:.80}")
@@ -197,9 +189,9 @@ def from_row(row: list[Any]) -> Message:
 
 
 def split(message: Message) -> Iterator[Message]:
-    """The message itself, or its parts when its token list is too long for one message. The first
-    part carries the options, the others only the required fields. Raises PayloadTooLarge when the
-    options of a new request are over MAX_OPTIONS_BYTES, and when there would be more than MAX_PARTS."""
+    """The message itself, or its parts if its token list is too long for one message. The first part carries
+    the options, the others only the required fields. Raises PayloadTooLarge for options of a new request
+    over MAX_OPTIONS_BYTES, and for more than MAX_PARTS."""
     if not isinstance(message, Paged):
         yield message
         return
@@ -225,7 +217,7 @@ def _options_bytes(message: Paged) -> int:
         message.age_us or message.generated or message.shard or message.model_digest
     )
     new = isinstance(message, Tokenized) and not known
-    if new and size > MAX_OPTIONS_BYTES:  # of one that goes on a little more is to be told
+    if new and size > MAX_OPTIONS_BYTES:  # a resumed request has a few more fields
         raise PayloadTooLarge(
             f"the options of the request take {size} bytes, over {MAX_OPTIONS_BYTES}: "
             "shorten its grammar, stop strings or logit_bias"
@@ -243,8 +235,8 @@ class Assembler:
         self._fragments: list[Fragment] = []
 
     def add(self, message: Message) -> Message | None:
-        """The whole message once its last part is here, None before. Raises WireError on a part
-        that does not follow, and where the parts make no sound message."""
+        """The whole message at its last part, None before. Raises WireError for a part out of order, and if
+        the joined message is invalid."""
         if isinstance(message, Fragment):
             return self._join(message)
         if not isinstance(message, Paged) or message.parts == 1:
@@ -282,7 +274,7 @@ class Assembler:
         return message
 
 
-# ---- layouts: how each dataclass becomes a row, worked out once at import -----------------------
+# ---- layouts: how each dataclass becomes a row, computed once at import -------------------------
 
 Convert = Callable[[Any], Any]
 
@@ -321,7 +313,7 @@ class _Layout:
 
 
 def _converters(hint: Any) -> tuple[Convert | None, Convert]:
-    """(to the wire, from the wire) for one field type; None = goes as it is."""
+    """(to the wire, from the wire) for one field type; None = unchanged."""
     if hint in _PLAIN:
         return None, _PLAIN[hint]
     if (metadata := getattr(hint, "__metadata__", None)) is not None:
@@ -401,18 +393,18 @@ assert isinstance(messages.Message, UnionType)
 
 
 def validation_error(message: object) -> str:
-    """What is wrong with a message, empty when nothing is."""
+    """The error in a message, empty for a valid one."""
     check = _CHECKS.get(type(message).__name__)
     return "" if check is None else check(message)
 
 
 def _is(column: Ints, usual: bytes) -> bool:
-    """True when a column begins `usual`: a fiftieth of the time of a look at each row."""
+    """True if a column equals the start of `usual`: a fiftieth of the time of a check of each row."""
     return column.tobytes() == usual[: 4 * len(column)]
 
 
 def _negative(column: Ints) -> bool:
-    """True when a number in a column is: its last byte, the highest, is over 127."""
+    """True if a column has a negative number: its last byte, the highest, is over 127."""
     return not column.tobytes()[3::4].isascii()
 
 
@@ -421,7 +413,7 @@ def _total(counts: Ints) -> int:
 
 
 def _scores(m: StepResult | Tokens | PromptTokens) -> bool:
-    """Log probabilities: none, or one for each id with its alternatives."""
+    """True if there are no log probabilities, or one for each id with its alternatives."""
     if not (m.logprobs or m.top_counts or m.top_ids or m.top_logprobs):
         return True
     if not len(m.ids) == len(m.logprobs) == len(m.top_counts) or _negative(m.top_counts):
@@ -469,7 +461,7 @@ def _segments(segments: Ints) -> str:
     if len(segments) > 3 * MAX_SEGMENTS:
         return f"it has over {MAX_SEGMENTS} segments"
     if len(segments) % 3 or _negative(segments) or max(segments[::3]) >= len(SEGMENT_LANES):
-        return "a segment of it has no lane, begin or length"
+        return "a segment of it has no lane, start or length"
     return ""
 
 
@@ -500,10 +492,6 @@ def _tokens(m: Tokens) -> str:
     return "" if _scores(m) else "its log probabilities do not add up"
 
 
-def _prompt_tokens(m: PromptTokens) -> str:
-    return "" if _scores(m) else "its log probabilities do not add up"
-
-
 def _parts(m: Tokenized | Open | SlotOpen) -> str:
     if not 0 <= m.part < m.parts <= MAX_PARTS:
         return f"part {m.part} of {m.parts} is not one of at most {MAX_PARTS}"
@@ -520,7 +508,7 @@ def _tokenized(m: Tokenized) -> str:
     if len(m.sampling.bias_ids) != len(m.sampling.bias_values):
         return "its bias columns differ in length"
     if not len(m.generated) == len(m.reasons) in (0, m.n) or _negative(m.generated):
-        return "what it has generated is not told of each choice"
+        return "its generated tokens are not counted for each choice"
     if min(m.age_us, m.first_us, m.waited_us) < 0:
         return "its age is negative"
     return _processors(m) or _parts(m)
@@ -530,18 +518,6 @@ def _open(m: Open) -> str:
     if not 0 <= m.choice < m.choices <= MAX_CHOICES:
         return f"choice {m.choice} is not one of {m.choices}"
     return "a stop string is empty" if "" in m.stop else _parts(m)
-
-
-def _claims(m: Claims) -> str:
-    return "" if len(m.taken) == len(m.ids) else "it does not name each request that is taken"
-
-
-def _close(m: Close) -> str:
-    return "" if m.final >= 0 else "its final index is negative"
-
-
-def _ended(m: Ended) -> str:
-    return "" if m.index >= 0 else "its index is negative"
 
 
 def _slot_open(m: SlotOpen) -> str:
@@ -565,25 +541,26 @@ def _fragment(m: Fragment) -> str:
     return "" if m.data else "it is empty"
 
 
-def _resend(m: Resend) -> str:
-    return "" if 0 < m.first_seq < MAX_NUMBER else "its number is out of range"
+def _unless(valid: Callable[[Any], bool], wrong: str) -> Callable[[Any], str]:
+    return lambda message: "" if valid(message) else wrong
 
 
-def _stream_reset(m: StreamReset) -> str:
-    return "" if 0 < m.next_seq < MAX_NUMBER else "its number is out of range"
-
-
-def _stream_at(m: StreamAt) -> str:
-    return "" if 0 <= m.last_seq < MAX_NUMBER else "its number is out of range"
-
-
-def _heartbeat(m: Heartbeat) -> str:
-    return "" if 0 < m.interval_us <= MAX_INTERVAL_US else "its interval is out of range"
-
-
+_RANGE = "its number is out of range"
 _CHECKS: dict[str, Callable[[Any], str]] = {
-    "Heartbeat": _heartbeat, "Claims": _claims, "Close": _close, "Ended": _ended, "ExecHello": _exec_hello,
-    "Fragment": _fragment, "Open": _open, "PromptTokens": _prompt_tokens, "Resend": _resend,
-    "SlotOpen": _slot_open, "StepPlan": _step_plan, "StepResult": _step_result, "StreamAt": _stream_at,
-    "StreamReset": _stream_reset, "Tokenized": _tokenized, "Tokens": _tokens,
-}  # fmt: skip
+    "Claims": _unless(lambda m: len(m.taken) == len(m.ids), "it does not name each request that is taken"),
+    "Close": _unless(lambda m: m.final >= 0, "its final index is negative"),
+    "Ended": _unless(lambda m: m.index >= 0, "its index is negative"),
+    "ExecHello": _exec_hello,
+    "Fragment": _fragment,
+    "Heartbeat": _unless(lambda m: 0 < m.interval_us <= MAX_INTERVAL_US, "its interval is out of range"),
+    "Open": _open,
+    "PromptTokens": _unless(_scores, "its log probabilities do not add up"),
+    "Resend": _unless(lambda m: 0 < m.first_seq < MAX_NUMBER, _RANGE),
+    "SlotOpen": _slot_open,
+    "StepPlan": _step_plan,
+    "StepResult": _step_result,
+    "StreamAt": _unless(lambda m: 0 <= m.last_seq < MAX_NUMBER, _RANGE),
+    "StreamReset": _unless(lambda m: 0 < m.next_seq < MAX_NUMBER, _RANGE),
+    "Tokenized": _tokenized,
+    "Tokens": _tokens,
+}

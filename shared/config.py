@@ -1,8 +1,7 @@
-"""Every setting of every service: its default, its meaning, and where its value came from.
+"""`Settings` has every setting of every service; `load` reads them and records the origin of each value.
 
-Order of authority: flags of the command line, `HEADRACE_*` of the environment, the TOML file named
-by `--config` (or HEADRACE_CONFIG), defaults. Defaults are measured or derived; auto means that the
-service works it out at start.
+Order of precedence: flags of the command line, `HEADRACE_*` variables, the TOML file of `--config` (or
+HEADRACE_CONFIG), defaults. Defaults are measured or derived; with `auto` the service decides at start.
 """
 
 from __future__ import annotations
@@ -17,12 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared.errors import SetupError
 from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
@@ -37,17 +31,17 @@ T = TypeVar("T")
 
 
 class Settings(BaseSettings):
-    """The settings. At most 40 in the whole product; each one is somebody's question to answer."""
+    """The settings of all services."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=())
 
     # transport and identity
-    nats_url: str = Field("", description="nats-server to use; empty: `up` embeds one, others look for it")
+    nats_url: str = Field("", description="nats-server; empty: `up` embeds one, other commands look for it")
     port: int = Field(0, ge=0, le=65535, description="port of the embedded server; 0: 4222, or any free one")
     fleet: str = Field(
         "default", pattern=r"^[A-Za-z0-9_-]+$", description="services of one fleet work together"
     )
-    host_id: str = Field("", description="this machine, as other services see it; empty: the host name")
+    host_id: str = Field("", description="name of this machine for other services; empty: the host name")
     heartbeat_interval_ms: int = Field(
         1000, ge=10, description="time between the heartbeats of a service, ms"
     )
@@ -55,43 +49,41 @@ class Settings(BaseSettings):
     backlog_limit_bytes: int = Field(8_388_608, ge=65_536, description="unsent bytes that make a client slow")
     # gateway
     http: str = Field("127.0.0.1:8000", description="host:port of the OpenAI API; port 0: any free one; off")
-    http_keys: str = Field("", description="file of lines `tenant key`: who may use the API; empty: all")
+    http_keys: str = Field("", description="file of lines `tenant key`: the API keys; empty: no key needed")
     tenant_classes: str = Field(
-        "", description="file of lines `tenant class,...`: who may ask in which class"
+        "", description="file of lines `tenant class,...`: the classes that each tenant may use"
     )
     # model
-    cache_dir: Path = Field(Path("~/.cache/headrace"), description="where models and run files are kept")
+    cache_dir: Path = Field(Path("~/.cache/headrace"), description="folder for models and run files")
     model: str = Field("smollm2-135m-instruct", description="model to serve: a name, a GGUF file or a folder")
     model_name: str = Field(
-        "", max_length=128, description="name under which it is served; empty: from the model"
+        "", max_length=128, description="name of the model for clients; empty: from the model"
     )
     # logs
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level logged")
     log_json: bool = Field(False, description="log JSON lines instead of text")
     # executor
     backend: Literal["auto", "torch", "dummy", "sim"] = Field(
         "auto", description="engine; auto: torch; dummy: torch with random weights in the model's shapes"
     )
     device: str = Field(
-        "auto",
-        description="cpu, cuda; auto: cuda where there is one; with /tp4 four, tensor-parallel, /pp4 stages",
+        "auto", description="cpu, cuda; auto: cuda if present; /tp4: four, tensor-parallel; /pp4: four stages"
     )
     dtype: Literal["auto", "bf16", "f32", "int8", "auto/fp8", "bf16/fp8", "f32/fp8", "int8/fp8"] = Field(
-        "auto",
-        description="auto: f32 on a cpu, bf16 on cuda; int8: weights, on a cpu; with /fp8 it keeps KV in fp8",
+        "auto", description="auto: f32 on a cpu, bf16 on cuda; int8: weights, on a cpu; /fp8: KV in fp8"
     )
     kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")
     slots: int = Field(0, ge=0, le=256, description="sequences that run at once; 0: 64, 256 on cuda and sim")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer, tokens; 0: the model's")
-    threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the usable cores, fewer if quicker")
+    threads: int = Field(0, ge=0, description="CPU threads of torch; 0: the usable cores, fewer if faster")
     deterministic: bool = Field(False, description="answers do not depend on the batch, bit for bit; slower")
     sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
     # tiers below the device
     l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter, 2048 without a GPU; off")
     l2: str = Field("", description="remote KV: redis://host:port/db or file:///folder; empty: none")
     l1_store: Literal["auto", "lmcache", "plain"] = Field(
-        "auto", description="who keeps L1 and speaks to L2; auto: lmcache where it is installed"
+        "auto", description="library for L1 and L2; auto: lmcache if it is installed"
     )
     # scheduler
     window: int = Field(2, ge=1, le=4, description="steps in flight; 2 hides the whole round trip")
@@ -102,7 +94,7 @@ class Settings(BaseSettings):
     ] = Field(
         "auto",
         description="rows in flight together; auto: by cost, each step. With /off or /two_stream: whether "
-        "ranks talk under compute, else as measured at start",
+        "collectives overlap compute, else as measured at start",
     )  # fmt: skip
     step_tokens: int = Field(1024, ge=1, description="most tokens in a step, prompt chunks and decodes")
     policy: str = Field(
@@ -112,14 +104,12 @@ class Settings(BaseSettings):
     model_digest: str = Field(
         "", description="only executors with this digest of weights and modes serve; empty: the first's"
     )
-    accept_mixed: bool = Field(
-        False, description="executors of other weights or modes serve beside the first"
-    )
+    accept_mixed: bool = Field(False, description="executors with other weights or modes serve, too")
     event_log: str = Field("", description="write every event and command: a file, or nats; see replay")
-    logits_processors: str = Field("", description="name=module:class,... that requests may name")
-    max_waiting: int = Field(1024, ge=0, description="requests that may wait; beyond: 429")
-    max_waiting_tokens: int = Field(1_048_576, ge=0, description="prompt tokens that may wait; beyond: 429")
-    request_timeout_s: float = Field(300, gt=0, description="time limit of a request that names none, s")
+    logits_processors: str = Field("", description="name=module:class,... that requests may use")
+    max_waiting: int = Field(1024, ge=0, description="requests that may wait; above: 429")
+    max_waiting_tokens: int = Field(1_048_576, ge=0, description="prompt tokens that may wait; above: 429")
+    request_timeout_s: float = Field(300, gt=0, description="time limit of a request without `timeout_s`, s")
     # processes of `up`
     gateways: int = Field(1, ge=1, le=64, description="gateway processes of `up`, on one port")
     tokenizers: int = Field(2, ge=1, le=64, description="tokenizer processes of `up`; two: one may die")
@@ -142,7 +132,9 @@ class Settings(BaseSettings):
         if re.fullmatch(r"(auto|cpu|cuda)(/tp[1-9]\d?|/pp([1-9]|[1-5]\d|6[0-4]))?", device):
             return device
         if "/tp" in device and "/pp" in device:
-            raise ValueError("stages (/pp) whose layers are shared (/tp) are not served yet: use one of them")
+            raise ValueError(
+                "stages (/pp) with tensor-parallel ranks (/tp) are not supported: use one of them"
+            )
         raise ValueError(
             "auto, cpu or cuda is expected, with /tp2 to /tp99 or /pp2 to /pp64 for several, like cuda/tp4"
         )
@@ -157,7 +149,7 @@ class Settings(BaseSettings):
 
     @property
     def http_address(self) -> tuple[str, int] | None:
-        """Where the gateway listens; None: there is none."""
+        """The gateway's address; None: off."""
         if self.http == "off":
             return None
         host, _, port = self.http.rpartition(":")
@@ -165,23 +157,23 @@ class Settings(BaseSettings):
 
     @property
     def device_and_ranks(self) -> tuple[str, int]:
-        """The kind of device, and of how many an executor is made."""
+        """The kind of device, and the number of devices of an executor."""
         device, _, ranks = self.device.partition("/")
         return device, int(ranks[2:] or 1)
 
     @property
     def pipeline(self) -> bool:
-        """Whether those of which an executor is made are stages."""
+        """Whether an executor's devices are pipeline stages."""
         return "/pp" in self.device
 
     @property
     def overlap_mode(self) -> str:
-        """Which rows are in flight together."""
+        """Rows in flight together: auto, single, run_ahead, two_batch."""
         return self.overlap.partition("/")[0]
 
     @property
     def overlap_comm(self) -> str:
-        """Whether ranks talk under compute: auto, off, two_stream."""
+        """Whether collectives overlap compute: auto, off, two_stream."""
         return self.overlap.partition("/")[2] or "auto"
 
     def to_env(self) -> dict[str, str]:
@@ -189,7 +181,7 @@ class Settings(BaseSettings):
         return {PREFIX + name.upper(): _to_text(getattr(self, name)) for name in type(self).model_fields}
 
 
-_METAVARS = {  # where the last word of the name is not clear
+_METAVARS = {  # for names with an unclear last word
     "port": "PORT",
     "http": "HOST:PORT",
     "http_keys": "FILE",
@@ -210,7 +202,7 @@ _METAVARS = {  # where the last word of the name is not clear
 
 
 def metavar(name: str) -> str:
-    """What a setting takes, as `--help` shows it: its alternatives where they are few, else a word."""
+    """The metavar of a setting in `--help`: its alternatives if they are few, else a word."""
     kind = Settings.model_fields[name].annotation
     if 0 < len(alternatives := get_args(kind)) <= 4:
         return f"{{{','.join(alternatives)}}}"
@@ -220,7 +212,7 @@ def metavar(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings, where each value came from, and what looks like a misspelt variable."""
+    """Settings, the origin of each value, and unknown HEADRACE_* variables."""
 
     settings: Settings
     origins: Mapping[str, str] = field(default_factory=dict)  # name -> default, env, file, flag
@@ -228,8 +220,8 @@ class Loaded:
 
 
 def load(config_file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Loaded:
-    """Read every source; `flags` with value None count as not given. Raises SetupError with the
-    setting, its source and what is wrong."""
+    """Read every source; flags with value None are not set. Raises SetupError with the setting, its source
+    and the error."""
     given = _new_names({name: value for name, value in (flags or {}).items() if value is not None})
     path = config_file or (Path(p) if (p := os.environ.get(CONFIG_VARIABLE)) else None)
     in_file = _new_names(_read_toml(path)) if path is not None else {}
@@ -250,7 +242,7 @@ def load(config_file: Path | None = None, flags: Mapping[str, Any] | None = None
 
 
 def _new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under the present names of their settings. A present name wins over an old one."""
+    """The values under the current names of their settings. A current name wins over an old one."""
     old = {name: value for name, value in values.items() if name in OLD_NAMES}
     for name in old:
         log.warning("setting %s is named %s: the next release refuses the old name", name, OLD_NAMES[name])
@@ -320,10 +312,10 @@ def _to_text(value: object) -> str:
 
 
 class WatchedFile(Generic[T]):
-    """`value` is what `parse` makes of the text; `parse` raises ValueError for a text that it cannot use."""
+    """A file of a setting; `value` is the result of `parse`, which raises ValueError for an invalid text."""
 
     def __init__(self, setting: str, path: str, parse: Callable[[str], T], log: logging.Logger) -> None:
-        """Raises SetupError when the file cannot be used."""
+        """Raises SetupError if the file is invalid."""
         self._setting, self._path, self._parse, self._log = setting, Path(path).expanduser(), parse, log
         self._stamp: tuple[int, ...] = ()
         self._reported = ""  # why the file cannot be used
@@ -333,7 +325,7 @@ class WatchedFile(Generic[T]):
             raise SetupError(f"{setting}: {path} cannot be used: {error}") from None
 
     def refresh(self) -> None:
-        """Read the file again if it has changed. What cannot be used changes nothing, and is logged once."""
+        """Read the file again if it has changed. An invalid file is logged once and ignored."""
         try:
             self._read()
             self._reported = ""

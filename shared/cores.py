@@ -1,7 +1,7 @@
-"""How many cores this process may use: its affinity mask, cut by the CPU quota of its control groups.
+"""`usable_cores` is the CPU affinity of this process, limited by the CPU quota of its cgroups.
 
-A container with `--cpus 1.5` sees all cores of its host; more threads than it may use are stopped for the
-rest of each period, and whoever waits for them with them.
+A container with `--cpus 1.5` sees all cores of its host. With more threads than its quota the kernel stops
+them for the rest of each period, and all threads that wait for them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ _GROUPS = "sys/fs/cgroup"
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Cores, 1.5 say; above 0. `root` is where /proc and /sys are looked for."""
+    """The number of cores, above 0, for example 1.5. `root` holds /proc and /sys."""
     return min([float(len(os.sched_getaffinity(0))), *_quotas(root)])
 
 
 def usable_threads(processes: int = 1) -> int:
-    """How many threads each of so many processes that compute together should have at most: at least 1."""
+    """Threads, at least 1, for each of `processes` processes that compute at the same time."""
     return max(1, math.ceil(usable_cores()) // processes)
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The cores of every control group that this process is in, and of those around it, where they are
-    limited."""
+    """The quotas, in cores, of the cgroups of this process and their parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -46,7 +45,7 @@ def _quotas(root: Path) -> Iterator[float]:
         for folder in (mount / group for mount in mounted for group in (inside, *inside.parents)):
             try:
                 cores = read(folder)
-            except (OSError, ValueError, ZeroDivisionError):  # of another kind, or it is the host's path
+            except (OSError, ValueError, ZeroDivisionError):  # no such file, or a path of the host
                 continue
             if cores > 0:
                 yield cores

@@ -1,12 +1,12 @@
-"""Typed errors: each has the public code a client sees, what went wrong, and how to mend it."""
+"""Typed errors: each has a public code and a message with the cause and the remedy."""
 
 from __future__ import annotations
 
-NO_TEMPLATE = "this model has no chat template; send `prompt`"  # for who asks with messages first
+NO_TEMPLATE = "this model has no chat template; send `prompt`"  # `client.probe` tests for this message
 
 
 class HeadraceError(Exception):
-    """Base of all errors meant for a user. `code` follows HTTP; `type` is OpenAI's word for it."""
+    """Base of all errors for users. `code` is an HTTP status; `type` is OpenAI's name for it."""
 
     code = 500
     type = "server_error"
@@ -56,7 +56,7 @@ class DuplicateRequest(HeadraceError):
 
 
 class PayloadTooLarge(HeadraceError):
-    """A message over the limit of the server it would travel through."""
+    """A message over the limit of the nats-server, or of Headrace."""
 
     code, type = 413, "payload_too_large"
 
@@ -68,7 +68,7 @@ class Overloaded(HeadraceError):
 
 
 class Cancelled(HeadraceError):
-    """Somebody asked to stop this request."""
+    """The client cancelled the request."""
 
     code, type = 499, "cancelled"
 
@@ -80,13 +80,13 @@ class EngineError(HeadraceError):
 
 
 class Unavailable(HeadraceError):
-    """Nobody is there to serve, or the service is draining."""
+    """No service is ready, or the service is draining."""
 
     code, type, retryable = 503, "unavailable", True
 
 
 def drain_over(kind: str) -> Unavailable:
-    """What clients are told for whom a service that was stopped cannot wait any longer."""
+    """The error for clients of a stopped service after its time limit to drain."""
     why = f"the {kind} was stopped and its time to drain is over (drain_timeout_s)"
     return Unavailable(f"{why}: send the request again, or raise the limit", retry_after_ms=1_000)
 
@@ -98,7 +98,7 @@ class WireError(HeadraceError):
 
 
 class SetupError(HeadraceError):
-    """The installation or configuration cannot work; the message says how to mend it."""
+    """The installation or configuration cannot work; the message names the remedy."""
 
     code, type = 500, "setup_error"
 
@@ -113,7 +113,7 @@ _BY_CODE = {
 
 
 def from_code(code: int, message: str, retry_after_ms: int = 0) -> HeadraceError:
-    """The error that a public code stands for; an unknown code becomes EngineError."""
+    """The error of a public code; an unknown code becomes EngineError."""
     return _BY_CODE.get(code, EngineError)(message, retry_after_ms=retry_after_ms)
 
 

@@ -1,7 +1,7 @@
-"""A JSON body from a client: UTF-8, and whole characters only.
+"""Reads a JSON body from a client: UTF-8, without lone surrogates.
 
-JSON may spell half a character (`\ud800`), Python keeps it in a string, and whatever writes that string
-later, a header or a frame, fails. So it goes no further than the edge.
+JSON may spell half a character (`\ud800`), and Python keeps it in a string. Writing that string to a header
+or a frame would fail later, so the gateway and the tokenizer refuse it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 
 from shared.errors import BadRequest
 
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # most bodies hold none and are not looked at again
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # most bodies have none and need no second check
 
 
 def read_json(body: bytes) -> Any:
-    """The value. Raises ValueError for what is no JSON in UTF-8, RecursionError, BadRequest for a field with
-    half a character."""
-    value = json.loads(body.decode())  # of bytes json.loads takes UTF-16, and halves in UTF-8, too
+    """The value. Raises ValueError for a body that is not JSON in UTF-8, RecursionError, and BadRequest for a
+    field with half a character."""
+    value = json.loads(body.decode())  # from bytes json.loads would accept UTF-16, and halves in UTF-8
     if _HALF.search(body) and isinstance(value, dict):
         refuse_odd_values(value)
     return value
 
 
 def refuse_odd_values(fields: dict[str, Any]) -> None:
-    """Raises BadRequest that names the first field which JSON in UTF-8 cannot carry."""
+    """Raises BadRequest with the name of the first field that JSON in UTF-8 cannot carry."""
     for name, value in fields.items():
         try:
             json.dumps([name, value], ensure_ascii=False).encode()

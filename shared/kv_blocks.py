@@ -1,15 +1,15 @@
-"""KV blocks have names: a hash chain over the tokens, so that equal prefixes have equal names everywhere.
+"""Keys of KV blocks: a hash chain over the tokens, so that equal prefixes have equal keys everywhere.
 
     root = blake3("kv1" ‖ len ‖ fingerprint ‖ len ‖ salt)       key 0 ──▶ key 1 ──▶ key 2 ...
     key i = blake3(key i-1 ‖ tokens of block i as u32 little-endian)    (key -1 is the root)
 
-A key names all tokens up to the end of its block, under one model layout (the fingerprint, which covers
-the block size) and one tenant (the salt): another tenant cannot even find out that a block is cached.
-Only full blocks have keys, and the partial tail of a paused sequence, which is never shared. The same in
+A key identifies all tokens up to the end of its block, for one model layout (the fingerprint, which covers
+the block size) and one tenant (the salt): another tenant cannot detect that a block is cached. Only full
+blocks have keys, and the partial tail of a preempted sequence, which is never shared. Keys are the same in
 every process and on every machine, unlike Python's `hash()`.
 
-Block arithmetic of the paged KV cache, the seeds of choices and the rendezvous hash that picks a shard are
-here, too.
+This module also has the block arithmetic of the paged KV cache, the seeds of choices, and the rendezvous hash
+that picks a shard.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from functools import lru_cache
 from blake3 import blake3
 
 KEY_BYTES = 32
-ROOTS = 4_096  # remembered: of so many tenants
+ROOTS = 4_096  # cached root keys, one for each tenant
 
 
-@lru_cache(maxsize=ROOTS)  # asked for at each arrival and each admission
+@lru_cache(maxsize=ROOTS)  # used at each arrival and each admission
 def root_key(fingerprint: str, salt: str) -> bytes:
-    """The key before the first block. Both parts carry their length, so no two pairs read alike."""
+    """The key before the first block. Both parts carry their length, so that no two pairs are equal."""
     parts = [text.encode() for text in (fingerprint, salt)]
     return blake3(b"kv1" + b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
 
 
 def extend(keys: list[bytes], root: bytes, tokens: array[int], block_tokens: int, upto: int) -> None:
-    """Append the keys of the full blocks of `tokens[:upto]` that `keys` does not have yet.
+    """Append the missing keys of the full blocks of `tokens[:upto]` to `keys`.
 
-    `tokens` is an int32 column without negative ids. Raises ValueError for a wider column and for
-    `upto` beyond its end. About a microsecond for each new block of 16 tokens.
+    `tokens` is an int32 column without negative ids. Raises ValueError for a wider column and for `upto`
+    beyond its end. A new block of 16 tokens takes about a microsecond.
     """
     first, full = len(keys), upto // block_tokens
     if full <= first:
@@ -55,7 +55,7 @@ def extend(keys: list[bytes], root: bytes, tokens: array[int], block_tokens: int
 
 
 def tail_key(before: bytes, tokens: array[int]) -> bytes:
-    """The key of a partial block of `tokens` behind the block (or root) with the key `before`."""
+    """The key of a partial block of `tokens` after the block (or root) with the key `before`."""
     column = tokens[:]
     if sys.byteorder == "big":
         column.byteswap()
@@ -63,7 +63,7 @@ def tail_key(before: bytes, tokens: array[int]) -> bytes:
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
-    """Blocks that hold `tokens` tokens."""
+    """The number of blocks for `tokens` tokens."""
     return -(-tokens // block_tokens)
 
 
@@ -76,7 +76,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def rendezvous(key: str, members: Iterable[str]) -> str:
-    """The member that owns `key`; moves only the keys of a member that comes or goes.
+    """The member that owns `key`. When a member joins or leaves, only its keys move.
 
     Highest random weight hashing, Thaler and Ravishankar 1998. Raises ValueError without members.
     """

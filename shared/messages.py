@@ -2,20 +2,19 @@
 
     liveness             the heartbeat of every actor
     requests and text    client -> tokenizer -> scheduler -> detokenizer -> client
-    steps                what the scheduler asks of an executor, and what comes back
-    key-value tiers      scheduler <-> kv_offload, and the copies an executor makes
+    steps                scheduler -> executor: plans; executor -> scheduler: results
+    key-value tiers      scheduler <-> kv_offload, and the copies that an executor makes
 
-The order of the fields is their position on the wire and is frozen by golden bytes (tests/contract). New
-fields go last and have a default. Per-row integers and floats are columns: arrays, which the wire carries as
-raw bytes.
+The position of a field is its position on the wire; golden bytes (tests/contract) freeze it. New fields go
+last and have a default. Per-row integers and floats are columns: arrays, which the wire carries as raw bytes.
 
 Units are in the names: `_us` are durations for decisions, `_wall_us` wall-clock stamps for spans only. A
-*sequence* (one choice of one request, int32) is the unit of slots, token indices and results; a *token index*
-counts the generated tokens of a sequence from 0. A message that carries token lists longer than
-`codec.PAGE_TOKENS` travels in parts, numbered `part`/`parts`, each with its slice of `tokens`; the first part
-carries the other fields. Any other message that is too long travels as `Fragment`s of its bytes.
+*sequence* is one choice of one request (int32); slots, token indices and results belong to sequences. A
+*token index* counts the generated tokens of a sequence from 0. A message with more than `codec.PAGE_TOKENS`
+tokens travels in parts, numbered `part`/`parts`, each with its slice of `tokens`; the first part carries the
+other fields. Any other message that is too long travels as `Fragment`s of its bytes.
 
-The names AuxMsg, KvRenew and KvRenewed belonged to kinds that are gone: they stay reserved.
+The names AuxMsg, KvRenew and KvRenewed are reserved: they belonged to kinds that were deleted.
 """
 
 from __future__ import annotations
@@ -32,17 +31,12 @@ if TYPE_CHECKING:
 else:  # array.array cannot be subscripted before Python 3.12
     IntArray = FloatArray = array
 
-MOVED = 410  # code of a Rejected or Cancel: another detokenizer has this request, and tells its client
+MOVED = 410  # code of a Rejected or Cancel: another detokenizer answers the client of this request
 
-ROW_REFUSED = "refused: "  # begins a row error that is a 400, not a 500
-SEGMENT_LANES = (
-    "compute A",
-    "compute B",
-    "comm A",
-    "comm B",
-)  # of the micro-batches of a step, on two streams
+ROW_REFUSED = "refused: "  # prefix of a row error that is the client's fault: a 400, not a 500
+SEGMENT_LANES = ("compute A", "compute B", "comm A", "comm B")  # of the micro-batches A and B of a step
 
-FEW = 16  # values; more are packed at a third of what it costs `array` to parse each
+FEW = 16  # values; packing more with `struct` takes a third of the time of `array`
 Ints = Annotated[IntArray, "i"]  # int32 column, little-endian bytes on the wire
 Longs = Annotated[IntArray, "q"]  # int64 column
 Floats = Annotated[FloatArray, "f"]  # float32 column
@@ -54,7 +48,7 @@ def ints(values: Iterable[int] = ()) -> Ints:
         try:
             return array("i", struct.pack(f"{len(values)}i", *values))
         except struct.error:
-            return array("i", values)  # which says what is wrong
+            return array("i", values)  # raises the error that names the cause
     return array("i", values)
 
 
@@ -70,7 +64,7 @@ def floats(values: Iterable[float] = ()) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Every actor, about once a second: I live, in this state, under this load."""
+    """Every actor, about once a second: its state and its load."""
 
     kind: str
     actor: str
@@ -80,10 +74,10 @@ class Heartbeat:
     load: tuple[tuple[str, int], ...] = ()
     interval_us: int = 1_000_000
     arena: str = ""  # kv_offload: shared memory name, carries the generation
-    arena_generation: int = 0  # kv_offload: the present one; executor: the one it has mapped
+    arena_generation: int = 0  # kv_offload: the current one; executor: the one it has mapped
     tiers: tuple[str, ...] = ()
     rates: tuple[int, ...] = ()  # bytes per second per tier
-    scheduler: str = ""  # executor: the id of the one that has welcomed it
+    scheduler: str = ""  # executor: id of the scheduler that welcomed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +97,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of one sequence; `cached_tokens` is the part of the prompt not computed."""
+    """Token counts of one sequence; `cached_tokens` of the prompt came from the prefix cache or a tier."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -112,7 +106,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the time of a request went. Durations follow each other in this order."""
+    """The durations of a request's phases, in this order."""
 
     received_wall_us: int = 0
     tokenize_us: int = 0
@@ -122,7 +116,7 @@ class Timings:
     decode_us: int = 0  # first token -> last token
     prefill_chunks: int = 0
     steps: int = 0
-    received_us: int = 0  # comes first: seen on the bus -> taken up by the tokenizer
+    received_us: int = 0  # the first phase: read from the bus -> the tokenizer starts on it
     live_us: int = 0  # arrival at the scheduler -> Close
 
 
@@ -130,8 +124,8 @@ class Timings:
 class Chunk:
     """One prompt chunk of a sequence, for its trace: a row of a step."""
 
-    at_us: int  # the step's plan was sent, since arrival at the scheduler
-    took_us: int  # until its result was applied
+    at_us: int  # arrival at the scheduler -> the step's plan was sent
+    took_us: int  # plan sent -> result applied
     tokens: int
     step: int
     executor: str
@@ -151,10 +145,10 @@ class Decision:
 class Tokenized:
     """tokenizer -> scheduler: a validated request. Idempotent by (tenant, request, attempt).
 
-    scheduler -> detokenizer, behind its Opens: what was asked, should this scheduler die. The same to another
-    detokenizer, should both die (`shard`).
-    detokenizer -> another scheduler: go on with it. Then `generated` says how many of the last `tokens` each
-    choice has generated, choice by choice, and `timeout_us` counts from the first arrival."""
+    scheduler -> detokenizer, after its Opens: the request, kept in case this scheduler dies.
+    scheduler -> another detokenizer (`shard` is set): a backup, kept in case both die.
+    detokenizer -> another scheduler: resume the request. The last `tokens` are then the generated ones of all
+    choices, `generated` counts them by choice, and `timeout_us` counts from the first arrival."""
 
     request: str
     attempt: int
@@ -169,7 +163,7 @@ class Tokenized:
     max_tokens: int = 16
     stream: bool = False
     format: str = "chat"  # chat, completion: the shape of the public reply
-    finish_detached: bool = False  # go on computing when the client has gone
+    finish_detached: bool = False  # finish the answer although its client has gone
     seed: int = 0  # uint64; choice i draws from choice_seed(seed, i)
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
@@ -183,22 +177,22 @@ class Tokenized:
     tokens: Ints = field(default_factory=ints)  # the prompt
     include_stop: bool = False
     include_usage: bool = True
-    handled_wall_us: int = 0  # the tokenizer took it up; before, it waited in its mailbox
-    parent_span: str = ""  # of the trace's root span, zeros = none; empty: nobody traces this request
+    handled_wall_us: int = 0  # the tokenizer starts on it; until then it waited in the mailbox
+    parent_span: str = ""  # parent of the trace's root span, zeros = none; empty: the request is not traced
     processors: tuple[str, ...] = ()  # logits processors, each JSON: {"name": ..., "args": {...}}
-    generated: Ints = field(default_factory=ints)  # of a request that goes on: see above
-    reasons: tuple[str, ...] = ()  # why each choice has ended, empty where it has not
-    age_us: int = 0  # since the first scheduler had it
-    first_us: int = 0  # of that until its first token, 0 where there is none
-    open_end: bool = False  # nobody asked for `max_tokens`: a scheduler lowers it to what fits
-    waited_us: int = 0  # seen by the tokenizer -> sent by it
+    generated: Ints = field(default_factory=ints)  # tokens by choice, of a resumed request
+    reasons: tuple[str, ...] = ()  # finish reason of each choice, empty while it runs
+    age_us: int = 0  # since the first scheduler accepted it
+    first_us: int = 0  # first scheduler -> first token; 0: no token yet
+    open_end: bool = False  # the client gave no `max_tokens`: a scheduler lowers it to what fits
+    waited_us: int = 0  # read by the tokenizer -> sent by it
     model_digest: str = ""  # of the executors that compute it, as in ExecHello
-    shard: str = ""  # of a copy that another detokenizer keeps: the one that has it open
+    shard: str = ""  # in a backup: id of the detokenizer that has the request open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """scheduler -> who sent Tokenized: the scheduler owns the request now; a tokenizer forgets the inbox."""
+    """scheduler -> sender of Tokenized: the scheduler owns the request; a tokenizer forgets the inbox."""
 
     tenant: str
     request: str
@@ -207,7 +201,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """scheduler -> who sent Tokenized: not accepted, and why. The client is told by that one."""
+    """scheduler -> sender of Tokenized: not accepted, and why. The sender answers the client."""
 
     tenant: str
     request: str
@@ -233,25 +227,25 @@ def rejection(asked: Tokenized, code: int, message: str, retry_after_ms: int = 0
 class Cancel:
     """client -> tokenizers and schedulers: stop working. May overtake its request.
 
-    tokenizer, detokenizer -> scheduler: the client has been told that its request has failed; `code` and
-    `message` say how. MOVED: another scheduler has it, and another detokenizer answers it."""
+    tokenizer, detokenizer -> scheduler: the client has got an error, `code` and `message`. With MOVED another
+    scheduler runs the request and another detokenizer answers it."""
 
     tenant: str
     request: str
-    code: int = 0  # public error code; 0: the client wants no more
+    code: int = 0  # public error code; 0: cancelled by the client
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """tokenizer -> the others of its model, a few times a second: which requests the sender has taken and
-    which are done, so that no other one has to take them over. A number names one (tokenizer/standby.py).
+    """tokenizer -> the others of its model, a few times a second: requests that the sender has taken, and
+    requests that are done and need no takeover. Each is a 64-bit key (tokenizer/standby.py).
 
-    detokenizer -> the others: which it has answered (detokenizer/copies.py)."""
+    detokenizer -> the others of its model: requests that it has answered (detokenizer/backups.py)."""
 
     taken: Longs = field(default_factory=longs)
-    ids: tuple[str, ...] = ()  # of `taken`: the request ids drawn for those that name none
-    done: Longs = field(default_factory=longs)  # in a scheduler's hands, refused, or answered
+    ids: tuple[str, ...] = ()  # of `taken`: the ids drawn for requests without a `request_id`
+    done: Longs = field(default_factory=longs)  # accepted by a scheduler, refused, or answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,10 +271,10 @@ class Open:
     parts: int = 1
     tokens: Ints = field(default_factory=ints)  # generated so far: not empty on a re-open
     include_usage: bool = True
-    echo: bool = False  # the text starts with the prompt, which PromptTokens bring
+    echo: bool = False  # the text starts with the prompt, which arrives in PromptTokens
     prompt_logprobs: bool = False
     parent_span: str = ""  # as in Tokenized
-    stop_ids: Ints = field(default_factory=ints)  # they end the text and, but for `include_stop`, have none
+    stop_ids: Ints = field(default_factory=ints)  # each ends the text; shown only with `include_stop`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,8 +296,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokens:
-    """executor -> scheduler -> detokenizer: a piece of a prompt with its logprobs, as many messages as
-    needed, those of a step before its StepResult. For `echo` alone the scheduler makes them."""
+    """executor -> scheduler -> detokenizer: a piece of a prompt with its logprobs. The messages of a step
+    precede its StepResult. For `echo` without logprobs the scheduler makes them."""
 
     seq: int
     step: int
@@ -320,16 +314,16 @@ class StopFound:
     """detokenizer -> scheduler: a stop string ends in token `index`. The earliest index wins."""
 
     seq: int
-    index: int  # number of tokens kept: those whose text belongs to the answer or its stop
+    index: int  # number of tokens kept: the answer and its stop string
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
-    """detokenizer -> scheduler: nobody reads the reply subject of these sequences any more. None at all:
-    messages to this detokenizer were lost, and all that it has to answer is to be opened again."""
+    """detokenizer -> scheduler: the client of these sequences has gone. Empty `seqs`: messages to this
+    detokenizer were lost; the scheduler opens all its requests there again."""
 
     seqs: Ints
-    moved: bool = False  # they are read from another scheduler, which goes on with them
+    moved: bool = False  # another scheduler runs them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,37 +332,37 @@ class Close:
 
     seq: int
     final: int  # number of generated tokens
-    reason: str  # stop, length, error, moved (another shard has it now: send nothing)
+    reason: str  # stop, length, error, moved (another shard answers: send nothing)
     usage: Usage = field(default_factory=Usage)
     timings: Timings = field(default_factory=Timings)
     decisions: tuple[Decision, ...] = ()
     code: int = 0  # with reason "error": the public error code
     message: str = ""
     retry_after_ms: int = 0
-    executor: str = ""  # the last one that ran it; empty: never admitted
+    executor: str = ""  # the last executor that ran it; empty: never admitted
     chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """detokenizer -> scheduler: the last frame has gone out. `index` <= Close.final is the true
-    number of generated tokens; the record and the usage are final only now. The choice that ends its
-    request brings the stamps of the reply."""
+    """detokenizer -> scheduler: the last frame has been sent. `index` <= Close.final is the true number of
+    generated tokens; the record and the usage are final only now. The choice that ends its request carries
+    the stamps of the reply."""
 
     seq: int
     index: int
     reason: str
-    first_wall_us: int = 0  # the first text was sent, or joined an answer that is not streamed
+    first_wall_us: int = 0  # the first text was sent, or added to a plain answer
     built_wall_us: int = 0  # the last frame was built
-    sent_wall_us: int = 0  # it has left the process
+    sent_wall_us: int = 0  # the last frame left the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecHello:
     """executor -> scheduler: an incarnation with empty slots. Repeated until ExecWelcome.
 
-    `exec_epoch` is the incarnation of the device state: a new one after a restart of the process
-    and after ExecReset alike.
+    `exec_epoch` numbers the incarnations of the device state: a restart of the process and an ExecReset both
+    start a new one.
     """
 
     executor: str
@@ -388,24 +382,24 @@ class ExecHello:
     backend: str = "sim"
     dtype: str = "f32"
     bytes_per_block: int = 0
-    stages: int = 1  # pipeline stages: so many steps can be computed at once
-    two_stream_tokens: int = 0  # StepPlan.two_stream is quicker from so many tokens on; 0: it is not offered
+    stages: int = 1  # pipeline stages: the number of steps that can be computed at once
+    two_stream_tokens: int = 0  # StepPlan.two_stream is faster from this many tokens; 0: not supported
     max_stop_ids: int = 0  # of a slot; 0: any number
     reports_grammars: bool = False  # GrammarReady or GrammarFailed follows each SlotOpen with a grammar
-    model_digest: str = ""  # hex: weights, dtype, KV format, deterministic: where equal, so are answers
+    model_digest: str = ""  # hex, of weights, dtype, KV format, deterministic: where equal, answers are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecWelcome:
-    """scheduler -> executor: hello heard; `exec_epoch` says of which incarnation."""
+    """scheduler -> executor: ExecHello of incarnation `exec_epoch` is accepted."""
 
     exec_epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecRefused:
-    """scheduler -> executor: hello heard, and it stays out: executors with another `model_digest` serve. It
-    goes on saying hello, and hears ExecWelcome when that changes."""
+    """scheduler -> executor: not accepted, since executors with another `model_digest` serve. The executor
+    repeats ExecHello, and receives ExecWelcome once that has changed."""
 
     exec_epoch: int
     why: str
@@ -413,7 +407,7 @@ class ExecRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecReset:
-    """scheduler -> executor: forget every slot and say hello with a new `exec_epoch`. The envelope's
+    """scheduler -> executor: forget every slot and send ExecHello with a new `exec_epoch`. The envelope's
     epoch stays, since the process does."""
 
     exec_epoch: int
@@ -422,14 +416,14 @@ class ExecReset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOpen:
-    """scheduler -> executor: everything about a slot. Alone it rebuilds the slot."""
+    """scheduler -> executor: everything about a slot, enough to rebuild it."""
 
     slot: int
     generation: int
     seq: int
     prompt_tokens: int  # tokens[:prompt_tokens] is the prompt, the rest was generated
-    computed: int = 0  # tokens whose KV is in the blocks already
-    max_length: int = 0  # prompt + generated, never exceeded
+    computed: int = 0  # tokens with their KV in the blocks already
+    max_length: int = 0  # limit of prompt + generated tokens
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: Ints = field(default_factory=ints)
@@ -440,7 +434,7 @@ class SlotOpen:
     parts: int = 1
     tokens: Ints = field(default_factory=ints)
     processors: tuple[str, ...] = ()  # see Tokenized; rows of the slot are host-fed
-    tenant: str = ""  # whose grammar it is: tenants are compiled for in turn
+    tenant: str = ""  # owner of the grammar: compilation takes tenants in turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,8 +448,7 @@ class SlotClose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarReady:
-    """executor -> scheduler: the slot's grammar is compiled; its last known token may be planned, from which
-    the next one is sampled."""
+    """executor -> scheduler: the slot's grammar is compiled; the scheduler may plan its next sample."""
 
     slot: int
     generation: int
@@ -475,10 +468,10 @@ class GrammarFailed:
 class StepPlan:
     """scheduler -> executor: one step, by columns. Idempotent by (exec_epoch, step).
 
-    Forward rows: tokens [start, start+count) of a slot, taken from the host record or, for one
-    token, from the device's own last sample. Sample rows: the last position of a forward row
-    chooses the next token of a slot; one prompt row may feed several slots, a chunk that is not
-    the prompt's last feeds none. Block-table deltas and block copies apply before the forward.
+    Forward rows: tokens [start, start+count) of a slot, read from the host record or, for one token, from
+    the device's own last sample. Sample rows: the last position of a forward row samples the next token of a
+    slot; one prompt row may serve several slots, a chunk that is not the prompt's last serves none.
+    Block-table deltas and block copies apply before the forward pass.
     """
 
     exec_epoch: int
@@ -500,7 +493,7 @@ class StepPlan:
     wait_jobs: Ints = field(default_factory=ints)  # reserved: copies that must end before the forward
     forward: bool = True
     sample: bool = True
-    two_stream: bool = False  # in two micro-batches, the ranks' talk of one under the compute of the other
+    two_stream: bool = False  # two micro-batches: collectives of one overlap compute of the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -509,8 +502,8 @@ class StepResult:
 
     exec_epoch: int
     step: int
-    ids: Ints  # -1 where the slot was done before
-    done: Ints  # 1 = this token ended the slot (stop id or length); 2 = it had ended earlier
+    ids: Ints  # -1: the slot had ended before
+    done: Ints  # 1 = this token ended the slot (stop id or length); 2 = it had ended before
     start_wall_us: int = 0
     end_wall_us: int = 0
     forward_us: int = 0
@@ -520,44 +513,43 @@ class StepResult:
     top_counts: Ints = field(default_factory=ints)
     top_ids: Ints = field(default_factory=ints)
     top_logprobs: Floats = field(default_factory=floats)
-    error: str = ""  # the step failed as a whole: its sequences cannot go on here
+    error: str = ""  # the whole step failed: its sequences cannot continue here
     wait_us: int = 0  # device idle before this step, waiting for its plan
-    published_us: int = 0  # how long the result sent last took from the end of its step to its sending
-    queued_us: int = 0  # the plan arrived at the executor -> its step began
+    published_us: int = 0  # of the previous result: end of its step -> sent
+    queued_us: int = 0  # the plan arrived at the executor -> its step started
     host_us: int = 0  # logits processors, on the host
-    # (index into `ids`, why): that sequence alone failed; by its request's own fault with ROW_REFUSED first
+    # (index into `ids`, reason): only this sequence failed; with ROW_REFUSED the request is at fault
     row_errors: tuple[tuple[int, str], ...] = ()
-    # the first segments of a two-stream step: of each its lane (SEGMENT_LANES), begin from the step's,
-    # length, us
+    # timeline of a two-stream step, in threes: index into SEGMENT_LANES, start in the step, length (us)
     segments: Ints = field(default_factory=ints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resend:
-    """either way: messages of the sender's stream are missing from number `first_seq` on."""
+    """either way, to the sender of a stream: its messages from number `first_seq` on are missing."""
 
     first_seq: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamReset:
-    """either way: what a Resend asked for is gone; the stream goes on at `next_seq`."""
+    """either way, the answer to Resend: messages are gone; the stream continues at `next_seq`."""
 
     next_seq: int
-    lost: bool = False  # part of it was meant for the asker's present incarnation
+    lost: bool = False  # some of them were for the receiver's current incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamAt:
-    """either way, after a stream has fallen silent: its last number, so that a lost tail shows."""
+    """either way, on a silent stream: its last number, so that the receiver detects a lost tail."""
 
     last_seq: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """either way: a piece of a message that is too long for one, such as the plan of a step that sets a long
-    block table. The segments of a message follow each other; joined, their `data` are its packed row."""
+    """either way: a piece of a message that is too long, such as a plan with a long block table. The
+    fragments of a message are consecutive; their `data`, joined, are its packed row."""
 
     part: int
     parts: int
@@ -572,12 +564,12 @@ class KvLookup:
     keys: bytes
     prefix: bool = True  # stop at the first miss
     fingerprint: str = ""  # of the model's KV layout, as in ExecHello: part of the name in L2
-    promote: bool = False  # begin to bring what only L2 has into L1: the request waits already
+    promote: bool = False  # start to copy L2 hits into L1: the request waits already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFound:
-    """kv_offload -> scheduler: tier of each key asked for: 0 none, 1 DRAM (L1), 2 remote (L2)."""
+    """kv_offload -> scheduler: tier of each key: 0 none, 1 DRAM (L1), 2 remote (L2)."""
 
     job: int
     tiers: Ints
@@ -585,7 +577,7 @@ class KvFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvReserve:
-    """scheduler -> kv_offload: room in L1 for these keys, leased until `lease_us` from now."""
+    """scheduler -> kv_offload: reserve room in L1 for these keys, leased for `lease_us`."""
 
     job: int
     owner: str
@@ -593,14 +585,13 @@ class KvReserve:
     value_bytes: int
     lease_us: int
     priority: int = 0  # 1 = preemption
-    valid_tokens: Ints = field(default_factory=ints)  # per key; the paused tail is partial
+    valid_tokens: Ints = field(default_factory=ints)  # per key; the last block of a preempted one is partial
     fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvReserved:
-    """kv_offload -> scheduler: arena offset of each key, -1 where there is no room, -2 where the key is
-    in L1 already and needs no copy."""
+    """kv_offload -> scheduler: arena offset of each key; -1: no room; -2: in L1 already, no copy needed."""
 
     job: int
     arena_generation: int
@@ -622,7 +613,7 @@ class KvPrefetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvReady:
-    """kv_offload -> scheduler: arena offset of each key, -1 where it could not be had."""
+    """kv_offload -> scheduler: arena offset of each key, -1: not available."""
 
     job: int
     arena_generation: int
@@ -630,20 +621,20 @@ class KvReady:
     valid_tokens: Ints = field(default_factory=ints)
     status: str = "ok"
     took_us: int = 0
-    from_l2: int = 0  # how many of them were brought from L2 for this
+    from_l2: int = 0  # keys read from L2 for this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCommit:
-    """scheduler -> kv_offload: the reserved ranges with mask 1 are written; the others failed."""
+    """scheduler -> kv_offload: which of the reserved ranges are written; the others failed."""
 
     job: int
-    written: Ints
+    written: Ints  # 1 or 0 by key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvStored:
-    """kv_offload -> scheduler: tier reached by each key of a committed job, 0 = lost."""
+    """kv_offload -> scheduler: tier of each key of a committed job, 0 = lost."""
 
     job: int
     tiers: Ints
@@ -658,14 +649,14 @@ class KvRelease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGone:
-    """kv_offload -> scheduler: no tier holds these keys any more. Without an answer."""
+    """kv_offload -> scheduler: no tier holds these keys any more. Needs no answer."""
 
     keys: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCopy:
-    """scheduler -> executor: copy blocks between HBM and the arena once `after_step` has run."""
+    """scheduler -> executor: copy blocks between HBM and the arena after step `after_step`."""
 
     job: int
     to_arena: bool
@@ -678,18 +669,18 @@ class KvCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCopied:
-    """executor -> scheduler: how the copy went: ok, no_arena, stale_arena, failed."""
+    """executor -> scheduler: the result of a KvCopy."""
 
     job: int
-    status: str
+    status: str  # ok, no_arena, stale_arena, failed
     bytes: int = 0
     took_us: int = 0
-    wait_us: int = 0  # it was here and had not begun: other copies, and the step that it comes after
+    wait_us: int = 0  # arrival -> start: waited for other copies and for `after_step`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaReleased:
-    """executor -> scheduler -> kv_offload: no mapping of this arena generation is left here."""
+    """executor -> scheduler -> kv_offload: the executor has unmapped this arena generation."""
 
     executor: str
     arena_generation: int
@@ -702,60 +693,3 @@ Message = (
     | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCommit | KvStored
     | KvRelease | KvGone | KvCopy | KvCopied | ArenaReleased | Heartbeat | Claims
 )  # fmt: skip
-
-__all__ = [
-    "MOVED",
-    "Accepted",
-    "ArenaReleased",
-    "Cancel",
-    "Chunk",
-    "Claims",
-    "Close",
-    "Decision",
-    "Detached",
-    "Ended",
-    "ExecHello",
-    "ExecRefused",
-    "ExecReset",
-    "ExecWelcome",
-    "Floats",
-    "Fragment",
-    "GrammarFailed",
-    "GrammarReady",
-    "Heartbeat",
-    "Ints",
-    "KvCommit",
-    "KvCopied",
-    "KvCopy",
-    "KvFound",
-    "KvGone",
-    "KvLookup",
-    "KvPrefetch",
-    "KvReady",
-    "KvRelease",
-    "KvReserve",
-    "KvReserved",
-    "KvStored",
-    "Longs",
-    "Message",
-    "Open",
-    "PromptTokens",
-    "Rejected",
-    "Resend",
-    "Sampling",
-    "SlotClose",
-    "SlotOpen",
-    "StepPlan",
-    "StepResult",
-    "StopFound",
-    "StreamAt",
-    "StreamReset",
-    "Timings",
-    "Tokenized",
-    "Tokens",
-    "Usage",
-    "floats",
-    "ints",
-    "longs",
-    "rejection",
-]

@@ -1,4 +1,4 @@
-"""Every process takes its ports, list of logits processors, log, secret files and children from here."""
+"""Helpers of processes: ports, the list of logits processors, logs, private files, child processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.clock import Clock
 from shared.errors import SetupError
 
 HTTP = "set `http` to another host:port, or to off"  # of the gateway
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # where whoever listens everywhere is found
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # a local address for each wildcard address
 
 PROCESSOR_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 _TARGET = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
@@ -37,12 +37,12 @@ def bind(
     listen: bool = True,
     shared: bool = False,
 ) -> socket.socket:
-    """A bound socket; port 0 is any free one. Raises SetupError when it is taken or not of this machine;
-    `who` wants it, `mend` says what to set then.
+    """A bound socket; port 0 is any free one. Raises SetupError if the port is in use or the host is not this
+    machine, with the owner `who` and the remedy `mend`.
 
-    Without `listen` it only holds the port: whoever binds it here may listen on it, on Linux, and nobody is
-    given it as any free one. With `shared` several processes of this user may listen on it, the kernel gives
-    each connection to one."""
+    Without `listen` the socket only reserves the port: on Linux another process can still bind it and listen,
+    but does not get it as any free port. With `shared` several processes of this user may listen on the
+    port, and the kernel distributes the connections."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -56,7 +56,7 @@ def bind(
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind(address)
         if listen:
-            bound.listen(1)  # two may be bound with SO_REUSEADDR; only one can listen
+            bound.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one can listen
     except OSError as error:
         bound.close()
         raise _refused(host, port, error, who, mend) from None
@@ -64,7 +64,7 @@ def bind(
 
 
 def http_url(host: str, port: int) -> str:
-    """How a client on this machine calls it."""
+    """The URL of an address for a client on this machine."""
     host = _ANY.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -78,8 +78,8 @@ def processor_targets(setting: str) -> Mapping[str, str]:
     """The logits processors that a fleet offers: `name=module:attribute,...` as {name: "module:attribute"}.
     Raises SetupError.
 
-    The setting `logits_processors` is read by tokenizers (names) and executors (code) alike. A request can
-    only name what is listed there.
+    Tokenizers (names) and executors (code) read the setting `logits_processors`. A request can only use
+    processors of this list.
     """
     targets: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in setting.split(","))):
@@ -96,8 +96,8 @@ def processor_targets(setting: str) -> Mapping[str, str]:
 
 
 def ensure_home() -> None:
-    """Give a process whose user has no home, neither by HOME nor by the passwd entry, one below the folder
-    for temporary files, and a name: libraries ask for both. Raises SetupError."""
+    """Set HOME and USER if the user has no home, neither by HOME nor by a passwd entry: libraries need both.
+    The home is then in the folder for temporary files. Raises SetupError."""
     try:
         Path.home()
         return
@@ -115,32 +115,28 @@ def ensure_home() -> None:
 
 
 def module_command(module: str, *args: str) -> list[str]:
-    """Runs a module of ours in a process of its own, which imports nothing from the working directory (-P): a
-    file there may have any name. For an environment of `with_import_path`."""
+    """The command that runs a module as a process. It imports nothing from the working directory (-P), where
+    a file may have any name. Use it with an environment of `with_import_path`."""
     return [sys.executable, "-P", "-m", module, *args]
 
 
 def with_import_path(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` with a PYTHONPATH on which a child finds the code that runs here, then what is there already: the
-    user's processors. Empty entries, which stand for the working directory, go."""
+    """`env` with a PYTHONPATH of this code, then the existing entries (the user's processors). Empty entries,
+    which mean the working directory, are removed."""
     root = str(Path(__file__).resolve().parents[1])
     entries = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if root not in (
-        *entries,
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-    ):  # there it is found anyway
+    if root not in (*entries, *site.getsitepackages(), site.getusersitepackages()):
         entries.insert(0, root)
     return {**env, "PYTHONPATH": os.pathsep.join(entries)}
 
 
 def open_private(path: Path, buffering: int = -1) -> BinaryIO:
-    """A new file that its owner alone may read and write, whatever the umask. Raises OSError."""
+    """A new file that only its owner may read and write, for any umask. Raises OSError."""
     return open(path, "xb", buffering, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 class Rarely:
-    """A warning that a stranger may cause at will: logged once in RARELY_US, with how often it came."""
+    """Logs a warning that any client can cause at most once in RARELY_US, with the number of occurrences."""
 
     def __init__(self, log: logging.Logger, clock: Clock) -> None:
         self._log = log
@@ -149,7 +145,7 @@ class Rarely:
         self._kept_back = 0
 
     def warning(self, text: str, *args: object) -> None:
-        """Log it, unless one was logged a short time ago."""
+        """Log the warning, or count it if the last line is recent."""
         now_us = self._clock.now_us()
         if now_us < self._next_us:
             self._kept_back += 1
@@ -160,8 +156,8 @@ class Rarely:
 
 
 def setup(component: str, *, level: str = "info", as_json: bool = False) -> None:
-    """Send the log of this process to stderr: one line an event, for people or as JSON, with the component's
-    name. Calling again replaces the earlier set-up."""
+    """Send the log of this process to stderr, one line per event, as text or JSON, with the component's name.
+    A second call replaces the first."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines(component) if as_json else _Lines(component))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -178,13 +174,13 @@ class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         mark = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
-        who = f" {self._component}" if self._component else ""  # empty: the reader knows whose log it is
-        line = f"{clock}.{int(record.msecs):03d}{who}{mark}: {record.getMessage()}"
+        component = f" {self._component}" if self._component else ""
+        line = f"{clock}.{int(record.msecs):03d}{component}{mark}: {record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def __init__(self, component: str) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The last message to a client: how it is marked, and the form of an error.
+"""Builds the last message to a client: its headers, and the body of an error.
 
-Error bodies are `{"type":"error","error":{…}}`, the same as one reply and as the last frame of a
-stream, so a client needs one test for both.
+Error bodies are `{"type":"error","error":{…}}`, both as a plain reply and as the last frame of a stream, so
+that a client needs one test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_HEADER_CHARS = 512
 
 
 def to_json(body: Mapping[str, Any]) -> bytes:
-    """Compact UTF-8 JSON. What is not UTF-8 in an echoed string (a lone surrogate) becomes `?`."""
+    """Compact UTF-8 JSON. A lone surrogate in an echoed string becomes `?`."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
@@ -40,6 +40,6 @@ def error_reply(
 
 
 def _one_line(text: str) -> str:
-    """What a header can hold: one line of text, not too long, in UTF-8."""
+    """A text cut and cleaned for a header: one printable line."""
     line = " ".join(text[:MAX_HEADER_CHARS].split())
     return "".join(c if c.isprintable() else "?" for c in line)

@@ -1,11 +1,11 @@
-"""How long a step of some shape takes: the scheduler predicts with it, SimBackend sleeps for it.
+"""`StepModel` predicts the time of a step: the scheduler plans with it, the simulated engine sleeps for it.
 
-Weights are read once a step, whatever its rows; beyond the ridge the products cost by the token. KV is
-read by the token of context, attention of a chunk by the pair:
+Weights are read once per step; above the ridge point the matrix products cost time per token. KV reads cost
+time per token of context, attention of a chunk per pair of query and key:
 
     max(weights, tokens) + rows + KV tokens read + attention pairs
 
-Integers alone, so that a replay gives the same microseconds on every machine.
+All numbers are integers, so that a replay gives the same microseconds on every machine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PS_PER_NS, _PS_PER_US = 1_000, 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What of a step costs time. `shape_of` and `shape_of_rows` make one."""
+    """The properties of a step that its time depends on. Built by `shape_of` and `shape_of_rows`."""
 
     rows: int  # forward rows
     tokens: int  # of all rows
-    kv_tokens: int  # sum over rows of start + count: the KV that is read
-    attention: int  # sum over rows of count * (start + count // 2): pairs of a query and a key
+    kv_tokens: int  # sum over rows of start + count: KV reads
+    attention: int  # sum over rows of count * (start + count // 2): pairs of query and key
 
     def with_chunk(self, start: int, count: int) -> StepShape:
         """This shape and one more row of `count` tokens from `start`."""
@@ -49,17 +49,11 @@ class StepShape:
 
 def shape_of_rows(rows: Iterable[tuple[int, int]]) -> StepShape:
     """The shape of forward rows given as (start, count)."""
-    pairs = list(rows)
-    return StepShape(
-        rows=len(pairs),
-        tokens=sum(count for _, count in pairs),
-        kv_tokens=sum(start + count for start, count in pairs),
-        attention=sum(count * (start + count // 2) for start, count in pairs),
-    )
+    return StepShape(0, 0, 0, 0).with_chunks(rows)
 
 
 def shape_of(plan: StepPlan) -> StepShape:
-    """The shape of a plan. A row of one token has `start` pairs, so that a step of decodes needs no loop."""
+    """The shape of a plan. A row of one token has `start` pairs, so that a decode-only step needs no loop."""
     rows, tokens, before = len(plan.starts), sum(plan.counts), sum(plan.starts)
     if tokens == rows:
         return StepShape(rows, tokens, before + tokens, before)
@@ -68,8 +62,7 @@ def shape_of(plan: StepPlan) -> StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """Coefficients of a model on a machine. `host_row_ns` is a row's time on the host, of the logits
-    processors."""
+    """Coefficients of a model on a machine. `host_row_ns` is the time of a row's logits processors."""
 
     weights_us: int
     token_ns: int

@@ -1,11 +1,10 @@
-"""The detokenizer actor gives its mailbox to the core, and sends the core's frames to the clients.
+"""`DetokenizerActor` feeds its mailbox to the core and sends the core's frames to the clients.
 
-Frames are built once per turn of the event loop, so a detokenizer that lags behind its mailbox merges the
-steps that wait there. While more than `backlog_limit_bytes` wait to leave this process no frame is built,
-except the last one of a request.
+Frames are built once per turn of the event loop: a detokenizer that lags merges the waiting steps. While more
+than `backlog_limit_bytes` wait to leave this process, only last frames of requests are built.
 
-Beside the core stand `ClientEvents`, which hears of the clients, `Completions`, which sees the last frame of
-a request leave, and `answer`, which turns ids into text by request and reply.
+`ClientEvents` passes events of clients to the core, `Completions` waits until a request's last frame has left
+the process, and `answer` serves detokenize requests.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.detokenizer")
 
-POLL_S = 0.02  # how soon a full backlog is looked at again
+POLL_S = 0.02  # between checks of a full backlog
 TURNS = 2  # of the event loop after a last frame: one for the writer of the bus, one for its flusher
-SMALL_BYTES = 65_536  # leave in one write; there is always something under way on a busy bus
-MAX_POLLS = 100  # then the broker takes nothing, and others have noticed
-WATCHED = ("scheduler", "detokenizer")  # with both of a request somebody has to go on with it
-CLAIMS_EVERY_S = 0.1  # how soon the others hear what is answered
-MAX_QUESTION_BYTES = 1_048_576  # answered on the event loop: some 50 ms of it
+SMALL_BYTES = 65_536  # of backlog: leaves in one write, and a busy bus always has some
+MAX_POLLS = 100  # then the broker accepts nothing, which other parts detect
+WATCHED = ("scheduler", "detokenizer")  # kinds that hold the state of a request
+CLAIMS_EVERY_S = 0.1  # the others receive answered requests within this time
+MAX_QUESTION_BYTES = 1_048_576  # answered on the event loop within about 50 ms
 
 
 class DetokenizerActor(Actor):
@@ -73,7 +72,7 @@ class DetokenizerActor(Actor):
         pattern = subjects.detokenize_any_tenant(self._model)
         await mailbox.bus.subscribe(
             pattern,
-            lambda tokenized: answer(mailbox.bus, self._model, self._vocabulary, tokenized),
+            lambda asked: answer(mailbox.bus, self._model, self._vocabulary, asked),
             queue="detokenize",
         )
 
@@ -126,7 +125,7 @@ class DetokenizerActor(Actor):
         return {"model": self._model, **self._core.load()}
 
     async def drain(self) -> None:
-        """Requests end here; what remains at the time limit is opened elsewhere by its scheduler."""
+        """Finish the open requests; after the time limit their schedulers open the rest elsewhere."""
         await self._idle.wait()
         if self._core.backups.unsent:
             self._send_claims()
@@ -142,10 +141,10 @@ class DetokenizerActor(Actor):
             self._find_schedulers()
 
     def _find_schedulers(self) -> None:
-        """Find a scheduler for the requests that have none."""
+        """Send the requests without a scheduler to another one, every TURN_S while there are any."""
         self._finding = False
         peers, now_us = self._mailbox.peers, self._mailbox.clock.now_us()
-        if not peers.is_cut_off(self._mailbox.source, now_us):  # cut off, nobody could be asked
+        if not peers.is_cut_off(self._mailbox.source, now_us):
             self._run(self._core.failover.turn(peers.serving(self._model), now_us))
         if self._core.failover.active:
             self._finding = True
@@ -154,7 +153,7 @@ class DetokenizerActor(Actor):
             )
 
     def _send_claims(self) -> None:
-        """What they need not keep any more."""
+        """Report the done keys to the other detokenizers, which drop their backups."""
         self._claims_timer = False
         claims = self._core.backups.report()
         peers = self._mailbox.peers
@@ -198,7 +197,7 @@ class DetokenizerActor(Actor):
 
 
 def publish(mailbox: Mailbox, frame: Publish) -> None:
-    """Send a frame; the server tells `gone` when nobody listens."""
+    """Send a frame; its reply subject gets the server's 503 if the client has gone."""
     reply = subjects.gone(mailbox.actor, str(frame.number))
     try:
         mailbox.bus.publish(frame.inbox, frame.data, reply=reply, headers=frame.headers)
@@ -208,8 +207,8 @@ def publish(mailbox: Mailbox, frame: Publish) -> None:
 
 
 def send(mailbox: Mailbox, command: SendTo) -> Rejected | None:
-    """Send to a scheduler; a refusal where no message can carry a request with what it has generated, since
-    its options are at the limit."""
+    """Send to a scheduler. Returns a refusal for a request that does not fit into a message with its
+    generated tokens, because its options are at the limit."""
     try:
         mailbox.send(command.scheduler, command.message, command.trace)
     except PayloadTooLarge as error:
@@ -221,8 +220,7 @@ def send(mailbox: Mailbox, command: SendTo) -> Rejected | None:
 
 
 class ClientEvents:
-    """Tells the core what the bus shows of the readers of this shard's streams: a reader has gone, cancels,
-    or is back."""
+    """Passes events of this shard's clients to the core: a client has gone, cancels, or may be back."""
 
     def __init__(self, mailbox: Mailbox, core: DetokenizerCore, run: Callable[[list[Command]], None]) -> None:
         self._mailbox = mailbox
@@ -232,16 +230,16 @@ class ClientEvents:
         self._reconnecting = False
 
     async def listen(self) -> None:
-        """Subscribe to the news of the readers."""
+        """Subscribe to the events."""
         bus, guarded = self._mailbox.bus, self._mailbox.guarded
         await bus.subscribe(subjects.gone_all(self._mailbox.actor), guarded(self._on_gone))
         await bus.subscribe(subjects.CANCEL_ALL, guarded(self._on_cancel))
 
     def upkeep(self) -> None:
-        """Once a heartbeat: ask who still waits for an answer that is not streamed."""
+        """Once a heartbeat: probe the clients of plain requests, unless they may be reconnecting."""
         self._core.reconnect.age()
         if self._core.reconnect.active:
-            return  # readers are on their way back
+            return
         for probe in self._liveness.turn(self._core.plain):
             reply = subjects.gone(self._mailbox.actor, probe.name)
             self._mailbox.bus.publish(probe.subject, b"", reply=reply, headers=PROBE_HEADERS)
@@ -252,7 +250,7 @@ class ClientEvents:
             self._core.reconnect.broker_back(self._core.streams)
         else:
             self._core.reconnect.broker_lost()
-        self._run([])  # idle or not
+        self._run([])  # updates the idle event
         if online and not self._reconnecting:
             self._reconnecting = True
             asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._reconnect))
@@ -279,10 +277,10 @@ class ClientEvents:
 
 
 class Completions:
-    """Requests whose last frame is on its way out of this process.
+    """Requests with a last frame that has not left this process yet.
 
-    The detokenizer has the last stamp of every request. When the frame has left, it tells the scheduler (in
-    Ended), and it sends the spans of a request that is traced.
+    Afterwards the scheduler gets Ended with the stamps of the reply, and the spans of a traced request are
+    exported.
     """
 
     def __init__(self, mailbox: Mailbox, on_empty: Callable[[], None]) -> None:
@@ -291,19 +289,19 @@ class Completions:
         self._polls = mailbox.guarded(self._poll)
         self.waiting = 0
 
-    def add(self, finished: Finished, tell: SendTo | None) -> None:
-        """A request has ended; `send` is the Ended that completes it, None when nobody waits for one."""
+    def add(self, finished: Finished, ended: SendTo | None) -> None:
+        """A request has ended; `ended` is its last Ended, None if no scheduler waits for one."""
         self.waiting += 1
         built_us = self._mailbox.clock.wall_us()
-        asyncio.get_running_loop().call_soon(self._polls, finished.request, tell, built_us, 0)
+        asyncio.get_running_loop().call_soon(self._polls, finished.request, ended, built_us, 0)
 
-    def _poll(self, request: ResponseText, tell: SendTo | None, built_us: int, looks: int) -> None:
+    def _poll(self, request: ResponseText, ended: SendTo | None, built_us: int, polls: int) -> None:
         loop = asyncio.get_running_loop()
-        if looks < TURNS:
-            loop.call_soon(self._polls, request, tell, built_us, looks + 1)
+        if polls < TURNS:
+            loop.call_soon(self._polls, request, ended, built_us, polls + 1)
             return
-        if self._mailbox.bus.backlog_bytes > SMALL_BYTES and looks < MAX_POLLS:
-            loop.call_later(POLL_S, self._polls, request, tell, built_us, looks + 1)
+        if self._mailbox.bus.backlog_bytes > SMALL_BYTES and polls < MAX_POLLS:
+            loop.call_later(POLL_S, self._polls, request, ended, built_us, polls + 1)
             return
         reply = Reply(
             opened_us=request.opened_us,
@@ -311,26 +309,26 @@ class Completions:
             built_us=built_us,
             sent_us=self._mailbox.clock.wall_us(),
         )
-        if tell is not None and isinstance(tell.message, Ended):
-            self._mailbox.send(tell.scheduler, stamped(tell.message, reply))
+        if ended is not None and isinstance(ended.message, Ended):
+            self._mailbox.send(ended.scheduler, stamped(ended.message, reply))
         self.waiting -= 1
         if not self.waiting:
             self._on_empty()
         tracer, parent_span = self._mailbox.tracer, request.opened.parent_span
         if tracer is not None and parent_span and traces.is_sampled(request.trace):
-            facts = request_record(request, reply, self._mailbox.source)
-            tracer.export(request.trace, parent_span, request_spans(facts))
+            record = request_record(request, reply, self._mailbox.source)
+            tracer.export(request.trace, parent_span, request_spans(record))
 
 
 def stamped(ended: Ended, reply: Reply) -> Ended:
-    """The last Ended of a request, with the stamps of its reply."""
+    """An Ended with the stamps of its reply."""
     return dataclasses.replace(
         ended, first_wall_us=reply.first_us, built_wall_us=reply.built_us, sent_wall_us=reply.sent_us
     )
 
 
 def request_record(request: ResponseText, reply: Reply, detokenizer: str) -> RequestRecord:
-    """What the spans of an ended request are made of."""
+    """The record for the spans of an ended request."""
     opened = request.opened
     return RequestRecord(
         request=opened.request,
@@ -349,21 +347,18 @@ def request_record(request: ResponseText, reply: Reply, detokenizer: str) -> Req
     )
 
 
-def answer(bus: Bus, model: str, vocabulary: Vocabulary, tokenized: Delivery) -> None:
-    """Reply to `headrace.v1.detokenize.…` with the text of the ids in `tokenized`, or a typed error."""
-    if not access.answerable(bus, tokenized):
+def answer(bus: Bus, model: str, vocabulary: Vocabulary, asked: Delivery) -> None:
+    """Reply to `headrace.v1.detokenize.…` with the text of the ids in `asked`, or a typed error."""
+    if not access.answerable(bus, asked):
         return
     try:
-        bus.publish(
-            tokenized.reply, to_json({"model": model, "text": decode_body(tokenized.data, vocabulary)})
-        )
+        bus.publish(asked.reply, to_json({"model": model, "text": decode_body(asked.data, vocabulary)}))
     except HeadraceError as error:  # the text may be over the server's limit, too
-        bus.publish(tokenized.reply, error_reply(error, "", ""), headers=end_headers(error))
+        bus.publish(asked.reply, error_reply(error, "", ""), headers=end_headers(error))
 
 
 def decode_body(data: bytes, vocabulary: Vocabulary) -> str:
-    """The text that a `detokenize` request asks for: `{"tokens": [ids]}`. Raises BadRequest,
-    PayloadTooLarge."""
+    """The text of a detokenize request, `{"tokens": [ids]}`. Raises BadRequest, PayloadTooLarge."""
     if len(data) > MAX_QUESTION_BYTES:
         raise PayloadTooLarge(
             f"a question of {len(data)} bytes is over {MAX_QUESTION_BYTES}: ask in smaller parts",
@@ -382,7 +377,7 @@ def decode_body(data: bytes, vocabulary: Vocabulary) -> str:
 
 
 def build(settings: Settings) -> DetokenizerActor:
-    """The detokenizer that the configuration asks for. Raises SetupError."""
+    """The detokenizer for the configuration. Raises SetupError."""
     vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
     vocabulary.decode([])  # builds the table now rather than at the first request
     name = settings.model_name or served_name(settings.model)

@@ -1,11 +1,13 @@
-"""A request outlives its scheduler and its detokenizer: another detokenizer keeps a copy. Pure.
+"""`Backups` keeps copies of requests that are open at other detokenizers. Pure.
 
-    copy ──opened here, or done elsewhere──▶ forgotten
-      ├── one of the two has gone, and no claim of it for ONE_LOST_US ──▶ forgotten: it was answered
-      └── its scheduler and its detokenizer have gone ──▶ adopted: an orphan (failover.py) without a token
+A request so survives the loss of both its scheduler and its detokenizer:
 
-What its reader has seen is not known here, so that an adopted stream starts over. What is done is told to
-all, and once more to a detokenizer that comes, or was silent and is back: it may not have heard.
+    backup ──opened here, or done elsewhere──▶ forgotten
+      ├── one of the two has gone, and no claim arrives for ONE_LOST_US ──▶ forgotten: it was answered
+      └── its scheduler and its detokenizer have gone ──▶ adopted: lost (failover.py), without tokens
+
+An adopted stream starts over, since the text that its client has is unknown here. Done keys go to all other
+detokenizers, and again to one that appears or returns: it may have missed them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,8 @@ from dataclasses import dataclass, field
 
 from shared.messages import Claims, Open, Tokenized, longs
 
-ONE_LOST_US = (
-    40_000_000  # longer than a request without a scheduler looks for another: see failover.WAIT_TURNS
-)
-DONE_US, MAX_DONE = 60_000_000, 65_536  # for so long it is known what is done; then the oldest go
+ONE_LOST_US = 40_000_000  # longer than the search for another scheduler: see failover.WAIT_TURNS
+DONE_US, MAX_DONE = 60_000_000, 65_536  # limits of the done keys; the oldest are dropped
 
 
 @dataclass(slots=True)
@@ -31,79 +31,79 @@ class Backup:
     tokenized: Tokenized
     trace: str
     since_us: int
-    void: set[str] = field(default_factory=set)  # those of the two that have lost all they knew
-    one_lost_us: int = 0  # since when one of the two has gone; 0: both are there
+    void: set[str] = field(default_factory=set)  # which of the two have lost their state
+    one_lost_us: int = 0  # time at which one of the two had gone; 0: both live
     cancelled: bool = False
 
 
 def key_of(request: Tokenized | Open) -> int:
-    """Names a request in Claims; the next one with its id has another inbox."""
+    """The key of a request in Claims; a later request with the same id has another inbox."""
     name = f"{request.tenant} {request.request} {request.inbox}"
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 class Backups:
-    """What this shard keeps for others, and what the others may forget."""
+    """The backups of this shard for other shards, and the done keys for both."""
 
     def __init__(self) -> None:
         self._backups: dict[int, Backup] = {}
-        self._named: dict[tuple[str, str], set[int]] = {}  # their keys, by tenant and request
-        self._done: list[int] = []  # not told yet
-        self._done_us: dict[int, int] = {}  # when, of all that are done; the oldest first
+        self._named: dict[tuple[str, str], set[int]] = {}  # keys by tenant and request
+        self._done: list[int] = []  # not reported yet
+        self._done_us: dict[int, int] = {}  # time by done key; the oldest first
 
     def __len__(self) -> int:
         """0 when idle."""
         return len(self._backups)
 
     def keep(self, scheduler: str, tokenized: Tokenized, trace: str, now_us: int) -> None:
-        """A copy from the scheduler that serves it."""
+        """Keep a backup from the request's scheduler."""
         if (key := key_of(tokenized)) in self._done_us:
             return
         self._backups[key] = Backup(scheduler, f"detokenizer.{tokenized.shard}", tokenized, trace, now_us)
         self._named.setdefault((tokenized.tenant, tokenized.request), set()).add(key)
 
     def opened(self, opened: Open) -> None:
-        """It is open here; one with the same name may have been done before."""
+        """A request is open here: it needs no backup, and a done one with this key is no longer done."""
         if self._backups or self._done_us:
             self._forget(key := key_of(opened))
             self._done_us.pop(key, None)
 
     def cancelled(self, tenant: str, request: str) -> None:
-        """Its client wants no more of it."""
+        """Mark the backups of a cancelled request."""
         for key in self._named.get((tenant, request), ()):
             self._backups[key].cancelled = True
 
     def answered(self, opened: Open, now_us: int) -> None:
-        """A request has ended here; the others are to forget it."""
+        """A request has ended here: report it to the others."""
         key = key_of(opened)
         self._done.append(key)
         self._note_done(key, now_us)
 
     @property
     def unsent(self) -> bool:
-        """True when `report` has something to tell."""
+        """True if `report` has new keys."""
         return bool(self._done)
 
     def report(self) -> Claims:
-        """What the others do not know yet; it is told now."""
+        """The done keys since the last report, for the caller to send."""
         done, self._done = self._done, []
         return Claims(done=longs(done))
 
     @property
     def known(self) -> Claims:
-        """What was done lately, for one that may not have heard."""
+        """All recent done keys, for a detokenizer that may have missed reports."""
         return Claims(done=longs(self._done_us))
 
     def on_claims(self, claims: Claims, now_us: int) -> None:
-        """Another detokenizer has answered these."""
+        """Forget the requests that another detokenizer has answered."""
         for key in claims.done:
             self._forget(key)
             self._note_done(key, now_us)
 
     def gone(self, source: str, lives: Callable[[str], bool], now_us: int, *, void: bool) -> list[Backup]:
-        """A scheduler or a detokenizer is silent, or has lost all it knew (`void`). Returns the copies that
-        are nobody else's now, and keeps them no more."""
+        """A scheduler or a detokenizer is silent, or has lost its state (`void`). Removes and returns the
+        backups that now have neither."""
         alone = []
         for key, copy in self._backups.items():
             both = {copy.scheduler, copy.shard}
@@ -118,8 +118,8 @@ class Backups:
         return [self._drop(key) for key in alone]
 
     def expire(self, now_us: int, lives: Callable[[str], bool]) -> None:
-        """Once a heartbeat: nobody waits for an answer beyond its time limit, and one of which nobody speaks
-        since its scheduler or its detokenizer has gone is answered. One that was only silent goes on."""
+        """Once a heartbeat: drop the backups past their time limit, and those with one side lost for
+        ONE_LOST_US: they are answered. A side that returns with its state is not lost."""
         for key, copy in list(self._backups.items()):
             if copy.one_lost_us and not copy.void and lives(copy.scheduler) and lives(copy.shard):
                 copy.one_lost_us = 0

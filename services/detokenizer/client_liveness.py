@@ -1,14 +1,14 @@
-"""Does anybody still wait for an answer that is not streamed? Nothing goes to its inbox before the end, and
-a client takes the first message there for the answer, so the inbox itself cannot be asked.
+"""`ClientLiveness` detects that the client of a plain request has gone.
 
-Client libraries keep one wildcard inbox for all their requests, `_INBOX.<id>.*` (with credentials
-`_INBOX.<user>.<id>.*`, our gateway `_INBOX.<tenant>.headrace-gateway.<id>.*`), and drop what comes for a
-token they do not know. So a message to a sibling of the inbox asks the server and not the client:
+A client takes the first message in the inbox of a plain request for its answer, so no probe may go there.
+But client libraries subscribe to one wildcard inbox for all their requests, and drop messages with an unknown
+token: `_INBOX.<id>.*`, with credentials `_INBOX.<user>.<id>.*`, the gateway
+`_INBOX.<tenant>.headrace-gateway.<id>.*`. So a probe goes to a sibling of the inbox:
 
-    turn 1   probe "f": 503 = this client listens to the one subject alone, and is never asked again
-    turn 2…  probe "p": 503 = not there now; ABSENT_TURNS times in a row = gone
+    turn 1   probe "f": 503 = this client has no wildcard inbox, and gets no more probes
+    turn 2…  probe "p": 503 = absent now; ABSENT_TURNS times in a row = gone
 
-A client that is never heard this way is governed by its request's time limit.
+For a client without a wildcard inbox only its request's time limit counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from services.detokenizer.response import ResponseText
 from shared.nats.access import SERVICE_PREFIX
 
-ABSENT_TURNS = 3  # as many as the missed heartbeats of a dead service: a client may be on its way back
+ABSENT_TURNS = 3  # as many as the missed heartbeats of a dead service: the client may be reconnecting
 SIBLING = "headrace-probe"
 _WILDCARD = re.compile(rf"_INBOX\.([^.]+\.({SERVICE_PREFIX}[^.]+\.)?)?[^.]+")  # inboxes of client libraries
 PROBE_HEADERS = {"Headrace-Probe": "1"}
@@ -28,27 +28,27 @@ PROBE_HEADERS = {"Headrace-Probe": "1"}
 
 @dataclass(slots=True)
 class _Client:
-    mute: bool = False  # it does not listen to siblings
+    mute: bool = False  # it has no wildcard inbox
     absent: int = 0  # turns in a row
     absent_now: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An empty message to send; the server's 503 to it comes back under `name`."""
+    """An empty message to send; the server's 503 returns under `name`."""
 
     subject: str
     name: str
 
 
 class ClientLiveness:
-    """The readers of the open plain requests of one shard, by the number of their request."""
+    """The clients of the open plain requests of one shard, by request number."""
 
     def __init__(self) -> None:
         self._clients: dict[int, _Client] = {}
 
     def turn(self, plain: Iterable[ResponseText]) -> list[Probe]:
-        """Once a heartbeat: whom to ask, of the open requests that do not stream."""
+        """The probes to send, given the open `plain` requests. Call once a heartbeat."""
         before, self._clients = self._clients, {}
         probes = []
         for request in plain:
@@ -66,8 +66,7 @@ class ClientLiveness:
         return probes
 
     def no_responder(self, name: str) -> int | None:
-        """The server says that nobody listened to probe `name`: the number of a request whose client has
-        gone, None for any other."""
+        """Handle the server's 503 to probe `name`. Returns the request number if its client has gone."""
         kind, number = name[:1], name[1:]
         reader = self._clients.get(int(number)) if number.isdecimal() else None
         if reader is None or reader.mute or kind not in ("f", "p"):

@@ -1,8 +1,9 @@
-"""The detokenizer's decisions: messages of the schedulers in, frames and answers out. Pure.
+"""`DetokenizerCore` turns the messages of schedulers into frames and answers for clients. Pure.
 
-A sequence lives from Open to Close, a request until all its choices are closed or one fails. Tokens
-only gather text; `flush` turns what has gathered into at most one frame for each stream, so a
-reader (or a broker) that lags gets fewer and longer frames.
+The actor calls `handle` for each message and `flush` once per turn of the event loop, and runs the returned
+commands. A sequence lives from Open to Close, a request until all its choices are closed or one fails. Tokens
+only collect text; `flush` makes at most one frame for each stream, so a slow client or broker gets fewer and
+longer frames.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from shared.messages import (
 from shared.replies import end_headers
 from shared.vocab.vocabulary import Vocabulary
 
-MOST_ASKED = 4  # to open one request again, two heartbeats apart: each time all of its scheduler start over
+MOST_ASKED = 4  # tries to get a request re-opened, two heartbeats apart; each re-opens all of its scheduler
 FORGOTTEN = "messages of its scheduler were lost, and it does not open the request again; send it again"
 
 
 class DetokenizerCore:
-    """All the text of one shard."""
+    """The open requests of one shard and their text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._table = OpenRequests(vocabulary)
@@ -56,9 +57,9 @@ class DetokenizerCore:
         self.backups = Backups()
         self.frames = 0
         self.tokens = 0
-        self._torn: set[str] = set()  # schedulers that had requests with a hole at the last heartbeat
-        self._now_us = 0  # of the present event, or the last one
-        self._wall_us = 0  # likewise, for spans only
+        self._torn: set[str] = set()  # schedulers with requests that missed messages at the last heartbeat
+        self._now_us = 0  # of the current event
+        self._wall_us = 0  # the same by the wall clock, for spans only
 
     def handle(
         self, scheduler: str, message: Message, trace: str = "", wall_us: int = 0, now_us: int = 0
@@ -86,17 +87,17 @@ class DetokenizerCore:
         return [Fault(f"{type(message).__name__} of {scheduler} is not for a detokenizer")]
 
     def flush(self, wall_us: int = 0, now_us: int = 0) -> list[Command]:
-        """One frame for each stream that has text waiting."""
+        """One frame for each stream with waiting text."""
         waiting, self._table.waiting = self._table.waiting, {}
         held = self.reconnect.holds
         for request in waiting.values():
             request.begins(now_us, wall_us)
         deltas = [(r, r.delta()) for r in waiting.values() if not held(r.number)]
-        return [self._publish(r, delta) for r, delta in deltas if delta]  # a replay may have sent it
+        return [self._publish(r, delta) for r, delta in deltas if delta]  # a reconnect may have sent it
 
     def client_gone(self, number: int) -> list[Command]:
-        """Nobody reads the stream of request `number` any more. Its text is still worked out: the
-        scheduler decides whether it goes on."""
+        """The client of request `number` has gone. Its text is still built: the scheduler decides whether the
+        request continues."""
         key = self._table.key_of(number)
         request = None if key is None else self._table.requests[key]
         if self.reconnect.absent(number, request) or key is None or request is None:
@@ -104,7 +105,7 @@ class DetokenizerCore:
         if request.kept is None or not request.kept.finish_detached:
             request.unwanted = request.unwanted or Cancelled("the client has gone")
         elif not request.seqs:
-            return []  # whoever goes on with it finishes it
+            return []  # a new scheduler will finish it
         return [detached(key, request)]
 
     @property
@@ -118,40 +119,40 @@ class DetokenizerCore:
         return [r for r in self._table.requests.values() if not r.opened.stream]
 
     def reconnect_turn(self) -> list[Command]:
-        """Every replay.TURN_S while the replay is active."""
+        """Every reconnect.TURN_S while the reconnect is active."""
         frames, gone = self.reconnect.turn()
         self.frames += len(frames)
         return [*frames, *(command for number in gone for command in self.client_gone(number))]
 
     def stream_lost(self, scheduler: str) -> list[Command]:
-        """Messages of the scheduler never came. It has every token, and opens all its requests again when it
-        hears of that. Until then those that are open here have a hole, and stand still."""
+        """Messages of the scheduler are lost. It has every token, and re-opens all its requests after the
+        returned message. Until then its requests here are torn: they take no tokens."""
         for key in self._table.of_scheduler(scheduler):
             self._table.requests[key].torn = 1
         return [_missed(scheduler)]
 
     def upkeep(self, now_us: int = 0, lives: Callable[[str], bool] = lambda source: True) -> list[Command]:
-        """Once a heartbeat: ask once more to open again what was not opened within two; what is not opened
-        even so its scheduler has forgotten."""
+        """Once a heartbeat: repeat the request to re-open torn requests after two heartbeats; after
+        MOST_ASKED tries their scheduler has lost them, and they fail."""
         self._now_us = now_us
         self.backups.expire(now_us, lives)
         torn = {key[0] for key, request in self._table.requests.items() if request.torn and lives(key[0])}
         late = torn & self._torn
         self._torn = torn - late
-        commands, tokenized = list[Command](), set[str]()
+        commands, asked = list[Command](), set[str]()
         for key, request in list(self._table.requests.items()):
             if request.torn and key[0] in late:
                 if request.torn < MOST_ASKED:
-                    tokenized.add(key[0])
+                    asked.add(key[0])
                     request.torn += 1
                 else:
                     commands += [detached(key, request), *self._fail(key, Unavailable(FORGOTTEN))]
-        return [*(_missed(scheduler) for scheduler in sorted(tokenized)), *commands]
+        return [*(_missed(scheduler) for scheduler in sorted(asked)), *commands]
 
     def lost(
         self, source: str, why: str, lives: Callable[[str], bool], *, void: bool = False
     ) -> list[Command]:
-        """A scheduler or another detokenizer is silent, or has lost all it knew (`void`)."""
+        """A scheduler or another detokenizer is silent, or has lost its state (`void`)."""
         commands = self.failover.lost(source, why, void=void)
         for copy in self.backups.gone(source, lives, self._now_us, void=void):
             if self._table.named(copy.tokenized.tenant, copy.tokenized.request):
@@ -166,7 +167,7 @@ class DetokenizerCore:
         return commands
 
     def load(self) -> dict[str, int]:
-        """What is here; `sequences` and `requests` are 0 when idle."""
+        """The counts of this shard; `sequences` and `requests` are 0 when idle."""
         return {
             "sequences": len(self._table.sequences),
             "requests": len(self._table.requests),
@@ -179,7 +180,7 @@ class DetokenizerCore:
 
     @property
     def idle(self) -> bool:
-        """True when no request is open and no reader is in doubt."""
+        """True if no request is open and no client is unsure."""
         return not self._table.requests and not self.reconnect.waiting
 
     # ---- messages -------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ class DetokenizerCore:
         request.opens(self._now_us, self._wall_us)
         if fresh and opened.stream:
             commands.append(self._publish(request, request.accepted()))
-        if opened.tokens:  # a re-open: everything so far
+        if opened.tokens:  # a re-open: all tokens so far
             tokens = Tokens(
                 executor="",
                 step=0,
@@ -215,7 +216,7 @@ class DetokenizerCore:
             row = scores.next_row(count) if scores is not None else ()
             found = sequences.get((scheduler, seq))
             if found is None:
-                continue  # failed or closed before
+                continue  # failed or closed already
             stream, request = found
             if request.torn:
                 continue
@@ -233,15 +234,15 @@ class DetokenizerCore:
 
     def _close(self, scheduler: str, close: Close) -> list[Command]:
         found = self._table.sequences.get((scheduler, close.seq))
-        if close.reason == "moved":  # another shard has the whole request, and its reader
+        if close.reason == "moved":  # another shard has the whole request and answers its client
             if found is not None:
                 self._forget(_key(scheduler, found[1]))
             return []
-        if found is None:  # failed before, or a duplicate: the scheduler still waits for an answer
+        if found is None:  # failed already, or a duplicate: the scheduler still waits for Ended
             return [_ended(scheduler, close, close.final, close.reason)]
         stream, request = found
         if request.torn:
-            return []  # it comes again behind the Opens
+            return []  # the scheduler repeats it after the Opens
         if close.reason == "error":
             error = from_code(close.code, close.message, close.retry_after_ms)
             request.broken(stream, close)
@@ -252,10 +253,7 @@ class DetokenizerCore:
         try:
             tokens = request.close(stream, close)
         except TokenGap as gap:
-            return [
-                *self._gap(scheduler, request, gap),
-                _ended(scheduler, close, close.final, "error"),
-            ]
+            return [*self._gap(scheduler, request, gap), _ended(scheduler, close, close.final, "error")]
         del self._table.sequences[scheduler, close.seq]
         if request.opened.stream and stream.waiting:
             self._table.waiting[request.number] = request
@@ -265,7 +263,7 @@ class DetokenizerCore:
             commands = self._last(key, request.end, end_headers(trace=request.trace))
         return [*commands, _ended(scheduler, close, tokens, stream.reason)]
 
-    # ---- the ends of requests -------------------------------------------------------------------
+    # ---- ends of requests -----------------------------------------------------------------------
 
     def _gap(self, scheduler: str, request: ResponseText, gap: TokenGap) -> list[Command]:
         fault = Fault(f"request {request.opened.request} of {scheduler}: {gap.message}")
@@ -273,7 +271,7 @@ class DetokenizerCore:
         return [fault, detached(key, request), *self._fail(key, gap)]
 
     def _forget(self, key: RequestKey) -> None:
-        """Somebody else answers this request."""
+        """Drop a request that another detokenizer answers."""
         self.reconnect.forget(self._table.forget(key).number)
 
     def _fail(self, key: RequestKey, error: HeadraceError) -> list[Command]:
@@ -281,7 +279,7 @@ class DetokenizerCore:
         return self._last(key, lambda: request.failure(error), end_headers(error, request.trace))
 
     def _last(self, key: RequestKey, build: Callable[[], bytes], headers: dict[str, str]) -> list[Command]:
-        """The text that waits and the last message; a reader in doubt gets both when it is back."""
+        """Send the waiting text and the last message; an unsure client gets both when it is back."""
         request = self._table.requests[key]
         waits = self._table.waiting.pop(request.number, None) is not None
         rest = request.delta() if waits else b""

@@ -1,14 +1,14 @@
-"""A scheduler has died; its requests have not. Pure.
+"""`Failover` moves the requests of a dead scheduler to another one. Pure.
 
-This shard knows the text of each, its tokens, and the request as it was asked (`ResponseText.kept`). It asks
-another scheduler to go on, or the one that was started instead. The stream then continues behind its last
-token, and its reader has seen nothing but a pause.
+This shard has the text and the tokens of each request, and the request itself (`ResponseText.kept`). It sends
+them to another scheduler or to a restarted one. The stream then continues after its last token, and its
+client sees only a delay.
 
-    lost ──▶ orphan ──Tokenized──▶ asked ──Open──▶ handed over
-               ▲ │                   │ 503: nobody is ready there yet
-               └─┼───────────────────┘
-                 ├── its scheduler was only stopped, and is back: it has never lost anything
-                 └── WAIT_TURNS have passed: 503 for the client
+    lost ──Tokenized──▶ asked ──Open──▶ handed over
+      ▲ │                 │ 503: not ready yet
+      └─┼─────────────────┘
+        ├── its scheduler returns with its state: nothing was lost
+        └── WAIT_TURNS have passed: 503 for the client
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shared.kv_blocks import rendezvous
 from shared.messages import MOVED, Accepted, Cancel, Detached, Open, Rejected, Tokenized, ints
 
 TURN_S = 0.25
-WAIT_TURNS = 120  # 30 s: one that hangs is replaced after 15 s, and its successor has to start
-MOST_DEATHS = 3  # of one request's schedulers: it may be what they die of
+WAIT_TURNS = 120  # 30 s: a hung scheduler is replaced after 15 s, and the new one has to start
+MOST_DEATHS = 3  # of schedulers with the same request: it may be the cause
 
 Name = tuple[str, str]  # tenant, request
 
@@ -35,13 +35,13 @@ Name = tuple[str, str]  # tenant, request
 class _LostRequest:
     key: RequestKey
     inbox: str
-    void: bool  # its scheduler has lost it, and not only been silent
+    void: bool  # its scheduler has lost its state; False: it is silent
     why: str
-    tokenized: str = ""  # the scheduler that is to go on, `kind.id`
+    asked: str = ""  # the scheduler that got the request, `kind.id`
     refused_by: str = ""
     refusal: str = ""
     turns_left: int = WAIT_TURNS
-    over: bool = False  # answered, or given up: whoever was asked has been told, and may not have heard it
+    over: bool = False  # answered or given up; the Cancel to `asked` may not have arrived yet
 
 
 class Failover:
@@ -63,20 +63,20 @@ class Failover:
 
     @property
     def active(self) -> bool:
-        """True while `turn` has something to look at."""
+        """True while `turn` has work."""
         return bool(self._lost)
 
     def keep(self, scheduler: str, tokenized: Tokenized) -> None:
-        """What was asked, from the scheduler that serves it."""
+        """Keep the request as its scheduler sent it."""
         request = self._table.requests.get((scheduler, tokenized.tenant, tokenized.request))
         if request is not None:
             request.kept = tokenized
 
     def lost(self, scheduler: str, why: str, *, void: bool = False) -> list[Command]:
-        """The scheduler is silent, or has lost all it knew (`void`)."""
+        """The scheduler is silent, or has lost its state (`void`)."""
         for lost in self._lost.values():
-            if lost.tokenized == scheduler:
-                lost.tokenized = ""
+            if lost.asked == scheduler:
+                lost.asked = ""
         commands: list[Command] = []
         for key in self._table.of_scheduler(scheduler):
             request, known = self._table.requests[key], self._lost.get(key[1:])
@@ -90,16 +90,16 @@ class Failover:
         return commands
 
     def turn(self, ready: Sequence[str], now_us: int) -> list[Command]:
-        """Every TURN_S while `active`; `ready` are the ids of the schedulers that could go on."""
+        """Ask schedulers and give up. Call every TURN_S while `active`; `ready` are scheduler ids."""
         return [command for name in list(self._lost) for command in self._turn(name, ready, now_us)]
 
     def answered(self, scheduler: str, answer: Accepted | Rejected) -> list[Command]:
-        """What the scheduler says that was asked to go on. After Accepted its Opens follow."""
+        """Handle the answer of an asked scheduler. After Accepted its Opens follow."""
         name = (answer.tenant, answer.request)
         lost = self._lost.get(name)
-        if lost is None or lost.tokenized != scheduler or isinstance(answer, Accepted):
+        if lost is None or lost.asked != scheduler or isinstance(answer, Accepted):
             return []
-        lost.tokenized, lost.refused_by, lost.refusal = "", scheduler, answer.message
+        lost.asked, lost.refused_by, lost.refusal = "", scheduler, answer.message
         if answer.code == Unavailable.code and not lost.over:
             return []
         del self._lost[name]
@@ -113,41 +113,41 @@ class Failover:
         return [*commands, *self._fail(lost.key, error)]
 
     def opened(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
-        """A scheduler opens a sequence: of an orphan, perhaps, that is now its own. Returns what follows from
-        that, and whether somebody reads the sequence."""
+        """A scheduler opens a sequence, maybe of a lost request, which then has a scheduler again. Returns
+        commands, and whether this shard takes the sequence."""
         name = (opened.tenant, opened.request)
         lost = self._lost.get(name)
         if lost is None or lost.inbox != opened.inbox:
             return self._second(scheduler, opened)
         request = self._request_of(lost)
         if request is None:
-            return [], scheduler != lost.tokenized  # to that one a Cancel is on its way: see _turn
+            return [], scheduler != lost.asked  # `_give_up` has sent a Cancel to that one
         if lost.key[0] == scheduler and not lost.void:
             return [], True
         del self._lost[name]
         commands = self._detached(lost) if lost.key[0] != scheduler else []
         if opened.attempt > request.opened.attempt:
-            self._forget(lost.key)  # its tokenizer has asked anew: it starts over
+            self._forget(lost.key)  # a new attempt of its tokenizer: it starts over
         else:
             request.deaths += 1
             self._table.hand_over(lost.key, scheduler)
         return commands, True
 
     def cancelled(self, tenant: str, request: str) -> None:
-        """The client wants no more of a request. A scheduler that lives has heard the same and sees to it; no
-        other is to go on."""
+        """The client has cancelled a request: no failover for it. A living scheduler receives the same Cancel
+        and ends it."""
         for _, found in self._table.named(tenant, request):
             found.unwanted = found.unwanted or Cancelled("cancelled by the client")
 
     # ---- internals ------------------------------------------------------------------------------
 
     def _request_of(self, lost: _LostRequest) -> ResponseText | None:
-        """None once it is over; its id may be used again."""
+        """Its open request; None once it is over. The id may belong to a newer request."""
         request = None if lost.over else self._table.requests.get(lost.key)
         return request if request is not None and request.opened.inbox == lost.inbox else None
 
     def _second(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
-        """One that was asked to go on, and then given up for another, has only been slow."""
+        """A slow scheduler opens a request that another one has resumed meanwhile: detach it there."""
         for key, request in self._table.named(opened.tenant, opened.request):
             reads_it = request.opened.inbox == opened.inbox and request.opened.attempt >= opened.attempt
             if key[0] != scheduler and reads_it:
@@ -160,25 +160,26 @@ class Failover:
         lost.turns_left -= 1
         back = not lost.void and lost.key[0].removeprefix("scheduler.") in ready
         if lost.over:
-            if not lost.tokenized or not lost.turns_left:
+            if not lost.asked or not lost.turns_left:
                 del self._lost[name]
         elif request is None or request.unwanted is not None or not lost.turns_left:
             yield from self._give_up(lost, request)
-        elif lost.tokenized:
+        elif lost.asked:
             return
         elif back:
             del self._lost[name]
         elif ready:
             others = [actor for actor in ready if f"scheduler.{actor}" != lost.refused_by]
-            lost.tokenized = f"scheduler.{rendezvous(name[1], others or ready)}"
-            yield SendTo(lost.tokenized, resumption(request, now_us), request.trace)
+            lost.asked = f"scheduler.{rendezvous(name[1], others or ready)}"
+            yield SendTo(lost.asked, resumption(request, now_us), request.trace)
 
     def _give_up(self, lost: _LostRequest, request: ResponseText | None) -> Iterator[Command]:
-        """Nobody is to go on, or the one that was thought dead has answered (`request` is None)."""
+        """Fail the request and cancel it at the asked scheduler. `request` is None if the old scheduler
+        lives after all and has finished it."""
         name = lost.key[1:]
-        if lost.tokenized:
+        if lost.asked:
             lost.over, lost.turns_left = True, WAIT_TURNS
-            yield SendTo(lost.tokenized, Cancel(tenant=name[0], request=name[1]))
+            yield SendTo(lost.asked, Cancel(tenant=name[0], request=name[1]))
         else:
             del self._lost[name]
         if request is not None:
@@ -186,14 +187,14 @@ class Failover:
             yield from self._fail(lost.key, request.unwanted or _no_scheduler(lost))
 
     def _detached(self, lost: _LostRequest) -> list[Command]:
-        """For a scheduler that was only stopped."""
+        """Detach the request at its old scheduler, which may only have been stopped."""
         request = self._table.requests[lost.key]
         known = lost.void and request.seqs
         return [] if known else [detached(lost.key, request, moved=True)]
 
 
 def _unrecoverable(request: ResponseText, why: str, known: _LostRequest | None) -> HeadraceError | None:
-    """Why nobody should be asked to go on; None: somebody should."""
+    """Why the request cannot move to another scheduler; None if it can."""
     if request.unwanted is not None:
         return request.unwanted
     if request.deaths >= MOST_DEATHS:
@@ -204,15 +205,15 @@ def _unrecoverable(request: ResponseText, why: str, known: _LostRequest | None) 
 
 
 def _no_scheduler(lost: _LostRequest) -> Unavailable:
-    """What the client is told in the end."""
+    """The error for the client after WAIT_TURNS."""
     why = lost.refusal or "no other one goes on with the request"
     return Unavailable(f"{lost.why}, and {why}; send it again")
 
 
 def resumption(request: ResponseText, now_us: int) -> Tokenized:
-    """What another scheduler needs to go on: the request with all its tokens up to here."""
+    """The message to another scheduler: the request with all its tokens so far."""
     kept = request.kept
-    assert kept is not None  # or it would not be an orphan
+    assert kept is not None  # see _unrecoverable
     tokens, counts, reasons = kept.tokens[:], ints(), []
     for choice in range(kept.n):
         ids, reason = _so_far(request, choice)
@@ -231,7 +232,7 @@ def resumption(request: ResponseText, now_us: int) -> Tokenized:
 
 
 def _so_far(request: ResponseText, choice: int) -> tuple[array[int], str]:
-    """The tokens of a choice, and why it has ended; a stop string may be known here alone."""
+    """The tokens of a choice, and its finish reason; only this shard may have seen its stop string."""
     stream, closed = request.choices.get(choice), request.closed.get(choice)
     if stream is None:
         return ints(), ""

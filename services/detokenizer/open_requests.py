@@ -1,7 +1,6 @@
-"""An `OpenRequests` holds the open requests of one shard. The commands are what the core tells its shell to
-do.
+"""`OpenRequests` holds the open requests of one shard; the commands are the core's output for the actor.
 
-A request is found by its key or its number, a sequence by its scheduler and its number there.
+A request has a key and a number; a sequence has a scheduler and a number there.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ RequestKey = tuple[str, str, str]  # scheduler, tenant, request
 
 
 class OpenRequests:
-    """The open requests; the one place that adds and forgets them."""
+    """The open requests of one shard. Only this class adds and removes them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.sequences: dict[tuple[str, int], tuple[SequenceStream, ResponseText]] = {}
@@ -31,8 +30,8 @@ class OpenRequests:
         self._last_number = 0
 
     def add(self, scheduler: str, opened: Open, trace: str) -> tuple[ResponseText | None, bool]:
-        """Place a sequence: (its request or None for a duplicate or outdated Open, whether the
-        request is new). A higher attempt replaces an earlier one."""
+        """Add a sequence. Returns its request (None for a duplicate or outdated Open) and whether the request
+        is new. A higher attempt replaces a lower one."""
         key = (scheduler, opened.tenant, opened.request)
         request = self.requests.get(key)
         if request is not None and opened.attempt > request.opened.attempt:
@@ -48,7 +47,7 @@ class OpenRequests:
         elif (known := request.choices.get(opened.choice)) is not None:
             if known.seq >= 0:
                 return None, False
-            known.seq = opened.seq  # of the scheduler that goes on with it
+            known.seq = opened.seq  # at the scheduler that resumes it
             if opened.choice not in request.closed:
                 self.sequences[scheduler, opened.seq] = (known, request)
             return request, False
@@ -56,7 +55,7 @@ class OpenRequests:
         return request, fresh
 
     def adopt(self, scheduler: str, tokenized: Tokenized, trace: str) -> ResponseText:
-        """Place a request of which no token is known, as one that its scheduler has lost."""
+        """Add a request from its backup, without tokens, as a lost request of its scheduler."""
         choices = [opened_of(tokenized, choice) for choice in range(tokenized.n)]
         self._last_number += 1
         key = (scheduler, tokenized.tenant, tokenized.request)
@@ -68,15 +67,15 @@ class OpenRequests:
         return request
 
     def key_of(self, number: int) -> RequestKey | None:
-        """The request with this number, if it is still open."""
+        """The key of the request with this number, None if it has ended."""
         return self._numbers.get(number)
 
     def named(self, tenant: str, request: str) -> list[tuple[RequestKey, ResponseText]]:
-        """The open requests of this name: one, but for a moment when it goes to another scheduler."""
+        """The open requests with this name: one, or two for a moment during a failover."""
         return [(key, self.requests[key]) for key in self._named.get((tenant, request), ())]
 
     def hand_over(self, key: RequestKey, scheduler: str) -> None:
-        """Another scheduler goes on with a request, under its own numbers: its Opens bring them."""
+        """Move a request to another scheduler; its Opens bring the new sequence numbers."""
         waits = self.requests[key].number in self.waiting
         request = self.forget(key)
         request.torn = 0
@@ -89,11 +88,11 @@ class OpenRequests:
             self.waiting[request.number] = request
 
     def of_scheduler(self, scheduler: str) -> list[RequestKey]:
-        """All requests of one scheduler."""
+        """The keys of all requests of one scheduler."""
         return [key for key in self.requests if key[0] == scheduler]
 
     def forget(self, key: RequestKey) -> ResponseText:
-        """The request has ended; its sequences go with it."""
+        """Remove a request and its sequences."""
         request = self.requests.pop(key)
         del self._numbers[request.number]
         named = self._named[key[1:]]
@@ -111,7 +110,7 @@ class OpenRequests:
 
 
 def opened_of(tokenized: Tokenized, choice: int) -> Open:
-    """The Open of a choice that nobody has opened yet, for the next attempt at its reader."""
+    """An Open for a choice of a backup, as the next attempt; `seq` is -1 until a scheduler opens it."""
     return Open(
         seq=-1,
         request=tokenized.request,
@@ -136,8 +135,8 @@ def opened_of(tokenized: Tokenized, choice: int) -> Open:
 
 @dataclass(slots=True)
 class Publish:
-    """Send bytes to a client. `number` is the request's, for the reply subject on which the server
-    says that nobody listens."""
+    """Send bytes to a client. `number` is the request's, for the reply subject on which the server reports
+    that the client has gone."""
 
     inbox: str
     data: bytes
@@ -156,14 +155,14 @@ class SendTo:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something to log: a stream that could not be continued."""
+    """Log an error: a stream that cannot continue."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last frame of a request precedes this. The Ended that follows, if any, is its last one."""
+    """The last frame of a request precedes this command. If an Ended follows, it is the request's last."""
 
     request: ResponseText
 
@@ -172,8 +171,8 @@ Command = Publish | SendTo | Fault | Finished
 
 
 def detached(key: RequestKey, request: ResponseText, *, moved: bool = False) -> SendTo:
-    """For a scheduler whose request nobody reads here. Of one that was adopted (backups.py) it has not told
-    us the sequences, and of none would mean that messages were lost."""
+    """The message to a scheduler for a request without a reader here. An adopted request (backups.py) has no
+    sequence numbers: it is cancelled by name, since a Detached without any reports lost messages."""
     scheduler, tenant, name = key
     if seqs := request.seqs:
         return SendTo(scheduler, Detached(seqs=seqs, moved=moved))

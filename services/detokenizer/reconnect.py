@@ -1,10 +1,10 @@
-"""After the broker was away: everything a reader may have missed is sent again.
+"""`Reconnect` sends again what clients may have missed while the broker was away. Pure.
 
-What was on its way when a nats-server died is lost, the last frame of an answer perhaps among it, and
-the readers come back one after the other. Until a reader is known to listen it is *unsure*: its text
-waits, a new attempt is begun every turn, and once the server no longer says that nobody listens the
-whole text follows. An end must be seen to arrive, too: no later frame would show that it did not. A
-reader that stays away for TURNS has gone; while the broker is away again, nothing counts.
+Frames on the way are lost when a nats-server dies, maybe the last one of an answer, and clients reconnect one
+after the other. Each client is *unsure* at first: its text waits, and every turn the first frame of a new
+attempt is sent. When the server returns no 503 for it (no subscriber), the whole text follows. The last frame
+needs the same proof, since no later frame would reveal its loss. A client that is absent for TURNS has gone;
+no turn counts while the broker is away again.
 
     unsure ──accepted──▶ probed ──no 503──▶ whole text, last frame ──no 503──▶ sure
        ▲                   │ 503                      │ 503
@@ -22,20 +22,20 @@ from services.detokenizer.response import ResponseText
 from shared.replies import end_headers
 
 TURN_S = 0.25  # far above the round trip of a 503
-TURNS = 24  # nats-py comes back after 2 s by default, some clients later
-MAX_ENDED = 4096  # answers kept for a reader that may have missed the end
+TURNS = 24  # nats-py reconnects after 2 s by default, some clients later
+MAX_ENDED = 4096  # ended answers kept for clients that may have missed the last frame
 
 
 @dataclass(slots=True)
 class _Client:
     request: ResponseText
-    probed: bool = False  # something was sent to see whether anybody listens
-    absent: bool = False  # nobody did
-    ended: bool = False  # what was sent was the last message: nothing has to follow
+    probed: bool = False  # a probe was sent
+    absent: bool = False  # the server returned a 503 for it
+    ended: bool = False  # the probe was the last message: nothing has to follow
 
 
 class Reconnect:
-    """The readers of one shard whose presence is in doubt, and the answers that ended just now."""
+    """The unsure clients of one shard, and the answers that ended recently."""
 
     def __init__(self) -> None:
         self._unsure: dict[int, _Client] = {}
@@ -49,26 +49,26 @@ class Reconnect:
 
     @property
     def waiting(self) -> bool:
-        """True while there is something to send that waits for the broker or for a reader."""
+        """True while messages wait for the broker or for a client."""
         return bool(self._unsure) or (self._away and bool(self._ended or self._ended_before))
 
     @property
     def active(self) -> bool:
-        """True while readers may still be on their way back."""
+        """True while clients may still be reconnecting."""
         return self._turns_left > 0
 
     def holds(self, number: int) -> bool:
-        """True when nothing may be sent to request `number` now: it will get the whole text."""
+        """True if nothing may be sent for request `number` now: its client will get the whole text."""
         return self._away or number in self._unsure
 
     def ended(self, request: ResponseText) -> None:
-        """A request has got its last message; it is kept for one or two calls of `age`."""
+        """The last message of a request was sent; the request is kept for one or two calls of `age`."""
         self._ended.append(request)
         if self.active and not self.holds(request.number):
             self._unsure[request.number] = _Client(request, probed=True, ended=True)
 
     def age(self) -> None:
-        """Called once a heartbeat: what ended before the last heartbeat has long arrived."""
+        """Drop the answers that ended before the last heartbeat: they have arrived. Call once a heartbeat."""
         if not self._away:
             self._ended_before, self._ended = self._ended, deque(maxlen=MAX_ENDED)
 
@@ -80,47 +80,47 @@ class Reconnect:
         """The connection is back; `streams` are the open requests that stream."""
         self._away = False
         self._turns_left = TURNS
-        doubted = [reader.request for reader in self._unsure.values()]  # since it was away before
+        doubted = [client.request for client in self._unsure.values()]  # since an earlier outage
         for request in (*doubted, *self._ended_before, *self._ended, *streams):
             self._unsure[request.number] = _Client(request)
 
     def forget(self, number: int) -> None:
-        """Request `number` is read elsewhere now."""
+        """Another shard answers request `number` now."""
         self._unsure.pop(number, None)
 
     def absent(self, number: int, request: ResponseText | None) -> bool:
-        """The server says that nobody listens for request `number` (`request`, if it is open). True
-        when it may only be late."""
-        if not self.active and not self._away:  # away: the news of its return is on the way
+        """Handle a 503 for request `number` (`request`, if it is open). True if its client may still
+        reconnect."""
+        if not self.active and not self._away:  # away: the event of its return follows
             return False
-        reader = self._unsure.get(number)
-        if reader is None and request is not None and request.opened.stream:
-            reader = self._unsure[number] = _Client(request)
-        if reader is not None:
-            reader.absent = True
-        return reader is not None
+        client = self._unsure.get(number)
+        if client is None and request is not None and request.opened.stream:
+            client = self._unsure[number] = _Client(request)
+        if client is not None:
+            client.absent = True
+        return client is not None
 
     def turn(self) -> tuple[list[Publish], list[int]]:
-        """Every TURN_S while `active`: what to send, and the numbers of readers that have gone."""
+        """Frames to send, and request numbers of clients that have gone. Every TURN_S while `active`."""
         if self._away:
             return [], []
         self._turns_left = max(self._turns_left - 1, 0)
         frames: list[Publish] = []
         gone: list[int] = []
-        for number, reader in list(self._unsure.items()):
-            if reader.probed and not reader.absent:
-                if reader.ended or not reader.request.ended or not self.active:
+        for number, client in list(self._unsure.items()):
+            if client.probed and not client.absent:
+                if client.ended or not client.request.ended or not self.active:
                     del self._unsure[number]
-                if not reader.ended:
-                    frames += _whole(reader.request)
-                    reader.ended = True
+                if not client.ended:
+                    frames += _whole(client.request)
+                    client.ended = True
             elif not self.active:
                 del self._unsure[number]
                 gone.append(number)
             else:
-                reader.probed, reader.absent = True, False
-                reader.ended = not reader.request.opened.stream
-                frames.append(_probe(reader.request))
+                client.probed, client.absent = True, False
+                client.ended = not client.request.opened.stream
+                frames.append(_probe(client.request))
         return frames, gone
 
 

@@ -1,6 +1,6 @@
-"""A `ResponseText` is the reply of one request: its choices, the bytes that its client gets, and its end.
+"""A `ResponseText` is the reply of one request: its choices, the bytes for its client, and its end.
 
-The shapes follow the OpenAI API; a stream frame adds what NATS needs:
+The shapes follow the OpenAI API; the frames of a stream are numbered:
 
     accepted  {"type":"accepted","request_id","attempt","frame","model","created"}
     delta     {"type":"delta","request_id","attempt","frame","choices":[
@@ -9,9 +9,9 @@ The shapes follow the OpenAI API; a stream frame adds what NATS needs:
                   {"index","tokens","finish_reason"}],"usage","timings"}
     error     {"type":"error","request_id","attempt","frame","error":{…}}
 
-A completion has `"text"` in the place of `"delta"`; choices that asked for it have `"logprobs"`. The
-concatenated texts of a choice are its whole answer. `done` and `error` carry the header `Headrace-End: 1`.
-Deltas are the hot path, so their JSON is put together by hand around the escaped text.
+A completion has `"text"` in place of `"delta"`, and `"logprobs"` on request. The concatenated texts of a
+choice are its whole answer. `done` and `error` carry the header `Headrace-End: 1`. Deltas are the hot path:
+their JSON is formatted by hand around the escaped text.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shared.messages import Close, Open, Timings, Tokenized
 from shared.replies import error_reply, to_json
 from shared.vocab.vocabulary import Vocabulary
 
-MAX_SENT = 256  # pieces kept for a reader that missed them; then they become one: 200 bytes a piece add up
-MAX_RESENDS = 1_000  # attempts that one detokenizer may begin: the next one's are higher than all of them
+MAX_SENT = 256  # deltas kept for a reconnect, then merged into one: each takes 200 bytes
+MAX_RESENDS = 1_000  # attempts of one detokenizer; the next detokenizer starts above them
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A choice at its end."""
+    """The end of a choice."""
 
     tokens: int
     reason: str
@@ -53,33 +53,33 @@ class ResponseText:
         self.opened = opened
         self.number = number
         self.trace = trace
-        self.kept: Tokenized | None = None  # as it was asked: for another scheduler
-        self.deaths = 0  # of schedulers that had it, and others went on
-        self.unwanted: HeadraceError | None = None  # why nobody should go on with it
-        self.torn = 0  # how often its scheduler was asked to open it again: messages of it were lost
+        self.kept: Tokenized | None = None  # the request, for another scheduler
+        self.deaths = 0  # failovers so far
+        self.unwanted: HeadraceError | None = None  # why it must not be resumed
+        self.torn = 0  # requests to re-open it after lost messages; 0: no message is lost
         self.choices: dict[int, SequenceStream] = {}  # by index
         self.closed: dict[int, Closed] = {}
         self._frames = FrameBuilder(opened)
-        self._sent: list[tuple[int, Delta]] = []  # by choice: for a reader that missed it
+        self._sent: list[tuple[int, Delta]] = []  # (choice, delta), kept for a reconnect
         self._reply = b""  # of a plain request, as sent
         self.ended = False
         self.error: HeadraceError | None = None
-        self.opened_us = 0  # wall stamps, for its spans
-        self.first_us = 0  # the first text was sent, or joined an answer that is not streamed
-        self.since_us = 0  # the same two by the monotonic clock: ages do not jump with the wall clock
+        self.opened_us = 0  # wall clock, for its spans
+        self.first_us = 0  # wall clock: the first text was sent, or added to a plain answer
+        self.since_us = 0  # the same two by the monotonic clock, for ages
         self.began_us = 0
 
     def add(self, opened: Open, vocabulary: Vocabulary) -> SequenceStream:
-        """A choice of this request begins."""
+        """Add a choice."""
         stream = self.choices[opened.choice] = SequenceStream(opened, vocabulary)
         return stream
 
     def opens(self, now_us: int, wall_us: int) -> None:
-        """It is open, now for the first time perhaps."""
+        """Stamp the opening, the first time only."""
         self.opened_us, self.since_us = self.opened_us or wall_us, self.since_us or now_us
 
     def begins(self, now_us: int, wall_us: int) -> None:
-        """It has text, now for the first time perhaps."""
+        """Stamp the first text, the first time only."""
         self.first_us, self.began_us = self.first_us or wall_us, self.began_us or now_us
 
     @property
@@ -92,11 +92,11 @@ class ResponseText:
         return self._frames.accepted()
 
     def delta(self) -> bytes:
-        """A frame with all text not sent yet; empty when there is none."""
+        """A frame with all unsent text; empty if there is none."""
         waiting = [(i, s.drain()) for i, s in self.choices.items() if s.waiting]
         self._sent += waiting
         if len(self._sent) > MAX_SENT:
-            self._sent = self._sent_whole()
+            self._sent = self._merged_sent()
         return self._frames.delta(waiting) if waiting else b""
 
     def start_over(self) -> bytes:
@@ -105,14 +105,14 @@ class ResponseText:
         return self._frames.accepted()
 
     def all_text(self) -> bytes:
-        """The frame that follows `accepted`, with the whole text so far; empty when there is none."""
+        """The frame after `accepted`, with the whole text so far; empty if there is none."""
         self._frames.rewind()
         self._sent += [(i, s.drain()) for i, s in self.choices.items() if s.waiting]
-        whole = self._sent = self._sent_whole()
+        whole = self._sent = self._merged_sent()
         return self._frames.delta(whole) if whole else b""
 
-    def _sent_whole(self) -> list[tuple[int, Delta]]:
-        """What was sent, one piece for each choice."""
+    def _merged_sent(self) -> list[tuple[int, Delta]]:
+        """The sent text, one delta for each choice."""
         texts: dict[int, list[Delta]] = {}
         for i, delta in self._sent:
             texts.setdefault(i, []).append(delta)
@@ -125,22 +125,22 @@ class ResponseText:
         return self._frames.error(self.error, self.trace) if self.error is not None else self.end()
 
     def close(self, stream: SequenceStream, message: Close) -> int:
-        """End one choice; its true number of tokens. Raises TokenGap."""
+        """End one choice. Returns its true number of tokens. Raises TokenGap."""
         tokens = stream.close(message.final, message.reason)
         self.closed[stream.choice] = Closed(tokens, stream.reason, message)
         return tokens
 
     def broken(self, stream: SequenceStream, message: Close) -> None:
-        """One choice has failed, and the request with it."""
+        """One choice has failed; the caller fails the request."""
         self.closed[stream.choice] = Closed(message.final, message.reason, message)
 
     @property
     def complete(self) -> bool:
-        """True when every choice is closed."""
+        """True if all choices are closed."""
         return len(self.closed) == self.opened.choices
 
     def end(self) -> bytes:
-        """The last frame of a stream, or the one reply."""
+        """The last frame of a stream, or the plain reply."""
         facts = self._facts()
         self.ended = True
         if not self.opened.stream:
@@ -154,7 +154,7 @@ class ResponseText:
         return self._frames.done(choices, facts)
 
     def failure(self, error: HeadraceError) -> bytes:
-        """The last frame, or the one reply, of a request that fails."""
+        """The last frame, or the plain reply, of a failed request."""
         self.ended, self.error = True, error
         if self.opened.stream:
             return self._frames.error(error, self.trace)
@@ -165,8 +165,7 @@ class ResponseText:
         closed = self.closed.values()
         prompt = self.opened.prompt_tokens
         completion = sum(c.tokens for c in closed)
-        # The choices share one prompt: what the most fortunate of them found in the cache was
-        # computed by another one.
+        # The choices share one prompt: cache hits beyond the minimum were computed by another choice.
         cached = min(c.message.usage.cached_tokens for c in closed)
         timings = slowest(c.message.timings for c in closed)
         longest = max(c.tokens for c in closed)
@@ -177,7 +176,7 @@ class ResponseText:
 
 
 def slowest(timings: Iterable[Timings]) -> Timings:
-    """The timings of the choice that took longest."""
+    """The timings of the slowest choice."""
     return max(timings, key=lambda t: t.queue_us + t.prefill_us + t.decode_us)
 
 
@@ -197,13 +196,13 @@ class FrameBuilder:
         self._prefix = self._delta_prefix()
 
     def start_over(self) -> None:
-        """Begin a new attempt."""
+        """Start a new attempt."""
         self._attempt += 1
         self._frame = 0
         self._prefix = self._delta_prefix()
 
     def rewind(self) -> None:
-        """What was built since `accepted` has not been sent."""
+        """Restart the numbers after `accepted`: the frames built since then were not sent."""
         self._frame = 1
         self._role_sent.clear()
 
@@ -216,7 +215,7 @@ class FrameBuilder:
         return to_json({**self._head("accepted"), "model": self._model, "created": self._created})
 
     def delta(self, choices: Iterable[tuple[int, Delta]]) -> bytes:
-        """New text of one or more choices."""
+        """A frame with new text of one or more choices."""
         number, self._frame = self._frame, self._frame + 1
         parts = [self._choice(index, delta) for index, delta in choices]
         return f'{self._prefix}{number},"choices":[{",".join(parts)}]}}'.encode()
@@ -249,7 +248,7 @@ class FrameBuilder:
 
 
 def answer(opened: Open, whole: list[tuple[Delta, str]], facts: Mapping[str, Any]) -> bytes:
-    """The one reply of a request that does not stream; `whole` is (text, finish reason) by choice."""
+    """The reply of a plain request; `whole` is (text, finish reason) by choice."""
     chat = opened.format == "chat"
 
     def choice(index: int, delta: Delta, reason: str) -> dict[str, Any]:
@@ -280,8 +279,8 @@ def usage_body(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def timings_body(timings: Timings, prompt: int, completion: int) -> dict[str, float]:
-    """Where the time went, in milliseconds and tokens per second. The first token comes out of the
-    prefill, so decoding made one token less."""
+    """Durations in milliseconds and rates in tokens per second. Prefill makes the first token, decode the
+    others."""
     waited_us = timings.received_us + timings.tokenize_us + timings.transit_us + timings.queue_us
     first_us = waited_us + timings.prefill_us
     return {

@@ -1,7 +1,7 @@
-"""A `SequenceStream` is the text of one sequence: ids in by token index, text out with the indices it covers.
+"""A `SequenceStream` is the text of one sequence: ids in by token index, text out with the covered indices.
 
-Only whole characters go out (`TextDecoder`), and nothing that may become a stop string (`StopFinder`). Log
-probabilities go along in the two shapes of the OpenAI API, chat and completion (`LogprobShape`).
+Text is sent in whole characters (`TextDecoder`), without a possible start of a stop string (`StopFinder`).
+Log probabilities have the two shapes of the OpenAI API, chat and completion (`LogprobShape`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shared.vocab.vocabulary import Vocabulary
 
 
 class TokenGap(EngineError):
-    """Tokens of a sequence never arrived: its text cannot be continued."""
+    """Tokens of a sequence are missing: its text cannot continue."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """Text not sent yet, and the tokens it stands for: `count` from token index `first` on. Text is
-    held back to whole characters and past possible stop strings, so `count` tokens may have none."""
+    """Unsent text of `count` tokens from token index `first` on. Unfinished characters and possible stop
+    strings are held back, so that `count` tokens may have no text."""
 
     first: int
     count: int
@@ -50,10 +50,10 @@ class SequenceStream:
     )  # fmt: skip
 
     def __init__(self, opened: Open, vocabulary: Vocabulary) -> None:
-        self.seq = opened.seq  # at its scheduler; -1: a new one has not opened it yet
+        self.seq = opened.seq  # at its scheduler; -1: the new scheduler has not opened it yet
         self.choice = opened.choice
-        self.taken = 0  # tokens read; stays at the stop string's last token once that is found
-        self.ids = array("i")  # these tokens: should the scheduler die, nobody else has them
+        self.taken = 0  # tokens read, up to the last token of a stop string
+        self.ids = array("i")  # these tokens, for another scheduler if this one dies
         self.stop_index: int | None = None
         self.stop_reported = False  # to its scheduler
         self.ended = False
@@ -68,9 +68,9 @@ class SequenceStream:
         self._finder = StopFinder(opened.stop, opened.include_stop) if opened.stop else None
 
     def take(self, first: int, ids: array[int], scores: Sequence[Score] = ()) -> bool:
-        """Read tokens from index `first` on; True when they complete a stop string, and once more when a new
-        scheduler has come so far. Tokens read before, and those behind a stop string, are dropped. `scores`
-        are for these ids, or empty. Raises TokenGap."""
+        """Read tokens from index `first` on. True if they complete a stop string, and again when a new
+        scheduler reaches it. Duplicate tokens and tokens after a stop string are dropped. `scores` are for
+        these ids, or empty. Raises TokenGap."""
         if self.stop_index is not None or self.ended:
             late = self.stop_index is not None and not (self.ended or self.stop_reported)
             self.stop_reported |= late and first + len(ids) >= self.taken
@@ -93,11 +93,11 @@ class SequenceStream:
         return self.stop_reported
 
     def hand_over(self) -> None:
-        """Another scheduler goes on with it, under a number that its Open brings."""
+        """Another scheduler resumes the sequence; its Open brings the new number."""
         self.seq, self.stop_reported = -1, False
 
     def _take_watching(self, finder: StopFinder, ids: array[int]) -> None:
-        """One by one, since the index of the token that completes a stop string matters."""
+        """Read token by token, to find the index of the token that completes a stop string."""
         for i in range(len(ids)):
             self.taken += 1
             text, found = finder.feed(self._decoder.feed(ids[i : i + 1]))
@@ -109,7 +109,7 @@ class SequenceStream:
 
     @property
     def waiting(self) -> bool:
-        """True when there is text to send."""
+        """True if there is text to send."""
         return bool(self._pieces)
 
     def drain(self) -> Delta:
@@ -122,8 +122,8 @@ class SequenceStream:
         return delta
 
     def close(self, final: int, reason: str) -> int:
-        """End the text at `final` tokens, or earlier at the stop string; the earliest index wins.
-        Returns the true number of tokens; `reason` is true then too. Raises TokenGap."""
+        """End the text at `final` tokens or at the stop string, the earlier of both. Returns the true number
+        of tokens and sets the true `reason`. Raises TokenGap."""
         if final > self.taken and self.stop_index is None:
             raise TokenGap(f"tokens {self.taken} to {final - 1} of the answer were lost; send it again")
         self.ended = True
@@ -157,9 +157,9 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 
 class TextDecoder:
-    """Incremental form of `Vocabulary.decode`: the pieces concatenate to the whole, exactly. The ids in
-    `silent` have no text: each ends its sequence, so nothing follows. Text that `goes_on` with another keeps
-    the space of its first word."""
+    """The incremental form of `Vocabulary.decode`: the concatenated pieces equal its result. The ids in
+    `silent` end a sequence and have no text. Text that continues a prompt (`goes_on`) keeps its leading
+    space."""
 
     __slots__ = ("_rest", "_silent", "_strip", "_table")
 
@@ -168,12 +168,12 @@ class TextDecoder:
     ) -> None:
         self._table = vocabulary.token_bytes
         self._silent = silent
-        self._rest = b""  # the beginning of a character
+        self._rest = b""  # the first bytes of a character
         self._strip = vocabulary.strips_leading_space and not goes_on
 
     def feed(self, ids: array[int]) -> str:
-        """The text that `ids` complete. Ids outside the vocabulary (a padded output layer may
-        produce them) have no text."""
+        """The text that `ids` complete. Ids outside the vocabulary, possible with a padded output layer, have
+        no text."""
         if ids and ids[-1] in self._silent:
             ids = ids[:-1]
         try:
@@ -192,15 +192,15 @@ class TextDecoder:
         return text
 
     def finish(self) -> str:
-        """What an unfinished character at the end of the text becomes."""
+        """The replacement text for an unfinished character at the end."""
         text, self._rest = self._rest.decode("utf-8", "replace"), b""
         return text
 
 
 class StopFinder:
-    """Finds the stop string that is complete first, across token borders.
+    """Finds the first complete stop string, across token borders.
 
-    Holds back the longest end of the text that could still become a stop string, never more.
+    It holds back the longest suffix of the text that may become a stop string, and no more.
     """
 
     __slots__ = ("_begins", "_held", "_include", "_stops")
@@ -212,8 +212,7 @@ class StopFinder:
         self._held = ""
 
     def feed(self, piece: str) -> tuple[str, bool]:
-        """(text that may go out, whether a stop string is complete). After a stop string nothing
-        more may be fed."""
+        """Returns (text to send, whether a stop string is complete). Do not call it after a stop string."""
         if not self._held and self._begins.isdisjoint(piece):
             return piece, False
         text = self._held + piece
@@ -227,13 +226,13 @@ class StopFinder:
         return text[:cut], False
 
     def finish(self) -> str:
-        """The text held back, once it is known that nothing follows."""
+        """The held text, at the end of the sequence."""
         text, self._held = self._held, ""
         return text
 
     @staticmethod
     def _may_begin(stop: str, text: str) -> int:
-        """Where the longest end of `text` that begins `stop` starts; its length if there is none."""
+        """The index of the longest suffix of `text` that is a prefix of `stop`, else the length of `text`."""
         at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
         while at >= 0:
             if stop.startswith(text[at:]):
@@ -251,7 +250,7 @@ class ScoreReader:
     _top: int = field(default=0)  # in top_ids
 
     def next_row(self, count: int) -> list[Score]:
-        """The scores of the next `count` ids; none when the columns are empty."""
+        """The scores of the next `count` ids; empty if the columns are."""
         step, scores = self.step, []
         for at in range(self._at, self._at + count):
             tops = step.top_counts[at] if step.top_counts else 0
@@ -270,8 +269,8 @@ class ScoreReader:
 class LogprobShape:
     """Builds the `logprobs` object of one choice, piece by piece.
 
-    After a detokenizer has died, the tokens that it had shown are known here without their probabilities: the
-    lists then begin with the first token of the new attempt that came with its probability.
+    After a failover from another detokenizer, earlier tokens have no probabilities here: the lists start with
+    the first token of the new attempt that has one.
     """
 
     __slots__ = ("_chat", "_offset", "_vocabulary")
@@ -282,7 +281,7 @@ class LogprobShape:
         self._offset = 0  # characters, of the token texts so far
 
     def body(self, scores: list[Score]) -> dict[str, Any]:
-        """`logprobs` of the given tokens, which follow those of the call before."""
+        """`logprobs` of the tokens that follow those of the previous call."""
         if self._chat:
             return {"content": [self._chat_entry(score) for score in scores]}
         texts = [self._vocabulary.token_text(score.token) for score in scores]

@@ -1,9 +1,8 @@
-"""The gateway actor runs an HTTP server and a native client in one process.
+"""`GatewayActor` runs an HTTP server and a native client in one process.
 
-uvicorn gets a socket, and neither signals nor an event loop of its own. The gateway listens itself, so that a
-port that is taken is a typed error, and so that the kernel bounds what a peer may hold up: UNSENT_BYTES, for
-at most STALL_MS. A peer that takes nothing for longer, or that is not there any more, loses its connection.
-What it owes us is bounded in connection.py.
+uvicorn uses the runtime's event loop and handles no signals. The gateway opens the listening socket itself: a
+port in use is a typed error, and socket options bound slow peers. The kernel buffers UNSENT_BYTES, and closes
+the connection of a peer that is gone or reads nothing for STALL_MS. connection.py bounds slow senders.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from shared.telemetry.readings import Metrics
 BACKLOG = 2_048
 MAX_FILES = 65_536
 STALL_MS = 30_000
-UNSENT_BYTES = 262_144  # of a connection, in the kernel, which would take 4 MB by itself
-LEAVE_S = 0.5  # for last words to clients that read
+UNSENT_BYTES = 262_144  # kernel buffer of a connection, by default up to 4 MB
+LEAVE_S = 0.5  # at a stop, for last messages to clients that read
 _PROBES = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (3, "TCP_KEEPCNT"))
 
 
@@ -50,7 +49,7 @@ class GatewayActor(Actor):
     def __init__(
         self, address: tuple[str, int], keys: Keys, timeout_s: float, *, shared: bool = False
     ) -> None:
-        """`shared`: other gateways listen there, too."""
+        """`shared`: other gateways listen on the same port."""
         self._address = address
         self._shared = shared
         self._keys = keys
@@ -134,14 +133,14 @@ class GatewayActor(Actor):
 
 
 def build(settings: Settings) -> GatewayActor:
-    """The gateway that the configuration asks for. Raises SetupError."""
+    """The gateway for the configuration. Raises SetupError."""
     address = settings.http_address
     if address is None:
         raise SetupError("the setting `http` is off: give the gateway a host:port")
     user = access.parse(settings.nats_url).user
     if user.startswith(access.SERVICE_PREFIX) and not settings.http_keys:
         raise SetupError(
-            f"as {user} the gateway may ask in every tenant's name, and `http_keys` is empty: name the file "
+            f"as {user} the gateway may act for every tenant, and `http_keys` is empty: set it to the file "
             "of keys, DIR/gateway/keys of `headrace auth DIR`"
         )
     allow_files()
@@ -150,7 +149,7 @@ def build(settings: Settings) -> GatewayActor:
 
 
 def allow_files() -> None:
-    """As many open files as this process may have: shells and services often begin with 1,024 connections."""
+    """Raise the limit of open files, up to MAX_FILES: the default of 1,024 is too low for connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -161,7 +160,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A listening socket; port 0 is any free one. Raises SetupError."""
     bound = bind(host, port, shared=shared)
     bound.listen(BACKLOG)
-    _bound_peers(bound)  # what is set here holds for what is accepted
+    _bound_peers(bound)  # accepted connections inherit these options
     bound.setblocking(False)
     return bound
 
@@ -176,7 +175,7 @@ def _bound_peers(bound: socket.socket) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens, and leaves signals alone."""
+    """A uvicorn server with an event for its start, and without signal handlers."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -195,9 +194,8 @@ class HttpServer:
     """Serves an application on a socket until it is drained."""
 
     def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
-        logging.getLogger("uvicorn").setLevel(
-            logging.ERROR
-        )  # a line for each bad request is a stranger's to write
+        # Below ERROR every malformed request of any client would write a log line.
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)
         self._bound = bound
         self.address: tuple[str, int] = bound.getsockname()[:2]
         config = uvicorn.Config(
@@ -216,7 +214,7 @@ class HttpServer:
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Return when connections are accepted."""
+        """Return when the server accepts connections."""
         self._task = asyncio.create_task(self._server.serve([self._bound]))
         self._sweeping = asyncio.create_task(self._sweep())
         up = asyncio.create_task(self._server.up.wait())
@@ -225,7 +223,7 @@ class HttpServer:
         self.check()
 
     def check(self) -> None:
-        """Raise what ended the server, if anything did."""
+        """Raise the error of the server if it has ended."""
         if self._task is not None and self._task.done() and not self._server.should_exit:
             self._task.result()
             raise SetupError("the HTTP server ended by itself")
@@ -233,13 +231,13 @@ class HttpServer:
             self._sweeping.result()
 
     async def drain(self) -> None:
-        """Accept nothing new; return when everything running has been answered."""
+        """Accept nothing new; return when all running requests are answered."""
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Accept nothing new; end what has not ended by itself within LEAVE_S."""
+        """Accept nothing new; cancel the requests that still run after LEAVE_S."""
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=LEAVE_S)

@@ -1,8 +1,8 @@
-"""The ASGI application routes HTTP requests, and an edge surrounds each of them.
+"""The ASGI application: the paths of the gateway, and `Edge`, the middleware around every request.
 
-The edge gives each request its id and trace, counts it, turns typed errors into responses, and sends the
-request's spans when its last byte has been handed over. The endpoints of `system_routes`, which say something
-about this gateway, need no key, but for what tells of other people's requests, which is for the operator.
+The edge gives each request its id and trace, counts it, and exports its spans after the last byte. Exception
+handlers turn typed errors into responses. The endpoints of `system_routes` describe this gateway and need no
+key, except for /metrics, which needs the operator's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shared.errors import EngineError, HeadraceError, Unavailable
 from shared.telemetry import traces
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
 
-OTHER = "other"  # the route of whatever has none
+OTHER = "other"  # the route of unknown paths in metrics
 MET_503 = "a request was answered with 503"
 
 _ROUTES = frozenset(document("")["paths"])
@@ -50,10 +50,10 @@ def build_app(endpoints: Endpoints) -> ASGIApp:
 
 
 def system_routes(endpoints: Endpoints) -> list[Route]:
-    """Health, readiness, metrics, version, and the description of all there is."""
+    """Health, readiness, metrics, version, and the OpenAPI document."""
     version = _version()
     described = document(version)
-    to_prometheus(())  # imports what a page takes, while nobody waits
+    to_prometheus(())  # imports prometheus_client now, before the first request
 
     async def health(_: Request) -> Response:
         return _state(endpoints.health.why)
@@ -64,12 +64,12 @@ def system_routes(endpoints: Endpoints) -> list[Route]:
     async def metrics(request: Request) -> Response:
         endpoints.keys.only_operator(request.headers.get("authorization", ""))
         readings = endpoints.counters.metrics()
-        if endpoints.instance:  # whichever is asked next counts for itself
+        if endpoints.instance:  # several gateways share the port, each with its own counts
             own = (("gateway", endpoints.instance),)
             readings = [replace(each, attributes=(*own, *each.attributes)) for each in readings]
         return Response(to_prometheus(readings), headers={"Content-Type": CONTENT_TYPE})
 
-    async def tell_version(_: Request) -> Response:
+    async def version_of(_: Request) -> Response:
         return answer({"version": version})
 
     async def openapi(_: Request) -> Response:
@@ -79,7 +79,7 @@ def system_routes(endpoints: Endpoints) -> list[Route]:
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
-        Route("/version", tell_version, methods=["GET"]),
+        Route("/version", version_of, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
     ]
 
@@ -119,14 +119,14 @@ async def _failed(request: Request, _: Exception) -> Response:
 
 
 class Edge:
-    """What every request passes on its way in and out."""
+    """The middleware around every request: id, trace, counters."""
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints) -> None:
         self._app = app
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One connection's request."""
+        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

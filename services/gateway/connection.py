@@ -1,14 +1,15 @@
-"""Connection is uvicorn's HTTP/1.1 with bounds on what a peer owes: a head, a body, or its next request.
+"""`Connection` is uvicorn's HTTP/1.1 connection with time limits for what the peer owes.
+
+A peer owes a head, a body, or its next request. A peer that waits for an answer or reads it owes nothing:
 
     idle ──first byte──▶ head ──last header──▶ body ──last byte──▶ nothing owed ──answered──▶ idle
                           └──refused──▶ rest ◀──answered, and to be closed──┘
 
-What is owed for too long, or by too many connections of one address, ends the connection: HttpServer looks
-once in SWEEP_S. A connection that waits for our answer, or reads it, owes nothing. A head that is too large
-is refused with 431 while it comes. Nothing is read while a request waits behind another one.
-
-Who is refused, or asked for the end of the connection, may still be sending: we say that nothing more comes,
-and drop the rest. To close at once would be a reset, which destroys the answer on its way.
+Every SWEEP_S HttpServer ends connections that owe something for too long, and the oldest ones of an address
+with more than MAX_IDLE. A head over MAX_HEAD_BYTES is refused with 431 while it arrives. Nothing is read
+while a request waits for the answer to an earlier one. A peer may still send after a refusal or its last
+request: the server closes its own direction and drops the rest, since a full close would reset the connection
+and destroy the answer on its way.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from shared.errors import BadRequest, HeadraceError, Overloaded
 from shared.replies import to_json
 
 MAX_HEAD_BYTES = 32_768
-MAX_PIPELINED = 64  # requests of a connection that wait behind the one that is being answered
+MAX_PIPELINED = 64  # requests of a connection that wait for the answer to an earlier one
 HEAD_TIMEOUT_S = 15.0
 KEEP_ALIVE_S = 75.0  # of an idle connection: longer than a proxy in front keeps its own
-LINGER_S = 5.0  # for the rest of what was refused: else the client reads a reset and not why
+LINGER_S = 5.0  # to read the rest of a refused request: else the client gets a reset instead of the error
 MAX_IDLE = 512  # connections of one address that owe something; a proxy in front keeps fewer
-SWEEP_S = 1.0  # a connection that is younger is not looked at: its request is on the way
+SWEEP_S = 1.0  # between sweeps; younger debts are ignored, since the request is on its way
 IDLE, HEAD, BODY, REST, NOTHING = "idle", "head", "body", "rest", ""
 
 
 class Flow(FlowControl):
-    """Reads on only where no request waits for its turn, whoever asks for it."""
+    """Flow control that resumes reading only if no request waits for its turn."""
 
     def __init__(self, transport: asyncio.Transport, waiting: Collection[object]) -> None:
         super().__init__(transport)
@@ -76,7 +77,7 @@ class Connection(HttpToolsProtocol):
         self.network = _network(self.client[0] if self.client else "")
         self._running: RequestResponseCycle | None = None  # `self.cycle` is the newest one
         self._last = False  # the newest request is the last one
-        self._plain = b""  # a head without the offer of another protocol
+        self._plain = b""  # a head without its `Upgrade` header
         self._refusal: HeadraceError | None = None
         self.owes_from(IDLE)
 
@@ -87,25 +88,25 @@ class Connection(HttpToolsProtocol):
             self._running.message_event.set()
 
     def owes_from(self, what: str) -> None:
-        """From now on the peer owes this."""
+        """The peer owes `what` from now on."""
         self.owes = what
         self.since_s = self.loop.time()
         self._head_bytes = 0
 
     @property
     def answering(self) -> bool:
-        """True while an answer is awaited or sent."""
+        """True while an answer is prepared or sent."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def owing(self) -> bool:
-        """True when nothing but the peer is awaited."""
+        """True if the connection waits only for the peer."""
         if self.owes == BODY:
             return not self.pipeline
         return self.owes != NOTHING and not self.answering
 
     def late(self, now_s: float) -> bool:
-        """True when the peer has owed it for too long."""
+        """True if the peer has owed something for too long."""
         if self.owes == BODY and self.answering:  # the application refuses a slow body itself
             limit_s = BODY_TIMEOUT_S + LINGER_S
         else:
@@ -113,18 +114,18 @@ class Connection(HttpToolsProtocol):
         return self.owing and now_s - self.since_s > limit_s
 
     def end(self) -> None:
-        """Close it; whoever has sent half a head hears why."""
+        """Close the connection, with an error for a peer that has sent half a head."""
         if self.owes == HEAD:
             self._refuse(SlowRequest(f"the head did not come within {HEAD_TIMEOUT_S:g} s: send it again"))
         self.transport.close()
 
-    # ---- what comes -----------------------------------------------------------------------------
+    # ---- received data --------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if self.owes == REST:
             return
-        self._alone = True  # all of this piece belongs to one head, or to a body without being its bytes
+        self._alone = True  # this piece holds only a part of a head, or of chunk headers and trailers
         self._parse(data)
         if self._alone and self.owes in (HEAD, BODY):
             self._head_bytes += len(data)
@@ -136,12 +137,12 @@ class Connection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
                 return
-            except httptools.HttpParserUpgrade as offer:  # answered as if there had been none
+            except httptools.HttpParserUpgrade as offer:  # ignored: the request is parsed again without it
                 data, self._plain = self._plain + data[offer.args[0] :], b""
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
             except httptools.HttpParserError:
-                self._refuse(self._refusal or BadRequest("this is no HTTP/1.1 request"))
+                self._refuse(self._refusal or BadRequest("this is not an HTTP/1.1 request"))
                 return
 
     def on_message_begin(self) -> None:
@@ -149,7 +150,7 @@ class Connection(HttpToolsProtocol):
         self.owes_from(HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.owes == HEAD:  # else it is a trailer, which nobody reads
+        if self.owes == HEAD:  # else a trailer, which is dropped
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -166,7 +167,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._alone = False
         self.owes_from(BODY)
-        self._last, self.cycle.keep_alive = not self.cycle.keep_alive, True  # until the body is here
+        self._last, self.cycle.keep_alive = not self.cycle.keep_alive, True  # until the body has arrived
 
     def on_body(self, body: bytes) -> None:
         self._alone, self._head_bytes = False, 0
@@ -189,14 +190,14 @@ class Connection(HttpToolsProtocol):
         self.owes = self.owes or IDLE
         self.since_s = self.loop.time()
         if not self.answering and (self.owes == REST or (self._last and self.owes == BODY)):
-            self._part()
+            self._half_close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     def _without_offer(self) -> bytes:
-        """The head that has come, without `Upgrade`: the parser expects no HTTP behind it else."""
+        """The received head without `Upgrade`: with it the parser expects no HTTP after the head."""
         version = self.parser.get_http_version().encode()
         asked = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
         headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
@@ -205,17 +206,17 @@ class Connection(HttpToolsProtocol):
     # ---- refusals -------------------------------------------------------------------------------
 
     def _refuse(self, error: HeadraceError) -> None:
-        """Read no more, and say why behind the answers that are still due."""
-        if self.owes == BODY:  # of a request that is being answered, or has been
+        """Read no more, and send the error after the answers that are still due."""
+        if self.owes == BODY:  # of a request that has an answer or will get one
             self.transport.close()
             return
         self._refusal = error
         self.owes_from(REST)
         if not self.answering and not self.transport.is_closing():
-            self._part()
+            self._half_close()
 
-    def _part(self) -> None:
-        """Say the last word."""
+    def _half_close(self) -> None:
+        """Send the error, if any, and close the sending direction."""
         self.owes_from(REST)
         if self._refusal is not None:
             status, body = HTTPStatus(status_of(self._refusal)), to_json(body_of(self._refusal))
@@ -228,8 +229,7 @@ class Connection(HttpToolsProtocol):
 
 
 def sweep(connections: Iterable[Any], now_s: float) -> None:
-    """End the connections that owe something for too long, and of each address those above MAX_IDLE, the
-    oldest first."""
+    """End the connections that owe something for too long, and the oldest ones above MAX_IDLE by address."""
     owing = [c for c in connections if c.owing and now_s - c.since_s > SWEEP_S]
     too_many = {
         network: n - MAX_IDLE for network, n in Counter(c.network for c in owing).items() if n > MAX_IDLE
@@ -246,7 +246,7 @@ def _too_large() -> HeadTooLarge:
 
 
 def _network(address: str) -> str:
-    """Whose connections count together: an address, or what one customer has of IPv6."""
+    """The key of connections that count together: an IPv4 address, or an IPv6 /64 prefix."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:

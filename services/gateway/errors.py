@@ -1,10 +1,10 @@
-"""Typed errors as the OpenAI API says them: status, body, headers. Pure.
+"""Typed errors in the shape of the OpenAI API: status, body, headers. Pure.
 
     native 408 (a time limit passed)     504, since the client was not the slow one
     others                               the same code
 
-`error.code` is the word that programs test (`model_not_found`, `overloaded`, …), null where the type says it
-all. A client library retries 408, 409, 429 and 5xx by itself, after `retry-after-ms`.
+Programs test `error.code` (`model_not_found`, `overloaded`, …); it is null for invalid fields. Client
+libraries retry 408, 409, 429 and 5xx by themselves, after `retry-after-ms`.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class NotAuthorized(HeadraceError):
-    """No key, or one that nobody gave out."""
+    """No API key, or an unknown one."""
 
     code, type = 401, "invalid_api_key"
 
 
 class NoRoute(HeadraceError):
-    """There is nothing at this path."""
+    """An unknown path."""
 
     code, type = 404, "not_found"
 
 
 class WrongMethod(HeadraceError):
-    """There is something at this path, for other methods."""
+    """A known path, with another method."""
 
     code, type = 405, "method_not_allowed"
 
 
 class SlowRequest(HeadraceError):
-    """The head or the body of a request did not come in time."""
+    """The head or the body of a request did not arrive in time."""
 
     code, type, retryable = 408, "request_timeout", True
     status = 408  # the client was the slow one
 
 
 class WrongMediaType(HeadraceError):
-    """A body that does not say that it is JSON."""
+    """A body with a content type other than JSON."""
 
     code, type = 415, "unsupported_media_type"
 
@@ -70,7 +70,7 @@ def status_of(error: HeadraceError) -> int:
 
 
 def body_of(error: HeadraceError, request_id: str = "") -> dict[str, Any]:
-    """The OpenAI error object, with the request's id beside its own fields."""
+    """The OpenAI error object, with the request's id as a further field."""
     status = status_of(error)
     fields: dict[str, Any] = {
         "message": error.message,
@@ -84,7 +84,7 @@ def body_of(error: HeadraceError, request_id: str = "") -> dict[str, Any]:
 
 
 def headers_of(error: HeadraceError) -> dict[str, str]:
-    """When to come back, and how to authenticate."""
+    """The headers for authentication and for retries."""
     status = status_of(error)
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}

@@ -1,8 +1,7 @@
-"""A Exchange records one HTTP request from its first byte to its last, and a Meter counts all exchanges.
+"""An `Exchange` records one HTTP request from its first byte to its last; `ExchangeCounters` counts them.
 
-A Exchange holds the tenant, the id and the stamps of a request; `spans` is its trace. The Meter names what it
-counts as OpenTelemetry does, and `/metrics` writes that for Prometheus. Responses are JSON: answers, and
-refusals of the OpenAI form.
+An exchange holds the tenant, the id and the stamps of a request; `spans` is its trace. The counters have
+OpenTelemetry names, and `/metrics` exports them for Prometheus. `answer` and `refusal` build JSON responses.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shared.telemetry.traces import SpanRecord
 
 ID_HEADER = "x-request-id"
 _ID_BYTES = 12
-_GIVEN_CHARS = 96  # of a given id that begin the request's own
+_GIVEN_CHARS = 96  # of the client's id, as a prefix of the request's own
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 OURS = "headrace.gateway"
@@ -36,40 +35,39 @@ OURS = "headrace.gateway"
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """Stamps are wall-clock microseconds; 0 = has not happened."""
+    """One HTTP request. Stamps are wall-clock microseconds; 0 = not yet."""
 
     method: str
-    route: str  # the path, without what is different in each request
-    request_id: str  # the request's own: no other that runs has it
-    given_id: str = ""  # what the client calls it: it may say so of several
-    trace: str = ""  # the traceparent of our own span, or what the client sent
-    parent_span: str = ""  # above our own span; empty: not traced by us
+    route: str  # the path without its variable parts
+    request_id: str  # unique
+    given_id: str = ""  # the client's id, not unique
+    trace: str = ""  # traceparent of the gateway's span, or the client's
+    parent_span: str = ""  # parent of the gateway's span; empty: not traced here
     started_us: int = 0
     requested_us: int = 0  # the native request was sent
-    first_us: int = 0  # of a stream: its first chunk was ready
-    answered_us: int = 0  # the last native message came
+    first_us: int = 0  # the first chunk of a stream was ready
+    answered_us: int = 0  # the last native message arrived
     ended_us: int = 0
     tenant: str = ""
-    counted: bool = False  # as open, of its tenant
+    counted: bool = False  # in `ExchangeCounters.open`
     model: str = ""
     status: int = 0
     error: HeadraceError | None = None
 
 
 def given_id(header: str) -> str:
-    """The id that the client gave if it can be one."""
+    """The client's id from a header, empty if it is not valid."""
     return header if re.fullmatch(REQUEST_ID, header) else ""
 
 
 def fresh_id(given: str) -> str:
-    """An id that no other request has. It begins with the one that the client gave: a mesh gives the calls
-    that belong together the same."""
+    """A unique id. It starts with the client's id: a service mesh gives related calls the same one."""
     drawn = secrets.token_hex(_ID_BYTES)
     return f"{given[:_GIVEN_CHARS]}.{drawn}" if given else drawn
 
 
 def spans(exchange: Exchange, component: str) -> list[SpanRecord]:
-    """The request as the gateway sees it; between its two stages lie the spans of the native request."""
+    """The gateway's spans of a request. Those of the native request lie between `receive` and `respond`."""
     attributes: dict[str, str | int] = {
         c.COMPONENT: component,
         c.REQUEST_ID: exchange.request_id,
@@ -100,7 +98,7 @@ def answer(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str
 
 
 def refusal(error: HeadraceError, request_id: str) -> Response:
-    """An error, with its headers."""
+    """An error response with its headers."""
     return answer(body_of(error, request_id), status_of(error), headers_of(error))
 
 
@@ -112,12 +110,12 @@ class Durations:
     total_s: float = 0.0
 
     def add(self, took_s: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self.counts[bisect_left(BOUNDS_S, took_s)] += 1
         self.total_s += took_s
 
     def histogram(self, name: str, attributes: Attributes = ()) -> HistogramPoint:
-        """As others read it."""
+        """The histogram as a metric."""
         return HistogramPoint(name, BOUNDS_S, list(self.counts), self.total_s, "s", attributes)
 
 
@@ -133,20 +131,20 @@ class ExchangeCounters:
         self._first: dict[str, Durations] = {}
 
     def begin(self) -> None:
-        """A request came."""
+        """A request has arrived."""
         self.active += 1
 
     def enter(self, exchange: Exchange) -> None:
-        """It asks for an answer, in the name of a tenant."""
+        """A request of a tenant to a model."""
         exchange.counted = True
         self.open[exchange.tenant] += 1
 
     def end(self, exchange: Exchange) -> None:
-        """It was answered, or its client has gone."""
+        """A request was answered, or its client has gone."""
         self.active -= 1
         if exchange.counted:
             self.open[exchange.tenant] -= 1
-            self.open += Counter()  # without those of whom nothing is open
+            self.open += Counter()  # drops the zeros
         self.slow_readers += isinstance(exchange.error, SlowReader)
         took = self._took.setdefault((exchange.route, exchange.status), Durations())
         took.add((exchange.ended_us - exchange.started_us) / 1e6)
@@ -160,7 +158,7 @@ class ExchangeCounters:
         return sum(sum(took.counts) for took in self._took.values())
 
     def metrics(self) -> Metrics:
-        """Everything, now."""
+        """All counters."""
         counted = [
             MetricPoint("http.server.active_requests", self.active, "{request}"),
             MetricPoint(f"{OURS}.chunks", self.chunks, "{chunk}", is_counter=True),

@@ -1,9 +1,9 @@
-"""Would a request succeed now? Every kind that it passes must be ready, and a real one have been answered.
+"""`Health` decides whether a request would succeed now: all kinds are ready, and a probe was answered.
 
-    a kind is missing ──▶ all are there ──probe──▶ proven ──a kind goes, or a request met 503──▶ …
+    a kind is missing ──▶ all are ready ──probe──▶ proven ──a kind goes, or a request gets 503──▶ …
 
-Each model goes this way by itself; one that is proven is enough. A probe is the beginning of an answer of one
-model; it is repeated with the heartbeats until it is answered, then no more.
+Each model has its own state; one proven model makes the gateway healthy. A probe requests the start of an
+answer; it is repeated with the heartbeats until it succeeds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.errors import HeadraceError
 
 
 class Health:
-    """What `/health` says."""
+    """The state of `/health` and `/ready`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -29,22 +29,22 @@ class Health:
 
     @property
     def unready(self) -> str:
-        """Why this gateway should get no requests, whoever serves them; empty: it should."""
+        """Why this gateway should get no requests, apart from the services; empty: it is ready."""
         if self.draining:
             return "draining"
         return "" if self.online else "no connection to the nats-server"
 
     @property
     def why(self) -> str:
-        """Why a request would not succeed; empty: it would."""
+        """Why a request would fail; empty: it would succeed."""
         return self.unready or self._why
 
     def check(self, peers: Peers) -> None:
-        """The living services have changed, or a heartbeat has passed."""
+        """Update the state. Call when the living services change, and at each heartbeat."""
         if self.draining:
             return
         if self._probing is not None and self._probing.done():
-            self._probing.result()  # it ended by itself only if it failed as nothing should
+            self._probing.result()  # raises an unexpected error
         models = peers.models("tokenizer")
         lacking = {model: missing(peers, model) for model in models}
         whole = [model for model in models if not lacking[model]]
@@ -56,18 +56,18 @@ class Health:
         if self._proven:
             self._why = ""
         unproven = [model for model in whole if model not in self._proven]
-        if unproven and self._probing is None:  # in turn
+        if unproven and self._probing is None:  # probe the models in turn
             self._last = min(unproven, key=lambda model: (model <= self._last, model))
             self._probing = asyncio.get_running_loop().create_task(self._probe(self._last, peers))
 
     def doubt(self, why: str, model: str = "") -> None:
-        """A request (to a model) did not succeed: it has to be proven again that one would."""
+        """A request (to a model) failed: the model, or all, must be proven again."""
         self._proven -= {model} if model else set(self._proven)
         if not self._proven:
             self._why = why
 
     def stop(self) -> None:
-        """Probe no more."""
+        """Send no more probes."""
         self.draining = True
         if self._probing is not None:
             self._probing.cancel()

@@ -1,9 +1,7 @@
-"""NativeCall makes the native requests of one HTTP request: their answers together, or their frames as they
-come.
+"""`NativeCall` makes the native requests of one HTTP request: all answers, or frames as they arrive.
 
-`read_body` reads the body of the HTTP request within bounds of size and time. `unless_gone` works for an HTTP
-client that may go away: when it does the work is cancelled, and the native request with it.
-Lines are the connections to the nats-server: one for each tenant.
+`TenantConnections` holds a connection to the nats-server for each tenant. `read_body` reads an HTTP body
+within limits of size and time. `unless_gone` cancels the native requests of a client that disconnects.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from shared.nats.interface import Bus, BusFault
 
 log = logging.getLogger("headrace.gateway")
 
-GRACE_S = 5.0  # beyond a request's own time limit, whose end the services tell themselves
+GRACE_S = 5.0  # after a request's own time limit, for the error of the services to arrive
 
 BODY_TIMEOUT_S = 30.0
-HEADROOM_BYTES = 4_096  # of the server's limit: for what a native request says besides
+HEADROOM_BYTES = 4_096  # of the server's limit, for the headers of a native request
 
 MAX_CONNECTIONS = 64
 CONNECTION_OPEN_S = 10.0
-CONNECTION_IDLE_S = 300.0  # far longer than a request takes from its key to its first native message
-CONNECTION_CLOSE_S = 2.0  # of all lines at the end
+CONNECTION_IDLE_S = 300.0  # far longer than from a request's key to its first native message
+CONNECTION_CLOSE_S = 2.0  # for all connections at a stop
 
 PROMPT = "prompt_index"  # in a frame of one of several prompts
 
@@ -48,26 +46,26 @@ class TenantConnection:
     """A connection to the nats-server, and the client on it."""
 
     opening: asyncio.Task[Client]
-    used_s: float = 0.0  # when a request last had it
-    client: Client | None = None  # once it is open
+    used_s: float = 0.0  # last use by a request
+    client: Client | None = None  # None until it is open
 
 
 @dataclass(slots=True)
 class TenantConnections:
-    """The connections of one gateway. Each tenant has one of its own from its first request on, so that what
-    waits there for it delays no other. Beyond MAX_CONNECTIONS, tenants share those of others. A gateway
-    without keys has one tenant, and `main` alone."""
+    """The connections of one gateway. Each tenant gets its own at its first request, so that its backlog
+    delays no other tenant. Above MAX_CONNECTIONS tenants share connections. A gateway without keys has one
+    tenant, on `main`."""
 
-    main: Client  # never a tenant's where there are keys: heartbeats and health are heard there
+    main: Client  # for heartbeats and health; used by a tenant only if there are no keys
     apart: bool  # there are keys
-    _connections: dict[str, TenantConnection] = field(default_factory=dict)  # by the tenant that came first
+    _connections: dict[str, TenantConnection] = field(default_factory=dict)  # by the first tenant of each
     _leaving: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._connections)
 
     async def of(self, tenant: str) -> Client:
-        """The client that asks in the name of a tenant. Raises Unavailable."""
+        """The native client of a tenant. Raises Unavailable."""
         if not self.apart:
             return self.main.as_tenant(tenant)
         connection = self._connections.get(tenant)
@@ -79,7 +77,7 @@ class TenantConnections:
         return (await asyncio.shield(connection.opening)).as_tenant(tenant)
 
     def sweep(self) -> None:
-        """Close what nobody has used for CONNECTION_IDLE_S."""
+        """Close the connections without a request for CONNECTION_IDLE_S."""
         now_s = asyncio.get_running_loop().time()
         for tenant, connection in [*self._connections.items()]:
             if connection.client is None or connection.client.waiting:
@@ -88,13 +86,13 @@ class TenantConnections:
                 self._close(tenant, connection)
 
     def fail(self, error: HeadraceError) -> None:
-        """End all requests that wait for an answer."""
+        """End all waiting requests with `error`."""
         for client in (self.main, *(connection.client for connection in self._connections.values())):
             if client is not None:
                 client.fail(error)
 
     async def close(self) -> None:
-        """Close all but `main`, which is the runtime's."""
+        """Close all connections but `main`, which the runtime owns."""
         for tenant, connection in [*self._connections.items()]:
             self._close(tenant, connection)
         if self._leaving:
@@ -106,7 +104,7 @@ class TenantConnections:
             bus = await self.main.bus.another(tenant, CONNECTION_OPEN_S)
             bus.on_fault(partial(self._on_fault, tenant, connection))
             connection.client = await Client.open(bus)
-        except Exception as error:  # noqa: BLE001 - whatever it is: the tenant hears of it, and may try again
+        except Exception as error:  # noqa: BLE001 - any error is a 503 for the tenant, which may try again
             log.error("no connection to the nats-server for tenant %s: %s", tenant, error)
             self._connections.pop(tenant, None)
             if bus is not None:
@@ -137,14 +135,14 @@ class TenantConnections:
 
 @dataclass(frozen=True, slots=True)
 class NativeCall:
-    """How to ask: as whom, how long, in which trace."""
+    """The tenant's client, the time limit and the trace of the native requests."""
 
     client: Client
-    timeout_s: float  # of a request that names none
+    timeout_s: float  # of a request without `timeout_s`
     trace: str = ""
 
     async def responses(self, call: Call) -> list[Body]:
-        """The native answer to each prompt. Raises the first error of any, and cancels the others."""
+        """The native answer to each prompt. Raises the first error, and cancels the other requests."""
         if len(call.bodies) == 1:
             return [await self._complete(call.bodies[0])]
         try:
@@ -155,8 +153,8 @@ class NativeCall:
         return [task.result() for task in tasks]
 
     def frames(self, call: Call) -> AsyncGenerator[Body]:
-        """The frames of every prompt in the order of their arrival, each with its PROMPT where there are
-        several. Raises like `responses`. Leaving the iteration early cancels what runs."""
+        """The frames of all prompts in the order of their arrival, with PROMPT if there are several prompts.
+        Raises like `responses`. Closing the generator cancels the running requests."""
         streams = [
             self.client.stream(body, timeout_s=self._timeout_s(body), trace=self.trace)
             for body in call.bodies
@@ -173,7 +171,7 @@ class NativeCall:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Body]]) -> AsyncGenerator[Body]:
-    """Frames of several streams; an error of one ends all."""
+    """The frames of several streams; an error of one ends all."""
     came: asyncio.Queue[Body | Exception | None] = asyncio.Queue(1)
 
     async def feed(number: int, stream: AsyncGenerator[Body]) -> None:
@@ -204,8 +202,8 @@ async def _merged(streams: Sequence[AsyncGenerator[Body]]) -> AsyncGenerator[Bod
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, once the body of the request has been read. Raises Cancelled when the client
-    disconnects before."""
+    """The result of `work`. The body of the request must have been read. Raises Cancelled if the client
+    disconnects first."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -225,12 +223,12 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """At most `most` bytes of JSON. Raises WrongMediaType, PayloadTooLarge, SlowRequest, Cancelled when the
-    client leaves."""
+    """A JSON body of at most `most` bytes. Raises WrongMediaType, PayloadTooLarge, SlowRequest, and Cancelled
+    if the client disconnects."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media and media != "application/json" and not media.endswith("+json"):
         raise WrongMediaType(
-            f"the body says it is {media:.80}: send JSON with `Content-Type: application/json`"
+            f"the content type is {media:.80}: send JSON with `Content-Type: application/json`"
         )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:

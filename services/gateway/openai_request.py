@@ -1,13 +1,13 @@
-"""The body of an HTTP request becomes requests of the native protocol. Pure.
+"""`read_call` turns the body of an HTTP request into native requests. Pure.
 
-The fields have the same names and pass as they are: the tokenizer judges them. What is different here: a
-completion may hold several prompts, each of which becomes a request; `stream_options` belongs to streams
-alone, where usage is told only when asked for; a model need not be named where there is one.
+Fields have the same names in both and pass unchanged: the tokenizer validates them. Differences: a completion
+may have several prompts, each of which becomes a request; `stream_options` is only for streams, which end
+with usage only on request; the model may be left out if only one is served.
 
-A model writes its calls of functions into its text, and `ToolText` finds them there:
+A model writes tool calls into its text. `ToolText` finds them:
 
-    whole     nothing but one object {"name": …, "arguments": …}: some function had to be called
-    tagged    text, and in it <tool_call>…</tool_call> with such an object each
+    whole     one object {"name": …, "arguments": …} and no other text: a call was required
+    tagged    text with <tool_call>…</tool_call> around such objects
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from shared.json_body import read_json
 from shared.nats.subjects import MAX_NAME_CHARS
 
 MAX_PROMPTS = 64  # of one completion
-_LONG_CHARS, _DIGEST_CHARS = (
-    96,
-    24,
-)  # kept of a long id where prompts are numbered behind it, and of its digest
+_LONG_CHARS, _DIGEST_CHARS = 96, 24  # of a long id and its digest, when prompts get numbered ids
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 WHOLE, TAGGED = "whole", "tagged"
@@ -39,7 +36,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP request: a native body for each prompt, and what its answer looks like."""
+    """One HTTP request: a native body for each prompt, and the form of its answer."""
 
     chat: bool
     request_id: str
@@ -47,8 +44,8 @@ class Call:
     stream: bool = False
     include_usage: bool = False  # of a stream
     n: int = 1  # choices of each prompt
-    echo: bool = False  # the text begins with the prompt
-    tools: str = ""  # how functions are called in its text: see `how_called`
+    echo: bool = False  # the text starts with the prompt
+    tools: str = ""  # form of tool calls in its text: see `how_called`
 
     @property
     def model(self) -> str:
@@ -57,7 +54,7 @@ class Call:
 
 
 def fields_of(data: bytes) -> Body:
-    """The fields of a JSON body, without those that are null. Raises BadRequest, Unprocessable."""
+    """The fields of a JSON body, without null fields. Raises BadRequest, Unprocessable."""
     try:
         fields = read_json(data)
     except RecursionError:
@@ -70,7 +67,7 @@ def fields_of(data: bytes) -> Body:
 
 
 def model_of(fields: Body, served: list[str]) -> str:
-    """The model that a request names; where it names none, the only one of `served`. Raises BadRequest."""
+    """The model of a request; without one, the only model of `served`. Raises BadRequest."""
     model = fields.get("model")
     if model is None and len(served) == 1:
         return served[0]
@@ -81,8 +78,8 @@ def model_of(fields: Body, served: list[str]) -> str:
 
 
 def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
-    """What `fields`, which name a model, ask for. `request_id` is drawn unless they name one, too.
-    Raises BadRequest."""
+    """The call of `fields`, which include a model. `request_id` is for fields without one. Raises
+    BadRequest."""
     wanted = "messages" if chat else "prompt"
     if wanted not in fields:
         raise BadRequest(f"`{wanted}` is missing", param=wanted)
@@ -112,7 +109,7 @@ def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
 
 
 def _usage(fields: Body, *, stream: bool) -> tuple[bool, Body]:
-    """Whether a stream ends with its usage, and the native fields, where it does unless told not to."""
+    """Whether a stream ends with its usage, and the native fields, where the default is the opposite."""
     options = fields.get("stream_options", {})
     if not stream or not isinstance(options, dict):
         return False, dict(fields)
@@ -134,8 +131,8 @@ def _bodies(native: Body) -> list[Body]:
 
 
 def _short(request_id: str) -> str:
-    """An id with room for the number of a prompt: a longer one is cut, and stays one that no other has. What
-    is no id stays what it is: the tokenizer refuses it."""
+    """An id with room for the number of a prompt: a longer one is cut and stays unique by its digest. An
+    invalid id stays, for the tokenizer to refuse."""
     if not isinstance(request_id, str) or not given_id(request_id):
         return request_id
     if len(request_id) <= MAX_NAME_CHARS - len(f":{MAX_PROMPTS}"):
@@ -144,7 +141,7 @@ def _short(request_id: str) -> str:
 
 
 def how_called(fields: dict[str, Any]) -> str:
-    """WHOLE, TAGGED, or empty for a request that calls no functions; the tokenizer judges the fields."""
+    """WHOLE, TAGGED, or empty for a request without tool calls; the tokenizer validates the fields."""
     choice = fields.get("tool_choice", "auto")
     if not fields.get("tools") or choice == "none":
         return ""
@@ -153,14 +150,14 @@ def how_called(fields: dict[str, Any]) -> str:
 
 @dataclass(slots=True)
 class ToolText:
-    """The text of one choice: what of it is content, and at its end the calls in it, as OpenAI has them."""
+    """Splits the text of one choice into content and tool calls in OpenAI's form."""
 
     how: str
-    name: str  # of the choice: its calls are named after it
+    name: str  # of the choice, part of the ids of its calls
     _held: list[str] = field(default_factory=list)  # may be a call, or is one
 
     def feed(self, piece: str) -> str:
-        """The part of the text so far that is content and was not given before."""
+        """The new content, up to a possible call."""
         if self.how == WHOLE:
             self._held.append(piece)
             return ""
@@ -171,7 +168,7 @@ class ToolText:
         return text[:cut]
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the content, and the calls. A call that was cut short is content."""
+        """The rest of the content, and the calls. An incomplete call is content."""
         text = "".join(self._held)
         self._held.clear()
         if self.how == WHOLE:
@@ -191,7 +188,7 @@ class ToolText:
 
 def _read(text: str) -> dict[str, str] | None:
     try:
-        call = json.loads(text, strict=False)  # bare control characters are escaped in what goes out
+        call = json.loads(text, strict=False)  # accepts bare control characters; json.dumps escapes them
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
@@ -200,6 +197,6 @@ def _read(text: str) -> dict[str, str] | None:
 
 
 def _begun(text: str) -> int:
-    """How many characters at the end of `text` may be the beginning of a call."""
+    """The number of characters at the end of `text` that may be the start of a call."""
     most = min(len(text), len(BEGIN) - 1)
     return next((n for n in range(most, 0, -1) if BEGIN.startswith(text[-n:])), 0)

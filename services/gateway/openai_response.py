@@ -1,15 +1,14 @@
-"""Native answers and frames become answers and streams of the exact shapes of the OpenAI API.
+"""Turns native answers and frames into answers and streams of the exact shapes of the OpenAI API.
 
 `answer` builds one JSON answer. ChunkBuilder turns the frames of native streams into the chunks of one OpenAI
 stream, as JSON, which EventStream sends; all but EventStream is pure:
 
-    accepted          nothing: the first chunk waits for the first word, so that a refusal has its status
-    delta             a chunk for each choice; before the first one with the role, or the echoed prompt
-    done              calls of functions, which are whole now; a chunk for each choice with its
-                      `finish_reason`; after the last prompt the usage
+    accepted          no chunk: the response starts with the first text, so that an error has its status
+    delta             a chunk for each choice; before the first one a chunk with the role or echoed prompt
+    done              tool calls; a chunk for each choice with its `finish_reason`; at the end the usage
 
-A native stream may start over (its detokenizer or the broker died): all text comes again. What was sent
-cannot be taken back, so the repeated part is left out, if it is the same by its checksum.
+A native stream may start over, if its detokenizer or the broker has died: all text arrives again. The
+repeated part is left out if its checksum matches the sent text, else the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -38,38 +37,36 @@ Body = dict[str, Any]
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would wait for a page full of them
+    (b"x-accel-buffering", b"no"),  # nginx would buffer a page
 ]
 DONE = b"data: [DONE]\n\n"
-BODY_SEND = "headrace.send"  # in the scope: the server's own `send`, for bodies, which pass no edge
+BODY_SEND = "headrace.send"  # in the scope: the server's own `send`, for bodies, past the edge
 _MARK = "\0"
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
 class _Sent:
-    """What the reader has of one choice: how much, and a checksum. To keep the texts of a thousand streams
-    would look like a leak for as long as they last."""
+    """The length and a checksum of the sent text of one choice: the texts themselves would take memory."""
 
     chars: int = 0
     checksum: int = 0
-    again: int = 0  # characters of the present attempt that were seen, and their checksum
+    again: int = 0  # characters of the current attempt so far, and their checksum
     again_checksum: int = 0
-    tokens: int = 0  # whose log probabilities were sent
-    around: tuple[str, str] = ("", "")  # the JSON of a chunk with nothing but text, before and behind it
-    tools: ToolText | None = None  # of a request that may call functions
+    tokens: int = 0  # with sent log probabilities
+    around: tuple[str, str] = ("", "")  # JSON of a chunk with only text, before and after the text
+    tools: ToolText | None = None  # of a request with tools
 
     def begin_again(self) -> None:
         self.again = self.again_checksum = 0
 
     @property
     def behind(self) -> bool:
-        """True while what comes has been sent before."""
+        """True while the current attempt repeats sent text."""
         return self.again < self.chars
 
     def fresh(self, piece: str) -> str:
-        """The part of `piece` that was not sent before. Raises EngineError when the part that was is not the
-        same."""
+        """The part of `piece` that was not sent before. Raises EngineError if the repeated text differs."""
         if self.again < self.chars:
             known = piece[: self.chars - self.again]
             self.again += len(known)
@@ -99,8 +96,8 @@ class ChunkBuilder:
         self._tail: Body = {"usage": None} if call.include_usage else {}
 
     def take(self, prompt: int, frame: Body) -> list[str]:
-        """The chunks, as JSON, that a frame of the stream of one prompt becomes. Raises EngineError when a
-        stream that started over differs from what was sent."""
+        """The chunks, as JSON, for a frame of the stream of one prompt. Raises EngineError if a stream that
+        started over differs from the sent text."""
         kind, first = frame["type"], prompt * self._call.n
         if kind == "accepted":
             self._head = self._head or self._begin(frame)
@@ -189,7 +186,7 @@ class ChunkBuilder:
 
 
 def _unsent(logprobs: Body, end: int, sent: int) -> Body | None:
-    """The entries of the tokens from `sent` on; the last entry is of token `end - 1`."""
+    """The entries of the tokens from `sent` on; the last entry belongs to token `end - 1`."""
     keep = max(end - sent, 0)
     cut = {name: entries[-keep:] if keep else [] for name, entries in logprobs.items()}
     return cut if any(cut.values()) else None
@@ -200,7 +197,7 @@ def _changed() -> EngineError:
 
 
 def answer(call: Call, native: Sequence[Body], echoed: Sequence[str]) -> Body:
-    """One answer from the native ones of each prompt; `echoed` are the texts they begin with."""
+    """One answer from the native answers to all prompts; `echoed` holds the texts that they start with."""
     first = native[0]
     choices = [
         _choice(call, prompt * call.n + choice["index"], choice, echoed[prompt] if echoed else "")
@@ -221,7 +218,7 @@ def answer(call: Call, native: Sequence[Body], echoed: Sequence[str]) -> Body:
 
 
 def total(usages: Sequence[Body]) -> Body:
-    """The usage of several prompts."""
+    """The total usage of several prompts."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     return {
@@ -247,13 +244,12 @@ def _choice(call: Call, index: int, choice: Body, echoed: str) -> Body:
 
 
 class EventStream(Response):
-    """The chunks of one call as server-sent events, as they come: the response that a streaming request gets.
+    """The response of a streaming request: the chunks of one call as server-sent events, as they arrive.
 
-    The status waits for the first chunk: what fails before it is refused like any other request, what fails
-    later ends the stream with an event `{"error": …}` and without `[DONE]`. A client that goes away cancels
-    the request. One that reads too slowly holds up nobody: frames wait for it in the native client, which
-    ends the request when they are too many (shared/client.py: Unread); the kernel ends a connection that
-    takes nothing at all.
+    The status waits for the first chunk: an earlier error is a response of its own, a later error ends the
+    stream with an event `{"error": …}` and without `[DONE]`. A disconnect cancels the request. A slow client
+    delays no other: its frames wait in the native client, which ends the request if they are too many
+    (shared/client.py: Unread); the kernel ends a connection that reads nothing.
     """
 
     media_type = "text/event-stream"
@@ -274,11 +270,11 @@ class EventStream(Response):
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, or as much as the client stays for."""
+        """Send everything, until the client disconnects."""
         try:
             await unless_gone(receive, self._serve(scope, receive, send))
         except HeadraceError as error:
-            self._exchange.error = error  # the client has gone: there is nobody to tell
+            self._exchange.error = error  # the client has gone
             self._exchange.status = self._exchange.status or error.code
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -312,7 +308,7 @@ def _body(data: bytes, *, last: bool = False) -> Message:
 
 
 def events(chunks: Sequence[str]) -> bytes:
-    """Chunks as events."""
+    """Chunks as server-sent events."""
     if len(chunks) == 1:
         return f"data: {chunks[0]}\n\n".encode("utf-8", "replace")
     return "".join([f"data: {chunk}\n\n" for chunk in chunks]).encode("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""The OpenAPI document describes every path of the gateway and every answer it can give.
+"""`document` builds the OpenAPI document: every path of the gateway with its requests and answers.
 
-COMPONENTS are the JSON Schemas of requests and answers: those of requests come from the models that the
-tokenizer validates with (shared/api.py).
+COMPONENTS are the JSON Schemas. Those of requests come from the models that the tokenizer validates with
+(shared/api.py).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _TOKENS: Schema = {"type": "array", "items": COUNT}
 
 _WHY = {
     400: "a field is wrong; `param` names it",
-    401: "no API key, or one that is not known",
+    401: "no API key, or an unknown one",
     403: "the credentials do not allow this, or the class that `slo_class` names",
     404: "no such model",
-    408: "the body did not come in time",
+    408: "the body did not arrive in time",
     409: "a request with this id is running",
     413: "the body is too large",
-    415: "the body does not say that it is JSON",
+    415: "the content type of the body is not JSON",
     422: "the body is JSON, but not an object",
-    429: "too many requests wait; come back after `Retry-After`",
+    429: "too many requests wait; try again after `Retry-After`",
     499: "cancelled",
     500: "a service failed on this request",
-    503: "nobody is there to serve it; come back after `Retry-After`",
+    503: "no service is ready for it; try again after `Retry-After`",
     504: "the time limit of the request has passed",
 }
 _ASKING = (400, 401, 404, 408, 413, 415, 422, 500, 503, 504)
@@ -47,7 +47,7 @@ def document(version: str) -> Json:
         "info": {
             "title": "Headrace",
             "version": version,
-            "description": "The OpenAI API over the actors of one NATS server. Nothing but a translation.",
+            "description": "The OpenAI API over the actors of one NATS server.",
         },
         "paths": _paths(),
         "components": {
@@ -64,7 +64,7 @@ def _paths() -> Json:
         "/v1/completions": {"post": _post("Completion", "continue a prompt", generating, stream=True)},
         "/v1/models": {"get": _get("Models", "the models served", (401, 500, 503, 504))},
         "/v1/models/{model}": {
-            "get": _get("Model", "one of them", (401, 404, 500, 503, 504)),
+            "get": _get("Model", "one served model", (401, 404, 500, 503, 504)),
             "parameters": [
                 {"name": "model", "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}}
             ],
@@ -72,17 +72,19 @@ def _paths() -> Json:
         "/tokenize": {"post": _post("Tokenize", "the token ids of a prompt", _ASKING)},
         "/detokenize": {"post": _post("Detokenize", "the text of token ids", _ASKING)},
         "/health": {"get": _state("would a request succeed now?")},
-        "/ready": {"get": _state("does this gateway take requests?")},
-        "/version": {"get": {"summary": "the version", "responses": {"200": _json("Version", "it")}}},
+        "/ready": {"get": _state("does this gateway accept requests?")},
+        "/version": {
+            "get": {"summary": "the version", "responses": {"200": _json("Version", "the version")}}
+        },
         "/metrics": {
             "get": {
-                "summary": "for Prometheus; where there are keys, with the operator's",
+                "summary": "metrics for Prometheus; if there are keys, only with the operator's key",
                 "security": [{}, {"key": []}],
-                "responses": {"200": _content("text/plain", "figures"), **_errors((401, 403))},
+                "responses": {"200": _content("text/plain", "metrics"), **_errors((401, 403))},
             }
         },
         "/openapi.json": {
-            "get": {"summary": "this document", "responses": {"200": _content("application/json", "it")}}
+            "get": {"summary": "this document", "responses": {"200": _content("application/json", "OpenAPI")}}
         },
     }
 
@@ -130,7 +132,7 @@ def _one_of(*values: object) -> Schema:
 
 
 def _object(*optional: str, **fields: Schema) -> Schema:
-    """Of these fields and no others; those that are not `optional` are always there."""
+    """An object with these fields and no others; fields that are not `optional` are required."""
     required = [name for name in fields if name not in optional]
     return {"type": "object", "required": required, "properties": fields, "additionalProperties": False}
 
@@ -141,8 +143,8 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _requests() -> dict[str, Schema]:
-    """The models of shared/api.py, and what HTTP adds: null for any field but the prompt; several prompts of
-    a completion, and its `echo`."""
+    """The models of shared/api.py with the additions of HTTP: null for any field but the prompt; several
+    prompts and `echo` of a completion."""
     kinds: list[tuple[type[GenerateRequest], JsonSchemaMode]]
     kinds = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
     schemas: dict[str, Schema]
@@ -151,7 +153,7 @@ def _requests() -> dict[str, Schema]:
     prompts = completion["prompt"]["anyOf"]
     several = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_PROMPTS} for each in prompts]
     completion["prompt"]["anyOf"] = prompts + several
-    completion["echo"] = {"type": "boolean", "description": "begin with the prompt; not with `logprobs`"}
+    completion["echo"] = {"type": "boolean", "description": "start with the prompt; not with `logprobs`"}
     for fields, prompt in ((chat, "messages"), (completion, "prompt")):
         fields |= {name: _or_null(schema) for name, schema in fields.items() if name != prompt}
     asked = ("model", "messages", "add_generation_prompt")

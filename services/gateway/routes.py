@@ -1,6 +1,7 @@
-"""Endpoints holds what the endpoints work with, and serves the endpoints that ask a model.
+"""`Endpoints` serves the endpoints of models and holds their shared state; `Keys` maps API keys to tenants.
 
-Keys says in whose name a request comes.
+app.py has the paths. Every endpoint first finds the tenant of the request's key, then uses that tenant's
+connection.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def exchange_of(request: Request) -> Exchange:
-    """The Exchange that the edge began."""
+    """The Exchange of a request, made by the edge."""
     exchange: Exchange = request.scope[EXCHANGE]
     return exchange
 
 
 @dataclass(slots=True)
 class Endpoints:
-    """Everything that outlives a request."""
+    """The endpoints of models, and the state that outlives a request."""
 
     connections: TenantConnections
     keys: Keys
     health: Health
     timeout_s: float
-    component: str = "gateway"  # as spans name it
-    instance: str = ""  # which of the gateways on this port; empty: the only one
+    component: str = "gateway"  # name in spans
+    instance: str = ""  # id among the gateways on this port; empty: the only one
     tracer: Tracer | None = None
     counters: ExchangeCounters = field(default_factory=ExchangeCounters)
     clock: Clock = field(default_factory=SystemClock)
@@ -86,13 +87,13 @@ class Endpoints:
         raise _unknown(name, [entry["id"] for entry in listed["data"]])
 
     async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`: vLLM's shape of the native answer."""
+        """`POST /tokenize`: the native answer in vLLM's shape."""
         fields, client = await self._asked(request)
         found = await self._request_native(client, subjects.tokenize(client.tenant, fields["model"]), fields)
         return answer({"model": found["model"], "count": found["count"], "tokens": found["tokens"]})
 
     async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`: likewise."""
+        """`POST /detokenize`: the native answer in vLLM's shape."""
         fields, client = await self._asked(request)
         found = await self._request_native(
             client, subjects.detokenize(client.tenant, fields["model"]), fields
@@ -114,7 +115,7 @@ class Endpoints:
             raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
         fields, client = await self._asked(request)
         call = read_call(fields, chat=chat, request_id=exchange.request_id)
-        if given_id(call.request_id):  # any other is refused by the tokenizer, and no header could hold it
+        if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
             exchange.request_id = call.request_id
         native = NativeCall(client, self.timeout_s, exchange.trace)
         echoed = await self._echoed(call, client) if call.echo else ()
@@ -128,16 +129,16 @@ class Endpoints:
         return answer(openai_response.answer(call, natives, echoed))
 
     def _admit(self, request: Request) -> str:
-        """The tenant whose key this is. Raises NotAuthorized."""
+        """Find the tenant of the request's key. Raises NotAuthorized."""
         tenant = exchange_of(request).tenant = self.keys.tenant_of(request.headers.get("authorization", ""))
         return tenant
 
     async def _client(self, request: Request) -> Client:
-        """The native client in the name of that tenant. Raises NotAuthorized, Unavailable."""
+        """The native client of the request's tenant. Raises NotAuthorized, Unavailable."""
         return await self.connections.of(self._admit(request))
 
     async def _asked(self, request: Request) -> tuple[dict[str, Any], Client]:
-        """The fields of a request, its model among them."""
+        """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""
         client = await self._client(request)
         fields = fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES))
         served: list[str] = []
@@ -152,7 +153,7 @@ class Endpoints:
         return {**fields, "model": model}, client
 
     async def _request_native(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """A small question about a model, to which nobody listens where nobody serves it."""
+        """A request to the tokenizers or detokenizers of a model. Raises UnknownModel if it is not served."""
         try:
             return await client.request(subject, fields)
         except NoResponders:
@@ -162,7 +163,7 @@ class Endpoints:
             raise
 
     async def _echoed(self, call: Call, client: Client) -> tuple[str, ...]:
-        """The texts of the prompts; ids are asked for."""
+        """The texts of the prompts; token ids are detokenized."""
 
         async def text(body: Mapping[str, Any]) -> str:
             if isinstance(body["prompt"], str):
@@ -187,7 +188,7 @@ def _unknown(model: str, served: list[str]) -> UnknownModel:
 
 
 def read_keys(text: str) -> dict[str, str]:
-    """Tenants by the hash of their keys. Raises ValueError that names the line."""
+    """Tenants by the hash of their keys. Raises ValueError with the line number."""
     tenants: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         fields = line.partition("#")[0].split()
@@ -205,24 +206,24 @@ def read_keys(text: str) -> dict[str, str]:
 
 
 class Keys:
-    """Who may use the API: a file of lines `tenant key`, read again when it changes. An empty path lets
-    everybody in, as the default tenant.
+    """The API keys: a file of lines `tenant key`, read again when it changes. With an empty path all requests
+    are allowed, as the default tenant.
 
-        acme   hr-3f9c…                    the key as the client sends it, as `Authorization: Bearer hr-3f9c…`
-        acme   sha256:9b74c9897bac…        or only its SHA-256 in hex, so that the file holds no secret
-        headrace-operator   hr-77aa…       reads what tells of all requests; asks as the default tenant
+        acme   hr-3f9c…                    the key that a client sends as `Authorization: Bearer hr-3f9c…`
+        acme   sha256:9b74c9897bac…        or its SHA-256 in hex, so that the file holds no secret
+        headrace-operator   hr-77aa…       may read /metrics; its other requests are the default tenant's
         # a comment
 
-    Keys are looked up by their hash: how long that takes says nothing about the keys.
+    Keys are looked up by their hash, so that the time of a lookup reveals nothing about them.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises SetupError when the file cannot be used."""
+        """Raises SetupError if the file is invalid."""
         self.demanded = bool(path)
         self._file = WatchedFile("http_keys", path, read_keys, log) if path else None
 
     def tenant_of(self, authorization: str) -> str:
-        """Whose the key in an `Authorization` header is. Raises NotAuthorized."""
+        """The tenant of the key in an `Authorization` header. Raises NotAuthorized."""
         if self._file is None:
             return DEFAULT_TENANT
         name = self._name_of(authorization)
@@ -231,7 +232,9 @@ class Keys:
     def only_operator(self, authorization: str) -> None:
         """Raises NotAuthorized, and Forbidden for a tenant's key."""
         if self._file is not None and self._name_of(authorization) != OPERATOR:
-            raise Forbidden(f"this tells of everybody's requests: send the key of {OPERATOR} in http_keys")
+            raise Forbidden(
+                f"this page counts all tenants' requests: send the key of {OPERATOR} in http_keys"
+            )
 
     def _name_of(self, authorization: str) -> str:
         scheme, _, key = authorization.partition(" ")
@@ -239,11 +242,11 @@ class Keys:
             raise NotAuthorized("no API key: send `Authorization: Bearer KEY`")
         name = self._file.value.get(_hash(key.strip())) if self._file is not None else None
         if name is None:
-            raise NotAuthorized("this API key is not known here")
+            raise NotAuthorized("unknown API key")
         return name
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; one that cannot be used changes nothing."""
+        """Read the file again if it has changed; an invalid file is logged and ignored."""
         if self._file is not None:
             self._file.refresh()
 

@@ -1,1 +1,1 @@
-"""Tokenizer: the public edge. Validates requests and turns text into token ids."""
+"""The tokenizer validates public requests and turns their text into token ids."""

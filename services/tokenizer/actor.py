@@ -1,10 +1,10 @@
-"""The tokenizer actor gives public subjects to the core, and the core's commands to schedulers and clients.
+"""`TokenizerActor` feeds public requests to the core and runs its commands: to schedulers and clients.
 
-Tokenizers of one model are a queue group: more processes, more throughput. Each one hears the requests of the
-others, too, and takes them over where these die or hang (standby.py). A second group hears the requests for
-every model and answers those that nobody serves.
+The tokenizers of one model are a queue group: more processes, more throughput. Each one also receives copies
+of the requests of the others, and takes them over if these die or hang (standby.py). A second queue group
+receives the requests for every model and refuses those for unknown models (queries.py).
 
-    broker ──▶ Arrivals, unseen ──▶ owned, told to the others ──▶ Mailbox ──▶ core
+    broker ──▶ Arrivals ──▶ owned, claimed to the others ──▶ TenantQueue ──▶ core
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ log = logging.getLogger("headrace.tokenizer")
 TICK_S = 0.1
 RETRY_AFTER_MS = 1_000
 MAX_WAITING = 8_192  # requests: as many as the bus keeps unread
-CROWDED_S = 0.001  # how soon one looks again whether a scheduler has answered
-TENANT = 3  # its place in the subject of a request
-# Each request comes up to three times: to its owner, as a copy, and as one of any model. The last two have a
-# second connection, which yields sooner, so a request after 5,000 others waits for a quarter of the messages.
+CROWDED_S = 0.001  # until the next check whether a scheduler has answered
+TENANT = 3  # index of the tenant in a request's subject
+# Each request arrives up to three times: at its owner, as a copy, and for the group of any model. The last
+# two use a second connection, which yields sooner: a request after 5,000 others waits for a quarter of all.
 SECOND_S, SECOND_TURN_MESSAGES = 10.0, 8
 
 
@@ -72,7 +72,7 @@ class TokenizerActor(Actor):
         classes: TenantClasses | None = None,
         give_up_us: int = MIN_DETECTION_US,
     ) -> None:
-        """`give_up_us`: longer than a dead scheduler goes unnoticed."""
+        """`give_up_us`: longer than the detection of a dead scheduler takes."""
         self._model = model
         self._name = model.name
         self._classes = classes or TenantClasses()
@@ -83,7 +83,7 @@ class TokenizerActor(Actor):
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
         self._standing: asyncio.Task[None] | None = None
-        self._second: Bus  # what can be read later
+        self._second: Bus  # for messages that may be read later
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -101,7 +101,7 @@ class TokenizerActor(Actor):
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
             await self._second.subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put_copy),
             await subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put, queue="tokenizer"),
-            *await self._queries.listen(),  # the last: who answers these is said to hear requests
+            *await self._queries.listen(),  # last: a tokenizer that answers these must receive requests
         ]
         await self._second.flush()
         self._standing = asyncio.get_running_loop().create_task(self._stand_by())
@@ -125,7 +125,7 @@ class TokenizerActor(Actor):
         self.on_peer(peer)
 
     def on_peer(self, peer: Peer) -> None:
-        ours = peer.heartbeat.model in ("", self._name)  # one that has failed does not say
+        ours = peer.heartbeat.model in ("", self._name)  # "" in a failed actor's heartbeat
         if ours and peer.heartbeat.kind in ("scheduler", "executor") and self._started:
             self._handle(schedulers(self._mailbox.peers, self._name, peer))
 
@@ -133,7 +133,7 @@ class TokenizerActor(Actor):
         self._classes.refresh()
         for task in (self._ticking, self._standing):
             if task is not None and task.done():
-                task.result()  # a tick that failed fails the actor, as a message would have
+                task.result()  # a failed tick fails the actor, as a failed handler does
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         load = (("context", self._context()), ("model_context", self._model.max_context), (STANDS_BY, 1))
@@ -173,9 +173,9 @@ class TokenizerActor(Actor):
         await self._tenant_queue.drain()
         await self._background.drain()
         await self._queries.drain()
-        if self._ticking is not None:  # it ends when nothing is pending
+        if self._ticking is not None:  # ends when nothing is pending
             await self._ticking
-        while len(self._standby) and self._others():  # noqa: ASYNC110 - what they do not finish is lost with us
+        while len(self._standby) and self._others():  # noqa: ASYNC110 - until the others are done
             await asyncio.sleep(TURN_US / 1e6)
         self._send_claims()
 
@@ -191,8 +191,8 @@ class TokenizerActor(Actor):
         return self._core.pending + self._background.waiting + len(self._tenant_queue) + len(self._arrivals)
 
     def _context(self) -> int:
-        """Tokens of the longest prompt with its answer: what the KV cache of the executors holds may be less
-        than the model can do."""
+        """Tokens of the longest prompt with its answer: the model's context, or less if the KV cache of the
+        executors is smaller."""
         model = self._model
         return min(
             self._mailbox.peers.max_load("executor", "context", model.name) or model.max_context,
@@ -228,12 +228,12 @@ class TokenizerActor(Actor):
     def _send(self, scheduler: str, message: Tokenized | Cancel, trace: str) -> None:
         try:
             self._mailbox.send(f"scheduler.{scheduler}", message, trace)
-        except PayloadTooLarge as error:  # no message can carry its options: refused, as a scheduler would
+        except PayloadTooLarge as error:  # its options do not fit: refuse it, as a scheduler would
             if isinstance(message, Tokenized):
                 self._handle(rejection(message, error.code, error.message))
 
     def _see(self, arrival: Arrival) -> None:
-        """Own a request that the broker has given us; keep a copy of anybody's."""
+        """Own a request from the queue group, or keep it as a copy."""
         delivery, received_us, copied = arrival
         if not access.answerable(self._mailbox.bus, delivery):
             if not copied:
@@ -242,7 +242,7 @@ class TokenizerActor(Actor):
                     delivery.reply,
                     delivery.subject,
                 )
-        elif subjects.names_in(delivery.subject) is not None:  # else the group of every model says why not
+        elif subjects.names_in(delivery.subject) is not None:  # else the group of every model refuses it
             clock = self._mailbox.clock
             received_wall_us = clock.wall_us() - (clock.now_us() - received_us)
             pending = PendingRequest(delivery, key_of(delivery), received_us, received_wall_us)
@@ -252,7 +252,7 @@ class TokenizerActor(Actor):
                 self._own(pending)
 
     def _own(self, pending: PendingRequest) -> None:
-        """Put a request that is ours into the mailbox."""
+        """Put a request of this tokenizer into the tenant queue."""
         delivery = pending.delivery
         pending.request_id = pending.request_id or secrets.token_urlsafe(16)
         self._standby.own(pending)
@@ -266,7 +266,7 @@ class TokenizerActor(Actor):
         return self._core.over_share(subjects.untoken(tenant), self._mailbox.clock.now_us())
 
     def _take(self, pending: PendingRequest) -> None:
-        """Its turn has come."""
+        """Prepare the next request, in the background if it is long."""
         delivery, clock = pending.delivery, self._mailbox.clock
         if self._others() and self._standby.doubted(pending, clock.now_us()):
             return
@@ -298,8 +298,8 @@ class TokenizerActor(Actor):
             self._handle(submission.prepared(submission.fresh_id, error))
 
     def _done(self, ready: Prepared) -> None:
-        """A request is prepared. One that has no id of its client's is told before it leaves: others would
-        draw another one."""
+        """Pass a prepared request to the core. The others must first receive an id drawn here: after a
+        takeover they would draw another one."""
         if self._standby.is_unannounced(ready.key, ready.request):
             self._send_claims()
         self._handle(ready)
@@ -307,8 +307,7 @@ class TokenizerActor(Actor):
     # ---- for the other tokenizers ---------------------------------------------------------------
 
     def _others(self, *, draining: bool = False) -> list[str]:
-        """The ids of the other ready tokenizers of this model that say what they have, and of those that
-        finish what they have."""
+        """The ids of the other ready (or `draining`) tokenizers of this model that send Claims."""
         peers, kind = self._mailbox.peers, self.kind
         ids = peers.ready(kind, self._name) + (peers.draining(kind, self._name) if draining else [])
         found = (peers.get(f"{kind}.{actor}") for actor in ids)
@@ -321,7 +320,7 @@ class TokenizerActor(Actor):
             await asyncio.sleep(TURN_US / 1e6)
 
     def _turn(self) -> None:
-        """Tell the others what we have, and take over what they have lost."""
+        """Send claims to the others, and take over their lost requests."""
         self._send_claims()
         now_us, others = self._mailbox.clock.now_us(), self._others()
         if self._mailbox.peers.is_cut_off(self._mailbox.source, now_us):
@@ -329,7 +328,7 @@ class TokenizerActor(Actor):
         ids = sorted([self._mailbox.actor, *others])
         late = self._standby.overdue(self._mailbox.actor, ids, now_us)
         for pending in late:
-            if pending.owners or self._queries.ours_alone(ids):  # else another fleet has it, perhaps
+            if pending.owners or self._queries.ours_alone(ids):  # else another fleet may have it
                 log.warning("took over a request of %s", pending.owner or "another tokenizer")
                 self._taken_over += 1
                 pending.owners = max(pending.owners, 1)
@@ -339,7 +338,7 @@ class TokenizerActor(Actor):
 
     def _send_claims(self) -> None:
         if (claims := self._standby.report(busy=bool(len(self._arrivals)))) is not None:
-            for actor in self._others(draining=True):  # who leaves takes over what nobody speaks of, too
+            for actor in self._others(draining=True):  # a draining one takes over unclaimed requests, too
                 self._mailbox.send(f"{self.kind}.{actor}", claims)
 
     def _on_cancel(self, delivery: Delivery) -> None:
@@ -348,12 +347,12 @@ class TokenizerActor(Actor):
 
 
 def tenant_token(delivery: Delivery) -> str:
-    """Whose a request is, escaped, however damaged the rest of its subject may be."""
+    """The tenant of a request, escaped; works for any subject, valid or not."""
     return delivery.subject.split(".", TENANT + 1)[TENANT]
 
 
 def schedulers(peers: Peers, model: str, news: Peer | None = None) -> Schedulers:
-    """Those to be asked now; `news` of a scheduler or an executor of the model, which may have died."""
+    """The event with the current schedulers; `news` is a scheduler or executor that changed or has gone."""
     died = False
     if news is not None:
         gone, state = peers.get(news.source) is None, news.heartbeat.state
@@ -364,18 +363,17 @@ def schedulers(peers: Peers, model: str, news: Peer | None = None) -> Schedulers
 
 
 class Arrival(NamedTuple):
-    """A request as the broker brought it."""
+    """A request from the broker."""
 
     delivery: Delivery
     received_us: int
-    copied: bool  # to every tokenizer, for whoever outlives its owner
+    copied: bool  # a copy for all tokenizers, in case the owner dies
 
 
 class Arrivals:
-    """What the broker has brought and nobody has seen yet: of each tenant in turn, copies last.
+    """Requests read from the socket and not yet handled: tenants take turns, copies come last.
 
-    To read a request from the socket takes 5 µs, to see whose it is and what it is 25. A tenant waits while a
-    burst of another one is read, no longer.
+    Reading a request takes 5 µs, handling it 25. A tenant waits only while another one's burst is read.
     """
 
     def __init__(self, see: Callable[[Arrival], None], now_us: Callable[[], int]) -> None:
@@ -383,13 +381,13 @@ class Arrivals:
         self._now_us = now_us
         self._unseen: Turns[Arrival] = Turns()
         self._copies: deque[Arrival] = deque()
-        self._turn_used = False  # a request has been seen in this turn of the event loop
+        self._turn_used = False  # a request was handled in this turn of the event loop
         self._idle = asyncio.Event()
         self._idle.set()
 
     def put(self, delivery: Delivery) -> None:
-        """Queue a request that this tokenizer is to own. One too many is seen at once: who sends more than
-        can be looked at is refused."""
+        """Queue a request that this tokenizer will own. Above MAX_WAITING it is handled at once, and the
+        tenant queue refuses it."""
         arrival = Arrival(delivery, self._now_us(), False)
         if self._turn_used and len(self._unseen) < MAX_WAITING:
             self._unseen.put(tenant_token(delivery), arrival)
@@ -399,14 +397,14 @@ class Arrivals:
         self._see(arrival)
 
     def put_copy(self, delivery: Delivery) -> None:
-        """Queue a copy of a request of anybody. Of too many the oldest is seen."""
+        """Queue a copy. Above MAX_COPIES the oldest one is handled at once."""
         self._copies.append(Arrival(delivery, self._now_us(), True))
         if len(self._copies) > MAX_COPIES:
             self._see(self._copies.popleft())
         self._begin()
 
     async def drain(self) -> None:
-        """Return when all have been seen."""
+        """Return when all have been handled."""
         await self._idle.wait()
 
     def __len__(self) -> int:
@@ -428,11 +426,10 @@ class Arrivals:
 
 
 class TenantQueue:
-    """The requests that one tokenizer owns and has not read.
+    """The requests that one tokenizer owns and has not prepared.
 
-    One is taken in each turn of the event loop, of each tenant in turn: between two of them heartbeats,
-    cancels and answers get through, and each request is stamped as it comes, not as it is taken up. A tenant
-    is passed over while it `over_share` the scheduler.
+    Each turn of the event loop takes one, and tenants take turns: heartbeats, cancels and answers are handled
+    in between. A tenant is skipped while `over_share` is true for it.
     """
 
     def __init__(
@@ -445,8 +442,7 @@ class TenantQueue:
         self._empty.set()
 
     def put(self, pending: PendingRequest) -> None:
-        """Queue a request. Raises Overloaded when MAX_WAITING wait, and its tenant has its share of them, or
-        twice as many."""
+        """Queue a request. Raises Overloaded when the queue is full for its tenant (see finds_no_room)."""
         tenant = tenant_token(pending.delivery)
         own, tenants = self._waiting.of(tenant), self._waiting.tenants
         if finds_no_room(own, 1, len(self._waiting), MAX_WAITING, tenants):
@@ -490,11 +486,10 @@ def _log_fault(fault: BusFault) -> None:
 
 
 def load_model(settings: Settings) -> ServedModel:
-    """Vocabulary and template of the configured model, ready for the first request.
-
-    Raises SetupError when the model is missing or of an unknown family."""
+    """The vocabulary and template of the configured model, warmed up. Raises SetupError if the model is
+    missing or of an unknown family."""
     vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
-    for special in (False, True):  # both forms now: see Vocabulary.encode
+    for special in (False, True):  # build both forms now: see Vocabulary.encode
         vocabulary.encode("warm up", special=special)
     return ServedModel(
         name=settings.model_name or served_name(settings.model),
@@ -507,6 +502,6 @@ def load_model(settings: Settings) -> ServedModel:
 
 
 def build(settings: Settings) -> TokenizerActor:
-    """The tokenizer that the configuration asks for. Raises SetupError."""
+    """The tokenizer for the configuration. Raises SetupError."""
     give_up_us = detection_us(settings.heartbeat_interval_ms * 1000)
     return TokenizerActor(load_model(settings), TenantClasses(settings.tenant_classes), give_up_us)

@@ -1,7 +1,7 @@
-"""How large the automaton of a regex or a grammar becomes, before anybody builds it. Pure.
+"""Estimates the automaton of a regex or an EBNF grammar, for structured_output.py to refuse large ones. Pure.
 
-What costs is a state in which most of the vocabulary has to be looked at: a set or a wildcard, as often as
-repetitions around it multiply it (`([a-z]{0,60} ){0,60}`: 3,600). Letters that are given cost nothing.
+The count is of expensive states, in which the compiler checks most of the vocabulary: a set or a wildcard,
+multiplied by the repetitions around it (`([a-z]{0,60} ){0,60}`: 3,600). Literals are cheap and not counted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MOST_COUNT = 10**9
 
 
 def regex_states(pattern: str) -> int:
-    """Of a regular expression, which is read and not compiled: Python's compiler goes over each character of
-    a set whose case is ignored. Raises re.error, RecursionError, OverflowError."""
+    """The states of a regular expression. It is parsed, not compiled: Python's compiler visits each character
+    of a case-insensitive set. Raises re.error, RecursionError, OverflowError."""
     return _states(_sre.parse(pattern))
 
 
@@ -47,9 +47,9 @@ def _states(parsed: Any) -> int:
 
 
 def ebnf_states(text: str) -> int:
-    """What the repetitions with bounds, `{n,m}`, add to a grammar."""
+    """The states that bounded repetitions, `{n,m}`, add to a grammar."""
     added, last, outer = 0, 0, list[int]()
-    inside = 0  # in this group, so far
+    inside = 0  # states of the current group so far
     for part in _EBNF.finditer(text):
         if part[0] == "(":
             outer.append(inside)

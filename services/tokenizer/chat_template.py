@@ -1,10 +1,9 @@
-"""Chat template: messages to the text (and ids) of a prompt, by the model's own jinja source.
+"""`ChatTemplate` turns messages into the text and ids of a prompt, with the model's own jinja template.
 
-Runs in jinja's sandbox with the helpers that Hugging Face templates expect. Control tokens written by a
-*user* inside a message stay ordinary text: while the template is rendered a mark stands for each of them.
-Afterwards the template's own ones get their secret names, by which alone the vocabulary then takes them, and
-the marks become text again: one pass of the model's tokenizer over the whole, with all that it does at the
-borders of its tokens.
+It runs in jinja's sandbox with the helpers that Hugging Face templates expect. Control tokens that a *user*
+writes inside a message stay ordinary text: marks replace them before the template is rendered. In the result
+the template's own control tokens get secret names, the only ones that the vocabulary reads as control tokens,
+and the marks become text again. So one pass of the model's tokenizer encodes the whole prompt.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from shared.vocab.vocabulary import Vocabulary
 
 Trie = dict[str, Any]  # by character; "" where a name ends
 
-_TRUSTED_WITH_MARKUP = ("assistant", "system", "developer")  # what a model wrote, and who built the chat
+_TRUSTED_WITH_MARKUP = ("assistant", "system", "developer")  # roles of the model and of the chat's developer
 _MARKED_UP = ("content", "reasoning_content")
 
 
 class ChatTemplate:
-    """The compiled template of one model. Raises SetupError when its source is not jinja."""
+    """The compiled template of one model. Raises SetupError if its source is not jinja."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -39,7 +38,7 @@ class ChatTemplate:
         self._number = {name: i for i, name in enumerate(self._controls)}
         self._control = _any_of(self._controls)
         self._not_markup = _any_of(self._number.keys() - vocabulary.markup)
-        # Plain letters and digits: what filters such as `tojson` do to a text leaves them alone.
+        # Plain letters and digits, which filters such as `tojson` do not change.
         self._mark = vocabulary.secret + "u{}x"
         self._marks = re.compile(self._mark.format(r"(\d+)"))
         environment = ImmutableSandboxedEnvironment(
@@ -57,8 +56,8 @@ class ChatTemplate:
     def encode(
         self, messages: list[dict[str, Any]], tools: Tools | None, add_generation_prompt: bool, wall_us: int
     ) -> list[int]:
-        """Prompt ids of a conversation, with the functions that may be called in it. `wall_us` is the date
-        that the template may ask for. Raises BadRequest with the template's message."""
+        """Prompt ids of a conversation with its tools. `wall_us` is the date for templates that print one.
+        Raises BadRequest with the template's message."""
         given = None
         if self._knows_tools:
             messages = [parsed(message) for message in messages]
@@ -89,15 +88,15 @@ class ChatTemplate:
                 documents=None,
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            # The last four are what templates run into on messages they do not expect.
+            # Templates raise the last four on messages that they do not expect.
             raise BadRequest(f"chat template: {self._unmarked(str(error))}", param="messages") from error
 
     def _unmarked(self, text: str) -> str:
         return self._marks.sub(lambda mark: self._controls[int(mark[1])], text)
 
     def _guarded(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message as the template may have it. Templates cut `<think>` and the like out of what the model
-        wrote before, so these stay as they are there."""
+        """A message with marks for its control tokens. Markup such as `<think>` stays in trusted messages:
+        templates cut it out of earlier answers."""
         trusted = message.get("role") in _TRUSTED_WITH_MARKUP
         return {
             self._guard(name, self._control): self._guard(
@@ -118,7 +117,7 @@ class ChatTemplate:
 
 
 class Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what a model wrote, for those who train on it."""
+    """`{% generation %}…{% endgeneration %}`, which marks the text of the model for training."""
 
     tags = {"generation"}  # noqa: RUF012  (as the base class has it)
 
@@ -128,7 +127,7 @@ class Generation(Extension):
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of `names`, the longest first."""
+    """A pattern that finds each of `names`, the longest first."""
     root: Trie = {}
     for name in names:
         node = root
@@ -139,7 +138,7 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def _alternatives(node: Trie) -> str:
-    """As a tree of characters: of a plain list each name is tried, half a second for a hostile megabyte."""
+    """The pattern as a tree of characters: with a list of names a hostile megabyte takes half a second."""
     ways = [re.escape(char) + _alternatives(rest) for char, rest in node.items() if char]
     if not ways:
         return ""
@@ -151,7 +150,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Hugging Face's: not escaped for HTML, unlike jinja's own."""
+    """The `tojson` of Hugging Face: not escaped for HTML, unlike jinja's own."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 

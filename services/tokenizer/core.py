@@ -1,9 +1,9 @@
-"""The tokenizer's decisions: requests in, Tokenized out, and nobody's inbox lost. Pure.
+"""`TokenizerCore` sends each request to a scheduler and keeps it until the scheduler answers. Pure.
 
-A request is kept from its arrival until a scheduler has accepted or rejected it. A scheduler that
-stays silent is asked once more (it knows the request by its id), one that dies or cannot serve is replaced
-by another, and in the end the client gets a 503: never silence. For a while after a death requests wait
-for whoever comes instead, and for its executors.
+The actor calls `handle` with events and runs the returned commands. A silent scheduler gets the request once
+more (it detects the duplicate by the id). A request of a dead or unable scheduler goes to another one as a
+new attempt. After a death requests wait up to WAIT_US for a replacement and its executors. Invariant: each
+client gets an answer, at the latest a 503.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from shared.errors import (
 from shared.kv_blocks import rendezvous
 from shared.messages import Accepted, Cancel, Rejected, Tokenized
 
-RESEND_US = 1_000_000  # far above an answer under load, well below a client's patience
-WAIT_US = 30_000_000  # after a death: one that hangs is replaced after 15 s, and its successor has to start
-GRACE_US = 2_000_000  # a scheduler may miss its executor a heartbeat before we do
-ASK_AGAIN_US = 250_000  # schedulers that cannot serve yet
+RESEND_US = 1_000_000  # far above the answer time under load, well below a client's patience
+WAIT_US = 30_000_000  # after a death: a hung scheduler is replaced after 15 s, and the new one has to start
+GRACE_US = 2_000_000  # a scheduler may notice the loss of its executor a heartbeat before this tokenizer
+ASK_AGAIN_US = 250_000  # between attempts while no scheduler can serve
 RETRY_AFTER_MS = 1_000
-HEARS_US = 1_000_000  # who was cut off or stopped has read by then what had come for it: one heartbeat
-MOST_ASKED = 2  # of a tenant, unanswered by schedulers: more would stand before those of others
+HEARS_US = 1_000_000  # after a cut or a stop: by then the waiting answers are read; one heartbeat
+MOST_ASKED = 2  # unanswered requests of a tenant at schedulers: more would delay other tenants
 
 
 def _refused_field(code: int, asked: Tokenized) -> str | None:
-    """What a scheduler's refusal is about."""
+    """The request field that a scheduler's refusal is about."""
     if code == BadRequest.code and asked.open_end:
         return "messages" if asked.format == "chat" else "prompt"
     return {BadRequest.code: "max_tokens", DuplicateRequest.code: "request_id"}.get(code)
@@ -54,9 +54,9 @@ def _refused_field(code: int, asked: Tokenized) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Schedulers:
-    """Event: the schedulers of this model to ask are now these (actor ids). `died`: one that is missing, or
-    an executor, has not left of its own accord. `idle`: they have no executor, others do: they keep what they
-    have been asked."""
+    """Event: the schedulers of this model are now `ids` (actor ids). `died`: a scheduler or an executor is
+    gone without a shutdown. `idle`: schedulers without an executor while others have one; they get no new
+    requests and keep their old ones."""
 
     ids: tuple[str, ...]
     died: bool = False
@@ -65,7 +65,7 @@ class Schedulers:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: time has passed. Sent while requests are pending. `cut_off`: nothing could have been heard."""
+    """Event: time has passed. Sent while requests are pending. `cut_off`: no message could arrive."""
 
     cut_off: bool = False
 
@@ -81,7 +81,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Command: the last message to a client."""
+    """Command: the error that ends a request, for its client."""
 
     inbox: str
     request: str
@@ -93,7 +93,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class RequestDone:
-    """Command: a scheduler has this request, by the `key` of its Submission."""
+    """Command: a scheduler has accepted the request with this `key` of its Submission."""
 
     key: int
 
@@ -105,32 +105,32 @@ Key = tuple[str, str]  # tenant, request
 
 @dataclass(slots=True)
 class _Pending:
-    """A request no scheduler has answered for yet."""
+    """A request without an answer of a scheduler."""
 
     tokenized: Tokenized
     trace: str
-    received_us: int  # in our mailbox
-    pending_us: int  # since then, or since we hear again
+    received_us: int  # read from the bus
+    pending_us: int  # pending since; reset while the tokenizer is cut off
     key: int = 0  # as in Submission
-    scheduler: str = ""  # asked last
-    refused_by: tuple[str, ...] = ()  # since the last wait: they could not serve
+    scheduler: str = ""  # the last one that got the request
+    refused_by: tuple[str, ...] = ()  # schedulers that could not serve, since the last wait
     refusal: str = ""
-    waits: bool = True  # for a scheduler: nobody has been asked, or that one cannot serve
-    resend_us: int = 0  # when to ask again; 0 = asked twice
-    counts: bool = False  # among those that its tenant has asked a scheduler for
+    waits: bool = True  # no scheduler has the request, or its scheduler cannot serve
+    resend_us: int = 0  # when to send again; 0 = sent twice
+    counts: bool = False  # counted in `_asked`
 
 
 class TokenizerCore:
     """The pending requests of one tokenizer process."""
 
     def __init__(self, model: ServedModel, give_up_us: int = MIN_DETECTION_US) -> None:
-        """`give_up_us`: longer than a dead scheduler goes unnoticed."""
+        """`give_up_us`: longer than the detection of a dead scheduler takes."""
         self._model = model
         self._give_up_us = give_up_us
         self._pending: dict[Key, _Pending] = {}
         self._asked: Counter[str] = Counter()  # by tenant, unanswered for less than RESEND_US
-        self._counted: deque[_Pending] = deque()  # the oldest first; some count no more
-        self._hears_us = 0  # what was answered before is known from then on
+        self._counted: deque[_Pending] = deque()  # the oldest first; some are not counted any more
+        self._hears_us = 0  # from then on all answers sent during a cut are read
         self._schedulers: tuple[str, ...] = ()
         self._patient_until_us = 0
         self.cancels = Cancels()
@@ -140,11 +140,11 @@ class TokenizerCore:
 
     @property
     def pending(self) -> int:
-        """Requests that wait for a scheduler's answer; 0 when idle."""
+        """Requests without a scheduler's answer; 0 when idle."""
         return len(self._pending)
 
     def over_share(self, tenant: str, now_us: int) -> bool:
-        """True while a scheduler that answers has as many requests of a tenant before it as it should."""
+        """True while a tenant has its MOST_ASKED requests at schedulers that still answer."""
         while self._counted and not (
             self._counted[0].counts and now_us - self._counted[0].pending_us < RESEND_US
         ):
@@ -181,7 +181,7 @@ class TokenizerCore:
         if now_us - received_us >= tokenized.timeout_us:
             return [self._refuse(submitted, DeadlineExceeded(LATE))]
         if (known := self._pending.get(key)) is not None:
-            if known.tokenized.inbox == tokenized.inbox:  # sent again, or taken over by two
+            if known.tokenized.inbox == tokenized.inbox:  # a repetition, or two tokenizers took it over
                 return [RequestDone(submitted.key)] if submitted.key else []
             running = f"request {tokenized.request!r} is running; wait for it or use another request_id"
             return [self._refuse(submitted, DuplicateRequest(running, param="request_id"))]
@@ -203,10 +203,9 @@ class TokenizerCore:
         pending = self._pending.get(key)
         if pending is None or pending.tokenized.attempt != answer.attempt:
             return None
-        return self._taken(key)
+        return self._remove(key)
 
-    def _taken(self, key: Key) -> _Pending:
-        """A request that is pending no more."""
+    def _remove(self, key: Key) -> _Pending:
         pending = self._pending.pop(key)
         self._uncount(pending)
         return pending
@@ -240,14 +239,14 @@ class TokenizerCore:
         return [self._fail(pending, error)]
 
     def _cancel(self, cancel: Cancel, now_us: int) -> list[Command]:
-        """The schedulers hear the same, before the request perhaps; the one that was asked is told again."""
+        """Schedulers receive the same Cancel, maybe before the request: its scheduler gets it once more."""
         key = (cancel.tenant, cancel.request)
         self.cancels.add(*key, now_us)
         return self._give_up(key, Cancelled(CANCELLED)) if key in self._pending else []
 
     def _tick(self, now_us: int, cut_off: bool) -> list[Command]:
-        """Ask again, give up. Who is cut off itself, or was stopped, knows nothing of the schedulers: its
-        patience begins anew when it hears again, and what is late then may have been answered."""
+        """Send again, or give up. A tokenizer that is cut off or was stopped cannot judge the schedulers: its
+        time limits restart, and for HEARS_US afterwards a late request may have an unread answer."""
         commands: list[Command] = []
         if cut_off:
             self._hears_us = now_us + HEARS_US
@@ -263,18 +262,19 @@ class TokenizerCore:
             elif pending.resend_us and now_us >= pending.resend_us:
                 if not pending.waits:
                     pending.resend_us = 0
-                    commands.append(Send(pending.scheduler, self._left(pending, now_us), pending.trace))
+                    message = self._with_time_left(pending, now_us)
+                    commands.append(Send(pending.scheduler, message, pending.trace))
                 elif self._schedulers:
                     pending.refused_by = ()
                     commands.append(self._send_to_scheduler(pending, now_us))
         return commands
 
     def _scheduled(self, event: Schedulers, now_us: int) -> list[Command]:
-        """Requests of a vanished scheduler go to another one, as a new attempt, or wait for one. A new one
-        beside others may stand for one that has died and is not missed yet."""
-        beside = bool(self._schedulers) and not set(event.ids) <= set(self._schedulers)
+        """Send the requests of a vanished scheduler to another one as a new attempt, or let them wait. A
+        scheduler that joins others may replace a dead one before its death is detected."""
+        joined = bool(self._schedulers) and not set(event.ids) <= set(self._schedulers)
         self._schedulers = event.ids
-        if event.died or beside:
+        if event.died or joined:
             self._patient_until_us = now_us + WAIT_US
         commands: list[Command] = []
         for pending in self._pending.values():
@@ -286,31 +286,27 @@ class TokenizerCore:
         return commands
 
     def _send_to_scheduler(self, pending: _Pending, now_us: int) -> Send:
-        """Send a request to the scheduler that its id hashes to, but for those that have just refused it.
-        Another time is a new attempt."""
+        """Send a request to the scheduler that its id hashes to, without those that have just refused it.
+        Each further send is a new attempt."""
         if pending.scheduler:
             attempt = pending.tokenized.attempt + 1
             pending.tokenized = dataclasses.replace(pending.tokenized, attempt=attempt)
-        pending.scheduler = self._pick(pending)
+        others = [actor for actor in self._schedulers if actor not in pending.refused_by]
+        pending.scheduler = rendezvous(pending.tokenized.request, others or self._schedulers)
         pending.refused_by = tuple(actor for actor in pending.refused_by if actor != pending.scheduler)
         pending.waits, pending.resend_us = False, now_us + RESEND_US
         self._count(pending, now_us)
-        return Send(pending.scheduler, self._left(pending, now_us), pending.trace)
+        return Send(pending.scheduler, self._with_time_left(pending, now_us), pending.trace)
 
-    def _pick(self, pending: _Pending) -> str:
-        """The ready scheduler that a request goes to."""
-        others = [actor for actor in self._schedulers if actor not in pending.refused_by]
-        return rendezvous(pending.tokenized.request, others or self._schedulers)
-
-    def _left(self, pending: _Pending, now_us: int) -> Tokenized:
-        """The request with the time it has left now."""
+    def _with_time_left(self, pending: _Pending, now_us: int) -> Tokenized:
+        """The request with its remaining time."""
         waited_us = now_us - pending.received_us
         left_us = max(1, pending.tokenized.timeout_us - waited_us)
         return dataclasses.replace(pending.tokenized, timeout_us=left_us, waited_us=waited_us)
 
     def _give_up(self, key: Key, error: HeadraceError) -> list[Command]:
-        """Answer the client, and tell the scheduler in case it got the request after all."""
-        pending = self._taken(key)
+        """Answer the client, and cancel at the scheduler in case it got the request after all."""
+        pending = self._remove(key)
         commands: list[Command] = [self._fail(pending, error)]
         if pending.scheduler and pending.scheduler not in pending.refused_by:
             cancel = Cancel(tenant=key[0], request=key[1], code=error.code, message=error.message)

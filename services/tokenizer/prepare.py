@@ -1,7 +1,8 @@
-"""From the bytes of a public request to a Tokenized: parse, validate, render, encode. Pure.
+"""`prepared` turns the bytes of a public request into a Tokenized: parse, validate, render, encode. Pure.
 
-Each 400 names its field: a wrong type or range, a field that nobody knows (a misspelt wish must not be
-dropped in silence) and a known one whose wish cannot be met yet. The fields are those of shared/api.py.
+The actor calls it on the event loop for short requests, background.py on a thread for long ones. Each 400
+names its field: a wrong type or range, an unknown field (misspelt fields are never ignored), or a value that
+is not supported. shared/api.py defines the fields.
 """
 
 from __future__ import annotations
@@ -30,53 +31,53 @@ from shared.vocab.vocabulary import Vocabulary
 log = logging.getLogger("headrace.tokenizer")
 
 DEFAULT_COMPLETION_TOKENS = 16  # as in the OpenAI API
-MAX_ERROR_CHARS = 400  # an error rides in a header as well; what it quotes of a request may be long
-MAX_CANCELS = 10_000  # then the oldest go: anybody may cancel what never was
+MAX_ERROR_CHARS = 400  # an error is also a header, and may quote long parts of a request
+MAX_CANCELS = 10_000  # then the oldest is dropped: clients may cancel requests that do not exist
 CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
 
 Request = ChatRequest | CompletionRequest
 _KNOWN = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
-_JUDGED = frozenset({"prompt", "logits_processors"})  # of msgpack, where they are read: no byte passes there
+_JUDGED = frozenset({"prompt", "logits_processors"})  # checked where they are read
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A public request as it arrived, with what the shell drew for it."""
+    """A public request as it arrived, with the id and seed drawn by the shell."""
 
     tenant: str
     inbox: str
     body: bytes  # JSON or msgpack
-    fresh_id: str  # used when the request names none
-    fresh_seed: int  # likewise; uint64
+    fresh_id: str  # for a request without a `request_id`
+    fresh_seed: int  # for a request without a `seed`; uint64
     received_wall_us: int
     trace: str = ""
-    handled_wall_us: int = 0  # taken up; before, it waited in the mailbox
+    handled_wall_us: int = 0  # see Tokenized
     parent_span: str = ""  # see Tokenized
-    received_us: int = 0  # monotonic, as the two above: these count, those are for spans. 0: not told
+    received_us: int = 0  # the same two stamps by the monotonic clock, for decisions; 0: unknown
     handled_us: int = 0
-    key: int = 0  # names it among the tokenizers: see standby.py
+    key: int = 0  # see standby.key_of
     attempt: int = 1
-    classes: tuple[str, ...] = CLASSES  # that the tenant may use
+    classes: tuple[str, ...] = CLASSES  # service classes that the tenant may use
 
     @property
     def origin(self) -> Origin:
         return Origin(self.tenant, self.received_wall_us, self.handled_wall_us, self.parent_span)
 
     def prepared(self, request: str, outcome: Tokenized | HeadraceError) -> Prepared:
-        """What has become of it; `request` is the id to answer under."""
+        """The result of its preparation; `request` is the id to answer under."""
         return Prepared(self.inbox, request, outcome, self.trace, self.origin, self.received_us, self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where and when a request came in, for the spans of one that is refused."""
+    """Tenant and times of a request, for its spans if it is refused."""
 
     tenant: str = ""
     received_wall_us: int = 0
     handled_wall_us: int = 0
     parent_span: str = ""
-    tokenized: bool = False  # it was on its way to a scheduler
+    tokenized: bool = False  # it was refused after its tokenization
 
 
 NOWHERE = Origin()
@@ -84,7 +85,7 @@ NOWHERE = Origin()
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request ready for a scheduler, or why it is none."""
+    """A request ready for a scheduler, or its error."""
 
     inbox: str
     request: str  # the id to answer under
@@ -96,20 +97,20 @@ class Prepared:
 
 
 class Cancels:
-    """When which request was cancelled last: some wait in a queue here, and nobody else knows of them."""
+    """The last cancellation of each request, for requests that still wait in a queue of this tokenizer."""
 
     def __init__(self) -> None:
         self._at_us: dict[tuple[str, str], int] = {}  # tenant, request; the oldest first
 
     def add(self, tenant: str, request: str, now_us: int) -> None:
-        """A request is cancelled now."""
+        """Record that a request is cancelled at `now_us`."""
         self._at_us.pop((tenant, request), None)
         self._at_us[tenant, request] = now_us
         if len(self._at_us) > MAX_CANCELS:
             del self._at_us[next(iter(self._at_us))]
 
     def cover(self, tenant: str, request: str, received_us: int) -> bool:
-        """Whether a request that came at `received_us` was cancelled since; a later one was not."""
+        """True if a request received at `received_us` was cancelled afterwards."""
         return bool(received_us) and self._at_us.get((tenant, request), 0) > received_us
 
     def __len__(self) -> int:
@@ -118,7 +119,7 @@ class Cancels:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a tokenizer needs to know about its model."""
+    """The model of a tokenizer."""
 
     name: str
     vocabulary: Vocabulary
@@ -129,7 +130,7 @@ class ServedModel:
 
 
 def read_body(body: bytes) -> dict[str, Any]:
-    """The fields of a request: JSON if it begins with `{`, else a msgpack map. Null means absent.
+    """The fields of a request: JSON if it starts with `{`, else a msgpack map. Null means absent.
 
     Raises BadRequest."""
     try:
@@ -150,7 +151,7 @@ def read_body(body: bytes) -> dict[str, Any]:
 
 
 def _map(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A map of msgpack with keys that JSON could have. Raises ValueError for any other."""
+    """A msgpack map with text or integer keys. Raises ValueError for other keys."""
     fields = {}
     for key, value in pairs:
         if type(key) not in (str, int):
@@ -160,8 +161,8 @@ def _map(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def read_request(fields: dict[str, Any]) -> Request:
-    """The validated request: a chat if it has `messages`, else a completion. Raises BadRequest that names the
-    field."""
+    """The validated request: a chat if it has `messages`, else a completion. Raises BadRequest with the name
+    of the field."""
     if not fields.keys() <= _KNOWN:
         raise _unknown(next(name for name in fields if name not in _KNOWN))
     if ("messages" in fields) == ("prompt" in fields):
@@ -184,14 +185,15 @@ def _unknown(name: str) -> BadRequest:
 
 
 def request_id_of(fields: dict[str, Any], fresh_id: str) -> str:
-    """The id to answer under, also when the rest of the request is wrong. One that could not be an id
-    is not repeated: it may be of any size."""
+    """The id to answer under, also if the rest of the request is wrong. An invalid id is not repeated: it may
+    be of any size."""
     asked = fields.get("request_id")
     return asked if isinstance(asked, str) and re.fullmatch(REQUEST_ID, asked) else fresh_id
 
 
 def prepared(submission: Submission, model: ServedModel, cancels: Cancels | None = None) -> Prepared:
-    """All that needs no state but `cancels`, so that a long one may be worked out beside the event loop."""
+    """Prepare a request, or turn its error into the outcome. Never raises. Safe on a second thread: the only
+    shared state is `cancels`."""
     request = submission.fresh_id
     try:
         fields = read_body(submission.body)
@@ -200,20 +202,20 @@ def prepared(submission: Submission, model: ServedModel, cancels: Cancels | None
             raise Cancelled(CANCELLED)
         outcome: Tokenized | HeadraceError = prepare(submission, fields, model)
     except HeadraceError as error:
-        # Its traceback would hold this frame, and with it the whole body, until the collector runs.
+        # The traceback would hold this frame, and with it the whole body, until the next collection.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         outcome = error
     except RecursionError:
         outcome = BadRequest("the request is nested too deeply; send flat messages", param="messages")
-    except Exception as error:  # a bug met by one request is that client's 500, never silence
+    except Exception as error:  # a bug is a 500 for this client, never silence
         log.exception("request %s failed", request)
         outcome = EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
     return submission.prepared(request, outcome)
 
 
 def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) -> Tokenized:
-    """The request for the scheduler, from the `fields` of its body. Raises BadRequest, and
-    DeadlineExceeded for one that has waited too long to be worth the work."""
+    """The request for the scheduler, from the `fields` of its body. Raises BadRequest, Forbidden, and
+    DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields)
     tools = read_tools(request)
     grammar = grammar_of(request, tools)
@@ -259,8 +261,8 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
 
 
 def _slo_class(request: Request, submission: Submission) -> str:
-    """The class of a request; one that names none has the default, or the highest that its tenant may use
-    where that is another. Raises Forbidden."""
+    """The class of a request. Without one it gets the default, or the highest class of its tenant if the
+    default is not allowed. Raises Forbidden."""
     allowed = submission.classes
     if request.slo_class in allowed:
         return request.slo_class
@@ -274,8 +276,8 @@ def _slo_class(request: Request, submission: Submission) -> str:
 
 
 def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wall_us: int) -> list[int]:
-    """The prompt's token ids. A text prompt gets the model's begin token; ids are taken as they are.
-    Raises BadRequest."""
+    """The prompt's token ids. A text prompt gets the model's BOS token; ids are used unchanged. Raises
+    BadRequest."""
     vocabulary = model.vocabulary
     if isinstance(request, ChatRequest):
         _check_chars("messages", sum(len(message.content) for message in request.messages), model)
@@ -294,7 +296,7 @@ def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wal
 
 
 def _logprobs(request: Request) -> int:
-    """0 for none, else 1 + the number of alternatives: `logprobs` itself, or `top_logprobs`."""
+    """0 for none, else 1 + the number of alternatives, as in Tokenized."""
     if request.logprobs is False:
         return 0
     return 1 + (request.top_logprobs if request.logprobs is True else request.logprobs)
@@ -311,7 +313,7 @@ def _max_tokens(request: Request, prompt_tokens: int, max_context: int) -> int:
 
 
 def _check_chars(param: str, chars: int, model: ServedModel) -> None:
-    """Refuse a text that no tokenization makes short enough, without the seconds it would take."""
+    """Refuse a text that no tokenization makes short enough: its tokenization may take seconds."""
     if chars > model.max_context * model.vocabulary.longest_token_bytes:
         raise _too_long(param, f"{chars} characters", model.max_context)
 

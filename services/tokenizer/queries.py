@@ -1,7 +1,8 @@
-"""`Queries` answers the small questions: which models are there, how a prompt becomes tokens, who serves it.
+"""`Queries` answers requests that need no scheduler: the list of models, tokenize, and unknown models.
 
-`refuse` sends the last message of a request that gets no further than the tokenizer, and the spans of its
-short life.
+The actor subscribes it in `start`. `refuse` sends the error of a request that ends at the tokenizer, and its
+spans. The public subjects are common to all fleets on a nats-server: before a 404 it asks the server whether
+any process serves the model.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
 from shared.telemetry.traces import COMPONENT, RequestRecord, SpanRecord, received, root_attributes, root_name
 
-STANDS_BY = "stands_by"  # in the load of a heartbeat: this tokenizer tells the others what it has
-MAX_QUESTION_BYTES = 65_536  # answered on the event loop: at most 0.2 s of it
-MAX_LOOKING = 256
+STANDS_BY = "stands_by"  # in the load of a heartbeat: this tokenizer sends Claims
+MAX_QUESTION_BYTES = 65_536  # answered on the event loop within 0.2 s
+MAX_LOOKING = 256  # unknown models at a time
 MAX_KNOWN = 1_024  # models of all fleets on a server
-MAX_UNSURE = 8_192  # requests of one model
+MAX_UNSURE = 8_192  # requests for one unknown model
 LISTEN_US = 1_000_000
 LOOK_EVERY_S = 0.01
-FORGET_US = 60_000_000  # a model whose last tokenizer has died is one that nobody serves after so long
+FORGET_US = 60_000_000  # from the last heartbeat for a model: until then its requests are 503, later 404
 RETRY_AFTER_MS = 1_000
 
 
 class Queries:
-    """Answers what needs no scheduler."""
+    """Answers requests that need no scheduler."""
 
     def __init__(self, mailbox: Mailbox, model: ServedModel, context: Callable[[], int], second: Bus) -> None:
-        """`context` of this fleet, tokens; `second` brings the requests for any model."""
+        """`context` of this fleet, tokens; `second`: connection for the requests for any model."""
         self._mailbox = mailbox
         self._second = second
         self._model = model
         self._context = context
         self._fleets: dict[str, Peers] = {}  # tokenizers of every fleet on this server
-        self._known: dict[str, int] = {}  # models of others, and when one of their tokenizers was heard last
+        self._known: dict[str, int] = {}  # last heartbeat of a tokenizer, by model
         self._unsure: dict[str, list[tuple[Delivery, str]]] = {}  # requests by model, with their tenants
         self._looking: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> list[Subscription]:
-        """Subscribe. Each question is answered by one tokenizer."""
+        """Subscribe, as queue groups: one tokenizer answers each request."""
         subscribe, name = self._mailbox.bus.subscribe, self._model.name
         heartbeats = await subscribe(subjects.TOKENIZER_HEARTBEATS_ALL_FLEETS, self._on_beat)
         self._mailbox.bus.publish(subjects.HEARTBEAT_REQUEST_ALL_FLEETS, b"")
@@ -63,7 +64,7 @@ class Queries:
         ]
 
     async def drain(self) -> None:
-        """Return when nobody is looked for any more."""
+        """Return when no request waits in `_look`."""
         if self._looking:
             await asyncio.wait(self._looking)
 
@@ -110,9 +111,9 @@ class Queries:
             task.add_done_callback(self._looking.discard)
 
     async def _look(self, model: str) -> None:
-        """Refuse the requests for a model if no process listens for it. The server knows that; the heartbeats
-        of a tokenizer that has just started or died do not. One question covers all requests that came
-        before it, never a later one: the tokenizer may die in between."""
+        """Refuse the requests for a model if no process subscribes to it. Only the server has this state: the
+        heartbeats lag when a tokenizer has just started or died. One check covers the requests received
+        before it, not later ones: the tokenizer may die in between."""
         try:
             while asked := self._unsure[model]:
                 self._unsure[model] = []
@@ -125,7 +126,7 @@ class Queries:
             del self._unsure[model]
 
     async def _listened(self, question: str) -> bool:
-        """True when a process has subscribed to a question's subject, be it busy with other things."""
+        """True if a process, busy or not, subscribes to the subject `question`."""
         try:
             await self._mailbox.bus.request(question, b"", timeout_us=LISTEN_US)
         except NoResponders:
@@ -143,8 +144,8 @@ class Queries:
                 retry_after_ms=RETRY_AFTER_MS,
             )
         else:
-            there = ", ".join(sorted(served))
-            error = UnknownModel(f"no service serves model {model!r}; ask for one of: {there}", param="model")
+            names = ", ".join(sorted(served))
+            error = UnknownModel(f"no service serves model {model!r}; ask for one of: {names}", param="model")
         tracer, trace = self._mailbox.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (trace, "") if tracer is None else tracer.begin(trace)
         now_us = clock.wall_us()
@@ -160,7 +161,7 @@ class Queries:
         try:
             envelope = codec.decode(delivery.data)
         except WireError:
-            return  # of a fleet with another version: not ours to judge
+            return  # from a fleet with another version
         if isinstance(envelope.message, Heartbeat):
             peers = self._fleets.setdefault(delivery.subject.split(".")[1], Peers())
             heartbeat, now_us = envelope.message, self._mailbox.clock.now_us()
@@ -169,7 +170,7 @@ class Queries:
                 self._known[heartbeat.model] = now_us
 
     def ours_alone(self, ids: Sequence[str]) -> bool:
-        """True when all tokenizers of this model, in any fleet on this server, are `ids` of ours."""
+        """True if all tokenizers of this model, in any fleet on this server, are `ids` of this fleet."""
         ready: list[tuple[str, str]] = []
         for fleet, peers in self._fleets.items():
             peers.expire(self._mailbox.clock.now_us())
@@ -178,8 +179,7 @@ class Queries:
         return all(fleet == ours and actor in ids for fleet, actor in ready)
 
     def served(self) -> dict[str, int]:
-        """The context, tokens, of each model with a tokenizer that is ready in any fleet on this server, this
-        one's included: the public subjects are common to all, and a 404 must be true for all."""
+        """The context (tokens) of each model with a ready tokenizer in any fleet on this server."""
         contexts = {self._model.name: self._context()}
         for peers in self._fleets.values():
             peers.expire(self._mailbox.clock.now_us())
@@ -189,7 +189,7 @@ class Queries:
 
 
 def models_body(contexts: Mapping[str, int]) -> dict[str, Any]:
-    """OpenAI's list of models, with vLLM's name for the context: what a prompt and its answer may have."""
+    """OpenAI's list of models, with vLLM's `max_model_len`: tokens of a prompt and its answer."""
     about = {"object": "model", "created": 0, "owned_by": "headrace"}
     return {
         "object": "list",
@@ -198,17 +198,17 @@ def models_body(contexts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def tokenize_body(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any]:
-    """Token ids of the `prompt` or `messages` in `data`, exactly as a request would get them.
-    Raises BadRequest."""
+    """Token ids of the `prompt` or `messages` in `data`, the same as for a generate request. Raises
+    BadRequest."""
     request = read_request(read_body(data))
     tools = read_tools(request)
-    grammar_of(request, tools)  # a wrong one is refused here, too
+    grammar_of(request, tools)  # raises for a wrong one
     ids = encode_prompt(request, tools, model, wall_us)
     return {"model": model.name, "count": len(ids), "tokens": ids}
 
 
 def refuse(mailbox: Mailbox, model: str, fail: Fail) -> None:
-    """Tell the client, and trace the request if its client or the sampler wants it."""
+    """Send the error to the client, and export the request's spans if it is sampled."""
     headers = end_headers(fail.error, fail.trace)
     mailbox.bus.publish(fail.inbox, error_reply(fail.error, fail.request, fail.trace), headers=headers)
     if mailbox.tracer is not None and fail.origin.parent_span and traces.is_sampled(fail.trace):
@@ -217,14 +217,14 @@ def refuse(mailbox: Mailbox, model: str, fail: Fail) -> None:
 
 
 def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[SpanRecord]:
-    """The request from its arrival until now: it waited here, then was found wanting, or a scheduler
-    refused it or stayed silent."""
+    """The spans of a refused request: its wait in the mailbox, then its tokenization or its wait for a
+    scheduler."""
     origin = fail.origin
-    facts = RequestRecord(
+    record = RequestRecord(
         request=fail.request,
         tenant=origin.tenant,
         model=model,
-        format="chat",  # what a request that cannot be read would have been is not known
+        format="chat",  # unknown for a request that cannot be read
         inbox=fail.inbox,
         received_wall_us=origin.received_wall_us,
         detokenizer=component,
@@ -236,7 +236,7 @@ def refusal_spans(fail: Fail, model: str, now_us: int, component: str) -> list[S
     name = "waiting for a scheduler" if origin.tokenized else "tokenize"
     text = fail.error.message
     return [
-        SpanRecord(root_name(facts), start, end, None, root_attributes(facts), kind="server", error=text),
-        received(facts, start, handled),
+        SpanRecord(root_name(record), start, end, None, root_attributes(record), kind="server", error=text),
+        received(record, start, handled),
         SpanRecord(name, handled, end, attributes={COMPONENT: component}),
     ]

@@ -1,18 +1,16 @@
-"""No request is lost with a tokenizer: each other one of its model keeps a copy until it is done. Pure.
+"""`Standby` keeps copies of the requests of other tokenizers, to take them over if these die or hang. Pure.
 
-The broker gives a request to one tokenizer of the queue group, its owner, and a copy to every one. An owner
-tells the others every TURN_US what it has taken since and what is done: in a scheduler's hands, or refused.
+The broker delivers a request to one tokenizer of the queue group, its owner, and a copy to every tokenizer.
+Every TURN_US an owner sends Claims: the requests it has taken, and the done ones (accepted or refused).
 
-    copy ──taken by──▶ owned ──done──▶ forgotten
-      │                  │ its owner has gone, or has said nothing
-      └── for SILENT_US ─┴──▶ taken over, and told to the others
+    copy ──claimed──▶ owned ──done──▶ forgotten
+      │                 │ the owner has gone, or is silent for SILENT_US
+      └─ for SILENT_US ─┴──▶ taken over, and claimed
 
-A request without an owner may wait unread at one that is busy: while another one says anything it is left
-alone for UNOWNED_US. Where that was too short the late owner finds that it was taken over.
-
-Two may so have one request, since a tokenizer that was only stopped goes on with what it owns. The scheduler
-takes it once: both name it alike, by its own `request_id` or the one that its owner has drawn and told.
-Who finds out that it was stopped keeps what comes then as copies, until it has heard what others have taken.
+An unclaimed request may wait unread at a busy owner: while any other tokenizer sends claims, it is left alone
+for UNOWNED_US. Two tokenizers may own one request, since a stopped process continues. The scheduler accepts
+it once: both use the same id, its own `request_id` or the one drawn and claimed by the first owner. A
+tokenizer that detects its own stop treats arrivals as copies for SILENT_US, to read the claims of the others.
 """
 
 from __future__ import annotations
@@ -26,36 +24,36 @@ from shared.messages import Claims, longs
 from shared.nats.interface import Delivery
 
 TURN_US = 250_000
-SILENT_US = 1_000_000  # of an owner, until another takes over: far above a turn of a busy machine
-UNOWNED_US = 5_000_000  # of all of which one may have it, unread in a burst
-STOPPED_US = 1_000_000  # without a turn: this process was stopped, and others may have taken over
-DONE_US = 30_000_000  # for so long it is known what is done: longer than a process that hangs is left alone
-MAX_COPIES, MAX_COPY_BYTES = 8_192, 64 * 1024 * 1024  # then the oldest go: likely they are done
+SILENT_US = 1_000_000  # silence of an owner before a takeover: far above a turn of a busy machine
+UNOWNED_US = 5_000_000  # wait for a claim: the owner may have the request unread in a burst
+STOPPED_US = 1_000_000  # between two turns: this process was stopped, and others may have taken over
+DONE_US = 30_000_000  # done keys are kept: longer than a hung process lives
+MAX_COPIES, MAX_COPY_BYTES = 8_192, 64 * 1024 * 1024  # then the oldest are dropped: they are likely done
 HASHED_BYTES = 16_384  # of a body
-ATTEMPTS = 100  # more than one tokenizer makes: a request that is taken over begins behind them
+ATTEMPTS = 100  # attempt numbers per owner, more than one uses: each owner starts above the previous one
 
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request as it came, and what is known of it."""
+    """A request as it arrived, and its owner."""
 
     delivery: Delivery
     key: int
     received_us: int
     received_wall_us: int
-    request_id: str = ""  # drawn by its owner, for one that names none
-    owner: str = ""  # `tokenizer.id`; empty: nobody has said so yet
-    owners: int = 0  # that it has had
-    since_us: int = 0  # nobody is late with a word about it before SILENT_US from here
+    request_id: str = ""  # drawn by the owner, for a request without one
+    owner: str = ""  # `tokenizer.id`; empty: not claimed
+    owners: int = 0  # number of owners so far
+    since_us: int = 0  # silence counts from here
 
     @property
     def attempt(self) -> int:
-        """The first one of who takes it now."""
+        """The first attempt number of the next owner."""
         return 1 + ATTEMPTS * self.owners
 
 
 class Claim(NamedTuple):
-    """Another tokenizer's word that it has a request."""
+    """Another tokenizer's claim of a request."""
 
     owner: str
     request_id: str
@@ -63,33 +61,33 @@ class Claim(NamedTuple):
 
 
 def key_of(delivery: Delivery) -> int:
-    """Names a request: its inbox, its size and what its body begins with."""
+    """The key of a request: a hash of its subject, its inbox, its size and the start of its body."""
     head = f"{delivery.subject} {delivery.reply} {len(delivery.data)} ".encode()
     digest = hashlib.blake2b(head + delivery.data[:HASHED_BYTES], digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 class Standby:
-    """What one tokenizer owns, and the copies of what others own."""
+    """The requests that one tokenizer owns, and copies of those of the others."""
 
     def __init__(self) -> None:
-        self._own: dict[int, int] = {}  # how many of a key: a client may send the same twice
+        self._own: dict[int, int] = {}  # requests by key: a client may send the same one twice
         self._copies: dict[int, PendingRequest] = {}  # the oldest first
-        self._claims: dict[int, Claim] = {}  # of what has not come here yet
-        self._done: dict[int, int] = {}  # key -> when; the oldest first
-        self._reported_us: dict[str, int] = {}  # by owner, its last word
+        self._claims: dict[int, Claim] = {}  # of requests that have not arrived here yet
+        self._done: dict[int, int] = {}  # key -> time; the oldest first
+        self._reported_us: dict[str, int] = {}  # last claims, by owner
         self._bytes = 0
-        self._taken: dict[int, str] = {}  # not told yet
+        self._taken: dict[int, str] = {}  # not claimed yet
         self._ended: list[int] = []
         self._turn_us = 0
         self._doubt_until_us = 0
 
     def __len__(self) -> int:
-        """Copies that are kept; 0 when idle."""
+        """Number of copies; 0 when idle."""
         return len(self._copies)
 
     def copy(self, pending: PendingRequest, now_us: int) -> None:
-        """A request of whomever, to be kept in case."""
+        """Keep a copy of a request, unless it is owned here or done."""
         key = pending.key
         if key in self._own or key in self._copies or key in self._done:
             return
@@ -102,8 +100,8 @@ class Standby:
             self._drop(next(iter(self._copies)))
 
     def doubted(self, pending: PendingRequest, now_us: int) -> bool:
-        """We are about to work on a request that the broker has given us. True: we were stopped, and somebody
-        else may have it by now; from now on it is a copy."""
+        """Called before work on an owned request. True: this process was stopped, and another tokenizer may
+        own the request by now; it becomes a copy."""
         self._notice_stop(now_us)
         doubted = now_us < self._doubt_until_us
         if doubted:
@@ -113,26 +111,26 @@ class Standby:
         return doubted
 
     def taken_over(self, pending: PendingRequest) -> bool:
-        """The broker has given us a request, which has waited here perhaps. Where another one has claimed it
-        so late that it has taken it over, it has the id that it has there. True: it is done there, too."""
+        """Called for each request of the queue group; it may have waited here. A claim made SILENT_US after
+        its arrival is a takeover, and the request gets the id of that claim. True: it is done."""
         claim = self._claims.get(pending.key)
         if claim is None or claim.claimed_us - pending.received_us < SILENT_US:
-            return False  # nobody, or its client has sent the same twice
+            return False  # no takeover: no claim, or the client has sent the same request twice
         pending.request_id = claim.request_id
         return pending.key in self._done
 
     def is_unannounced(self, key: int, request_id: str) -> bool:
-        """Whether nobody else knows the id that was drawn here for a request of ours."""
+        """True if the id drawn here for an owned request is not claimed to the others yet."""
         return self._taken.get(key) == request_id
 
     def own(self, pending: PendingRequest) -> None:
-        """From now on it is ours."""
+        """Own a request: its copy is dropped, the next report claims it."""
         self._drop(pending.key)
         self._own[pending.key] = self._own.get(pending.key, 0) + 1
         self._taken[pending.key] = pending.request_id
 
     def done(self, key: int, now_us: int) -> None:
-        """A scheduler has it, or its client has been told why not."""
+        """An owned request is accepted by a scheduler, or refused."""
         count = self._own.pop(key, 0)
         if count > 1:
             self._own[key] = count - 1
@@ -141,7 +139,7 @@ class Standby:
             self._ended.append(key)
 
     def on_claims(self, source: str, claims: Claims, now_us: int) -> None:
-        """What another tokenizer has taken, and what is done."""
+        """Apply the claims of another tokenizer."""
         self._reported_us[source] = now_us
         for key, request_id in zip(claims.taken, claims.ids, strict=True):
             if (pending := self._copies.get(key)) is None:
@@ -155,7 +153,7 @@ class Standby:
             self._note_done(key, now_us)
 
     def gone(self, source: str) -> None:
-        """Nothing more is to be expected of another tokenizer: its requests are anybody's."""
+        """Another tokenizer has gone: its requests have no owner now."""
         said_us = self._reported_us.pop(source, 0)
         for pending in self._copies.values():
             if pending.owner == source:
@@ -164,21 +162,21 @@ class Standby:
             del self._claims[key]
 
     def pardon(self, now_us: int) -> None:
-        """We could not hear: nobody's silence until now counts."""
+        """This process could not receive: restart the count of all silences."""
         for pending in self._copies.values():
             pending.since_us = now_us
 
     def report(self, *, busy: bool = False) -> Claims | None:
-        """What the others do not know yet; it is told now. An owner, and who is `busy` with what it has not
-        read, says at least that it lives."""
+        """The claims since the last report, for the caller to send. An owner, and a tokenizer that is `busy`
+        with unread requests, reports even if nothing is new: this shows that it lives."""
         if not (self._own or self._ended or busy):
             return None
         taken, ended, self._taken, self._ended = self._taken, self._ended, {}, []
         return Claims(taken=longs(taken), ids=tuple(taken.values()), done=longs(ended))
 
     def overdue(self, me: str, ids: Sequence[str], now_us: int) -> list[PendingRequest]:
-        """Every TURN_US: the copies that are to be taken over now by `me`, one of the tokenizers `ids`, which
-        come one after the other. They are no copies any more."""
+        """Remove and return the copies for `me` to take over now. Call every TURN_US. The tokenizers `ids` of
+        this model have staggered turns, so that only one takes over."""
         self._notice_stop(now_us)
         self._turn_us = now_us
         while self._done and next(iter(self._done.values())) < now_us - DONE_US:

@@ -1,4 +1,4 @@
-"""`grammar_of` turns what a request asks of its output into the one form that executors compile. Pure.
+"""`grammar_of` turns the output options of a request into the one form that executors compile. Pure.
 
 response_format      {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": …}}
 structured_outputs   {"json": …} | {"regex": …} | {"choice": [...]} | {"grammar": …} | {"json_object": true}
@@ -6,7 +6,7 @@ grammar              EBNF, as llama.cpp names it
 tools, tool_choice   functions that the model may call: see `Tools`
 ──▶ {"kind": "json" | "regex" | "ebnf" | "tags", "source": …}, JSON in Tokenized.grammar
 
-A JSON schema that cannot be followed to the letter is refused, and the keyword is named: see `resolved`.
+A JSON schema that the grammar engine cannot follow exactly is refused, with the keyword: see `resolved`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from shared.errors import BadRequest
 
 Schema = dict[str, Any]
 
-MAX_GRAMMAR_CHARS = 32_768  # with its kind: more would leave no room for other options
-MAX_STATES = 4_096  # of an automaton, see automaton_size.py; of a schema all patterns and lengths that differ
+MAX_GRAMMAR_CHARS = 32_768  # kind included: more would leave no room for other options in the message
+MAX_STATES = 4_096  # of an automaton, see automaton_size.py; in a schema of all distinct patterns and lengths
 MAX_DEPTH = 32  # of a schema
 _TOO_DEEP = f"is nested deeper than {MAX_DEPTH}"
-MAX_LENGTH, MAX_ITEMS = 1_024, 256  # of what is written out in a grammar: more would take seconds to compile
-FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # those that end by themselves
+MAX_LENGTH, MAX_ITEMS = 1_024, 256  # repetitions that a grammar writes out: more take seconds to compile
+FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # formats with a bounded length
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 BEGIN, END = "<tool_call>", "</tool_call>"
 
-_FIELDS = ("response_format", "structured_outputs", "grammar")  # and tools: an answer follows one of them
+_FIELDS = ("response_format", "structured_outputs", "grammar")  # these and `tools` exclude each other
 
 
 def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
-    """The grammar that a request asks for, empty when it asks for none; `tools` are its own. Raises
+    """The grammar of a request as JSON, empty if it has none; `tools` are those of the request. Raises
     BadRequest."""
     fields = {name: getattr(request, name) for name in _FIELDS} | {"tools": tools}
     asked = [name for name, value in fields.items() if value is not None]
@@ -65,11 +65,11 @@ def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
 
 
 def _json(schema: Any, param: str) -> str:
-    if isinstance(schema, str):  # vLLM takes the schema as a text, too
+    if isinstance(schema, str):  # as in vLLM
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            raise BadRequest(f"`{param}`: the schema is a text, and no JSON", param=param) from None
+            raise BadRequest(f"`{param}`: the schema is a text that is not JSON", param=param) from None
     return _packed("json", json.dumps(resolved(schema, param), ensure_ascii=False))
 
 
@@ -105,7 +105,7 @@ def _ebnf(text: str, param: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A literal of EBNF."""
+    """An EBNF literal."""
     return json.dumps(text, ensure_ascii=True)
 
 
@@ -122,14 +122,14 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of a request as it gave them, the schema of each one's arguments, and which may be called.
+    """The tools of a request: as given, with the resolved schemas of their arguments, and the choice.
 
-    tool_choice   auto: text, and in it `<tool_call>\\n{"name": …, "arguments": …}\\n</tool_call>`
-                  required, or a function by name: nothing but the one object `{"name": …, "arguments": …}`
-                  none: as if there were no tools
+    tool_choice   auto: text with calls `<tool_call>\\n{"name": …, "arguments": …}\\n</tool_call>`
+                  required, or a function by name: only one object `{"name": …, "arguments": …}`
+                  none: the tools are ignored
 
-    The markup is the one that most open models were trained on (Hermes). A chat template that knows tools
-    gets them; for any other they are put into the system message.
+    Most open models are trained on this markup (Hermes). A chat template with a `tools` variable gets them;
+    for other templates they are added to the system message.
     """
 
     given: list[Tool]
@@ -162,7 +162,7 @@ class Tools:
 
 
 def read_tools(request: GenerateRequest) -> Tools | None:
-    """The tools that a request may call; None when it has none or calls none. Raises BadRequest."""
+    """The tools of a request; None without tools or with `tool_choice` none. Raises BadRequest."""
     given, choice = request.tools or [], request.tool_choice
     functions = [tool["function"] for tool in given]
     schemas = {each["name"]: resolved(each.get("parameters") or ANY_OBJECT, "tools") for each in functions}
@@ -177,7 +177,7 @@ def read_tools(request: GenerateRequest) -> Tools | None:
 
 
 def with_tools(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
-    """The conversation for a template that knows no tools: they are in its system message."""
+    """The conversation for a template without a `tools` variable: they are in the system message."""
     text = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools.given))
     if messages and messages[0]["role"] == "system":
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
@@ -186,7 +186,7 @@ def with_tools(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, A
 
 
 def spelled(message: dict[str, Any]) -> dict[str, Any]:
-    """A turn in which an assistant has called functions, with the calls as its text."""
+    """An assistant's message with its tool calls written into its text."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls:
         return message
@@ -196,7 +196,7 @@ def spelled(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed(message: dict[str, Any]) -> dict[str, Any]:
-    """The same turn for a template that knows tools: arguments as the objects that their texts hold."""
+    """The same message for a template with a `tools` variable: arguments are objects, not JSON texts."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -231,7 +231,7 @@ _BY_TYPE: dict[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-_ALONE = ("$ref", "anyOf", "allOf", "const", "enum")  # nothing but annotations and `type` beside these
+_ALONE = ("$ref", "anyOf", "allOf", "const", "enum")  # allowed only with annotations and `type`
 _PYTHON: dict[str, Callable[[object], bool]] = {
     "object": lambda v: isinstance(v, dict),
     "array": lambda v: isinstance(v, list),
@@ -251,15 +251,13 @@ _SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T
 
 
 def resolved(schema: Any, param: str) -> Schema | bool:
-    """The schema as the grammar engine gets it. Raises BadRequest for what it cannot follow; `param` is the
-    field of the request.
+    """The schema for the grammar engine. `param` is the field of the request. Raises BadRequest for keywords
+    that the engine cannot follow.
 
-    The grammar engine ignores what it does not know, and an answer would then look right and not be. What it
-    does know was tried out (tests/unit/services/tokenizer/test_structured_output_walks.py): random walks
-    through the grammar of each keyword here must validate. A schema is also made tighter where that is
-    allowed: an object with named properties gets no others, which any schema that allows others accepts; a
-    time ends after nine digits of a second, where the engine's own form would go on for as long as the model
-    likes, and a date is one that there is.
+    The engine ignores unknown keywords, so an answer could look right and be wrong. The accepted keywords are
+    tested: random walks through their grammars must validate (test_structured_output_walks.py). The result
+    may be stricter than the schema: an object with named properties gets no others, a time has at most nine
+    digits of a second (the engine's own form has no limit), and a date exists in the calendar.
     """
     reader = _Reader(schema, param)
     kept = reader.read(schema, "", 0)
@@ -273,15 +271,15 @@ class _Reader:
     def __init__(self, root: Any, param: str) -> None:
         self._root = root
         self._param = param
-        self._states: dict[object, int] = {}  # of each pattern and length; what is equal is compiled once
+        self._states: dict[object, int] = {}  # by pattern or length; equal ones are compiled once
 
     def check_states(self) -> None:
-        """Refuse a schema whose parts are each small enough and together too large. Raises BadRequest."""
+        """Refuse a schema with too many states in total. Raises BadRequest."""
         if (states := sum(self._states.values())) > MAX_STATES:
             raise self._refused("", f"{_too_large(states)}; that is all lengths and patterns that differ")
 
     def read(self, schema: Any, path: str, depth: int) -> Schema | bool:
-        """The part at `path`."""
+        """The resolved part of the schema at `path`. Raises BadRequest."""
         if depth > MAX_DEPTH:
             raise self._refused(path, _TOO_DEEP)
         if schema is True:
@@ -315,7 +313,7 @@ class _Reader:
                 raise self._refused(where, "is not a list of values")
             types = self._types(schema, path)
             if types and not all(any(_PYTHON[kind](v) for kind in types) for v in values):
-                raise self._refused(where, "has a value of another type than `type` says")
+                raise self._refused(where, "has a value of a type that `type` does not allow")
         return value
 
     def _inside(self, kept: Schema, path: str, depth: int) -> Schema:
@@ -346,7 +344,7 @@ class _Reader:
         return kept
 
     def _pattern_states(self, pattern: str, path: str) -> int:
-        """0 for what Python does not read as a regular expression: its dialect is another one."""
+        """The states of a pattern; 0 if Python cannot parse it, since JSON schema has another dialect."""
         if len(pattern) > MAX_GRAMMAR_CHARS:
             raise self._refused(f"{path}/pattern", f"is over {MAX_GRAMMAR_CHARS} characters")
         try:
@@ -403,7 +401,7 @@ class _Reader:
         return kinds
 
     def _follow(self, reference: Any, path: str) -> None:
-        """Check that a reference leads to a schema, and not round in a circle of references."""
+        """Check that a reference leads to a schema, without a cycle."""
         seen = set[str]()
         while True:
             if not isinstance(reference, str) or reference.partition("/")[0] != "#":
@@ -430,19 +428,18 @@ class _Reader:
         return BadRequest(f"`{self._param}`: {where} {why}", param=self._param)
 
 
-# An escape, a set, a group's begin or its end with what makes it optional, or any character.
+# An escape, a set, a group's opening, its closing with `?` if it is optional, or any character.
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\((?:\?:|\?P?<\w+>|\?)?|\)\??\??|.", re.DOTALL)
 
 
 def without_optional_groups(pattern: str) -> str:
-    """A schema's `pattern` with `(…)?` written as `(|…)`, which the grammar engine follows rightly. One that
-    is no regular expression comes back as it may.
+    """A schema's `pattern` with `(…)?` written as the equivalent `(|…)`.
 
-    XGrammar 0.2.8 lets `(b1+)?` begin in the middle where the group ends with a repetition: `a(b1+)?Z` then
-    allows `a1Z`. It has `(|b1+)` right, which is the same.
+    XGrammar 0.2.8 may enter `(b1+)?` in the middle if the group ends with a repetition: `a(b1+)?Z` then
+    allows `a1Z`. It handles `(|b1+)` correctly. The result for an invalid pattern is undefined.
     """
     written: list[str] = []
-    opened: list[int] = []  # where in `written` each open group begins
+    opened: list[int] = []  # start of each open group in `written`
     for part in _PART.findall(pattern):
         if part.startswith("("):
             opened.append(len(written))

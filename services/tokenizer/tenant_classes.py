@@ -1,9 +1,9 @@
-"""TenantClasses says which service classes a tenant may use: a file that `headrace auth` writes.
+"""`TenantClasses` holds the service classes that each tenant may use, from a file of `headrace auth`.
 
     acme   interactive,standard,batch      a tenant, as in subjects (`token`), and its classes
     # a comment
 
-Who is not listed may use DEFAULT_CLASSES. An empty path lets everybody use all.
+A tenant that is not listed may use DEFAULT_CLASSES. With an empty path all tenants may use all classes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger("headrace.tokenizer")
 
 
 def read_classes(text: str) -> dict[str, tuple[str, ...]]:
-    """The classes of each tenant. Raises ValueError that names the line."""
+    """The classes of each tenant. Raises ValueError with the line number."""
     found: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         fields = line.partition("#")[0].split()
@@ -32,10 +32,10 @@ def read_classes(text: str) -> dict[str, tuple[str, ...]]:
 
 
 class TenantClasses:
-    """Reads the file again when it changes."""
+    """The classes by tenant, from a file that may change."""
 
     def __init__(self, path: str = "") -> None:
-        """Raises SetupError when the file cannot be used."""
+        """Raises SetupError if the file is invalid."""
         self._file = WatchedFile("tenant_classes", path, read_classes, log) if path else None
 
     def of(self, tenant: str) -> tuple[str, ...]:
@@ -43,6 +43,6 @@ class TenantClasses:
         return CLASSES if self._file is None else self._file.value.get(tenant, DEFAULT_CLASSES)
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; one that cannot be used changes nothing."""
+        """Read the file again if it has changed; an invalid file is logged and ignored."""
         if self._file is not None:
             self._file.refresh()

@@ -1,3 +1,1 @@
-"""What every service is made of: a runtime (runtime.py), a mailbox (mailbox.py), numbered streams (stream.py)
-and the fleet's members (membership.py).
-"""
+"""The parts of every service: a runtime, a mailbox, numbered streams and the membership of the fleet."""

@@ -1,4 +1,9 @@
-"""What the runtime gives an actor: numbered sending, and the mailbox that puts arrivals in order."""
+"""A `Mailbox` connects one actor with the others: numbered sending, ordered receiving.
+
+The runtime opens it and gives it to the actor in `start`. It encodes and decodes messages, resends what a
+receiver misses, and requests what it misses itself (stream.py has the rules). `receive` gets each message
+once, in order per source; a message that cannot be decoded is logged, counted and dropped.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +29,17 @@ P = ParamSpec("P")
 Receive = Callable[[str, Message, str], None]  # source, message, trace
 OnSource = Callable[[str], None]  # source
 
-ANNOUNCE_END_US = 100_000  # a stream this long without a message announces its end
-REANNOUNCE_HEARTBEATS = (
-    10  # how often the end of a stream to a living peer is announced again: its last message and
-)
-# the announcements may both be lost, and one that waits for an answer says nothing that would show it
-RETIRED_US = 600_000_000  # a vanished source is forgotten; a stopped process that comes back within
-# this time finds its numbers, a later one has its last messages delivered twice
+ANNOUNCE_END_US = 100_000  # a stream without a message for this long announces its last number
+# A stream to a living peer announces its last number again: the last message and the announcements may all
+# be lost, and an actor that waits for an answer sends nothing that would reveal the loss.
+REANNOUNCE_HEARTBEATS = 10
+# The state of a vanished peer is dropped after this time. A stopped process that continues earlier finds its
+# stream numbers; after a later return its last messages are delivered twice.
+RETIRED_US = 600_000_000
 
 
 class Guard(Protocol):
-    """Makes a handler of a function: an exception in it fails the actor."""
+    """Wraps a function as a handler: an exception in it fails the actor."""
 
     def __call__(self, handler: Callable[P, None]) -> Callable[P, None]: ...
 
@@ -51,7 +56,7 @@ def _unguarded(handler: Callable[P, None]) -> Callable[P, None]:
 
 
 class Mailbox:
-    """One actor's connection to the others. All methods are called on the event loop."""
+    """One actor's connection to the others. Call all methods on the event loop."""
 
     def __init__(self, bus: Bus, clock: Clock, fleet: str, source: str, epoch: int) -> None:
         self.bus = bus
@@ -63,11 +68,9 @@ class Mailbox:
         self.peers = Peers()
         self.wire_errors = 0
         self.tracer: Tracer | None = None  # None: this process sends no spans
-        self.guarded: Guard = (
-            _unguarded  # for timers and subscriptions of the actor's own; the runtime sets it
-        )
+        self.guarded: Guard = _unguarded  # set by the runtime; for the actor's timers and subscriptions
         self._outbound: dict[str, Outbound] = {}
-        self._retired_seq = 0  # the highest number of the streams that are forgotten
+        self._retired_seq = 0  # highest number of the streams dropped after RETIRED_US
         self._senders: dict[str, _Sender] = {}
         self._receive: Receive = lambda source, message, trace: None
         self._lost: OnSource = lambda source: None
@@ -75,9 +78,9 @@ class Mailbox:
         self._upkeeps = 0
 
     async def open(self, receive: Receive, stream_lost: OnSource, restarted: OnSource | None = None) -> None:
-        """Subscribe the mailbox. `receive` gets every message once and in order per source;
-        `stream_lost` is told when messages of a source are gone for good, `restarted` when a source
-        is a new incarnation, before anything of it."""
+        """Subscribe the mailbox. `receive` gets every message once and in order per source. `stream_lost`
+        is called with the source if its messages are lost for good, `restarted` if the source is a new
+        incarnation, before its first message."""
         self._receive, self._lost = receive, stream_lost
         self._restarted = restarted or self._restarted
         await self.bus.subscribe(
@@ -85,8 +88,8 @@ class Mailbox:
         )
 
     def send(self, to: str, message: Message, trace: str = "") -> None:
-        """Send `message` (in parts if long) to the actor `kind.id`. Raises PayloadTooLarge, and sends
-        nothing, when it is over the limit all the same."""
+        """Send `message`, in parts if long, to the actor `kind.id`. Raises PayloadTooLarge, with nothing
+        sent, if it cannot be split below the limit."""
         stream = self._stream(to)
         envelope = Envelope(self.source, self.epoch, stream.next_seq, message, trace)
         for data in codec.encode_all(envelope):
@@ -94,7 +97,7 @@ class Mailbox:
             self._publish(to, type(message).__name__, data)
 
     def upkeep(self) -> None:
-        """Once every heartbeat or more often: ask again for open holes, announce silent streams."""
+        """Repeat resend requests for open gaps, announce silent streams. Call at least once a heartbeat."""
         now_us = self.clock.now_us()
         for source, state in list(self._senders.items()):
             self._apply(source, state, state.inbound.overdue(now_us))
@@ -112,32 +115,32 @@ class Mailbox:
                 self.reannounce(peer)
 
     def _stream(self, to: str) -> Outbound:
-        """The stream to a mailbox. One that begins anew has higher numbers than any that was forgotten, its
-        own perhaps: who comes back after all sees that it has missed something."""
+        """The stream to an actor. A new stream starts above all retired numbers: a peer that returns late
+        sees the gap."""
         return self._outbound.setdefault(to, Outbound(self._retired_seq))
 
     def forget(self, to: str) -> None:
-        """The peer has gone: what it never read is of no use to it. The numbers go on, since a
-        stopped process may come back and expects them."""
+        """Drop the messages kept for a peer that has gone. The numbers continue, since a stopped process may
+        return and expects them."""
         if (stream := self._outbound.get(to)) is not None:
             stream.clear()
 
     def reannounce(self, to: str) -> None:
-        """The peer is back: tell it again how far its stream has come."""
+        """The peer is back: announce the last number of its stream again."""
         if (stream := self._outbound.get(to)) is not None:
             stream.reannounce()
 
     def reconnected(self) -> None:
-        """We were cut off, and what was on its way either side may be lost, announcements included: tell
-        again how far our streams have come, and ask everybody for what follows the last we have."""
+        """The broker connection is back; messages in both directions may be lost, announcements included.
+        Announce the last number of every stream again, and request resends from every source."""
         for stream in self._outbound.values():
             stream.reannounce()
         for source, state in self._senders.items():
             self._request_resend(source, state.inbound.resume_at)
 
     def note_alive(self, source: str, epoch: int) -> bool:
-        """Note a sign of life, message or heartbeat; False if it is from a past incarnation. The first
-        sign of a new one voids what was kept for the one before it."""
+        """Record a sign of life, message or heartbeat; False if it is from a past incarnation. The first one
+        of a new incarnation drops the messages kept for the previous incarnation."""
         state = self._senders.get(source)
         if state is not None and epoch < state.inbound.epoch:
             return False
@@ -151,7 +154,7 @@ class Mailbox:
         return True
 
     def epoch_of(self, source: str) -> int:
-        """The incarnation of `source` heard last, 0 if none. Inside `receive`: the sender's."""
+        """The last seen incarnation of `source`, 0 if none. Inside `receive`: the sender's."""
         state = self._senders.get(source)
         return 0 if state is None else state.inbound.epoch
 

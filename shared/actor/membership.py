@@ -1,7 +1,7 @@
-"""Peers learns from heartbeats which actors live. Pure: time comes in as an argument.
+"""`Peers` tracks from heartbeats which actors live. Pure: time is an argument.
 
-To succeed a request needs a ready service of each kind that it passes (NEEDED), and proof by a real one
-(shared.client.probe). kv_offload is not among them, since without it requests are merely recomputed.
+A request needs a ready service of each kind in NEEDED; a real request is the proof (shared.client.probe).
+kv_offload is not needed: without it evicted blocks are recomputed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from shared.messages import Heartbeat
 
 MISSED_HEARTBEATS = 3
-MIN_DETECTION_US = 5_000_000  # for a busy machine a death goes unnoticed at least so long
-OWN_HEARTBEATS_LATE = (
-    1.5  # an actor hears its own heartbeats; without them the silence of others says nothing
-)
+MIN_DETECTION_US = 5_000_000  # lower bound of the time to detect a death, for busy machines
+OWN_HEARTBEATS_LATE = 1.5  # intervals; an actor without its own heartbeats cannot judge the silence of others
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
 
@@ -37,8 +35,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}
 
     def update(self, epoch: int, heartbeat: Heartbeat, now_us: int) -> bool:
-        """Take a heartbeat; True when it is from a new actor, a new incarnation, in a new state, or
-        with another arena or scheduler."""
+        """Record a heartbeat; True if the actor, its incarnation, state, arena or scheduler is new."""
         source = f"{heartbeat.kind}.{heartbeat.actor}"
         known = self._peers.get(source)
         if known is not None and epoch < known.epoch:
@@ -51,28 +48,27 @@ class Peers:
         )
 
     def expire(self, now_us: int) -> list[Peer]:
-        """Forget and return the actors that missed MISSED_HEARTBEATS of their own heartbeats."""
+        """Forget and return the actors that have ended or missed MISSED_HEARTBEATS heartbeats, sorted."""
         gone = [
             p
             for p in self._peers.values()
-            if now_us - p.last_seen_us > MISSED_HEARTBEATS * p.heartbeat.interval_us
-        ]
-        gone += [
-            p for p in self._peers.values() if p.heartbeat.state in ("stopped", "failed") and p not in gone
+            if p.heartbeat.state in ("stopped", "failed")
+            or now_us - p.last_seen_us > MISSED_HEARTBEATS * p.heartbeat.interval_us
         ]
         for peer in gone:
             del self._peers[peer.source]
         return sorted(gone, key=lambda p: p.source)
 
     def restart_timeouts(self, now_us: int, but: str = "") -> None:
-        """We were stopped or cut off ourselves: nobody's silence until now counts, `but` our own."""
+        """Count every actor `but` one as seen now: this process was stopped or cut off, so their silence
+        proves nothing."""
         for peer in self._peers.values():
             if peer.source != but:
                 peer.last_seen_us = now_us
 
     def is_cut_off(self, source: str, now_us: int) -> bool:
-        """True when `source`, the actor that listens here, misses its own heartbeats: it is cut off, was
-        stopped, or the broker is away."""
+        """True if `source`, the actor of this process, misses its own heartbeats: it is cut off, was stopped,
+        or the broker is away."""
         own = self._peers.get(source)
         return own is not None and now_us - own.last_seen_us > OWN_HEARTBEATS_LATE * own.heartbeat.interval_us
 
@@ -85,28 +81,27 @@ class Peers:
         return self._in_state("ready", kind, model)
 
     def draining(self, kind: str, model: str) -> list[str]:
-        """Ids of the actors of a kind and model that finish what they have, sorted."""
+        """Ids of the draining actors of a kind and model, sorted."""
         return self._in_state("draining", kind, model)
 
     def executors_of(self, model: str) -> Counter[str]:
-        """How many ready executors of a model each scheduler has, by its id."""
+        """The number of ready executors of a model by scheduler id."""
         heartbeats = (self._peers[f"executor.{actor}"].heartbeat for actor in self.ready("executor", model))
         return Counter(heartbeat.scheduler for heartbeat in heartbeats if heartbeat.scheduler)
 
     def serving(self, model: str) -> list[str]:
-        """Ids of the schedulers to ask, sorted: those of a model that are ready and have an executor; all
-        that are ready while none has."""
+        """Ids of the schedulers to send requests to, sorted: the ready ones of a model with an executor, or
+        all ready ones if none has an executor."""
         ready, served = self.ready("scheduler", model), self.executors_of(model)
         return [actor for actor in ready if served[actor]] or ready
 
     def models(self, kind: str) -> list[str]:
-        """Models that the ready actors of a kind are for, sorted."""
+        """The models of the ready actors of a kind, sorted."""
         heartbeats = (p.heartbeat for p in self._peers.values())
         return sorted({b.model for b in heartbeats if b.kind == kind and b.state == "ready" and b.model})
 
     def max_load(self, kind: str, figure: str, model: str) -> int:
-        """The largest figure of this name in the loads of the ready actors of a kind and model; 0 without
-        any."""
+        """The largest `figure` in the loads of the ready actors of a kind and model; 0 if there is none."""
         ready = [self._peers[f"{kind}.{actor}"].heartbeat.load for actor in self.ready(kind, model)]
         return max((dict(load).get(figure, 0) for load in ready), default=0)
 
@@ -121,10 +116,10 @@ def _visible_state(heartbeat: Heartbeat) -> tuple[str, str, int, str]:
 
 
 def detection_us(heartbeat_interval_us: int) -> int:
-    """How long a death may go unnoticed: the heartbeat before it, MISSED_HEARTBEATS, and the look at them."""
+    """The longest time to detect a death: the last heartbeat, MISSED_HEARTBEATS, and the check for them."""
     return max(MIN_DETECTION_US, (MISSED_HEARTBEATS + 2) * heartbeat_interval_us)
 
 
 def missing(peers: Peers, model: str = "") -> list[str]:
-    """The kinds of which no actor (of a model) is ready."""
+    """The needed kinds without a ready actor (of a model)."""
     return [kind for kind in NEEDED if not peers.ready(kind, model)]

@@ -1,10 +1,10 @@
-"""Runtime gives an actor its life: start, ready, drain, stop; heartbeats, signals, status.
+"""`Runtime` runs an actor: start, ready, drain, stop; heartbeats, signals, status.
 
-A service subclasses Actor. `run` makes it a process (uvloop, NATS, signals, garbage collector); `Runtime`
-alone places it on any bus, as the tests do with MemoryBus. Handlers are plain functions called one at a time
-on the event loop, the first one when `start` has run up to its first await. An exception in a handler fails
-the actor, never just the message: a supervisor restarts it. What an actor does by a timer or a subscription
-of its own goes through `mailbox.guarded`, so that the same holds of it.
+A service subclasses `Actor`. `run` makes it a process (uvloop, NATS, signals, garbage collector); `Runtime`
+alone runs it on any bus, as the tests do with a memory bus. Handlers are plain functions, called one at a
+time on the event loop. Messages that arrive before the first await of `start` are delivered after it. An
+exception in a handler fails the whole actor, and a supervisor restarts the process. An actor wraps the
+callbacks of its own timers and subscriptions in `mailbox.guarded`, so that the same holds for them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from shared.telemetry.tracer import Tracer
 log = logging.getLogger("headrace.actor")
 process_log = logging.getLogger("headrace.process")
 
-VERSION = "0.1.0"  # as discovery tells it
+VERSION = "0.1.0"  # in the answers to discovery
 
-GC_THRESHOLDS = (50_000, 20, 10)  # objects made beyond those freed, then rounds of each generation
-FORCED = 130  # exit status behind a second signal
-FORCED_END_S = 1.5  # from it to the end, whatever still runs
-FLUSH_S = 2.0  # for the last spans and the last metrics, once nothing else is left to do
+GC_THRESHOLDS = (50_000, 20, 10)  # objects allocated minus freed, then collections of the younger generation
+FORCED = 130  # exit status after a second signal
+FORCED_END_S = 1.5  # from the second signal to a hard exit
+FLUSH_S = 2.0  # for the last spans and metrics
 
 P = ParamSpec("P")
 Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
@@ -53,8 +53,8 @@ Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
 
 @dataclass(slots=True)
 class HeartbeatPayload:
-    """What a heartbeat carries beyond the actor's name and state. `counts` are not sent: `headrace status`
-    shows how they changed within the last seconds."""
+    """The service's part of a heartbeat. `counts` are not sent: `headrace status` shows their change within
+    the last seconds."""
 
     model: str = ""
     load: tuple[tuple[str, int], ...] = ()
@@ -67,13 +67,13 @@ class HeartbeatPayload:
 
 
 class Actor:
-    """Base of every service. Override what you need."""
+    """Base of every service. Override the methods that the service needs."""
 
     kind = ""
     traced = False  # whether its process makes spans
 
     async def start(self, mailbox: Mailbox) -> None:
-        """Load, subscribe public subjects. When it returns the actor is ready."""
+        """Load, subscribe public subjects. The actor is ready when it returns."""
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         """Handle one message of the mailbox; in order and once per source `kind.id`."""
@@ -82,8 +82,8 @@ class Actor:
         """An actor appeared, changed its state, its arena or its scheduler, or is a new incarnation."""
 
     def on_restart(self, source: str) -> None:
-        """`source` is a new incarnation: what the one before held is void. Called before anything of
-        the new one arrives, message or heartbeat."""
+        """`source` is a new incarnation: the state of the previous one is void. Called before the first
+        message or heartbeat of the new one."""
 
     def on_peer_gone(self, peer: Peer) -> None:
         """An actor missed its heartbeats or stopped."""
@@ -92,11 +92,11 @@ class Actor:
         """Messages from `source` are lost for good: resynchronise with it."""
 
     def on_broker(self, online: bool) -> None:
-        """The connection to the broker was cut, or is back. The streams between actors mend themselves;
-        what was published outside them just before may be lost."""
+        """The connection to the broker was cut, or is back. The streams between actors repair themselves;
+        other recently published messages may be lost."""
 
     def upkeep(self) -> None:
-        """Called once a heartbeat interval: repeat what was not answered."""
+        """Called once a heartbeat interval: repeat unanswered messages."""
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         """For the next heartbeat."""
@@ -104,15 +104,15 @@ class Actor:
 
     @property
     def metrics(self) -> Metrics:
-        """What it has counted, for metrics. Called once `start` has run up to its first await."""
+        """The actor's metrics. Called after `start` has run up to its first await."""
         return ()
 
     def status(self) -> dict[str, object]:
-        """For `headrace status`: JSON-able, includes what must be zero when idle."""
+        """For `headrace status`: JSON-able, includes all counts that must be zero when idle."""
         return {}
 
     async def drain(self) -> None:
-        """Take nothing new, finish or give back what runs. Bounded by the runtime's time limit."""
+        """Accept no new work, finish or give back the running work. Bounded by the runtime's time limit."""
 
     async def stop(self) -> None:
         """Free everything. Called once, after drain."""
@@ -134,7 +134,7 @@ class Runtime:
     tracer: Tracer | None = None
     metric_sink: MeterSink | None = None
     on_heartbeat: Callable[[str], None] | None = (
-        None  # told the state at each heartbeat, or that it is "deaf"
+        None  # called with the state, or "cut_off", at each heartbeat
     )
     mailbox: Mailbox = field(init=False)
     _failed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -151,7 +151,7 @@ class Runtime:
         self.mailbox.guarded = self._guarded
 
     async def start(self) -> None:
-        """Subscribe, start the actor, say ready."""
+        """Subscribe, start the actor, announce that it is ready."""
         self.bus.on_fault(self._on_fault)
         actor = self.actor
         await self.mailbox.open(
@@ -183,7 +183,7 @@ class Runtime:
                 if not await _drained(self.actor, drain_timeout_s, hurry):
                     why = "at once" if hurry.is_set() else f"within {drain_timeout_s:g} s"
                     log.warning("%s did not drain %s", self.mailbox.source, why)
-        except Exception as error:  # noqa: BLE001 - reported, and what follows must run
+        except Exception as error:  # noqa: BLE001 - reported, and the next steps must run
             self.fail(error)
         try:
             await self.actor.stop()
@@ -202,24 +202,24 @@ class Runtime:
         return self.failure
 
     def send_heartbeat(self) -> None:
-        """Say that this actor lives."""
+        """Publish a heartbeat now."""
         if self.on_heartbeat is not None:
             self.on_heartbeat("cut_off" if self._cut_off and self.state == "ready" else self.state)
-        facts = self._facts()
-        self._recent.sample(self.clock.now_us(), facts.counts)
+        payload = self._payload()
+        self._recent.sample(self.clock.now_us(), payload.counts)
         heartbeat = Heartbeat(
             kind=self.actor.kind,
             actor=self.actor_id,
             host_id=self.host_id,
             state=self.state,
-            model=facts.model,
-            load=facts.load,
+            model=payload.model,
+            load=payload.load,
             interval_us=self.heartbeat_interval_us,
-            arena=facts.arena,
-            arena_generation=facts.arena_generation,
-            tiers=facts.tiers,
-            rates=facts.rates,
-            scheduler=facts.scheduler,
+            arena=payload.arena,
+            arena_generation=payload.arena_generation,
+            tiers=payload.tiers,
+            rates=payload.rates,
+            scheduler=payload.scheduler,
         )
         envelope = Envelope(self.mailbox.source, self.mailbox.epoch, 0, heartbeat)
         self.bus.publish(
@@ -227,16 +227,15 @@ class Runtime:
         )
 
     def collect_metrics(self) -> Metrics:
-        """For metrics: of the process, the runtime and the actor."""
+        """The metrics of the runtime, the process and the actor."""
         own = (
             MetricPoint("headrace.ready", int(self.state == "ready"), "1"),
             MetricPoint("headrace.wire_errors", self.mailbox.wire_errors, "{message}", is_counter=True),
         )
-        ready = self._held_back is None and self.failure is None
-        return (*own, *process_metrics(), *(self.actor.metrics if ready else ()))
+        return (*own, *process_metrics(), *(self.actor.metrics if self._started else ()))
 
     def fail(self, error: BaseException) -> None:
-        """Give up: the process ends with this error."""
+        """Fail the actor: the process ends with this error."""
         if self.failure is None:
             if isinstance(error, SetupError):
                 log.critical("%s cannot start: %s", self.mailbox.source, error)
@@ -246,10 +245,10 @@ class Runtime:
             self._failed.set()
 
     def upkeep(self) -> None:
-        """What happens once an interval besides the heartbeat itself."""
+        """Maintain the streams, expire silent peers, call the actor's upkeep. Once a heartbeat interval."""
         now_us, last_us = self.clock.now_us(), self._upkeep_us
         self._upkeep_us = now_us
-        stopped = now_us - last_us > 2 * self.heartbeat_interval_us  # what it missed waits in its mailbox
+        stopped = now_us - last_us > 2 * self.heartbeat_interval_us  # missed messages wait in the mailbox
         self._cut_off = self.mailbox.peers.is_cut_off(self.mailbox.source, now_us)
         if stopped or self._cut_off:
             self.mailbox.peers.restart_timeouts(now_us, but=self.mailbox.source)
@@ -295,23 +294,27 @@ class Runtime:
     def _on_status(self, delivery: Delivery) -> None:
         if access.answerable(self.bus, delivery):
             about = {
-                **identity(self.mailbox),
+                "kind": self.mailbox.kind,
+                "id": self.mailbox.actor,
+                "epoch": self.mailbox.epoch,
+                "fleet": self.mailbox.fleet,
                 "state": self.state,
                 "age_s": (self.clock.wall_us() - self.mailbox.epoch) // 1_000_000,
                 "wire_errors": self.mailbox.wire_errors,
-                "last_10_s": self._recent.change(self.clock.now_us(), self._facts().counts),
+                "last_10_s": self._recent.change(self.clock.now_us(), self._payload().counts),
             }
             self.bus.publish(delivery.reply, to_json({**about, **self._status()}))
 
-    def _facts(self) -> HeartbeatPayload:
-        return (
-            HeartbeatPayload()
-            if self._held_back is not None or self.failure is not None
-            else self.actor.heartbeat_payload()
-        )
+    @property
+    def _started(self) -> bool:
+        """True once `start` of the actor has run up to its first await, until the actor fails."""
+        return self._held_back is None and self.failure is None
+
+    def _payload(self) -> HeartbeatPayload:
+        return self.actor.heartbeat_payload() if self._started else HeartbeatPayload()
 
     def _status(self) -> dict[str, object]:
-        return {} if self._held_back is not None or self.failure is not None else self.actor.status()
+        return self.actor.status() if self._started else {}
 
     def _on_fault(self, fault: BusFault) -> None:
         log.warning("%s: %s: %s", self.mailbox.source, fault.kind, fault.detail)
@@ -368,9 +371,9 @@ class ProcessOptions:
 
 
 def run(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
-    """Run until SIGTERM or SIGINT drains it; a second signal cuts that short, and a third one, or
-    FORCED_END_S, ends it at once. `connect` takes the actor's name and returns its bus. Returns the exit
-    status: 0 drained, 1 failed, 130 forced."""
+    """Run until SIGTERM or SIGINT drains the actor. A second signal ends the drain; a third one, or
+    FORCED_END_S, ends the process at once. `connect` takes the connection's name and returns a bus. Returns
+    the exit status: 0 drained, 1 failed, 130 forced."""
     with _runner() as runner:
         return runner.run(_live(actor, connect, options))
 
@@ -440,16 +443,15 @@ async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
 
 
 def settle_garbage_collector() -> None:
-    """What start-up built lives as long as the process: never scan it again. What comes later goes as its
-    last reference does; the search for circles is rare, since a full one stops a scheduler with 2,000
-    requests for tens of milliseconds."""
+    """Exempt the objects of start-up from collection, and collect rarely: a full collection stops a
+    scheduler with 2,000 requests for tens of milliseconds. Reference counts free most later objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _catch_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first and by the second signal."""
+    """Two events, set by the first and by the second signal."""
     signalled, hurried = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -473,18 +475,13 @@ def _end() -> None:
     os._exit(FORCED)  # at once: an orderly exit would wait for threads
 
 
-def identity(mailbox: Mailbox) -> dict[str, object]:
-    """Who answers."""
-    return {"kind": mailbox.kind, "id": mailbox.actor, "epoch": mailbox.epoch, "fleet": mailbox.fleet}
-
-
 async def answer_status(
     bus: Bus, mailbox: Mailbox, state: Callable[[], str], status: Callable[[], dict[str, object]]
 ) -> None:
-    """Answer PING, INFO and STATS for everybody, for this kind, and for this actor.
+    """Answer discovery requests for all services, for this kind, and for this actor.
 
-    Discovery by the NATS services protocol ($SRV.PING, INFO, STATS), as `nats micro ls` asks for it. Spec:
-    nats-architecture-and-design ADR-32. Answered over Bus, so it works on any transport.
+    The NATS services protocol ($SRV.PING, INFO, STATS), as used by `nats micro ls`. Spec:
+    nats-architecture-and-design ADR-32.
     """
     name = f"headrace-{mailbox.kind}"
     head: dict[str, object] = {"name": name, "id": mailbox.actor, "version": VERSION, "metadata": {}}

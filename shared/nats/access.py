@@ -1,23 +1,22 @@
-"""Each service, tenant and operator has a login at the nats-server and the permissions it needs, no more.
+"""Logins and permissions at the nats-server: each service, tenant and operator gets only what it needs.
 
-    tenant ──generate, cancel, tokenize, … of its own name──▶ tokenizer, detokenizer, scheduler
-    tenant ◀──────────── replies below its own inbox ──────── tokenizer, detokenizer
-    service ──mailboxes of those it works with──▶ service
+    tenant ──generate, cancel, tokenize, … with its own name──▶ tokenizer, detokenizer, scheduler
+    tenant ◀──────────── replies below its own inbox ────────── tokenizer, detokenizer
+    service ──mailboxes of the services it works with──▶ service
 
-So a tenant can neither ask in another's name nor read another's replies, and no tenant reaches a mailbox. A
-service that answers only whoever asks it may publish to that reply subject once, and to no other inbox.
-The tokenizer and the detokenizer may publish to every inbox, so a service looks itself where an answer would
-go: the reply subject must lie below the inbox of the tenant in the subject (`answerable`). The gateway and
-the operator ask in the name of others, and hear the answers below those inboxes, at a place of their own
-(`reply_inbox`).
+A tenant can neither send requests as another tenant nor read another's replies, and no tenant reaches a
+mailbox. A service that only answers requests may publish one message to each reply subject it receives. The
+tokenizer and the detokenizer may publish to every inbox, so they check the reply subject: it must lie below
+the inbox of the tenant in the request's subject (`answerable`). The gateway and the operator send requests
+for any tenant, and read the replies in a part of the tenant's inbox (`reply_inbox`).
 
-A nats-server URL says besides the address who connects, and by which certificates:
+A nats-server URL includes the user and the certificates:
 
     nats://USER:PASSWORD@HOST:PORT            a user of `headrace auth`, or any other
-    tls://USER:PASSWORD@HOST:PORT?ca=FILE     the same, the server's certificate checked with FILE
+    tls://USER:PASSWORD@HOST:PORT?ca=FILE     the same, with the server's certificate checked by FILE
 
-A user reads replies below an inbox of its own, `_INBOX.USER`: the server lets nobody else subscribe there.
-Tenants are users by their (escaped) name; the names of services begin with `headrace-`.
+A user reads replies below its own inbox, `_INBOX.USER`; the server forbids other users to subscribe there.
+The user name of a tenant is its (escaped) name; the names of services start with `headrace-`.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ SERVICE_PREFIX = "headrace-"
 OPERATOR = "operator"
 INBOX = "_INBOX"
 CLASSES = ("interactive", "standard", "batch")  # service classes, the highest first
-DEFAULT_CLASSES = ("standard", "batch")  # of a tenant whose credentials name none
+DEFAULT_CLASSES = ("standard", "batch")  # of a tenant without an entry in `tenant_classes`
 
-_MAILBOXES = {
+_MAILBOXES = {  # sender -> receivers
     "tokenizer": ("scheduler", "tokenizer"),
     "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
     "executor": ("scheduler",),
     "kv_offload": ("scheduler",),
     "detokenizer": ("scheduler", "detokenizer"),
     "gateway": (),
-}  # who sends to whom
+}
 SERVICES = tuple(_MAILBOXES)
 _READS = {
     "tokenizer": (
@@ -58,9 +57,9 @@ _READS = {
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
     "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", "_R.*.*"),
 }
-# The inbox of a request travels to the detokenizer in a message; the tokenizer's answer comes seconds later.
+# The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
 _WRITES = {
-    "tokenizer": (f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.tokenize.*.*"),  # the last: does anybody listen?
+    "tokenizer": (f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.tokenize.*.*"),  # tokenize: see queries.py
     "scheduler": (f"{PUBLIC}.events.*",),
     "detokenizer": (f"{INBOX}.>",),
 }
@@ -72,7 +71,7 @@ _LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """How to connect: the servers without parameters, the user ("" for none), a file of certificates."""
+    """Servers without URL parameters, the user ("" for none), a file of certificates."""
 
     servers: tuple[str, ...]
     user: str = ""
@@ -80,11 +79,11 @@ class Login:
 
     @property
     def inbox_prefix(self) -> str:
-        """Where the replies to this user go."""
+        """The prefix of this user's reply subjects."""
         return f"{INBOX}.{self.user}" if self.user else INBOX
 
     def tls(self) -> ssl.SSLContext | None:
-        """Checks the server with `ca`; None where the system's certificates do. Raises SetupError."""
+        """A context that checks the server with `ca`; None: the system's certificates. Raises SetupError."""
         if not self.ca:
             return None
         try:
@@ -106,7 +105,7 @@ def shown(url: str) -> str:
 
 
 def as_user(url: str, user: str, password: str) -> str:
-    """The URL with this user in place of whom it names."""
+    """The URL with this user instead of its own."""
     login = f"{user}:{password}"
     return ",".join(_at(urlsplit(part.strip()), login).geturl() for part in url.split(","))
 
@@ -117,14 +116,14 @@ def password_of(url: str) -> str:
 
 
 def tenant_of(url: str, default: str) -> str:
-    """The tenant whose credentials a URL holds; `default` for services and nobody. Raises SetupError."""
+    """The tenant in the credentials of a URL; `default` for services and no user. Raises SetupError."""
     user = parse(url).user
     if not user or user.startswith(SERVICE_PREFIX):
         return default
     try:
         return untoken(user)
     except ValueError:
-        raise SetupError(f"the user in nats_url is no tenant of `headrace auth`: {user!r:.80}") from None
+        raise SetupError(f"the user in nats_url is not a tenant of `headrace auth`: {user!r:.80}") from None
 
 
 def _at(parts: SplitResult, user: str) -> SplitResult:
@@ -133,17 +132,17 @@ def _at(parts: SplitResult, user: str) -> SplitResult:
 
 
 def reply_inbox(user: str, tenant: str, own: str) -> str:
-    """Where `user` hears the answers to what it asks in the name of `tenant`, a subject token; `own` is a
-    fresh inbox of its connection."""
+    """The inbox of `user` for replies to requests as `tenant`, a subject token; `own` is a fresh inbox of its
+    connection."""
     if not user.startswith(SERVICE_PREFIX):
         return own
     return f"{INBOX}.{tenant}.{user}.{own.rpartition('.')[2]}"
 
 
 def answerable(bus: Bus, asked: Delivery) -> bool:
-    """True when `asked` has a reply subject to which an answer may go. With the users of `headrace auth` it
-    must lie below the inbox of the tenant in the subject, or, for what only services and the operator may
-    ask, below one of theirs: its sender may not be able to publish anywhere else, but we are."""
+    """True if an answer may go to the reply subject of `asked`. With the users of `headrace auth` it must lie
+    below the inbox of the tenant in the subject or, for requests of services and the operator, below one of
+    theirs: this service may publish where the sender of the request may not."""
     if not is_inbox(asked.reply):
         return False
     if not bus.user.startswith(SERVICE_PREFIX):
@@ -155,7 +154,7 @@ def answerable(bus: Bus, asked: Delivery) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Subject patterns. `answers`: besides `publish`, one message to the reply subject of each that came."""
+    """Subject patterns. `answers`: may also publish one message to the reply subject of each request."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
@@ -163,7 +162,7 @@ class Permissions:
 
 
 def of_service(kind: str, fleet: str) -> Permissions:
-    """A service of `kind`, one of SERVICES."""
+    """The permissions of a service `kind`, one of SERVICES."""
     f, name = token(fleet), SERVICE_PREFIX + kind
     asks = (*_ASKS, *_LOOKS) if kind == "gateway" else ()
     publish = (
@@ -191,7 +190,7 @@ def of_service(kind: str, fleet: str) -> Permissions:
 
 
 def of_operator(fleet: str) -> Permissions:
-    """The command line of whoever runs the fleet: asks in any tenant's name, sees every service."""
+    """The permissions of the operator's command line: requests for any tenant, the state of all services."""
     f = token(fleet)
     return Permissions(
         publish=(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"hr.{f}.beat_ask", "$SRV.>"),
@@ -200,18 +199,18 @@ def of_operator(fleet: str) -> Permissions:
 
 
 def of_tenant(tenant: str) -> Permissions:
-    """A client: requests in its own name, replies of its own."""
+    """The permissions of a tenant: its own requests and replies."""
     name = token(tenant)
     own = tuple(f"{PUBLIC}.{verb}.{name}.*" for verb in _VERBS)
     return Permissions(publish=(*own, f"{PUBLIC}.models.{name}"), subscribe=(f"{INBOX}.{name}.>",))
 
 
 def _inboxes(service: str) -> tuple[str, ...]:
-    """Of one that asks in its own name and in that of every tenant."""
+    """The inboxes of a service that sends requests as itself and as every tenant."""
     name = user_of(service)
     return f"{INBOX}.{name}.>", f"{INBOX}.*.{name}.>"
 
 
 def user_of(service: str) -> str:
-    """The name under which a service or the operator connects."""
+    """The user name of a service or of the operator."""
     return SERVICE_PREFIX + service

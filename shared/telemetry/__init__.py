@@ -1,1 +1,1 @@
-"""Traces and metrics: as plain data (traces.py, readings.py), and on their way out (otel.py, metrics.py)."""
+"""Traces and metrics: plain data (traces.py, readings.py), export (tracer.py, metrics.py, otel*.py)."""

@@ -1,12 +1,11 @@
-"""Readings leave a process by a page for Prometheus, by OTLP to a collector, or by both.
+"""Exports metrics by a page for Prometheus, by OTLP to a collector, or by both, as the environment selects.
 
-The environment says which of them. The page has the text exposition format 0.0.4. Names follow the
-OpenTelemetry specification's way to Prometheus: dots become `_`, the unit is the end of the name (`_seconds`,
-`_bytes`), counters end in `_total`. What vLLM counts, too, has vLLM's name with `headrace:` in place of
-`vllm:`, so that a dashboard made for the one shows the other.
+The page has the text exposition format 0.0.4. Names follow the OpenTelemetry specification for Prometheus:
+dots become `_`, the unit is a suffix (`_seconds`, `_bytes`), counters end in `_total`. Metrics that vLLM has,
+too, get vLLM's name with `headrace:` instead of `vllm:`, so that its dashboards work.
 
-Off costs nothing: OpenTelemetry is imported only for OTLP, prometheus_client only for a page.
-The server is ours: prometheus_client's own bounds neither connections, a thread each, nor heads of requests.
+OpenTelemetry is imported only for OTLP, prometheus_client only for a page. The HTTP server is our own, since
+prometheus_client's limits neither connections (a thread each) nor the size of request heads.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def _label(key: str) -> str:
 
 
 async def scrape_point(readings: Callable[[], Metrics]) -> ScrapePoint | None:
-    """The page of this process, None when it is not asked for. Raises SetupError when its port is taken."""
+    """The page of this process, None if it is off. Raises SetupError if its port is in use."""
     address = prometheus_address(os.environ)
     if address is None:
         return None
@@ -114,15 +113,14 @@ async def scrape_point(readings: Callable[[], Metrics]) -> ScrapePoint | None:
 
 
 class ScrapePoint:
-    """Serves readings at `address` from `start` to `stop`, by the process's own event loop: an answer shows
-    that it runs.
+    """Serves metrics at `address` from `start` to `stop`, on the event loop of the process: an answer proves
+    that the loop runs.
 
-    One request a connection, GET or HEAD of /metrics; a scrape every few seconds needs no web framework. The
-    page is made when it is asked for.
+    One request per connection, GET or HEAD of /metrics. The page is built for each request.
     """
 
     def __init__(self, host: str, port: int, readings: Callable[[], Metrics]) -> None:
-        """Port 0 is any free one. Raises SetupError when it is taken."""
+        """Port 0 is any free one. Raises SetupError if the port is in use."""
         self._metrics = readings
         self._bound = reserve(host, port)
         self.address: tuple[str, int] = self._bound.getsockname()[:2]
@@ -131,16 +129,16 @@ class ScrapePoint:
 
     @property
     def url(self) -> str:
-        """Of the page, for this machine."""
+        """The URL of the page, for this machine."""
         return http_url(*self.address) + PATH
 
     async def start(self) -> None:
-        """Return when connections are accepted."""
-        to_prometheus(())  # imports what a page takes, while nobody waits
+        """Return when the server accepts connections."""
+        to_prometheus(())  # imports prometheus_client now, before the first request
         self._server = await asyncio.start_server(self._accept, sock=self._bound, limit=MAX_HEAD_BYTES)
 
     async def stop(self) -> None:
-        """End at once."""
+        """Close the server and its connections at once."""
         if self._server is None:
             self._bound.close()
             return
@@ -166,7 +164,7 @@ class ScrapePoint:
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-            pass  # it asked for nothing that can be answered, or has gone
+            pass  # no valid request, or the client has gone
         finally:
             writer.transport.abort()
 
@@ -177,7 +175,7 @@ def reserve(host: str, port: int, *, listen: bool = True) -> socket.socket:
 
 
 def answer(head: bytes, readings: Callable[[], Metrics]) -> bytes:
-    """The whole HTTP answer to the head of a request."""
+    """The HTTP response to a request head."""
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
     if method not in (b"GET", b"HEAD"):
@@ -198,23 +196,23 @@ def _response(
 
 
 class MeterSink(Protocol):
-    """Sends the newest readings from a thread of its own, every OTEL_METRIC_EXPORT_INTERVAL."""
+    """Sends the newest metrics from its own thread, every OTEL_METRIC_EXPORT_INTERVAL."""
 
     def put(self, readings: Metrics) -> None:
-        """These are the newest. Never blocks."""
+        """Replace the newest metrics. Never blocks."""
 
     def stop(self, timeout_s: float) -> None:
-        """Send the newest, waiting for at most `timeout_s`."""
+        """Send the newest metrics within `timeout_s`."""
 
 
 def from_env(kind: str, actor: str) -> MeterSink | None:
-    """The sink of the process `kind.actor`, None when metrics are not asked for or cannot be sent; the log
-    says then how to mend it."""
+    """The sink of the process `kind.actor`, None if metrics are off or cannot be sent; the log then has the
+    remedy."""
     if not is_on(os.environ, METRICS):
         return None
     protocol = protocol_of(os.environ, METRICS)
     if protocol not in (HTTP, GRPC):
-        log.warning("metrics: off, the protocol %s is not known here: use %s or %s", protocol, HTTP, GRPC)
+        log.warning("metrics: off, unknown protocol %s: use %s or %s", protocol, HTTP, GRPC)
         return None
     try:
         from shared.telemetry.otel_sdk import OtelMeterSink

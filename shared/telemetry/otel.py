@@ -1,10 +1,9 @@
-"""The standard OTEL_* variables say whether this process sends spans and metrics, how, and where to.
+"""Reads the standard OTEL_* variables: whether this process sends spans and metrics, how, and where.
 
-On: OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set, OTEL_SDK_DISABLED is not `true`
-and OTEL_TRACES_EXPORTER, a list, is empty or names `otlp`; of metrics METRICS in place of TRACES. Metrics are
-also served to Prometheus when their list names `prometheus`. The rest is read by the SDK itself.
-
-Off costs nothing: otel_sdk.py is the only file that imports OpenTelemetry, and it is imported only when on.
+Traces are on if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set, OTEL_SDK_DISABLED
+is not `true`, and the list OTEL_TRACES_EXPORTER is empty or has `otlp`. Metrics have the same variables with
+METRICS instead of TRACES, and are served to Prometheus if their list has `prometheus`. The SDK reads the
+other variables. Only otel_sdk.py imports OpenTelemetry, and it is imported only if traces or metrics are on.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 HTTP, GRPC = "http/protobuf", "grpc"
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
 PROMETHEUS_HOST, PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_HOST", "OTEL_EXPORTER_PROMETHEUS_PORT"
-_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 9464  # as the specification says
+_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 9464  # as in the specification
 
 
 def is_on(env: Mapping[str, str], signal: str = TRACES) -> bool:
-    """Whether these variables ask for spans, or for metrics."""
+    """Whether OTLP export of the signal is on."""
     wanted = _exporters(env, signal) or {"otlp"}
     return any(env.get(name) for name in _of(ENDPOINTS, signal)) and "otlp" in wanted and not _disabled(env)
 
 
 def prometheus_address(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where these variables want metrics to be served, None when they do not. Raises SetupError."""
+    """The address of the metrics page, None if it is off. Raises SetupError."""
     if "prometheus" not in _exporters(env, METRICS) or _disabled(env):
         return None
     port = env.get(PROMETHEUS_PORT) or str(_DEFAULT_PORT)
@@ -42,12 +41,12 @@ def prometheus_address(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def protocol_of(env: Mapping[str, str], signal: str = TRACES) -> str:
-    """How they travel; not checked."""
+    """The OTLP protocol of the signal, not validated."""
     return next((p for name in _of(PROTOCOLS, signal) if (p := env.get(name))), HTTP)
 
 
 def endpoint(env: Mapping[str, str], protocol: str, signal: str = TRACES) -> str:
-    """Where they go, as the specification derives it."""
+    """The OTLP endpoint of the signal, derived as in the specification."""
     own, common = _of(ENDPOINTS, signal)
     if given := env.get(own):
         return given

@@ -1,12 +1,11 @@
-"""Spans and metrics go to an OTLP collector by the OpenTelemetry SDK; nothing else imports it.
+"""Sends spans and metrics to an OTLP collector with the OpenTelemetry SDK; the only module that imports it.
 
     export() ──▶ queue of the SDK's batch processor ──its thread──▶ OTLP over HTTP (or gRPC)
     put(readings) ──▶ the newest ◀── PeriodicExportingMetricReader's thread ──▶ OTLP over HTTP (or gRPC)
 
-Imported only when the OTEL_* variables ask for one of both: see otel.py. A collector that is away costs a
-line of the log each minute: spans wait in the bounded queue, then the oldest are dropped. Counters and gauges
-are observed by the SDK. Histograms are counted where they happen and cannot be observed, so the exporter adds
-them to what the SDK has collected; they are cumulative.
+Imported only if the OTEL_* variables turn one of both on: see otel.py. Without a collector one line per
+minute is logged: spans wait in the bounded queue, then the oldest are dropped. The SDK observes counters and
+gauges. It cannot observe histograms, so the exporter adds them to the collected data; they are cumulative.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from shared.telemetry.otel import ENDPOINTS, GRPC, METRICS, endpoint, log
 from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import SpanRecord
 
-SWITCH_S = 0.000_5  # the thread that encodes spans may hold up the event loop so long, not the usual 5 ms
+SWITCH_S = 0.000_5  # the thread that encodes spans delays the event loop at most this long, instead of 5 ms
 QUEUE_SPANS = 8_192  # defaults of OTEL_BSP_*: a second of spans, sent each second
 DELAY_MS = 1_000
 TEST_TIMEOUT_S = 3
-QUIET_S = 60.0  # between two lines about spans that do not arrive
+QUIET_S = 60.0  # between two log lines about lost spans
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _ERRNO = re.compile(r"\[Errno \d+\] ([^\"')]+)")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -62,20 +61,14 @@ SCOPE = "headrace"
 
 
 class OtelTracer:
-    """See Tracer. Raises ImportError when the exporter's package is missing.
-
-        export() ──▶ queue of the SDK's batch processor ──its thread──▶ OTLP over HTTP (or gRPC)
-
-    A collector that is away costs a line of the log each minute: spans wait in the bounded queue, then the
-    oldest are dropped.
-    """
+    """See Tracer. Raises ImportError if the exporter's package is missing."""
 
     def __init__(self, kind: str, actor: str, protocol: str) -> None:
         self._protocol = protocol
         self._resource = process_resource(kind, actor)
         self._reasons = _Reasons()
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
-        self._sampler = provider.sampler  # as OTEL_TRACES_SAMPLER says
+        self._sampler = provider.sampler  # by OTEL_TRACES_SAMPLER
         self._ids = provider.id_generator
         sys.setswitchinterval(SWITCH_S)
         self._scope = InstrumentationScope("headrace")
@@ -86,7 +79,7 @@ class OtelTracer:
         )
 
     def begin(self, given: str) -> tuple[str, str]:
-        """The client's trace goes on where its flags and the sampler say so; else one begins here."""
+        """Continue the client's trace if its flags and the sampler allow, else start one."""
         context = Context()
         trace_id, parent = self._ids.generate_trace_id(), traces.NO_PARENT
         if given:
@@ -104,11 +97,11 @@ class OtelTracer:
             self._processor.on_end(span)
 
     def test(self) -> None:
-        """Send one span by an exporter of its own, so that nothing waits for it."""
+        """Send one span by a separate exporter on a thread, so that nothing waits for it."""
         threading.Thread(target=self._test, name="trace-test", daemon=True).start()
 
     def stop(self, timeout_s: float) -> None:
-        """Flush; a collector that hangs is not waited for longer than that, one that is away not at all."""
+        """Flush for at most `timeout_s`; without waiting if the collector is away."""
         flush = threading.Thread(target=self._processor.shutdown, name="trace-flush", daemon=True)
         flush.start()
         flush.join(0 if self._reasons.trouble else timeout_s)
@@ -156,7 +149,7 @@ class OtelTracer:
 
 
 class _Exporter(SpanExporter):
-    """Tells of spans that do not arrive, once a minute, and of the first that do again."""
+    """Logs lost spans once a minute, and the first spans that arrive again."""
 
     def __init__(self, inner: SpanExporter, reasons: _Reasons, where: str) -> None:
         self._inner, self._reasons, self._where = inner, reasons, where
@@ -168,7 +161,7 @@ class _Exporter(SpanExporter):
         result = self._inner.export(spans)
         if result is SpanExportResult.SUCCESS:
             if self._lost:
-                log.info("traces: %s takes spans again; %d were lost", self._where, self._lost)
+                log.info("traces: spans arrive again at %s; %d were lost", self._where, self._lost)
             self._lost, self._quiet_until_s, self._reasons.trouble = 0, 0.0, False
             return result
         self._lost += len(spans)
@@ -183,7 +176,7 @@ class _Exporter(SpanExporter):
 
 
 class _Reasons(logging.Handler):
-    """Keeps what the SDK would log about a failed export, each time it fails."""
+    """Keeps the SDK's log line about a failed export instead of printing each one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,14 +187,14 @@ class _Reasons(logging.Handler):
         sdk.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Remember the line in place of printing it; what is not about an export is for the user."""
+        """Keep a line about an export; log any other."""
         text = record.getMessage()
         if not record.name.startswith(("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")):
             log.warning("traces: %s", text)
             return
         self.trouble = True
-        if "retries or shutdown" not in text:  # says less than the attempts before it
-            cause = _ERRNO.search(text)  # the rest of such a line is the names of classes around it
+        if "retries or shutdown" not in text:  # the lines of the attempts before have the cause
+            cause = _ERRNO.search(text)  # the rest of such a line is names of classes
             self.last = cause.group(1) if cause else text[:200]
 
 
@@ -216,7 +209,7 @@ def _exporter(protocol: str, timeout_s: float | None = None) -> SpanExporter:
 
 
 def process_resource(kind: str, actor: str) -> Resource:
-    """What the variables say, and for the rest this process."""
+    """The resource of this process: the OTEL_* variables, with defaults for service and instance."""
     own = Resource({traces.SERVICE_INSTANCE: f"{kind}.{actor}"})
     found = own.merge(Resource.create())
     if str(found.attributes[traces.SERVICE_NAME]).startswith("unknown_service"):
@@ -225,8 +218,8 @@ def process_resource(kind: str, actor: str) -> Resource:
 
 
 class _ProcessResource(Resource):
-    """The one resource of a process. The encoder looks it up for each span, and the SDK's own hash dumps
-    all attributes as JSON each time: a sixth of the whole encoding."""
+    """The only resource of a process. The encoder hashes it for each span, and the SDK's hash dumps all
+    attributes as JSON: a sixth of the encoding time."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -241,20 +234,13 @@ def _context(trace: str, *, is_remote: bool = False) -> SpanContext:
 
 
 def _child_id(root: int, index: int) -> int:
-    """The id of the span `index` below a root: the same whoever builds it."""
+    """The id of the span `index` below a root: the same in each process."""
     digest = hashlib.blake2b(root.to_bytes(8, "big") + index.to_bytes(4, "big"), digest_size=8).digest()
     return int.from_bytes(digest, "big") or 1
 
 
 class OtelMeterSink:
-    """Sends readings to an OTLP collector by the OpenTelemetry SDK: see MeterSink. Raises ImportError when
-    the exporter's package is missing.
-
-        put(readings) ──▶ the newest ◀── PeriodicExportingMetricReader's thread ──▶ OTLP over HTTP (or gRPC)
-
-    Counters and gauges are observed by the SDK. Histograms are counted where they happen and cannot be
-    observed, so the exporter adds them to what the SDK has collected; they are cumulative.
-    """
+    """See MeterSink. Raises ImportError if the exporter's package is missing."""
 
     def __init__(self, kind: str, actor: str, protocol: str) -> None:
         self._metrics: Metrics = ()
@@ -267,7 +253,7 @@ class OtelMeterSink:
         self._meter = self._provider.get_meter(SCOPE)
 
     def put(self, readings: Metrics) -> None:
-        """Replace the readings; a name that is new becomes an instrument."""
+        """Replace the metrics; a new name becomes an instrument."""
         self._metrics = readings
         for point in readings:
             if isinstance(point, MetricPoint) and point.name not in self._known:
@@ -280,7 +266,7 @@ class OtelMeterSink:
                 make(point.name, [self._observer(point.name)], point.unit)
 
     def stop(self, timeout_s: float) -> None:
-        """Send once more; a collector that hangs is not waited for longer than that."""
+        """Send once more, for at most `timeout_s`."""
         last = threading.Thread(target=self._provider.shutdown, name="metrics-flush", daemon=True)
         last.start()
         last.join(timeout_s)
@@ -300,10 +286,10 @@ class OtelMeterSink:
 
 
 class _WithHistograms(MetricExporter):
-    """Adds the histograms, and tells when metrics begin and cease to arrive."""
+    """Adds the histograms to each export, and logs when metrics start and stop to arrive."""
 
     def __init__(self, inner: Any, histograms: Callable[[], list[HistogramPoint]], where: str) -> None:
-        super().__init__(inner._preferred_temporality, inner._preferred_aggregation)  # as the variables say
+        super().__init__(inner._preferred_temporality, inner._preferred_aggregation)  # by OTEL_* variables
         self._inner, self._histograms, self._where = inner, histograms, where
         self._began_ns = time.time_ns()
         self._arrived: bool | None = None
@@ -331,7 +317,7 @@ class _WithHistograms(MetricExporter):
         self._inner.shutdown(timeout_millis, **kwargs)
 
     def _completed(self, data: MetricsData) -> MetricsData:
-        """In the one scope there is: the encoder takes each scope once."""
+        """The data with the histograms, in the only scope: the encoder writes each scope once."""
         (group,) = data.resource_metrics
         (scope,) = group.scope_metrics
         more = [_metric(histogram, self._began_ns, time.time_ns()) for histogram in self._histograms()]

@@ -1,4 +1,4 @@
-"""Readings are measured values as plain data: what a service counts, before anything is sent anywhere."""
+"""Metrics as plain data, before any export."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Attributes = tuple[tuple[str, str], ...]
 WINDOW_US = 10_000_000
 SAMPLE_US = 900_000  # just less than a heartbeat interval of a second
 
-_STARTED_S = time.time()  # when this was imported: at the process's start
+_STARTED_S = time.time()  # at import, so about the start of the process
 
 
 @dataclass(frozen=True, slots=True)
 class MetricPoint:
-    """A number now: of a counter, which only grows, or of a gauge."""
+    """The current value of a counter or a gauge."""
 
     name: str
     value: float
@@ -30,7 +30,7 @@ class MetricPoint:
 
 @dataclass(frozen=True, slots=True)
 class HistogramPoint:
-    """A histogram since the start: `counts[i]` values in (bounds[i-1], bounds[i]], the last above all."""
+    """A histogram since the start: `counts[i]` values in (bounds[i-1], bounds[i]], the last above them."""
 
     name: str
     bounds: Sequence[float]
@@ -44,13 +44,13 @@ Metrics = Sequence[MetricPoint | HistogramPoint]
 
 
 class Recent:
-    """How counts have changed within the last WINDOW_US, from a sample at each heartbeat."""
+    """The change of counts within the last WINDOW_US, from a sample at each heartbeat."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, Mapping[str, int]]] = deque()
 
     def sample(self, now_us: int, counts: Mapping[str, int]) -> None:
-        """Keep the counts of now, unless the last sample is younger than SAMPLE_US."""
+        """Keep the current counts, unless the last sample is younger than SAMPLE_US."""
         samples = self._samples
         if not counts or (samples and now_us - samples[-1][0] < SAMPLE_US):
             return
@@ -59,7 +59,7 @@ class Recent:
             samples.popleft()
 
     def change(self, now_us: int, counts: Mapping[str, int]) -> dict[str, float]:
-        """What was added to each count within the last `seconds`; empty before the first sample."""
+        """The increase of each count within the last `seconds`; empty before the first sample."""
         if not self._samples:
             return {}
         since_us, before = self._samples[0]
@@ -68,8 +68,8 @@ class Recent:
 
 
 def process_metrics() -> Iterator[MetricPoint]:
-    """What a process costs its machine, under the names that Prometheus's client libraries have given it: CPU
-    time and start everywhere, memory and open files on Linux."""
+    """The resources of this process, under the names of Prometheus's client libraries: CPU time and start
+    everywhere, memory and open files on Linux."""
     yield MetricPoint("process.cpu", time.process_time(), "s", is_counter=True)
     yield MetricPoint("process.start_time", _STARTED_S, "s")
     statm = Path("/proc/self/statm")

@@ -1,5 +1,4 @@
-"""The tracer of a process, if its environment asks for spans. Off costs nothing: OpenTelemetry is imported
-only when it does."""
+"""`from_env` makes the tracer of a process if its environment turns traces on."""
 
 from __future__ import annotations
 
@@ -12,30 +11,30 @@ from shared.telemetry.traces import SpanRecord
 
 
 class Tracer(Protocol):
-    """Decides which requests are traced, and sends their spans from a thread of its own."""
+    """Decides which requests are traced, and sends their spans from its own thread."""
 
     def begin(self, given: str) -> tuple[str, str]:
-        """For a request that came with the traceparent `given` (or none): the traceparent that names
-        its root span, and the id of that span's parent."""
+        """For a request with the traceparent `given` ("" for none): the traceparent of its root span, and the
+        id of that span's parent."""
 
     def export(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> None:
-        """Send one tree: its root is the span that `trace` names, below `parent_span`. Never blocks."""
+        """Send one tree: the traceparent `trace` identifies its root, below `parent_span`. Never blocks."""
 
     def test(self) -> None:
         """Send a span, and log whether it arrived. Returns at once."""
 
     def stop(self, timeout_s: float) -> None:
-        """Send what waits, for at most `timeout_s`."""
+        """Send the waiting spans within `timeout_s`."""
 
 
 def from_env(kind: str, actor: str) -> Tracer | None:
-    """The tracer of the process `kind.actor`, None when spans are not asked for or cannot be sent; the
-    log says then how to mend it."""
+    """The tracer of the process `kind.actor`, None if traces are off or cannot be sent; the log then has the
+    remedy."""
     if not is_on(os.environ):
         return None
     protocol = protocol_of(os.environ)
     if protocol not in (HTTP, GRPC):
-        log.warning("traces: off, %s=%s is not known here: use %s or %s", PROTOCOLS[1], protocol, HTTP, GRPC)
+        log.warning("traces: off, unknown %s=%s: use %s or %s", PROTOCOLS[1], protocol, HTTP, GRPC)
         return None
 
     from shared.telemetry.otel_sdk import OtelTracer

@@ -1,9 +1,7 @@
-"""Spans are plain data: what is measured is built here and tested as a table, and sent elsewhere. Pure.
+"""Builds the spans of a request as plain data, and reads and writes traceparents. Pure.
 
-A list of records is one tree: the first is its root, `parent` is an index into the list. Times are
-wall-clock microseconds, from stamps that the messages carry.
-
-The spans of one request come from the stamps and durations of its messages:
+A list of records is one tree: the first is its root, `parent` is an index into the list. Times are wall-clock
+microseconds. The spans of one request come from the stamps and durations in its messages:
 
     chat smollm2 ─────────────────────────────────────────────────────────────────────
       received ─ tokenize ── transit ─ queue ──── prefill ─────────── decode ────── detokenize ─ send
@@ -11,14 +9,13 @@ The spans of one request come from the stamps and durations of its messages:
                                                       prefill chunk 1 ──   the client, under decode)
                                                         prefill chunk 2 ───
 
-Each boundary is the stamp of the process that crosses it; stages of the scheduler are durations of its
-monotonic clock, laid end to end from the arrival of the request there. A pause is a span from the decision
-to the one that takes the sequence up again, a restore one from asking a tier for blocks to having them, or to
-going on without. With several choices each has a span of its own around its prefill and decode.
+Each boundary is a stamp of the process that crosses it; the scheduler's stages are durations of its monotonic
+clock, in sequence from the arrival of the request there. A preemption is a span from its decision to the one
+that resumes the sequence. A restore is a span from the request for blocks of a tier to their arrival, or to
+the decision to go on without them. With several choices each has a span around its prefill and decode.
 
-Spans of several processes join into one trace by W3C Trace Context 1. A trace is a string, the `traceparent`
-itself, carried in the NATS header at the edges and in the envelope inside; an empty string means not traced
-and costs nothing.
+Spans of several processes join into one trace by W3C Trace Context 1. A trace is a string, the `traceparent`,
+carried in a NATS header at the edges and in the envelope inside; an empty string means not traced.
 """
 
 from __future__ import annotations
@@ -41,16 +38,15 @@ RESTORE_DECISION = "restore"  # the decision at the end of one, with its `took_u
 
 HEADER = "traceparent"
 SAMPLED = 1  # bit of the flags
-NO_PARENT = "0" * 16  # span id in the place of a root's parent
-MAX_CHARS = 256  # it travels in every message of the request; version 00 has 55
+NO_PARENT = "0" * 16  # span id for "no parent"
+MAX_CHARS = 256  # of a traceparent, which is in every message of the request; version 00 has 55
 
 _SPAN_ID = re.compile(r"[0-9a-f]{16}")
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
-# The names on spans: OpenTelemetry's semantic conventions as far as they are used, and our own. Sources:
-# semantic conventions for generative AI and for messaging (both in development, hence one place to follow
-# them in), for errors and for resources. Written out rather than imported: the package that holds them is
-# large, and marks these names deprecated whenever they move.
+# The names on spans: OpenTelemetry's semantic conventions for generative AI, messaging (both in development),
+# errors and resources, and our own. They are not imported: the package is large, and marks names as
+# deprecated when they move.
 
 # generative AI
 GEN_AI_OPERATION = "gen_ai.operation.name"
@@ -90,7 +86,7 @@ SERVICE_NAME = "service.name"
 SERVICE_INSTANCE = "service.instance.id"
 
 # our own: also on spans, since not every viewer shows resources and links
-COMPONENT = "component"  # the service whose time it is
+COMPONENT = "component"  # the service that spends the time
 REQUEST_ID = "request.id"
 TENANT = "tenant"
 BATCH_ID = "batch.id"  # <executor>:<step>, the same on a step and on the chunks in it
@@ -168,7 +164,7 @@ def gaps(intervals: Iterable[tuple[int, int]], start: int, end: int) -> list[tup
 
 
 def to_body(spans: Sequence[SpanRecord]) -> list[dict[str, Any]]:
-    """The spans as JSON has them, for `headrace.v1.trace`."""
+    """The spans as JSON, for `headrace.v1.trace`."""
     return [
         {
             "name": span.name,
@@ -187,7 +183,7 @@ def to_body(spans: Sequence[SpanRecord]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One choice at its end: `tokens` and `reason` are the detokenizer's last word."""
+    """One choice at its end: the detokenizer's final `tokens` and `reason`."""
 
     index: int
     tokens: int
@@ -197,17 +193,17 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Wall stamps of the detokenizer; 0 = has not happened."""
+    """Wall stamps of the detokenizer; 0 = not yet."""
 
     opened_us: int = 0
-    first_us: int = 0  # the first text was sent, or joined an answer that is not streamed
+    first_us: int = 0  # the first text was sent, or added to a plain answer
     built_us: int = 0  # the last frame was built
-    sent_us: int = 0  # it has left the process
+    sent_us: int = 0  # the last frame left the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """Everything its spans are made of."""
+    """The data for the spans of a request."""
 
     request: str
     tenant: str
@@ -245,17 +241,17 @@ class _Times:
         return cls(t.received_wall_us, handled, sent, arrived, admitted, first, max(closed, first))
 
 
-def request_spans(facts: RequestRecord) -> list[SpanRecord]:
+def request_spans(record: RequestRecord) -> list[SpanRecord]:
     """The spans of a request that has reached a detokenizer, its root first."""
-    if not facts.choices:  # it ended without a word of its scheduler
-        return _failed_over(facts)
-    times = [_Times.of(choice) for choice in facts.choices]
+    if not record.choices:  # it ended without a Close of its scheduler
+        return _failed_over(record)
+    times = [_Times.of(choice) for choice in record.choices]
     closed = max(t.closed for t in times)
-    built, sent = max(facts.reply.built_us, closed), max(facts.reply.sent_us, facts.reply.built_us, closed)
-    spans = [_root(facts, times[0], sent), *_tokenizer_spans(facts, times[0])]
-    for choice, at in zip(facts.choices, times, strict=True):
+    built, sent = max(record.reply.built_us, closed), max(record.reply.sent_us, record.reply.built_us, closed)
+    spans = [_root(record, times[0], sent), *_tokenizer_spans(record, times[0])]
+    for choice, at in zip(record.choices, times, strict=True):
         parent = ROOT
-        if len(facts.choices) > 1 and at.admitted < at.closed:
+        if len(record.choices) > 1 and at.admitted < at.closed:
             parent = len(spans)
             spans.append(
                 SpanRecord(f"choice {choice.index}", at.admitted, at.closed, ROOT, _choice_attributes(choice))
@@ -263,49 +259,49 @@ def request_spans(facts: RequestRecord) -> list[SpanRecord]:
         _add_stages(spans, choice, at, parent)
         _add_decisions(spans[parent], choice, at)
     first_us = min((t.first for t in times if t.first), default=0)
-    if first_us and facts.reply.first_us:
-        end = max(facts.reply.first_us, first_us)
-        spans.append(_stage("first token", first_us, end, facts.detokenizer))
-    if facts.reply.built_us:
-        spans.append(_stage("detokenize", closed, built, facts.detokenizer))
-    if facts.reply.sent_us:
-        spans.append(_send(facts, built, sent))
+    if first_us and record.reply.first_us:
+        end = max(record.reply.first_us, first_us)
+        spans.append(_stage("first token", first_us, end, record.detokenizer))
+    if record.reply.built_us:
+        spans.append(_stage("detokenize", closed, built, record.detokenizer))
+    if record.reply.sent_us:
+        spans.append(_send(record, built, sent))
     return spans
 
 
-def root_attributes(facts: RequestRecord) -> dict[str, Value]:
-    """What the root says of any request, answered or refused."""
+def root_attributes(record: RequestRecord) -> dict[str, Value]:
+    """The attributes of the root span of any request, answered or refused."""
     attributes: dict[str, Value] = {
-        REQUEST_ID: facts.request,
-        TENANT: facts.tenant,
-        COMPONENT: facts.detokenizer,
-        GEN_AI_OPERATION: OPERATIONS.get(facts.format, facts.format),
+        REQUEST_ID: record.request,
+        TENANT: record.tenant,
+        COMPONENT: record.detokenizer,
+        GEN_AI_OPERATION: OPERATIONS.get(record.format, record.format),
         GEN_AI_PROVIDER: PROVIDER,
-        GEN_AI_REQUEST_MODEL: facts.model,
+        GEN_AI_REQUEST_MODEL: record.model,
         MESSAGING_SYSTEM: NATS,
-        MESSAGING_DESTINATION: subjects.generate(facts.tenant, facts.model),
+        MESSAGING_DESTINATION: subjects.generate(record.tenant, record.model),
         MESSAGING_TEMPLATE: GENERATE_TEMPLATE,
         MESSAGING_OPERATION: "process",
         MESSAGING_OPERATION_TYPE: "process",
         MESSAGING_GROUP: "tokenizer",
-        MESSAGING_MESSAGE_ID: facts.request,
+        MESSAGING_MESSAGE_ID: record.request,
     }
-    if facts.error is not None:
-        attributes[ERROR_TYPE] = facts.error.type
+    if record.error is not None:
+        attributes[ERROR_TYPE] = record.error.type
     return attributes
 
 
-def root_name(facts: RequestRecord) -> str:
-    """As the conventions name a span of generative AI."""
-    return f"{OPERATIONS.get(facts.format, facts.format)} {facts.model}"
+def root_name(record: RequestRecord) -> str:
+    """The name of a generative AI span in the semantic conventions."""
+    return f"{OPERATIONS.get(record.format, record.format)} {record.model}"
 
 
-def _root(facts: RequestRecord, at: _Times, end_us: int) -> SpanRecord:
-    choices, usage = facts.choices, facts.choices[0].close.usage
-    attributes = root_attributes(facts)
+def _root(record: RequestRecord, at: _Times, end_us: int) -> SpanRecord:
+    choices, usage = record.choices, record.choices[0].close.usage
+    attributes = root_attributes(record)
     attributes |= {
-        GEN_AI_RESPONSE_MODEL: facts.model,
-        GEN_AI_RESPONSE_ID: facts.request,
+        GEN_AI_RESPONSE_MODEL: record.model,
+        GEN_AI_RESPONSE_ID: record.request,
         GEN_AI_INPUT_TOKENS: usage.prompt_tokens,
         GEN_AI_OUTPUT_TOKENS: sum(choice.tokens for choice in choices),
         GEN_AI_CACHED_TOKENS: usage.cached_tokens,
@@ -314,30 +310,30 @@ def _root(facts: RequestRecord, at: _Times, end_us: int) -> SpanRecord:
     }
     if len(choices) > 1:
         attributes[GEN_AI_REQUEST_CHOICES] = len(choices)
-    if facts.reply.first_us:
-        attributes[GEN_AI_FIRST_CHUNK_S] = (facts.reply.first_us - at.received) / 1e6
-    error = facts.error.message if facts.error is not None else ""
-    return SpanRecord(root_name(facts), at.received, end_us, None, attributes, kind="server", error=error)
+    if record.reply.first_us:
+        attributes[GEN_AI_FIRST_CHUNK_S] = (record.reply.first_us - at.received) / 1e6
+    error = record.error.message if record.error is not None else ""
+    return SpanRecord(root_name(record), at.received, end_us, None, attributes, kind="server", error=error)
 
 
-def _tokenizer_spans(facts: RequestRecord, at: _Times) -> list[SpanRecord]:
-    close = facts.choices[0].close
+def _tokenizer_spans(record: RequestRecord, at: _Times) -> list[SpanRecord]:
+    close = record.choices[0].close
     tokenize = _stage("tokenize", at.handled, at.sent, "tokenizer")
     tokenize.attributes[GEN_AI_INPUT_TOKENS] = close.usage.prompt_tokens
     return [
-        received(facts, at.received, at.handled),
+        received(record, at.received, at.handled),
         tokenize,
         _stage("transit", at.sent, at.arrived, "scheduler"),
         _stage("queue", at.arrived, at.admitted, "scheduler"),
     ]
 
 
-def received(facts: RequestRecord, start_us: int, end_us: int) -> SpanRecord:
+def received(record: RequestRecord, start_us: int, end_us: int) -> SpanRecord:
     """The wait in the tokenizer's mailbox."""
     span = _stage("received", start_us, end_us, "tokenizer", kind="consumer")
     span.attributes |= {
         MESSAGING_SYSTEM: NATS,
-        MESSAGING_DESTINATION: subjects.generate(facts.tenant, facts.model),
+        MESSAGING_DESTINATION: subjects.generate(record.tenant, record.model),
         MESSAGING_OPERATION_TYPE: "receive",
     }
     return span
@@ -370,7 +366,7 @@ def _add_stages(spans: list[SpanRecord], choice: Choice, at: _Times, parent: int
 
 
 def _preempted_spans(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
-    """When it was off its executor, paused or requeued: until the next decision took it up again."""
+    """The times off its executor, preempted or requeued, until the next decision."""
     left: Decision | None = None
     for decision in choice.close.decisions:
         if decision.what in LEAVING_DECISIONS:
@@ -383,7 +379,7 @@ def _preempted_spans(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Dec
 
 
 def _restores(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]:
-    """When blocks were on their way from a tier; the sequence is in no step then."""
+    """The times of restores from a tier; the sequence is in no step then."""
     for decision in choice.close.decisions:
         if decision.what == RESTORE_DECISION:
             end = at.arrived + decision.at_us
@@ -391,7 +387,7 @@ def _restores(choice: Choice, at: _Times) -> Iterator[tuple[int, int, Decision]]
 
 
 def _interval(chunk: Chunk, at: _Times) -> tuple[int, int]:
-    """When a chunk ran; one whose step was never answered lasted until the end."""
+    """The time of a chunk; without a result of its step it lasts until the end."""
     start = at.arrived + chunk.at_us
     return start, start + chunk.took_us if chunk.took_us else max(at.closed, start)
 
@@ -404,7 +400,7 @@ def _batch(chunk: Chunk) -> dict[str, Value]:
 def _decoded(choice: Choice) -> dict[str, Value]:
     timings, tokens = choice.close.timings, choice.tokens
     attributes = {**_choice_attributes(choice), TOKENS: tokens, STEPS: timings.steps}
-    if timings.decode_us and tokens > 1:  # the first token came out of the prefill
+    if timings.decode_us and tokens > 1:  # the prefill made the first token
         attributes[TOKENS_PER_SECOND] = round((tokens - 1) * 1e6 / timings.decode_us, 1)
     return attributes
 
@@ -415,30 +411,30 @@ def _add_decisions(span: SpanRecord, choice: Choice, at: _Times) -> None:
         span.events.append(SpanEvent(decision.what, at.arrived + decision.at_us, attributes))
 
 
-def _send(facts: RequestRecord, start_us: int, end_us: int) -> SpanRecord:
-    span = _stage("send", start_us, end_us, facts.detokenizer, kind="producer")
+def _send(record: RequestRecord, start_us: int, end_us: int) -> SpanRecord:
+    span = _stage("send", start_us, end_us, record.detokenizer, kind="producer")
     span.attributes |= {
         MESSAGING_SYSTEM: NATS,
-        MESSAGING_DESTINATION: facts.inbox,
+        MESSAGING_DESTINATION: record.inbox,
         MESSAGING_TEMPORARY: True,
         MESSAGING_OPERATION_TYPE: "send",
     }
     return span
 
 
-def _failed_over(facts: RequestRecord) -> list[SpanRecord]:
-    reply, error = facts.reply, facts.error
-    opened = max(reply.opened_us, facts.received_wall_us)
+def _failed_over(record: RequestRecord) -> list[SpanRecord]:
+    reply, error = record.reply, record.error
+    opened = max(reply.opened_us, record.received_wall_us)
     built = max(reply.built_us, opened)
     sent = max(reply.sent_us, built)
     text = error.message if error is not None else ""
-    attributes = root_attributes(facts)
+    attributes = root_attributes(record)
     root = SpanRecord(
-        root_name(facts), facts.received_wall_us, sent, None, attributes, kind="server", error=text
+        root_name(record), record.received_wall_us, sent, None, attributes, kind="server", error=text
     )
-    intake = _stage("before the detokenizer", facts.received_wall_us, opened, "scheduler")
-    answering = _stage("until its scheduler was lost", opened, built, facts.detokenizer)
-    return [root, intake, answering, _send(facts, built, sent)]
+    intake = _stage("before the detokenizer", record.received_wall_us, opened, "scheduler")
+    answering = _stage("until its scheduler was lost", opened, built, record.detokenizer)
+    return [root, intake, answering, _send(record, built, sent)]
 
 
 def _choice_attributes(choice: Choice) -> dict[str, Value]:
@@ -450,18 +446,18 @@ def _stage(name: str, start_us: int, end_us: int, component: str, kind: str = "i
 
 
 def batch_id(executor: str, step: int) -> str:
-    """What names one step of one executor."""
+    """The id of one step of one executor."""
     return f"{executor}:{step}"
 
 
 def from_headers(headers: Mapping[str, str]) -> str:
-    """The traceparent of a message, empty when there is none or it is not valid."""
+    """The traceparent of a message, empty if it is missing or invalid."""
     text = headers.get(HEADER, "")
     return text if len(text) <= MAX_CHARS and is_valid(text) else ""
 
 
 def is_valid(trace: str) -> bool:
-    """True for a traceparent as the specification wants it: later versions may carry more fields."""
+    """True for a traceparent by the specification; later versions may have more fields."""
     match = _FORM.fullmatch(trace)
     if match is None:
         return False
@@ -471,24 +467,24 @@ def is_valid(trace: str) -> bool:
 
 
 def trace_id(trace: str) -> str:
-    """The 32 hex digits that name the trace, empty when not traced."""
+    """The trace id, 32 hex digits; empty if not traced."""
     fields = trace.split("-")
     return fields[1] if len(fields) >= 4 else ""
 
 
 def span_id(trace: str) -> str:
-    """The 16 hex digits of the span that the traceparent names, empty when not traced."""
+    """The span id, 16 hex digits; empty if not traced."""
     fields = trace.split("-")
     return fields[2] if len(fields) >= 4 else ""
 
 
 def is_sampled(trace: str) -> bool:
-    """Whether whoever made the traceparent wants the trace recorded; False for what is none."""
+    """Whether the traceparent has the sampled flag; False for an invalid one."""
     return is_valid(trace) and bool(int(trace.split("-")[3], 16) & SAMPLED)
 
 
 def span_number(span: str) -> int:
-    """A span id as a number; 0, which names none, for what is no span id."""
+    """A span id as a number; 0 for an invalid one."""
     return int(span, 16) if _SPAN_ID.fullmatch(span) else 0
 
 

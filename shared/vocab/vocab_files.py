@@ -1,9 +1,10 @@
-"""A vocabulary has the same VocabularyParts, whether a Hugging Face folder or a GGUF file holds it.
+"""Reads the `VocabularyParts` of a Hugging Face folder (`hf_parts`) or a GGUF file (`gguf_parts`).
 
-Of GGUF files two families are read: byte-level BPE (`gpt2`: GPT-2, Llama 3, Qwen, SmolLM) and SentencePiece
-BPE with byte fallback (`llama`: Llama 2, Mistral), whose merges follow from the tokens' scores. How text is
-cut into words before BPE merges goes by llama.cpp's name in `tokenizer.ggml.pre`; each entry of _BY_NAME is
-the pipeline of the model's own tokenizer.json (llama.cpp's `llama-vocab.cpp` holds the same patterns).
+Two families of GGUF vocabularies are supported: byte-level BPE (`gpt2`: GPT-2, Llama 3, Qwen, SmolLM), and
+SentencePiece BPE with byte fallback (`llama`: Llama 2, Mistral) with merges derived from the tokens' scores.
+llama.cpp's name in `tokenizer.ggml.pre` selects the split of text into words before BPE; each entry of
+_BY_NAME is the pipeline of the model's own tokenizer.json (llama.cpp's `llama-vocab.cpp` has the same
+patterns).
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from shared.vocab.gguf import read_metadata
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
 _SPECIAL = (_UNKNOWN, _CONTROL)
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# A token of such a name ends a text whatever the file says of it: llama.cpp's list, but for `</s>` and the
-# like, which in some vocabularies is a piece of text (where it is the end, a key says so).
+# Tokens with these names end a text, for any token type in the file. llama.cpp's list without `</s>` and the
+# like, which are text in some vocabularies (where they are the end, a key names them).
 _END_NAMES = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"}
     | {"<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "<｜end▁of▁sentence｜>"}
 )
-_HARMONY = {"<|return|>", "<|call|>"}  # beside these `<|end|>` closes a part of an answer
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # special whatever tokenizer.json says of them
+_HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with these, `<|end|>` ends only a part of an answer
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # special for any entry in tokenizer.json
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -43,24 +44,25 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyParts:
-    """`tokens[i]` is the stored form of token i: byte-level BPE writes each byte as one printable
-    character (GPT-2's table), SentencePiece writes a space as U+2581 and a lone byte as `<0xAB>`."""
+    """The parts of a vocabulary. `tokens[i]` is the stored form of token i: byte-level BPE writes each byte
+    as one printable character (GPT-2's table), SentencePiece a space as U+2581 and a lone byte as
+    `<0xAB>`."""
 
-    tokens: list[str]  # "" for an id that has no token
+    tokens: list[str]  # "" for an id without a token
     special: frozenset[int]  # control tokens: they have no text
-    added: frozenset[int]  # matched whole in a text before all else; the special ones among them
+    added: frozenset[int]  # matched whole in a text before BPE; includes the special ones
     byte_level: bool  # else SentencePiece with byte fallback
-    build: Callable[[], Tokenizer]  # a new one each time; slow (0.2 s), and a detokenizer never needs it
-    prefix_ids: tuple[int, ...]  # put before a plain completion prompt: bos, or nothing
+    build: Callable[[], Tokenizer]  # builds a new one; slow (0.2 s), and not needed by a detokenizer
+    prefix_ids: tuple[int, ...]  # put before a completion prompt: BOS, or nothing
     bos_id: int | None
     eos_ids: tuple[int, ...]
-    chat_template: str  # jinja source, "" when the model has none
-    context_tokens: int  # longest sequence the model was made for, 0 when unknown
+    chat_template: str  # jinja source, "" if the model has none
+    context_tokens: int  # the model's longest sequence, 0 if unknown
 
 
 def hf_parts(folder: Path) -> VocabularyParts:
-    """Read the vocabulary of a model folder (tokenizer.json and its companions). Raises SetupError when
-    tokenizer.json is missing or is of a family that cannot be decoded token by token."""
+    """Read the vocabulary of a model folder (tokenizer.json, tokenizer_config.json, ...). Raises SetupError
+    if tokenizer.json is missing or of a family that cannot be decoded token by token."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise SetupError(f"{folder} has no tokenizer.json; Headrace reads no other tokenizer format there")
@@ -103,8 +105,8 @@ def _is_byte_level(source: dict[str, Any], file: Path) -> bool:
 
 
 def _eos_ids(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> tuple[int, ...]:
-    """The tokenizer's end, and those of generation_config.json (a chat model may have several), or of
-    config.json where that one names none."""
+    """The end token of the tokenizer, and those of generation_config.json (a chat model may have several), or
+    else those of config.json."""
     ids: list[Any] = [vocab.get(_text_of(config.get("eos_token")))]
     for name in ("generation_config.json", "config.json"):
         listed = _json(folder / name).get("eos_token_id")
@@ -115,7 +117,7 @@ def _eos_ids(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> tup
 
 
 def _prefix_ids(tokenizer: Tokenizer, config: dict[str, Any], bos: int | None) -> tuple[int, ...]:
-    """What the tokenizer puts before a text. As in transformers `add_bos_token` decides, where given."""
+    """The ids that the tokenizer puts before a text. As in transformers `add_bos_token` decides, if set."""
     asked = config.get("add_bos_token")
     if asked is not None:
         return (bos,) if asked and bos is not None else ()
@@ -181,7 +183,7 @@ def gguf_parts(path: Path) -> VocabularyParts:
 
 
 def _gguf_ends(data: dict[str, Any]) -> tuple[int, ...]:
-    """The end ids that the keys name, the first one's before all others, and those known by name."""
+    """The end ids: those of the keys, `eos_token_id` first, then those of _END_NAMES."""
     tokens: list[str] = data["tokenizer.ggml.tokens"]
     keyed = [data[f"tokenizer.ggml.{key}"] for key in _END_KEYS if f"tokenizer.ggml.{key}" in data]
     names = _END_NAMES.intersection(tokens)
@@ -193,7 +195,7 @@ def _gguf_ends(data: dict[str, Any]) -> tuple[int, ...]:
 
 def _byte_level(data: dict[str, Any]) -> Callable[[], Tokenizer]:
     pre = data.get("tokenizer.ggml.pre", "")
-    pipeline = pre_tokenizer(pre)  # now, so that an unknown name fails at start
+    pipeline = pre_tokenizer(pre)  # here, so that an unknown name fails at start
 
     def build() -> Tokenizer:
         tokens, merges = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]
@@ -237,8 +239,8 @@ def _sentencepiece(data: dict[str, Any]) -> Callable[[], Tokenizer]:
 
 
 def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """BPE merges in the order SentencePiece would do them: each token's splits into two tokens, by
-    the score of the whole (higher first)."""
+    """BPE merges in SentencePiece's order: all splits of each token into two tokens, by the score of the
+    token (higher first)."""
     ids = {token: i for i, token in enumerate(tokens)}
     ranked = []
     for i, token in enumerate(tokens):
@@ -262,13 +264,13 @@ def _add_special(tokenizer: Tokenizer, data: dict[str, Any]) -> None:
 
 
 def with_other_names(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
-    """A copy in which some tokens have other names, and can be had by these alone: neither by their old
-    names nor by merges. All ids stay."""
+    """A copy in which some tokens have other names and match only these, neither their old names nor merges.
+    All ids stay."""
     source = json.loads(tokenizer.to_str())
     model = source["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
-    else:  # Unigram's
+    else:  # Unigram
         model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
     if "merges" in model:
         model["merges"] = [
@@ -280,24 +282,24 @@ def with_other_names(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
         model["unk_token"] = names[model["unk_token"]]
     for token in source["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    source["post_processor"] = None  # it puts tokens by name around a text: nobody asks for that
+    source["post_processor"] = None  # it adds tokens by name around a text, which no caller needs
     return Tokenizer.from_str(json.dumps(source))
 
 
 def pre_tokenizer(pre: str) -> PreTokenizer:
-    """The pre-tokenizer of a byte-level BPE model. Raises SetupError for a name not known here."""
+    """The pre-tokenizer of a byte-level BPE model. Raises SetupError for an unknown name."""
     make = _BY_NAME.get(pre)
     if make is None:
         known = ", ".join(sorted(_BY_NAME))
         raise SetupError(
-            f"this GGUF file asks for the pre-tokenizer {pre!r}, which Headrace does not know "
-            f"(it knows {known}); use the model's Hugging Face folder with its tokenizer.json"
+            f"this GGUF file has the unknown pre-tokenizer {pre!r} (known: {known}); use the "
+            "model's Hugging Face folder with its tokenizer.json"
         )
     return make()
 
 
 def skips_merges_for_whole_words(pre: str) -> bool:
-    """True where a word that is itself a token is taken without merging (Llama 3)."""
+    """True if a word that is a token needs no merges (Llama 3)."""
     return pre in ("llama-bpe", "llama3", "llama-v3")
 
 

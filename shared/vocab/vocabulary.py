@@ -1,9 +1,8 @@
-"""Text to token ids and back, for one model.
+"""A `Vocabulary` turns text into token ids and back, for one model.
 
-Decoding is defined on bytes: every token stands for a byte string, special tokens for none, and a
-text is their concatenation read as UTF-8 with U+FFFD for what is not (the maximal-subpart rule of
-Unicode 3.9, which both Python and Hugging Face's decoder follow). So a stream can be decoded token
-by token and equals the decoding of the whole.
+Decoding is defined on bytes: each token is a byte string, empty for special tokens. A text is the
+concatenation decoded as UTF-8, with U+FFFD for invalid bytes (the maximal-subpart rule of Unicode 3.9, which
+both Python and Hugging Face's decoder follow). So decoding token by token equals decoding the whole.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MARKUP = re.compile(r"</?[a-z_]+>")
 
 
 def load_vocabulary(files: ModelFiles) -> Vocabulary:
-    """The vocabulary of a model. Raises SetupError when it is missing or of an unknown family."""
+    """The vocabulary of a model. Raises SetupError if it is missing or of an unknown family."""
     return Vocabulary(gguf_parts(files.path) if files.is_gguf else hf_parts(files.path))
 
 
@@ -46,9 +45,9 @@ class Vocabulary:
 
     @cached_property
     def controls(self) -> dict[str, int]:
-        """Text and id of every token that gives a prompt its form, and that a user must not be able to
-        write: control tokens, ends, and of the other added ones those that look like a control token or
-        stand in the chat template (fine-tunes do not mark all of theirs)."""
+        """Text and id of the tokens that give a prompt its form, which users must not be able to write:
+        control tokens, end tokens, and other added tokens that look like a control token or occur in the chat
+        template (fine-tunes do not mark all of theirs)."""
         tokens, template = self._parts.tokens, self.chat_template
         chosen = {*self.special_ids, *self.eos_ids}
         for i in self._parts.added - chosen:
@@ -59,7 +58,7 @@ class Vocabulary:
 
     @cached_property
     def markup(self) -> frozenset[str]:
-        """Those of `controls` that a model writes within its own turn, such as `<think>` and `</think>`."""
+        """The `controls` that a model writes within its answer, such as `<think>` and `</think>`."""
         ends = {self._parts.tokens[i] for i in (*self.special_ids, *self.eos_ids)}
         found = {name for name in self.controls if _MARKUP.fullmatch(name)} - ends
         return frozenset(
@@ -68,17 +67,17 @@ class Vocabulary:
 
     @property
     def bos_token(self) -> str:
-        """Text of the token that begins a sequence, "" when there is none."""
+        """Text of the BOS token, "" if there is none."""
         return "" if self._parts.bos_id is None else self._parts.tokens[self._parts.bos_id]
 
     @property
     def eos_token(self) -> str:
-        """Text of the first end token, "" when there is none."""
+        """Text of the first end token, "" if there is none."""
         return self._parts.tokens[self.eos_ids[0]] if self.eos_ids else ""
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of all tokens in order: equal ids mean equal text where digests are equal."""
+        """Hex digest of all tokens in order: with equal digests equal ids mean equal text."""
         special = ",".join(map(str, sorted(self.special_ids)))
         return hashlib.sha256("\0".join([*self._parts.tokens, special]).encode()).hexdigest()[:32]
 
@@ -93,23 +92,22 @@ class Vocabulary:
 
     @property
     def strips_leading_space(self) -> bool:
-        """SentencePiece puts a space before the first word; decoding takes it off again."""
+        """SentencePiece puts a space before the first word; decoding removes it."""
         return not self._parts.byte_level
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """No token stands for more text: a text of n bytes has at least n / this many tokens."""
+        """The length of the longest token's text: a text of n bytes has at least n divided by this tokens."""
         names = (len(self._parts.tokens[i].encode()) for i in self.special_ids)
         return max((*names, *map(len, self.token_bytes)))
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of `text`; with `special`, `controls` written in it become their ids, without it those
-        alone that stand there by their `secret_names`. Nothing is put in front (see `prefix_ids`). May be
-        called from several threads once each form has been used. Raises ValueError for a text that is not
-        Unicode (a lone surrogate)."""
+        """Token ids of `text`, without `prefix_ids`. With `special`, `controls` in the text become their ids;
+        without it only their `secret_names` do. Thread-safe after the first use of each form. Raises
+        ValueError for a lone surrogate."""
         tokenizer = self._with_controls if special else self._tokenizer
         try:
-            # Of the library's entries this one lets other threads run meanwhile, and is the fastest.
+            # The fastest function of the library, and the one that releases the GIL.
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except TypeError as error:
             raise ValueError("the text holds a lone surrogate") from error
@@ -123,8 +121,8 @@ class Vocabulary:
         return data.removeprefix(b" " if self.strips_leading_space else b"").decode("utf-8", "replace")
 
     def token_text(self, token: int) -> str:
-        """One token for people to read: its text, or the name of a control token. An id outside the
-        vocabulary, which a padded output layer may produce, has no text."""
+        """The readable form of one token: its text, or the name of a control token. An id outside the
+        vocabulary, possible with a padded output layer, has no text."""
         if token >= self.size:
             return ""
         if token in self.special_ids:
@@ -133,12 +131,12 @@ class Vocabulary:
 
     @cached_property
     def secret_names(self) -> dict[str, str]:
-        """For each of `controls` a name that nobody outside this process can write."""
+        """A random name for each of `controls`, which no client can write."""
         return {token: f"\ufdd0{self.secret}{i}\ufdd1" for token, i in self.controls.items()}
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        """Takes control tokens in a text as text."""
+        """The tokenizer that reads control tokens in a text as text."""
         return with_other_names(self._with_controls, self.secret_names)
 
     @cached_property
@@ -147,10 +145,10 @@ class Vocabulary:
 
 
 def _byte_level_table(tokens: list[str]) -> list[bytes]:
-    """GPT-2's table turned round. A token with a character outside the table is its own text, as in
-    Hugging Face's decoder (added tokens may hold spaces)."""
+    """The inverse of GPT-2's table. A token with a character outside the table is its own text, as in Hugging
+    Face's decoder (added tokens may have spaces)."""
     back = {ord(char): byte for byte, char in enumerate(byte_characters())}
-    # What is not in the table must not pass as a byte: send it out of latin-1's range.
+    # Other characters below 256 must not pass as bytes: map them out of latin-1's range.
     back |= {code: 0x100 for code in range(256) if code not in back}
 
     def to_bytes(token: str) -> bytes:

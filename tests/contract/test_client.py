@@ -107,7 +107,7 @@ async def test_a_hole_in_the_stream_is_an_error_and_cancels(
     service = await serve(connect, fleet, [frame(0, "accepted"), frame(1), frame(3)])
     frames = client.stream({"model": fleet, "request_id": "r"})
     assert [(await anext(frames))["frame"] for _ in range(2)] == [0, 1]
-    with pytest.raises(EngineError, match=r"frame 2 of request r is missing \(frame 3 came\)"):
+    with pytest.raises(EngineError, match=r"frame 2 of request r is missing \(frame 3 arrived\)"):
         await anext(frames)
     assert await asyncio.wait_for(service.cancelled.get(), 5) == "headrace.v1.cancel.public.r"
 

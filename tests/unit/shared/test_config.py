@@ -110,7 +110,7 @@ def test_a_device_may_be_several(device: str, wanted: tuple[str, int]) -> None:
 
 
 def test_stages_are_whole_ranks() -> None:
-    with pytest.raises(SetupError, match=r"stages \(/pp\) whose layers are shared \(/tp\)"):
+    with pytest.raises(SetupError, match=r"stages \(/pp\) with tensor-parallel ranks \(/tp\)"):
         load(flags={"device": "cuda/tp2/pp2"})
 
 

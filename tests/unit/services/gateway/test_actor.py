@@ -26,7 +26,7 @@ def test_it_may_have_as_many_connections_as_the_machine_lets_it() -> None:
 
 def test_a_gateway_that_may_ask_in_every_name_wants_keys(tmp_path: Path) -> None:
     with pytest.raises(
-        SetupError, match=r"as headrace-gateway .* `http_keys` is empty: name the file"
+        SetupError, match=r"as headrace-gateway .* `http_keys` is empty: set it to the file"
     ) as refused:
         build(Settings(nats_url=LOGIN))
     assert "secret" not in refused.value.message

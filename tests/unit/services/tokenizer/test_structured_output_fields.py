@@ -169,7 +169,7 @@ for _ in range(MAX_DEPTH + 1):
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ("text", "is a text, and no JSON"),
+        ("text", "is a text that is not JSON"),
         ([], "the schema is not a schema"),
         (False, "the schema is not a schema"),
         ({"type": "object", "uniqueItems": True}, "/uniqueItems cannot be followed"),
@@ -182,7 +182,7 @@ for _ in range(MAX_DEPTH + 1):
         ({"anyOf": [{"type": "null"}], "properties": {}}, "/properties cannot be followed beside `anyOf`"),
         ({"anyOf": []}, "/anyOf is not a list of 1 to 256 schemas"),
         ({"allOf": [{}, {}]}, "/allOf is not a list of 1 to 1 schemas"),
-        ({"type": "string", "enum": ["a", 1]}, "/enum has a value of another type"),
+        ({"type": "string", "enum": ["a", 1]}, "/enum has a value of a type"),
         ({"enum": []}, "/enum is not a list of values"),
         ({"$ref": "other.json"}, "/\\$ref is not a reference into this schema"),
         ({"$ref": "#/$defs/x"}, "/\\$ref leads nowhere at '\\$defs'"),

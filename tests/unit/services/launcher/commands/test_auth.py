@@ -195,7 +195,7 @@ def test_urls() -> None:
     assert access.as_user("nats://x:y@a:1,tls://b:2?ca=f", "u", "p") == "nats://u:p@a:1,tls://u:p@b:2?ca=f"
     tenants = [access.tenant_of(f"nats://{u}h:1", "public") for u in ("", "headrace-operator:p@", "a=20b:p@")]
     assert tenants == ["public", "public", "a b"]
-    with pytest.raises(SetupError, match="is no tenant"):
+    with pytest.raises(SetupError, match="is not a tenant"):
         access.tenant_of("nats://a.b:p@h:1", "public")
     with pytest.raises(SetupError, match=r"no certificates in /nowhere\.pem"):
         access.Login((), ca="/nowhere.pem").tls()
