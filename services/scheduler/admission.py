@@ -157,11 +157,7 @@ def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> No
     there = [e for e in free if e.source not in held.sources]
 
     def fits(group: SequenceGroup) -> bool:
-        one = (
-            group
-            if len(group.sequences) == 1
-            else SequenceGroup(group.request, group.sequences[:1], group.number)
-        )
+        one = group.first_choice()
         return any(model_kinds.serves(e, group.request) and headroom.fits_alone(e, one) for e in there)
 
     for group in state.waiting.candidates_after(model, first, fits) if there else ():
@@ -206,14 +202,8 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
 
 def _may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """True if the group lacks nothing but room here."""
-    return (
-        model_kinds.serves(executor, group.request)
-        and _safe(executor, group)
-        and _batch_is_open(state, executor)
-    )
-
-
-def _batch_is_open(state: State, executor: Executor) -> bool:
+    if not model_kinds.serves(executor, group.request) or not _safe(executor, group):
+        return False
     return not (state.limits.policy.closed and any(s.computed for s in executor.running))
 
 

@@ -53,8 +53,8 @@ def decide(state: State) -> None:
     an event in between changes nothing."""
     state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
     admission.admit(state)
-    while _cleaned(state):
-        admission.admit(state)
+    while sum(store.copy_dirty(state, executor) for executor in state.executors.values()):
+        admission.admit(state)  # `sum` calls each; some blocks are free now
     for executor in state.executors.values():
         _plan(state, executor)
         if executor.pool.stable_blocks:
@@ -67,12 +67,6 @@ def decide(state: State) -> None:
 def _plan(state: State, executor: Executor) -> None:
     while step_planner.plan_next(state, executor):
         pass
-
-
-def _cleaned(state: State) -> bool:
-    """Copy or drop dirty blocks of every executor. True if some are free now, so that others may start."""
-    freed = [store.copy_dirty(state, executor) for executor in state.executors.values()]
-    return any(freed)
 
 
 class Scheduler:

@@ -56,9 +56,7 @@ def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> 
     from tenants that have more than their share. None if enough blocks are about to be free. True if some
     were preempted: where no step is in flight their blocks are free at once.
     """
-    tenant, one = group.client[0], group
-    if len(group.sequences) > 1:
-        one = SequenceGroup(group.request, group.sequences[:1], group.number)
+    tenant, one = group.client[0], group.first_choice()
     serving = [e for e in state.executors.values() if model_kinds.serves(e, group.request)]
     last = group.level == len(CLASS_NAMES) - 1
     comes = not (group.resumes or last or any(tenant in e.running_by_tenant for e in serving))

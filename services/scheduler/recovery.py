@@ -200,12 +200,12 @@ def take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> No
         request = None
     if request is not None and request.tokenized.inbox == tokenized.inbox:
         if source == f"detokenizer.{request.shard}":
-            _open_again(state, request, tokenized)
+            _open(state, request, tokenized)
         elif tokenized.attempt > request.attempt:  # `source` was the last to send to the client
             for sequence in request.sequences:
                 state.send(f"detokenizer.{request.shard}", Close(seq=sequence.seq, final=0, reason="moved"))
             request.attempt, request.shard = tokenized.attempt, source.removeprefix("detokenizer.")
-            _open_again(state, request, tokenized)
+            _open(state, request, tokenized)
         else:
             state.send(source, rejection(tokenized, MOVED, ""), trace)
         return
@@ -216,15 +216,13 @@ def take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> No
         return
     request = _request(state, source, tokenized, trace)
     state.requests[request.key] = request
-    arrival.accept(state, source, tokenized)
-    arrival.open_sequences(state, request)
-    arrival.send_to_backup(state, request)
+    _open(state, request, tokenized)
     _go_on(state, request, tokenized.reasons)
 
 
-def _open_again(state: State, request: Request, tokenized: Tokenized) -> None:
-    source = f"detokenizer.{request.shard}"
-    arrival.accept(state, source, tokenized)
+def _open(state: State, request: Request, tokenized: Tokenized) -> None:
+    """Confirm a request to its detokenizer, and open its sequences there."""
+    arrival.accept(state, f"detokenizer.{request.shard}", tokenized)
     arrival.open_sequences(state, request)
     arrival.send_to_backup(state, request)
     close_again(state, request.sequences)

@@ -195,7 +195,7 @@ class Recorder:
             self._sink.write(frame, now_us)
         if self._events - self._hashed >= HASH_EVERY + HASH_EVERY_PER_SEQUENCE * len(self.state.sequences):
             self._hashed = self._events
-            self._sink.write(state_hash_frame(self._events, state_hash(self.state)), now_us)
+            self._sink.write(_framed([HASH, self._events, state_hash(self.state)]), now_us)
         if self._events % SNAPSHOT_EVERY == 0 or self._stretch_bytes >= STRETCH_BYTES:
             self.begin(now_us)
         return commands
@@ -333,11 +333,6 @@ def snapshot_pages(number: int, data: bytes) -> Iterator[bytes]:
 def happened(now_us: int, event: Event, commands: Sequence[Send]) -> bytes:
     """The frame of an event and the digest of its commands."""
     return _framed([EVENT, now_us, _event_row(event), digest_of(commands)])
-
-
-def state_hash_frame(number: int, digest: bytes) -> bytes:
-    """The frame of a hash."""
-    return _framed([HASH, number, digest])
 
 
 def digest_of(commands: Sequence[Send]) -> bytes:

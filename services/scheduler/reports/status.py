@@ -75,7 +75,9 @@ def status(state: State) -> dict[str, object]:
         "executors": {name: _executor(state, e) for name, e in sorted(state.executors.items())},
         "kept_out": {name: _excluded(state, hello) for name, hello in sorted(state.excluded.items())},
         "tiers": {
-            name: _tier_status(state, e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)
+            name: _tier_status(state, e)
+            for name, e in sorted(state.executors.items())
+            if e.hello.host_id in state.tiers.by_host
         },
         "measured": measured(state),
     }
@@ -123,10 +125,6 @@ def step_p50_us(state: State, executor: Executor) -> int:
     own = (s for s in reversed(state.step_log.ring) if s.executor == executor.hello.executor)
     took_us = [step.forward_us + step.sample_us for step in islice(own, LAST_STEPS)]
     return int(statistics.median(took_us)) if took_us else 0
-
-
-def _has_tier(state: State, executor: Executor) -> bool:
-    return executor.hello.host_id in state.tiers.by_host
 
 
 def _tier_status(state: State, executor: Executor) -> dict[str, object]:

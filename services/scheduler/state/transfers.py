@@ -218,10 +218,6 @@ class TransferLink:
         on their bytes, and an estimate that is too slow would prevent the copies that correct it."""
         return self.fresh(now_us) and (self.saw_long_copy or self.copies_seen >= ENOUGH_COPIES)
 
-    @property
-    def _sizes_differ(self) -> bool:
-        return self._n * self._xx - self._x * self._x > 1e-6 * self._n * self._xx
-
     def observe(self, size_bytes: int, took_us: int, now_us: int = 0) -> None:
         """Add a measured copy to the fit."""
         if size_bytes <= 0 or took_us <= 0:
@@ -249,13 +245,13 @@ class TransferLink:
         """us per copy, us per MiB: neither below zero."""
         if not self.copies_seen:
             return GUESS_EACH_US, MIB / GUESS_BYTES_PER_US
-        if not self._sizes_differ:
+        spread = self._n * self._xx - self._x * self._x
+        if spread <= 1e-6 * self._n * self._xx:
             # Copies of one size do not separate the two coefficients. Part of the time counts as per copy:
             # else small copies would make the link look slow, and large ones would never be tried.
             mean_us = self._y / self._n
             each = min(GUESS_EACH_US, mean_us / 2)
             return each, (mean_us - each) * self._n / self._x
-        spread = self._n * self._xx - self._x * self._x
         slope = (self._n * self._xy - self._x * self._y) / spread
         each = (self._y - slope * self._x) / self._n
         if slope <= 0.0 or each < 0.0:

@@ -113,6 +113,12 @@ class SequenceGroup:
         """Its class after aging."""
         return self.queue.level if self.queue is not None else self.request.level
 
+    def first_choice(self) -> SequenceGroup:
+        """The group with its first sequence alone."""
+        if len(self.sequences) == 1:
+            return self
+        return SequenceGroup(self.request, self.sequences[:1], self.number)
+
 
 @dataclass(slots=True, eq=False)
 class ClassQueue:
@@ -243,7 +249,10 @@ class WaitingQueue:
         been preempted for that one.
         """
         queues = self._queues(model)
-        head = next((group for queue in queues if (group := self._first_in(queue)) is not None), None)
+        firsts = (
+            queue.preempted[0] if queue.preempted else self._head(queue, queue.heads) for queue in queues
+        )
+        head = next((group for group in firsts if group is not None), None)
         if head is None or running is None:
             return head
         for queue in queues:
@@ -360,9 +369,6 @@ class WaitingQueue:
                 least = {head[2]: head for head in sorted(heads, reverse=True) if head[2] in queue.clients}
                 heads[:] = sorted(least.values())
             heapq.heappush(heads, (self._order_key(group), group.number, client))
-
-    def _first_in(self, queue: ClassQueue) -> SequenceGroup | None:
-        return queue.preempted[0] if queue.preempted else self._head(queue, queue.heads)
 
     def _first_of_idle_tenant(self, queue: ClassQueue, running: Container[str]) -> SequenceGroup | None:
         """The first group of a tenant not in `running`: a preempted one, unless the first fresh one was
