@@ -1,8 +1,7 @@
-"""The shell of kv_offload, one per host, joins the core to its mailbox and to the threads of L2.
+"""The shell of kv_offload, one per host: connects the core with its mailbox and the threads of L2.
 
-The arena opens on a thread; until it is there every lookup answers that nothing is stored. The functions
-behind `build` are what kv_offload tells about itself: heartbeats, `headrace status`, `headrace kv` and
-metrics.
+The arena opens on a thread; until then every lookup is answered with "nothing stored". The functions after
+`build` compute heartbeat numbers, `headrace status`, `headrace kv` and metrics.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ Connect = Callable[[], Remote]
 
 
 class KvOffloadActor(Actor):
-    """Answers each lookup, reservation and prefetch to whoever asked."""
+    """Runs the core with messages, peers and a timer, and executes its commands."""
 
     kind = "kv_offload"
 
     def __init__(self, plan: Plan, connect: Connect | None = None, l2_url: str = "") -> None:
         self._plan = plan
-        self._l2_url = l2_url  # to be shown
-        self._connect = connect  # to L2; None: there is none
+        self._l2_url = l2_url  # for the status, without password
+        self._connect = connect  # to L2; None: no L2
         self._core = KvCore(CountingArena(0, generation=0))
         self._opening: asyncio.Future[Opened] | None = None
         self._l2_pool: L2Pool | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._problem: Exception | None = None
-        self._why_off = ""  # there are no tiers, though they were asked for
+        self._why_off = ""  # why there are no tiers although they are configured
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -71,12 +70,12 @@ class KvOffloadActor(Actor):
         self._opening = loop.run_in_executor(None, arenas.open_arena, self._plan, mailbox.epoch)
         try:
             arena = (await asyncio.shield(self._opening)).arena
-        except NoRoom as error:  # recomputing what device memory loses is slower, and all that this costs
+        except NoRoom as error:  # without tiers, lost blocks are recomputed: slower, but correct
             self._why_off = error.message
             log.warning("no KV tiers: %s", error.message)
             return
         if self._connect is not None:
-            remote = await asyncio.to_thread(self._connect)  # imports what it needs, finds a wrong URL
+            remote = await asyncio.to_thread(self._connect)  # imports modules, and checks the URL
             await asyncio.to_thread(remote.close)
             self._l2_pool = L2Pool(self._connect, arena.view, self._l2_ended)
             await self._l2_pool.greet()
@@ -136,7 +135,7 @@ class KvOffloadActor(Actor):
         if self._l2_pool is not None:
             await asyncio.to_thread(self._l2_pool.close)
         if self._opening is not None:
-            await asyncio.wait({self._opening})  # a start that was broken off
+            await asyncio.wait({self._opening})  # the start may have been cancelled
             if self._opening.exception() is None:
                 await asyncio.to_thread(self._opening.result().close)
 
@@ -145,7 +144,7 @@ class KvOffloadActor(Actor):
     def _handle(self, event: Event, fill: Callable[[Fill], None] | None = None) -> None:
         for command in self._core.handle(event, self._mailbox.clock.now_us()):
             if isinstance(command, Fill):
-                assert fill is not None, "only a get that ended is copied on"
+                assert fill is not None, "Fill follows only the end of a get"
                 fill(command)
             else:
                 self._execute(command)
@@ -155,7 +154,7 @@ class KvOffloadActor(Actor):
         if isinstance(command, Send):
             self._mailbox.send(command.to, command.message, command.trace)
             return
-        assert self._l2_pool is not None, "a core without L2 calls nobody"
+        assert self._l2_pool is not None, "a core without L2 makes no calls"
         if isinstance(command, Abandon):
             self._l2_pool.abandon(command.call)
         elif not isinstance(command, Fill):
@@ -167,7 +166,7 @@ class KvOffloadActor(Actor):
             self._later(partial(self._handle, job.ended, partial(copy_in, arena, job)))
 
     def _arm(self) -> None:
-        """Look again when the core wants to."""
+        """Set the timer to the core's next deadline."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -177,7 +176,7 @@ class KvOffloadActor(Actor):
             self._timer = asyncio.get_running_loop().call_later(wait_s, tick)
 
     def _later(self, what: Callable[[], None]) -> None:
-        """What does not come by the mailbox fails the actor, too, at the next heartbeat."""
+        """Call `what`; an exception fails the actor at the next heartbeat, as one in a message would."""
         try:
             what()
         except Exception as error:  # noqa: BLE001 - raised again in `upkeep`
@@ -185,14 +184,14 @@ class KvOffloadActor(Actor):
 
 
 def copy_in(arena: Arena, job: L2Job, command: Fill) -> None:
-    """The verified bytes of a get go to their place in L1. On the loop: nobody can take the place away
-    meanwhile. 0.1 ms a MiB."""
+    """Copy the verified bytes of a get to their range in L1. On the event loop, so that the range cannot be
+    freed meanwhile. 0.1 ms a MiB."""
     with arena.view(command.slot) as range_:
         range_[:] = job.payload
 
 
 def build(settings: Settings) -> KvOffloadActor:
-    """kv_offload with the tiers that the settings ask for. Raises SetupError."""
+    """kv_offload with the tiers of the settings. Raises SetupError."""
     plan = arenas.plan(settings.l1, settings.l1_store, settings.fleet, settings.host_id)
     if not settings.l2:
         return KvOffloadActor(plan)
@@ -204,7 +203,7 @@ def build(settings: Settings) -> KvOffloadActor:
 
 
 def _without_password(url: str) -> str:
-    """As it may be shown to whoever asks for the status."""
+    """The URL for the status, without user and password."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -221,23 +220,23 @@ def load(state: State) -> tuple[tuple[str, int], ...]:
 
 
 def tiers(state: State) -> tuple[str, ...]:
-    """For the heartbeat: those that a lookup may find something in."""
+    """For the heartbeat: the tiers in which a lookup may find blocks."""
     return ("l1", "l2") if state.l2.usable else ("l1",)
 
 
 def rates(state: State) -> tuple[int, int]:
-    """For the heartbeat: bytes a second to L2 and from it; 0 until learnt."""
+    """For the heartbeat: bytes a second to L2 and from it; 0 until measured."""
     return (state.l2.put_rate.bytes_per_s, state.l2.get_rate.bytes_per_s)
 
 
 def writing_bytes(state: State) -> int:
-    """Of ranges that executors may be writing; those in quarantine are counted apart."""
+    """Bytes of ranges that executors may be writing, without quarantined ones."""
     leases = (lease for lease in state.leases.values() if isinstance(lease, WriteLease))
     return sum(range_.size_bytes for lease in leases for range_ in lease.ranges if range_ is not None)
 
 
 def status(state: State) -> dict[str, object]:
-    """Everything; what is open, leased and quarantined is 0 when nobody asks for anything."""
+    """The status document. Lookups, loads, leases and quarantine are 0 when idle."""
     return {
         "lookups": len(state.lookups),
         "loads": len(state.loads),
@@ -311,7 +310,7 @@ def _moved(state: State) -> dict[str, object]:
 
 
 def metric_points(state: State) -> Metrics:
-    """Everything, for export."""
+    """All metrics, for export."""
     return [*_counters(state), *_gauges(state)]
 
 

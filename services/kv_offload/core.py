@@ -1,20 +1,20 @@
-"""kv_offload: events in, commands out. No await, no clock, no socket, no randomness, no thread.
+"""The decisions of kv_offload: events in, commands out. No await, clock, socket, randomness or thread.
 
     core = KvCore(arena, l2=True)                  # interface.Arena; CountingArena in a simulation
     for command in core.handle(event, now_us): …   # in order, each done before the next
-    core.due_us()                                  # when it wants a Ticked; None: when something happens
+    core.due_us()                                  # when it needs a Ticked; None: not before another event
 
 Events (`events.py`): `Arrived(source, epoch, message, trace)` for KvLookup, KvReserve, KvCommit, KvPrefetch,
-KvRelease and ArenaReleased; `Restarted(source)` before anything of a new incarnation;
+KvRelease and ArenaReleased; `Restarted(source)` before the first message of a new incarnation;
 `PeerSeen(source, epoch)` and `PeerLost(source)` for executors and schedulers; `L2Ended(call, status, …)`
 once for each L2 command, unless it was abandoned; `Ticked()`.
 
 Commands: `Send(to, message, trace)`; the L2 calls `L2Has`, `L2Get`, `L2Put`, `L2Delete` and `L2Probe`, which
-whoever runs the core executes at once and beside the loop (at most 8 are out at a time, canaries aside; the
-queue is in here); `Abandon(call)`; `Fill(call, slot)`: the bytes that L2Get `call` has read go to this slot
-of the arena before the next command. The core touches no KV byte itself.
+the caller runs at once on threads (at most 8 in flight, without canaries; the queues are in the core);
+`Abandon(call)`; `Fill(call, slot)`: copy the bytes of L2Get `call` to this slot of the arena before the next
+command. The core does not access KV bytes.
 
-Each message has its answer at once, or by the deadline that it names, whatever L2 does.
+Each message is answered at once, or by its deadline, also if L2 hangs.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ KEYS_A_MESSAGE = 1_024  # 32 KiB of keys
 
 
 class KvCore:
-    """The one authority on the arena's ranges and on what the tiers hold."""
+    """Owns the arena's ranges and the index of the tiers."""
 
     def __init__(self, arena: Arena, *, l2: bool = False) -> None:
         book = L2(enabled=l2)
         self.state = State(L1(arena, book.holds if l2 else None), book)
 
     def handle(self, event: Event, now_us: int) -> list[Command]:
-        """Apply one event at `now_us` (monotonic) and return what is to be done, in order."""
+        """Apply one event at `now_us` (monotonic) and return the commands, in order."""
         state = self.state
         state.now_us = now_us
         self._expire()
@@ -69,7 +69,7 @@ class KvCore:
         return commands
 
     def due_us(self) -> int | None:
-        """When something is due: a lease, an answer, a call, a canary."""
+        """The next deadline of a lease, an answer, a call or a canary; None if there is none."""
         l2 = self.state.l2
         dues = (self.state.due.next_us(), l2.deadlines.next_us(), l2.breaker.next_us())
         return min((due for due in dues if due is not None), default=None)
@@ -113,7 +113,7 @@ class KvCore:
                 leases.release(state, event.source, event.epoch, message)
 
     def _forget(self, source: str) -> None:
-        """Nobody waits there for an answer, or for news."""
+        """A scheduler waits for no answer any more: drop its lookups and loads."""
         state = self.state
         state.schedulers.pop(source, None)
         for lease in [lease for lease in state.lookups if lease[0] == source]:
@@ -144,7 +144,7 @@ class KvCore:
     def _l2_ended(self, event: L2Ended) -> None:
         state = self.state
         if state.l2.breaker.probed(event.call, event.status == "ok", state.now_us):
-            state.l2.presence.clear()  # it may have lost everything, and be full of what others put
+            state.l2.presence.clear()  # L2 may have lost its content
             state.l2.announced.clear()
         call = dispatch.end(state, event)
         if call is None:
@@ -161,7 +161,7 @@ class KvCore:
             state.l2.announced.add(call.names[0][0])
 
     def _failed(self, call: Call) -> None:
-        """It failed or took too long. What waited for it goes on without."""
+        """A call failed or timed out: answer the lookups and loads that wait for it."""
         state = self.state
         if state.l2.breaker.failed(state.now_us):
             state.l2.forget_wants()
@@ -178,7 +178,7 @@ class KvCore:
         state = self.state
         if event.value_bytes:
             state.l2.sizes[call.names[0][0]] = event.value_bytes
-        if call.names[0][0] in state.l2.sizes:  # without its size no value can be read
+        if call.names[0][0] in state.l2.sizes:  # without their size no values can be read
             for name, present in zip(call.names, event.present, strict=False):
                 if present:
                     state.l2.presence.add(name)
@@ -186,7 +186,7 @@ class KvCore:
             load.finish_lookup(state, call.lookup)
 
     def _got(self, name: Name, event: L2Ended) -> None:
-        """A value has come, or is lost or damaged."""
+        """A get has ended: with the value, or because it is lost or damaged."""
         state = self.state
         entry = state.l1.entries.get(name)
         if event.status == "ok":
@@ -207,10 +207,10 @@ class KvCore:
                 state.l1.evicted.append(name)
         load.arrived(state, name, entry)
 
-    # ---- news -----------------------------------------------------------------------------------
+    # ---- evicted keys ---------------------------------------------------------------------------
 
     def _send_evicted(self) -> None:
-        """Say which keys have left their last tier."""
+        """Send the schedulers the keys that have left their last tier."""
         state = self.state
         evicted, state.l1.evicted = state.l1.evicted, []
         gone = [name for name in evicted if not state.tier_of(name)]

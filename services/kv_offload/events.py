@@ -1,7 +1,4 @@
-"""Events go into the core of kv_offload, and commands come out. Time comes in with each event.
-
-Deadlines tells the core what is due when.
-"""
+"""The events and commands of kv_offload's core, and `Deadlines`, its timers."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Generic, TypeVar
 
 from shared.messages import Message
 
-Name = tuple[str, bytes]  # a value's name everywhere: fingerprint of the KV layout, key of the block
+Name = tuple[str, bytes]  # of a value: fingerprint of the KV layout, key of the block
 
 T = TypeVar("T")
 
@@ -31,7 +28,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """`source` is a new incarnation: what the one before held is void."""
+    """`source` is a new incarnation: leases of the one before are void."""
 
     source: str
 
@@ -46,20 +43,19 @@ class PeerSeen:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`source` missed its heartbeats or stopped. It may be back."""
+    """`source` missed its heartbeats or stopped. It may come back."""
 
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class L2Ended:
-    """The call of a command has ended: ok, absent, corrupt, refused (L2Put: it answers, but takes no
-    value) or failed."""
+    """The call of a command has ended: ok, absent, corrupt, refused (L2Put: L2 is full) or failed."""
 
     call: int
     status: str = "ok"
     present: tuple[bool, ...] = ()  # L2Has: per name
-    value_bytes: int = 0  # L2Has: of a value of this fingerprint, where asked and known; L2Get: got
+    value_bytes: int = 0  # L2Has with `want_size`: length of a value, 0 if unknown; L2Get: bytes read
     valid_tokens: int = 0  # L2Get
 
 
@@ -85,7 +81,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class L2Has:
-    """Ask L2 which of these it holds, and, with `want_size`, how long its values of this fingerprint are."""
+    """Check which of these keys L2 holds; with `want_size` also read the length of such values."""
 
     call: int
     fingerprint: str
@@ -95,7 +91,7 @@ class L2Has:
 
 @dataclass(frozen=True, slots=True)
 class L2Get:
-    """Read a value from L2 into memory of the caller's own and verify it. `Fill` may follow its end."""
+    """Read a value from L2 into scratch memory and verify it. `Fill` may follow its end."""
 
     call: int
     name: Name
@@ -124,21 +120,21 @@ class L2Delete:
 
 @dataclass(frozen=True, slots=True)
 class L2Probe:
-    """Connect to L2 anew, put, get and compare a canary; if it works, go on with new connections."""
+    """Put, get and compare a canary over a new connection; if that works, replace all connections."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """The call took too long. Whatever it brings is void; a put that has not begun to send must not."""
+    """The call timed out. Its result is void, and a put that has not started to send must not send."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Copy what L2Get `call` has read to `slot` now, before the next command."""
+    """Copy the value that L2Get `call` has read to `slot` now, before the next command."""
 
     call: int
     slot: bytes
@@ -149,28 +145,28 @@ Command = Send | L2Command | Abandon | Fill
 
 
 class Deadlines(Generic[T]):
-    """At most one deadline for each thing; a deadline can be moved and dropped. Pure."""
+    """At most one deadline for each item; deadlines can be moved and dropped. Pure."""
 
     def __init__(self) -> None:
         self._due: dict[T, int] = {}
         self._heap: list[tuple[int, int, T]] = []
-        self._serial = 0  # ties are due in the order in which they were set
+        self._serial = 0  # equal deadlines are due in the order in which they were set
 
     def set(self, what: T, due_us: int) -> None:
-        """`what` is due at `due_us`, whenever it was due before."""
+        """Set or move the deadline of `what`."""
         self._due[what] = due_us
         self._serial += 1
         heapq.heappush(self._heap, (due_us, self._serial, what))
-        if len(self._heap) > 64 + 2 * len(self._due):  # most are of what was moved or dropped
+        if len(self._heap) > 64 + 2 * len(self._due):  # most entries were moved or dropped
             kept = {entry[2]: entry for entry in reversed(self._heap) if self._due.get(entry[2]) == entry[0]}
             self._heap = sorted(kept.values(), key=lambda entry: entry[:2])
 
     def drop(self, what: T) -> None:
-        """It is not due any more."""
+        """Remove the deadline of `what`, if it has one."""
         self._due.pop(what, None)
 
     def pop(self, now_us: int) -> T | None:
-        """The next thing that is due, None if there is none."""
+        """Remove and return the next item that is due; None if there is none."""
         while (next_us := self.next_us()) is not None and next_us <= now_us:
             what = heapq.heappop(self._heap)[2]
             del self._due[what]
@@ -178,7 +174,7 @@ class Deadlines(Generic[T]):
         return None
 
     def next_us(self) -> int | None:
-        """When the next is due."""
+        """The earliest deadline."""
         while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -1,9 +1,8 @@
-"""The index of L1: what lies where, what may be read, and what goes first when room is needed. Pure.
+"""The index of L1: ranges of the arena, readable entries and their order of eviction. Pure.
 
-A range of the arena is *taken* (somebody writes it), then *published* under a name (readable) or given
-back. Published entries are pinned by readers; those nobody pins stand in order of their last use. Eviction is
-on demand, inside `take`. The keys of one request are touched tail first, so a prefix outlives its tail:
-a tail without its prefix is of no use to anybody.
+A range of the arena is *taken* (an executor writes it), then *published* under a name (readable) or given
+back. Readers pin published entries; the others are in order of their last use. `take` evicts on demand. The
+keys of one request are touched tail first, so a prefix is evicted after its tail, which needs it.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from services.kv_offload.backends.builtin import pages
 from services.kv_offload.backends.interface import Arena
-from services.kv_offload.backends.shared_memory import PAGE_BYTES
 from services.kv_offload.events import Name
 
-URGENT_PERCENT = 10  # of the arena: stores of preempted requests alone may use it
-COLDEST = 32  # of these, the next to go is one that L2 holds as well, if there is one
-FRAGMENTED = 8  # evictions for one range that the arena cannot place although it is small enough
+URGENT_PERCENT = 10  # of the arena, only for stores of preempted requests
+COLDEST = 32  # among so many coldest entries, one that L2 holds is evicted first
+FRAGMENTED = 8  # most evictions for one range if the arena is fragmented
 SLOT_BYTES = 32
 
 
 @dataclass(slots=True)
 class Range:
-    """Room for one value. `slot` names it in the arena, once: a range in quarantine and the same block stored
-    again are two slots."""
+    """Room for one value. `slot` is its unique name in the arena: a range in quarantine and the same block
+    stored again are two slots."""
 
     slot: bytes
     offset: int
@@ -34,8 +33,8 @@ class Range:
 
     @property
     def room_bytes(self) -> int:
-        """What it takes up: whole pages."""
-        return _pages(self.size_bytes)
+        """Its size in whole pages."""
+        return pages(self.size_bytes)
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class Entry:
     urgent: bool  # of a preempted request
     uses: int = 1
     pins: int = 0
-    sending: bool = False  # a put reads it: not to be evicted, yet no use of it
+    sending: bool = False  # a put reads it: it cannot be evicted, and this is no use
 
 
 class L1:
@@ -57,27 +56,26 @@ class L1:
     def __init__(self, arena: Arena, in_l2: Callable[[Name], bool] | None) -> None:
         self.arena = arena
         self.capacity_bytes = arena.capacity_bytes
-        self.taken_bytes = 0  # being written, quarantine included
+        self.taken_bytes = 0  # being written, or in quarantine
         self.pinned_bytes = 0
         self.used_bytes = 0
         self.evictions = 0
-        self.evicted: list[Name] = []  # since the core looked last
+        self.evicted: list[Name] = []  # since the last KvGone
         self._in_l2 = in_l2
-        self.entries: dict[Name, Entry] = {}  # read by others, changed here alone
+        self.entries: dict[Name, Entry] = {}  # only this class changes it
         self._unpinned: OrderedDict[Name, Entry] = OrderedDict()  # coldest first
         self._sending_bytes = 0
         self._slots = 0
 
     def limit_bytes(self, *, urgent: bool) -> int:
-        """How full the arena may be after a store."""
+        """The most used bytes after a store."""
         return self.capacity_bytes if urgent else self.capacity_bytes * (100 - URGENT_PERCENT) // 100
 
     # ---- writing --------------------------------------------------------------------------------
 
     def take(self, size_bytes: int, *, urgent: bool) -> Range | None:
-        """Room for a value, evicting what it must; None where there is none, and then nothing is evicted
-        in vain."""
-        need, limit = _pages(size_bytes), self.limit_bytes(urgent=urgent)
+        """Room for a value, with evictions if needed; None, without evictions, if there cannot be enough."""
+        need, limit = pages(size_bytes), self.limit_bytes(urgent=urgent)
         if size_bytes < 1 or self.used_bytes - self._evictable_bytes() + need > limit:
             return None
         while self.used_bytes + need > limit:
@@ -95,7 +93,7 @@ class L1:
         return None
 
     def publish(self, name: Name, range_: Range, valid_tokens: int, *, urgent: bool) -> Entry:
-        """The range is written: from now on it is the value of `name`, which had none."""
+        """Make a written range the value of `name`, which must have none."""
         self.arena.seal(range_.slot)
         self.taken_bytes -= range_.room_bytes
         entry = self.entries[name] = Entry(name, range_, valid_tokens, urgent)
@@ -110,20 +108,20 @@ class L1:
     # ---- reading --------------------------------------------------------------------------------
 
     def touch(self, entries: Sequence[Entry]) -> None:
-        """These, in the order of their request, were asked for."""
+        """Count a lookup of these entries, in the order of their request."""
         for entry in reversed(entries):
             if not entry.pins:
                 self._unpinned.move_to_end(entry.name)
 
     def pin(self, entry: Entry) -> None:
-        """Keep it until `unpin`."""
+        """Prevent its eviction until `unpin`."""
         if not entry.pins:
             del self._unpinned[entry.name]
             self.pinned_bytes += entry.range.room_bytes
         entry.pins += 1
 
     def unpin(self, entries: Sequence[Entry]) -> None:
-        """One reader of these, in the order of their request, has ended."""
+        """Remove one pin from these entries, in the order of their request."""
         for entry in reversed(entries):
             entry.pins -= 1
             if not entry.pins:
@@ -133,18 +131,18 @@ class L1:
     # ---- what L2 should have --------------------------------------------------------------------
 
     def coldest(self, count: int) -> Iterator[Entry]:
-        """The next to go."""
+        """The next entries to evict."""
         return islice(self._unpinned.values(), count)
 
     def set_sending(self, entry: Entry, on: bool) -> None:
-        """A put reads it from now on, or no more; its place in the order stays."""
+        """A put starts or ends to read it; its position in the order of eviction stays."""
         entry.sending = on
         self._sending_bytes += entry.range.room_bytes * (1 if on else -1)
 
     # ---- internals ------------------------------------------------------------------------------
 
     def _evictable_bytes(self) -> int:
-        """At least this much can go (an entry that is both pinned and sent counts twice, and briefly)."""
+        """A lower bound of the bytes that can be evicted: a pinned entry that is being sent counts twice."""
         return self.used_bytes - self.taken_bytes - self.pinned_bytes - self._sending_bytes
 
     def _evict(self) -> None:
@@ -155,8 +153,8 @@ class L1:
             if rank < lowest and not entry.sending:
                 victim, lowest = entry, rank
             if lowest == (0 if self._in_l2 is not None else 2):
-                break  # there is no better one
-        assert victim is not None, "whoever evicts knows that something can go"
+                break  # no other can rank lower
+        assert victim is not None, "an entry can be evicted"
         del self.entries[victim.name], self._unpinned[victim.name]
         self.evictions += 1
         self.evicted.append(victim.name)
@@ -165,8 +163,3 @@ class L1:
     def _free(self, range_: Range) -> None:
         self.used_bytes -= range_.room_bytes
         self.arena.discard(range_.slot)
-
-
-def _pages(size_bytes: int) -> int:
-    """Bytes that a range takes up."""
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES

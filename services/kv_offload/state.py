@@ -1,7 +1,4 @@
-"""State is everything the core of kv_offload knows.
-
-Only jobs/store.py, jobs/load.py, jobs/leases.py and l2/dispatch.py change it.
-"""
+"""The state of kv_offload's core. Only core.py, jobs/ and l2/dispatch.py change it."""
 
 from __future__ import annotations
 
@@ -13,30 +10,30 @@ from services.kv_offload.l2.state import L2, LeaseId
 from shared.kv_blocks import KEY_BYTES
 from shared.messages import Message
 
-MOST_LEASE_US = 600_000_000  # a scheduler that died cannot hold anything longer
+MOST_LEASE_US = 600_000_000  # limits the leases of a scheduler that died
 
-Due = tuple[str, LeaseId]  # lookup, load, lease or quarantine; whose
+Due = tuple[str, LeaseId]  # the first is lookup, load, lease or quarantine
 
 
 @dataclass(slots=True)
 class WriteLease:
-    """Ranges that executor `owner` may be writing. Nobody reads them before the commit."""
+    """Ranges that executor `owner` may be writing. They are not read before the commit."""
 
     owner: str
-    owner_epoch: int  # 0: not heard of yet
+    owner_epoch: int  # 0: not known yet
     names: list[Name]
-    ranges: list[Range | None]  # per name; None: no room, or there already
+    ranges: list[Range | None]  # per name; None: no room, or in L1 already
     offsets: list[int]  # as answered
-    held: list[Entry]  # those that were there
+    held: list[Entry]  # pinned entries that were in L1 already
     valid_tokens: list[int]
     urgent: bool
 
 
 @dataclass(slots=True)
 class ReadLease:
-    """The resident prefix of what was asked for, pinned."""
+    """The pinned resident prefix of the requested names."""
 
-    names: list[Name]  # as asked
+    names: list[Name]  # as requested
     entries: list[Entry]
 
 
@@ -64,11 +61,11 @@ class Lookup:
 
 @dataclass(slots=True)
 class Load:
-    """A prefetch that waits for values of L2."""
+    """A prefetch that waits for values from L2."""
 
-    names: list[Name]  # as asked
-    entries: list[Entry | None]  # pinned, of the first `len(entries)` names; None: not here yet
-    waiting: dict[Name, int]  # on its way -> its place
+    names: list[Name]  # as requested
+    entries: list[Entry | None]  # pinned, of the first `len(entries)` names; None: not in L1 yet
+    waiting: dict[Name, int]  # name in flight -> its index
     began_us: int
     lease_us: int
     trace: str = ""
@@ -77,36 +74,36 @@ class Load:
 
 @dataclass(slots=True)
 class Counters:
-    """What is counted since the start, for `headrace kv`, heartbeats and metrics. Keys are blocks that a
-    scheduler asked for."""
+    """Counters since the start, for `headrace kv`, heartbeats and metrics. A key is a block in a message of a
+    scheduler."""
 
     lookups: int = 0  # keys looked up
     hits_l1: int = 0
     hits_l2: int = 0
     stored: int = 0  # keys that became readable
-    no_room: int = 0  # keys that found no room
-    late_commits: int = 0  # of reservations that had expired
+    no_room: int = 0  # keys without room
+    late_commits: int = 0  # commits of expired reservations
     expired_leases: int = 0
-    loaded: int = 0  # keys leased to be read
-    loads_late: int = 0  # loads that were answered at their deadline, without all
-    promotions: int = 0  # values brought from L2
-    corrupt: int = 0  # values of L2 that were not what their name says: deleted
+    loaded: int = 0  # keys leased for reading
+    loads_late: int = 0  # loads answered at their deadline, with some values missing
+    promotions: int = 0  # values copied from L2 to L1
+    corrupt: int = 0  # values of L2 that failed verification, and were deleted
     l2_puts: int = 0
     l2_gets: int = 0
     l2_absent: int = 0  # values that L2 had lost
     l2_errors: int = 0
     l2_timeouts: int = 0
-    l2_refused: int = 0  # puts that it answered, and did not take: it is full
+    l2_refused: int = 0  # puts that L2 refused, since it is full
 
     @property
     def hit_rate(self) -> float:
-        """Share of the keys looked up that some tier had."""
+        """Share of the looked up keys that a tier had."""
         return (self.hits_l1 + self.hits_l2) / self.lookups if self.lookups else 0.0
 
 
 @dataclass(slots=True)
 class State:
-    """One kv_offload."""
+    """The state of one kv_offload."""
 
     l1: L1
     l2: L2
@@ -118,9 +115,9 @@ class State:
     loads: dict[LeaseId, Load] = field(default_factory=dict)
     committed: dict[LeaseId, list[Name]] = field(default_factory=dict)  # the last ones, for a repeated commit
     due: Deadlines[Due] = field(default_factory=Deadlines)
-    executors: dict[str, int] = field(default_factory=dict)  # those that live: kind.id -> epoch
-    schedulers: dict[str, None] = field(default_factory=dict)  # those to be told of what is gone
-    urgent_stores: int = 0  # reservations of preempted requests that are open
+    executors: dict[str, int] = field(default_factory=dict)  # living ones: kind.id -> epoch
+    schedulers: dict[str, None] = field(default_factory=dict)  # receivers of KvGone
+    urgent_stores: int = 0  # open reservations of preempted requests
     out: list[Command] = field(default_factory=list)
 
     def send(self, lease: LeaseId, message: Message, trace: str = "") -> None:
@@ -128,18 +125,18 @@ class State:
         self.out.append(Send(lease[0], message, trace))
 
     def tier_of(self, name: Name) -> int:
-        """1 in L1, 2 in L2 as far as is known, 0 nowhere."""
+        """1: in L1; 2: in L2, according to the presence cache; 0: in neither."""
         return 1 if name in self.l1.entries else 2 if self.l2.holds(name) else 0
 
     def use(self, entry: Entry) -> None:
-        """Somebody wants this value again: from the second time on L2 should have it."""
+        """Count a use of a value. From the second use on L2 should have it."""
         entry.uses += 1
         if self.l2.usable and entry.name not in self.l2.presence:
             self.l2.puts[entry.name] = None
 
     @property
     def quarantined_bytes(self) -> int:
-        """Of ranges that nobody may use yet."""
+        """Bytes of ranges in quarantine."""
         return sum(range_.room_bytes for q in self.quarantine.values() for range_ in q.ranges)
 
 

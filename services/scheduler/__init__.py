@@ -1,1 +1,1 @@
-"""Scheduler: owns every request and every KV block. Touches neither a tensor nor a clock."""
+"""The scheduler owns every request and every KV block. Its core uses neither tensors nor a clock."""

@@ -1,4 +1,7 @@
-"""The scheduler's shell: stamps time on events, sends commands, ticks while there is work."""
+"""The scheduler's shell: gives events the time, sends the core's commands, ticks while there is work.
+
+The core decides everything; this file has the mailbox, the clock and the timers. `build` makes the actor.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ from shared.telemetry.tracer import Tracer
 from shared.vocab.files import served_name
 
 TICK_US = 10_000
-SLOW_TICK_US = 50_000  # while nobody waits: a tick takes some 0.3 ms of a core that an engine on CPUs wants
+SLOW_TICK_US = 50_000  # while nothing waits: a tick takes 0.3 ms of a core that an engine on CPUs could use
 
 
 class SchedulerActor(Actor):
-    """Subjects to events, commands to subjects."""
+    """Turns messages and heartbeats into events, and commands into messages."""
 
     kind = "scheduler"
     traced = True
@@ -59,9 +62,7 @@ class SchedulerActor(Actor):
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self._core.state.next_seq = (
-            mailbox.epoch % 2**30 + 1
-        )  # no number means another sequence after a restart
+        self._core.state.next_seq = mailbox.epoch % 2**30 + 1  # numbers are not used again after a restart
         if self._event_log:
             self._recorder = await attach(self._core, mailbox, self._event_log, self._model)
         await mailbox.bus.subscribe(subjects.CANCEL_ALL, mailbox.guarded(self._on_cancel))
@@ -122,13 +123,15 @@ class SchedulerActor(Actor):
         await self._idle.wait()
 
     async def stop(self) -> None:
-        if self._core.state.draining and self._core.state.requests:  # after a failure others go on with them
+        if (
+            self._core.state.draining and self._core.state.requests
+        ):  # after a failure other schedulers continue
             self._handle(DrainTimedOut())
         if self._ticking is not None:
             self._ticking.cancel()
         if self._recorder is not None:
             self._recorder.close()
-            self._recorder = None  # what neighbours say until the process ends is not of the log
+            self._recorder = None  # messages until the process ends are not part of the log
 
     def _handle(self, event: Event) -> None:
         handle = self._core.handle if self._recorder is None else self._recorder.handle
@@ -155,7 +158,7 @@ class SchedulerActor(Actor):
 
 
 def _tier_event(peer: Peer) -> Event:
-    """What a heartbeat of a kv_offload says: one without an arena, or on its way out, holds nothing."""
+    """The event for a heartbeat of a kv_offload. Without an arena, or while it drains, the tier is lost."""
     heartbeat = peer.heartbeat
     if heartbeat.state != "ready" or not heartbeat.arena or not heartbeat.tiers:
         return TierLost(heartbeat.actor)
@@ -169,7 +172,7 @@ def _lost(kind: str, actor: str) -> Event:
 
 
 def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:
-    """Take the steps whose turn it was to become spans."""
+    """Export the sampled steps as spans, and empty `unsent`."""
     while unsent:
         step = unsent.popleft()
         if tracer is not None:
@@ -177,11 +180,12 @@ def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:
 
 
 def answer_trace(mailbox: Mailbox, state: State, tokenized: Delivery) -> None:
-    """Reply to `headrace.v1.trace.<request>`; the body `step_log` asks for the steps, too."""
+    """Reply to `headrace.v1.trace.<request>`; with the body `subjects.TRACE_STEPS` the reply has the
+    steps."""
     try:
         request = subjects.name_at(tokenized.subject, 3)
     except ValueError:
-        request = ""  # of no request: the answer is "unknown"
+        request = ""  # the answer is "unknown"
     if access.answerable(mailbox.bus, tokenized):
         offset_us = mailbox.clock.wall_us() - mailbox.clock.now_us()
         body = traces.answer(state, request, offset_us, steps=tokenized.data == subjects.TRACE_STEPS)
@@ -189,7 +193,7 @@ def answer_trace(mailbox: Mailbox, state: State, tokenized: Delivery) -> None:
 
 
 def build(settings: Settings) -> SchedulerActor:
-    """The scheduler that the configuration asks for."""
+    """The scheduler actor for these settings. Raises SetupError."""
     limits = Limits(
         window=settings.window,
         overlap=settings.overlap_mode,

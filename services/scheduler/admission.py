@@ -1,15 +1,15 @@
-"""Admission: the first that waits starts as soon as an executor has what it needs.
+"""Starts waiting sequence groups on executors that have room for them. `core.decide` calls `admit`.
 
-Groups are taken in the order of the queue. One that must wait keeps an executor for itself, on which nobody
-behind it starts, so that a large one is never overtaken for ever; on the others those behind it do. Tenants
-of which nothing runs go before it, but not for ever either (`_next`). Of a request with several choices those
-start for which there is room, the others wait on. Where the first must wait, sequences of lower classes may
-have to give way, and those of a tenant that has more than its share.
+Groups are taken in queue order. A group that must wait holds an executor: no later group starts there, so a
+large group is never overtaken for ever. Later groups start on the other executors. Tenants without a running
+sequence go first, within limits (`_next`). A request with several choices starts as many as there is room
+for. If the first group must wait, preemption.py may preempt sequences for it.
 
-A request under which executors have died is a suspect: it may be what they die of. From the second death on
-it is on trial, until it has come well past the token where the last one died. An executor tries one at a
-time, beside few that have not shown yet that they do no harm; should it die, the one on trial is to blame,
-and the others are not (recovery.py). So a poison ends after three deaths, and nobody else with it.
+A request that ran on executors when they died is a suspect: it may be the cause. After the second death it is
+on trial until it has generated PROVEN_TOKENS past the last death. An executor tries one request at a time,
+with at most MAX_UNPROVEN other sequences that are not proven harmless. If the executor dies, the request on
+trial is to blame and the others are not (recovery.py). So a poisonous request fails after three deaths, and
+no other request fails with it.
 """
 
 from __future__ import annotations
@@ -35,37 +35,33 @@ from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.errors import Unavailable
 from shared.messages import SlotOpen
 
-OVERTAKEN, OVERTAKEN_US = 8, 5_000_000  # so often, and for so long: then it is nobody's turn before
+OVERTAKEN, OVERTAKEN_US = 8, 5_000_000  # times, and time: after both no other group goes first
 SUSPECT = 2  # deaths
-MAX_UNPROVEN = 4  # beside the one on trial, that have not come PROVEN_TOKENS yet
-PROVEN_TOKENS = (
-    8  # tokens of each choice since its place, or since the death: some were on their way when it came
-)
+MAX_UNPROVEN = 4  # sequences on an executor with a trial that have generated less than PROVEN_TOKENS
+PROVEN_TOKENS = 8  # per choice since admission, or since the death: results of some were in flight then
 
 
-@dataclass(slots=True)  # not frozen: to set its fields would cost three times as much
+@dataclass(slots=True)  # not frozen: setting the fields would take three times as long
 class Offer:
-    """An executor that can start a group now, or some of its choices: the cached blocks of its prompt, the
-    one with its tail if it was preempted, and what it promises to each that starts."""
+    """An executor that can start a group, or some of its choices, now."""
 
     executor: Executor
-    hits: list[int]
-    tail: int | None
-    reservations: list[int]
+    hits: list[int]  # cached blocks of the prompt
+    tail: int | None  # the cached partial block after them, of a preempted sequence
+    reservations: list[int]  # blocks for each choice that starts
     option: RoutingOption
 
 
 @dataclass(slots=True)
 class HeldExecutors:
-    """What those that must wait have to themselves: executors, by source; `awaits_lookup`: one of them will
-    start as soon as a tier answers."""
+    """Executors that waiting groups hold."""
 
     sources: set[str] = field(default_factory=set)
-    awaits_lookup: bool = False
+    awaits_lookup: bool = False  # one of the groups starts as soon as a tier answers
 
 
 def admit(state: State) -> None:
-    """Start what can start, in order."""
+    """Start the groups that can start, in queue order."""
     waiting = state.waiting
     if not waiting.queues:
         return
@@ -80,9 +76,12 @@ def admit(state: State) -> None:
 
 
 def _next(state: State, model: str) -> SequenceGroup | None:
-    """The first of a tenant of which nothing runs, or else of all; but the first of all where others have
-    gone before it for long on the executor that it keeps: tenants that ask for one thing at a time would
-    leave a large one no room for ever. That is no right of a tenant that has more than its share already."""
+    """The first group of a tenant without a running sequence; else the first of all.
+
+    The first of all also goes next after OVERTAKEN groups in OVERTAKEN_US have started on the executor that
+    it holds, unless its tenant is over its share: else tenants that send one request at a time would starve
+    a large group.
+    """
     head = state.waiting.first(model)
     if (
         head is not None
@@ -99,14 +98,14 @@ def _next(state: State, model: str) -> SequenceGroup | None:
 
 
 def _running(state: State, model: str) -> set[str]:
-    """The tenants of whom something runs."""
+    """The tenants with a running sequence."""
     here = [e.running_by_tenant for e in state.executors.values() if e.hello.model == model]
     return set().union(*here)
 
 
 def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
-    """Start a group, or some of its choices, on an executor that nobody before it keeps, or set it aside.
-    False when it must wait, and keeps one, too."""
+    """Start a group, or some of its choices, on an executor that no earlier group holds. Fail or park it if
+    no executor can serve it. False if it must wait; it then holds an executor."""
     first, executors = not held.sources, list(state.executors.values())
     free = [e for e in executors if e.source not in held.sources]
     offers = [offer for e in free if (offer := _offer(state, e, group)) is not None]
@@ -123,7 +122,7 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
         return True
     able = [e for e in executors if model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)]
     if not able:
-        state.waiting.park(group)  # it was accepted for a larger executor, now gone or about to go
+        state.waiting.park(group)  # accepted for a larger executor that is gone or drains
         return True
     if first and preemption.preempt_for(state, group, [e for e in executors if _may_join(state, e, group)]):
         return True
@@ -134,8 +133,8 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
 
 
 def _hold_executor(state: State, group: SequenceGroup, able: list[Executor], held: HeldExecutors) -> None:
-    """Keep the executor on which a group will start: once chosen it stays, or others would take all room
-    that comes, here and there in turn."""
+    """Hold the executor on which a group will start. The choice stays: else later groups would take the room
+    that becomes free on each executor in turn."""
     sources = [e.source for e in able]
     if group.held_executor not in sources and able:
         group.held_executor = min(
@@ -151,18 +150,14 @@ def _shortfall(state: State, executor: Executor, group: SequenceGroup) -> int:
 
 
 def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> None:
-    """Those behind the first, which waits, start where it will not. What must change before any of them may
-    is noted, unless a tier is about to answer."""
+    """Start groups after the first, which waits, on executors that it does not hold. Then remember what must
+    change before another attempt, unless a tier is about to answer."""
     model = first.request.tokenized.model
     free = [e for e in state.executors.values() if e.hello.model == model and e.pool.free_slots]
     there = [e for e in free if e.source not in held.sources]
 
     def fits(group: SequenceGroup) -> bool:
-        one = (
-            group
-            if len(group.sequences) == 1
-            else SequenceGroup(group.request, group.sequences[:1], group.number)
-        )
+        one = group.first_choice()
         return any(model_kinds.serves(e, group.request) and headroom.fits_alone(e, one) for e in there)
 
     for group in state.waiting.candidates_after(model, first, fits) if there else ():
@@ -175,7 +170,7 @@ def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> No
 
 
 def _blocking_state(state: State, group: SequenceGroup) -> tuple[int, ...]:
-    """What must change before a group that had to wait may start, or, on another executor, one behind it."""
+    """A waiting group, or one after it, can start only after one of these numbers has changed."""
     seen = [group.number, group.level, state.next_seq if len(state.executors) > 1 else 0]
     for e in state.executors.values():
         seen += e.step, e.pool.free_blocks, e.pool.reserved, e.pool.free_slots, e.draining
@@ -184,7 +179,7 @@ def _blocking_state(state: State, group: SequenceGroup) -> tuple[int, ...]:
 
 def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | None:
     hello, pool, head = executor.hello, executor.pool, group.sequences[0]
-    if executor.awaits_copies or not pool.free_slots:  # held: the places that come are for who runs
+    if executor.awaits_copies or not pool.free_slots:  # the next free blocks are for running sequences
         return None
     if head.max_length > hello.max_context or not _may_join(state, executor, group):
         return None
@@ -206,21 +201,15 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
 
 
 def _may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
-    """True where nothing but room for it is wanted."""
-    return (
-        model_kinds.serves(executor, group.request)
-        and _safe(executor, group)
-        and _batch_is_open(state, executor)
-    )
-
-
-def _batch_is_open(state: State, executor: Executor) -> bool:
+    """True if the group lacks nothing but room here."""
+    if not model_kinds.serves(executor, group.request) or not _safe(executor, group):
+        return False
     return not (state.limits.policy.closed and any(s.computed for s in executor.running))
 
 
 def on_trial(request: Request) -> bool:
-    """Whether executors may die of it. Who has passed once, and was there at the next death, is tried to its
-    end."""
+    """Whether the request may be what kills executors. One that passed a trial and ran at the next death
+    stays on trial to its end."""
     if request.executor_deaths < SUSPECT:
         return False
     generated = sum(s.generated for s in request.sequences)
@@ -230,13 +219,13 @@ def on_trial(request: Request) -> bool:
 
 
 def request_on_trial(executor: Executor) -> Request | None:
-    """The request that is on trial here."""
+    """The request that is on trial on this executor."""
     suspects = (s.request for s in executor.running if s.request.executor_deaths >= SUSPECT)
     return next((request for request in suspects if on_trial(request)), None)
 
 
 def _safe(executor: Executor, group: SequenceGroup) -> bool:
-    """True where no trial is disturbed: neither that of the group nor one that it would join."""
+    """True if the group disturbs no trial: neither its own nor the one on this executor."""
     there, trial = request_on_trial(executor), on_trial(group.request)
     if there is group.request or (there is None and not trial):
         return True

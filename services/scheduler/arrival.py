@@ -1,4 +1,9 @@
-"""Requests come in here, are opened at a detokenizer and queued. Cancel and detach live here, too."""
+"""Accepts requests: opens them at a detokenizer and queues them. Handles cancel and detach, too.
+
+`core` calls it with messages of tokenizers, detokenizers and clients, `recovery` with requests to open again.
+A detokenizer has a copy of each request before its first token: if this scheduler dies, it passes the request
+to another one (services/detokenizer/failover.py).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ from shared.kv_blocks import choice_seed, rendezvous
 from shared.messages import MOVED, Accepted, Cancel, Close, Detached, Open, Tokenized
 from shared.telemetry.traces import RequestRecord
 
-CLIENT = "client"  # source of what comes from no service
-MAX_TOMBSTONES = 10_000  # then the oldest go: anybody may cancel what never was
+CLIENT = "client"  # source of messages that come from no service
+MAX_TOMBSTONES = 10_000  # then the oldest go: a client may cancel requests that never existed
 
 
 def arrive(state: State, source: str, tokenized: Tokenized, trace: str, transit_us: int = 0) -> None:
@@ -45,7 +50,7 @@ def arrive(state: State, source: str, tokenized: Tokenized, trace: str, transit_
     )
     request.sequences = [new_sequence(state, request, choice) for choice in range(tokenized.n)]
     state.requests[key] = request
-    for executor in state.executors.values():  # now, and not when a step waits for the decision
+    for executor in state.executors.values():  # hash the prompt now, not while a step waits for the plan
         if executor.hello.model == tokenized.model:
             prefix_cache.extend_keys(executor, request.sequences[0])
             break
@@ -67,15 +72,15 @@ def assign_shard(state: State, request: Request) -> None:
 
 
 def open_at_shard(state: State, request: Request) -> None:
-    """Open the sequences of a request at its detokenizer, and leave there what was asked."""
+    """Open the sequences of a request at its detokenizer, and send it a copy of the request."""
     open_sequences(state, request)
     request.opened_us = state.now_us
     send_to_shard(state, request)
 
 
 def send_to_shard(state: State, request: Request) -> None:
-    """Leave at its detokenizer, if one is alive, what was asked and which executors compute it: should this
-    scheduler die, that one asks another to go on."""
+    """Send the request and its model digest to its detokenizer, if it has one: if this scheduler dies, the
+    detokenizer passes the request to another one."""
     if not request.shard:
         return
     tokenized = request.tokenized
@@ -89,8 +94,8 @@ def send_to_shard(state: State, request: Request) -> None:
 
 
 def send_to_backup(state: State, request: Request) -> None:
-    """Leave what was asked at another detokenizer, too, if there is one: should this scheduler die together
-    with the request's own, that one asks another scheduler to begin again."""
+    """Send the request to a second detokenizer, if there is one: if this scheduler and the first detokenizer
+    die, it passes the request to another scheduler, which starts over."""
     others = [shard for shard in state.detokenizers if shard != request.shard]
     request.backup_shard = rendezvous(request.tokenized.request, others) if others else ""
     if request.backup_shard:
@@ -104,7 +109,7 @@ def send_to_backup(state: State, request: Request) -> None:
 
 
 def open_sequences(state: State, request: Request) -> None:
-    """Open the sequences of a request at a detokenizer that has what was asked."""
+    """Open the sequences of a request at a detokenizer that has the request."""
     for sequence in request.sequences:
         state.send(f"detokenizer.{request.shard}", open_message(sequence), request.trace)
 
@@ -137,12 +142,12 @@ def open_message(sequence: Sequence) -> Open:
 
 
 def cancel(state: State, source: str, message: Cancel) -> None:
-    """Stop a request; an unknown one leaves a tombstone, since a client's cancel may overtake it; those of
-    services come behind it. One that has ended or was refused leaves none: its id may be used again."""
+    """Stop a request. An unknown id leaves a tombstone, since a client's cancel may overtake the request; the
+    cancel of a service cannot. An ended or refused request leaves none: its id may be used again."""
     key = (message.tenant, message.request)
     request = state.requests.get(key)
     if request is not None:
-        if message.code == MOVED:  # its own detokenizer, should it live, has nothing more to say
+        if message.code == MOVED:  # its detokenizer, if it lives, must send nothing more
             for sequence in request.sequences:
                 moved = Close(seq=sequence.seq, final=0, reason="moved")
                 state.send(f"detokenizer.{request.shard}", moved)
@@ -156,8 +161,8 @@ def cancel(state: State, source: str, message: Cancel) -> None:
 
 
 def detach(state: State, source: str, message: Detached) -> None:
-    """Nobody reads these sequences any more: stop them unless they asked to be finished here. One that has
-    moved to another detokenizer since is read there."""
+    """Stop sequences without a reader, unless the request asks to be finished anyway. Ignores sequences that
+    have moved to another detokenizer since."""
     for seq in message.seqs:
         sequence = state.sequences.get(seq)
         if sequence is None or source != f"detokenizer.{sequence.request.shard}":
@@ -169,8 +174,8 @@ def detach(state: State, source: str, message: Detached) -> None:
 
 
 def _known(state: State, tokenized: Tokenized) -> bool:
-    """True for a resend of what is running or has ended: the same request from the same inbox. One that a
-    tokenizer first saw after that is of a client that has lost the answer, and is run again."""
+    """True for a resend of a running or ended request: the same id and inbox. A request that a tokenizer
+    received after that one's end is new: its client has lost the answer."""
     key = (tokenized.tenant, tokenized.request)
     request = state.requests.get(key)
     if request is not None:
@@ -182,21 +187,21 @@ def _known(state: State, tokenized: Tokenized) -> bool:
 
 
 def _ended_wall_us(facts: RequestRecord) -> int:
-    """Until when, by the clock of its tokenizer, a request counts as running: what it took on its way is not
-    known, nor how exactly the clocks of two tokenizers agree."""
+    """When a request has ended by the clock of its tokenizer, with a margin for the time of messages and for
+    the clocks of two tokenizers."""
     timings = [choice.close.timings for choice in facts.choices]
     lived_us = max((t.received_us + t.tokenize_us + t.live_us for t in timings), default=0)
     return facts.received_wall_us + lived_us + load_shedding.OVERTAKE_US
 
 
 def accept(state: State, source: str, tokenized: Tokenized) -> None:
-    """Tell who asked that the request is in good hands."""
+    """Confirm a request to its sender."""
     accepted = Accepted(tenant=tokenized.tenant, request=tokenized.request, attempt=tokenized.attempt)
     state.send(source, accepted)
 
 
 def new_sequence(state: State, request: Request, choice: int) -> Sequence:
-    """A choice of a request, with its prompt."""
+    """A sequence for a choice of a request, with its prompt. Its number is unique among live ones."""
     tokenized = request.tokenized
     sequence = Sequence(
         seq=state.next_seq,

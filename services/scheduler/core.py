@@ -1,6 +1,9 @@
-"""The scheduler: events in, commands out. No await, no clock, no socket, no randomness.
+"""The scheduler's decisions: events in, commands out. No await, no clock, no socket, no randomness.
 
 handle(event): apply it -> admit what fits -> plan while a window is open -> commands
+
+`actor.py` calls it with messages and timers, `loadtest/simulator` with simulated ones. A replay of the same
+events at the same times gives the same commands.
 """
 
 from __future__ import annotations
@@ -46,20 +49,19 @@ from shared.messages import (
 
 
 def decide(state: State) -> None:
-    """Start who can start, see to room, then fill every window that is open. Changes nothing when nothing has
-    changed."""
+    """Admit what fits, copy or drop dirty blocks for room, then fill every open window. A second call without
+    an event in between changes nothing."""
     state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
     admission.admit(state)
-    while _cleaned(state):
-        admission.admit(state)
+    while sum(store.copy_dirty(state, executor) for executor in state.executors.values()):
+        admission.admit(state)  # `sum` calls each; some blocks are free now
     for executor in state.executors.values():
         _plan(state, executor)
         if executor.pool.stable_blocks:
             store.copy_dirty(state, executor)
         while executor.running and not executor.in_flight and store.copy_dirty(state, executor):
-            _plan(
-                state, executor
-            )  # who was preempted for a place has left it dirty, and no step will come back
+            # a preempted sequence left its blocks dirty, and no result will come and open the window
+            _plan(state, executor)
 
 
 def _plan(state: State, executor: Executor) -> None:
@@ -67,32 +69,26 @@ def _plan(state: State, executor: Executor) -> None:
         pass
 
 
-def _cleaned(state: State) -> bool:
-    """See to the dirty blocks of every executor; True when some have become free, and others may start."""
-    freed = [store.copy_dirty(state, executor) for executor in state.executors.values()]
-    return any(freed)
-
-
 class Scheduler:
-    """The one authority on what is a real token, and on every block and slot."""
+    """Owns the tokens of every sequence, and every block and slot."""
 
     def __init__(self, limits: Limits) -> None:
         self.state = State(limits)
 
     def handle(self, event: Event, now_us: int) -> list[Send]:
-        """Apply one event at `now_us` and return what to send, executors first: the step after
-        this one is on its way before any token leaves for a reader."""
+        """Apply one event at `now_us` and return what to send. Plans to executors come first: the next step
+        is on its way before any token leaves for a client."""
         self.apply(event, now_us)
         decide(self.state)
         return self.taken()
 
     def apply(self, event: Event, now_us: int) -> None:
-        """What has happened becomes state."""
+        """Update the state with one event, without decisions."""
         self.state.now_us = now_us
         self._apply(event)
 
     def taken(self) -> list[Send]:
-        """The commands that have come up since the last call."""
+        """The commands since the last call, those to executors first."""
         commands, self.state.commands = self.state.commands, []
         return sorted(commands, key=lambda command: not command.to.startswith("executor."))
 
@@ -103,7 +99,7 @@ class Scheduler:
 
     @property
     def waits(self) -> bool:
-        """Somebody waits for a turn, or for a tier: milliseconds matter."""
+        """A sequence group waits for admission or for a tier: milliseconds matter."""
         state = self.state
         return bool(state.waiting or state.tiers.jobs or state.tiers.lookups or state.draining)
 

@@ -1,4 +1,7 @@
-"""How a sequence ends: memory goes back at once, the record stays until the detokenizer has spoken."""
+"""Ends sequences: their blocks are free at once, their record stays until the detokenizer sends Ended.
+
+`results`, `arrival`, `recovery` and `core` call it. A sequence ends once: after that it is not live.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
 
 
 def end(state: State, sequence: Sequence, final: int, reason: str) -> None:
-    """End a live sequence after `final` generated tokens, of which nothing is to be learned."""
+    """End a live sequence after `final` generated tokens, without counting it in the statistics."""
     sequence.close = _close(state, sequence, final, reason)
     send_close(state, sequence)
 
@@ -43,22 +46,22 @@ def fail(state: State, request: Request, code: int, message: str, retry_after_ms
 
 
 def fail_all(state: State) -> None:
-    """End all requests: this scheduler leaves, and cannot wait for them."""
+    """End all requests: the drain's time is over."""
     error = drain_over("scheduler")
     for request in list(state.requests.values()):
         fail(state, request, error.code, error.message, error.retry_after_ms)
 
 
 def stop_found(state: State, found: StopFound) -> None:
-    """A stop string ends at `found.index`, whatever was generated since."""
+    """End a sequence at `found.index` generated tokens, where a stop string ends."""
     sequence = state.sequences.get(found.seq)
     if sequence is not None and sequence.live and 0 < found.index <= sequence.generated:
         finish(state, sequence, found.index, "stop")
 
 
 def ended(state: State, source: str, message: Ended) -> None:
-    """The detokenizer's last word: index and reason are final. Another one's than the present owner's
-    says nothing: a new incarnation answers so for sequences it has never seen."""
+    """Take the final index and reason from the detokenizer that owns the sequence. Others are ignored: a new
+    incarnation also sends Ended for sequences that it never had."""
     sequence = state.sequences.get(message.seq)
     if sequence is None or sequence.phase is not Phase.CLOSING:
         return
@@ -73,7 +76,7 @@ def ended(state: State, source: str, message: Ended) -> None:
 
 
 def expire(state: State) -> None:
-    """Close what is past its time: requests that wait or run, records without an Ended, tombstones."""
+    """End or forget what is overdue: waiting and running requests, records without an Ended, tombstones."""
     while (seq := state.deadlines.pop(state.now_us)) is not None:
         sequence = state.sequences.get(seq)
         if sequence is None:
@@ -94,17 +97,17 @@ def expire(state: State) -> None:
 
 
 def due_at_us(sequence: Sequence) -> int:
-    """When a live sequence is late, or a closing one is no longer waited for."""
+    """When a live sequence is overdue, or the wait for a closing one's Ended is over."""
     request = sequence.request
     late_us, silent_us = request.deadline_us, sequence.close_deadline_us
     if sequence.live:
         begun = any(s.admitted_us for s in request.sequences)
         return late_us if begun or not request.start_deadline_us else min(late_us, request.start_deadline_us)
-    return silent_us if request.shard else max(silent_us, late_us)  # nobody has told the client yet
+    return silent_us if request.shard else max(silent_us, late_us)  # no detokenizer has its Close yet
 
 
 def forget(state: State, sequence: Sequence) -> None:
-    """The record is final; the request goes when its last choice has."""
+    """Remove a sequence with a final record; with its last choice, remove the request."""
     sequence.phase = Phase.ENDED
     state.sequences.pop(sequence.seq, None)
     request = sequence.request
@@ -114,11 +117,11 @@ def forget(state: State, sequence: Sequence) -> None:
             request.key,
             EndedRequest(request.tokenized.inbox, request.trace, request_record(request, state.now_us)),
         )
-        request.sequences = []  # they name it: without the circle it is freed now
+        request.sequences = []  # breaks the reference cycle, so that it is freed now
 
 
 def _close(state: State, sequence: Sequence, final: int, reason: str) -> Close:
-    """Give its memory back and make its Close. The device ends a row itself at a stop id: the KV of that
+    """Free a sequence's blocks and build its Close. The device ends a row itself at a stop id: the KV of the
     last token is never computed."""
     client = sequence.request.client
     state.waiting.served.charge_output(client, max(sequence.generated - sequence.charged_tokens, 0))
@@ -149,7 +152,7 @@ def _late(request: Request) -> str:
 
 
 def _kept_waiting(state: State, request: Request) -> tuple[str, int]:
-    """What a client is told whose request could not begin in time, and when to retry, ms."""
+    """The message for a request that did not start in time, and when to retry, ms."""
     waited_s = (state.now_us - request.arrival_us) / 1e6
     message = (
         f"waited {waited_s:.1f} s in the queue, the limit of class {request.tokenized.slo_class}: nothing "

@@ -1,17 +1,15 @@
-"""Admission asks here what a group needs of an executor, and how many blocks must stay free.
+"""Computes the blocks that a sequence group needs, and the headroom: blocks that admission must leave free.
 
-The running sequences go first: what the rows of the next step lack is never given to one that joins, or each
-that joins would push out another at once. And admission that looks at present needs alone preempts sequence
-after sequence later on.
+Blocks for rows of the next step are never given to a group that joins: else each group that joins would
+preempt another one at once. Admission that only looks at present needs leads to many preemptions later.
 
-Of a sequence that an end-of-sequence token may end, a share of the expected growth is kept free. That removed
-more stalls than any victim rule in simulation; the share adapts: each preemption for want of a block adds to
+For sequences that an end-of-sequence token may end, a share of the expected growth stays free. In simulation
+this removed more stalls than any victim rule. The share adapts: each preemption for lack of a block adds to
 it, each step without one takes a little away (AIMD, as SGLang's new_token_ratio).
 
-A sequence that only its length ends has a known growth. With `reservation=foreseen` such sequences are laid
-out in time: each grows by a token a step until it ends and gives back its blocks. The highest point of that
-curve has to be free now, as in LightLLM's Past-Future scheduler (arXiv:2507.10150); then no sequence has to
-be preempted.
+A sequence that only its length ends grows in a known way: a token a step, until it ends and frees its blocks.
+With `reservation=foreseen` the peak of that curve over all such sequences must be free now, as in LightLLM's
+Past-Future scheduler (arXiv:2507.10150); then none of them is preempted.
 """
 
 from __future__ import annotations
@@ -30,32 +28,28 @@ STEP_DIVIDES = 512
 
 
 def reservations(state: State, executor: Executor, group: SequenceGroup) -> list[int]:
-    """Blocks to promise to each sequence of a group; the others share the first one's full prompt blocks."""
+    """Blocks to reserve for each sequence of a group. All share the full prompt blocks of the first."""
     block_tokens, head = executor.hello.block_tokens, group.sequences[0]
     blocks_for_sequence = reserve if head.pinned else state.limits.policy.function("reservation")
     if len(group.sequences) == 1:
         return [blocks_for_sequence(len(head.tokens), head.max_length, block_tokens)]
     shared = len(head.tokens) // block_tokens
     sizes = [(len(s.tokens), s.max_length, block_tokens) for s in group.sequences]
-    total = [
-        max(blocks_for_sequence(*size), on_demand(*size)) for size in sizes
-    ]  # who waits for a fork has its blocks
+    # a fork takes the blocks of its prompt at once, under any policy
+    total = [max(blocks_for_sequence(*size), on_demand(*size)) for size in sizes]
     return [total[0]] + [blocks - shared for blocks in total[1:]]
 
 
 def shortfall(state: State, executor: Executor, group: SequenceGroup) -> tuple[int, int]:
-    """Blocks and slots that a group lacks, once the steps in flight are back; none where it is not above
-    0."""
+    """Blocks and slots that a group will still lack after the steps in flight; 0 or less if none."""
     pool = executor.pool
-    coming = pool.unreserved_blocks + pool.coming_blocks
-    blocks = (
-        sum(reservations(state, executor, group)) + headroom_blocks(state, executor, group.sequences) - coming
-    )
+    blocks = sum(reservations(state, executor, group)) + headroom_blocks(state, executor, group.sequences)
+    blocks -= pool.unreserved_blocks + pool.coming_blocks
     return blocks, len(group.sequences) - pool.free_slots - pool.fenced_slots
 
 
 def fits_alone(executor: Executor, group: SequenceGroup) -> bool:
-    """True when the executor can run the group to its end, alone on it."""
+    """True if an otherwise empty executor can run the group to its end."""
     hello, head = executor.hello, group.sequences[0]
     shared = len(head.tokens) // hello.block_tokens
     total = [reserve(len(s.tokens), s.max_length, hello.block_tokens) for s in group.sequences]
@@ -64,15 +58,14 @@ def fits_alone(executor: Executor, group: SequenceGroup) -> bool:
 
 
 def headroom_blocks(state: State, executor: Executor, joining: Iterable[Sequence] = ()) -> int:
-    """Blocks that admission of `joining` must leave free. None on an empty executor for what may end at any
-    token, or nothing large could ever start."""
+    """Blocks that admission of `joining` must leave free. An empty executor keeps none free for sequences
+    that may end at any token: else a large one could never start."""
     least = len(rows_without_block(executor))
     if state.limits.policy.greedy:
         return least
-    alone = not executor.running  # then it may have all: see holds
-    looks_ahead = state.limits.policy.looks_ahead and not alone
+    looks_ahead = state.limits.policy.looks_ahead and bool(executor.running)
     expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output_tokens
-    for s in executor.running:  # once an admission, over every row
+    for s in executor.running:  # one loop, over every row for each admission
         if looks_ahead and s.fixed_length:
             continue
         length = len(s.tokens)
@@ -95,7 +88,7 @@ def headroom_blocks(state: State, executor: Executor, joining: Iterable[Sequence
 
 
 def headroom_bound(state: State, executor: Executor, joining: Sequence) -> int:
-    """At least as many as `headroom_blocks`, without a look at every row."""
+    """An upper bound of `headroom_blocks`, without a loop over all rows."""
     if state.limits.policy.greedy:
         return len(executor.running)
     if state.limits.policy.looks_ahead and (executor.fixed_lengths or joining.fixed_length):
@@ -105,7 +98,7 @@ def headroom_bound(state: State, executor: Executor, joining: Sequence) -> int:
 
 
 def rows_without_block(executor: Executor) -> list[Sequence]:
-    """Sequences whose next token needs a block that nobody promised them."""
+    """Running sequences without a reserved block for the next token."""
     block_tokens = executor.hello.block_tokens
     return [
         s
@@ -119,26 +112,29 @@ def rows_without_block(executor: Executor) -> list[Sequence]:
 
 
 class _End(NamedTuple):
-    """When a row ends, in steps; the tokens that fit into what it holds; those that its end frees."""
+    """The end of a row of known length."""
 
-    left: int
-    spare: int
-    frees: int
+    left: int  # steps
+    spare: int  # tokens that fit into its blocks
+    frees: int  # tokens of the blocks that it gives back
 
 
 def _end(s: Sequence, blocks: int, block_tokens: int) -> _End:
     length, held = len(s.tokens), blocks * block_tokens
-    # a cached part is shared
-    return _End(s.max_length - length, held - length, max(held - s.cached_tokens, 0))
+    return _End(
+        s.max_length - length, held - length, max(held - s.cached_tokens, 0)
+    )  # a cached part is shared
 
 
 def _peak_blocks(rows: list[_End], block_tokens: int, late: int) -> int:
-    """The most that these will need at one time beyond what they hold now; that one has ended is seen `late`
-    steps after. A row that was promised all it may need takes nothing more, and gives nothing to others
-    before its end."""
+    """The most blocks that these rows will need at one time beyond those they hold.
+
+    The end of a row is seen `late` steps after it. A row with all blocks reserved takes no more, and frees
+    none before its end.
+    """
     growing = [row for row in rows if row.spare < row.left]
     alive, spare, freed, peak = len(growing), sum(row.spare for row in growing), 0, 0
-    for row in sorted(rows):  # it is highest just before somebody ends; a last block may hold a single token
+    for row in sorted(rows):  # a peak is just before a row ends; a last block may hold a single token
         peak = max(peak, alive * (row.left + late + block_tokens - 1) - spare - freed)
         if row.spare < row.left:
             alive, spare = alive - 1, spare - row.spare
@@ -147,15 +143,15 @@ def _peak_blocks(rows: list[_End], block_tokens: int, late: int) -> int:
 
 
 def on_preemption(executor: Executor) -> None:
-    """A sequence had to be preempted for want of a block."""
+    """A sequence is preempted for lack of a block: keep more free."""
     executor.headroom_pm = min(MOST_PM, executor.headroom_pm + PREEMPTION_ADDS_PM)
 
 
 def on_step(executor: Executor) -> None:
-    """A step went by."""
+    """A step has ended: keep a little less free."""
     executor.headroom_pm = max(LEAST_PM, executor.headroom_pm - executor.headroom_pm // STEP_DIVIDES)
 
 
 def observe_output(state: State, generated: int) -> None:
-    """A sequence has ended after so many tokens."""
+    """Update the mean output with a sequence that ended after `generated` tokens."""
     state.mean_output_tokens = max(1, (15 * state.mean_output_tokens + generated) // 16)

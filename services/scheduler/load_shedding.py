@@ -1,8 +1,9 @@
-"""Load shedding refuses requests, and says why and when to try again. What is refused holds nothing.
+"""Refuses requests, with a reason and a time to retry. `arrival` and `recovery` call it.
 
-A request is refused that can never be served here, that finds no room to wait, or whose first token would
-come after the limit of its class: `ttft_us` predicts when that is. Room to wait is shared: where it is full a
-tenant is refused that has its equal part, and one that waits for nothing never.
+A request is refused if it can never be served here, if the queue is full, or if its first token would come
+after the TTFT limit of its class (`ttft_us`). Tenants share a full queue equally: it refuses a tenant that
+has its equal share, and never one without a waiting request. A refused request leaves no state but the
+answer to a resend.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from shared.kv_blocks import blocks_for
 from shared.messages import Rejected, Tokenized, rejection
 from shared.step_model import StepShape
 
-REFUSED_US = 10_000_000  # longer than a tokenizer asks
+REFUSED_US = 10_000_000  # longer than a tokenizer resends
 MAX_REFUSED = 10_000
-OVERTAKE_US = 200_000  # a cancel is no longer ahead of its request: one from before was of an earlier request
+OVERTAKE_US = 200_000  # a cancel overtakes its request by less: an older one was for an earlier request
 RETRY_AFTER_MS = 1_000
-CHUNK_TOKENS = 256  # of the chunk by which the speed of prefill is judged
-MIN_STEPS_SEEN = 64  # seen by an executor before anybody is refused on its account
+CHUNK_TOKENS = 256  # the chunk by which the speed of prefill is judged
+MIN_STEPS_SEEN = 64  # steps of an executor before its cost model is a reason to refuse
 
 Refusal = tuple[int, str, int]  # code, message, retry after ms
 
 
 def refuse(state: State, tokenized: Tokenized) -> Rejected | None:
-    """The refusal, or None to accept. A resend of what was refused is refused again, whatever has become
-    free since: its client has been told."""
+    """The refusal, or None to accept. A resend of a refused request is refused again, even if there is room
+    now: its client already has the refusal."""
     key, submission = (tokenized.tenant, tokenized.request), (tokenized.received_wall_us, tokenized.attempt)
     known = state.refused.get(key)
     if known is not None and known[1] == submission:
@@ -51,14 +52,14 @@ def refuse(state: State, tokenized: Tokenized) -> Rejected | None:
 
 
 def refuse_takeover(state: State, source: str, tokenized: Tokenized) -> Rejected | None:
-    """The refusal of a request that another scheduler had accepted, and that the detokenizer `source` asks to
-    go on with: it has stood in a queue once. A 503 is not remembered, since it asks again."""
+    """The refusal of a dead scheduler's request from the detokenizer `source`; None to accept. The queue's
+    limits do not apply: another scheduler has accepted it. A 503 is not counted: the detokenizer retries."""
     refusal: Refusal | None = None
     shard = source.removeprefix("detokenizer.")
     if shard not in state.detokenizers and shard not in state.draining_detokenizers:
         refusal = 503, f"{source} is not ready", RETRY_AFTER_MS
     elif len(tokenized.reasons) != tokenized.n or prompt_length(tokenized) < 1:
-        refusal = 400, "what it has generated is not told of each choice", 0
+        refusal = 400, "`reasons` or `generated` does not have an entry for each choice", 0
     refusal = refusal or _refusal(state, tokenized, prompt_length(tokenized))
     if refusal is None:
         return None
@@ -68,17 +69,17 @@ def refuse_takeover(state: State, source: str, tokenized: Tokenized) -> Rejected
 
 
 def prompt_length(tokenized: Tokenized) -> int:
-    """Tokens of the prompt; behind it may be what was generated."""
+    """Tokens of the prompt, without generated tokens that may follow it."""
     return len(tokenized.tokens) - sum(tokenized.generated)
 
 
 def received_us(state: State, tokenized: Tokenized) -> int:
-    """When a tokenizer saw a request that comes in now, but for the time that messages were on their way."""
+    """When a tokenizer received a request that arrives now, without the time of messages."""
     return state.now_us - tokenized.age_us - tokenized.waited_us
 
 
 def _refusal(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
-    """Why a request with so many prompt tokens can never be served, or not now; None: it can."""
+    """Why a request with `prompt` prompt tokens can never be served, or not now; None if it can."""
     key = (tokenized.tenant, tokenized.request)
     cancelled_us = state.tombstones.pop(key, None)
     if cancelled_us is not None and received_us(state, tokenized) <= cancelled_us + OVERTAKE_US:
@@ -100,7 +101,7 @@ def _refusal(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
 
 
 def _unknown(executors: list[Executor], tokenized: Tokenized) -> str:
-    """What of a request no engine can be asked for, whatever is free; empty when one can."""
+    """Why no engine can serve the request; empty if one can."""
     vocab = max(executor.hello.vocab for executor in executors)
     for what, ids in (("prompt", tokenized.tokens), ("logit_bias", tokenized.sampling.bias_ids)):
         if ids and (largest := max(ids)) >= vocab:
@@ -118,12 +119,12 @@ def _unknown(executors: list[Executor], tokenized: Tokenized) -> str:
 
 
 def _no_room(state: State, tokenized: Tokenized) -> Refusal | None:
-    """Why a request may not wait here now; None: it may."""
+    """Why a request may not wait here now; None if it may."""
     if not state.detokenizers:
         return 503, "no detokenizer is ready: see `headrace status`", RETRY_AFTER_MS
     own = state.waiting.tenants.get(tokenized.tenant)
     if own is None and len(state.waiting.tenants) < MAX_CLIENTS:
-        return None  # whoever waits for nothing may wait: a retry would find no better moment
+        return None  # its tenant has no waiting request: a retry would find no better moment
     if _full(state, tokenized, own or TenantBacklog()):
         waits = f"{len(state.waiting)} requests are waiting, {own.groups if own else 0} of them yours"
         return 429, f"{waits}: try again later", RETRY_AFTER_MS
@@ -131,7 +132,7 @@ def _no_room(state: State, tokenized: Tokenized) -> Refusal | None:
 
 
 def _full(state: State, tokenized: Tokenized, own: TenantBacklog) -> bool:
-    """True when the request may not wait: the queue is full, and its tenant has an equal part of it."""
+    """True if the queue is full, and the tenant has its equal share of it."""
     waiting, limits = state.waiting, state.limits
     tenants = max(len(waiting.tenants), 1)
     groups, tokens = 1, tokenized.n * len(tokenized.tokens)
@@ -141,9 +142,8 @@ def _full(state: State, tokenized: Tokenized, own: TenantBacklog) -> bool:
 
 
 def _too_late(state: State, tokenized: Tokenized) -> Refusal | None:
-    """Refuse now what would get its first token after its class's limit: waiting would only cost it time,
-    and everybody else. Whoever finds nobody ahead, or only those who make way, is never refused: nothing is
-    quicker than to try."""
+    """The refusal of a request with a TTFT estimate above its class's limit: it would only waste time in the
+    queue. Never refuses a request with nothing ahead of it but sequences that it may preempt."""
     level = requests.level_of(tokenized.slo_class)
     limit_us = state.limits.classes[level].ttft_us
     groups, _ = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
@@ -159,8 +159,8 @@ def _too_late(state: State, tokenized: Tokenized) -> Refusal | None:
 
 
 def with_possible_max_tokens(state: State, tokenized: Tokenized) -> Tokenized:
-    """The request, with as many `max_tokens` as ever fit where nobody asked for any: its tokenizer has put in
-    what the model's context has room for, which an executor's KV cache may not hold."""
+    """The request, with `max_tokens` cut to what can fit if the client gave none: the tokenizer has filled in
+    the rest of the model's context, which may exceed an executor's KV cache."""
     if not tokenized.open_end:
         return tokenized
     prompt = prompt_length(tokenized)
@@ -174,8 +174,8 @@ def _serving(state: State, tokenized: Tokenized) -> list[Executor]:
 
 
 def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:
-    """The longest that each of `n` choices of a prompt can get on one of the executors, tokens; 0 where none
-    has the slots. They share the full blocks of their prompt, as in headroom.holds."""
+    """The greatest length, in tokens, of each of `n` choices of a prompt on one of the executors; 0 if none
+    has the slots. Choices share the full blocks of their prompt, as in headroom.fits_alone."""
     most = 0
     for hello in (e.hello for e in executors if n <= e.hello.slots):
         blocks = (hello.blocks + (n - 1) * (prompt // hello.block_tokens)) // n
@@ -197,7 +197,7 @@ def _too_large(executors: list[Executor], tokenized: Tokenized, prompt: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class WorkAhead:
-    """What has to start on one executor, up to and with the request in question."""
+    """What has to start on one executor, up to and including the new request."""
 
     level: int
     slots: int
@@ -205,14 +205,14 @@ class WorkAhead:
 
 
 def ttft_us(state: State, tokenized: Tokenized, level: int) -> int:
-    """The predicted time to the first token of a request that comes in now; 0 while too little is known.
+    """The TTFT estimate of a request that arrives now; 0 while the cost models have seen too little.
 
-        prompt tokens ahead of it and its own, by the speed of prefill beside the present decodes
-        + the wait for a slot and for blocks, by the answers that run and how long answers are
+        prompt tokens ahead of it and its own, at the speed of prefill with the present decodes
+        + the wait for a slot and for blocks, from the running sequences and the mean output
         + one loop
 
-    Ahead are the prompts that run and those that wait in its class and higher ones. One slot is enough:
-    choices start one by one.
+    Ahead are running and waiting prompts of its class and higher ones. One slot is enough: choices start one
+    by one.
     """
     executors = _serving(state, tokenized)
     if not executors or any(e.cost_model.seen < max(MIN_STEPS_SEEN, MIN_SEEN) for e in executors):
@@ -228,7 +228,7 @@ def ttft_us(state: State, tokenized: Tokenized, level: int) -> int:
 
 
 def _not_preempted(executor: Executor, level: int) -> list[Sequence]:
-    """Who of those that run gives no place to a request of this class."""
+    """Running sequences that a request of this class cannot preempt."""
     return [s for s in executor.running if s.level <= level or s.pinned]
 
 
@@ -238,7 +238,7 @@ def _prompt_left(executor: Executor, level: int) -> int:
 
 
 def _ns_per_token(executor: Executor) -> int:
-    """Of a prompt chunk beside the decodes that run."""
+    """Time per token of a prompt chunk in a step with the present decodes."""
     decodes = [s for s in executor.running if not s.prefilling]
     kv_tokens = sum(s.computed for s in decodes)
     shape = StepShape(
@@ -251,7 +251,7 @@ def _ns_per_token(executor: Executor) -> int:
 
 
 def _slot_wait_us(state: State, executor: Executor, work_ahead: WorkAhead) -> int:
-    """Until slots and blocks for all of the queue are free. Lower classes give theirs up at once."""
+    """Time until slots and blocks for the work ahead are free. Lower classes free theirs at once."""
     pool = executor.pool
     stay = _not_preempted(executor, work_ahead.level)
     gone = len(executor.running) - len(stay)
@@ -264,11 +264,11 @@ def _slot_wait_us(state: State, executor: Executor, work_ahead: WorkAhead) -> in
         if slots <= 0 and blocks <= 0:
             break
         slots, blocks, steps = slots - 1, blocks - held, tokens
-    if slots > 0:  # those that wait come and go in turn, too
+    if slots > 0:  # waiting sequences run and end in turn, too
         steps += -(-slots // max(len(stay) + gone, 1)) * state.mean_output_tokens
     return steps * executor.pace.step_us
 
 
 def _left(state: State, s: Sequence) -> int:
-    """Tokens until the sequence ends, by the mean of all."""
+    """Expected tokens until the sequence ends, from the mean output."""
     return max(min(state.mean_output_tokens, s.max_length - s.prompt_tokens) - s.generated, 1)

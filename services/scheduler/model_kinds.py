@@ -1,12 +1,12 @@
-"""Executors of one model name that do not compute the same: one kind serves, the others stay out.
+"""Decides which kind of executor serves a model name; executors of other kinds stay out.
 
-A kind is what `ExecHello.model_digest` says: weights, dtype, KV format, deterministic mode. The first
-executor of a model decides, or the setting `model_digest` does. Another kind takes over when no executor of
-the first is left: each has died or drains. With `accept_mixed` all serve.
+The kind is `ExecHello.model_digest`: weights, dtype, KV format and deterministic mode. The setting
+`model_digest`, or else the first executor, decides. Another kind takes over when every executor of the first
+has died or drains. With `accept_mixed` all kinds serve.
 
-In any case a request stays with the kind that has generated tokens of it. Where only others are left it ends
-with a typed error: what its client has read cannot be taken back, and other weights would not go on from it.
-One without tokens starts over anywhere, from its prompt.
+A request stays with the kind that has generated its tokens: other weights would not continue the text that
+its client has read. If that kind is gone it fails with a typed error. A request without tokens starts
+anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHOWN = 12  # characters of a digest
 
 
 def refusal(state: State, hello: ExecHello) -> str:
-    """Why an executor stays out; empty: it may join."""
+    """Why an executor stays out; empty if it may join."""
     if state.limits.accept_mixed:
         return ""
     wanted = state.limits.model_digest
@@ -34,13 +34,13 @@ def refusal(state: State, hello: ExecHello) -> str:
     return (
         f"its model digest is {_shown(hello)}, and {', '.join(sorted(kind.members))} of {hello.model!r} "
         f"has {kind.digest[:SHOWN] or 'none'}: other weights, dtype, KV format or deterministic mode. It "
-        "takes over when none of those is left; give it another --model-name, the same model and modes, or "
-        "the scheduler --accept-mixed"
+        "takes over when none of those is left. Start it with the same model and modes or with another "
+        "--model-name, or start the scheduler with --accept-mixed"
     )
 
 
 def joined(state: State, hello: ExecHello) -> None:
-    """An executor serves. The first of a model decides its kind."""
+    """Note that an executor serves. The first of a model decides its kind."""
     state.excluded.pop(hello.executor, None)
     kind = state.model_kinds.get(hello.model)
     if kind is None or kind.members <= {hello.executor}:
@@ -50,8 +50,8 @@ def joined(state: State, hello: ExecHello) -> None:
 
 
 def left(state: State, executor_id: str) -> list[ExecHello]:
-    """An executor is gone or drains. Those that stayed out and may join now: a kind as a whole, the one that
-    has waited longest."""
+    """Note that an executor is gone or drains. Returns the excluded executors that may join now: all of the
+    kind that has waited longest."""
     state.excluded.pop(executor_id, None)
     next_ones: list[ExecHello] = []
     for model, kind in list(state.model_kinds.items()):
@@ -72,8 +72,8 @@ def expected(state: State, model: str) -> str:
 
 
 def serves(executor: Executor, request: Request) -> bool:
-    """Whether a request may start, or go on, on an executor: of its model, and of its kind where tokens of it
-    have been generated."""
+    """Whether a request may start or resume on an executor: the model must match, and the kind if it has
+    generated tokens."""
     hello = executor.hello
     if hello.model != request.tokenized.model or executor.draining:
         return False
@@ -81,15 +81,15 @@ def serves(executor: Executor, request: Request) -> bool:
 
 
 def stranded(state: State, request: Request) -> str:
-    """Why nobody can go on with a request; empty where somebody may, now or when an executor is back."""
+    """Why no executor can continue a request; empty if one can, now or when it is back."""
     others = [
         e for e in state.executors.values() if e.hello.model == request.tokenized.model and not e.draining
     ]
     if not others or any(serves(executor, request) for executor in others):
         return ""
     return (
-        f"the executors that have generated its tokens are gone (model digest "
-        f"{request.model_digest[:SHOWN] or 'not given'}), those that are left compute otherwise "
+        f"the executors that generated its tokens are gone (model digest "
+        f"{request.model_digest[:SHOWN] or 'not given'}), and the others have another kind "
         f"({_shown(others[0].hello)}): send the request again"
     )
 

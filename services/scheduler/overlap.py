@@ -1,19 +1,18 @@
 """`mode_of` chooses the overlap mode of an executor by cost: which rows may be in flight together.
 
-    single      step n+1 is planned when the result of n is back          period T + L
+    single      step n+1 is planned after the result of step n            period T + L
     run_ahead   the same device-fed rows in up to W steps at once         max(T, (T + L) / W)
     two_batch   every row is in A or B, steps alternate                   max(T_A + T_B, max(T_A, T_B) + L)
 
-T is a step's time, L the way there and back with the host's work on the result. A row is host-fed when
+T is the time of a step. L is the loop: both messages and the host's work on the result. A row is host-fed if
 its next input needs the host (logits processors): it is planned again only after its result, so run_ahead
-takes such rows into every other step only. A row whose end nobody could foresee (a stop id, a stop string, a
-cancel) is computed for nothing in each step ahead; how often that happens is measured, in any mode. `auto`
-takes what promises most rows a second, and leaves the mode it is in for 1 % at least. A guard measures: a
-mode that is slower than single is dropped.
+takes such rows into every other step only. A row with an unforeseen end (a stop id, a stop string, a
+cancel) is wasted in each step ahead; how often that happens is measured, in any mode. `auto` takes the mode
+with the most predicted rows a second, and changes it for a gain of at least 1 %. Probes measure `single` from
+time to time: a mode that is slower than it is banned for a while.
 
-In two_batch a sequence keeps its micro-batch, A or B, so that its rows meet the same others. `balance` keeps
-the micro-batches even by the KV they read, plus a constant for the row: where they are uneven the longer one
-sets the pace of both.
+In two_batch a sequence keeps its micro-batch, A or B. `balance` keeps the micro-batches even by the KV they
+read, plus a constant for each row: the longer one sets the period of both. The step planner calls both.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from shared.step_model import StepShape
 MODES = ("single", "run_ahead", "two_batch")
 DWELL_STEPS = 16
 MARGIN_PM = 10
-MIN_SEEN = 16  # steps, before costs mean anything
+MIN_SEEN = 16  # steps before the cost model is used
 PROBE_EVERY, PROBE_STEPS = 4_096, 16
-PROBE_US = 100_000  # at most, but two steps at least: a probe of long steps is short
+PROBE_US = 100_000  # at most, but at least two steps: a probe of long steps is short
 WORSE_PM = 20
-COMPARABLE_PM = 100  # what two measures are compared at: their steps differ by no more
+COMPARABLE_PM = 100  # two measurements are compared if their steps differ by no more
 
-ROW_TOKENS = 256  # a row costs about as much as reading so many tokens of context
-UNEVEN_PM = 150  # of what both micro-batches read
+ROW_TOKENS = 256  # a row takes about as long as reading so many tokens of context
+UNEVEN_PM = 150  # largest difference between the micro-batches, relative to both
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapLoad:
-    """What runs on an executor."""
+    """The rows that run on an executor."""
 
     rows: int
     host_fed: int
     kv_tokens: int
     stages: int
     window: int
-    early_end_share: float = 0.0  # of the rows, ended unforeseen: so many are wasted for each step ahead
-    chunk_us: int = 0  # of prompt chunks, each time that all rows advance
+    early_end_share: float = 0.0  # rows with an unforeseen end: that share is wasted in each step ahead
+    chunk_us: int = 0  # time of prompt chunks, each time that all rows advance
 
 
 def mode_of(state: State, executor: Executor) -> tuple[str, int]:
@@ -65,17 +64,17 @@ def mode_of(state: State, executor: Executor) -> tuple[str, int]:
 
 
 def depth(step_us: int, loop_us: int, window: int) -> int:
-    """The least window that leaves the device no gap, (T + L) / W <= T; 2 while T is not known."""
+    """The smallest window that leaves the device no gap, (T + L) / W <= T; 2 while T is not known."""
     return min(window, max(2, -(-(step_us + loop_us) // step_us))) if step_us else min(2, window)
 
 
 def choose_mode(load: OverlapLoad, costs: CostModel, present: str) -> str:
-    """The mode with the most rows a second; the present one unless another gains 3 %."""
+    """The mode with the most rows a second; the present one unless another gains MARGIN_PM."""
     if load.stages > 1 and load.rows > 1:
         return "two_batch"
     if costs.seen < MIN_SEEN or not load.rows:
         return "single" if load.host_fed else "run_ahead"
-    modes = [mode for mode in MODES if mode != "run_ahead" or load.host_fed < load.rows]  # or none runs ahead
+    modes = [mode for mode in MODES if mode != "run_ahead" or load.host_fed < load.rows]
     rates = {mode: rate(mode, load, costs) for mode in modes}
     best = max(rates, key=lambda mode: rates[mode])
     if present in rates and rates[best] * 1000 < rates[present] * (1000 + MARGIN_PM):
@@ -84,7 +83,7 @@ def choose_mode(load: OverlapLoad, costs: CostModel, present: str) -> str:
 
 
 def rate(mode: str, load: OverlapLoad, costs: CostModel) -> int:
-    """Rows per 1000 s of a mode."""
+    """Rows per 1000 s in a mode."""
     rows, hosted, loop_us = load.rows, load.host_fed, costs.loop_us
     if mode == "single":
         return _rate(rows, _step_us(costs, load, rows) + loop_us + costs.host_us(hosted))
@@ -114,7 +113,7 @@ def _auto(state: State, executor: Executor) -> str:
     elif pace.mode not in ("", "single") and pace.rows and step - pace.probed_step >= PROBE_EVERY:
         steps = min(PROBE_STEPS, max(2, PROBE_US // max(pace.step_us, 1)))
         pace.before, pace.probe_until = pace.speed, step + steps
-        pace.measure_from = step + max(steps // 4, 1)  # the first results are still of the mode before
+        pace.measure_from = step + max(steps // 4, 1)  # the first results are from the mode before
         return "single"
     mode = choose_mode(_load(state, executor), executor.cost_model, pace.mode)
     if mode == pace.banned and step < pace.banned_until:
@@ -126,7 +125,7 @@ def _auto(state: State, executor: Executor) -> str:
 
 
 def _judge(pace: StepPace, step: int) -> None:
-    """The probe is over: was the mode before it slower than single?"""
+    """End a probe: ban the mode if it is slower than single."""
     before, pace.before, pace.probed_step = pace.before, None, step
     if before is not None and slower(pace.mode, before, pace.speed):
         pace.banned, pace.banned_until = pace.mode, step + PROBE_EVERY
@@ -134,9 +133,11 @@ def _judge(pace: StepPace, step: int) -> None:
 
 
 def slower(mode: str, of_mode: Speed, of_single: Speed) -> bool:
-    """True when a mode has done worse than single by 2 %, as far as the two can be compared: the load may
-    have changed between them. Run-ahead has the same steps, so what counts is the time around them;
-    micro-batches have other ones, and are compared where both had the same rows."""
+    """True if a mode is slower than single by WORSE_PM, and both were measured under a similar load.
+
+    Run-ahead computes the same steps, so the time between them is compared. Two-batch has smaller steps, so
+    rows a second are compared, if the number of rows was similar.
+    """
     if not (of_mode.steps and of_single.steps and of_single.took_us and of_mode.took_us):
         return False
     if mode == "run_ahead":
@@ -167,7 +168,7 @@ def _load(state: State, executor: Executor) -> OverlapLoad:
 
 
 def _step_us(costs: CostModel, load: OverlapLoad, rows: int, parts: int = 1) -> int:
-    """Of a step with so many of the rows, and one of `parts` of the chunks."""
+    """Time of a step with `rows` of the rows, and 1/`parts` of the chunks."""
     kv_tokens = load.kv_tokens * rows // max(load.rows, 1)
     return costs.predict_us(StepShape(rows, rows, kv_tokens, kv_tokens)) + load.chunk_us // parts
 
@@ -177,8 +178,8 @@ def _rate(rows: int, period_us: int) -> int:
 
 
 def balance(executor: Executor, micro_batch: int, ready: list[Sequence]) -> list[Sequence]:
-    """The rows of the micro-batch that is planned now, after the last ones have moved over if it is too
-    heavy. Those sit this step out."""
+    """The rows of the micro-batch that is planned now. If it is too heavy, its last rows move to the other
+    one, and miss this step."""
     mine, other = weights(executor.running)[:: -1 if micro_batch else 1]
     excess = (mine - other) // 2
     if excess * 2000 <= (mine + other) * UNEVEN_PM:
@@ -194,7 +195,7 @@ def balance(executor: Executor, micro_batch: int, ready: list[Sequence]) -> list
 
 
 def weights(running: list[Sequence]) -> tuple[int, int]:
-    """What a step of A and a step of B would read."""
+    """The weights of micro-batches A and B, in tokens."""
     both = [0, 0]
     for sequence in running:
         both[sequence.micro_batch] += _weight(sequence)

@@ -1,18 +1,22 @@
-"""Preemption preempts sequences when blocks are short, and drops none.
+"""Preempts running sequences when blocks are short.
 
-A preempted sequence waits with all its tokens, and comes back by prefix lookup: what its blocks still hold,
-here or in a tier below, is not computed again. `withdraw` is how any sequence leaves its executor, and
-`requeue` how it gets back into the queue.
+A preempted sequence waits with all its tokens and resumes by prefix lookup: KV that its blocks still hold, on
+the device or in a tier below, is not computed again. Every sequence leaves its executor through `withdraw`,
+and returns to the queue through `requeue`. Admission calls `preempt_for`, the step planner `make_room`.
 
-Nobody is preempted for one of a lower class; a class is the one that a request counts as, which may have
-risen while it waited. But a tenant of which nothing runs takes a place from those that have more than an
-equal part, whatever their class, and who has more than that takes none from who has not. Whoever has just
-come back is spared, and so is who would free nothing, where there is another. After three preemptions a
-sequence is pinned: promised all it may ever need, so that it is never short and nobody's victim. A preemption
-for such a tenant counts only within the turn of who is preempted, or the next ones of that tenant would find
-everybody pinned; those come first that have had their turn. So whoever is preempted again and again ends all
-the same. Every preemption is noted with its reason and candidates: the blocks that each would free, those
-that a tier below holds, and what bringing back or computing the rest would cost.
+Which sequences may be victims:
+
+* A sequence is never preempted for one of a lower class. The class is the current one, after aging.
+* A tenant without a running sequence may preempt those of tenants that have more than an equal share,
+  of any class. A tenant with more than its share preempts none of a tenant with less.
+* A sequence that has just resumed is spared if there is another victim; so is one that would free nothing.
+* After PIN_AFTER_PREEMPTIONS preemptions a sequence is pinned: it reserves all blocks it may ever need, so it
+  is never short and never a victim. A preemption for a tenant without a running sequence counts only
+  before the end of the victim's turn (`_had_turn`): else all sequences would soon be pinned against such
+  tenants. Victims that have had their turn come first. So each sequence ends, however often it is preempted.
+
+Each preemption is recorded with its reason and candidates: the blocks that each would free, the blocks that
+a tier below holds, and the predicted times to load or to recompute the rest.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from services.scheduler.state.state import Executor, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import SlotClose
 
-MAX_LISTED = 8  # candidates that a decision names
+MAX_LISTED = 8  # candidates in the record of a decision
 
 
 def make_room(state: State, executor: Executor) -> int:
-    """Preempt until every row of the next step gets its block, now or when steps in flight and copies are
-    back. How many rows need one, unless there is one for each row anyhow."""
+    """Preempt until every row of the next step gets its block, now or when steps in flight and copies end.
+    Returns how many rows need a block; 0 if there is one for each row."""
     pool = executor.pool
     if pool.unreserved_blocks >= len(executor.running):
         return 0
@@ -46,13 +50,13 @@ def make_room(state: State, executor: Executor) -> int:
 
 
 def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> bool:
-    """Preempt sequences of lower classes, as many as the group needs to start on one of the executors
-    `open_to` it, or its first choice; or, for that one, of tenants that have more than their share. None
-    where enough is on its way. True when some were: where no step is in flight their memory is free at
-    once."""
-    tenant, one = group.client[0], group
-    if len(group.sequences) > 1:
-        one = SequenceGroup(group.request, group.sequences[:1], group.number)
+    """Preempt as many sequences as the group needs to start on one of the executors `open_to` it.
+
+    First for all its sequences, from lower classes; then for its first sequence alone, from lower classes and
+    from tenants that have more than their share. None if enough blocks are about to be free. True if some
+    were preempted: where no step is in flight their blocks are free at once.
+    """
+    tenant, one = group.client[0], group.first_choice()
     serving = [e for e in state.executors.values() if model_kinds.serves(e, group.request)]
     last = group.level == len(CLASS_NAMES) - 1
     comes = not (group.resumes or last or any(tenant in e.running_by_tenant for e in serving))
@@ -63,21 +67,20 @@ def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> 
     ways = [way for way in ways if way[1] or way[2]]
     if not ways or any(max(headroom.shortfall(state, e, one)) <= 0 for e in able):
         return False
-    why = f"seq {group.number} of class {group.request.tokenized.slo_class} needs its place"
+    why = f"seq {group.number} of class {group.request.tokenized.slo_class} needs room"
     for executor, lower, over in ways:
         for part in (group, one) if one is not group else (group,):
             if _preempt_until_fits(state, executor, part, lower, why):
                 return True
         if _preempt_until_fits(
-            state, executor, one, over, f"nothing of tenant {tenant!r} runs: {why}", cede=True
+            state, executor, one, over, f"tenant {tenant!r} has no running sequence: {why}", cede=True
         ):
             return True
     return False
 
 
 def _of_lower_class(executor: Executor, group: SequenceGroup) -> list[Sequence]:
-    """Those that a group may take the place of by its class. A tenant that has more than its share takes from
-    itself and its like alone."""
+    """Victims of a lower class. A tenant over its share preempts only tenants over theirs."""
     if not any(executor.running_by_class[group.level + 1 :]):
         return []
     lower = _from_level(executor, group.level + 1)
@@ -86,8 +89,8 @@ def _of_lower_class(executor: Executor, group: SequenceGroup) -> list[Sequence]:
 
 
 def _of_tenants_over_share(state: State, executor: Executor, one: SequenceGroup) -> list[Sequence]:
-    """Those that the only choice of a tenant may take the place of, if it fits in an equal part. Whose only
-    one it is keeps it from a lower class."""
+    """Victims for a tenant's only sequence, if that fits in an equal share. The only sequence of another
+    tenant is no victim of a lower class."""
     tenants = len(executor.running_by_tenant) + 1
     if sum(headroom.reservations(state, executor, one)) * tenants > executor.pool.blocks:
         return []
@@ -107,9 +110,11 @@ def _preempt_until_fits(
     why: str,
     cede: bool = False,
 ) -> bool:
-    """Preempt as many of the `running` ones as a group needs; none where all of them are too few. Whoever was
-    preempted and has come back is preempted for nobody before it was in a step: so nobody is preempted twice
-    within one event, and admission comes to an end in whatever order groups are taken."""
+    """Preempt as many of `running` as a group needs; none if all of them are too few.
+
+    A resumed sequence is no victim before its first step. So no sequence is preempted twice within one event,
+    and admission ends in any order of groups.
+    """
     others = [s for s in running if not (s.preemptions and s.opened_after == executor.step)]
     candidates = _candidates(state, executor, others)
     blocks, slots = headroom.shortfall(state, executor, group)
@@ -129,27 +134,28 @@ def _preempt_until_fits(
 
 
 def _blocks_freed(executor: Executor, running: list[Sequence]) -> int:
-    """Blocks that would be free, or promised to nobody, without these; those of a shared prefix once, and
-    only if nobody else holds them."""
+    """Blocks that would be free and unreserved without these sequences. A block of a shared prefix counts
+    once, and only if no other sequence holds it."""
     gone = {s.seq for s in running}
-    promised = [s.reserved for s in executor.running if (s.parent or s).seq in gone]
-    return sum(promised) + executor.pool.held_only_by(s.table for s in running)
+    reserved = [s.reserved for s in executor.running if (s.parent or s).seq in gone]
+    return sum(reserved) + executor.pool.held_only_by(s.table for s in running)
 
 
 def _had_turn(state: State, s: Sequence) -> bool:
-    """Since it came back it has run for as long as it had waited, and has computed more than it had lost."""
+    """Since it resumed, the sequence has run for as long as it had waited, and has computed more than it had
+    lost."""
     reach = max(s.most_computed, min(s.computed, len(s.tokens)))
     return state.now_us >= s.turn_until_us and reach >= s.turn_tokens
 
 
 def _from_level(executor: Executor, level: int) -> list[Sequence]:
-    """Those that run and count as of this class or a lower one."""
+    """Running sequences of this class or a lower one."""
     return [s for s in executor.running if s.level >= level]
 
 
 def _victims_for(executor: Executor, first: Sequence) -> list[Sequence]:
-    """Who gives a block to one that runs: those of its class and lower ones, of tenants that have more than
-    their share if there are such; where its own has not, of any class."""
+    """Victims for a running sequence that lacks a block: sequences of its class and lower ones, from tenants
+    over their share if there are any. If its own tenant is not over its share, those of any class."""
     of_class = _from_level(executor, first.level)
     if len(executor.running_by_tenant) == 1:
         return of_class
@@ -160,8 +166,8 @@ def _victims_for(executor: Executor, first: Sequence) -> list[Sequence]:
 
 
 def over_share(executor: Executor, tenants: int) -> set[str]:
-    """The tenants that have more than an equal part of an executor's slots or blocks, between so many of
-    them. The only sequence of a tenant is more only by its blocks."""
+    """The tenants that have more than 1/`tenants` of an executor's slots or blocks. A tenant with a single
+    sequence is over its share only by blocks."""
     blocks = dict.fromkeys(executor.running_by_tenant, 0)
     for s in executor.running:
         blocks[s.tenant] += len(s.table) + s.reserved
@@ -174,7 +180,7 @@ def over_share(executor: Executor, tenants: int) -> set[str]:
 
 
 def preempt(state: State, executor: Executor, victim: Sequence, why: str, candidates: list[Sequence]) -> None:
-    """Take a sequence off its executor; it waits. Choices that wait for its prompt go with it."""
+    """Move a sequence from its executor to the queue, with the choices that wait for its prompt."""
     children = [s for s in executor.running if s.parent is victim]
     costs = RecomputeCost.of(executor)
     named = ", ".join(_describe(executor, s, costs) for s in candidates[:MAX_LISTED])
@@ -212,16 +218,18 @@ def preempt(state: State, executor: Executor, victim: Sequence, why: str, candid
 
 
 def _stable_blocks(executor: Executor, sequence: Sequence) -> int:
-    """How many blocks of its table hold what steps have computed that are back, once a token was sampled from
-    it: all that are full before its last known token. Steps in flight write into the next one, its tail, and
-    one that fails may spoil what it writes into: that block is copied when they are back."""
+    """How many blocks of the table acknowledged steps have filled, once a token has been sampled.
+
+    These are the full blocks before the last known token. Steps in flight write into the next block, and a
+    step that fails may spoil it: that block is copied after they end.
+    """
     if len(sequence.tokens) <= sequence.opened_length:
         return 0
     return (len(sequence.tokens) - 1) // executor.hello.block_tokens
 
 
 def _candidates(state: State, executor: Executor, running: list[Sequence]) -> list[Sequence]:
-    """Who of them may be preempted, those that were not just now if there are such."""
+    """The preemptible ones of `running`: if possible those that free a block and did not just resume."""
     all_of = [s for s in running if _preemptible(s)]
     unspared = [s for s in all_of if s.protected_until_us <= state.now_us]
     refs = executor.pool.refs
@@ -230,8 +238,8 @@ def _candidates(state: State, executor: Executor, running: list[Sequence]) -> li
 
 
 def _preemptible(s: Sequence) -> bool:
-    """A choice that waits for a prompt goes with who computes it; one whose blocks are being brought would be
-    preempted for nothing."""
+    """A choice that waits for its parent's prompt is preempted with the parent. A sequence with a load job
+    would waste the load."""
     return not s.pinned and s.parent is None and not s.load_job
 
 
@@ -242,18 +250,20 @@ def _describe(executor: Executor, s: Sequence, costs: RecomputeCost) -> str:
         return text + ")"
     below = sum(block in pool.clean for block in s.table)
     reload_us, again_us = _reload_us(executor, s), costs.tokens_us(0, min(s.computed, len(s.tokens)))
-    return f"{text}, {below} below, {reload_us / 1e3:.1f} ms to bring back, {again_us / 1e3:.1f} to compute)"
+    return f"{text}, {below} in a tier, {reload_us / 1e3:.1f} ms to load, {again_us / 1e3:.1f} to recompute)"
 
 
 def _reload_us(executor: Executor, s: Sequence) -> int:
-    """What it would take to bring all of it back from the tier below."""
+    """Predicted time to load all its blocks from the tier below."""
     return executor.up.predict_us(len(s.table) * executor.hello.bytes_per_block)
 
 
 def withdraw(state: State, sequence: Sequence, known_tokens: int) -> None:
-    """Take a sequence off its executor: blocks and slot go back behind the fence, full blocks stay cached.
-    The KV of its first `known_tokens` tokens is, or is being, computed: full blocks of it can serve others,
-    or the sequence itself when it comes back."""
+    """Take a sequence off its executor: its blocks and slot are fenced, and full blocks stay cached.
+
+    The KV of its first `known_tokens` tokens is computed, or is in a step in flight: full blocks of it can
+    serve others, or the sequence itself when it resumes.
+    """
     executor = state.executors.get(sequence.executor)
     if executor is not None and sequence in executor.running:
         prefix_cache.register(executor, sequence, min(sequence.computed, known_tokens))
@@ -267,7 +277,7 @@ def withdraw(state: State, sequence: Sequence, known_tokens: int) -> None:
 
 
 def requeue(state: State, sequence: Sequence) -> None:
-    """Queue a sequence that has left its executor, with all its tokens, ahead of those that never ran."""
+    """Queue a sequence that has left its executor, before those that never ran."""
     sequence.phase = Phase.WAITING
     sequence.group = sequence.seq
     state.waiting.add(SequenceGroup(sequence.request, [sequence], sequence.group, resumes=True), state.now_us)

@@ -1,7 +1,8 @@
-"""The prefix cache as sequences use it: keys of their blocks, hits before a chunk, new blocks after it.
+"""Connects sequences with the prefix cache: keys of their blocks, hits before a chunk, new blocks after it.
 
-A block gets its key when the step that fills it is planned: an executor runs steps in order, so whoever is
-planned later finds it filled. Tokens that are not known yet (sampled by steps in flight) have no key.
+A block gets its key when the step that fills it is planned: an executor runs steps in order, so a later step
+finds it filled. Tokens that are not known yet (sampled by steps in flight) have no key. Admission, the step
+planner and preemption call it. The cache itself is in state/block_pool.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from shared.kv_blocks import extend, root_key, tail_key
 
 
 def extend_keys(executor: Executor, sequence: Sequence) -> None:
-    """Make the keys of its full blocks, as this executor's cache knows them."""
+    """Compute the keys of the sequence's full blocks for this executor's kind of KV."""
     hello = executor.hello
     root = root_key(hello.fingerprint, sequence.request.tokenized.tenant)
     if (root, hello.block_tokens) != sequence.keyed:
@@ -23,20 +24,20 @@ def extend_keys(executor: Executor, sequence: Sequence) -> None:
 
 
 def lookup(executor: Executor, sequence: Sequence) -> list[int]:
-    """Cached blocks of the longest prefix; the last token is always computed, since it is sampled from."""
+    """Cached blocks of the longest prefix. The last token is always computed: the next is sampled from it."""
     hello = executor.hello
     extend_keys(executor, sequence)
     return executor.pool.match(sequence.keys[: (len(sequence.tokens) - 1) // hello.block_tokens])
 
 
 def lost_after(executor: Executor, sequence: Sequence, found: int) -> int:
-    """How many blocks of its prompt behind the first `found` the device had, and gave away without a copy."""
+    """How many blocks of its prompt after the first `found` were evicted without a copy."""
     lost = executor.pool.lost
     return sum(1 for _ in takewhile(lost.__contains__, sequence.keys[found:])) if lost else 0
 
 
 def tail_block(executor: Executor, sequence: Sequence, hits: int) -> int | None:
-    """The block with the tail of a preempted sequence, if it is here and follows `hits` cached blocks."""
+    """The block with the tail of a preempted sequence, if it is cached and follows `hits` cached blocks."""
     tail = sequence.tail
     if not tail.key or tail.at != hits or tail.root != sequence.keyed[0]:
         return None
@@ -44,7 +45,7 @@ def tail_block(executor: Executor, sequence: Sequence, hits: int) -> int | None:
 
 
 def tail_is_copied(executor: Executor, sequence: Sequence) -> bool:
-    """True while a tier below takes the tail, and nobody may write on it."""
+    """True while the tail is copied to a tier, and must not be written."""
     if not sequence.tail.key:
         return False
     block = executor.pool.block_of.get(sequence.tail.key)
@@ -52,15 +53,15 @@ def tail_is_copied(executor: Executor, sequence: Sequence) -> bool:
 
 
 def claim_tail(executor: Executor, sequence: Sequence, block: int) -> None:
-    """Go on writing in the block with its tail."""
+    """Take the block with the sequence's tail, to append to it."""
     executor.pool.claim(block)
     sequence.table.append(block)
     sequence.computed += sequence.tail.valid
 
 
 def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
-    """Put cached blocks at the end of its table instead of computing them. Returns how many of its tokens
-    nobody had computed for it before."""
+    """Append cached blocks to the table instead of computing them. Returns how many of their tokens were
+    never computed for this sequence."""
     executor.pool.adopt(blocks)
     start = sequence.computed
     sequence.table.extend(blocks)
@@ -73,7 +74,7 @@ def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
 
 
 def catch_up(executor: Executor, sequence: Sequence) -> None:
-    """Adopt what others have computed of its prompt since it was admitted."""
+    """Adopt blocks of its prompt that other sequences have computed since its admission."""
     block_tokens, pool = executor.hello.block_tokens, executor.pool
     while sequence.computed == len(sequence.table) * block_tokens:
         at = len(sequence.table)
@@ -82,14 +83,14 @@ def catch_up(executor: Executor, sequence: Sequence) -> None:
         block = pool.block_of.get(sequence.keys[at])
         if block is None:
             return
-        if sequence.reserved:  # not of a chunk beyond those that were promised
+        if sequence.reserved:  # 0 in a chunk beyond the reservation
             sequence.reserved -= 1
             pool.unreserve(1)
         adopt(executor, sequence, [block])
 
 
 def register(executor: Executor, sequence: Sequence, upto_tokens: int) -> None:
-    """Offer its full blocks of known tokens below `upto_tokens` to others."""
+    """Give keys to its full blocks of known tokens below `upto_tokens`: others may adopt them."""
     full = min(upto_tokens, len(sequence.tokens)) // executor.hello.block_tokens
     if full <= sequence.registered:
         return
@@ -100,18 +101,18 @@ def register(executor: Executor, sequence: Sequence, upto_tokens: int) -> None:
 
 
 def register_tail(executor: Executor, sequence: Sequence) -> None:
-    """Before a preemption: offer what it has computed to itself, full blocks and the partial one behind them.
-    Its last token is computed again in any case, since it is sampled from."""
+    """Before a preemption: give keys to its computed blocks, and to the partial one after them.
+    The last token is computed again in any case, since the next one is sampled from it."""
     block_tokens = executor.hello.block_tokens
     computed = min(sequence.computed, len(sequence.tokens) - 1)
     at, valid = divmod(computed, block_tokens)
     register(executor, sequence, at * block_tokens)
     if sequence.tail.at < at:
-        sequence.tail = NO_TAIL  # of a preemption before: its block is full now
+        sequence.tail = NO_TAIL  # left by an earlier preemption: its block is full now
     if not valid or at >= len(sequence.table):
         return
     if any(target == sequence.table[at] for _, target in executor.fork_copies):
-        return  # of a fork that no step has made yet
+        return  # no step has made the fork's copy yet
     _key(sequence)
     key = executor.pool.key_of[sequence.table[at]]  # it has one if its last token is the sequence's last
     if key is None:

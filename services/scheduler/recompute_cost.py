@@ -1,7 +1,7 @@
-"""`RecomputeCost` predicts what it costs to compute tokens again, by the costs that the executor has shown.
+"""`RecomputeCost` predicts the device time to compute tokens again, from the executor's cost model.
 
-When a preempted sequence comes back it is spared for a while (`on_resume`), and what its return cost is
-compared with what was predicted (`start_debt`, `on_step`).
+Preemption, KV tiers and admission use it. A resumed sequence is spared for a while (`on_resume`), and the
+device time of its recomputation is compared with the prediction (`start_debt`, `on_step`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from services.scheduler.state.state import Executor, InFlight, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.step_model import StepShape
 
-CHUNK_TOKENS = 256  # of a chunk, until chunks have been planned
+CHUNK_TOKENS = 256  # until chunks have been planned
 MANY_CHUNKS = 8
 
-PROTECTED_US = 2_000_000  # at least: whoever is preempted again at once has come back for nothing
-PROTECTED_TIMES = 4  # the cost of its return
+PROTECTED_US = 2_000_000  # at least: a sequence that is preempted again at once has resumed for nothing
+PROTECTED_TIMES = 4  # times its recompute cost
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeCost:
-    """Device time of prompt chunks beside the rows that decode now."""
+    """Predicts the device time of prompt chunks in steps with the present decodes."""
 
     costs: CostModel
     base: StepShape
@@ -34,12 +34,12 @@ class RecomputeCost:
 
     @classmethod
     def of(cls, executor: Executor) -> RecomputeCost:
-        """As things are on an executor."""
+        """With the executor's present decodes."""
         return cls._with_base(executor, decode_shape(executor))
 
     @classmethod
     def after_admission(cls, executor: Executor, sequence: Sequence) -> RecomputeCost:
-        """For one that has just been admitted: who is before it decodes by then."""
+        """For a sequence that has just been admitted: the sequences before it decode by then."""
         before = [s for s in executor.running if s is not sequence and not s.load_job]
         cached = sum(max(s.computed, s.opened_length) for s in before)
         return cls._with_base(executor, StepShape(len(before), len(before), cached + len(before), cached))
@@ -55,7 +55,8 @@ class RecomputeCost:
         return self.costs.seen >= MIN_SEEN
 
     def tokens_us(self, start: int, tokens: int) -> int:
-        """Of `tokens` from `start` on; 0 while nothing is known."""
+        """Time to compute `tokens` tokens from position `start`; 0 while the cost model has seen too
+        little."""
         if not self.known or tokens <= 0:
             return 0
         end, total, chunk = start + tokens, 0, self.chunk_tokens
@@ -70,7 +71,7 @@ class RecomputeCost:
         return total
 
     def block_us(self, at: int) -> int:
-        """Of the `at`-th block of a sequence, as part of a larger chunk."""
+        """Time to compute the `at`-th block of a sequence, as part of a larger chunk."""
         if not self.known:
             return 0
         chunk_us = self._chunk_us(at * self.block_tokens, self.chunk_tokens)
@@ -81,14 +82,14 @@ class RecomputeCost:
 
 
 def decode_shape(executor: Executor) -> StepShape:
-    """A step of the rows that decode now."""
+    """The shape of a step of the rows that decode now."""
     decodes = [s.computed for s in executor.running if not s.prefilling and not s.load_job]
     cached = sum(decodes)
     return StepShape(len(decodes), len(decodes), cached + len(decodes), cached)
 
 
 def on_resume(state: State, executor: Executor, sequence: Sequence, group: SequenceGroup) -> None:
-    """It runs again, and perhaps waits for a tier."""
+    """Protect a resumed sequence, and set its turn and its recompute debt."""
     if not group.resumes:
         return
     lost = max(0, min(sequence.most_computed, len(sequence.tokens) - 1) - sequence.computed)
@@ -102,20 +103,19 @@ def on_resume(state: State, executor: Executor, sequence: Sequence, group: Seque
 
 
 def start_debt(executor: Executor, sequence: Sequence) -> None:
-    """What it had and has lost is computed from now on. Of one that was preempted within its prompt nothing
-    can be said: its chunks go on into what is new."""
+    """Predict the time to recompute the lost tokens. Not tracked for a sequence preempted during prefill: its
+    next chunks mix recomputed and new tokens."""
     lost = len(sequence.tokens) - 1 - sequence.computed
     if 0 < lost <= sequence.most_computed - sequence.computed:
         costs = RecomputeCost.after_admission(executor, sequence)
-        sequence.recompute_debt_us = costs.tokens_us(
-            sequence.computed, lost + 1
-        )  # and the one that it is sampled from
+        # one more: the last token, from which the next is sampled
+        sequence.recompute_debt_us = costs.tokens_us(sequence.computed, lost + 1)
         sequence.recompute_paid_us = 0
 
 
 def on_step(state: State, executor: Executor, flight: InFlight, took_us: int) -> None:
-    """A step has run: what it took beyond its decodes is the price of its chunks, by their tokens. The last
-    chunk settles it: later ones are planned before its result is here."""
+    """Charge a step's time beyond its decodes to its chunks, by their tokens. The chunk that reaches the
+    sequence's last known token closes the debt."""
     plan, first = flight.plan, len(flight.plan.slots) - len(flight.chunks)
     indebted = [
         (s, row)
@@ -137,7 +137,7 @@ def _close_debt(state: State, sequence: Sequence) -> None:
     sequence.record_decision(
         state.now_us,
         "recomputed",
-        "what it had lost is there again",
+        "its lost tokens are computed again",
         predicted_us=sequence.recompute_debt_us,
         took_us=sequence.recompute_paid_us,
     )
@@ -145,7 +145,7 @@ def _close_debt(state: State, sequence: Sequence) -> None:
 
 
 def without_chunks_us(executor: Executor, flight: InFlight) -> int:
-    """What a step would have taken for its decodes alone; 0 where it had none."""
+    """Predicted time of a step's decodes alone; 0 if it had none."""
     plan, rows = flight.plan, len(flight.plan.slots) - len(flight.chunks)
     if not rows:
         return 0

@@ -1,7 +1,7 @@
-"""Executors, detokenizers and other schedulers come and go; their requests go on here.
+"""Keeps requests going when executors, detokenizers and other schedulers join, leave or die.
 
-What an executor or a detokenizer held is rebuilt from this scheduler's record. The requests of another
-scheduler that has died come with `take`, from their detokenizers.
+State that an executor or a detokenizer held is rebuilt from this scheduler's records. The requests of another
+scheduler that has died arrive from their detokenizers (`take_over`). `core` calls it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from shared.messages import (
 
 
 def hello(state: State, source: str, message: ExecHello) -> None:
-    """An executor with empty slots. A repeated hello of a known incarnation is only welcomed. One that
-    does not compute as the others do stays out, and is told why."""
+    """An executor with empty slots joins. A repeated hello of a known incarnation is only welcomed. An
+    executor of another kind is refused with the reason (model_kinds.py)."""
     if source != f"executor.{message.executor}":
-        return  # it speaks for another
+        return  # sent in another executor's name
     known, epoch = state.executors.get(message.executor), message.exec_epoch
     if known is None or known.epoch != epoch:
         if known is not None:
@@ -50,12 +50,12 @@ def hello(state: State, source: str, message: ExecHello) -> None:
         state.executors[message.executor] = executor = Executor(message, epoch, pool)
         tiers.joined(state, executor)
         state.waiting.unpark(state.now_us)
-        state.blocked_on = ()  # the new one may have the same numbers as the old
+        state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
     state.send(source, ExecWelcome(exec_epoch=epoch))
 
 
 def step_result(state: State, source: str, result: StepResult) -> None:
-    """Apply a result of a known incarnation; a forgotten one is told to start over."""
+    """Apply a result of a known incarnation; reset an unknown one."""
     executor = state.executors.get(source.removeprefix("executor."))
     if executor is not None and executor.epoch == result.exec_epoch:
         if results.matches_plan(executor, result):
@@ -63,25 +63,28 @@ def step_result(state: State, source: str, result: StepResult) -> None:
         else:
             reset_executor(state, executor.hello.executor, "its result does not fit its plan")
     elif executor is None:
-        state.send(source, ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has forgotten it"))
+        state.send(source, ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has no record of it"))
 
 
 def executor_back(state: State, executor_id: str) -> None:
-    """An executor that had been given up heartbeats again: its slots are stale, it must start over."""
+    """An executor that counted as dead sends heartbeats again: its slots are stale, so it is reset."""
     epoch = state.dropped.get(executor_id)
     if epoch is not None:
-        state.send(f"executor.{executor_id}", ExecReset(exec_epoch=epoch, why="it was given up for dead"))
+        state.send(
+            f"executor.{executor_id}",
+            ExecReset(exec_epoch=epoch, why="its heartbeats stopped, and its sequences were queued again"),
+        )
 
 
 def executor_leaves(state: State, executor_id: str) -> None:
-    """It is gone, or gets nothing new. If it was the last of its kind another one takes over."""
+    """An executor is gone or drains. If it was the last of its kind, another kind takes over."""
     for waiting in model_kinds.left(state, executor_id):
         hello(state, f"executor.{waiting.executor}", waiting)
 
 
 def drop_executor(state: State, executor_id: str, why: str, *, died: bool = False) -> None:
-    """The executor's memory is gone: its sequences wait again, with all their tokens. `died`: of something,
-    which may be what it computed."""
+    """The executor's memory is gone: queue its sequences again, with all their tokens. `died`: it crashed,
+    and one of its requests may be the cause."""
     executor = state.executors.pop(executor_id, None)
     if executor is None:
         return
@@ -95,24 +98,22 @@ def drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fals
     for request in culprits:
         count = request.executor_deaths
         message = f"{count} executors have died while they computed this request, {executor_id} last"
-        finish.fail(state, request, 500, f"{message}: it is not tried again; their logs may say why")
+        finish.fail(state, request, 500, f"{message}: it is not tried again; see their logs")
 
 
 def _blame(executor: Executor) -> list[Request]:
-    """An executor has died: it may be of the request that was on trial, or else of any that ran. Those that
-    it is certain enough of."""
+    """Count the death of an executor against the request on trial, or against all that ran if none was.
+    Returns the request on trial: it is to blame."""
     tried = admission.request_on_trial(executor)
-    suspects = (
-        [tried] if tried is not None else list({id(s.request): s.request for s in executor.running}.values())
-    )
-    for request in suspects:
+    running = {id(s.request): s.request for s in executor.running}
+    for request in running.values() if tried is None else (tried,):
         request.executor_deaths += 1
         request.tokens_at_death = sum(s.generated for s in request.sequences)
-    return [] if tried is None else suspects
+    return [] if tried is None else [tried]
 
 
 def reset_executor(state: State, executor_id: str, why: str) -> None:
-    """Make an executor that cannot be trusted start over as a new incarnation."""
+    """Make an executor start over as a new incarnation, because its state is in doubt."""
     executor = state.executors.get(executor_id)
     if executor is not None:
         state.send(executor.source, ExecReset(exec_epoch=executor.epoch, why=why))
@@ -120,8 +121,8 @@ def reset_executor(state: State, executor_id: str, why: str) -> None:
 
 
 def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
-    """A detokenizer, or a new incarnation of one: it gets the orphans, and its own back. One that
-    had been given up and still lives is told which sequences are no longer its own."""
+    """A detokenizer joins, or a new incarnation of one: it gets the requests without a detokenizer, and its
+    own again. One that counted as dead and still lives gets a Close for each sequence that has moved."""
     moved_epoch, moved = state.moved.pop(shard, (0, []))
     if moved_epoch == epoch:
         for seq in moved:
@@ -137,13 +138,13 @@ def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
 
 
 def detokenizer_leaves(state: State, shard: str) -> None:
-    """It gets no new request; those whose scheduler has died may go on there."""
+    """A detokenizer drains: it gets no new request. Requests of a dead scheduler may continue there."""
     state.detokenizers.pop(shard, None)
     state.draining_detokenizers.add(shard)
 
 
 def detokenizer_lost(state: State, shard: str) -> None:
-    """Its sequences are opened at another one with all their tokens, or wait for one."""
+    """A detokenizer is gone: open its sequences at another one with all their tokens, when there is one."""
     state.draining_detokenizers.discard(shard)
     epoch = state.detokenizers.pop(shard, 0)
     lost = [request for request in state.requests.values() if request.shard == shard]
@@ -156,8 +157,8 @@ def detokenizer_lost(state: State, shard: str) -> None:
 
 
 def detokenizer_missed(state: State, source: str) -> None:
-    """Messages to a detokenizer were lost. What it has open may have a hole, and of some requests it may
-    never have heard: all begin a new attempt."""
+    """Messages to a detokenizer were lost. Its texts may have holes, and it may lack requests: all start a
+    new attempt."""
     for request in list(state.requests.values()):
         if source == f"detokenizer.{request.shard}":
             request.attempt += 1
@@ -166,7 +167,7 @@ def detokenizer_missed(state: State, source: str) -> None:
 
 
 def _reopen(state: State, sequences: list[Sequence]) -> None:
-    """A new attempt of the reply stream, from the first token on."""
+    """Start a new attempt of the reply stream, from the first token."""
     request = sequences[0].request
     if state.detokenizers:
         request.attempt += 1
@@ -175,37 +176,36 @@ def _reopen(state: State, sequences: list[Sequence]) -> None:
 
 
 def close_again(state: State, sequences: list[Sequence]) -> None:
-    """Sequences that have been opened again, and are over: send their Close again, too."""
+    """Send the Close of ended sequences again, after they were opened again."""
     for sequence in sequences:
         if not sequence.live:
             finish.send_close(state, sequence)
 
 
 def take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> None:
-    """Go on with a request at the detokenizer `source`, or refuse it; asked again, it is opened again.
+    """Continue a request of a dead scheduler at the detokenizer `source`, or refuse it.
 
-    The scheduler of such a request has died. Its detokenizer knows what was asked and every token that its
-    client may have read, and asks for the rest (see services/detokenizer/failover.py). To this scheduler its
-    choices are what they would be after the death of their executor: sequences that wait with all their
-    tokens. Where a tier still holds their blocks these are brought back, the others are computed again; the
-    stream goes on behind its last token.
+    The detokenizer has the request and every token that its client may have read
+    (services/detokenizer/failover.py). Its choices are queued as after the death of their executor: with all
+    their tokens. Blocks that a tier holds are loaded, others are computed again, and the stream goes on after
+    its last token. A repeated message opens the request again.
     """
     key = (tokenized.tenant, tokenized.request)
     if state.tombstones.get(key, 0) < load_shedding.received_us(state, tokenized):
-        state.tombstones.pop(key, None)  # of an earlier request with this id
+        state.tombstones.pop(key, None)  # left by an earlier request with this id
     request = state.requests.get(key)
     if request is not None and request.detached and not any(s.live for s in request.sequences):
-        for sequence in list(request.sequences):  # it had gone to another scheduler, and comes back
+        for sequence in list(request.sequences):  # it had moved to another scheduler, and comes back
             finish.forget(state, sequence)
         request = None
     if request is not None and request.tokenized.inbox == tokenized.inbox:
         if source == f"detokenizer.{request.shard}":
-            _open_again(state, request, tokenized)
-        elif tokenized.attempt > request.attempt:  # what its client has seen last came from this one
+            _open(state, request, tokenized)
+        elif tokenized.attempt > request.attempt:  # `source` was the last to send to the client
             for sequence in request.sequences:
                 state.send(f"detokenizer.{request.shard}", Close(seq=sequence.seq, final=0, reason="moved"))
             request.attempt, request.shard = tokenized.attempt, source.removeprefix("detokenizer.")
-            _open_again(state, request, tokenized)
+            _open(state, request, tokenized)
         else:
             state.send(source, rejection(tokenized, MOVED, ""), trace)
         return
@@ -216,22 +216,20 @@ def take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> No
         return
     request = _request(state, source, tokenized, trace)
     state.requests[request.key] = request
-    arrival.accept(state, source, tokenized)
-    arrival.open_sequences(state, request)
-    arrival.send_to_backup(state, request)
+    _open(state, request, tokenized)
     _go_on(state, request, tokenized.reasons)
 
 
-def _open_again(state: State, request: Request, tokenized: Tokenized) -> None:
-    source = f"detokenizer.{request.shard}"
-    arrival.accept(state, source, tokenized)
+def _open(state: State, request: Request, tokenized: Tokenized) -> None:
+    """Confirm a request to its detokenizer, and open its sequences there."""
+    arrival.accept(state, f"detokenizer.{request.shard}", tokenized)
     arrival.open_sequences(state, request)
     arrival.send_to_backup(state, request)
     close_again(state, request.sequences)
 
 
 def _request(state: State, source: str, tokenized: Tokenized, trace: str) -> Request:
-    """The request with its choices, as far as they had come."""
+    """The request with its choices and their generated tokens."""
     arrival_us, at = state.now_us - tokenized.age_us, load_shedding.prompt_length(tokenized)
     request = Request(
         tokenized=dataclasses.replace(
@@ -255,13 +253,13 @@ def _request(state: State, source: str, tokenized: Tokenized, trace: str) -> Req
         at += count
         sequence.charged_tokens = count
         sequence.most_computed = len(sequence.tokens) - 1  # the device never computed the last one
-        sequence.admitted_us = arrival_us  # when it was is not known: its wait counts as prefill
+        sequence.admitted_us = arrival_us  # not known: its wait counts as prefill
         sequence.first_token_us = arrival_us + tokenized.first_us
     return request
 
 
 def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
-    """Queue what is not over; choices that have not begun share their prompt, as at first."""
+    """Queue the choices that have not ended. If none has started they share their prompt, in one group."""
     live: list[Sequence] = []
     for sequence, reason in zip(request.sequences, reasons, strict=True):
         if reason := reason or _over(sequence):
@@ -269,7 +267,7 @@ def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
         else:
             live.append(sequence)
             state.watch(finish.due_at_us(sequence), sequence.seq)
-            why = "its scheduler is gone: this one has its tokens from the detokenizer"
+            why = "its scheduler is gone; its tokens come from the detokenizer"
             sequence.record_decision(state.now_us, "resume", why, tokens=len(sequence.tokens))
     if live and not any(sequence.generated for sequence in request.sequences):
         group = SequenceGroup(request, live, live[0].seq)
@@ -283,7 +281,7 @@ def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
 
 
 def _over(sequence: Sequence) -> str:
-    """Why a sequence had ended before its Close could be sent; empty where it goes on."""
+    """Why a sequence has ended although no Close was sent; empty if it has not."""
     if sequence.generated and sequence.tokens[-1] in sequence.stop_ids:
         return "stop"
     return "length" if len(sequence.tokens) >= sequence.max_length else ""

@@ -1,4 +1,7 @@
-"""What a step brought: the sampled ids become tokens of their sequences, in order, once."""
+"""Applies step results: each sampled id becomes a token of its sequence, in order and once.
+
+`recovery.step_result` calls it. Results also update the cost model, the step log and the counters.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,14 @@ from services.scheduler.state.state import Executor, InFlight, State
 from services.scheduler.state.step_log import StepRecord
 from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, StepResult, Tokens, ints
 
-MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB that a message may have
-
+MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB of a message
 
 TokenRow = tuple[int, Sequence, int]  # index in the result, sequence, token
 
 
 def matches_plan(executor: Executor, result: StepResult) -> bool:
-    """True for the result of a step in flight, row for row, and for one seen before. Any other would leave
-    its step in flight for ever, or give tokens to the wrong sequences."""
+    """True for a result with as many rows as its step in flight, and for a repeated one. Any other result
+    would leave its step in flight for ever, or give tokens to the wrong sequences."""
     if result.step <= executor.step - len(executor.in_flight):
         return True
     flight = next((flight for flight in executor.in_flight if flight.step == result.step), None)
@@ -29,8 +31,7 @@ def matches_plan(executor: Executor, result: StepResult) -> bool:
 
 
 def apply_result(state: State, executor: Executor, result: StepResult) -> None:
-    """Apply results in the order of their steps: one that comes early waits for those before it, one seen
-    before does nothing."""
+    """Apply results in the order of their steps. An early result waits; a repeated one does nothing."""
     if result.step > executor.step - len(executor.in_flight):
         executor.early_results.setdefault(result.step, result)
     while executor.in_flight and executor.in_flight[0].step in executor.early_results:
@@ -38,7 +39,7 @@ def apply_result(state: State, executor: Executor, result: StepResult) -> None:
 
 
 def grammar_ended(state: State, source: str, news: GrammarReady | GrammarFailed) -> None:
-    """A slot's grammar has been compiled, or cannot be: then its request ends, and nobody else's."""
+    """A slot's grammar is compiled; or it cannot be, and its request fails."""
     executor = state.executors.get(source.removeprefix("executor."))
     for sequence in executor.running if executor is not None else ():
         if (sequence.slot, sequence.generation) == (news.slot, news.generation):
@@ -66,8 +67,8 @@ def _apply(state: State, executor: Executor, result: StepResult) -> None:
 def _give(
     state: State, executor: Executor, flight: InFlight, result: StepResult, over: list[tuple[Sequence, str]]
 ) -> int:
-    """Append each row's token to its sequence and send them on; how many there were. A row of an earlier
-    placement gives nothing. This runs for each row of each step: whole columns at once where it can."""
+    """Append each row's token to its sequence and send the tokens on. Returns how many there were. A row of
+    an earlier placement is ignored. Builds whole columns, since this runs for each row of each step."""
     rows = [
         (index, s, token)
         for index, ((s, placement), token) in enumerate(zip(flight.rows, result.ids, strict=True))
@@ -97,7 +98,7 @@ def _give(
 
 
 def _send_tokens(state: State, executor: Executor, result: StepResult, rows: list[TokenRow]) -> None:
-    """The tokens of a step to the detokenizers of their sequences, which do not have them yet."""
+    """Send the tokens of a step to the detokenizers. Called before the sequences have them."""
     shards = dict.fromkeys([s.request.shard for _, s, _ in rows])
     for shard in filter(None, shards):
         mine = rows if len(shards) == 1 else [row for row in rows if row[1].request.shard == shard]
@@ -138,13 +139,13 @@ def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> 
             tables = [(state.executors.get(s.executor), s.table) for s in sequence.request.sequences]
             finish.fail(state, sequence.request, 400 if refused else 500, why)
             for there, table in tables:
-                if there is not None and not refused:  # it may be NaN: nobody begins with that
+                if there is not None and not refused:  # the KV may be NaN: no other sequence may use it
                     for block in table:
                         there.pool.forget(block)
 
 
 def _note(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
-    """Keep the step for traces, and learn from its times."""
+    """Record the step for traces, and update the cost model."""
     _learn(state, executor, flight, result)
     for _, note in flight.chunks:
         note.done_us = state.now_us
@@ -174,13 +175,13 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
 
 
 def _learn(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
-    """What the step says about costs. `took_us` is the device's time; beside it and the wait behind the step
-    before, everything from plan to result is the loop."""
+    """Update the cost model. `took_us` is the device's time. The loop is the time from plan to result without
+    it and without the wait for earlier steps."""
     headroom.on_step(executor)
     took_us, lived_us = result.forward_us + result.sample_us, result.end_wall_us - result.start_wall_us
     executor.pace.note(flight.step, len(flight.rows), took_us, state.now_us, busy=bool(executor.running))
     if result.error or lived_us <= 0:
-        return  # an engine that does not say
+        return  # the engine does not measure
     costs, pace = executor.cost_model, executor.pace
     recompute_cost.on_step(state, executor, flight, took_us)
     costs.observe(flight.shape, took_us)
@@ -193,15 +194,15 @@ def _learn(state: State, executor: Executor, flight: InFlight, result: StepResul
 
 
 def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
-    """The engine failed on a step, perhaps of those who were in it: they end. No KV can be trusted any more,
-    nor the prefix cache, so all others start over with their tokens, which good steps have brought."""
+    """The engine failed on a step. Sequences in the step fail, since one of them may be the cause. All others
+    are queued again with their tokens, since no KV of the executor can be trusted."""
     named = {sequence for sequence, _ in (*flight.rows, *flight.chunks)}
     for sequence in [s for s in executor.running if s in named and s.opened_after < result.step]:
         message = f"step {result.step} of {executor.source} failed: {result.error}"
         finish.fail(state, sequence.request, 500, message)
     for sequence in list(executor.running):
         sequence.record_decision(
-            state.now_us, "requeue", "a step before it failed", tokens=len(sequence.tokens)
+            state.now_us, "requeue", "a step of its executor failed", tokens=len(sequence.tokens)
         )
         withdraw(state, sequence, 0)
         requeue(state, sequence)

@@ -1,4 +1,7 @@
-"""A step while it is being made: the columns of its plan, row by row."""
+"""Builds a StepPlan, column by column, for the step planner; `fork` gives choices their parent's prompt.
+
+Blocks come from the executor's pool: first from a sequence's reservation, then from unreserved ones.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from shared.kv_blocks import blocks_for
 from shared.messages import StepPlan, ints
 from shared.step_model import StepShape
 
-EMPTY = partial(array, "i")  # as `ints()`, at a third of its cost
+EMPTY = partial(array, "i")  # as `ints()`, in a third of the time
 NO_ROWS = StepShape(0, 0, 0, 0)
-MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 KiB; a longer table goes with a plan that has no other
+MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 KiB; a longer table needs a plan without others
 
 
 @dataclass(slots=True)
@@ -22,7 +25,7 @@ class StepColumns:
     """The columns of a StepPlan while it is being built."""
 
     mode: str
-    micro_batch: int | None  # micro-batch, where steps alternate
+    micro_batch: int | None  # 0 or 1, in mode two_batch
     slots: array[int] = field(default_factory=EMPTY)
     starts: array[int] = field(default_factory=EMPTY)
     counts: array[int] = field(default_factory=EMPTY)
@@ -36,32 +39,34 @@ class StepColumns:
     sampled: list[Row] = field(default_factory=list)
     forks: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
-    shape: StepShape = NO_ROWS  # what of this step costs time
+    shape: StepShape = NO_ROWS  # for the cost model
     two_stream: bool = False
 
     def has_table_room(self, entries: int) -> bool:
-        """Whether a table of so many entries may go with this step: with others of a moderate length, or else
-        beside nothing but the single blocks by which decodes grow. Those are in nearly every step, and a long
-        table must not wait for one without."""
+        """Whether a table of so many entries fits in this plan.
+
+        A long table fits if the plan has only the single new blocks of decodes: nearly every plan has those,
+        so the table must not wait for a plan without them.
+        """
         tabled = len(self.table_blocks)
         return tabled + entries < MAX_TABLE_ENTRIES or tabled == len(self.table_slots)
 
     def grow_all(self, executor: Executor, rows: list[Sequence]) -> bool:
-        """The next block for each of these decodes at once. False, and nothing done, where the executor lacks
-        more of a table than that, or where blocks are short: `grow` sees to one row after the other."""
+        """Add the next block to each of these decodes at once. False, without a change, if the executor lacks
+        more of a table or if blocks are short: then `grow` handles the rows one by one."""
         if len(rows) >= MAX_TABLE_ENTRIES or any(
             s.computed > s.table_capacity or s.table_sent < len(s.table) for s in rows
         ):
             return False
-        promised = [s for s in rows if s.reserved]
-        blocks = executor.pool.try_allocate(len(rows), len(promised))
+        reserved = [s for s in rows if s.reserved]
+        blocks = executor.pool.try_allocate(len(rows), len(reserved))
         if blocks is None:
             return False
         self.table_slots.extend(ints([s.slot for s in rows]))
         self.table_first.extend(ints([s.table_sent for s in rows]))
         self.table_counts.extend(ints([1]) * len(rows))
         self.table_blocks.extend(ints(blocks))
-        for s in promised:
+        for s in reserved:
             s.reserved -= 1
         block_tokens = executor.hello.block_tokens
         for s, block in zip(rows, blocks, strict=True):
@@ -71,15 +76,14 @@ class StepColumns:
         return True
 
     def grow(self, executor: Executor, sequence: Sequence, length: int) -> bool:
-        """Blocks for `length` tokens, and whatever part of the table the executor has not seen. False when
-        no block is to be had."""
+        """Add blocks for `length` tokens, and the unsent part of the table. False if no block is free."""
         table, block_tokens = sequence.table, executor.hello.block_tokens
         short = blocks_for(length, block_tokens) - len(table)
         if short > 0 and sequence.reserved:
-            promised = min(short, sequence.reserved)
-            sequence.reserved -= promised
-            short -= promised
-            table.extend(executor.pool.allocate(promised))
+            reserved = min(short, sequence.reserved)
+            sequence.reserved -= reserved
+            short -= reserved
+            table.extend(executor.pool.allocate(reserved))
         while short > 0:
             if (block := executor.pool.try_allocate()) is None:
                 return False
@@ -95,7 +99,7 @@ class StepColumns:
         return True
 
     def plan(self, executor: Executor) -> StepPlan:
-        """The finished plan, with the block copies that it has to make first."""
+        """The plan, with the block copies that the executor makes before it."""
         copies, executor.fork_copies = executor.fork_copies, []
         if copies:
             executor.forked_step = executor.step
@@ -121,8 +125,8 @@ class StepColumns:
 
 
 def fork(executor: Executor, parent: Sequence) -> None:
-    """Give each child the parent's prompt: full blocks shared, the partial tail copied before
-    the next forward, which is the first to write behind the prompt."""
+    """Give each child the parent's prompt: full blocks are shared; the partial one is copied before the next
+    step, which is the first to write after the prompt."""
     length, block_tokens = parent.computed, executor.hello.block_tokens
     full, tail = divmod(length, block_tokens)
     for child in executor.running:
@@ -134,6 +138,6 @@ def fork(executor: Executor, parent: Sequence) -> None:
         child.cached_tokens = parent.cached_tokens
         executor.pool.adopt(child.table)
         if tail:
-            child.reserved -= 1  # promised at admission
+            child.reserved -= 1  # reserved at admission
             child.table += executor.pool.allocate(1)
             executor.fork_copies.append((parent.table[full], child.table[full]))

@@ -1,10 +1,10 @@
-"""`plan_next` plans one step: decode rows first, then prompt chunks, as the chunk budget leaves room.
+"""`plan_next` plans one step: decode rows first, then prompt chunks within the chunk budget.
 
 It also decides whether the ranks compute the step in two micro-batches (`two_stream`), and whether the step
-waits a moment for rows whose blocks are being copied (`copies_end_soon`, `worth_waiting`): a preempted
-sequence leaves blocks that have to be copied down before they are given out, and a sequence that comes back
-waits for some from below. A row that misses a step for that sits out all of it, while the copy takes a small
-part of one: on a CPU 5 of 70 ms.
+waits a moment for blocks that are being copied (`copies_end_soon`, `worth_waiting`): blocks of a preempted
+sequence are copied down before reuse, and a resumed sequence loads blocks. A row that misses the step for
+such a copy waits for all of it, though the copy takes a small part of a step: on a CPU 5 of 70 ms.
+`core.decide` calls `plan_next` until it returns False.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from services.scheduler.step_columns import StepColumns, fork
 from shared.messages import ints
 from shared.step_model import StepShape
 
-COLD_TOKENS = 256  # of prompt, while nothing is known of the machine
-STRETCH_PM = 1_500  # of decodes, what they may take with a chunk where that breaks the promise: see _bound_us
-BACKLOG_US = 1_000_000  # of computing that waits: they may take as long once more
-EASY_PM = 2_000  # of decodes, what they take with a chunk at most while few prompts wait: see _bound_us
-EASY_STEPS = 4  # in which what waits would be computed alone: for more, a chunk may take longer
-ALONE_US = 500_000  # of a step without decodes: a new request waits for its end
+COLD_TOKENS = 256  # the chunk budget until the cost model has seen enough steps
+STRETCH_PM = (
+    1_500  # step time with a chunk, relative to decodes alone, if decodes break their bound: _bound_us
+)
+BACKLOG_US = 1_000_000  # prompt time that waits, for which that step may take as long again as decodes
+EASY_PM = 2_000  # longest step with a chunk, relative to decodes alone, while few prompts wait: see _bound_us
+EASY_STEPS = 4  # a chunk may exceed EASY_PM if more prompt waits than so many steps compute
+ALONE_US = 500_000  # bound of a step without decodes: a new request waits for its end
 TILE_ROWS = 64
 GRAIN_TOKENS = 8  # a chunk is a multiple of this, or of a smaller block
 
-LATE_US = 1_000_000  # since it was admitted: then the prompt that was placed first has a part of each step
-LATE_PART = 4  # a quarter of its tokens
+LATE_US = 1_000_000  # since admission: from then on the oldest prompt gets a part of each step
+LATE_PART = 4  # that part is a quarter of the tokens
 
-OVERDUE = 2  # times what copies take: then nobody knows when one ends
-ROW_NUMBERS = ints(range(65_536))  # a slice of it is made in no time
+OVERDUE = 2  # a copy that takes so many times its predicted time has no foreseeable end
+ROW_NUMBERS = ints(range(65_536))  # slicing it is fast
 
 
 def plan_next(state: State, executor: Executor) -> bool:
@@ -51,7 +53,7 @@ def plan_next(state: State, executor: Executor) -> bool:
     if mode != "two_batch":
         return _plan_step(state, executor, mode, None)
     other = 1 - executor.pace.micro_batch
-    order = (other, 1 - other, other)  # rows may move to the first, where those that stay lack blocks
+    order = (other, 1 - other, other)  # rows may move to the other one if those that stay lack blocks
     return any(_plan_step(state, executor, mode, micro_batch) for micro_batch in order)
 
 
@@ -80,8 +82,8 @@ def _plan_step(state: State, executor: Executor, mode: str, micro_batch: int | N
 def ready_rows(
     executor: Executor, ahead: bool, micro_batch: int | None
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """The sequences that can decode now, and those with prompt tokens to compute. A prompt chunk needs no
-    sample; a decode needs that before it: on the device, where steps run ahead, or else applied here."""
+    """The sequences that can decode now, and those with prompt tokens to compute. A decode needs the sample
+    before it: on the device if steps run ahead, else applied here. A prompt chunk needs none."""
     rows = (
         executor.running
         if micro_batch is None
@@ -98,19 +100,17 @@ def ready_rows(
         decodes = [s for s in decodes if s.computed + 1 == len(s.tokens)]
     elif executor.host_fed:
         decodes = [s for s in decodes if not s.host_fed or s.computed + 1 == len(s.tokens)]
-    # who waits for a parent, a load or a grammar lacks prompt tokens, too: it cannot be among the decodes
+    # a sequence that waits for a parent, a load or a grammar lacks prompt tokens: it is never in `decodes`
     return decodes, [s for s in others if s.parent is None and not s.load_job and not s.awaits_grammar]
 
 
 def _add_decodes(state: State, executor: Executor, columns: StepColumns, decodes: list[Sequence]) -> int:
-    """One device-fed row for each of these sequences. This runs for each row of each step: whole columns at
-    once, since a comprehension costs a third of a loop that appends."""
+    """Add one device-fed row for each of these sequences, and return how many were added. Builds whole
+    columns, since a comprehension takes a third of the time of a loop that appends."""
     rows = decodes[: executor.hello.max_step_tokens]
     short = [s for s in rows if s.computed >= s.table_capacity]
     if short and not _grow(state, executor, columns, short):
-        rows = [
-            s for s in rows if s.computed < s.table_capacity
-        ]  # preemption.py sees to a block for the others
+        rows = [s for s in rows if s.computed < s.table_capacity]  # preemption.py frees blocks for the others
     count, starts = len(rows), [s.computed for s in rows]
     cached = sum(starts) + count
     columns.shape = StepShape(count, count, cached, cached)
@@ -127,8 +127,7 @@ def _add_decodes(state: State, executor: Executor, columns: StepColumns, decodes
 
 
 def _grow(state: State, executor: Executor, columns: StepColumns, short: list[Sequence]) -> bool:
-    """A new block for each of these decodes, and whatever of its table the executor has not seen. False when
-    some are left without."""
+    """Add a block to each of these decodes, and the unsent part of its table. False if some get none."""
     if columns.grow_all(executor, short):
         for s in short:
             _charge(state, s)
@@ -140,7 +139,7 @@ def _grow(state: State, executor: Executor, columns: StepColumns, short: list[Se
 def _grow_one(state: State, executor: Executor, columns: StepColumns, sequence: Sequence) -> bool:
     unsent = len(sequence.table) - sequence.table_sent
     if unsent and not columns.has_table_room(unsent):
-        return False  # a fork of a long prompt: its table travels with a later step
+        return False  # a fork of a long prompt: a later plan carries its table
     _charge(state, sequence)
     return columns.grow(executor, sequence, sequence.computed + 1)
 
@@ -148,7 +147,7 @@ def _grow_one(state: State, executor: Executor, columns: StepColumns, sequence: 
 def _add_chunks(
     state: State, executor: Executor, columns: StepColumns, prompts: list[Sequence], share: StepShare
 ) -> None:
-    """Prompt chunks, in turn, up to the chunk budget."""
+    """Add prompt chunks, in turn, up to the chunk budget."""
     prompts, ahead_tokens = _in_turn(state, executor, prompts)
     budget = whole = chunk_budget(state, executor, columns, prompts, share)
     state.counters.budget_tokens = budget
@@ -159,13 +158,13 @@ def _add_chunks(
         prefix_cache.catch_up(executor, sequence)
         unsent = len(sequence.table) - sequence.table_sent
         if unsent and not columns.has_table_room(unsent):
-            continue  # a hit of a long prefix: its table travels with a later step
+            continue  # a hit of a long prefix: a later plan carries its table
         left = sequence.opened_length - sequence.compiles_grammar - sequence.computed
         count = min(budget, left, _room(executor, sequence))
         if ahead_tokens and sequence is prompts[0]:
             count = min(count, max(budget // LATE_PART, 1, budget - ahead_tokens))
         if count <= 0:
-            continue  # preemption.py sees to a block
+            continue  # preemption.py frees a block
         if count == budget:
             executor.chunk_tokens = whole
         _add_chunk(state, executor, columns, sequence, count)
@@ -176,21 +175,21 @@ def _add_chunks(
 
 
 def _in_turn(state: State, executor: Executor, prompts: list[Sequence]) -> tuple[list[Sequence], int]:
-    """The only sequence of a tenant here goes before all: who asks for one thing waits for no pile of
-    prompts. Then by class; those that have begun first, or all would be cut up among one another; and by what
-    their tenants have been served.
+    """The order of prompts, and the tokens of those that the late prompt in front has overtaken (else 0).
 
-    But the one that was placed first is late after a while, wherever it stands: then it is put first, for a
-    part of the step, or for what those leave that it was put before: their tokens. So each comes to its end.
+    A tenant's only sequence comes first: a single request does not wait for another tenant's many prompts.
+    Then by class; within it prompts that have started, so that steps do not interleave many prompts; then by
+    VTC counter. But the oldest prompt is late LATE_US after its admission. It then comes first, limited to a
+    part of the step or to what the overtaken prompts leave (`_add_chunks`): so each prompt ends.
     """
     if len(executor.running_by_tenant) == 1 and sum(map(bool, executor.running_by_class)) == 1:
-        return sorted(prompts, key=lambda s: s.prefill_chunks == 0), 0  # a cached prefix is no beginning
+        return sorted(prompts, key=lambda s: s.prefill_chunks == 0), 0  # a cached prefix is no start
 
     def turn(s: Sequence) -> tuple[bool, int, bool, int]:
         served = state.waiting.served.get((s.tenant, s.level))
         return executor.running_by_tenant[s.tenant] > 1, s.level, s.prefill_chunks == 0, served
 
-    in_turn, first = sorted(prompts, key=turn), prompts[0]  # those that run are in order of placement
+    in_turn, first = sorted(prompts, key=turn), prompts[0]  # `running` is in order of admission
     if state.now_us - first.admitted_us < LATE_US:
         return in_turn, 0
     at = in_turn.index(first)
@@ -202,7 +201,7 @@ def _tokens_left(prompts: Collection[Sequence]) -> int:
 
 
 def _room(executor: Executor, sequence: Sequence) -> int:
-    """Tokens for which it has blocks, or may take them: all of its prompt, unless it was promised a chunk."""
+    """Tokens that fit in its blocks, its reservation and the unreserved blocks."""
     pool = executor.pool
     blocks = len(sequence.table) + sequence.reserved + max(pool.unreserved_blocks, 0)
     return blocks * executor.hello.block_tokens - sequence.computed
@@ -211,7 +210,7 @@ def _room(executor: Executor, sequence: Sequence) -> int:
 def _add_chunk(
     state: State, executor: Executor, columns: StepColumns, sequence: Sequence, count: int
 ) -> None:
-    """One host-fed row of `count` tokens, and sample rows if it reaches the last known token."""
+    """Add one host-fed row of `count` tokens, and sample rows if it reaches the last known token."""
     columns.chunks.append((sequence, sequence.record_chunk(state.now_us, count, executor.step + 1)))
     columns.grow(executor, sequence, sequence.computed + count)
     row = len(columns.slots)
@@ -237,15 +236,15 @@ def _add_chunk(
 
 
 def _charge(state: State, sequence: Sequence) -> None:
-    """Its client has been served another block of tokens. The prefix cache hears of it when the sequence
-    leaves: until then nobody else is likely to go on from where it is."""
+    """Charge the client for the tokens generated since the last block. The new blocks get their keys only
+    when the sequence leaves: another request is unlikely to continue from them earlier."""
     generated = len(sequence.tokens) - sequence.prompt_tokens
     state.waiting.served.charge_output(sequence.request.client, generated - sequence.charged_tokens)
     sequence.charged_tokens = generated
 
 
 def _account(state: State, sequence: Sequence, count: int) -> None:
-    """What was computed before is our loss; what is new is charged to the client."""
+    """Charge the client for new tokens, and count recomputed ones."""
     start, end, reach = sequence.computed, sequence.computed + count, sequence.most_computed
     again = 0 if reach <= start else min(reach, end) - start
     sequence.recomputed_tokens += again
@@ -274,11 +273,11 @@ def _send(state: State, executor: Executor, columns: StepColumns) -> None:
 def chunk_budget(
     state: State, executor: Executor, columns: StepColumns, prompts: Collection[Sequence], share: StepShare
 ) -> int:
-    """Prompt tokens for the step in `columns`, of which the first of `prompts` gets its part first.
+    """The number of prompt tokens for the step in `columns`.
 
-    The most whose predicted time keeps the time between tokens of the strictest class that runs
-    (Sarathi-Serve, Agrawal et al. 2024), so that one long prompt stalls nobody; decodes and chunk together
-    end on a tile of the matrix products, of which a part costs as much as the whole.
+    It is the largest number that keeps the predicted time of the step within the time between tokens of the
+    strictest class that runs (Sarathi-Serve, Agrawal et al. 2024), so a long prompt stalls no decode. Decodes
+    and chunk together fill whole tiles of the matrix products: a partial tile takes as long as a whole one.
     """
     hello, decodes = executor.hello, len(columns.slots)
     room = hello.max_step_tokens - decodes
@@ -304,24 +303,22 @@ def chunk_budget(
 
 
 def _evenly(left: int, budget: int, decodes: int) -> int:
-    """The prompt tokens that are left come in as many steps as the budget makes of them, and none of them is
-    longer than the others: on the next tile."""
+    """Spread the `left` prompt tokens evenly over the steps that they need, in whole tiles."""
     steps = -(-left // budget)
     tiled = -(-(decodes + -(-left // steps)) // TILE_ROWS) * TILE_ROWS - decodes
     return min(budget, tiled)
 
 
 def _bound_us(state: State, executor: Executor, columns: StepColumns, left: int, room: int) -> int:
-    """How long a step may take that takes in some of the `left` prompt tokens, `table_capacity` of them at
-    most.
+    """How long a step may take that computes some of the `left` prompt tokens, at most `room` of them.
 
-    That is the shortest time between tokens that was promised to a class that runs; two_batch takes two steps
-    for it. Where decodes alone take two thirds of that or more, prompts get half as much time as they, and
-    more the more of them wait: else they would starve beside a promise that decodes break by themselves.
+    The bound is the shortest target time between tokens of a class that runs; two_batch uses two steps for
+    it. If decodes alone take two thirds of the bound or more, prompts get half as much time as decodes,
+    and more the more prompt tokens wait: else prompts would starve for a bound that decodes break anyhow.
 
-    Where decodes are far quicker than promised, they stay so while prompts keep up: a step takes twice as
-    long as decodes alone, or longer where more waits than a few steps compute. So gaps are short under a
-    light load; under a heavy one steps are long, which costs least by the token.
+    If decodes are much faster than the bound, the step takes at most twice as long as decodes alone, or
+    longer if more prompt tokens wait than EASY_STEPS steps compute. So the time between tokens is short under
+    light load; under heavy load steps are long, which takes the least time per token.
     """
     if not columns.sampled:
         return ALONE_US
@@ -337,17 +334,16 @@ def _bound_us(state: State, executor: Executor, columns: StepColumns, left: int,
 
 
 def two_stream(state: State, executor: Executor, columns: StepColumns) -> bool:
-    """Whether the step of these columns comes in two micro-batches, the ranks' talk of one under the compute
-    of the other.
+    """Whether to split the step into two micro-batches: one's collectives overlap the other's compute.
 
     off          never
-    auto         from as many tokens on as the executor found at its start to be faster: below, micro-batches
-                 read the weights twice for nothing
-    two_stream   wherever it is offered
+    auto         from the split threshold that the executor measured at its start: below it, reading the
+                 weights twice takes longer than the overlap saves
+    two_stream   always, if the executor offers it
 
-    Steps of decodes alone are whole: their talks are short, and go with the norms behind them. The plan
-    carries the decision, so that the ranks need no vote (DeepSeek's prefill, LightLLM's and SGLang's
-    two-batch overlap).
+    A step of decodes alone stays whole: its collectives are short, and fused with the norms after them. The
+    plan carries the decision, so all ranks agree (DeepSeek's prefill, LightLLM's and SGLang's two-batch
+    overlap).
     """
     since_tokens, mode = executor.hello.two_stream_tokens, state.limits.comm
     if not since_tokens or mode == "off" or not columns.chunks:
@@ -356,20 +352,20 @@ def two_stream(state: State, executor: Executor, columns: StepColumns) -> bool:
 
 
 def copies_end_soon(state: State, executor: Executor, short_rows: int) -> bool:
-    """True while the next step may be planned later for nothing: one runs, and before its end a copy will be
-    over that somebody waits for."""
+    """True if the next step can be planned later without idle time: a step is in flight, and a copy for which
+    a sequence waits ends before that step does."""
     pace, loop_us = executor.pace, executor.cost_model.loop_us
     flights = executor.in_flight
     if not state.tiers.jobs or not flights or not loop_us or executor.hello.stages > 1:
         return False
     runs_us = sum(flight.predicted_us for flight in flights)
     end_us = max(pace.last_us, flights[0].planned_us) + runs_us - OVERDUE * loop_us
-    places_wanted = short_rows > 0 or bool(state.blocked_on)
+    blocks_wanted = short_rows > 0 or bool(state.blocked_on)
     loads = {s.load_job for s in executor.running if s.load_job}
     for job in state.tiers.jobs.values():
         if job.number in loads:
             over_us = job.began_us + OVERDUE * job.predicted_us
-        elif places_wanted and not job.up and executor_of(state, job) is executor:
+        elif blocks_wanted and not job.up and executor_of(state, job) is executor:
             over_us = job.began_us + OVERDUE * executor.down.store_us
         else:
             continue
@@ -379,9 +375,9 @@ def copies_end_soon(state: State, executor: Executor, short_rows: int) -> bool:
 
 
 def worth_waiting(state: State, executor: Executor, short_rows: int) -> bool:
-    """True when some of the `short_rows` rows that lack a block will have one so soon that the step should
-    wait, though the device stands still meanwhile: it is weighed against what the rows would lose, their
-    share of a step. Begins the copies that it would wait for."""
+    """True if the step should wait, with an idle device, for copies that free blocks for some of the
+    `short_rows` rows that lack one. Compares the wait with what these rows would lose: their share of a step.
+    Starts the copies that it would wait for."""
     pool = executor.pool
     if executor.in_flight or short_rows <= pool.unreserved_blocks or not pool.coming_blocks:
         return False

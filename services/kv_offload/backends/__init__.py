@@ -1,7 +1,7 @@
-"""Where the bytes lie: LMCache or a segment of our own for L1, Redis through LMCache for L2.
+"""The storage of the tiers: LMCache or our own segment for L1, Redis through LMCache for L2.
 
-interface.py        what an arena and a remote store must do
-arena.py            how large L1 is and who keeps it
+interface.py        the protocols of an arena and a remote store
+arena.py            the size and the backend of L1
 lmcache.py          LMCache's arena and remote clients
 builtin.py          an arena and a remote store without LMCache
 shared_memory.py    the arena's shared-memory segment

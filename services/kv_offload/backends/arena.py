@@ -1,4 +1,4 @@
-"""How large L1 is and who keeps it: read from the settings, looked up on this machine."""
+"""Chooses the size and the backend of L1, and opens its arena. The actor calls `plan` and `open_arena`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ log = logging.getLogger("headrace.kv_offload")
 
 MIB, GIB = 1 << 20, 1 << 30
 MOST_BYTES = 64 * GIB  # of auto: reserving the pages takes 0.36 s a GiB
-MOST_BESIDE_CPU_BYTES = 2 * GIB  # where the engine's own KV is in the same memory, 1 GiB of it
+MOST_BESIDE_CPU_BYTES = 2 * GIB  # of auto without a GPU: the engine's own KV, 1 GiB, is in the same memory
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-LEAST_BYTES = 16 * MIB  # of auto: less is of no use
+LEAST_BYTES = 16 * MIB  # of auto: less is not useful
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be opened. `bytes` 0: no tiers."""
+    """The arena to open. `bytes` 0: no tiers."""
 
     host: str  # in the segment's name
     bytes: int
@@ -45,20 +45,20 @@ class Plan:
 
 @dataclass(slots=True)
 class Opened:
-    """An arena, and the lock that says that its owner lives."""
+    """An arena, and the lock which shows that its owner lives."""
 
     arena: Arena
     lock: int
 
     def close(self) -> None:
-        """Unmap, unlink, let go."""
+        """Unmap and unlink the segment, and release the lock."""
         self.arena.close()
         let_go(self.arena.name, self.lock)
 
 
 def plan(l1: str, l1_store: str, fleet: str, host_id: str) -> Plan:
-    """What the settings ask for, and there is room for once what dead owners left is removed. Raises
-    SetupError for a size that is none."""
+    """The arena for the settings, after removing segments of dead owners. Raises SetupError for an invalid
+    size."""
     store = l1_store
     if store == "auto":
         store = "lmcache" if importlib.util.find_spec("lmcache") else "plain"
@@ -69,8 +69,8 @@ def plan(l1: str, l1_store: str, fleet: str, host_id: str) -> Plan:
 
 
 def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int, most_bytes: int = MOST_BYTES) -> int:
-    """`l1` is "off" (0), MiB, or "auto": a quarter of the memory that is available, at most half of what
-    /dev/shm has free and `most_bytes`, and no L1 at all where that comes to next to nothing."""
+    """The bytes of L1. `l1` is "off" (0), MiB, or "auto": a quarter of the available memory, at most
+    `most_bytes` and half of the free part of /dev/shm, and 0 if that is less than LEAST_BYTES."""
     if l1 == "off":
         return 0
     if l1 == "auto":
@@ -85,8 +85,8 @@ def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int, most_bytes: i
 
 
 def open_arena(plan: Plan, generation: int) -> Opened:
-    """Make and hold the arena, after `remove_dead`. Blocks for seconds. Raises NoRoom where /dev/shm cannot
-    hold it, SetupError."""
+    """Lock the name and make the arena. Blocks for seconds. Raises NoRoom if /dev/shm cannot hold it, and
+    SetupError."""
     name = segment_name(plan.host, generation)
     try:
         lock = hold(name)
@@ -101,7 +101,7 @@ def open_arena(plan: Plan, generation: int) -> Opened:
 
 
 def remove_dead(host: str) -> None:
-    """Remove what dead owners left in /dev/shm."""
+    """Remove segments of dead owners in /dev/shm."""
     for dead in sweep(host):
         log.info("removed the segment %s: its owner is dead", dead)
 

@@ -1,5 +1,7 @@
-"""An arena and a remote store without LMCache: for tests, and for machines that lack it. The arena is a
-real segment, so executors map it like the other; the remote store is a dictionary of this process."""
+"""An arena and a remote store without LMCache, for tests and for machines without it.
+
+The arena is a shared-memory segment that executors map; the remote store is a dictionary in this process.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ def pages(size_bytes: int) -> int:
 
 
 class FreeList:
-    """Free ranges of a segment, in order and never adjacent; the first that fits is taken."""
+    """Free ranges of a segment, in order and never adjacent; takes the first that fits."""
 
     def __init__(self, size_bytes: int) -> None:
         self._ranges = [(0, size_bytes)]  # (offset, bytes)
 
     def take(self, size_bytes: int) -> int | None:
-        """The offset of a free range of that size, now taken; None = there is none."""
+        """Take a free range of that size and return its offset; None if there is none."""
         for i, (offset, room) in enumerate(self._ranges):
             if room >= size_bytes:
                 rest = (offset + size_bytes, room - size_bytes)
@@ -30,7 +32,7 @@ class FreeList:
         return None
 
     def give(self, offset: int, size_bytes: int) -> None:
-        """Free a taken range again; joins its free neighbours."""
+        """Free a taken range, and join it with free neighbours."""
         i = bisect_left(self._ranges, (offset, 0))
         end = offset + size_bytes
         if i < len(self._ranges) and self._ranges[i][0] == end:
@@ -52,40 +54,30 @@ class PlainArena:
         self.capacity_bytes = capacity_bytes
         check_room(capacity_bytes)
         self._segment = Segment(self.name, capacity_bytes, create=True)
-        self._free = FreeList(capacity_bytes)
-        self._ranges: dict[bytes, tuple[int, int]] = {}  # key -> (offset, bytes)
-        self._reserved: set[bytes] = set()
+        self._counting = CountingArena(capacity_bytes)
 
     def allocate(self, key: bytes, size_bytes: int) -> int | None:
-        if key in self._ranges or size_bytes < 1:
-            raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
-        offset = self._free.take(pages(size_bytes))
-        if offset is not None:
-            self._ranges[key] = (offset, size_bytes)
-            self._reserved.add(key)
-        return offset
+        return self._counting.allocate(key, size_bytes)
 
     def seal(self, key: bytes) -> None:
-        self._reserved.remove(key)
+        self._counting.seal(key)
 
     def discard(self, key: bytes) -> None:
-        offset, size_bytes = self._ranges.pop(key)
-        self._reserved.discard(key)
-        self._free.give(offset, pages(size_bytes))
+        self._counting.discard(key)
 
     def view(self, key: bytes) -> memoryview:
-        return self._segment.view(*self._ranges[key])
+        return self._segment.view(*self._counting.placed[key])
 
     def free_bytes(self) -> int:
-        return self._free.free_bytes()
+        return self._counting.free_bytes()
 
     def close(self) -> None:
         self._segment.close()
 
 
 class CountingArena:
-    """See `interface.Arena`. Offsets without memory: `view` has nothing to show. kv_offload starts on one of
-    no bytes, and keeps it where L1 is off."""
+    """See `interface.Arena`. Offsets without memory: `view` raises KeyError. The other arenas allocate with
+    it. kv_offload starts with one of 0 bytes, and keeps it if L1 is off."""
 
     name = ""
 
@@ -93,21 +85,24 @@ class CountingArena:
         self.capacity_bytes = capacity_bytes
         self.generation = generation
         self._free = FreeList(capacity_bytes)
-        self._ranges: dict[bytes, tuple[int, int]] = {}
+        self.placed: dict[bytes, tuple[int, int]] = {}  # key -> (offset, bytes)
+        self._reserved: set[bytes] = set()
 
     def allocate(self, key: bytes, size_bytes: int) -> int | None:
-        if key in self._ranges or size_bytes < 1:
+        if key in self.placed or size_bytes < 1:
             raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
         offset = self._free.take(pages(size_bytes))
         if offset is not None:
-            self._ranges[key] = (offset, size_bytes)
+            self.placed[key] = (offset, size_bytes)
+            self._reserved.add(key)
         return offset
 
     def seal(self, key: bytes) -> None:
-        _ = self._ranges[key]
+        self._reserved.remove(key)
 
     def discard(self, key: bytes) -> None:
-        offset, size_bytes = self._ranges.pop(key)
+        offset, size_bytes = self.placed.pop(key)
+        self._reserved.discard(key)
         self._free.give(offset, pages(size_bytes))
 
     def view(self, key: bytes) -> memoryview:
@@ -117,7 +112,7 @@ class CountingArena:
         return self._free.free_bytes()
 
     def close(self) -> None:
-        self._ranges.clear()
+        self.placed.clear()
 
 
 class MemoryRemote:

@@ -1,9 +1,8 @@
-"""LMCache (==0.5.6) carries both tiers: its StorageManager L1, its native clients L2.
+"""Both tiers on LMCache (==0.5.6): its StorageManager for L1, its native clients for L2.
 
-Of the StorageManager L1 has the segment, the allocator and the two-phase writes. What of it is not used, and
-why: its eviction is a loop of 1 s that drops bursts, so the policy is "noop" and the core discards; its read
-locks are the core's leases; its store and prefetch controllers would write and wait as they like, so it is
-given no L2 (LmcacheRemote drives L2).
+L1 uses the StorageManager's segment, allocator and two-phase writes. Not used: its eviction (a loop of 1 s
+that drops bursts: the policy is "noop" and the core evicts), its read locks (the core has leases), and its
+store and prefetch controllers (they have no deadlines: LmcacheRemote calls L2).
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from services.kv_offload.backends.builtin import FreeList, MemoryRemote, pages
+from services.kv_offload.backends.builtin import CountingArena, MemoryRemote
 from services.kv_offload.backends.interface import Arena, DamagedValue, RefusedWrite, Remote, RemoteError
 from services.kv_offload.backends.shared_memory import Segment, check_room, segment_name
 from shared.errors import SetupError
 
-_FOREVER_S = 2**31 - 1  # an expired write lock would hand a range to another writer: expiry is the core's
+_FOREVER_S = 2**31 - 1  # the core handles expiry: an expired write lock would give a range to another writer
 
 _WHOLE = b"\xff" * 32
 
@@ -33,9 +32,8 @@ WRONG_TYPE = -1
 
 
 def load_lmcache() -> None:
-    """Import lmcache (2–5 s) so that it phones nobody, and logs errors only (it logs each discard).
-
-    Raises SetupError where it is not installed."""
+    """Import lmcache (2–5 s) without telemetry, with a log of errors only (it logs each discard). Raises
+    SetupError if it is not installed."""
     os.environ["LMCACHE_TRACK_USAGE"] = "false"
     os.environ["DO_NOT_TRACK"] = "1"
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
@@ -63,7 +61,7 @@ def _open_storage(name: str, capacity_bytes: int) -> Any:
 def _object_key(key: bytes) -> Any:
     from lmcache.v1.distributed.api import ObjectKey
 
-    return ObjectKey(key, "headrace", 0)  # our keys hold model, layout, rank and tenant already
+    return ObjectKey(key, "headrace", 0)  # our keys include model, layout, rank and tenant
 
 
 def _layout(size_bytes: int) -> Any:
@@ -110,7 +108,7 @@ class LmcacheArena:
     def discard(self, key: bytes) -> None:
         del self._ranges[key]
         self._reserved.discard(key)
-        # force: a reservation is write-locked, and only so can it be given up.
+        # force: a reservation is write-locked.
         deleted, _ = self._storage.delete_l1_keys([_object_key(key)], force=True)
         if deleted != 1:
             raise RuntimeError(f"LMCache lost the range of {key.hex()}: the arena's index is wrong, restart")
@@ -123,7 +121,7 @@ class LmcacheArena:
         return int(total) - int(used)
 
     def close(self) -> None:
-        """Takes up to two seconds: LMCache's threads end between two naps."""
+        """Close the storage; takes up to two seconds, until LMCache's threads wake up."""
         storage, self._storage = self._storage, None
         if storage is not None:
             storage.close()
@@ -131,11 +129,10 @@ class LmcacheArena:
 
 
 class SubAllocatedArena:
-    """See `interface.Arena`. Takes another arena whole and cuts it up itself.
+    """See `interface.Arena`. A sub-allocator: one range of another arena, divided here.
 
-    LMCache's own calls take 30 to 350 µs a range, on the event loop: 0.4 s for the 1,024 blocks of a long
-    request, in which no lookup is answered; this one takes 3 µs. The segment, its pages and their life stay
-    LMCache's business.
+    LMCache's own calls take 30 to 350 µs a range on the event loop: 0.4 s without answers for the 1,024
+    blocks of a long request. This class takes 3 µs. LMCache still owns the segment and its pages.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -148,35 +145,25 @@ class SubAllocatedArena:
             raise RuntimeError(f"the arena {arena.name} is not empty: it cannot be taken whole")
         arena.seal(_WHOLE)
         self._base = base
-        self._free = FreeList(arena.capacity_bytes)
-        self._ranges: dict[bytes, tuple[int, int]] = {}  # key -> (offset in the whole, bytes)
-        self._reserved: set[bytes] = set()
+        self._counting = CountingArena(arena.capacity_bytes)
 
     def allocate(self, key: bytes, size_bytes: int) -> int | None:
-        if key in self._ranges or size_bytes < 1:
-            raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
-        offset = self._free.take(pages(size_bytes))
-        if offset is None:
-            return None
-        self._ranges[key] = (offset, size_bytes)
-        self._reserved.add(key)
-        return self._base + offset
+        offset = self._counting.allocate(key, size_bytes)
+        return None if offset is None else self._base + offset
 
     def seal(self, key: bytes) -> None:
-        self._reserved.remove(key)
+        self._counting.seal(key)
 
     def discard(self, key: bytes) -> None:
-        offset, size_bytes = self._ranges.pop(key)
-        self._reserved.discard(key)
-        self._free.give(offset, pages(size_bytes))
+        self._counting.discard(key)
 
     def view(self, key: bytes) -> memoryview:
-        offset, size_bytes = self._ranges[key]
+        offset, size_bytes = self._counting.placed[key]
         with self._arena.view(_WHOLE) as whole:
             return whole[offset : offset + size_bytes]
 
     def free_bytes(self) -> int:
-        return self._free.free_bytes()
+        return self._counting.free_bytes()
 
     def close(self) -> None:
         self._arena.close()
@@ -184,9 +171,9 @@ class SubAllocatedArena:
 
 def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
     """The remote store at `url`: redis://[user[:password]@]host[:port], file:///folder or memory:. Imports
-    LMCache here (2–5 s) and connects at the first call; each call ends within about `deadline_s`.
+    LMCache (2–5 s) and connects at the first call; each call ends within about `deadline_s`.
 
-    Raises SetupError for any other URL, and where LMCache is not installed."""
+    Raises SetupError for any other URL, and if LMCache is not installed."""
     parts = urlsplit(url)
     if parts.scheme in ("redis", "valkey") and parts.hostname and parts.path in ("", "/", "/0"):
         login = (unquote(parts.username or ""), unquote(parts.password or ""))
@@ -210,7 +197,7 @@ def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
 def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> Any:
     from lmcache.lmcache_redis import LMCacheRedisClient
 
-    # The client never reports that it could not connect or log in; a connection of our own does, at once.
+    # The client does not report a failed connection or login; our own connection does.
     RedisLengths(address, login).check(time.monotonic() + deadline_s)
     return LMCacheRedisClient(*address, 1, *login)
 
@@ -218,21 +205,20 @@ def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: 
 def _file_client(folder: str) -> Any:
     from lmcache.lmcache_fs import LMCacheFSClient
 
-    return LMCacheFSClient(folder, 1, "", False, 0)  # one thread, no folder for drafts, page cache as usual
+    return LMCacheFSClient(folder, 1, "", False, 0)  # one thread, no temporary folder, with page cache
 
 
 class LmcacheRemote:
-    """See `interface.Remote`. L2 over the native clients of LMCache's RESP and file-system adapters. One
-    connection: open several for more transfers at a time.
+    """See `interface.Remote`. L2 over the native clients of LMCache's RESP and file-system adapters. It has
+    one connection: open several remotes for parallel transfers.
 
-    The clients run without the GIL and read and write our memory without a copy, but the RESP client must be
-    led by the hand. A GET of an absent name waits for ever, and so does one of an empty value; after a value
-    of another length, any error reply (out of memory, not permitted) or a lost connection every later answer
-    is misread or missing. So: the length (of a file: EXISTS) before GET, our own deadline, and a new
-    connection after anything but a clean success. `close` joins the client's threads within a millisecond,
-    also from a frozen server, so nothing writes to our memory after an error. LMCache's own adapter and
-    StorageManager around these clients lose the reason of a failure and need 30 s to let go of a frozen
-    server.
+    The clients run without the GIL and access our memory without a copy, but the RESP client is fragile. A
+    GET of an absent name or of an empty value waits for ever. After a value of another length, an error reply
+    (out of memory, not permitted) or a lost connection, later answers are misread or missing. So this class
+    reads the length (for files: EXISTS) before a GET, has its own deadline, and connects again after each
+    failure. `close` joins the client's threads within a millisecond, even with a frozen server, so our memory
+    is not written after an error. LMCache's adapter and StorageManager lose the reason of a failure, and take
+    30 s to leave a frozen server.
     """
 
     def __init__(
@@ -252,7 +238,7 @@ class LmcacheRemote:
             except RemoteError as error:
                 if time.monotonic() >= end:
                     raise
-                self._exists(end, [name])  # raises where nobody answers
+                self._exists(end, [name])  # raises if the store does not answer
                 raise RefusedWrite(f"the remote store takes no value: {error.message}") from error
 
     def get(self, name: str, into: memoryview) -> int:
@@ -288,7 +274,7 @@ class LmcacheRemote:
         return time.monotonic() + self._deadline_s
 
     def _length(self, end: float, name: str, hoped: int) -> int:
-        """Bytes of the value, 0 where there is none; of a store that does not tell, what is hoped for."""
+        """The bytes of the value, 0 if there is none; `hoped` if the store cannot report lengths."""
         if self._lengths is None:
             return hoped if self._exists(end, [name])[0] else 0
         try:
@@ -296,13 +282,13 @@ class LmcacheRemote:
         except TimeoutError as error:
             raise RemoteError(f"the remote store failed: no answer within {self._deadline_s} s") from error
         except OSError as error:
-            raise RemoteError(f"the remote store does not say how long {name} is: {error}") from error
+            raise RemoteError(f"the remote store does not report the length of {name}: {error}") from error
 
     def _exists(self, end: float, names: list[str]) -> list[bool]:
         return self._call(end, "submit_batch_exists", [_key(name) for name in names])
 
     def _call(self, end: float, operation: str, *arguments: list[Any]) -> list[bool]:
-        """What the client found, by key; True for each key of a put."""
+        """The client's result for each key; True for each key of a put. Raises RemoteError."""
         try:
             if self._client is None:
                 self._client = self._connect()
@@ -319,7 +305,7 @@ class LmcacheRemote:
         return [True] * len(arguments[0]) if answer[3] is None else list(answer[3])
 
     def _wait(self, ticket: int, end: float) -> tuple[int, bool, str, list[bool] | None] | None:
-        """The client's (ticket, ok, error, found per key), None at the deadline."""
+        """The client's (ticket, ok, error, result for each key); None at the deadline."""
         poller = select.poll()
         poller.register(self._client.event_fd(), select.POLLIN)
         while (left_s := end - time.monotonic()) > 0:
@@ -334,7 +320,7 @@ class LmcacheRemote:
             self._lengths.close()
         client, self._client = self._client, None
         if client is not None:
-            with contextlib.suppress(RuntimeError):  # closed by the other side already
+            with contextlib.suppress(RuntimeError):  # the server has closed the connection
                 client.close()
 
 
@@ -347,8 +333,8 @@ def _only_ipv6(host: str, port: int) -> bool:
 
 
 class Ipv6Redis:
-    """See `interface.Remote`. Over redis-py, which LMCache brings along: its own client speaks IPv4 alone.
-    Slower, since values are copied under the GIL."""
+    """See `interface.Remote`. Over redis-py, which LMCache installs, since LMCache's client supports only
+    IPv4. Slower: values are copied under the GIL."""
 
     def __init__(self, address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> None:
         import redis
@@ -402,7 +388,7 @@ class Ipv6Redis:
         self._redis.close()
 
     def _call(self, what: Callable[[Any], Any]) -> Any:
-        """Raises RemoteError, and DamagedValue for what the server answers with an error."""
+        """Run a command. Raises RemoteError, and DamagedValue for an error reply."""
         try:
             return what(self._redis)
         except (self._errors.AuthenticationError, self._errors.NoPermissionError) as error:
@@ -418,16 +404,15 @@ def _refused_login(answer: str) -> RemoteError:
 
 
 def _key(name: str) -> str:
-    """LMCache's name of a value; its file system client takes no other form."""
+    """LMCache's name of a value; its file-system client accepts no other form."""
     return f"headrace@00000000@0@{name}"
 
 
 class RedisLengths:
-    """How long a value in Redis is, asked over a connection of our own: LMCache's client has no such
-    question, misreads a value of another length than it expects, and waits for ever for one of less than a
-    few bytes.
+    """Reads the length of values in Redis over its own connection. LMCache's client has no such command,
+    misreads a value of unexpected length, and waits for ever for one of less than a few bytes.
 
-    Connects at the first question, and anew after an error. Used from one thread.
+    Connects at the first call, and again after an error. Used from one thread.
     """
 
     def __init__(self, address: tuple[str, int], login: tuple[str, str]) -> None:
@@ -437,15 +422,15 @@ class RedisLengths:
         self._answers: BinaryIO | None = None
 
     def check(self, end: float) -> None:
-        """Look whether a server is there and takes the login. Raises OSError, RemoteError."""
+        """Check that the server answers and accepts the login. Raises OSError, RemoteError."""
         try:
             self._connect(end)
         finally:
             self.close()
 
     def length(self, key: str, end: float) -> int:
-        """Bytes of the value of `key`, by `end` (monotonic, seconds): 0 where it is empty or there is none,
-        WRONG_TYPE where it is no string. Raises OSError."""
+        """The bytes of the value of `key`, until `end` (monotonic, seconds). 0 if it is empty or absent,
+        WRONG_TYPE if it is not a string. Raises OSError, RemoteError."""
         try:
             if self._socket is None:
                 self._connect(end)
@@ -461,7 +446,7 @@ class RedisLengths:
         return int(answer[1:])
 
     def close(self) -> None:
-        """End the connection, if there is one."""
+        """Close the connection, if there is one."""
         for end in (self._answers, self._socket):
             if end is not None:
                 end.close()
@@ -476,7 +461,7 @@ class RedisLengths:
             raise _refused_login(answer.decode(errors="replace").strip("-\r\n"))
 
     def _call(self, end: float, *words: str) -> bytes:
-        """One command and the line that it is answered with."""
+        """Send one command and return the line of its answer."""
         assert self._socket is not None
         assert self._answers is not None
         self._socket.settimeout(_left_s(end))
@@ -490,5 +475,5 @@ class RedisLengths:
 
 
 def _left_s(end: float) -> float:
-    """To `end`; a timeout of 0 would mean none at all."""
+    """Seconds until `end`, at least 1 ms: a timeout of 0 would mean no timeout."""
     return max(end - time.monotonic(), 0.001)

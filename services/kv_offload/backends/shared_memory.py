@@ -1,7 +1,8 @@
-"""The arena's shared-memory segment: its name, its pages, and what earlier owners left behind.
+"""The arena's shared-memory segment: its name, its pages, its owner's lock, and the removal of stale ones.
 
-Executors map the file by open + mmap (never by Python's SharedMemory, which deletes it when a reader
-ends), so only its owner unlinks it. Owner and executors run under one uid: the mode is 0600."""
+Executors map the file by open + mmap (not by Python's SharedMemory, which deletes it when a reader ends), so
+only its owner unlinks it. Owner and executors run under one uid: the mode is 0600.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from shared.errors import SetupError
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = 4096
-# LMCache puts this prefix before every name that lacks it.
+# LMCache adds this prefix to every name without it.
 _PREFIX = "lmcache_l1_pool_headrace_"
 _LOCK = ".lock"
 
@@ -33,14 +34,14 @@ def segment_name(host: str, generation: int) -> str:
 
 
 def hold(name: str) -> int:
-    """Say, before the segment `name` is made, that its owner lives: as long as the descriptor that this
-    returns is open, so until `let_go` or the death of the process. Raises BlockingIOError where one has said
-    so before."""
+    """Lock the segment `name` before it is made, to show that its owner lives. The lock lasts as long as the
+    returned descriptor is open: until `let_go` or the death of the process. Raises BlockingIOError if the
+    segment is locked."""
     draft = SHM / f"{name}.{os.getpid()}"
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.link(draft, _lock_file(name))  # locked before others can see it: a sweeper finds no owner unborn
+        os.link(draft, _lock_file(name))  # locked before other processes can see it, for `sweep`
     except FileExistsError:
         os.close(descriptor)
         raise BlockingIOError(f"the segment {name} has an owner") from None
@@ -50,16 +51,15 @@ def hold(name: str) -> int:
 
 
 def let_go(name: str, descriptor: int) -> None:
-    """The segment `name` has no owner any more."""
+    """Release the lock of the segment `name`."""
     _lock_file(name).unlink(missing_ok=True)
     os.close(descriptor)
 
 
 def sweep(host: str) -> list[str]:
-    """Unlink what no living owner holds, of this user: every segment of `host`, of any generation, and those
-    of others whose lock an owner has left, who died. What cannot be removed stays. Returns the names of the
-    segments. Call it before the arena is made: an owner killed with its whole process group leaves its
-    segment, and so its memory, behind."""
+    """Unlink this user's segments without a living owner, and return their names. These are all segments of
+    `host`, and segments of other hosts with the lock file of a dead owner. Call it before the arena is made:
+    the segment of a killed owner keeps its memory."""
     ours = re.compile(re.escape(segment_name(host, 0)[:-1]) + r"\d+")
     names = sorted(path.name for path in SHM.iterdir() if path.name.startswith(_PREFIX))
     locked = [name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)]
@@ -68,8 +68,8 @@ def sweep(host: str) -> list[str]:
 
 
 def _removed(name: str) -> bool:
-    """Whether there was a segment of this user, without an owner. A name is never used twice: nobody comes in
-    between."""
+    """Remove a segment of this user without an owner; True if there was one. No race: a name is never used
+    twice."""
     lock = None
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -83,7 +83,7 @@ def _removed(name: str) -> bool:
         for path in (SHM / name, _lock_file(name)):
             path.unlink(missing_ok=True)
         return there
-    except OSError:  # it lives, or is no file of ours
+    except OSError:  # its owner lives, or the file cannot be removed
         return False
     finally:
         if lock is not None:
@@ -95,7 +95,7 @@ def _lock_file(name: str) -> Path:
 
 
 def check_room(size_bytes: int) -> None:
-    """Raises NoRoom where /dev/shm cannot hold `size_bytes` more."""
+    """Raise NoRoom if /dev/shm cannot hold `size_bytes` more."""
     stat = os.statvfs(SHM)
     available = stat.f_bavail * stat.f_frsize
     if size_bytes > available:
@@ -106,8 +106,8 @@ def check_room(size_bytes: int) -> None:
 
 
 class Segment:
-    """A mapping of the segment with all its pages reserved: a full /dev/shm is an error here and now, not a
-    SIGBUS in the executor that first touches a page (0.36 s per GiB)."""
+    """A mapping of the segment with all its pages reserved (0.36 s a GiB). So a full /dev/shm is an error at
+    the start, not a SIGBUS in the executor that first uses a page."""
 
     def __init__(self, name: str, size_bytes: int, *, create: bool) -> None:
         self._path = SHM / name
@@ -130,7 +130,7 @@ class Segment:
     def close(self) -> None:
         """Unmap and unlink."""
         self._path.unlink(missing_ok=True)
-        # A view still out in a worker thread keeps the mapping until it goes.
+        # A view in a worker thread keeps the mapping until it is released.
         with contextlib.suppress(BufferError):
             self._view.release()
             self._map.close()

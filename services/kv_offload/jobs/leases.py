@@ -1,12 +1,11 @@
-"""How leases end: by release, by expiry, by a new incarnation of their scheduler. Pure.
+"""Leases of ranges: they end by release, by expiry, or by a new incarnation of their scheduler. Pure.
 
-A read lease that ends unpins. A write reservation whose end nobody told goes to quarantine, since its
-executor may be copying still: until the scheduler says, late, that it has stopped, until the executor says
-that it has unmapped the arena, or until the executor has been gone (or another process) for QUARANTINE_US.
-What is left when it stays alive is of a scheduler that has died: nobody else knows the job, and LIVE_US is
-far beyond what the executor's own watchdog lets a copy take.
+The end of a read lease unpins its entries. An expired write reservation goes to quarantine, since its
+executor may still be copying. Its ranges are free after a late release or commit, after the executor has
+unmapped the arena, or QUARANTINE_US after the executor is gone. If the executor lives, the scheduler has
+died, and the ranges are free after LIVE_US: far longer than the executor's watchdog lets a copy take.
 
-A scheduler that is silent is not a dead one: its leases go on to their deadlines, which it knows, too.
+Leases of a silent scheduler last until their deadlines: it may live.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ LIVE_US = 600_000_000
 
 
 def open_lease(state: State, lease: LeaseId, what: WriteLease | ReadLease, lease_us: int) -> None:
-    """Enter it."""
+    """Add a lease that ends `lease_us` from now."""
     state.leases[lease] = what
     state.urgent_stores += isinstance(what, WriteLease) and what.urgent
     extend(state, lease, lease_us)
 
 
 def extend(state: State, lease: LeaseId, lease_us: int) -> None:
-    """It ends at `lease_us` from now."""
+    """Move the end of a lease to `lease_us` from now, at most MOST_LEASE_US."""
     state.due.set(("lease", lease), state.now_us + min(max(lease_us, 0), MOST_LEASE_US))
 
 
 def close(state: State, lease: LeaseId) -> WriteLease | ReadLease | None:
-    """Take it out and unpin what it pinned. Whose ranges a write lease has is then the caller's business."""
+    """Remove a lease and unpin its entries. The caller must free or keep the ranges of a write lease."""
     what = state.leases.pop(lease, None)
     if what is not None:
         state.due.drop(("lease", lease))
@@ -45,7 +44,7 @@ def close(state: State, lease: LeaseId) -> WriteLease | ReadLease | None:
 
 
 def release(state: State, source: str, epoch: int, message: KvRelease) -> None:
-    """The scheduler needs these no more, and their copies have stopped."""
+    """The scheduler releases jobs with no copy in flight: free their ranges."""
     for job in message.jobs:
         lease = (source, epoch, job)
         if isinstance(what := close(state, lease), WriteLease):
@@ -55,7 +54,7 @@ def release(state: State, source: str, epoch: int, message: KvRelease) -> None:
 
 
 def expire(state: State, lease: LeaseId) -> None:
-    """Its deadline has passed."""
+    """End a lease at its deadline; ranges that may still be written go to quarantine."""
     state.counters.expired_leases += 1
     what = close(state, lease)
     if not isinstance(what, WriteLease):
@@ -72,7 +71,7 @@ def expire(state: State, lease: LeaseId) -> None:
 
 
 def end_quarantine(state: State, lease: LeaseId) -> Quarantined | None:
-    """Nobody can write these ranges any more: they are free. None where there are none."""
+    """Free the quarantined ranges of a lease; None if there are none."""
     held = state.quarantine.pop(lease, None)
     if held is not None:
         state.due.drop(("quarantine", lease))
@@ -82,13 +81,13 @@ def end_quarantine(state: State, lease: LeaseId) -> Quarantined | None:
 
 
 def scheduler_restarted(state: State, source: str) -> None:
-    """All leases of its last incarnation are void."""
+    """Expire all leases of a scheduler's last incarnation."""
     for lease in [lease for lease in state.leases if lease[0] == source]:
         expire(state, lease)
 
 
 def executor_seen(state: State, source: str, epoch: int) -> None:
-    """Its copies go on if it is who it was; those of an earlier incarnation have ended."""
+    """An executor lives: its copies may still run, those of an earlier incarnation have ended."""
     state.executors[source] = epoch
     for lease, held in state.quarantine.items():
         if held.owner == source and held.owner_epoch in (0, epoch):
@@ -99,7 +98,7 @@ def executor_seen(state: State, source: str, epoch: int) -> None:
 
 
 def executor_lost(state: State, source: str) -> None:
-    """It is dead or cut off."""
+    """An executor is dead or cut off."""
     state.executors.pop(source, None)
     for lease, held in state.quarantine.items():
         if held.owner == source:
@@ -107,7 +106,7 @@ def executor_lost(state: State, source: str) -> None:
 
 
 def arena_released(state: State, message: ArenaReleased) -> None:
-    """An executor has no mapping of an arena any more; if it is this one, it writes nothing here."""
+    """An executor has unmapped an arena. If it is this one, free the executor's quarantined ranges."""
     if message.arena_generation == state.l1.arena.generation:
         owner = f"executor.{message.executor}"
         for lease in [lease for lease, held in state.quarantine.items() if held.owner == owner]:
@@ -115,7 +114,7 @@ def arena_released(state: State, message: ArenaReleased) -> None:
 
 
 def _gone(state: State, lease: LeaseId, held: Quarantined) -> None:
-    """Its ranges are free in QUARANTINE_US from the first time that it is said to be gone."""
+    """Free the ranges QUARANTINE_US after the executor was first found gone."""
     if not held.owner_gone:
         held.owner_gone = True
         state.due.set(("quarantine", lease), state.now_us + QUARANTINE_US)

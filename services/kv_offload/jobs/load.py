@@ -1,14 +1,14 @@
-"""Lookups say which tier has which block, and prefetches lease blocks of L1 to be read. Pure.
+"""Answers lookups with the tier of each block, and prefetches with leases on blocks of L1. Pure.
 
-A lookup asks L1 first and alone, and L2 under a short deadline of its own, LOOKUP_US. A prefetch brings what
-is in L2 to L1, and is answered with what is leased:
+A lookup checks L1, and L2 within LOOKUP_US if needed. A prefetch copies blocks from L2 to L1, and is answered
+with the leased blocks:
 
                   all in L1 ──▶ KvReady at once
     KvPrefetch ──┤
-                  some in L2 ──▶ gets ──▶ KvReady when they are here, or at the deadline with what is here
+                  some in L2 ──▶ gets ──▶ KvReady when all are in L1, or at the deadline with those in L1
 
-Only the part up to the first missing block is of use, so only that is leased. A value that comes from L2
-after the deadline stays in L1 like any other.
+Only the blocks before the first missing one are useful, so only these are leased. A value that comes from L2
+after the deadline stays in L1.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shared.messages import KvFound, KvLookup, KvPrefetch, KvReady, ints, longs
 
 NOT_HERE = -1
 
-LOOKUP_US = 10_000  # for L2 to say what it holds: the request waits in the scheduler's line meanwhile
+LOOKUP_US = 10_000  # for the answer of L2: the request waits in the scheduler's queue meanwhile
 
 
 def look_up(state: State, lease: LeaseId, message: KvLookup, trace: str) -> None:
-    """Answer now, or, where L2 must be asked, within LOOKUP_US."""
+    """Answer now, or within LOOKUP_US if L2 must be checked."""
     if lease in state.lookups:
-        return  # asked again: the answer is on its way
+        return  # a repeated lookup: the answer will come
     names = names_of(message.fingerprint, message.keys)
     found = [state.l1.entries[name] for name in names if name in state.l1.entries]
     state.l1.touch(found)
@@ -45,7 +45,7 @@ def look_up(state: State, lease: LeaseId, message: KvLookup, trace: str) -> None
 
 
 def finish_lookup(state: State, lease: LeaseId) -> None:
-    """Answer with what is known now, and begin to bring what L2 has if the request asked for that."""
+    """Answer with the known tiers, and with `promote` start to copy values from L2 to L1."""
     if (lookup := drop_lookup(state, lease)) is None:
         return
     tiers = [state.tier_of(name) for name in lookup.names]
@@ -63,7 +63,7 @@ def finish_lookup(state: State, lease: LeaseId) -> None:
 
 
 def drop_lookup(state: State, lease: LeaseId) -> Lookup | None:
-    """Nobody waits for this one any more."""
+    """Remove a lookup."""
     lookup = state.lookups.pop(lease, None)
     if lookup is not None:
         state.due.drop(("lookup", lease))
@@ -71,11 +71,11 @@ def drop_lookup(state: State, lease: LeaseId) -> Lookup | None:
 
 
 def prefetch(state: State, lease: LeaseId, message: KvPrefetch, trace: str) -> None:
-    """Pin what L1 has, ask L2 for the rest. The same job asked again has one lease."""
+    """Pin the blocks in L1, and get the rest from L2. A repeated job has one lease."""
     names = names_of(message.fingerprint, message.keys)
     before = state.leases.get(lease)
     if lease in state.loads:
-        return  # the answer is on its way
+        return  # the answer will come
     if isinstance(before, ReadLease) and before.names == names:
         leases.extend(state, lease, message.lease_us)
         state.send(lease, _answer(state, lease[2], names, before.entries), trace)
@@ -102,8 +102,8 @@ def prefetch(state: State, lease: LeaseId, message: KvPrefetch, trace: str) -> N
 
 
 def arrived(state: State, name: Name, entry: Entry | None) -> None:
-    """What L2 was asked for has come, or will not (None): pin it for those who wait, answer those who have
-    all they can get."""
+    """A get has ended, with an entry or without (None): pin it for waiting loads, and answer complete
+    ones."""
     for lease, load in list(state.loads.items()):
         if (range_ := load.waiting.pop(name, None)) is None:
             continue
@@ -133,13 +133,13 @@ def finish(state: State, lease: LeaseId) -> None:
 
 
 def drop(state: State, lease: LeaseId) -> None:
-    """Nobody waits for this one any more."""
+    """Remove a load, and unpin its entries."""
     if (load := _taken(state, lease)) is not None:
         _cut(state, load, 0)
 
 
 def _taken(state: State, lease: LeaseId) -> Load | None:
-    """Take the load out; what nobody else waits for is not asked for any more."""
+    """Remove a load, and the queued gets that no other load waits for."""
     load = state.loads.pop(lease, None)
     if load is None:
         return None
@@ -156,7 +156,7 @@ def _pin(state: State, entry: Entry) -> None:
 
 
 def _cut(state: State, load: Load, at: int) -> None:
-    """Block `at` cannot be had: those after it are of no use."""
+    """Block `at` is missing: unpin the blocks after it, which are of no use."""
     state.l1.unpin([entry for entry in load.entries[at:] if entry is not None])
     del load.entries[at:]
     load.waiting = {name: range_ for name, range_ in load.waiting.items() if range_ < at}

@@ -1,4 +1,4 @@
-"""HBM to L1 in two phases: reserve ranges, then say which of them were written. Pure."""
+"""Stores blocks from device memory in L1: reserve ranges, then commit the written ones. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from services.kv_offload.state import State, WriteLease, names_of
 from shared.messages import KvCommit, KvReserve, KvReserved, KvStored, ints, longs
 
 NO_ROOM, PRESENT = -1, -2
-REPEATED_COMMITS = 256  # remembered, for a scheduler that asks again
+REPEATED_COMMITS = 256  # last commits, to answer a repeated message
 
 
 def reserve(state: State, lease: LeaseId, message: KvReserve, trace: str) -> None:
-    """Answer with a place for each key that has none. The same job asked again gets the same places; a job
-    whose last places may still be written gets none."""
+    """Answer with a range for each key that is not in L1. A repeated job gets the same ranges. A job with
+    ranges in quarantine gets none."""
     names = names_of(message.fingerprint, message.keys)
     before = state.leases.get(lease)
     if isinstance(before, WriteLease) and before.names == names:
@@ -33,8 +33,8 @@ def reserve(state: State, lease: LeaseId, message: KvReserve, trace: str) -> Non
 
 
 def commit(state: State, lease: LeaseId, message: KvCommit, trace: str) -> None:
-    """Publish what was written, free the rest, answer the tier of each key. A reservation that has expired
-    stores nothing, but its ranges are free now: the copies have stopped."""
+    """Publish the written ranges, free the others, and answer with the tier of each key. An expired
+    reservation stores nothing, but its ranges are free now: its copies have ended."""
     names = []
     if isinstance(state.leases.get(lease), WriteLease):
         made = leases.close(state, lease)
@@ -57,7 +57,7 @@ def _places(state: State, message: KvReserve) -> WriteLease:
     there = [state.l1.entries.get(name) for name in names]
     held = [entry for entry in there if entry is not None]
     for entry in held:
-        state.l1.pin(entry)  # to make room for its own tail, no store loses its prefix
+        state.l1.pin(entry)  # so that room for the tail does not evict the prefix
         state.use(entry)
     urgent = message.priority > 0
     ranges: list[Range | None] = []
@@ -84,7 +84,7 @@ def _offset(entry: Entry | None, range_: Range | None) -> int:
 def _publish(state: State, made: WriteLease, written: list[int]) -> None:
     marks = [*written, *[0] * len(made.names)]
     rows = list(zip(made.names, made.ranges, made.valid_tokens, marks, strict=False))
-    for name, range_, valid_tokens, done in reversed(rows):  # the head is the last to be used, and to go
+    for name, range_, valid_tokens, done in reversed(rows):  # the head becomes the most recently used
         if range_ is None:
             continue
         if done and name not in state.l1.entries:

@@ -1,3 +1,1 @@
-"""The remote tier: what is known of it (state.py), what is asked of it (dispatch.py), and the threads that
-carry it (worker.py).
-"""
+"""The remote tier: its state (state.py), the choice of calls (dispatch.py), and their threads (worker.py)."""

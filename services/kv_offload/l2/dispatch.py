@@ -1,8 +1,9 @@
-"""Calls to L2: which go out next, and what their ends mean for L2's health. Pure.
+"""Chooses the next calls to L2, and applies their ends to L2's state. Pure. The core calls it after each
+event.
 
-A value of L1 is copied to L2 on its second use, or, once L1 is nearly full, before it would be evicted:
-the coldest first, those used again or of a preempted request before others. Copies stand back while a
-preempted request is being stored, since both want the same memory bandwidth.
+A value of L1 is copied to L2 on its second use. When L1 is nearly full the coldest values are copied before
+their eviction, used ones and those of preempted requests first. No copy starts while a preempted request is
+being stored, since both use the same memory bandwidth.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from services.kv_offload.l2.state import L2, Call
 from services.kv_offload.state import State
 
 IN_FLIGHT = 8
-LOOKUPS_IN_FLIGHT = 2  # of these 8, kept for lookups
+LOOKUPS_IN_FLIGHT = 2  # of IN_FLIGHT, only for lookups
 PUTS_IN_FLIGHT = 3
 PUT_BYTES_IN_FLIGHT = 16 << 20
-LIMIT_US = {"has": 500_000, "get": 2_000_000, "put": 4_000_000, "delete": 1_000_000}  # then it has failed
-USES = 2  # a value used this often is worth a copy
-FULL_PERCENT = 80  # of what ordinary stores may use: from here on the coldest are copied
-REFUSED_US = 1_000_000  # between two puts to an L2 that takes none; it is read from as before
-COLDEST = 64  # looked at for the next copy
+LIMIT_US = {"has": 500_000, "get": 2_000_000, "put": 4_000_000, "delete": 1_000_000}  # timeouts
+USES = 2  # a value used so often is copied
+FULL_PERCENT = 80  # of what ordinary stores may use: above it the coldest values are copied
+REFUSED_US = 1_000_000  # between two puts to a full L2; gets continue
+COLDEST = 64  # candidates for the next copy
 
 
 def pump(state: State) -> None:
-    """Send what may go out now."""
+    """Send the calls that may start now."""
     l2 = state.l2
     if not l2.enabled:
         return
@@ -48,8 +49,8 @@ def pump(state: State) -> None:
 
 
 def end(state: State, event: L2Ended) -> Call | None:
-    """The call of `event`, which has ended; None if it was given up before. Only a failure counts against
-    L2: a lost or damaged value is an answer, and so is that there is no room for one."""
+    """End the call of `event` and return it; None if it was abandoned before. Only status `failed` counts
+    for the breaker: absent, corrupt and refused are answers."""
     call = state.l2.calls.get(event.call)
     if call is None:
         return None
@@ -67,7 +68,7 @@ def end(state: State, event: L2Ended) -> Call | None:
 
 
 def give_up_late(state: State) -> Iterator[Call]:
-    """The calls that are over their time; what they bring later is void."""
+    """Abandon the calls past their timeout, and yield them."""
     while (number := state.l2.deadlines.pop(state.now_us)) is not None:
         call = state.l2.calls[number]
         _finish(state, number, call, moved=False)

@@ -1,8 +1,7 @@
-"""L2 holds what the core knows of the remote tier and wants of it. Pure.
+"""The state of the remote tier: queues, calls in flight, known names, circuit breaker and rates. Pure.
 
-It has queues, calls in flight and remembered names; l2/dispatch.py makes commands of it. Order: lookups first
-(two places are theirs), then values that somebody waits for, then values asked for at arrival, deletes, and
-last copies of L1 (write-behind).
+l2/dispatch.py makes commands from it, in this order: lookups (two calls are reserved for them), gets that a
+load waits for, gets from lookups (promotion), deletes, and last copies of L1 values (write-back).
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ Queue = OrderedDict[Name, None]
 
 FAILURES = 3
 PROBE_US = 1_000_000
-HANGING_PROBES = 3  # beyond these the next one waits PATIENCE_US
+HANGING_PROBES = 3  # after so many the next canary waits PATIENCE_US
 PATIENCE_US = 60_000_000
-PROMPT_US = 500_000  # a canary slower than this says that L2 is back, not that it is well
+PROMPT_US = 500_000  # a slower canary does not close the breaker
 
 
 class Breaker:
-    """Counts failures, and says when L2 is not asked and when to probe.
+    """A circuit breaker: stops calls to L2 after failures, and decides when to probe.
 
         closed ──3 failures in a row──▶ open ──a canary that works──▶ closed
 
-    While it is open nothing of a request touches L2. A canary (put, get, compare, over new connections) goes
-    out about once a second. One that hangs keeps its thread, so few may hang at a time: a server that wakes
-    up answers one of those, and the next canary goes out at once.
+    While it is open no request uses L2. A canary (put, get, compare, over a new connection) is sent about
+    once a second. A hanging canary keeps its thread, so only a few may hang: if the server recovers it
+    answers one of them, and the next canary is sent at once.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class Breaker:
         self._failures = 0
 
     def failed(self, now_us: int) -> bool:
-        """A call failed or took too long; True when that opened the breaker."""
+        """A call failed or timed out; True if that opened the breaker."""
         self._failures += 1
         if self.open or self._failures < FAILURES:
             return False
@@ -57,16 +56,16 @@ class Breaker:
         return True
 
     def next_us(self) -> int | None:
-        """When the next canary is due, None while none is."""
+        """When the next canary is due; None while closed."""
         return self._next_us if self.open else None
 
     def probing(self, call: int, now_us: int) -> None:
-        """Canary `call` goes out."""
+        """Canary `call` is sent."""
         self._probes[call] = now_us
         self._next_us = now_us + (PROBE_US if len(self._probes) < HANGING_PROBES else PATIENCE_US)
 
     def probed(self, call: int, ok: bool, now_us: int) -> bool:
-        """Canary `call` has ended; True when that closed the breaker."""
+        """Canary `call` has ended; True if that closed the breaker."""
         began_us = self._probes.pop(call, None)
         if began_us is None or not self.open:
             return False
@@ -81,11 +80,11 @@ REMEMBERED = 262_144
 
 
 class PresenceCache:
-    """Names that L2 is known to hold: put there by this process, or found there.
+    """Names that L2 is known to hold: put by this process, or found by a lookup.
 
-    Bounded, since L2 may hold far more than this host ever asks for: the set forgets what was not asked for
-    longest, and of names not in it L2 itself is asked. It may be wrong (L2 evicts as it likes): then a get
-    finds nothing, and the name is forgotten.
+    Bounded, since L2 may hold far more than this host uses: the oldest names are dropped, and L2 itself is
+    checked for names not in the cache. An entry may be wrong, since L2 evicts: then a get finds nothing, and
+    the name is dropped.
     """
 
     def __init__(self, most: int = REMEMBERED) -> None:
@@ -99,27 +98,27 @@ class PresenceCache:
         return len(self._names)
 
     def add(self, name: Name) -> None:
-        """L2 holds it, as of now."""
+        """L2 holds this name now."""
         self._names[name] = None
         self._names.move_to_end(name)
         if len(self._names) > self._most:
             self._names.popitem(last=False)
 
     def forget(self, name: Name) -> None:
-        """L2 does not hold it."""
+        """L2 does not hold this name."""
         self._names.pop(name, None)
 
     def clear(self) -> None:
-        """L2 may have started afresh."""
+        """L2 may have restarted, and be empty."""
         self._names.clear()
 
 
-WINDOW_US = 50_000  # of busy time; shorter samples say more about the clock than about the tier
+WINDOW_US = 50_000  # of busy time in a sample; shorter ones are too noisy
 WEIGHT = 4  # a new sample counts 1/4
 
 
 class Rate:
-    """How fast a tier moves bytes, learnt from what was moved: bytes a second while a transfer runs."""
+    """The measured rate of L2 in one direction: bytes a second while a transfer runs."""
 
     def __init__(self) -> None:
         self.bytes_per_s = 0
@@ -134,7 +133,7 @@ class Rate:
         self._running += 1
 
     def ended(self, moved_bytes: int, now_us: int) -> None:
-        """One has ended and moved this much; 0 where it failed."""
+        """A transfer has ended and moved `moved_bytes`; 0 if it failed."""
         self._account(now_us)
         self._running -= 1
         self._bytes += moved_bytes
@@ -152,7 +151,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A lookup that waits for its turn to ask which of `names`, all of one fingerprint, L2 holds."""
+    """A queued check of which `names`, all of one fingerprint, L2 holds."""
 
     lookup: LeaseId
     names: tuple[Name, ...]
@@ -160,27 +159,27 @@ class Want:
 
 @dataclass(slots=True)
 class Call:
-    """A command on its way."""
+    """A command in flight."""
 
     kind: str  # has, get, put or delete
     names: tuple[Name, ...]
     size_bytes: int = 0
-    entry: Entry | None = None  # put: what it reads
-    lookup: LeaseId | None = None  # has: whose
+    entry: Entry | None = None  # put: the entry that it reads
+    lookup: LeaseId | None = None  # has: the lookup that waits for it
 
 
 @dataclass(slots=True)
 class L2:
-    """Everything about L2 but its bytes."""
+    """The state of L2."""
 
     enabled: bool
     presence: PresenceCache = field(default_factory=PresenceCache)
     breaker: Breaker = field(default_factory=Breaker)
     sizes: dict[str, int] = field(default_factory=dict)  # fingerprint -> bytes of its values
-    announced: set[str] = field(default_factory=set)  # fingerprints whose size L2 was told
+    announced: set[str] = field(default_factory=set)  # fingerprints with their size stored in L2
     wants: deque[Want] = field(default_factory=deque)
-    urgent: Queue = field(default_factory=OrderedDict)  # gets that somebody waits for
-    early: Queue = field(default_factory=OrderedDict)  # gets that somebody will want soon
+    urgent: Queue = field(default_factory=OrderedDict)  # gets that a load waits for
+    early: Queue = field(default_factory=OrderedDict)  # gets for promotion
     deletes: Queue = field(default_factory=OrderedDict)
     puts: Queue = field(default_factory=OrderedDict)
     calls: dict[int, Call] = field(default_factory=dict)
@@ -189,20 +188,20 @@ class L2:
     put_rate: Rate = field(default_factory=Rate)
     get_rate: Rate = field(default_factory=Rate)
     serial: int = 0
-    refuses: bool = False  # the last put was not taken
-    puts_from_us: int = 0  # none begins before
+    refuses: bool = False  # the last put was refused
+    puts_from_us: int = 0  # no put before
 
     @property
     def usable(self) -> bool:
-        """There is an L2 and it answers."""
+        """There is an L2, and its breaker is closed."""
         return self.enabled and not self.breaker.open
 
     def holds(self, name: Name) -> bool:
-        """As far as is known, and within reach."""
+        """Whether L2 is usable and known to hold this name."""
         return self.usable and name in self.presence
 
     def get(self, name: Name, *, urgent: bool) -> None:
-        """Bring this value, unless it is on its way."""
+        """Queue a get of this value, unless it is in flight."""
         if name in self.getting:
             return
         if urgent:
@@ -212,13 +211,13 @@ class L2:
             queue(self.early, name)
 
     def forget_wants(self) -> None:
-        """L2 is out of reach: nothing waits for it any more."""
+        """L2 cannot be reached: clear all queues."""
         for waiting in (self.wants, self.urgent, self.early, self.deletes, self.puts):
             waiting.clear()
 
 
 def queue(names: Queue, name: Name) -> None:
-    """Append, dropping the oldest where too many wait."""
+    """Append a name, and drop the oldest of more than WAITING."""
     names[name] = None
     if len(names) > WAITING:
         names.popitem(last=False)

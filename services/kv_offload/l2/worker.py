@@ -1,12 +1,12 @@
-"""Threads talk to L2, each over a connection and with scratch memory of its own.
+"""Threads that call L2, each with its own connection and scratch memory.
 
     loop: run(command) ──▶ worker: job ──▶ loop: done(job), then the worker is free again
 
-A call that hangs costs its thread and nothing else: the core gives the call up at its deadline, the pool
-starts another thread when it needs one, and with STUCK threads hanging `check` says that the process must
-be replaced: there is no way to end a thread, and a new process costs L1 its contents, no request its answer.
+A call that hangs blocks only its thread: the core abandons the call at its deadline, and the pool starts
+another thread. With more than STUCK hanging threads `check` fails the process, since a thread cannot be
+ended: a new process loses the content of L1, but no answers.
 
-A value in L2 has a header, by which its reader can tell that it is whole, and the one that was asked for:
+A value in L2 has a header, so that a reader can verify it:
 
     at   bytes  field (numbers little-endian)
      0       4  magic "HRKV"
@@ -19,8 +19,8 @@ A value in L2 has a header, by which its reader can tell that it is whole, and t
     84      12  zeros
     96      32  blake3 of the 96 bytes before and the payload
 
-The store neither checks nor signs values, so every field is compared on promotion: a flipped byte, a
-shortened value, one swapped with another's, or one of another layout is deleted, counted, and a miss.
+The store does not verify values, so every field is compared after a get: a value with a flipped byte, of
+wrong length, of another key or another layout is deleted, counted, and a miss.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ log = logging.getLogger("headrace.kv_offload")
 
 STUCK = 16
 GREETING = 0  # the call of the first canary; the core counts from 1
-GREET_S = 2.0  # for it: an L2 that is slower is met by the breaker
-CLOSE_S = 2.0  # for threads to end; they are daemons, and none is waited for longer
+GREET_S = 2.0  # timeout of the first canary; the breaker handles a slower L2
+CLOSE_S = 2.0  # most time to wait for the end of a thread; threads are daemons
 
 MAGIC = b"HRKV"
 VERSION = 1
@@ -53,7 +53,7 @@ HEADER_BYTES = 128
 _FIELDS = struct.Struct("<4sHH32s32sQI12x")
 _DIGEST_BYTES = 32
 
-SIZE_KEY = bytes(32)  # under it lies how long the values of a fingerprint are
+SIZE_KEY = bytes(32)  # key of the length of a fingerprint's values
 CANARY = ("0" * 32, b"\xff" * 32)
 CANARY_PAYLOAD = bytes(range(256))
 _SIZE_BYTES = 8
@@ -78,7 +78,7 @@ class _Worker:
             problem: BaseException | None = None
             try:
                 job.run(partial(self._connected, isinstance(job.command, L2Probe)), self._take)
-            except Exception as error:  # noqa: BLE001 - reported on the loop: the actor fails of it
+            except Exception as error:  # noqa: BLE001 - raised on the loop: the actor fails
                 problem = error
             self._pool.finish(self, job, problem)
         if self._remote is not None:
@@ -94,14 +94,14 @@ class _Worker:
         return self._remote
 
     def _take(self, size_bytes: int) -> memoryview:
-        """Scratch, the same again and again: the job before is settled."""
+        """Scratch memory. Used again by each job, since the job before has ended."""
         if len(self._scratch) < size_bytes:
             self._scratch = bytearray(size_bytes)
         return memoryview(self._scratch)[:size_bytes]
 
 
 class L2Pool:
-    """Runs commands beside the loop. All methods but `finish` are called on the loop."""
+    """Runs commands on threads. All methods except `finish` are called on the loop."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class L2Pool:
         done: Callable[[L2Job], None],
     ) -> None:
         self.open_remote = open_remote
-        self.generation = 0  # of connections: a canary that works makes all others be opened anew
+        self.generation = 0  # of connections: a canary that works replaces all others
         self._view = view
         self._done = done
         self._loop = asyncio.get_running_loop()
@@ -119,18 +119,18 @@ class L2Pool:
         self._running: dict[int, L2Job] = {}
         self._abandoned: set[int] = set()
         self._problem: BaseException | None = None
-        self.why = ""  # the last call failed
+        self.why = ""  # error of the last call, if it failed
         self._greeted = asyncio.Event()
 
     async def greet(self) -> None:
-        """Open the connection that the first call finds, by way of a canary: a lookup has 10 ms, and a
-        connection takes longer. Within GREET_S, whatever L2 does."""
+        """Open the first connection with a canary: a lookup has 10 ms, and connecting takes longer. Returns
+        within GREET_S."""
         self.run(L2Probe(GREETING))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._greeted.wait(), GREET_S)
 
     def run(self, command: L2Command) -> None:
-        """Begin it; `done` is called with the job when it has ended, unless it was abandoned."""
+        """Start a command. At its end `done` is called with the job, unless it was abandoned."""
         job = self._running[command.call] = L2Job(command, self._view)
         if not self._idle:
             self._idle.append(_Worker(self, len(self._workers)))
@@ -138,19 +138,18 @@ class L2Pool:
         self._idle.pop().jobs.put(job)
 
     def abandon(self, call: int) -> None:
-        """The call took too long."""
+        """A call has timed out: ignore its result."""
         self._running[call].abandon()
         self._abandoned.add(call)
 
     @property
     def stuck(self) -> int:
-        """Threads in a call that was given up, or in a canary, which hangs or is about to end."""
+        """Threads in an abandoned call or in a canary, which may hang."""
         canaries = sum(isinstance(job.command, L2Probe) for job in self._running.values())
         return len(self._abandoned) + canaries
 
     def check(self) -> None:
-        """Raises EngineError when so many threads hang that only a new process helps, and whatever a worker
-        failed of."""
+        """Raises EngineError if more than STUCK threads hang, and any exception of a worker."""
         if self._problem is not None:
             raise self._problem
         if self.stuck > STUCK:
@@ -165,7 +164,7 @@ class L2Pool:
 
     def finish(self, worker: _Worker, job: L2Job, problem: BaseException | None) -> None:
         """On the worker's thread: the job has ended."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to hear it
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._finish, worker, job, problem)
 
     def _finish(self, worker: _Worker, job: L2Job, problem: BaseException | None) -> None:
@@ -190,35 +189,34 @@ class L2Pool:
 
 
 class L2Job:
-    """What a worker thread does for one command, and what came of it: bytes between L1 and L2, with headers
-    built and verified.
+    """One command on a worker thread, and its result. Builds and verifies headers.
 
-    A get lands in memory of the worker's own, and only a whole, right value is ever copied on. A put first
-    copies the value out of the arena: what is sent cannot change while it is sent.
+    A get reads into scratch memory, and only a verified value is copied to L1. A put first copies the value
+    out of the arena, so that it cannot change while it is sent.
     """
 
     def __init__(self, command: L2Command, view: Callable[[bytes], memoryview]) -> None:
         self.command = command
         self.scratch = memoryview(b"")  # get: header and payload, as read
         self.ended: L2Ended | None = None
-        self.why = ""  # it failed
+        self.why = ""  # the error, if it failed
         self._value = view(command.slot) if isinstance(command, L2Put) else memoryview(b"")
         self._turn = threading.Lock()
         self._abandoned = False
 
     @property
     def payload(self) -> memoryview:
-        """What a get has read."""
+        """The payload that a get has read."""
         return self.scratch[HEADER_BYTES:]
 
     def abandon(self) -> None:
-        """Too late: the arena's range may be another's from now on, so a put that is still copying it must
-        not be sent."""
+        """The call timed out. The arena's range may be used again from now on, so a put that is still copying
+        it must not be sent."""
         with self._turn:
             self._abandoned = True
 
     def run(self, connect: Callable[[], Remote], scratch: Callable[[int], memoryview]) -> None:
-        """Do it, on a thread; `scratch` gives memory that stays the job's until it is settled."""
+        """Run the command, on a worker thread; `scratch` returns memory for this job."""
         try:
             self.ended = self._run(connect(), scratch)
         except DamagedValue:
@@ -272,7 +270,7 @@ class L2Job:
 
 
 def value_size(remote: Remote, fingerprint: str) -> int:
-    """How long the values of this fingerprint are, 0 where L2 does not know or is not to be believed."""
+    """The length of this fingerprint's values; 0 if L2 does not have it, or it fails verification."""
     name, value = (fingerprint, SIZE_KEY), bytearray(HEADER_BYTES + _SIZE_BYTES)
     try:
         found = remote.get(remote_name(name), memoryview(value))
@@ -284,25 +282,25 @@ def value_size(remote: Remote, fingerprint: str) -> int:
 
 
 def canary(remote: Remote) -> bool:
-    """Whether what is put can be had again; of a store that is full, whether it answers."""
+    """Whether a put value can be read back; for a full store, whether it answers."""
     name = remote_name(CANARY)
     value = build(CANARY, 0, CANARY_PAYLOAD) + CANARY_PAYLOAD
     back = bytearray(len(value))
     try:
         remote.put(name, memoryview(value))
     except RefusedWrite:
-        return True  # it has said what it holds
+        return True  # full, but it answers
     return bool(remote.get(name, memoryview(back))) and bytes(back) == value
 
 
 def build(name: Name, valid_tokens: int, payload: Buffer) -> bytes:
-    """The header (128 bytes) of `payload`. 0.2 ms for each MiB."""
+    """The header of `payload`, 128 bytes. 0.2 ms a MiB."""
     fields = _FIELDS.pack(*_wanted(name, len(payload)), valid_tokens)
     return fields + _digest(fields, payload)
 
 
 def verify(value: Buffer, name: Name) -> int | None:
-    """Valid tokens of a whole value (header and payload), None where it is not the value of `name`."""
+    """The valid tokens of a value (header and payload); None if it is not the value of `name`."""
     view = memoryview(value)
     fields, payload = bytes(view[: _FIELDS.size]), view[HEADER_BYTES:]
     if len(view) < HEADER_BYTES:

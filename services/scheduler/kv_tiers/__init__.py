@@ -1,10 +1,9 @@
-"""The scheduler keeps KV blocks in the tiers below device memory, and brings them back from there.
+"""The scheduler stores KV blocks in the tiers below device memory, and loads them from there.
 
-lookups.py  in which tier is what a waiting group needs? And what all jobs have in common
-load.py     bring it up, where that is cheaper than computing it
-store.py    which blocks to copy down, and copying them before their place is given out
-hosts.py    tiers come and go
+lookups.py  which tier has the blocks of a waiting group; the start and end of all jobs
+load.py     load blocks, if that is faster than computing them
+store.py    which blocks to copy down before they are given out, and the copies
+hosts.py    tiers join and leave
 
-What is known of tiers and copies: ../state/transfers.py. What computing a block again costs:
-../recompute_cost.py.
+The state is in ../state/transfers.py, the time to compute a block again in ../recompute_cost.py.
 """

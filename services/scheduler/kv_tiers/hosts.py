@@ -1,4 +1,8 @@
-"""Tiers come and go, and executors above them: what is asked of whoever has gone is over."""
+"""Tiers, and the executors above them, join and leave. Jobs and lookups of a lost one end at once.
+
+`core` calls it with events, `recovery` and `results` with executors. A host has one tier in use, others stand
+by.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,13 @@ from shared.messages import ArenaReleased, KvCopied, KvGone
 
 
 def ready(state: State, tier: Tier) -> None:
-    """A kv_offload with an arena. Another generation than before has lost what it held."""
+    """A kv_offload with an arena is ready. A new generation has lost the content of the old one."""
     if state.limits.policy.no_tiers:
         return
     known = state.tiers.by_host.get(tier.host_id)
     if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
         state.tiers.standby[tier.actor] = tier
-        return  # of two on a host the later one counts: it is the one that the executors map
+        return  # of two on a host the later one is used: the executors map its arena
     if known is not None and (known.actor, known.generation) == (tier.actor, tier.generation):
         known.epoch = tier.epoch
         return
@@ -33,8 +37,8 @@ def ready(state: State, tier: Tier) -> None:
 
 
 def lost(state: State, actor: str) -> None:
-    """A kv_offload has gone: nothing below is left. Copies that run end in their own time. Another one on its
-    host serves from now on, one that was thought to be older too: a clock may have gone back."""
+    """A kv_offload is gone, with its content. Running copies end later. A standby of its host replaces it,
+    even one that seemed older: a clock may have gone back."""
     state.tiers.standby.pop(actor, None)
     tier = next((tier for tier in state.tiers.by_host.values() if tier.actor == actor), None)
     if tier is None:
@@ -50,9 +54,8 @@ def _end(state: State, tier: Tier) -> None:
     del state.tiers.by_host[tier.host_id]
     state.tiers.lookups = {job: lookup for job, lookup in state.tiers.lookups.items() if lookup.tier != actor}
     for group in state.waiting:
-        group.lookup_results = {
-            place: answer for place, answer in group.lookup_results.items() if place[0] != actor
-        }
+        results = group.lookup_results
+        group.lookup_results = {target: results[target] for target in results if target[0] != actor}
     for job in [job for job in state.tiers.jobs.values() if job.tier == actor]:
         if job.phase is not JobPhase.COPYING:
             _expire(state, job)
@@ -62,26 +65,26 @@ def _end(state: State, tier: Tier) -> None:
 
 
 def joined(state: State, executor: Executor) -> None:
-    """An executor is new on a host, or a tier is."""
+    """An executor or a tier has joined: connect them if both are there."""
     hello = executor.hello
     if hello.bytes_per_block and hello.host_id in state.tiers.by_host:
         executor.pool.set_tier(True)
 
 
 def executor_gone(state: State, executor: Executor) -> None:
-    """Its blocks are gone. A copy that it may still make keeps its place in the arena until kv_offload knows
-    better: nobody can say when it stops."""
+    """An executor is gone, with its blocks. A copy that it may still make keeps its ranges of the arena until
+    kv_offload frees them: the scheduler cannot see when it ends."""
     for job in [job for job in state.tiers.jobs.values() if job.executor == executor.hello.executor]:
         finish(state, job, release=job.up or job.phase is JobPhase.REQUESTED)
 
 
 def on_arena_mapped(state: State, executor_id: str, generation: int) -> None:
-    """An executor says which arena it maps, 0 for none: no copy is asked for before it is the tier's."""
+    """Note which arena an executor maps, 0 for none: no copies before it is the tier's."""
     state.tiers.mapped[executor_id] = generation
 
 
 def on_arena_released(state: State, source: str, message: ArenaReleased) -> None:
-    """An executor has unmapped an arena: its kv_offload need keep no place for what it may still write."""
+    """An executor has unmapped an arena: its kv_offload can free the ranges that it might have written."""
     if source != f"executor.{message.executor}":
         return
     for tier in state.tiers.by_host.values():
@@ -90,14 +93,14 @@ def on_arena_released(state: State, source: str, message: ArenaReleased) -> None
 
 
 def step_failed(state: State, executor: Executor, step: int) -> None:
-    """What a failed step may have written is worth nothing below, either."""
+    """Void the stores of blocks that a failed step may have written."""
     for job in state.tiers.jobs.values():
         if job.executor == executor.hello.executor and not job.up and job.after_step >= step:
             job.void = True
 
 
 def copied(state: State, source: str, message: KvCopied) -> None:
-    """A copy is over. `no_arena` and `stale_arena` mean that the executor has yet to find the arena."""
+    """A copy has ended. `no_arena` and `stale_arena`: the executor has not mapped the arena yet."""
     job = state.tiers.jobs.get(message.job)
     if job is None or job.phase is not JobPhase.COPYING or source != f"executor.{job.executor}":
         return
@@ -111,7 +114,7 @@ def copied(state: State, source: str, message: KvCopied) -> None:
 
 
 def on_evicted(state: State, source: str, message: KvGone) -> None:
-    """Keys that no tier holds any more."""
+    """No tier holds these keys any more. Blocks of preempted sequences become dirty again."""
     tier = state.tiers.named(source)
     if tier is None:
         return
@@ -125,14 +128,14 @@ def on_evicted(state: State, source: str, message: KvGone) -> None:
 
 
 def _is_preempted(state: State, executor: Executor, key: bytes) -> bool:
-    """Whether the block with this key waits for a preempted sequence. What others left, and was too cold for
-    the tier, is not copied there a second time: it would push out what is warmer, for ever."""
+    """Whether the block with this key belongs to a preempted sequence. Other evicted blocks are too cold for
+    the tier: a second copy would evict warmer ones, again and again."""
     block = executor.pool.block_of.get(key)
     return block is not None and store.is_preempted(state, executor.pool.owner_of[block][0])
 
 
 def expire(state: State) -> None:
-    """What has not been answered in time."""
+    """End lookups and jobs without an answer in time."""
     lookups.expire(state)
     for job in [job for job in state.tiers.jobs.values() if job.due_us <= state.now_us]:
         if job.phase is not JobPhase.COPYING:

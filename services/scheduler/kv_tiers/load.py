@@ -1,8 +1,8 @@
-"""Bring blocks up from a tier, where that is cheaper than computing them again.
+"""Loads blocks from a tier, if that is faster than computing them again. Admission calls `begin`.
 
-What a load brings is a prefix, and computing needs all tokens before it. Bringing costs the same for each
-token, computing more for each next one: so either everything that is there is brought, or nothing.
-A row whose blocks are on their way stays out of the steps and holds up nobody.
+A load is a prefix, since computing needs all tokens before. Loading takes the same time for each token,
+computing takes more for each next one: so either all available blocks are loaded, or none. A sequence with a
+load job is in no step, and delays no other.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shared.messages import KvCopied, KvCopy, KvPrefetch, KvReady, KvRelease, in
 
 LEASE_US = 10_000_000
 LEAST_DEADLINE_US, MOST_DEADLINE_US = 2_000, 500_000  # for the remote tier
-GUESS_FETCH_BYTES_PER_US = 500.0  # of the remote tier, until it has been measured
+GUESS_FETCH_BYTES_PER_US = 500.0  # rate of the remote tier until it has been measured
 
 
 def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceGroup) -> None:
-    """A sequence has just started with what the device holds of it; begin to bring the rest."""
+    """Load what the device lacks of a sequence that has just been admitted, if that is faster."""
     tier = state.tiers.below(executor.hello, state.now_us)
     result = group.lookup_results.get((tier.actor, executor.hello.fingerprint)) if tier is not None else None
     if tier is None or result is None or result.at_us < 0 or sequence.computed % executor.hello.block_tokens:
@@ -49,7 +49,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
         sequence.record_decision(
             state.now_us,
             "recompute",
-            f"bringing {sum(valid)} tokens from {tier.source} would take longer",
+            f"loading {sum(valid)} tokens from {tier.source} would take longer",
             reload_us=load_us,
             recompute_us=compute_us,
         )
@@ -61,8 +61,8 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
 
 
 def _backlog_us(executor: Executor, sequence: Sequence, costs: RecomputeCost) -> int:
-    """What the device does before it would come to this one: the steps in flight, the prompts before it. A
-    load waits behind loads, computing behind chunks; and who computes holds up all that come later."""
+    """Time of the device's work before this sequence: the steps in flight and the prompts before it. A load
+    does not wait for them."""
     block_tokens, tokens = executor.hello.block_tokens, 0
     for other in executor.running:
         if other.prefilling and other is not sequence and other.parent is None:
@@ -72,11 +72,11 @@ def _backlog_us(executor: Executor, sequence: Sequence, costs: RecomputeCost) ->
 
 
 def _available(executor: Executor, sequence: Sequence, result: LookupResult) -> tuple[list[bytes], list[int]]:
-    """Keys of what a tier holds behind the blocks of the table, and the tokens in each."""
+    """Keys of the blocks that a tier holds after those of the table, and the tokens in each."""
     first, full = len(sequence.table), (len(sequence.tokens) - 1) // executor.hello.block_tokens
     count = len(list(takewhile(bool, result.found[first:])))
     if first >= len(result.found) == MAX_KEYS and result.found[-1]:
-        count = MAX_KEYS  # more than one message can ask for: what is there will be seen
+        count = MAX_KEYS  # a lookup has no room for more keys: the load will show how many are there
     tail = sequence.tail
     keys = sequence.keys[first : min(first + count, full)]
     valid = [executor.hello.block_tokens] * len(keys)
@@ -87,7 +87,7 @@ def _available(executor: Executor, sequence: Sequence, result: LookupResult) -> 
 
 
 def _load_next_part(state: State, executor: Executor, sequence: Sequence) -> None:
-    """A long prefix comes in parts: ask for the next one."""
+    """Load the next part of a long prefix."""
     tier = state.tiers.below(executor.hello, state.now_us)
     if tier is None:
         return
@@ -101,7 +101,7 @@ def _load_next_part(state: State, executor: Executor, sequence: Sequence) -> Non
 def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: int) -> int:
     size = executor.hello.bytes_per_block
     fetch_us = int(remote * size / (tier.fetch_bytes_per_us or GUESS_FETCH_BYTES_PER_US))
-    # The link works on what is queued while we ask. Where no load was made of late the stores tell its speed.
+    # The link works on its queue until KvReady. If no load was measured lately, stores show the rate.
     ask_us = tier.answer_us + fetch_us + executor.up.trip_us // 2
     wait_us = max(executor.up.wait_us() - ask_us, 0)
     link = executor.up if executor.up.known(now_us) or not executor.down.copies_seen else executor.down
@@ -109,7 +109,7 @@ def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: i
 
 
 class _Load(NamedTuple):
-    """What to bring, and how long that and computing it would take."""
+    """Blocks to load, and the predicted times to load and to compute them."""
 
     keys: list[bytes]
     valid: list[int]  # tokens in each block
@@ -145,7 +145,7 @@ def _send_prefetch(
 
 
 def ready(state: State, source: str, message: KvReady) -> None:
-    """The bytes of a prefix of the job's keys are in the arena, and stay there for the lease."""
+    """A prefix of the job's keys is in the arena, and stays there for the lease: copy it up."""
     job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
     if tier is None:
         return
@@ -158,7 +158,7 @@ def ready(state: State, source: str, message: KvReady) -> None:
     if executor is None or sequence is None or not there or message.arena_generation != tier.generation:
         finish(state, job)
         if sequence is not None:
-            _end(state, job, sequence, "nothing of it was there any more", came=False)
+            _end(state, job, sequence, "no tier has its blocks any more", came=False)
         return
     size = executor.hello.bytes_per_block
     if message.from_l2 and message.took_us:
@@ -184,7 +184,7 @@ def ready(state: State, source: str, message: KvReady) -> None:
 
 
 def _usable(job: Job, message: KvReady) -> int:
-    """How many blocks from the first on are there, each with the tokens that are wanted of it."""
+    """How many blocks from the first on are there with enough valid tokens."""
     count = 0
     for at, (offset, valid) in enumerate(zip(message.offsets, message.valid_tokens, strict=False)):
         if offset < 0 or at >= len(job.blocks) or valid < job.valid[at]:
@@ -194,7 +194,7 @@ def _usable(job: Job, message: KvReady) -> int:
 
 
 def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> None:
-    """A load is over. One that took longer than the lease may have read another's bytes."""
+    """A load has ended. If it took longer than the lease, it may have read other bytes."""
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     if ok:
         executor.up.observe(job.queued_bytes, message.took_us, state.now_us)
@@ -213,15 +213,13 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
     state.counters.loads += 1
     state.counters.add_restore(state.now_us - job.began_us, job.predicted_us)
     _end(state, job, sequence, f"{sum(job.valid)} tokens from {job.tier}")
-    if (
-        len(sequence.table) >= MAX_KEYS
-        and sequence.computed == len(sequence.table) * executor.hello.block_tokens
-    ):
+    entries = len(sequence.table)
+    if entries >= MAX_KEYS and sequence.computed == entries * executor.hello.block_tokens:
         _load_next_part(state, executor, sequence)
 
 
 def _adopt(state: State, executor: Executor, sequence: Sequence, job: Job) -> None:
-    """Its blocks are as if they had been computed."""
+    """Treat the loaded blocks as computed ones."""
     pool, block_tokens = executor.pool, executor.hello.block_tokens
     start = sequence.computed
     sequence.computed += sum(job.valid)
@@ -247,7 +245,7 @@ def expire(state: State, job: Job) -> None:
 
 
 def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = True) -> None:
-    """The sequence goes on with what it has."""
+    """The sequence continues with the tokens that it has."""
     sequence.load_job = 0
     executor = executor_of(state, job)
     if executor is not None and sequence.preemptions:
@@ -264,6 +262,6 @@ def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = T
 
 
 def _sequence(state: State, job: Job) -> Sequence | None:
-    """The sequence that a load is for, if it is still where it was."""
+    """The sequence of a load, if it still waits for it."""
     sequence = state.sequences.get(job.seq)
     return sequence if sequence is not None and sequence.load_job == job.number else None

@@ -1,10 +1,10 @@
-"""This module asks the tiers for what a waiting group needs, and begins and ends jobs for its neighbours.
+"""Looks up the blocks of waiting groups in the tiers, and starts and ends jobs for load.py and store.py.
 
-A tier is asked when the group arrives, so that the remote tier can begin to bring what is missing; it is
-asked again at the group's turn, if the answer is old and the device does not hold it all.
+A group is looked up at its arrival, so that the remote tier can start to fetch missing blocks. It is looked
+up again at its turn if the result is old and the device does not hold all blocks.
 
-A job is a copy of blocks up (load.py) or down (store.py): `start_job` begins one, and `finish` ends it,
-whatever it has come to.
+A job is a copy of blocks up (load.py) or down (store.py). `start_job` starts it, and `finish` ends it, with
+or without success.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from services.scheduler.state.transfers import (
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import KvFound, KvLookup, KvRelease, ints
 
-WAIT_US, MOST_WAIT_US = 20_000, 200_000  # an admission waits so long for answers, by what they may save
+WAIT_US, MOST_WAIT_US = 20_000, 200_000  # how long an admission waits for answers, by what they may save
 STALE_US = 2_000_000
-FEW_BLOCKS = 3  # of a prompt: computed with its last tokens before an answer is there
-MAX_KEYS = 1_000  # 32 of the 64 KiB that a message may have
+FEW_BLOCKS = 3  # missing blocks of a prompt that are computed before an answer comes
+MAX_KEYS = 1_000  # 32 of the 64 KiB of a message
 
 
 def arrived(state: State, group: SequenceGroup) -> None:
-    """A group begins to wait: ask every tier that it may start above. Where the device holds it all, too:
-    what is asked for often stays in a tier, and goes on to the remote one."""
+    """Look up a new group in every tier of its model's executors. Also if the device holds all its blocks: a
+    tier keeps keys that are often looked up, and copies them to the remote tier."""
     for executor, tier in _targets(state, group):
         if _target(executor, tier) not in group.lookup_results:
             _send_lookup(state, executor, tier, group)
 
 
 def refresh(state: State, group: SequenceGroup) -> None:
-    """A group is the next to start, and lacks room: so that its turn does not wait for an answer, ask before
-    that where there is none, or the last one will be old."""
+    """The group is next, and lacks room. Look it up again before its turn if the result would be old then."""
     for executor, tier in _targets(state, group):
         result = group.lookup_results.get(_target(executor, tier))
         old = result is None or _is_old(state, executor, tier, group, STALE_US // 2)
@@ -52,8 +51,10 @@ def refresh(state: State, group: SequenceGroup) -> None:
 
 
 def pending(state: State, group: SequenceGroup) -> bool:
-    """True while the group should wait for an answer, or for the end of a copy of its tail. Asks again where
-    the last answer is old, which one may be again when it comes: but a turn lasts MOST_WAIT_US at most."""
+    """True while the group should wait for an answer, or for the end of a copy of its tail.
+
+    Sends a new lookup if the result is old. Waits at most MOST_WAIT_US at its turn.
+    """
     targets, head = _targets(state, group), group.sequences[0]
     if not group.lookup_since_us or state.now_us > group.lookup_since_us + STALE_US:
         group.lookup_since_us = state.now_us
@@ -75,8 +76,8 @@ def pending(state: State, group: SequenceGroup) -> bool:
 
 
 def _waited(state: State, executor: Executor, sequence: Sequence, since_us: int) -> bool:
-    """True when an answer has been waited for as long as computing would take that it may save: waiting in
-    vain costs no more. After a burst of long prompts the answers lie behind it in our own queue."""
+    """True if the wait for an answer has lasted as long as the computation that it may save. After a burst of
+    long prompts the answers wait in our mailbox."""
     waited_us = state.now_us - since_us
     if waited_us < WAIT_US or waited_us >= MOST_WAIT_US:
         return waited_us >= MOST_WAIT_US
@@ -85,8 +86,8 @@ def _waited(state: State, executor: Executor, sequence: Sequence, since_us: int)
 
 
 def _is_old(state: State, executor: Executor, tier: Tier, group: SequenceGroup, stale_us: int) -> bool:
-    """Something may have come since the answer: of a preempted sequence that lacks some, what was stored
-    after its preemption."""
+    """Whether a result may be out of date: by its age, or for a preempted sequence with missing blocks by a
+    store since then."""
     result = group.lookup_results[_target(executor, tier)]
     if result.at_us < 0:
         return False
@@ -97,7 +98,7 @@ def _is_old(state: State, executor: Executor, tier: Tier, group: SequenceGroup, 
 
 
 def on_found(state: State, source: str, message: KvFound) -> None:
-    """An answer. One that comes after the group has started is of no use."""
+    """Apply an answer, unless the group has started."""
     tiers = state.tiers
     lookup, tier = tiers.lookups.get(message.job), tiers.named(source)
     if lookup is None or tier is None or tier.actor != lookup.tier:
@@ -112,8 +113,8 @@ def on_found(state: State, source: str, message: KvFound) -> None:
 
 
 def expire(state: State) -> None:
-    """Lookups that nobody has answered; the oldest are first. Many at one time are one miss: after a burst
-    their answers may lie behind it in our own queue."""
+    """Drop lookups without an answer in time; the oldest are first. Several of one tier count as one miss:
+    after a burst the answers may wait in our mailbox."""
     lookups, silent = state.tiers.lookups, dict[str, None]()
     while lookups:
         job, lookup = next(iter(lookups.items()))
@@ -126,7 +127,7 @@ def expire(state: State) -> None:
 
 
 def missed(state: State, actor: str) -> None:
-    """A tier has not answered. After a few times in a row it is left alone for a while."""
+    """A tier has not answered. After MISSES in a row it is not used for BACKOFF_US."""
     for tier in state.tiers.by_host.values():
         if tier.actor == actor:
             tier.misses += 1
@@ -167,15 +168,15 @@ def _send_lookup(state: State, executor: Executor, tier: Tier, group: SequenceGr
     )
     state.tiers.lookups[number] = Lookup(group.number, target, state.now_us)
     fingerprint = executor.hello.fingerprint
-    # Every key, not up to the first miss: what the device shares with others was never copied down.
+    # Every key, not up to the first miss: blocks that the device still shares were never copied down.
     message = KvLookup(job=number, keys=b"".join(keys), prefix=False, fingerprint=fingerprint, promote=True)
     state.send(tier.source, message, group.request.trace)
     return result
 
 
 def wanted_keys(executor: Executor, sequence: Sequence) -> list[bytes]:
-    """Keys of everything that a tier may hold of a sequence, in order; the tail of a preempted one is last.
-    The last token is always computed, since it is sampled from."""
+    """Keys of all blocks of a sequence that a tier may hold, in order, with the tail of a preempted one last.
+    The last token is always computed, since the next one is sampled from it."""
     prefix_cache.extend_keys(executor, sequence)
     full = (len(sequence.tokens) - 1) // executor.hello.block_tokens
     keys = sequence.keys[: min(full, MAX_KEYS)]
@@ -185,7 +186,7 @@ def wanted_keys(executor: Executor, sequence: Sequence) -> list[bytes]:
 
 
 def _covered(executor: Executor, group: SequenceGroup) -> bool:
-    """True when the device holds all that could be brought, but for a few blocks of a new prompt."""
+    """True if the device holds all blocks that a load could bring, except a few of a new prompt."""
     sequence, few = group.sequences[0], 0 if group.resumes else FEW_BLOCKS
     hits = prefix_cache.lookup(executor, sequence)
     if (len(hits) + few + 1) * executor.hello.block_tokens < len(sequence.tokens):
@@ -194,7 +195,7 @@ def _covered(executor: Executor, group: SequenceGroup) -> bool:
 
 
 def start_job(state: State, executor: Executor, tier: Tier, blocks: list[int], keys: list[bytes]) -> Job:
-    """A job that asks for these blocks, which are fenced from now on."""
+    """A new job for these blocks, which are not given out until it ends."""
     job = Job(
         number=state.tiers.number(),
         tier=tier.actor,
@@ -211,34 +212,34 @@ def start_job(state: State, executor: Executor, tier: Tier, blocks: list[int], k
 
 
 def executor_of(state: State, job: Job) -> Executor | None:
-    """The incarnation that the job's blocks are of, if it lives."""
+    """The executor incarnation of the job's blocks, if it lives."""
     executor = state.executors.get(job.executor)
     return executor if executor is not None and executor.epoch == job.epoch else None
 
 
 def tier_of(state: State, job: Job) -> Tier | None:
-    """The incarnation of the tier that the job is about, if it lives."""
+    """The tier incarnation of the job, if it lives."""
     tier = state.tiers.named(f"kv_offload.{job.tier}")
     return tier if tier is not None and tier.generation == job.generation else None
 
 
 def count_queued(executor: Executor, job: Job, size_bytes: int) -> None:
-    """So many bytes of the job wait for the link."""
+    """Count `size_bytes` of the job as pending on its link."""
     uncount_queued(executor, job)
     job.queued_bytes = size_bytes
     (executor.up if job.up else executor.down).begin(size_bytes)
 
 
 def uncount_queued(executor: Executor, job: Job) -> None:
-    """None of it does any more."""
+    """Count the job as pending no longer."""
     if job.queued_bytes:
         (executor.up if job.up else executor.down).end(job.queued_bytes)
         job.queued_bytes = 0
 
 
 def finish(state: State, job: Job, *, release: bool = True) -> None:
-    """Forget a job: its blocks are free of it, and (with `release`) so is its place in the arena. A tier that
-    is given up for dead is told, too: it may live, and nobody else would end the lease for long."""
+    """Remove a job: end the copy of its blocks, and with `release` free its ranges in the arena. Sent to a
+    lost tier, too: it may live, and would keep the lease for long."""
     del state.tiers.jobs[job.number]
     executor = executor_of(state, job)
     if executor is not None:

@@ -1,9 +1,8 @@
-"""This module copies blocks down before their place is given out, or gives them up.
+"""Copies blocks down to a tier before they are given out, or drops them, like a kernel's page write-back.
 
-A kernel writes back its dirty pages likewise, so that whoever needs a page finds a clean one.
-
-An unheld block without a copy below waits until its place is wanted; then `choose_blocks` decides. What a
-preempted sequence leaves is copied while the steps that still name it run.
+An unheld block without a copy below is dirty until free blocks are needed; then `choose_blocks` decides.
+Blocks of a preempted sequence are copied while the steps that still name them run. `core.decide` and the step
+planner call `copy_dirty`.
 """
 
 from __future__ import annotations
@@ -39,30 +38,30 @@ from shared.messages import (
 )
 
 LEASE_US = 10_000_000
-EAGER_BYTES = 8 << 20  # of a copy that nobody waits for: on a CPU it takes a core from the steps, for 2 ms
-JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: what comes next does not wait long
+EAGER_BYTES = 8 << 20  # of an eager copy: on a CPU it takes a core from the steps for 2 ms
+JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: the next copy does not wait long
 JOB_BLOCKS = 128
-TRY_BLOCKS = 4  # of a copy that is to show how fast the link is now
-MAX_JOBS = 2  # at once: one is copied while the next is asked for
-MAX_JUDGED = 256  # dirty blocks, at one time; or twice as many as are wanted
-JUDGED_TOGETHER = 16  # blocks of a sequence that are judged alike
-EAGER_US = 20_000  # between two looks where no place is wanted
-EAGER_SHARE = 20  # of the time, one part for copies that nobody waits for
-IDLE_US = 200_000  # without a request: the next turn of a chat may come at once
-BUSY_US = 1_000  # ... where no copy can be asked for
+TRY_BLOCKS = 4  # of a copy that measures the present rate
+MAX_JOBS = 2  # at once: one is copied while the next is requested
+MAX_JUDGED = 256  # dirty blocks at one time; or twice as many as are needed
+JUDGED_TOGETHER = 16  # blocks of a sequence with one verdict
+EAGER_US = 20_000  # between two calls of the policy while no free blocks are needed
+EAGER_SHARE = 20  # eager copies take at most 1 / 20 of the time
+IDLE_US = 200_000  # without a request before eager copies: the next turn of a chat may come at once
+BUSY_US = 1_000  # as EAGER_US, if free blocks are needed but MAX_JOBS run
 CUSHION_ROWS, CUSHION_BLOCKS, CUSHION_SHARE = 2, 16, 8
-PREEMPTING_PM = 600  # ../headroom.py keeps so much free only where sequences have been preempted lately
+PREEMPTING_PM = 600  # headroom (../headroom.py) that only recent preemptions cause
 
 
 def copy_dirty(state: State, executor: Executor) -> bool:
-    """Begin what copies should be made now. True when blocks have become free at once."""
+    """Start the copies that should be made now, and drop blocks. True if blocks have become free."""
     pool = executor.pool
     if not pool.write_back:
         return False
     dirty = pool.dirty_blocks or pool.stable_blocks
     pressed = _pressed(state, executor) if dirty or executor.headroom_pm >= PREEMPTING_PM else 0
     if state.draining and pressed <= 0:
-        return False  # whoever drains would wait for a copy that nobody will ask for
+        return False  # the drain would wait for a useless copy
     busy = executor.down.pending_jobs >= MAX_JOBS
     if pressed <= 0 and not _may_be_eager(state, executor):
         return False
@@ -90,37 +89,36 @@ def copy_dirty(state: State, executor: Executor) -> bool:
 
 
 def waits(state: State) -> bool:
-    """True while nobody asks for anything and blocks might be copied ahead of need: a tick sees to it."""
+    """True while there is no request and eager copies are possible: the actor then sends ticks."""
     idle = not state.requests and not state.draining and state.prefix_reuse_pm >= EAGER_COPY_PM
     return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
 
 
 def _may_be_eager(state: State, executor: Executor) -> bool:
-    """Copies that nobody waits for are made when nobody has asked for anything for a while, and take a small
-    part of the time otherwise: on a CPU they take it from the steps."""
+    """Eager copies run after IDLE_US without a request. Otherwise they take a small part of the time: on a
+    CPU they slow down the steps."""
     if not state.requests:
         return state.now_us - state.idle_since_us >= IDLE_US
     return state.now_us - executor.judged_us >= EAGER_US and state.now_us >= executor.next_eager_us
 
 
 def _pressed(state: State, executor: Executor) -> int:
-    """Places that are, or will soon be, wanted beyond those that are free or about to be."""
+    """Blocks that are or will soon be needed beyond those that are free or being copied."""
     pool = executor.pool
     most = max(1, pool.blocks // CUSHION_SHARE)
     wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most)
     group = state.waiting.groups.get(state.blocked_on[0]) if state.blocked_on else None
     if group is not None and group.request.tokenized.model == executor.hello.model:
-        wanted += sum(headroom.reservations(state, executor, group)) + headroom_blocks(
-            state, executor, group.sequences
-        )
-        if group.resumes:  # it needs no second place for what it has here
+        wanted += sum(headroom.reservations(state, executor, group))
+        wanted += headroom_blocks(state, executor, group.sequences)
+        if group.resumes:  # its cached blocks are used again
             hits = prefix_cache.lookup(executor, group.sequences[0])
             wanted -= len(hits) - pool.free_taken_by(hits)
     return wanted - pool.unreserved_blocks - pool.copied_blocks
 
 
 def _give_up(executor: Executor, pressed: int) -> bool:
-    """There is nobody to copy to."""
+    """Drop blocks, since there is no tier. True if there were any."""
     blocks = executor.pool.to_copy(max(pressed, 0))
     for block in blocks:
         executor.pool.give_up(block)
@@ -136,7 +134,7 @@ def _store(
     leaves: bool = False,
     after_step: int = 0,
 ) -> None:
-    """Ask for a place for these blocks."""
+    """Start a store job: ask the tier to reserve ranges for these blocks."""
     pool, hello = executor.pool, executor.hello
     keys = [key for block in blocks if (key := pool.key_of[block]) is not None]
     preempted = any(is_preempted(state, pool.owner_of[block][0]) for block in blocks)
@@ -158,14 +156,14 @@ def _store(
 
 
 def _expects_preemption(state: State, executor: Executor) -> bool:
-    """Somebody who runs will lose his place soon, and a tier has room for what he has."""
+    """Whether a preemption is likely soon, and the policy copies the next victim's blocks ahead."""
     may = executor.headroom_pm >= PREEMPTING_PM and state.now_us >= executor.next_ahead_us
     return may and state.limits.policy.ahead
 
 
 def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> None:
-    """Copy what the next victim has computed, so that its preemption costs nothing. What can be copied within
-    a step at the preemption itself is left until then: most who run end before they are preempted."""
+    """Copy blocks of the next victim, so that its preemption does not have to. Skipped if the copy takes less
+    than a step: most running sequences end before they are preempted."""
     victim = _next_victim(state, executor)
     if victim is None:
         return
@@ -193,7 +191,8 @@ def _next_victim(state: State, executor: Executor) -> Sequence | None:
 
 
 def reserved(state: State, source: str, message: KvReserved) -> None:
-    """A place for each block, or none: what is there already is clean, what has no place is given up."""
+    """The tier has reserved a range for each block, or none. Blocks that it has already are clean, blocks
+    without a range are given up."""
     job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
     if tier is None or job is None or job.phase is not JobPhase.REQUESTED or job.up or job.tier != tier.actor:
         if tier is not None:
@@ -223,8 +222,8 @@ def reserved(state: State, source: str, message: KvReserved) -> None:
 
 
 def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> None:
-    """The bytes are in the arena, unless the copy failed or took longer than the lease, or the step that made
-    them is not known to have gone well."""
+    """The copy has ended. Its bytes are valid if it succeeded within the lease, and all steps that wrote its
+    blocks have succeeded."""
     tier = tier_of(state, job)
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     ok = ok and job.after_step <= executor.pool.acked_step
@@ -241,7 +240,7 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
 
 
 def stored(state: State, source: str, message: KvStored) -> None:
-    """What can be read from a tier now."""
+    """The tier reports which blocks can be read from it now."""
     job = state.tiers.jobs.get(message.job)
     if job is not None and job.phase is JobPhase.STORING and source == f"kv_offload.{job.tier}":
         tiers = list(message.tiers)
@@ -259,7 +258,7 @@ def expire(state: State, job: Job) -> None:
 
 
 def _end(state: State, job: Job, offsets: list[int], *, release: bool = True) -> None:
-    """A store is over. Blocks with place -2 are in a tier; others are not worth another try."""
+    """A store has ended. Blocks with offset -2 are in a tier; the others are given up."""
     finish(state, job, release=release)
     executor = executor_of(state, job)
     if executor is None:
@@ -278,22 +277,21 @@ def _end(state: State, job: Job, offsets: list[int], *, release: bool = True) ->
 
 @dataclass(frozen=True, slots=True)
 class _Conditions:
-    """How things are while blocks are judged."""
+    """The common input of the policy for all blocks."""
 
-    pressed: int  # places wanted beyond those that are free
-    copy_us: int  # of a block, and its share of half the wait; 0 where it is worth a try
-    preempted_us: int  # the same of who is preempted, and waits for it: no try is made at his cost
+    pressed: int  # needed blocks beyond the free ones
+    copy_us: int  # for a block, with its share of half the wait; 0: copy to measure the link
+    preempted_us: int  # likewise for preempted sequences, which wait for the copy: never 0 to measure
     chance_pm: int
     recompute: RecomputeCost
 
 
 def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> list[int]:
-    """The blocks to copy now: dirty ones, then stable ones if those are too few. Dirty ones that are not
-    worth it become free.
+    """The blocks to copy now: dirty ones, then stable ones. Dirty blocks that the policy drops become free.
 
-    The policy of kind `tier` judges them in groups, by cost: a copy (measured rate, with half the queue), or
-    computing it again (by the length before it), times the chance that somebody will want it. Blocks of
-    preempted sequences will be wanted; of ended ones as often as prompts have found their beginnings cached.
+    The policy of kind `tier` judges groups of blocks: the time of a copy (measured rate, with half the queue)
+    against the time to compute it again (by the tokens before it) times the chance that it is used again.
+    The chance is 1 for preempted sequences, and for ended ones the share of prompts found in caches.
     """
     pool = executor.pool
     conditions = _Conditions(
@@ -304,7 +302,7 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
         recompute=RecomputeCost.of(executor),
     )
     judge, chosen, dealt = state.limits.policy.function("tier"), list[int](), 0
-    verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # of the blocks of a sequence, in groups
+    verdicts: dict[tuple[int, int], tuple[str, bool]] = {}  # (sequence, group of its blocks) -> verdict
     stable = MAX_JUDGED if room and pressed > 0 else 0
     for block in pool.to_copy(max(MAX_JUDGED, 2 * pressed), stable):
         if dealt >= pressed > 0 or (len(chosen) == room and pressed <= 0):
@@ -326,8 +324,8 @@ def choose_blocks(state: State, executor: Executor, pressed: int, room: int) -> 
 
 
 def _copy_us(state: State, executor: Executor) -> int:
-    """Of a block, with its share of half the wait. A link of which too little is known is worth a try; while
-    that is on its way nothing is given up for being slow, unless it takes long itself."""
+    """Time of a block's copy, with its share of half the wait; 0 if the rate is not known. So the link is
+    measured, and no block is dropped during that copy, unless it takes longer than LONG_COPY_US."""
     link = executor.down
     if not link.known(state.now_us):
         mine = (job for job in state.tiers.jobs.values() if job.queued_bytes and not job.up)
@@ -338,7 +336,7 @@ def _copy_us(state: State, executor: Executor) -> int:
 
 
 def _expected_us(executor: Executor) -> int:
-    """Of a block, with its share of half the wait, as the link has been."""
+    """Predicted time of a block's copy, with its share of half the wait."""
     link = executor.down
     return link.block_us(executor.hello.bytes_per_block) + link.wait_us() // (2 * most_blocks(executor))
 
@@ -360,6 +358,6 @@ def most_blocks(executor: Executor, most_bytes: int = JOB_BYTES) -> int:
 
 
 def is_preempted(state: State, seq: int) -> bool:
-    """Whether the sequence waits, and will want what it has computed."""
+    """Whether the sequence waits, and will use its computed blocks."""
     sequence = state.sequences.get(seq)
     return sequence is not None and sequence.phase is Life.WAITING

@@ -1,1 +1,1 @@
-"""What the scheduler tells: status, metrics, traces, the event log."""
+"""Output of the scheduler: status, metrics, traces, the event log."""

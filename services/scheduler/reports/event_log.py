@@ -1,14 +1,14 @@
-"""The event log keeps what happens to a scheduler as bytes, enough to do it again.
+"""The event log of a scheduler: enough bytes to replay it.
 
     frame        length u32 | crc32 u32 | msgpack record
     records      HEADER format, version, facts · SNAPSHOT events so far, page, pages, bytes
                  EVENT now_us, event, digest of its commands · HASH events so far, hash of the state
 
-A log is a row of *stretches*: a header, a snapshot, the events after it with a hash now and then. Any stretch
-suffices to go on from. What a crash tore at the end is ignored; damage before is an error.
+A log is a series of *stretches*: a header, a snapshot, and the events after it with some hashes. A replay can
+start at any stretch. A torn frame at the end, after a crash, is ignored; damage before the end is an error.
 
-`attach` puts a `Recorder` in the place of a scheduler's core. It writes to a `Sink`: a file, or a subject of
-the bus. `read` gives the records of a log, `freeze` and `thaw` turn a state into plain data and back.
+The actor calls `attach`, which wraps the core in a `Recorder`. It writes to a `Sink`: a file, or a subject of
+the bus. `read` yields the records of a log; `freeze` and `thaw` turn a state into plain data and back.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ DIGEST_BYTES = 8
 MAX_RECORD_BYTES = 1 << 30
 HEADER, SNAPSHOT, EVENT, HASH = range(4)
 
-HASH_EVERY = 1_000  # events, and as many for each sequence that is held:
-HASH_EVERY_PER_SEQUENCE = 10  # the hash of a state takes about 90 us for each: so it costs 10 us an event
+HASH_EVERY = 1_000  # events, plus HASH_EVERY_PER_SEQUENCE for each sequence:
+HASH_EVERY_PER_SEQUENCE = 10  # a hash takes about 90 us for each sequence, so 10 us for each event
 SNAPSHOT_EVERY = 100_000  # events
-STRETCH_BYTES = 64 << 20  # then a snapshot comes sooner
+STRETCH_BYTES = 64 << 20  # after so many bytes a snapshot comes sooner
 
-ON_BUS = "nats"  # value of the setting: publish it; anything else is a file
+ON_BUS = "nats"  # value of the setting for the bus; other values are a file
 FILE_FLUSH_US = 1_000_000
-FILE_BYTES = 256 << 20  # then the next stretch begins another file
+FILE_BYTES = 256 << 20  # after so many bytes the next stretch starts another file
 KEPT_FILES = 4  # of one log
 BATCH_US = 256_000
 BATCH_BYTES = 60 * 1024  # with its headers below 64 KiB
-OFFSET_HEADER = "Headrace-Offset"  # bytes of the log before these, so that a loss shows
-BEGINS_HEADER = "Headrace-Snapshot"  # these bytes begin a stretch of the log
+OFFSET_HEADER = "Headrace-Offset"  # bytes of the log before the message's, so that a loss shows
+BEGINS_HEADER = "Headrace-Snapshot"  # the message starts a stretch
 
 HASH_BYTES = 16
-NO_DECISIONS = (Counters, EndedRequests, StepLog)  # what the state only tells: no part of its hash
+NO_DECISIONS = (Counters, EndedRequests, StepLog)  # no decision depends on them: not hashed
 TUPLE, ARRAY, RECORD = range(3)  # values
 LIST, DICT, ORDERED, SET, FROZENSET, DEQUE, ENUM, FUNCTION, ERROR, INSTANCE = range(10)  # objects
 
@@ -81,16 +81,16 @@ Frozen = list[Any]
 
 
 class LogError(BadRequest):
-    """A file is no event log, is damaged, or is of another version."""
+    """A file is not an event log, is damaged, or has another version."""
 
 
 class FreezeError(EngineError):
-    """Something in the state, or in a snapshot, has no frozen form."""
+    """A value in the state or in a snapshot has no frozen form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Begins a stretch."""
+    """The first record of a stretch."""
 
     facts: Mapping[str, Any]  # scheduler, epoch, model
 
@@ -105,7 +105,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
-    """Event `number`, counted from 1, and the digest of the commands that it brought about."""
+    """Event `number`, counted from 1, and the digest of its commands."""
 
     number: int
     now_us: int
@@ -115,7 +115,7 @@ class LoggedEvent:
 
 @dataclass(frozen=True, slots=True)
 class StateHash:
-    """Of the state after `number` events."""
+    """The hash of the state after `number` events."""
 
     number: int
     digest: bytes
@@ -125,8 +125,8 @@ Record = Header | Snapshot | LoggedEvent | StateHash
 
 
 async def attach(core: Scheduler, mailbox: Mailbox, event_log: str, model: str) -> Recorder:
-    """The core of a running scheduler with its log, as the setting `event_log` says: in a file, or on the
-    subject of this scheduler, where a request brings a snapshot. Raises SetupError for a file that cannot be
+    """Record a scheduler's core as the setting `event_log` defines: to a file, or to the subject of this
+    scheduler. A request on the snapshot subject starts a stretch. Raises SetupError if the file cannot be
     written."""
     facts = {"scheduler": mailbox.actor, "epoch": mailbox.epoch, "model": model}
     facts["wall_offset_us"] = mailbox.clock.wall_us() - mailbox.clock.now_us()
@@ -137,7 +137,7 @@ async def attach(core: Scheduler, mailbox: Mailbox, event_log: str, model: str) 
 
     def on_asked(tokenized: Delivery) -> None:
         recorder.begin(mailbox.clock.now_us())
-        sink.push()  # at once: an idle scheduler has no event that would take it along
+        sink.push()  # now: an idle scheduler has no later event to flush it
         if access.answerable(mailbox.bus, tokenized):
             mailbox.bus.publish(tokenized.reply, b"")
 
@@ -146,26 +146,25 @@ async def attach(core: Scheduler, mailbox: Mailbox, event_log: str, model: str) 
 
 
 class Sink(Protocol):
-    """Where the bytes of a log go: a file, or a subject that `headrace record` listens to."""
+    """The destination of a log's bytes: a file, or a subject that `headrace record` subscribes to."""
 
     def begin(self) -> None:
-        """What is written next can be read without what came before."""
+        """Start a stretch: readers need nothing that was written before."""
 
     def write(self, data: bytes, now_us: int) -> None:
-        """Take whole frames. Does not wait."""
+        """Add whole frames. Does not block."""
 
     def flush(self, now_us: int) -> None:
-        """Pass on what has waited long enough."""
+        """Write buffered frames that are old enough."""
 
     def close(self) -> None:
-        """Pass on everything."""
+        """Write all buffered frames."""
 
 
 class Recorder:
-    """A core with a log of what a scheduler is told and what it answers. Stands where the core stands.
+    """Wraps a core, and logs its events and the digests of its commands.
 
-    A record is written when its event has been handled; one that the core fails on is kept as well, since it
-    is the one that somebody will ask for.
+    A record is written after its event is handled, also if the core raises: then it is needed most.
     """
 
     def __init__(self, core: Scheduler, sink: Sink, facts: Mapping[str, Any]) -> None:
@@ -179,16 +178,11 @@ class Recorder:
 
     @property
     def state(self) -> State:
-        """Of the core."""
+        """The core's state."""
         return self._core.state
 
-    @property
-    def idle(self) -> bool:
-        """As the core's."""
-        return self._core.idle
-
     def handle(self, event: Event, now_us: int) -> list[Send]:
-        """As the core's."""
+        """As the core's `handle`."""
         if not self._begun:
             self.begin(now_us)
         commands: list[Send] = []
@@ -201,13 +195,13 @@ class Recorder:
             self._sink.write(frame, now_us)
         if self._events - self._hashed >= HASH_EVERY + HASH_EVERY_PER_SEQUENCE * len(self.state.sequences):
             self._hashed = self._events
-            self._sink.write(state_hash_frame(self._events, state_hash(self.state)), now_us)
+            self._sink.write(_framed([HASH, self._events, state_hash(self.state)]), now_us)
         if self._events % SNAPSHOT_EVERY == 0 or self._stretch_bytes >= STRETCH_BYTES:
             self.begin(now_us)
         return commands
 
     def begin(self, now_us: int) -> None:
-        """Begin a stretch: a header and a snapshot, from which a reader who has just come can go on."""
+        """Start a stretch: a header and a snapshot."""
         self._begun, self._stretch_bytes = True, 0
         self._sink.begin()
         self._sink.write(header(self._facts), now_us)
@@ -215,19 +209,20 @@ class Recorder:
             self._sink.write(page, now_us)
 
     def upkeep(self, now_us: int) -> None:
-        """Once a heartbeat."""
+        """Flush; called once a heartbeat."""
         self._sink.flush(now_us)
 
     def close(self) -> None:
-        """The last word; the log is complete."""
+        """Complete the log."""
         self._sink.close()
 
 
 class FileSink:
-    """A new file; one that is there stays, and the name gets a number. Raises SetupError.
+    """A new file; if the name exists it gets a number. Raises SetupError.
 
-    A stretch that begins when the file has FILE_BYTES goes into the next one, and of more than KEPT_FILES the
-    oldest goes. They hold every prompt: nobody but their owner may read them."""
+    After FILE_BYTES the next stretch goes into another file, and only the last KEPT_FILES are kept. Only the
+    owner may read the files, since they have every prompt.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
@@ -237,23 +232,20 @@ class FileSink:
         log.info("the event log goes to %s", self.path)
 
     def begin(self) -> None:
-        """A reader of a file finds every stretch by itself."""
         if self._file.tell() < FILE_BYTES:
             return
         self._file.close()
         self.path, self._file, self._number = _create(self._path, self._number + 1)
         self._files.append(self.path)
-        log.info("the event log goes on in %s", self.path)
+        log.info("the event log continues in %s", self.path)
         if len(self._files) > KEPT_FILES:
             self._files.popleft().unlink(missing_ok=True)
 
     def write(self, data: bytes, now_us: int) -> None:
-        """Into the buffer."""
         self._file.write(data)
         self.flush(now_us)
 
     def flush(self, now_us: int) -> None:
-        """To the file, once a second."""
         if now_us - self._flushed_us >= FILE_FLUSH_US:
             self._flushed_us = now_us
             self._file.flush()
@@ -263,7 +255,8 @@ class FileSink:
 
 
 def _create(path: Path, number: int = 1) -> tuple[Path, BinaryIO, int]:
-    """The first file from this number on that is not there yet."""
+    """Create the first file from this number on that does not exist. Returns its path, the file, its
+    number."""
     if path.is_dir():
         raise SetupError(f"the event log {path} is a folder: name a file in `event_log`")
     while True:
@@ -290,12 +283,12 @@ class BusSink:
         self._sent_us = 0
 
     def begin(self) -> None:
-        """What is written next begins a message of its own."""
+        """Start a new message."""
         self.push()
         self._begins = True
 
     def write(self, data: bytes, now_us: int) -> None:
-        """Whole frames share a message as far as they fit; only a long one is cut."""
+        """Frames share a message if they fit; a longer frame is split."""
         if self._waiting and len(self._waiting) + len(data) > BATCH_BYTES:
             self.push()
         self._waiting += data
@@ -304,7 +297,7 @@ class BusSink:
         self.flush(now_us)
 
     def flush(self, now_us: int) -> None:
-        """Send what waits, some times a second."""
+        """Publish buffered frames every BATCH_US."""
         if now_us - self._sent_us >= BATCH_US:
             self._sent_us = now_us
             self.push()
@@ -313,7 +306,7 @@ class BusSink:
         self.push()
 
     def push(self) -> None:
-        """Send all that waits, now."""
+        """Publish all buffered frames now."""
         data, self._waiting = bytes(self._waiting), bytearray()
         for start in range(0, len(data), BATCH_BYTES):
             headers = {OFFSET_HEADER: str(self._offset)}
@@ -326,7 +319,7 @@ class BusSink:
 
 
 def header(facts: Mapping[str, Any]) -> bytes:
-    """The frame that begins a stretch."""
+    """The first frame of a stretch."""
     return _framed([HEADER, FORMAT, VERSION, dict(facts)])
 
 
@@ -338,17 +331,12 @@ def snapshot_pages(number: int, data: bytes) -> Iterator[bytes]:
 
 
 def happened(now_us: int, event: Event, commands: Sequence[Send]) -> bytes:
-    """The frame of an event and of what it brought about."""
+    """The frame of an event and the digest of its commands."""
     return _framed([EVENT, now_us, _event_row(event), digest_of(commands)])
 
 
-def state_hash_frame(number: int, digest: bytes) -> bytes:
-    """The frame of a hash."""
-    return _framed([HASH, number, digest])
-
-
 def digest_of(commands: Sequence[Send]) -> bytes:
-    """What tells these commands from others."""
+    """A digest of commands, DIGEST_BYTES long."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for command in commands:
         digest.update(_pack([command.to, command.trace, codec.to_row(command.message)]))
@@ -356,8 +344,8 @@ def digest_of(commands: Sequence[Send]) -> bytes:
 
 
 def read(stream: BinaryIO) -> Iterator[Record]:
-    """The records of a log, snapshots joined. Raises LogError for what is none, is damaged before its last
-    record, or is of another version."""
+    """The records of a log, with joined snapshots. Raises LogError if the stream is not a log, is damaged
+    before its last record, or has another version."""
     number, pages = 0, list[bytes]()
     for at, fields in _rows(stream):
         try:
@@ -381,7 +369,7 @@ def read(stream: BinaryIO) -> Iterator[Record]:
 
 
 def stretches(stream: BinaryIO) -> list[int]:
-    """Where each stretch begins, in bytes. Raises LogError like `read`."""
+    """The offset of each stretch, in bytes. Raises LogError like `read`."""
     return [at for at, fields in _rows(stream) if fields[0] == HEADER]
 
 
@@ -391,20 +379,20 @@ def _framed(fields: list[Any]) -> bytes:
 
 
 def _rows(stream: BinaryIO) -> Iterator[tuple[int, list[Any]]]:
-    """Each whole frame and where it begins. The first one is a header, or the stream is no log."""
+    """Each whole frame with its offset. Raises LogError if the first one is not a header."""
     at, first = 0, True
     while len(head := stream.read(_FRAME.size)) == _FRAME.size:
         length, crc = _FRAME.unpack(head)
         data = stream.read(length) if 0 < length <= MAX_RECORD_BYTES else b""
         if not data or len(data) != length or zlib.crc32(data) != crc:
             if first:
-                raise LogError("not an event log: its first record is none")
+                raise LogError("not an event log: its first frame is damaged")
             if stream.read(1):
                 raise LogError(f"the log is damaged at byte {at}: take its part before, or another copy")
             return
         fields = msgpack.unpackb(data)
         if first and fields[:2] != [HEADER, FORMAT]:
-            raise LogError("not an event log: it does not begin with a header")
+            raise LogError("not an event log: it does not start with a header")
         yield at, fields
         at, first = at + _FRAME.size + length, False
 
@@ -434,20 +422,20 @@ def _event(row: list[Any]) -> Event:
 
 
 def state_hash(state: State) -> bytes:
-    """What tells this state from any other that could decide otherwise."""
+    """A hash of everything in the state that decisions depend on, HASH_BYTES long."""
     with _uncollected():
         return hashlib.blake2b(_pack_frozen(freeze(state, NO_DECISIONS)), digest_size=HASH_BYTES).digest()
 
 
 def snapshot(state: State) -> bytes:
-    """The whole state. Raises FreezeError for what has no frozen form."""
+    """The whole state as bytes. Raises FreezeError for a value without a frozen form."""
     with _uncollected():
         return _pack_frozen(freeze(state))
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector: so many new lists would start it, and it takes half the time."""
+    """Pause the cyclic garbage collector: the many new lists start it, and it would take half the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -469,16 +457,15 @@ _BUILT_IN = (list, dict, OrderedDict, set, frozenset, deque, FunctionType)
 
 
 def freeze(root: Any, left_out: tuple[type, ...] = ()) -> Frozen:
-    """`root` and all it reaches as plain data; instances of `left_out` count as None. `thaw` is the way back.
+    """`root` and all objects that it reaches, as plain data. Instances of `left_out` become None.
 
         [classes, objects]   classes: [name, field names]    objects: one row each, the root first
         value in a row       a plain one as itself · [i] = object i · [TUPLE, values]
                              · [ARRAY, typecode, bytes] · [RECORD, class, values]
 
-    Hashes tell two states apart by it, and snapshots bring one back. What can change is an object, numbered
-    in the order of the first visit, breadth first: cycles and chains of any length are fine, and what was
-    shared stays shared. Tuples, columns and frozen dataclasses are values: equal states give equal bytes
-    whether or not they share them. Nothing here knows a field by its name.
+    Hashes and snapshots use it; `thaw` is the inverse. Mutable objects are numbered in the order of the first
+    visit, breadth first: cycles and chains of any length work, and shared objects stay shared. Tuples, arrays
+    and frozen dataclasses are values: equal states give equal bytes, shared or not. No field is special.
     """
     return _Freezer(left_out).run(root)
 
@@ -548,7 +535,7 @@ class _Freezer:
         return [ERROR, name_of(kind), thing.message, thing.param, thing.retry_after_ms]
 
     def _class(self, kind: type) -> _Class | None:
-        """How instances of a class become rows; None for those that `_row` knows itself."""
+        """How instances of a class become rows; None for classes that `_row` handles itself."""
         if kind not in self._classes:
             self._classes[kind] = None if issubclass(kind, Enum | HeadraceError) else self._new_class(kind)
         return self._classes[kind]
@@ -564,8 +551,7 @@ class _Freezer:
 
 
 def fields_of(kind: type) -> list[str]:
-    """The attributes of an instance: of a dataclass its fields, of any other class its slots and its
-    `__dict__`."""
+    """The attributes of an instance: the fields of a dataclass, else the slots and `__dict__`."""
     if dataclasses.is_dataclass(kind):
         return [f.name for f in dataclasses.fields(kind)]
     bases = kind.__mro__[:-1]
@@ -584,7 +570,7 @@ _OURS = ("services.scheduler.", "shared.")
 
 
 def name_of(thing: Any) -> str:
-    """The name under which a class or a function of ours is frozen. Raises FreezeError for any other."""
+    """The frozen name of a class or function of the scheduler or shared/. Raises FreezeError for others."""
     name = f"{thing.__module__}:{thing.__qualname__}"
     if find(name) is not thing:
         raise FreezeError(
@@ -594,7 +580,7 @@ def name_of(thing: Any) -> str:
 
 
 def find(name: str) -> Any:
-    """What `name_of` named, None when no loaded module of ours has it."""
+    """The class or function with a frozen name; None if no loaded module has it."""
     module, _, within = name.partition(":")
     found = sys.modules.get(module) if module.startswith(_OURS) else None
     for part in within.split("."):
@@ -607,7 +593,7 @@ _CONTAINERS = {LIST: list, DICT: dict, ORDERED: OrderedDict, SET: set}
 
 
 def restore(data: bytes) -> State:
-    """The state of a snapshot. Raises FreezeError for bytes that are none, or of other classes than now."""
+    """The state of a snapshot. Raises FreezeError for other bytes, or if classes have changed since."""
     try:
         state = thaw(msgpack.unpackb(data))
     except _WRONG as error:
@@ -618,10 +604,10 @@ def restore(data: bytes) -> State:
 
 
 def thaw(frozen: Frozen) -> Any:
-    """What `freeze` was given, made anew. Raises FreezeError for a class that is not known here.
+    """A copy of what was frozen. Raises FreezeError for an unknown class.
 
-    There is no pickle: only containers, and classes and functions that loaded modules of the scheduler and of
-    shared/ hold under the same name. No constructor of theirs is called.
+    Unlike pickle, it makes only containers, and classes and functions of loaded modules of the scheduler and
+    shared/ with the same name. It calls no constructors of theirs.
     """
     return _Thawer(*frozen).run()
 
@@ -634,7 +620,7 @@ class _Thawer:
         self._objects = [self._empty(row) for row in rows]
 
     def run(self) -> Any:
-        """Instances are filled first: a dictionary may hash them."""
+        """Fill instances before dictionaries, which may hash them."""
         pairs = list(zip(self._rows, self._objects, strict=True))
         for row, made in pairs:
             if row[0] == INSTANCE:
@@ -669,7 +655,7 @@ class _Thawer:
         return made
 
     def _empty(self, row: list[Any]) -> Any:
-        """The object of a row, still without what it may share with others."""
+        """The object of a row, without references to other objects."""
         kind, *parts = row
         if kind in _CONTAINERS:
             return _CONTAINERS[kind]()

@@ -1,8 +1,7 @@
-"""The scheduler tells about itself: numbers for heartbeats, `headrace status`, and metrics for export.
+"""Computes heartbeat numbers, `headrace status` and metrics from the scheduler's state, on request.
 
-All is computed from the state on request: queue, blocks, waste, and what ../state/counters.py has counted.
-Names of metrics follow OpenTelemetry's conventions for generative AI where there is one; times are seconds
-there.
+The actor calls it. Counters come from ../state/counters.py. Metric names follow OpenTelemetry's conventions
+for generative AI where there is one; times in metrics are seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TTFT = "gen_ai.server.time_to_first_token"
 TPOT = "gen_ai.server.time_per_output_token"
 E2E = "gen_ai.server.request.duration"
 _GEN_AI: Attributes = ((c.GEN_AI_OPERATION, "text_completion"), (c.GEN_AI_PROVIDER, c.PROVIDER))
-TIER_COUNTERS = {  # of the meter, and the unit of each
+TIER_COUNTERS = {  # attribute of Counters -> unit
     "loads": "{load}",
     "loads_declined": "{load}",
     "loads_failed": "{load}",
@@ -50,7 +49,7 @@ def load(state: State) -> tuple[tuple[str, int], ...]:
 
 
 def counts(state: State) -> dict[str, int]:
-    """For `headrace status`, which shows how they changed within the last seconds."""
+    """Counts for `headrace status`, which shows their changes within the last seconds."""
     counters = state.counters
     return {
         "waiting": len(state.waiting),
@@ -65,7 +64,7 @@ def counts(state: State) -> dict[str, int]:
 
 
 def status(state: State) -> dict[str, object]:
-    """Everything that must be back at zero, or all free, when nothing runs."""
+    """The status document. When nothing runs, requests are 0 and all blocks and slots are free."""
     phases = [s.phase for s in state.sequences.values()]
     return {
         "requests": len(state.requests),
@@ -76,21 +75,18 @@ def status(state: State) -> dict[str, object]:
         "executors": {name: _executor(state, e) for name, e in sorted(state.executors.items())},
         "kept_out": {name: _excluded(state, hello) for name, hello in sorted(state.excluded.items())},
         "tiers": {
-            name: _tier_status(state, e) for name, e in sorted(state.executors.items()) if _has_tier(state, e)
+            name: _tier_status(state, e)
+            for name, e in sorted(state.executors.items())
+            if e.hello.host_id in state.tiers.by_host
         },
         "measured": measured(state),
     }
 
 
 def _excluded(state: State, hello: ExecHello) -> dict[str, object]:
-    """An executor that does not compute as those of its model do that serve."""
-    digest, dtype = hello.model_digest, hello.dtype
-    return {
-        "model": hello.model,
-        "dtype": dtype,
-        "model_digest": digest,
-        "why": model_kinds.refusal(state, hello),
-    }
+    """An executor of a kind that does not serve."""
+    why = model_kinds.refusal(state, hello)
+    return {"model": hello.model, "dtype": hello.dtype, "model_digest": hello.model_digest, "why": why}
 
 
 def _executor(state: State, executor: Executor) -> dict[str, object]:
@@ -131,12 +127,8 @@ def step_p50_us(state: State, executor: Executor) -> int:
     return int(statistics.median(took_us)) if took_us else 0
 
 
-def _has_tier(state: State, executor: Executor) -> bool:
-    return executor.hello.host_id in state.tiers.by_host
-
-
 def _tier_status(state: State, executor: Executor) -> dict[str, object]:
-    """Of one executor: the links to and from the tier of its host, and what a copy is judged by."""
+    """The links between an executor and its tier, and the input of the tier policy."""
     facts: dict[str, object] = {
         "host": executor.hello.host_id,
         "recompute_block_us": RecomputeCost.of(executor).block_us(0),
@@ -154,7 +146,7 @@ def _tier_status(state: State, executor: Executor) -> dict[str, object]:
 
 
 def measured(state: State) -> dict[str, dict[str, object]]:
-    """What has been counted since the start; times are upper bounds of a histogram's buckets."""
+    """The counters since the start; times are upper bounds of a histogram's buckets."""
     counters = state.counters
     return {
         "queue": {
@@ -201,7 +193,7 @@ def _measured_tiers(state: State) -> dict[str, object]:
 
 
 def queued(state: State) -> dict[str, int]:
-    """Groups that wait, by the class in which they wait now."""
+    """The number of waiting groups by class, after aging."""
     depths = dict.fromkeys(CLASS_NAMES, 0)
     for (_, level), queue in state.waiting.queues.items():
         depths[CLASS_NAMES[level]] += queue.groups
@@ -209,7 +201,7 @@ def queued(state: State) -> dict[str, int]:
 
 
 def blocks(executor: Executor) -> dict[str, int]:
-    """Its blocks by state; `reserved` ones are free or cached, and promised."""
+    """An executor's blocks by state; reserved ones are also free or cached."""
     pool = executor.pool
     return {
         "free": pool.free_blocks - pool.cached_blocks,
@@ -223,19 +215,19 @@ def blocks(executor: Executor) -> dict[str, int]:
 
 
 def used_share(executor: Executor) -> float:
-    """The part of its blocks that something running needs; what the cache alone keeps is free for others."""
+    """The share of an executor's blocks that running sequences hold."""
     return executor.pool.held_blocks / executor.pool.blocks
 
 
 def waste_tokens(executor: Executor) -> int:
-    """Places for tokens in the tables of what runs that hold none: the ends of last blocks, and blocks
-    given out ahead."""
+    """Token slots without a token in the tables of running sequences: ends of last blocks, and blocks given
+    out early."""
     block_tokens = executor.pool.block_tokens
     return sum(len(s.table) * block_tokens - s.computed for s in executor.running)
 
 
 def metric_points(state: State) -> Metrics:
-    """Everything, as metrics for export."""
+    """All metrics, for export."""
     return [*_counters(state), *_gauges(state), *_histograms(state)]
 
 
@@ -287,7 +279,7 @@ def _gauges(state: State) -> Iterator[MetricPoint]:
 
 
 def _links(executor: Executor, where: Attributes) -> Iterator[MetricPoint]:
-    """The way to and from the tier below; a rate is 0 until a copy has been measured."""
+    """The links to and from the tier below; a rate is 0 until a copy has been measured."""
     for direction, link in (("up", executor.up), ("down", executor.down)):
         there = (*where, ("direction", direction))
         yield MetricPoint(

@@ -1,5 +1,7 @@
-"""The answer to `headrace.v1.trace.<request>`: the spans of a request that runs or has ended, and the
-steps of its time. Works without OpenTelemetry, from what the scheduler has kept."""
+"""Answers `headrace.v1.trace.<request>`: the spans of a running or ended request, and the steps of its time.
+
+The actor calls `answer`. It works without OpenTelemetry, from the scheduler's records.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,7 @@ from shared.telemetry import traces
 from shared.telemetry.traces import Choice, request_spans, to_body
 
 MAX_STEPS = 2_000  # in one answer, the newest: about 200 kB, below the payload limit of any server
-MAX_SPLIT = (
-    64  # of these the newest that come in micro-batches, with what the micro-batches did: 300 bytes each
-)
+MAX_SPLIT = 64  # steps with timeline segments in one answer, the newest: 300 bytes each
 COLUMNS = (
     "step", "planned_us", "start_us", "end_us", "result_us", "forward_us", "sample_us", "wait_us", "rows",
     "tokens", "prefill_tokens", "micro_batch", "host_us", "queued_us", "mode", "segments",
@@ -22,8 +22,8 @@ COLUMNS = (
 
 
 def answer(state: State, request: str, wall_offset_us: int, *, steps: bool = False) -> dict[str, Any]:
-    """The trace of a request, of any tenant; with `step_log`, also those of its executors in its time.
-    `wall_offset_us` is the wall clock less the scheduler's monotonic one."""
+    """The trace of a request of any tenant; with `steps` also the steps of its executors in its time.
+    `wall_offset_us` is the wall clock minus the scheduler's monotonic clock."""
     live = next((r for key, r in state.requests.items() if key[1] == request), None)
     ended = None if live is not None else state.ended.find(request)
     if live is not None:
@@ -69,7 +69,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[Any]]:
-    """Column by column; times are wall clock."""
+    """The steps as columns; times are wall clock."""
     shown = {r.step for r in [r for r in records if r.segments][-MAX_SPLIT:]}
     rows = [
         (

@@ -1,1 +1,1 @@
-"""What the scheduler knows: requests, queue, blocks, costs, counters. It imports nothing of what decides."""
+"""The scheduler's state: requests, queue, blocks, costs, counters. It imports no code that decides."""

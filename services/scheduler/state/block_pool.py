@@ -39,7 +39,7 @@ class BlockPool:
     cached   It has a key and can be evicted. It is *clean* if a tier has a copy, too.
 
     Empty and cached blocks are *free*. Empty ones are given out first, then the least recently released
-    cached one, whose key is forgotten. The last block of a table is evicted first: a block is of no use
+    cached one, and its key is forgotten. The last block of a table is evicted first: a block is of no use
     without those before it. A key names the tokens of a full block and all before it (shared/kv_blocks.py),
     or those of a partial block at the end of a preempted sequence (`valid_tokens`).
 
@@ -63,8 +63,8 @@ class BlockPool:
     key_of: list[bytes | None] = field(init=False)
     block_of: dict[bytes, int] = field(init=False, default_factory=dict)
     valid_tokens: dict[int, int] = field(init=False, default_factory=dict)  # of partial blocks with a key
-    owner_of: list[tuple[int, int]] = field(init=False)  # who released it last: sequence, index in its table
-    clean: set[int] = field(init=False, default_factory=set)  # with a key that a tier below holds, too
+    owner_of: list[tuple[int, int]] = field(init=False)  # last released by: sequence, index in its table
+    clean: set[int] = field(init=False, default_factory=set)  # a tier below holds the content, too
     copies: dict[int, int] = field(init=False, default_factory=dict)  # block -> copies in flight
     lost: dict[bytes, None] = field(init=False, default_factory=dict)  # evicted without a copy, oldest first
     _empty: list[int] = field(init=False)  # a stack
@@ -73,7 +73,7 @@ class BlockPool:
     _copying: dict[int, None] = field(init=False, default_factory=dict)
     _fences: dict[int, dict[int, None]] = field(init=False, default_factory=dict)  # step -> its blocks
     _stable: dict[int, None] = field(init=False, default_factory=dict)  # fenced: the last of a table first
-    _last_step: list[int] = field(init=False)  # block -> the last step that may name it, of all its holders
+    _last_step: list[int] = field(init=False)  # block -> the last step that may name it
     _free_slots: list[int] = field(init=False)  # a stack
     _slot_fences: dict[int, list[int]] = field(init=False, default_factory=dict)  # step -> its slots
 
@@ -152,7 +152,7 @@ class BlockPool:
         self.reserved -= blocks
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of `keys`, in whatever state."""
+        """Blocks of the longest known prefix of `keys`, in any state."""
         found = []
         for key in keys:
             block = self.block_of.get(key)
@@ -295,7 +295,7 @@ class BlockPool:
                     self._copying[block] = None
 
     def end_copy(self, blocks: Iterable[int]) -> None:
-        """That copy is over."""
+        """The copy has ended."""
         for block in blocks:
             self.copies[block] -= 1
             if not self.copies[block]:
@@ -305,7 +305,7 @@ class BlockPool:
                     self._give_back(block)
 
     def mark_clean(self, block: int, key: bytes) -> None:
-        """A tier holds the content of this key: the block, if it still has the key, need not be copied."""
+        """A tier holds the content of this key: the block is clean, if it still has the key."""
         if self.key_of[block] == key and self.write_back:
             self.clean.add(block)
             self.give_up(block)
@@ -343,7 +343,7 @@ class BlockPool:
                 self._empty.append(block)
 
     def forget_cache(self) -> None:
-        """No key is valid any more, whatever the state of its block."""
+        """No key is valid any more, in any state of its block."""
         self.block_of.clear()
         self.clean.clear()
         self.valid_tokens.clear()

@@ -1,9 +1,9 @@
-"""`CostModel` predicts what a step will cost, and `StepPace` measures how fast an executor goes: both while
-serving.
+"""`CostModel` predicts the time of a step, and `StepPace` measures the throughput of an executor.
 
-The estimate has the form of `shared.step_model`: a step costs by its rows, its tokens (more where the
-machine becomes compute-bound), the cached tokens that it reads and the pairs that its chunks attend to.
-Everything here is + - * / sqrt and comparison, so that a replay of the same events finds the same numbers.
+The prediction has the form of `shared.step_model`: a linear function of a step's rows, its tokens (steeper
+where the machine becomes compute-bound), the cached tokens that it reads and the query-key pairs of its
+chunks. `results` feeds both from step results. Everything here is + - * / sqrt and comparison, so a replay of
+the same events finds the same numbers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from operator import add, mul
 
 from shared.step_model import StepShape
 
-KNOTS = (16, 256)  # tokens at which one more may begin to cost more: weight-bound up to there
+KNOTS = (16, 256)  # tokens above which each may take longer: up to there reading the weights dominates
 FEATURES = 6
 REFIT_EVERY = 32  # steps
 MEMORY_STEPS = 300  # of the fit: older steps fade
 SWEEPS = 12
 SETTLED = 64  # steps before a wrong prediction may mean that the machine has another speed
 DRIFT = 1 / 16  # of that speed, per step
-EMPTY = 1e-20  # of a sum of squares of 1 / us
-FAR = 2.0  # times what was predicted, or a part: noise does not explain that
-IN_A_ROW = 5  # steps that took so much longer: no stall, the machine
-LATELY = 32  # steps that the present load is judged by
-SLACK = 1.5  # of what one step says about another, for noise
-WEIGHTS_KV = 4_096  # tokens of KV at least are read in the time of the weights, in any model
-TOKEN_PAIRS = 1_024  # of a query and a key at least cost what a token does, likewise
+EMPTY = 1e-20  # a sum of squares of 1 / us below this is no data
+FAR = 2.0  # factor between predicted and measured time that noise does not explain
+IN_A_ROW = 5  # so many steps that are FAR too slow: the machine is slower, not a stall
+LATELY = 32  # steps by which the present load is judged
+SLACK = 1.5  # for noise, in bounds of one step's time by another's
+WEIGHTS_KV = 4_096  # at least so many tokens of KV are read in the time of the weights, in any model
+TOKEN_PAIRS = 1_024  # at least so many query-key pairs take as long as a token, likewise
 
 Features = tuple[float, float, float, float, float, float]
 Kind = tuple[bool, int]
@@ -37,18 +37,18 @@ Sums = list[list[float]]
 
 
 class CostModel:
-    """An on-line estimate of step_us: speed * (coefficients . features), no coefficient below zero, so
-    that no step is predicted to cost less than one it contains.
+    """An on-line estimate of step_us: speed * (coefficients . features). No coefficient is below zero, so no
+    step is predicted to take less time than a part of it.
 
     The coefficients are the least squares fit of the relative errors of the last few hundred steps, found
-    by coordinate descent; `speed` follows a machine that becomes slower or faster as a whole.
+    by coordinate descent. `speed` follows a machine that becomes slower or faster as a whole.
 
-    A machine that is never idle has steps of one size only, which do not say what a chunk adds to decodes. So
-    the last step of each kind (with or without chunks, by powers of two of its tokens) never fades.
+    A machine that is never idle has steps of one size only, which do not show what a chunk adds to decodes.
+    So the last step of each kind (with or without chunks, by powers of two of its tokens) never fades.
 
-    A step that is far quicker than predicted is believed at once: nothing makes a step too quick. One that is
-    far slower may be a stall, and is not believed alone: see `_doubt`. So whatever is predicted too high
-    is tried, in smaller parts if need be, and corrected by the first step that says otherwise.
+    A step that is far faster than predicted is trusted at once. A step that is far slower may be a stall, and
+    is not trusted alone (`_doubt`). So a prediction that is too high is corrected by the first step that is
+    faster; until then such steps are tried in smaller parts.
     """
 
     def __init__(self) -> None:
@@ -59,19 +59,19 @@ class CostModel:
         self._speed = 1.0
         self._fit = [0.0] * FEATURES
         self._recent: list[list[float]] = []  # features / took, not yet in the sums
-        self._kinds: dict[Kind, tuple[StepShape, float]] = {}  # the last step of each, and what it took
-        self._doubted: dict[Kind, tuple[StepShape, float]] = {}  # likewise, where that was far too slow
-        self._slow: list[float] = []  # by how much the last steps were too slow, while they are
-        self._slowed = 1.0  # part of the speed: the machine has become so much slower, and may recover
+        self._kinds: dict[Kind, tuple[StepShape, float]] = {}  # the last step of each kind, and its time
+        self._doubted: dict[Kind, tuple[StepShape, float]] = {}  # the last one if it was FAR too slow
+        self._slow: list[float] = []  # measured / predicted of the last steps, while they are FAR too slow
+        self._slowed = 1.0  # the part of `_speed` from a slowdown, which may end
         self._moments = [[0.0] * FEATURES for _ in range(FEATURES)]
         self._targets = [0.0] * FEATURES
 
     def predict_us(self, shape: StepShape) -> int:
-        """How long a step of this shape will take; 0 while nothing is known."""
+        """Predicted time of a step of this shape; 0 before the first observation."""
         return int(self._predict(_features(shape)))
 
     def observe(self, shape: StepShape, took_us: int) -> None:
-        """A step of this shape took `took_us` on the device."""
+        """Learn from a step of this shape that took `took_us` on the device."""
         if took_us <= 0:
             return
         features, kind = _features(shape), _kind(shape)
@@ -98,15 +98,15 @@ class CostModel:
             self._refit()
 
     def _follow(self, ratio: float) -> None:
-        """The machine has taken `ratio` times what was predicted: as a whole it may have another speed."""
+        """Update the machine's speed from a step that took `ratio` times the prediction."""
         self._slow = [*self._slow, ratio] if ratio > FAR else []
         if len(self._slow) == IN_A_ROW:
             self._slow_down(min(self._slow))
             self._slow = []
         elif ratio * FAR < 1.0 < self._slowed:
-            self._slow_down(max(ratio, 1.0 / self._slowed))  # whatever slowed it down is over
+            self._slow_down(max(ratio, 1.0 / self._slowed))  # the slowdown is over
         elif self.seen >= SETTLED:
-            ratio = 0.5 if ratio < 0.5 else 2.0 if ratio > 2.0 else ratio  # a hiccup is not a new machine
+            ratio = 0.5 if ratio < 0.5 else 2.0 if ratio > 2.0 else ratio  # limits the weight of one outlier
             self._speed *= 1.0 + DRIFT * (ratio - 1.0)
 
     def _slow_down(self, times: float) -> None:
@@ -114,11 +114,11 @@ class CostModel:
         self._slowed *= times
 
     def _doubt(self, kind: Kind, shape: StepShape, took: float, predicted: float) -> None:
-        """A step was far slower than predicted: a stall, or what the fit does not know yet.
+        """A step was far slower than predicted: a stall, or a gap in the fit.
 
-        Of a kind that is known one such step says nothing, and of two in a row the lesser is believed. The
-        first of its kind is believed half, by the geometric mean of what was predicted and of what it took:
-        whichever is true, that is the least wrong.
+        For a known kind, a single such step is ignored; after two in a row the faster one is trusted. The
+        first step of a kind counts with the geometric mean of its time and the prediction: the least wrong
+        value if either may be true.
         """
         before, self._doubted[kind] = self._doubted.get(kind), (shape, took)
         most = min(took, self._most(kind, shape))
@@ -135,12 +135,13 @@ class CostModel:
         self._refit()
 
     def _most(self, kind: Kind, shape: StepShape) -> float:
-        """The longest that a step of this shape can take, by the last step of each other kind."""
+        """An upper bound of the time of a step of this shape, from the last step of each other kind."""
         others = [step for other, step in self._kinds.items() if other != kind]
         return min((SLACK * took * _times(shape, other) for other, took in others), default=float("inf"))
 
     def _lower(self, seen: StepShape, took: float) -> bool:
-        """Kinds may be remembered as slower than this step allows; True if one was. Each step asks."""
+        """Lower the remembered times of kinds that this step shows to be too long. True if there were any.
+        Called for each step."""
         lowered, per_token = False, took / max(seen.tokens, 1)
         for kind, (shape, most) in self._kinds.items():
             doubted = kind in self._doubted
@@ -152,17 +153,17 @@ class CostModel:
         return lowered
 
     def observe_loop(self, us: int) -> None:
-        """`us` passed between the end of a step and the executor's having the plan made of its result."""
+        """Update the loop: `us` from the end of a step until the executor has the next plan."""
         self.loop_us += (us - self.loop_us) // 8 if self.loop_us else us
 
     def observe_host(self, rows: int, us: int) -> None:
-        """The host worked `us` on `rows` host-fed rows after a forward."""
+        """Update the host's time for a host-fed row: it worked `us` on `rows` rows after a forward."""
         if rows > 0:
             each = us / rows
             self._host_row_us += (each - self._host_row_us) / 8 if self._host_row_us else each
 
     def host_us(self, rows: int) -> int:
-        """How long the host will work on `rows` rows."""
+        """Predicted time of the host for `rows` host-fed rows."""
         return int(rows * self._host_row_us)
 
     def _predict(self, features: Features) -> float:
@@ -171,12 +172,12 @@ class CostModel:
         return self._speed * (a + b * rows + c * tokens + d * many + e * kv + f * pairs)
 
     def _remember(self, features: Features, took_us: float) -> None:
-        """Keep one equation: coefficients . features / took = 1."""
+        """Add one equation: coefficients . features / took = 1."""
         self._recent.append([x / took_us for x in features])
 
     def _refit(self) -> None:
         """Add the recent steps to the normal equations, and improve the fit by coordinate descent. The last
-        step of each kind goes beside them each time anew: what is remembered of it may change."""
+        step of each kind is added for this fit only: its remembered time may change."""
         keep, rows = 1.0 - len(self._recent) / MEMORY_STEPS, self._recent
         self._moments, self._targets = _added(self._moments, self._targets, rows, keep)
         self._recent = []
@@ -197,7 +198,7 @@ class CostModel:
 def _added(
     moments: Sums, targets: list[float], rows: list[list[float]], keep: float
 ) -> tuple[Sums, list[float]]:
-    """The normal equations, of which `keep` is kept, with these rows."""
+    """The normal equations times `keep`, plus these rows."""
     columns = list(zip(*rows, strict=True)) or [()] * FEATURES
     sums: Sums = [[0.0] * FEATURES for _ in range(FEATURES)]
     for i, column in enumerate(columns):
@@ -212,8 +213,8 @@ def _kind(shape: StepShape) -> Kind:
 
 
 def _times(shape: StepShape, other: StepShape) -> float:
-    """So many times the other step does all of this one's work. On any machine it then takes no longer: what
-    a step costs by the piece does not rise, and what it costs once is paid as often."""
+    """How many times the other step does at least this one's work. On any machine this one takes no longer
+    than that many of the other: time per unit of work does not rise with the size of a step."""
     return max(
         1.0,
         shape.tokens / max(other.tokens, 1),
@@ -225,12 +226,12 @@ def _times(shape: StepShape, other: StepShape) -> float:
 
 
 def _sum(values: Iterable[float]) -> float:
-    """From left to right: `sum` compensates, in some versions of Python and not in others."""
+    """The sum from left to right: `sum` compensates for rounding in some versions of Python only."""
     return reduce(add, values, 0.0)
 
 
 def _features(shape: StepShape) -> Features:
-    """What the estimate is linear in, scaled to the same order of magnitude."""
+    """The features of the linear estimate, scaled to the same order of magnitude."""
     tokens = shape.tokens
     return (
         1.0,
@@ -247,7 +248,7 @@ def chunk_tokens(
 ) -> int:
     """The largest chunk from `start`, a multiple of `block_tokens` and at most `most`, with which a step
     of these decode rows is predicted to stay within `bound_us`; 0 when none is."""
-    blocks = most // block_tokens  # all of it is tried first: often it fits
+    blocks = most // block_tokens  # tried first, since it often fits
     fits, over = 0, blocks + 1
     while over - fits > 1:
         if costs.predict_us(decode_shape.with_chunk(start, blocks * block_tokens)) <= bound_us:
@@ -260,7 +261,7 @@ def chunk_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Some steps of one mode."""
+    """Sums over some steps of one mode."""
 
     steps: int
     rows: int
@@ -270,44 +271,43 @@ class Speed:
 
 @dataclass(slots=True)
 class StepPace:
-    """How fast an executor goes in its overlap mode: the rows that came back and the time they took, while it
-    had work. The guard of ../overlap.py judges by it."""
+    """The throughput of an executor in its overlap mode: rows with results and their time, while it had work.
+    ../overlap.py compares modes by it."""
 
     mode: str = ""
-    since_step: int = 0  # the mode was chosen then
-    since_rows: int = 0  # so many ran then
-    had_host_fed: bool = False  # some rows were host-fed then
-    micro_batch: int = 1  # micro-batch of the last step of two_batch: the first is A
-    step_us: int = 0  # a step's time, a moving average
-    chunk_us: int = 0  # what its prompt chunks take of that, likewise
-    sampled: float = 0.0  # rows of the last steps, the older the less
-    early_ends: float = 0.0  # and sequences that ended there though they might have gone on
-    crowded: bool = False  # more of prompts waits than a step may hold: rows are not what is short
+    since_step: int = 0  # when the mode was chosen
+    since_rows: int = 0  # rows that ran then
+    had_host_fed: bool = False  # some of them were host-fed
+    micro_batch: int = 1  # of the last step of two_batch; the next one is the other, first 0
+    step_us: int = 0  # time of a step, a moving average
+    chunk_us: int = 0  # time of its prompt chunks, likewise
+    sampled: float = 0.0  # rows of the last steps, with decay
+    early_ends: float = 0.0  # sequences that ended before their length, with decay
+    crowded: bool = False  # more prompt tokens wait than a step may hold: wasted rows delay no other row
     steps: int = 0
     rows: int = 0
     us: int = 0
-    took_us: int = 0  # of it, the device's
-    last_us: int = 0  # the last result, 0 when the executor fell idle after it
-    probe_until: int = 0  # single until this step, to compare with
-    measure_from: int = 0  # results from this step on are of the probe
-    probed_step: int = 0  # the last probe ended then
+    took_us: int = 0  # time of the device in `us`
+    last_us: int = 0  # the last result, 0 if the executor was idle after it
+    probe_until: int = 0  # the probe of `single` lasts until this step
+    measure_from: int = 0  # results from this step on belong to the probe
+    probed_step: int = 0  # the end of the last probe
     before: Speed | None = None  # of the mode before the probe
     banned: str = ""  # a mode that was slower than single
     banned_until: int = 0
 
     @property
     def speed(self) -> Speed:
-        """What was measured since the last restart."""
+        """The sums since the last restart."""
         return Speed(self.steps, self.rows, self.us, self.took_us)
 
     def planned(self, now_us: int) -> None:
-        """A step is planned that no other is in flight with: unless the last result brought it about, the
-        executor has been idle, for want of work."""
+        """A step is planned with none in flight. Unless the last result led to it, the executor was idle."""
         if now_us != self.last_us:
             self.last_us = 0
 
     def note(self, step: int, rows: int, took_us: int, now_us: int, *, busy: bool) -> None:
-        """The result of a step has come; `busy` says whether there is more to do."""
+        """Count a step with a result; `busy`: the executor has more work."""
         self.sampled += rows - self.sampled / LATELY
         self.early_ends -= self.early_ends / LATELY
         if self.steps >= 2 * LATELY:  # the older half counts half
@@ -323,17 +323,17 @@ class StepPace:
         self.last_us = now_us if busy else 0
 
     def note_step(self, took_us: int, predicted_us: int, chunk_us: int = 0) -> None:
-        """A step took so long, and its prompt chunks so much of that; of a stall no more counts than twice
-        what was predicted (0: nothing was)."""
+        """Update the averages with a step's time and that of its prompt chunks. A stall counts at most twice
+        the prediction (0: not predicted)."""
         counted_us = min(took_us, int(FAR * predicted_us)) if predicted_us else took_us
         self.step_us += (counted_us - self.step_us) // 8 if self.step_us else counted_us
         self.chunk_us += (min(chunk_us, counted_us) - self.chunk_us) // 8
 
     def observe_early_end(self) -> None:
-        """A sequence has left that might have gone on: in each step ahead there is a row of it for nothing.
-        Where prompts fill the steps anyhow that costs nobody's turn."""
+        """Count a sequence that left before its length: each step ahead has a wasted row of it. Not counted
+        if `crowded`."""
         self.early_ends += 0.0 if self.crowded else 1.0
 
     def restart(self) -> None:
-        """Measure anew."""
+        """Start a new measurement."""
         self.steps = self.rows = self.us = self.took_us = 0

@@ -1,45 +1,44 @@
-"""What the scheduler counts: plain integers in its state, with no clock, no lock and no OpenTelemetry.
+"""The scheduler's counters: plain integers in its state, without clock, lock or OpenTelemetry.
 
-The core adds to these attributes; ../reports/status.py computes the rest from the state on request, and
-shared/telemetry/metrics.py sends both. Counters only grow. They decide nothing, so they are no part of the
-state's hash.
+The core adds to these attributes; ../reports/status.py computes other values from the state on request, and
+shared/telemetry/metrics.py exports both. Counters only grow. No decision depends on them, so the hash of the
+state leaves them out.
 
 counters     prefix_lookup_tokens   prompt tokens that were looked up in a prefix cache
-             prefix_hit_tokens      of these, found there and not computed
-             prefill_tokens         prompt tokens that steps computed, recomputed ones among them
-             recomputed_tokens      tokens whose KV was computed before and lost by a preemption or a requeue
-             generated_tokens       sampled tokens that were applied
-             wasted_rows            rows of a step whose sample nobody wanted any more
-             preemptions            sequences that were preempted
+             prefix_hit_tokens      ... that were found there and not computed
+             prefill_tokens         prompt tokens that steps computed, including recomputed ones
+             recomputed_tokens      tokens with KV that was computed before, and lost by a preemption or
+             requeue generated_tokens       sampled tokens that were applied wasted_rows            rows of a
+             step with a sample that was not used preemptions            sequences that were preempted
              predicted_us           predicted time of all steps in `step_error_pm`
 by a name    steps {mode: n}        `count_step(mode)`
              rejected {code: n}     `count_rejected(code)`
              finished {reason: n}   `count_finished(reason)`
-             loads                  times that blocks were brought from a tier for a sequence
-             loads_declined         ... were there, and computing them again was cheaper
-             loads_failed           ... were asked for and did not come
-             l1_hit_blocks          blocks brought from DRAM
-             l2_hit_blocks          ... by way of it, from the remote tier
-             restored_tokens        tokens of all these
+             loads                  loads of blocks from a tier
+             loads_declined         loads not made, because computing again was faster
+             loads_failed           loads that failed
+             l1_hit_blocks          blocks loaded from DRAM
+             l2_hit_blocks          blocks loaded from the remote tier, through DRAM
+             restored_tokens        tokens of both
              stored_blocks          blocks copied to DRAM
-             stored_ahead_blocks    asked for before their sequence was preempted
-             stores_failed          copies to DRAM that came to nothing
+             stored_ahead_blocks    ... before their sequence was preempted
+             stores_failed          copies to DRAM that failed
              dropped_blocks         blocks given up without a copy
-             dropped_preempted_blocks  of these, what a preempted sequence will have to compute again
-             tier_backoffs             times that a kv_offload was left alone because it did not answer
+             dropped_preempted_blocks  ... that a preempted sequence must compute again
+             tier_backoffs             times that a kv_offload missed answers and was not used for a while
 last value   budget_tokens          chunk budget of the last step planned
-             mode                   of the last step planned
+             mode                   overlap mode of the last step planned
 histograms   queue_us               arrival to first admission
              ttft_us                arrival to first token applied
-             inter_token_us                 between two tokens of a sequence as they were applied
-             tpot_us                of a sequence that ended by itself: first to last token, over the tokens
+             inter_token_us         between two tokens of a sequence as they were applied
+             tpot_us                sequences that ended normally: first to last token, divided by the tokens
                                     after the first
-             e2e_us                 ... its arrival to its end here
-             step_us                executor's time of a step
+             e2e_us                 sequences that ended normally: arrival to end here
+             step_us                a step's time on the executor
              step_error_pm          |step time - predicted| / predicted, per mille: see `add_step`
-             restore_us             asking for blocks of a tier to having them
-             restore_error_pm       as step_error_pm, of that
-             recompute_error_pm     as step_error_pm, of what a resumed sequence computed again
+             restore_us             a load, from KvPrefetch to KvCopied
+             restore_error_pm       prediction error of restore_us, likewise
+             recompute_error_pm     prediction error of a resumed sequence's recomputation, likewise
 """
 
 from __future__ import annotations
@@ -71,18 +70,18 @@ class Histogram:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def add(self, value: int, times: int = 1) -> None:
-        """Count a value, so many times."""
+        """Count a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     @property
     def count(self) -> int:
-        """How many values."""
+        """The number of values."""
         return sum(self.counts)
 
     def quantile(self, per_mille: int) -> int:
-        """The upper bound of the bucket that holds this quantile; the highest bound for what lies above it,
-        0 without values."""
+        """The upper bound of the bucket with this quantile. The highest bound for values above it, 0 without
+        values."""
         rank, seen = -(-self.count * per_mille // 1000), 0
         if not rank:
             return 0
@@ -134,48 +133,48 @@ class Counters:
     recompute_error_pm: Histogram = field(default_factory=lambda: Histogram(ERROR_BOUNDS_PM))
 
     def count_step(self, mode: str) -> None:
-        """A step was planned in this overlap mode."""
+        """Count a planned step by its overlap mode."""
         self.mode = mode
         self.steps[mode] = self.steps.get(mode, 0) + 1
 
     def count_rejected(self, code: int) -> None:
-        """A request was not accepted."""
+        """Count a refused request."""
         self.rejected[code] = self.rejected.get(code, 0) + 1
 
     def count_finished(self, reason: str) -> None:
-        """A sequence has ended: stop, length, error, cancelled."""
+        """Count an ended sequence: stop, length, error, cancelled."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
     def add_ended(self, e2e_us: int, decode_us: int, tokens: int) -> None:
-        """A sequence has ended by itself, `decode_us` after the first of its `tokens`."""
+        """Count a sequence that ended normally, `decode_us` after the first of its `tokens`."""
         self.e2e_us.add(e2e_us)
         if tokens > 1:
             self.tpot_us.add(decode_us // (tokens - 1))
 
     def add_step(self, took_us: int, predicted_us: int) -> None:
-        """A step has run; `predicted_us` is 0 when nothing was predicted."""
+        """Count a step; `predicted_us` is 0 if it was not predicted."""
         self.step_us.add(took_us)
         if predicted_us:
             self.predicted_us += predicted_us
             self.step_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
 
     def add_restore(self, took_us: int, predicted_us: int) -> None:
-        """Blocks have been brought from a tier."""
+        """Count a load of blocks from a tier."""
         self.restore_us.add(took_us)
         if predicted_us:
             self.restore_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
 
     def add_recompute(self, took_us: int, predicted_us: int) -> None:
-        """What a resumed sequence had lost is computed again."""
+        """Count the recomputation of a resumed sequence."""
         if predicted_us:
             self.recompute_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
 
     @property
     def recompute_tax_pm(self) -> int:
-        """Recomputed tokens among all prefilled ones, per mille."""
+        """Recomputed tokens / prefilled tokens, per mille."""
         return self.recomputed_tokens * 1000 // max(self.prefill_tokens, 1)
 
     @property
     def prefix_hit_pm(self) -> int:
-        """Prefix hits among the tokens looked up, per mille."""
+        """Prefix hits / tokens looked up, per mille."""
         return self.prefix_hit_tokens * 1000 // max(self.prefix_lookup_tokens, 1)

@@ -1,4 +1,4 @@
-"""The policies are pure functions, each known by a name, each replaceable in the configuration.
+"""The policies: pure functions with a name, chosen in the configuration.
 
     policy = "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=prefix,tier=tiered"
 
@@ -7,22 +7,23 @@ batching     what does the next step of an executor consist of?           mixed,
 reservation  how many blocks are reserved for a sequence at admission?    on_demand, foreseen, reserve
 victim       which sequence is preempted first when blocks are short?     latest
 routing      which of the executors that can run a group gets it?         prefix, room
-tier         what becomes of a block without a copy below?                tiered
+tier         is an unheld block without a copy below copied or dropped?   tiered
 
-A name with a colon, `module:function`, is a policy of your own; it must be importable by the scheduler.
+A name with a colon, `module:function`, is a policy of your own; the scheduler must be able to import it.
 loadtest/policies.py has baselines for comparison. The signatures:
 
-order        (arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]: of a waiting group and
-             what its client has been served; less is sooner. It must not fall while a group waits
-batching     (view: BatchingView) -> Share
+order        (arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]: arrival and number of a
+             waiting group, and the VTC counter of its client. The least is admitted first. It must not fall
+             while a group waits
+batching     (view: BatchingView) -> StepShare
 reservation  (tokens: int, max_length: int, block_tokens: int) -> int, blocks; `tokens` are known now,
              `max_length` is the most there may ever be
 victim       (candidates: list[Sequence]) -> list[Sequence], the first victim first
-routing      (options: list[Option]) -> Option; there is at least one
-tier         (view: OffloadView) -> str, one of copy, drop, keep; of an unheld block
+routing      (options: list[RoutingOption]) -> RoutingOption; there is at least one option
+tier         (view: OffloadView) -> str: copy, drop or keep a block
 
-What a policy asks of the code around it, beyond its answers, are its traits (`with_traits`, see Policy): no
-other code compares names of policies.
+A policy changes the code around it through traits (`with_traits`, see Policy): no other code compares names
+of policies.
 """
 
 from __future__ import annotations
@@ -49,16 +50,14 @@ KINDS = {  # names, arguments
 }
 OLD_KINDS = {"rank": "order", "fill": "batching", "kv": "reservation", "place": "routing"}  # accepted in 0.1
 BASELINES = "loadtest.policies"
-MOVED = {  # there; in 0.1 their names alone are accepted, too
+MOVED = {  # to BASELINES; accepted without the module in 0.1
     "batching": ("static",), "reservation": ("greedy", "by_chunk"), "tier": ("swap", "recompute", "forget"),
 }  # fmt: skip
-STALL_US = 1_000_000  # so long prompts go before decodes: see prefill_first
-# Tokens of prefix hit that one running sequence outweighs; without it all requests with a common beginning
-# pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6).
+STALL_US = 1_000_000  # how long decodes wait for prompts: see prefill_first
+# A running sequence counts as much as so many tokens of prefix hit. Without it all requests with a common
+# prefix pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6).
 LOAD_TOKENS = 512
-EAGER_COPY_PM = (
-    250  # likely enough to be wanted by another: less, and a copy would push better ones out below
-)
+EAGER_COPY_PM = 250  # least chance of reuse for an eager copy: less likely ones would evict better blocks
 
 log = logging.getLogger("headrace.scheduler")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -75,7 +74,7 @@ def with_traits(*names: str) -> Callable[[_Function], _Function]:
 
 
 def _trait(kind: str, name: str) -> property:
-    @cache  # each decision asks for some
+    @cache  # each decision reads some
     def has(policy: str) -> bool:
         return getattr(load(kind, policy), name, False)
 
@@ -97,16 +96,14 @@ class Policy:
         """The function of a kind."""
         return load(kind, getattr(self, kind))
 
-    fair = _trait("order", "fair")  # clients take turns: ahead of one are as many of another as of its own
-    closed = _trait("batching", "closed")  # nobody joins a batch that has begun
-    greedy = _trait(
-        "reservation", "greedy"
-    )  # admission keeps nothing free for growth, and nobody is spared or pinned
-    looks_ahead = _trait("reservation", "looks_ahead")  # admission looks ahead along growth that is known
-    no_tiers = _trait("tier", "no_tiers")  # nothing is copied to tiers or looked up there
-    forgets = _trait("tier", "forgets")  # nothing of a preempted sequence stays cached
-    leaves = _trait("tier", "leaves")  # what is copied leaves the device at once
-    ahead = _trait("tier", "ahead")  # what the next victim has is copied before its preemption
+    fair = _trait("order", "fair")  # clients take turns
+    closed = _trait("batching", "closed")  # no sequence joins a batch that has started
+    greedy = _trait("reservation", "greedy")  # no headroom for growth, and no sequence is spared or pinned
+    looks_ahead = _trait("reservation", "looks_ahead")  # headroom for known growth: see ../headroom.py
+    no_tiers = _trait("tier", "no_tiers")  # no copies to tiers and no lookups
+    forgets = _trait("tier", "forgets")  # no block of a preempted sequence stays cached
+    leaves = _trait("tier", "leaves")  # a copied block leaves the device at once
+    ahead = _trait("tier", "ahead")  # blocks of the next victim are copied before its preemption
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -155,29 +152,29 @@ def load(kind: str, name: str) -> Callable[..., Any]:
 
 
 def _takes(function: Callable[..., Any], arguments: int) -> bool:
-    """True when it can be called with so many arguments, as far as can be told."""
+    """True unless its signature shows that it cannot be called with so many arguments."""
     try:
         inspect.signature(function).bind(*range(arguments))
     except TypeError:
         return False
     except ValueError:
-        return True  # of a builtin that does not say
+        return True  # a builtin without a signature
     return True
 
 
 @with_traits("fair")
 def vtc(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
-    """The client that has been served least, then arrival: see Served in waiting_queue.py."""
+    """The client that has been served least, then arrival: see VirtualTokenCounter in waiting_queue.py."""
     return served_tokens, arrival_us, number
 
 
 def fcfs(arrival_us: int, number: int, served_tokens: int) -> tuple[int, ...]:
-    """First come, first served, whichever client asks."""
+    """First come, first served."""
     return arrival_us, number
 
 
 class BatchingView(NamedTuple):
-    """What a fill policy sees of an executor. A tuple, since one is made for each step."""
+    """The input of a batching policy. A tuple, since one is made for each step."""
 
     decodes: int  # rows that could decode now
     prompts: int  # sequences with prompt tokens to compute
@@ -185,93 +182,90 @@ class BatchingView(NamedTuple):
 
 
 class StepShare(NamedTuple):
-    """The parts of a step. `prompts`: none; one block; the chunk budget; or as much as the step holds."""
+    """The parts of a step. `prompts`: none; one block; the chunk budget; or as much as fits in a step."""
 
     decodes: bool
     prompts: Literal["none", "block", "budget", "whole"]
 
 
 def mixed(view: BatchingView) -> StepShare:
-    """Decodes, and prompt chunks as long as the strictest class keeps its time between tokens: stall-free
-    batching (Sarathi-Serve, Agrawal et al. 2024)."""
+    """Decodes, and prompt chunks that keep the strictest class's time between tokens: stall-free batching
+    (Sarathi-Serve, Agrawal et al. 2024)."""
     return StepShare(True, "budget")
 
 
 def prefill_first(view: BatchingView) -> StepShare:
-    """Prompts whole and alone, until the decodes have stood still for STALL_US: best time to first token,
-    worst time between tokens."""
+    """Whole prompts alone, until decodes have waited for STALL_US: best time to first token, worst time
+    between tokens."""
     if view.prompts and view.stalled_us < STALL_US:
         return StepShare(not view.prompts, "whole")
     return StepShare(True, "none" if view.decodes else "whole")
 
 
 def decode_first(view: BatchingView) -> StepShare:
-    """Decodes; a prompt goes on by one block a step while anything decodes: best time between tokens, worst
-    time to first token."""
+    """Decodes, and one block of prompt in each step with decodes: best time between tokens, worst time to
+    first token."""
     return StepShare(True, "block" if view.decodes else "whole")
 
 
 def on_demand(tokens: int, max_length: int, block_tokens: int) -> int:
-    """What it needs to come to its next token. It grows as it goes, and may be preempted for want of a
-    block."""
+    """Blocks up to the next token. The sequence takes more later, and may be preempted for lack of one."""
     return blocks_for(min(tokens + 1, max_length), block_tokens)
 
 
 @with_traits("looks_ahead")
 def foreseen(tokens: int, max_length: int, block_tokens: int) -> int:
-    """As much; but where nothing except its length ends a sequence, admission looks ahead along its whole
-    growth, and nobody is preempted for that: see ../headroom.py."""
+    """As `on_demand`; for a sequence that only its length ends, admission also keeps headroom for its whole
+    growth, so that no sequence is preempted for it: see ../headroom.py."""
     return on_demand(tokens, max_length, block_tokens)
 
 
 def reserve(tokens: int, max_length: int, block_tokens: int) -> int:
-    """All that it may ever need: it is never preempted, and what it does not use lies idle."""
+    """All blocks that it may ever need: it is never preempted, and unused blocks lie idle."""
     return blocks_for(max_length, block_tokens)
 
 
 def latest(candidates: list[Sequence]) -> list[Sequence]:
-    """The latest arrival of the lowest class. Cost rules brought no goodput over this one in simulation, and
-    were worse in one scenario of three; what removed stalls was admission that keeps room for growth
-    (headroom.py)."""
+    """The latest arrival of the lowest class. In simulation, rules by cost gained no goodput over this one,
+    and were worse in one scenario of three; headroom at admission removed the stalls (headroom.py)."""
     return sorted(candidates, key=lambda s: (-s.level, -s.request.arrival_us, -s.seq))
 
 
 class RoutingOption(NamedTuple):
-    """What an executor has for a group. A tuple, since one is made at each admission."""
+    """An executor that can start a group. A tuple, since one is made at each admission."""
 
     source: str
-    hit_tokens: int  # of its prompt, in this executor's prefix cache
-    room_blocks: int  # free and promised to nobody
+    hit_tokens: int  # tokens of the prompt in this executor's prefix cache
+    room_blocks: int  # free and unreserved, now or soon
     running: int
 
 
 def prefix(options: list[RoutingOption]) -> RoutingOption:
-    """Where most of its prompt is cached, less what runs there; among equals, where the most room is."""
+    """The most cached tokens of the prompt, minus LOAD_TOKENS a running sequence; if equal, the most room."""
     return max(options, key=lambda o: (o.hit_tokens - LOAD_TOKENS * o.running, o.room_blocks, o.source))
 
 
 def room(options: list[RoutingOption]) -> RoutingOption:
-    """Where the most room is."""
+    """The most room."""
     return max(options, key=lambda o: (o.room_blocks, -o.running, o.source))
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadView:
-    """A block, and how things are."""
+    """The input of a tier policy: a dirty or stable block, and the state of its executor."""
 
-    preempted: bool  # its sequence will be back; else it has ended
-    pressed: bool  # its place is wanted
-    idle: bool  # no copy is under way
-    chance_pm: int  # that somebody wants what it holds, per mille
-    copy_us: int  # with half of what it would wait for
-    recompute_us: int  # 0: not known yet
+    preempted: bool  # its sequence will resume; else it has ended
+    pressed: bool  # free blocks are needed
+    idle: bool  # no copy is in flight
+    chance_pm: int  # chance that a sequence will use its content, per mille
+    copy_us: int  # predicted, with half of the wait
+    recompute_us: int  # predicted; 0: not known yet
 
 
 @with_traits("ahead")
 def tiered(view: OffloadView) -> str:
-    """By cost: a block stays until its place is wanted; then it is copied down, where that is cheaper than
-    computing it again, or given up. What others are likely to want is copied before, while the link is
-    idle."""
+    """By cost: keep a block until free blocks are needed; then copy it down if that is cheaper than computing
+    it again, else drop it. A block that is likely to be used again is copied earlier, on an idle link."""
     known = view.recompute_us > 0
     worth_copying = view.recompute_us * view.chance_pm > 1000 * view.copy_us
     if view.pressed:

@@ -1,12 +1,11 @@
-"""Requests and sequences are kept here as the scheduler knows them. The token record here is the authority.
+"""Requests and sequences. `Sequence.tokens` is the authoritative record of a sequence's tokens.
 
 tokens:   prompt ........ | generated, applied .... |
 computed: KV planned up to here, advanced when a step is planned
 planned_length: len(tokens) + tokens that steps in flight will sample
 
-With them are the service class of a request (`SloClass`), the time when a sequence is looked at again
-(`Deadlines`), what is left of requests that ended (`EndedRequests`), and what goes into the scheduler's core
-(`Event`) and comes out (`Send`). Time comes in with each event.
+Also here: service classes (`SloClass`), times to check sequences (`Deadlines`), ended requests
+(`EndedRequests`), and the core's input (`Event`) and output (`Send`).
 """
 
 from __future__ import annotations
@@ -23,18 +22,17 @@ from shared.messages import Chunk, Close, Decision, Message, Timings, Tokenized,
 from shared.telemetry import traces
 from shared.telemetry.traces import LEAVING_DECISIONS, Choice, Reply, RequestRecord
 
-MAX_DECISIONS = 64  # kept for the trace: they travel in one Close
+MAX_DECISIONS = 64  # of a sequence, for the trace: one Close carries them
 MAX_CHUNKS = 32  # likewise; later ones count as part of the last
-PIN_AFTER_PREEMPTIONS = 3  # preemptions
-MAX_ENDED = 1_000  # requests that ended
+PIN_AFTER_PREEMPTIONS = 3
+MAX_ENDED = 1_000
 
-CLASS_NAMES = ("interactive", "standard", "batch")  # of service classes, by level, the highest first
+CLASS_NAMES = ("interactive", "standard", "batch")  # service classes by level, the highest first
 DEFAULT_CLASSES = "interactive=10000/50/0,standard=60000/100/20000,batch=0/500/60000"
 
 
 class Phase(Enum):
-    """Where a sequence is in its life. It only moves down, but for WAITING after a preemption or a
-    requeue."""
+    """The life of a sequence. It only moves down, except back to WAITING by a preemption or a requeue."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -52,25 +50,23 @@ class Request:
     arrival_us: int
     deadline_us: int
     level: int = 1  # of its class, 0 is the highest
-    start_deadline_us: int = 0  # given up if it has not begun by then: its class's limit. 0: none
+    start_deadline_us: int = 0  # it fails if it has not started by then: its class's limit. 0: none
     transit_us: int = 0
     attempt: int = 1  # of the reply stream: one more each time another detokenizer takes over
     shard: str = ""  # detokenizer id, "" while none is alive
-    backup_shard: str = ""  # another detokenizer, with a copy of what was asked; "" where there is none
-    opened_us: int = 0  # at its detokenizer, for the last time
+    backup_shard: str = ""  # a second detokenizer, with a copy of the request; "" if there is none
+    opened_us: int = 0  # when it was last opened at its detokenizer
     model_digest: str = ""  # of the executors that have generated its tokens, or are expected to
     sequences: list[Sequence] = field(default_factory=list)
     detached: bool = False
-    promotions: int = 0  # by so many classes it counts as higher: it has waited for long
-    executor_deaths: int = (
-        0  # of executors that it ran on, and may have been the cause of: see ../admission.py
-    )
+    promotions: int = 0  # classes that it has risen by aging
+    executor_deaths: int = 0  # deaths of executors that it may have caused: see ../admission.py
     tokens_at_death: int = 0  # tokens that it had generated at the last of them
-    reply: Reply = field(default_factory=Reply)  # the detokenizer's stamps, once it has ended
+    reply: Reply = field(default_factory=Reply)  # the detokenizer's timestamps, after it has ended
 
     @property
     def traced(self) -> bool:
-        """Whether somebody sends spans of it."""
+        """Whether spans of it are exported."""
         return bool(self.tokenized.parent_span) and traces.is_sampled(self.trace)
 
     @property
@@ -79,13 +75,13 @@ class Request:
 
     @property
     def client(self) -> tuple[str, int]:
-        """Whose turn it is counts by tenant and class, the one that it has risen to."""
+        """The unit of fair queueing: the tenant, and the level after aging."""
         return self.tokenized.tenant, self.level - self.promotions
 
 
 @dataclass(slots=True)
 class ChunkRecord:
-    """A prompt chunk, for the trace; `done_us` is 0 until its step has come back."""
+    """A prompt chunk, for the trace; `done_us` is 0 until the result of its step."""
 
     planned_us: int
     tokens: int
@@ -96,8 +92,8 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The partial block that a preempted sequence ended with: `at` in its table, the first `valid` tokens. It
-    is known by its key, under one root, and to this sequence alone."""
+    """The partial block at the end of a preempted sequence: entry `at` of its table, with `valid` tokens.
+    Only this sequence uses its key, which holds for one root."""
 
     at: int = 0
     valid: int = 0
@@ -121,54 +117,52 @@ class Sequence:
     max_length: int
     stop_ids: frozenset[int]
     host_fed: bool = False  # its next input needs the host: planned again only after its result
-    group: int = 0  # the number of the one it was last queued in
-    level: int = 0  # the class that it counts as where it runs: it may have risen before it was admitted
-    micro_batch: int = 0  # micro-batch A or B, where steps alternate
+    group: int = 0  # the number of the group it was last queued in
+    level: int = 0  # its class while it runs, after aging
+    micro_batch: int = 0  # 0 or 1, in mode two_batch
     phase: Phase = Phase.WAITING
-    placement: int = 0  # counts placements: rows of an earlier one are ignored
+    placement: int = 0  # counts admissions to an executor: rows of an earlier placement are ignored
     executor: str = ""
     slot: int = -1
     generation: int = 0  # of the slot
     table: list[int] = field(default_factory=list)
     table_sent: int = 0  # entries of the table that the executor has
     table_capacity: int = 0  # tokens that fit into those
-    reserved: int = 0  # blocks promised and not yet allocated
+    reserved: int = 0  # blocks reserved and not yet allocated
     opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
-    opened_after: int = 0  # the executor's last step then: up to it none touched this slot
+    opened_after: int = 0  # the executor's last step then: no step up to it used this slot
     computed: int = 0
     keyed: tuple[bytes, int] = (b"", 0)  # root and block size that `keys` were made with
     keys: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens
-    registered: int = 0  # entries of the table that the prefix cache knows
-    most_computed: int = 0  # the most that was ever computed or cached: below it is work done again
+    registered: int = 0  # entries of the table with keys in the prefix cache
+    most_computed: int = 0  # the most that was ever computed or cached: computing less is recomputation
     charged_tokens: int = 0  # generated tokens that its client has been charged for
     preemptions: int = 0
-    ceded_preemptions: int = (
-        0  # of them, for a tenant of which nothing ran, after its turn: they do not count
-    )
+    ceded_preemptions: int = 0  # those after its turn, for a tenant without a running sequence: not counted
     turn_until_us: int = 0  # its turn lasts until then: it has run for as long as it had waited
-    turn_tokens: int = 1  # and until its reach is this: it has computed as much as it had lost
-    pinned: bool = False  # preempted so often that it is promised all it may need, and is nobody's victim
+    turn_tokens: int = 1  # and until it has computed so many tokens: as many as it had lost
+    pinned: bool = False  # preempted often: it reserves all blocks that it may need, and is never a victim
     tail: Tail = NO_TAIL  # of its last preemption
-    load_job: int = 0  # the job that brings blocks of its table from a tier; no row of it is planned before
-    compiles_grammar: bool = False  # its executor compiles its grammar, by which its next token is chosen
-    protected_until_us: int = 0  # it has just come back: others are preempted before it
-    recompute_debt_us: int = 0  # predicted cost of what is computed again since it came back
-    recompute_paid_us: int = 0  # of it, as the steps have shown
+    load_job: int = 0  # the job that loads blocks of its table; no row of it is planned before
+    compiles_grammar: bool = False  # its executor compiles its grammar, which the next token needs
+    protected_until_us: int = 0  # it has just resumed: others are preempted before it
+    recompute_debt_us: int = 0  # predicted time to recompute what it had lost
+    recompute_paid_us: int = 0  # measured time of that so far
     parent: Sequence | None = None  # computes the prompt for this sequence, until the fork
     final: int = 0
     reason: str = ""
     close_deadline_us: int = 0
-    close: Close | None = None  # as sent, for a re-open
+    close: Close | None = None  # as sent, to send it again
     admitted_us: int = 0
     first_token_us: int = 0
     last_token_us: int = 0
     prefill_chunks: int = 0
-    steps: int = 0  # but for the decodes since it was placed
-    cached_tokens: int = 0  # of the prompt: found in a prefix cache, never computed for it
+    steps: int = 0  # without the decodes since its admission
+    cached_tokens: int = 0  # tokens from a prefix cache or tier, never computed for it
     recomputed_tokens: int = 0
     decisions: list[Decision] = field(default_factory=list)
     chunks: list[ChunkRecord] = field(default_factory=list)
-    last_executor: str = ""  # also once it has left it
+    last_executor: str = ""  # kept after it has left the executor
 
     @property
     def tenant(self) -> str:
@@ -180,7 +174,7 @@ class Sequence:
 
     @property
     def fixed_length(self) -> bool:
-        """Nothing but its length ends it, unless its client goes away or finds a stop string."""
+        """Only its length ends it, or a stop string or its client."""
         return not self.stop_ids
 
     @property
@@ -189,23 +183,19 @@ class Sequence:
 
     @property
     def awaits_grammar(self) -> bool:
-        """All but its last token is computed or planned, and what would be sampled from that has to wait."""
+        """All tokens but the last are computed or planned, and the next sample must wait for the grammar."""
         return self.compiles_grammar and self.computed + 1 >= self.opened_length
 
     @property
     def planned_length(self) -> int:
-        """Its length once every step in flight is back: a decode samples one, as does the end of a prompt."""
+        """Its length after every step in flight: a decode samples a token, and so does the end of a
+        prompt."""
         return self.opened_length if self.computed < self.opened_length else self.computed + 1
 
     @property
     def steps_planned(self) -> int:
-        """Steps that it was in."""
-        return self.steps + self._decodes
-
-    @property
-    def _decodes(self) -> int:
-        """Since it was placed."""
-        return max(self.computed - self.opened_length, 0)
+        """The number of steps that it was in."""
+        return self.steps + max(self.computed - self.opened_length, 0)
 
     @property
     def live(self) -> bool:
@@ -217,20 +207,19 @@ class Sequence:
         self.placement += 1
         self.executor, self.slot, self.parent = "", -1, None
         self.table, self.table_sent, self.table_capacity, self.registered, self.reserved = [], 0, 0, 0, 0
-        self.steps += self._decodes
-        self.opened_length = self.computed = self.load_job = self.recompute_debt_us = (
-            self.recompute_paid_us
-        ) = 0
+        self.steps = self.steps_planned
+        self.opened_length = self.computed = self.load_job = 0
+        self.recompute_debt_us = self.recompute_paid_us = 0
         self.compiles_grammar = False
 
     def record_decision(self, now_us: int, what: str, why: str, **numbers: int) -> None:
-        """Note a decision for the request's trace."""
+        """Record a decision for the request's trace."""
         at_us = now_us - self.request.arrival_us
         if len(self.decisions) < MAX_DECISIONS:
             self.decisions.append(Decision(at_us=at_us, what=what, why=why, numbers=tuple(numbers.items())))
 
     def record_chunk(self, now_us: int, tokens: int, step: int) -> ChunkRecord:
-        """Note a prompt chunk in the step now planned."""
+        """Record a prompt chunk in the step that is being planned."""
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(ChunkRecord(now_us, tokens, step, self.executor))
         else:
@@ -239,7 +228,7 @@ class Sequence:
 
 
 def timings_of(sequence: Sequence, now_us: int) -> Timings:
-    """The stages of a sequence so far."""
+    """The times of a sequence's stages so far."""
     tokenized = sequence.request.tokenized
     first = sequence.first_token_us or sequence.last_token_us
     handled_wall_us = tokenized.handled_wall_us or tokenized.received_wall_us
@@ -259,8 +248,8 @@ def timings_of(sequence: Sequence, now_us: int) -> Timings:
 
 
 def chunks_of(sequence: Sequence, now_us: int) -> tuple[Chunk, ...]:
-    """Its prompt chunks so far. One without a result ended when its sequence was taken off the executor,
-    or lasts until now."""
+    """Its prompt chunks so far. A chunk without a result ended when its sequence left the executor, or lasts
+    until now."""
     arrival_us = sequence.request.arrival_us
     left_us = [arrival_us + d.at_us for d in sequence.decisions if d.what in LEAVING_DECISIONS]
     return tuple(
@@ -295,7 +284,7 @@ def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> Close:
 
 
 def request_record(request: Request, now_us: int) -> RequestRecord:
-    """What the spans of a request are made of; of a running one, as if it ended now."""
+    """The data for the spans of a request; a running one is recorded as if it ended now."""
     tokenized = request.tokenized
     choices = []
     for s in request.sequences:
@@ -319,12 +308,12 @@ def request_record(request: Request, now_us: int) -> RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """What the clients of one service class were promised, and what follows from it.
+    """The targets of one service class.
 
-    ttft_us   longest predicted wait for the first token; a request that would wait longer is refused at once
-              with a time to retry, one that has waited so long is given up. 0: it may wait for ever
-    tbt_us    longest time between two tokens: prompt chunks beside its decodes are cut to keep it
-    age_us    after so long in the queue a request counts as one class higher. 0: never
+    ttft_us   longest predicted time to the first token: a request that would wait longer is refused at once
+              with a time to retry, and one that has waited so long fails. 0: no limit
+    tbt_us    longest time between two tokens: limits the prompt chunks in steps with its decodes
+    age_us    a request that has waited so long counts as one class higher. 0: never
     """
 
     name: str
@@ -341,7 +330,7 @@ def parse(text: str) -> tuple[SloClass, ...]:
 
 
 def level_of(name: str) -> int:
-    """0 is the highest. The edge admits no other name; should one come, it is of the middle class."""
+    """The level of a class, 0 is the highest. An unknown name, which the tokenizer refuses, counts as 1."""
     return CLASS_NAMES.index(name) if name in CLASS_NAMES else 1
 
 
@@ -369,30 +358,30 @@ def _wrong(part: str, why: str) -> str:
 
 @dataclass(slots=True)
 class Deadlines:
-    """What has a time limit: a heap of when each sequence is looked at again, in us, the earliest first.
+    """A heap of times, in us, at which to check sequences for their deadlines.
 
-    An entry is a lower bound: a sequence that is looked at and is not due yet says when to look again. So a
-    limit that moves costs nothing until it comes up. What has ended leaves its entry behind, for a day
-    perhaps: when most of them are of that kind they go.
+    An entry is a lower bound: a sequence that is not due yet gets a new entry when it is checked. So moving a
+    deadline takes no time. An ended sequence leaves its entry in the heap; when most entries are of ended
+    ones they are removed.
     """
 
     heap: list[tuple[int, int]] = field(default_factory=list)  # at_us, sequence
 
     def watch(self, at_us: int, seq: int, live: Mapping[int, object]) -> None:
-        """Look at a sequence at `at_us`; those that are not over are in `live`."""
+        """Check a sequence at `at_us`; `live` has the sequences that have not ended."""
         heapq.heappush(self.heap, (at_us, seq))
         if len(self.heap) > 64 + 2 * len(live):
             first = {seq: at_us for at_us, seq in sorted(self.heap, reverse=True) if seq in live}
             self.heap = sorted((at_us, seq) for seq, at_us in first.items())
 
     def pop(self, now_us: int) -> int | None:
-        """A sequence whose time has come."""
+        """A sequence to check now."""
         return heapq.heappop(self.heap)[1] if self.heap and self.heap[0][0] <= now_us else None
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is left of a request."""
+    """The record of an ended request."""
 
     inbox: str
     trace: str  # the traceparent of its root span, empty when not traced
@@ -401,13 +390,13 @@ class EndedRequest:
 
 @dataclass(slots=True)
 class EndedRequests:
-    """The last MAX_ENDED requests that ended, by (tenant, request): answers late resends and
+    """The last MAX_ENDED ended requests, by (tenant, request): for late resends and for
     `headrace.v1.trace.<request>`."""
 
     by_key: OrderedDict[tuple[str, str], EndedRequest] = field(default_factory=OrderedDict)
 
     def add(self, key: tuple[str, str], trace: EndedRequest) -> None:
-        """Remember an ended request, forget the oldest."""
+        """Add an ended request, and drop the oldest."""
         self.by_key[key] = trace
         self.by_key.move_to_end(key)
         while len(self.by_key) > MAX_ENDED:
@@ -426,7 +415,7 @@ class Arrived:
     source: str
     message: Message
     trace: str = ""
-    transit_us: int = 0  # on the way, by wall clocks: for spans, never for a decision
+    transit_us: int = 0  # time on the way, by wall clocks: for spans, never for a decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,13 +425,12 @@ class PeerReady:
     kind: str
     actor: str
     epoch: int
-    arena_generation: int = -1  # an executor: of the arena that it maps, 0 for none; -1: it does not say
+    arena_generation: int = -1  # of the arena that an executor maps, 0 for none; -1: not reported
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """An actor missed its heartbeats or stopped. Not `died`: an executor that belongs to another scheduler
-    now."""
+    """An actor missed its heartbeats or stopped. Not `died`: an executor now belongs to another scheduler."""
 
     kind: str
     actor: str
@@ -451,7 +439,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerDraining:
-    """An actor finishes what it has and takes nothing new."""
+    """An actor finishes its work and takes nothing new."""
 
     kind: str
     actor: str
@@ -494,7 +482,7 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class DrainTimedOut:
-    """There is no more time to drain: what is left ends here."""
+    """The time to drain is over: remaining requests fail."""
 
 
 Event = (

@@ -1,4 +1,4 @@
-"""Everything the scheduler knows. Only the functions behind `core.Scheduler.handle` change it."""
+"""The whole state of the scheduler. Only functions that `core.Scheduler.handle` calls change it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from services.scheduler.state.waiting_queue import WaitingQueue
 from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
 from shared.step_model import StepShape
 
-MAX_DROPPED = 10_000  # executors that were given up and are not back: most never are
-MAX_MOVED = 100_000  # sequences of detokenizers that were given up, likewise
+MAX_DROPPED = 10_000  # lost executors that are not back: most never come back
+MAX_MOVED = 100_000  # sequences of lost detokenizers
 
-Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and in which placement
+Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and the placement then
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,22 @@ class Limits:
     policy: Policy = field(default_factory=Policy)
     classes: tuple[SloClass, ...] = field(default_factory=lambda: requests.parse(""))
     model_digest: str = ""  # of the executors that may serve; empty: of the first one
-    accept_mixed: bool = False  # or any
-    ended_within_us: int = 5_000_000  # longer than a dead detokenizer goes unnoticed: until then another may
-    # have to tell the client. After that the record closes without its word; memory is long free.
+    accept_mixed: bool = False  # executors of any model digest may serve
+    # How long a closed sequence waits for Ended. Longer than a dead detokenizer goes unnoticed: until then
+    # another one may have to send the end to the client.
+    ended_within_us: int = 5_000_000
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that has been planned and not answered."""
+    """A planned step without a result."""
 
     step: int
     rows: list[Row]
     planned_us: int
     plan: StepPlan
     shape: StepShape
-    predicted_us: int = 0  # 0: nothing was known yet
+    predicted_us: int = 0  # 0: not predicted
     chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
 
 
@@ -71,51 +72,45 @@ class Executor:
     pool: BlockPool
     step: int = 0  # last step planned
     in_flight: deque[InFlight] = field(default_factory=deque)
-    early_results: dict[int, StepResult] = field(
-        default_factory=dict
-    )  # results that came before an older one
+    early_results: dict[int, StepResult] = field(default_factory=dict)  # results before an older one
     running: list[Sequence] = field(default_factory=list)  # in order of admission
     fork_copies: list[tuple[int, int]] = field(default_factory=list)  # block copies for the next plan
-    forked_step: int = 0  # the last that had such copies: what they read is nobody's, perhaps, and free
+    forked_step: int = 0  # the last step with such copies: the blocks that it reads may be free already
     generation: int = 0
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
     cost_model: CostModel = field(default_factory=CostModel)
     pace: StepPace = field(default_factory=StepPace)
-    host_fed: int = 0  # of those that run
-    fixed_lengths: int = 0  # of those that run: only their length ends them
-    running_by_class: list[int] = field(
-        default_factory=lambda: [0] * len(requests.CLASS_NAMES)
-    )  # how many run of each class
-    running_by_tenant: dict[str, int] = field(default_factory=dict)  # likewise, of those that have any
-    micro_batch_rows: list[int] = field(default_factory=lambda: [0, 0])  # how many are in A and in B
-    headroom_pm: int = 150  # of the growth expected, kept free by admission: see ../headroom.py
-    chunk_tokens: int = 0  # the last step's budget for prompt chunks, where a whole chunk of it was used
+    host_fed: int = 0  # running sequences that are host-fed
+    fixed_lengths: int = 0  # running sequences that only their length ends
+    running_by_class: list[int] = field(default_factory=lambda: [0] * len(requests.CLASS_NAMES))
+    running_by_tenant: dict[str, int] = field(default_factory=dict)  # only tenants with a running sequence
+    micro_batch_rows: list[int] = field(default_factory=lambda: [0, 0])  # running sequences in A and in B
+    headroom_pm: int = 150  # share of the expected growth that admission keeps free: see ../headroom.py
+    chunk_tokens: int = 0  # the last chunk budget that one chunk used up
     decoded_us: int = 0  # when a step with decodes was last planned
     up: TransferLink = field(default_factory=TransferLink)  # from the tier below
     down: TransferLink = field(default_factory=TransferLink)
-    awaits_copies: bool = False  # its next step waits for places that are being copied: see worth_waiting
+    awaits_copies: bool = False  # the next step waits for blocks that are being copied: see worth_waiting
     judged_us: int = 0  # when its dirty blocks were last judged
-    next_eager_us: int = 0  # no copy that nobody waits for is made before
-    next_ahead_us: int = 0  # nothing of those that run is copied before: the tier took none of it
+    next_eager_us: int = 0  # no eager copy before
+    next_ahead_us: int = 0  # no copy of a running sequence's blocks before: the tier had no room
 
     @property
     def source(self) -> str:
         return f"executor.{self.hello.executor}"
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence runs here now, in the half with fewer rows; choices stay with who computes for them."""
-        parent = sequence.parent
-        sequence.micro_batch = (
-            parent.micro_batch
-            if parent is not None
-            else int(self.micro_batch_rows[1] < self.micro_batch_rows[0])
-        )
+        """Run a sequence here, in the micro-batch with fewer rows or in its parent's."""
+        if (parent := sequence.parent) is not None:
+            sequence.micro_batch = parent.micro_batch
+        else:
+            sequence.micro_batch = int(self.micro_batch_rows[1] < self.micro_batch_rows[0])
         self.running.append(sequence)
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence no longer runs here."""
+        """Run a sequence here no longer."""
         self.running.remove(sequence)
         if not sequence.prefilling and sequence.computed + 1 < sequence.max_length:
             self.pace.observe_early_end()
@@ -132,8 +127,7 @@ class Executor:
 
 @dataclass(slots=True)
 class ModelKind:
-    """Executors of one model that compute the same: see ../model_kinds.py. `members` also has those that are
-    being reset, and will be back at once."""
+    """Executors of one model and digest: see ../model_kinds.py. `members` includes those in a reset."""
 
     digest: str
     members: set[str] = field(default_factory=set)
@@ -150,21 +144,21 @@ class State:
     requests: dict[tuple[str, str], Request] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)
     waiting: WaitingQueue = field(init=False)
-    blocked_on: tuple[int, ...] = ()  # what admission saw when the first, [0], had to wait; see admission.py
+    blocked_on: tuple[int, ...] = ()  # what admission saw when group [0] had to wait: see _blocking_state
     mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average
-    idle_since_us: int = 0  # no request is here since then; 0: there is one
-    prefix_reuse_pm: int = 500  # of a prompt, found in some cache: a moving average, per mille
+    idle_since_us: int = 0  # since when there is no request; 0: there is one
+    prefix_reuse_pm: int = 500  # share of a prompt that was found in a cache: a moving average, per mille
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
-    model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> what serves it
+    model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
-    dropped: dict[str, int] = field(default_factory=dict)  # executors given up: id -> their epoch
+    dropped: dict[str, int] = field(default_factory=dict)  # lost executors: id -> epoch
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
-    draining_detokenizers: set[str] = field(default_factory=set)  # detokenizers that drain
+    draining_detokenizers: set[str] = field(default_factory=set)
     moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
-    tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled early: when
+    tombstones: dict[tuple[str, str], int] = field(default_factory=dict)  # cancelled before arrival: when
     deadlines: Deadlines = field(default_factory=Deadlines)
-    # until when, of which submission (received_wall_us, attempt)
+    # (tenant, request) -> until when, submission (received_wall_us, attempt), the refusal
     refused: dict[tuple[str, str], tuple[int, tuple[int, int], Rejected]] = field(default_factory=dict)
     ended: EndedRequests = field(default_factory=EndedRequests)
     step_log: StepLog = field(default_factory=StepLog)
@@ -179,14 +173,14 @@ class State:
         self.deadlines.watch(at_us, seq, self.sequences)
 
     def note_dropped(self, executor_id: str, epoch: int) -> None:
-        """An executor is given up; of very many the oldest are forgotten."""
+        """Remember a lost executor, at most MAX_DROPPED."""
         self.dropped.pop(executor_id, None)
         self.dropped[executor_id] = epoch
         if len(self.dropped) > MAX_DROPPED:
             del self.dropped[next(iter(self.dropped))]
 
     def note_moved(self, shard: str, epoch: int, seqs: list[int]) -> None:
-        """A detokenizer is given up, and these sequences are read elsewhere; likewise."""
+        """Remember which sequences of a lost detokenizer have moved, at most MAX_MOVED."""
         self.moved.pop(shard, None)
         if seqs:
             self.moved[shard] = (epoch, seqs)

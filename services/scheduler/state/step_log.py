@@ -1,7 +1,7 @@
-"""`StepLog` keeps the last steps for traces, in a ring, and chooses those that become spans.
+"""`StepLog` keeps the last steps for traces, in a ring, and chooses the steps that become spans.
 
-Spans of steps: the first step of each second, and every step with a prompt chunk of a traced request,
-but at most one each SPAN_EVERY_US, so that their cost has a bound at any load.
+These are the first step of each second, and steps with a prompt chunk of a traced request, but at most one
+each SPAN_EVERY_US: so the cost is bounded at any load. `results` adds steps, the actor exports the spans.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MAX_KEPT = 4_096
 SPAN_EVERY_US = 100_000
 SECOND_US = 1_000_000
 MAX_LINKS = 16
-MAX_UNSENT_SPANS = 64  # a shell takes them after each event
+MAX_UNSENT_SPANS = 64  # the actor takes them after each event
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step that has run. `_us` by the scheduler's monotonic clock, `_wall_us` by the executor's."""
+    """One step with a result. `_us` by the scheduler's monotonic clock, `_wall_us` by the executor's."""
 
     executor: str
     step: int
@@ -43,18 +43,18 @@ class StepRecord:
     micro_batch: int
     mode: str
     failed: bool
-    host_us: int = 0  # of the logits processors
-    queued_us: int = 0  # the executor had the plan, and worked on others
-    segments: tuple[int, ...] = ()  # of two streams: see StepResult
+    host_us: int = 0  # time of the logits processors
+    queued_us: int = 0  # the plan waited at the executor for earlier steps
+    segments: tuple[int, ...] = ()  # of two micro-batches: see StepResult
 
     def by_segment(self) -> Iterator[tuple[int, int, int]]:
-        """Lane, begin and length of each."""
+        """Index in SEGMENT_LANES, start and length of each timeline segment, us."""
         return zip(self.segments[::3], self.segments[1::3], self.segments[2::3], strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """A step to make a span of, and the traces of the requests in it."""
+    """A step that becomes a span, and the traces of the requests in it."""
 
     record: StepRecord
     epoch: int
@@ -63,7 +63,7 @@ class StepSpan:
 
 @dataclass(slots=True)
 class StepLog:
-    """The ring, and the spans that wait for the shell."""
+    """The ring, and the spans that wait for the actor."""
 
     ring: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
     unsent: deque[StepSpan] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT_SPANS))
@@ -71,8 +71,8 @@ class StepLog:
     _next_second_us: int = 0
 
     def add(self, record: StepRecord, epoch: int, chunks: list[Request], others: Iterator[Request]) -> None:
-        """Keep a step, and make it a span if it is one's turn: `chunks` are the requests with a prompt
-        chunk in it, `others` those that it decoded."""
+        """Keep a step, and make it a span if one is due. `chunks` are the requests with a prompt chunk in it,
+        `others` those with a sample row."""
         self.ring.append(record)
         now_us = record.result_us
         due = now_us >= self._next_second_us
@@ -107,13 +107,13 @@ def step_trace(step: StepSpan) -> str:
 
 
 def step_spans(step: StepSpan) -> list[SpanRecord]:
-    """The span of a step, linked to the requests it serves; of one in two micro-batches, what these did when.
-    Its component is the executor, though the scheduler sends it, from the stamps in its result."""
+    """The span of a step, linked to its requests, and those of its timeline segments. The scheduler sends
+    them, with the executor as component, from the timestamps in the result."""
     return [_whole(step), *_segments(step.record)]
 
 
 def _segments(r: StepRecord) -> Iterator[SpanRecord]:
-    """The ranks' talk of A under the compute of B, and the other way round."""
+    """The compute and the collectives of the two micro-batches."""
     of_executor: dict[str, Value] = {c.COMPONENT: f"executor.{r.executor}", c.EXECUTOR: r.executor}
     for lane, from_us, took_us in r.by_segment():
         began_us = r.start_wall_us + from_us

@@ -1,13 +1,13 @@
-"""`WaitingQueue` has a queue for each model and class, in it one for each client, in the order of a policy.
+"""`WaitingQueue` has a queue for each model and class, and in it a queue for each client.
 
     queue (model, level):   preempted, by arrival  ▸  clients ── groups by arrival
                                                      └── heap of each client's first group, by rank
-Only first groups compete, so that a decision costs O(log clients) whatever waits behind them. A rank is a
-pure function of a group and of what its client has been served (`VirtualTokenCounter`), and falls as
-neither moves on: a heap entry is then a lower bound, and is looked at again when it comes up.
+Only first groups are compared, so a decision takes O(log clients) for any number of groups. The rank is the
+result of the `order` policy. It never falls while a group waits, so a heap entry is a lower bound, and is
+computed again when it reaches the top.
 
-Classes are an order within what a tenant has: a tenant of which nothing runs comes before all others, but for
-one that asks in the lowest class (`first`). So no class that one tenant claims keeps another from its turn.
+A tenant without a running sequence comes before all others, except in the lowest class (`first`): so no
+tenant can keep another one waiting by using a high class. Arrival adds groups, admission takes them.
 """
 
 from __future__ import annotations
@@ -23,48 +23,46 @@ from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import CLASS_NAMES, Request, Sequence
 from services.scheduler.state.transfers import LookupResult, LookupTarget
 
-INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of the paper, see Served: a decoded token costs about two of a prompt
-MAX_CLIENTS = 10_000  # tenants: then those that would be lifted anyhow are forgotten
-MAX_CANDIDATES = 64  # groups behind a first one that waits: one of them may start where that will not
-MAX_SKIPPED = 512  # groups that fit nowhere there: many large ones hide no small one
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of the VTC paper: a decoded token costs about as much as two of a prompt
+MAX_CLIENTS = 10_000  # tenants with counters: beyond that, counters that a lift would raise are dropped
+MAX_CANDIDATES = 64  # groups after the first that may start on another executor
+MAX_SKIPPED = 512  # groups among these that fit nowhere: many large groups hide no small one
 
-Client = tuple[str, int]  # tenant, and the level it counts as
-Head = tuple[tuple[int, ...], int, Client]  # in a heap: rank and number of its first group
+Client = tuple[str, int]  # tenant, and level after aging
+Head = tuple[tuple[int, ...], int, Client]  # heap entry: rank and number of the client's first group
 
 
 @dataclass(slots=True)
 class VirtualTokenCounter:
-    """What each tenant has been served, in weighted tokens: fairness among the clients of a class by the
-    Virtual Token Counter (Sheng et al. 2024, arXiv 2401.00588).
+    """Fair queueing among the clients of a class by weighted tokens: the Virtual Token Counter (Sheng et al.
+    2024, arXiv 2401.00588).
 
-    Each token that a tenant is served, in whatever class, adds to its counters of all classes; of those that
-    wait in a class the one whose counter is least is next. A client that comes back is lifted to the least
-    counter of those that wait there: idleness earns no credit. Prompt tokens from the prefix cache and tokens
-    computed again after our own preemption cost it nothing.
+    Each token served to a tenant, in any class, adds to its counters of all classes. In a class the client
+    with the least counter is next. A client that becomes active is lifted to the least counter of waiting
+    clients, so idle time earns no credit. Prompt tokens from the prefix cache and tokens recomputed after a
+    preemption are not charged.
     """
 
-    counters: dict[str, list[int]] = field(default_factory=dict)  # of each tenant, by level
-    floors: list[int] = field(
-        default_factory=lambda: [0] * len(CLASS_NAMES)
-    )  # by level: nobody comes in below
+    counters: dict[str, list[int]] = field(default_factory=dict)  # tenant -> by level
+    floors: list[int] = field(default_factory=lambda: [0] * len(CLASS_NAMES))  # by level: least new counter
 
     def get(self, client: Client) -> int:
-        """What a client has been served."""
+        """The counter of a client, in weighted tokens."""
         tenant, level = client
         counters = self.counters.get(tenant)
         return self.floors[level] if counters is None else counters[level]
 
     def charge_input(self, client: Client, tokens: int) -> None:
-        """Prompt tokens have been computed for a client."""
+        """Charge a client for computed prompt tokens."""
         self._charge(client[0], INPUT_WEIGHT * tokens)
 
     def charge_output(self, client: Client, tokens: int) -> None:
-        """A client has got tokens."""
+        """Charge a client for generated tokens."""
         self._charge(client[0], OUTPUT_WEIGHT * tokens)
 
     def lift(self, client: Client, least: int | None) -> None:
-        """A client asks again after it asked for nothing; `least` is the counter of the first that waits,
-        or of the last that did."""
+        """A client becomes active: lift its counter to `least`, the counter of the first waiting client or of
+        the last one that waited, so idle time earns no credit."""
         tenant, level = client
         floors = self.floors
         floors[level] = max(floors[level], least or 0)
@@ -92,15 +90,15 @@ class SequenceGroup:
     request: Request
     sequences: list[Sequence]
     number: int  # of its first sequence
-    resumes: bool = False  # it ran before: ahead of those of its class that did not
-    queue: ClassQueue | None = None  # where it waits
+    resumes: bool = False  # it ran before, and goes before those of its class that did not
+    queue: ClassQueue | None = None
     parked: bool = False
     lookup_results: dict[LookupTarget, LookupResult] = field(default_factory=dict)  # of the tiers
-    lookup_since_us: int = 0  # when it was first told to wait for one of them, at its turn
-    held_executor: str = ""  # the executor that nobody behind it may start on: there it will
-    held_since_us: int = 0  # since when
-    overtaken: int = 0  # how many have started there since, although it was the first
-    queued_us: int = 0  # when it began to wait
+    lookup_since_us: int = 0  # since when it waits for a lookup at its turn
+    held_executor: str = ""  # no later group may start on this executor
+    held_since_us: int = 0
+    overtaken: int = 0  # groups that have started there since, although this one was first
+    queued_us: int = 0  # when it was queued
 
     @property
     def client(self) -> Client:
@@ -112,8 +110,14 @@ class SequenceGroup:
 
     @property
     def level(self) -> int:
-        """The class that it counts as, by now."""
+        """Its class after aging."""
         return self.queue.level if self.queue is not None else self.request.level
+
+    def first_choice(self) -> SequenceGroup:
+        """The group with its first sequence alone."""
+        if len(self.sequences) == 1:
+            return self
+        return SequenceGroup(self.request, self.sequences[:1], self.number)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,20 +129,18 @@ class ClassQueue:
     preempted: list[SequenceGroup] = field(default_factory=list)
     clients: dict[Client, OrderedDict[int, SequenceGroup]] = field(default_factory=dict)
     heads: list[Head] = field(default_factory=list)
-    idle_heads: list[Head] = field(default_factory=list)  # likewise, but for those `busy`
-    busy: dict[Client, None] = field(default_factory=dict)  # when last looked at, something ran of them
-    promotions: deque[tuple[int, SequenceGroup]] = field(
-        default_factory=deque
-    )  # when each counts as a class higher
-    last_client: Client | None = None  # whose group left the queue last
-    client_tokens: dict[Client, int] = field(default_factory=dict)  # of each that never ran
+    idle_heads: list[Head] = field(default_factory=list)  # likewise, without the `busy` clients
+    busy: dict[Client, None] = field(default_factory=dict)  # clients of running tenants, at the last look
+    promotions: deque[tuple[int, SequenceGroup]] = field(default_factory=deque)  # when each rises by aging
+    last_client: Client | None = None  # the client of the group that left the queue last
+    client_tokens: dict[Client, int] = field(default_factory=dict)  # prompt tokens of groups that never ran
     groups: int = 0
-    tokens: int = 0  # prompt tokens: the choices of a request share theirs
+    tokens: int = 0  # prompt tokens; the choices of a request share theirs
 
 
 @dataclass(slots=True)
 class TenantBacklog:
-    """What waits of one tenant: its groups, and the tokens of all their sequences."""
+    """The waiting groups of one tenant, and the tokens of all their sequences."""
 
     groups: int = 0
     tokens: int = 0
@@ -146,28 +148,27 @@ class TenantBacklog:
 
 @dataclass(slots=True)
 class WaitingQueue:
-    """Every group that waits. `parked` ones fit no executor that is there now, and hold up nobody."""
+    """All waiting groups. `parked` ones fit no present executor, and do not hold up others."""
 
     policy: Policy
     age_us: tuple[int, ...]  # by level; 0: never
     served: VirtualTokenCounter = field(default_factory=VirtualTokenCounter)
     queues: dict[tuple[str, int], ClassQueue] = field(default_factory=dict)
     parked: list[SequenceGroup] = field(default_factory=list)
-    groups: dict[int, SequenceGroup] = field(default_factory=dict)  # all of them by number
-    queued_tokens: int = 0  # of all sequences that wait: what they take of our memory
-    tenants: dict[str, TenantBacklog] = field(default_factory=dict)  # those of whom something waits
+    groups: dict[int, SequenceGroup] = field(default_factory=dict)  # by number
+    queued_tokens: int = 0  # of all waiting sequences: they take memory
+    tenants: dict[str, TenantBacklog] = field(default_factory=dict)  # tenants with a waiting group
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """All of them, in no order that means anything."""
+        """All groups, in no particular order."""
         return iter(self.groups.values())
 
     def ahead(self, model: str, client: Client) -> tuple[int, int]:
-        """Groups, and their prompt tokens, that will start before what the client would add now: all of
-        higher classes, and of its own as much of each other client as it has itself, where they take
-        turns."""
+        """Groups, and their prompt tokens, that will start before a new group of the client: all of higher
+        classes, and in its own class, under a fair policy, as many of each client as it has itself."""
         level = client[1]
         higher = [queue for (name, at), queue in self.queues.items() if name == model and at < level]
         groups, tokens = sum(queue.groups for queue in higher), sum(queue.tokens for queue in higher)
@@ -187,7 +188,7 @@ class WaitingQueue:
         self._put(group, group.request.level if group.resumes else group.client[1], now_us)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Take a group out, wherever it stands."""
+        """Take a group out of its queue or of the parked ones; no change if it is in neither."""
         queue, group.queue = group.queue, None
         if queue is None and not group.parked:
             return
@@ -214,7 +215,7 @@ class WaitingQueue:
                     waited.clear()
 
     def drop(self, sequence: Sequence) -> None:
-        """A sequence has ended while its group waited."""
+        """Remove a sequence that ends while its group waits."""
         group = self.groups.get(sequence.group)
         if group is not None and sequence in group.sequences:
             if len(group.sequences) == 1:
@@ -224,11 +225,11 @@ class WaitingQueue:
             group.sequences.remove(sequence)
 
     def split(self, group: SequenceGroup, count: int) -> SequenceGroup:
-        """Take the first `count` choices out of the queue; the others wait on, in the same place."""
-        begins = SequenceGroup(
+        """Take the first `count` choices out of the queue; the others keep the group's position."""
+        starts = SequenceGroup(
             group.request, group.sequences[:count], group.number, lookup_results=group.lookup_results
         )
-        self._uncount(group, 0, sum([len(s.tokens) for s in begins.sequences]))
+        self._uncount(group, 0, sum([len(s.tokens) for s in starts.sequences]))
         before, group.sequences = group.number, group.sequences[count:]
         group.number, group.lookup_results, group.lookup_since_us = group.sequences[0].seq, {}, 0
         for sequence in group.sequences:
@@ -238,14 +239,20 @@ class WaitingQueue:
             clients = group.queue.clients
             renamed = ((group.number if u is group else n, u) for n, u in clients[group.client].items())
             clients[group.client] = OrderedDict(renamed)
-        return begins
+        return starts
 
     def first(self, model: str, running: Container[str] | None = None) -> SequenceGroup | None:
-        """The group to admit next: of a tenant that is not among the `running` ones, unless it waits in the
-        lowest class, or else of any. One that was preempted comes behind the first of any in a higher class,
-        where that waited before: it was preempted for that one, perhaps."""
+        """The group to admit next, or None.
+
+        With `running`: first the groups of tenants not in it, except in the lowest class. A preempted group
+        of such a tenant comes after the first group of a higher class that was queued before it: it may have
+        been preempted for that one.
+        """
         queues = self._queues(model)
-        head = next((group for queue in queues if (group := self._first_in(queue)) is not None), None)
+        firsts = (
+            queue.preempted[0] if queue.preempted else self._head(queue, queue.heads) for queue in queues
+        )
+        head = next((group for group in firsts if group is not None), None)
         if head is None or running is None:
             return head
         for queue in queues:
@@ -253,16 +260,15 @@ class WaitingQueue:
                 queue.level < len(CLASS_NAMES) - 1
                 and (group := self._first_of_idle_tenant(queue, running)) is not None
             ):
-                behind = group.resumes and head.level < group.level and head.queued_us <= group.queued_us
-                return head if behind else group
+                later = group.resumes and head.level < group.level and head.queued_us <= group.queued_us
+                return head if later else group
         return head
 
     def candidates_after(
         self, model: str, first: SequenceGroup, fits: Callable[[SequenceGroup], bool]
     ) -> list[SequenceGroup]:
-        """Who else might start, in order, of each class: the preempted ones, then the first group of each
-        client, then the second. MAX_CANDIDATES of them, but for those that do not fit: MAX_SKIPPED at
-        most."""
+        """At most MAX_CANDIDATES other groups that fit, in order. In each class: the preempted ones, then the
+        first group of each client, then the second. Skips at most MAX_SKIPPED groups that do not fit."""
         found: list[SequenceGroup] = []
         for queue in self._queues(model):
             found += [group for group in queue.preempted if fits(group)][:MAX_CANDIDATES]
@@ -276,7 +282,7 @@ class WaitingQueue:
         return [group for group in found if group is not first][:MAX_CANDIDATES]
 
     def park(self, group: SequenceGroup) -> None:
-        """Set a group aside until another executor comes."""
+        """Set a group aside until another executor joins."""
         self.remove(group)
         group.parked = True
         self.parked.append(group)
@@ -284,7 +290,7 @@ class WaitingQueue:
         self._count(group)
 
     def unpark(self, now_us: int) -> None:
-        """An executor has come: those set aside are looked at again."""
+        """An executor has joined: queue the parked groups again."""
         parked, self.parked = self.parked, []
         for group in parked:
             group.parked = False
@@ -292,7 +298,7 @@ class WaitingQueue:
             self.add(group, now_us)
 
     def promote_aged(self, now_us: int) -> None:
-        """Who has waited its class's time moves up one."""
+        """Move groups that have waited their class's `age_us` up one class."""
         for queue in list(self.queues.values()):
             while queue.promotions and queue.promotions[0][0] <= now_us:
                 _, group = queue.promotions.popleft()
@@ -317,7 +323,7 @@ class WaitingQueue:
             del self.tenants[tenant]
 
     def _queues(self, model: str) -> list[ClassQueue]:
-        """Those in which somebody waits, the highest class first."""
+        """The queues of a model that are not empty, the highest class first."""
         queues = (self.queues.get((model, level)) for level in range(len(self.age_us)))
         return [queue for queue in queues if queue is not None and queue.groups]
 
@@ -333,7 +339,7 @@ class WaitingQueue:
         self._count(group)
         if level and self.age_us[level]:
             queue.promotions.append((now_us + self.age_us[level], group))
-            if len(queue.promotions) > 64 + 2 * queue.groups:  # most are of groups that have left since
+            if len(queue.promotions) > 64 + 2 * queue.groups:  # most groups in it have left
                 queue.promotions = deque(entry for entry in queue.promotions if entry[1].queue is queue)
         if group.resumes:
             insort(queue.preempted, group, key=lambda paused: paused.order)
@@ -345,12 +351,12 @@ class WaitingQueue:
         late = bool(groups) and group.order < next(reversed(groups.values())).order
         groups[group.number] = group
         queue.client_tokens[client] = queue.client_tokens.get(client, 0) + tokens_of(group)
-        if late:  # it has risen, or was set aside: it goes before those that came after it
+        if late:  # it has risen or was parked: it goes before later arrivals
             queue.clients[client] = OrderedDict(sorted(groups.items(), key=lambda item: item[1].order))
             self._push(queue, client, group)
 
     def _enter(self, queue: ClassQueue, client: Client, group: SequenceGroup) -> None:
-        """A client without a group here gets one: it has no credit for the time when it asked for nothing."""
+        """A client becomes active in a class: lift its VTC counter, so idle time earns no credit."""
         first = self._head(queue, queue.heads)
         before = first.client if first is not None else queue.last_client
         self.served.lift(client, self.served.get(before) if before is not None else None)
@@ -359,17 +365,14 @@ class WaitingQueue:
 
     def _push(self, queue: ClassQueue, client: Client, group: SequenceGroup) -> None:
         for heads in (queue.heads, queue.idle_heads):
-            if len(heads) > 64 + 2 * len(queue.clients):  # most are of clients that have left since
+            if len(heads) > 64 + 2 * len(queue.clients):  # most clients in it have left
                 least = {head[2]: head for head in sorted(heads, reverse=True) if head[2] in queue.clients}
                 heads[:] = sorted(least.values())
             heapq.heappush(heads, (self._order_key(group), group.number, client))
 
-    def _first_in(self, queue: ClassQueue) -> SequenceGroup | None:
-        return queue.preempted[0] if queue.preempted else self._head(queue, queue.heads)
-
     def _first_of_idle_tenant(self, queue: ClassQueue, running: Container[str]) -> SequenceGroup | None:
-        """The first of a tenant that is not among the `running` ones. One that was preempted for another's
-        sake comes behind that one, and before those that came later."""
+        """The first group of a tenant not in `running`: a preempted one, unless the first fresh one was
+        queued before it."""
         fresh = self._head(queue, queue.heads)
         if fresh is not None and fresh.client[0] in running:
             fresh = self._idle_head(queue, running)
@@ -380,8 +383,8 @@ class WaitingQueue:
         return fresh if fresh is not None and fresh.queued_us <= oldest.queued_us else oldest
 
     def _idle_head(self, queue: ClassQueue, running: Container[str]) -> SequenceGroup | None:
-        """The first group by rank of those whose tenants are not among the `running` ones. Clients that are
-        come out of the heap until they are not: so it costs no look at all that wait."""
+        """The first group by rank among tenants not in `running`. Clients of running tenants leave the heap
+        until their tenant runs no more: so the search does not pass over all of them each time."""
         for client in [client for client in queue.busy if client[0] not in running]:
             del queue.busy[client]
             if groups := queue.clients.get(client):
@@ -393,7 +396,7 @@ class WaitingQueue:
         return first
 
     def _head(self, queue: ClassQueue, heads: list[Head]) -> SequenceGroup | None:
-        """The first group by rank of the clients in a heap, which is then on top."""
+        """The first group by rank in a heap; its entry is then on top."""
         order = self.policy.function("order")
         while heads:
             head = heads[0]

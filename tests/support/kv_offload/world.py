@@ -55,11 +55,11 @@ class Arena(CountingArena):
     """Knows the offset of each slot."""
 
     def offset_of(self, slot: bytes) -> int:
-        return self._ranges[slot][0]
+        return self.placed[slot][0]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        return sorted(self._ranges.values())
+        return sorted(self.placed.values())
 
 
 @dataclass

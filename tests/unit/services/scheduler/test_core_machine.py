@@ -108,9 +108,9 @@ class Machine(RuleBasedStateMachine):
         first = state.sequences[int(found[1])]
         group = state.waiting.groups.get(first.group)
         level = group.level if group is not None and first in group.sequences else first.level
-        of_class = victim.level >= level + ("needs its place" in why)
+        of_class = victim.level >= level + ("needs room" in why)
         assert of_class or share(executor, victim) > share(executor, first), "class inversion"
-        assert "nothing of tenant" not in why or share(executor, first) == 0
+        assert "has no running sequence" not in why or share(executor, first) == 0
         assert victim in candidates
         assert victim.preemptions - victim.ceded_preemptions < PIN_AFTER_PREEMPTIONS
         self.real_pause(state, executor, victim, why, candidates)

@@ -138,7 +138,7 @@ def test_who_has_tokens_ends_with_an_error_and_who_has_none_starts_over() -> Non
     (reader,) = world.readers_of("begun")
     assert reader.closed is not None
     assert (reader.closed.reason, reader.closed.code) == ("error", 503)
-    assert "(model digest aaa), those that are left compute otherwise (bbb)" in reader.closed.message
+    assert "(model digest aaa), and the others have another kind (bbb)" in reader.closed.message
     world.assert_answers("waits")
     world.assert_idle()
 

@@ -55,7 +55,7 @@ def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
     assert (pauses(world, "batch"), pauses(world, "standard")) == (1, 0)
     decision = next(s for s in world.scheduler.state.sequences.values() if s.preemptions).decisions[-1]
     assert decision.what == "preempt"
-    assert "class interactive needs its place; latest of 2: seq 1 (batch" in decision.why
+    assert "class interactive needs room; latest of 2: seq 1 (batch" in decision.why
     world.ask("another", [8] * 4, 12, slo_class="standard")
     assert (pauses(world, "standard"), pauses(world, "now")) == (0, 0), "nobody for one of the same class"
     world.run()
