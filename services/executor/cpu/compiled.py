@@ -1,4 +1,6 @@
-"""Kernels compiled for this CPU do a layer's operators, or all layers in one call. They need Numba."""
+"""Runs a layer's operators, or all layers in one call, in kernels compiled for this CPU. Needs Numba.
+
+cpu/model.py imports it only where Numba is installed and the kernels fit the cache."""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ class CompiledOperators:
 
 
 def compiled_layers(layers: Sequence[Layer], shapes: Shapes, norm: Tensor) -> CompiledLayers | None:
-    """All layers in one; None where a layer has what there is no kernel for: a bias, norms of queries and
-    keys, experts, or products of a library."""
+    """All layers as one call. None if a layer has a part without a kernel: a bias, norms of queries and keys,
+    experts, or a product of a library."""
     normed = any(layer.q_norm is not None for layer in layers)
     if normed or not all(isinstance(layer.mlp, Dense) for layer in layers):
         return None
@@ -53,14 +55,13 @@ def compiled_layers(layers: Sequence[Layer], shapes: Shapes, norm: Tensor) -> Co
 
 
 class CompiledLayers:
-    """See services.executor.cpu.layers.BatchedLayers. One call of machine code: see
-    kernels.cpu_jit.batched_launch. Started one by one from Python, the 270 kernels of a decode step of a 135M
-    model take 3 of 13 ms to start."""
+    """See services.executor.cpu.layers.BatchedLayers. One batched launch (kernels.cpu_jit.batched_launch):
+    to start the 270 kernels of a 135M model's decode step one by one from Python takes 3 of 13 ms."""
 
     def __init__(
         self, layers: Sequence[Layer], products: Sequence[_Product], shapes: Shapes, norm: Tensor
     ) -> None:
-        """`products`: those of the layers, in the order of their use."""
+        """`products`: qkv, out, gate_up, down."""
         self._shapes = shapes
         self._products = products
         following = [layer.attention_norm for layer in layers[1:]] + [norm]
