@@ -32,8 +32,8 @@ from services.executor.checkpoint.partition import Cut, Shard, ShardOf, whole_mo
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 
-# Reads a part of a layer (or of the model, with layer -1) as [out, in], with a cut only that part of it; q and k
-# in the order for a rotation of halves. Experts are read as joined parts, "experts_gate_up", "experts_down".
+# Reads a part of a layer (or of the model, with layer -1) as [out, in], with a cut only that part; q and k
+# in the order for a rotation of halves. Experts are read as "experts_gate_up" and "experts_down", joined.
 ReadTensor = Callable[[str, int, Cut | None], Tensor]
 
 StoredTensor = tuple[str, str, NDArray[np.uint8]]  # in a file: name, type and shape, bytes (mapped)

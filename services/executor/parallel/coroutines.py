@@ -25,9 +25,7 @@ from services.executor.engine import COMM, COMPUTE, HostSegmentTimer
 Collective = Callable[[], object]
 ForwardPass = Generator[Collective, None, Tensor]
 StartCollective = Callable[[int, Collective], Callable[[], object]]  # by index of the pass; the result waits
-TimeCompute = Callable[
-    [int], AbstractContextManager[object]
-]  # around compute between two collectives
+TimeCompute = Callable[[int], AbstractContextManager[object]]  # around compute between two collectives
 _Done = SimpleQueue[Exception | None]  # gets one item when a collective is done
 
 
