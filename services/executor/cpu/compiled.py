@@ -46,11 +46,12 @@ class CompiledOperators:
 def compiled_layers(layers: Sequence[Layer], shapes: Shapes, norm: Tensor) -> CompiledLayers | None:
     """All layers as one call. None if a layer has a part without a kernel: a bias, norms of queries and keys,
     experts, or a product of a library."""
-    normed = any(layer.q_norm is not None for layer in layers)
-    if normed or not all(isinstance(layer.mlp, Dense) for layer in layers):
+    mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, Dense)]
+    if len(mlps) < len(layers) or any(layer.q_norm is not None for layer in layers):
         return None
-    kinds = [_together([kind(layer) for layer in layers]) for kind in (_qkv, _out, _gate_up, _down)]
-    found = [kind for kind in kinds if kind is not None]
+    qkv, out = [layer.qkv for layer in layers], [layer.out for layer in layers]
+    kinds = (qkv, out, [mlp.gate_up for mlp in mlps], [mlp.down for mlp in mlps])
+    found = [product for kind in kinds if (product := _together(kind)) is not None]
     return CompiledLayers(layers, found, shapes, norm) if len(found) == len(kinds) else None
 
 
@@ -117,21 +118,3 @@ def _together(products: Sequence[Linear]) -> _Product | None:
 
 def _addresses(tensors: Iterable[Tensor]) -> Number:
     return np.array([each.data_ptr() for each in tensors], np.int64)
-
-
-def _qkv(layer: Layer) -> Linear:
-    return layer.qkv
-
-
-def _out(layer: Layer) -> Linear:
-    return layer.out
-
-
-def _gate_up(layer: Layer) -> Linear:
-    assert isinstance(layer.mlp, Dense)
-    return layer.mlp.gate_up
-
-
-def _down(layer: Layer) -> Linear:
-    assert isinstance(layer.mlp, Dense)
-    return layer.mlp.down
