@@ -149,10 +149,6 @@ class GgufTensors:
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)
 
-    @property
-    def size_bytes(self) -> int:
-        return int(self._data.size)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, slowest dimension first. Raises KeyError without it."""
         return self._entries[name].shape
