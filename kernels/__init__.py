@@ -1,1 +1,1 @@
-"""Kernels: each operation beside its torch reference. Imports nothing of services or shared."""
+"""Each kernel has a torch reference (ref.py) next to it. Nothing here imports services or shared."""

@@ -1,9 +1,11 @@
-"""Launches that overlap: a kernel starts while the one before it still runs, and waits where it must.
+"""Chained launches: a kernel starts while the kernel before it still runs, and waits for its results in
+`ready`.
 
-With programmatic dependent launch (CUDA 12.3 and sm_90 on) `begin` lets the next kernel start as soon as all
-programs of this one have, and `ready` waits for the kernel before and all it has written. Between the two a
-kernel may touch only what no kernel of the chain writes: weights, tables, the step's plan. Every kernel that
-begins must also wait, on every path: then all before it are complete, too, not only the last.
+This is programmatic dependent launch (since CUDA 12.3 and sm_90). `begin` lets the next kernel start once all
+programs of this one have started; `ready` waits for the end of the kernel before and its writes. Before
+`ready` a kernel may use only memory that no kernel of the chain writes: weights, tables, the step's plan.
+Every kernel that calls `begin` must call `ready` on every path; then all earlier kernels have ended, too, not
+only the last.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ def begin(CHAINED: tl.constexpr) -> None:
 
 @triton.jit
 def ready(CHAINED: tl.constexpr) -> None:
-    """Wait for what the kernel before has written."""
+    """Wait for the end of the kernel before."""
     if CHAINED:
         gdc_wait()
 
 
 @triton.jit
 def prefetch(pointers: tl.tensor) -> None:
-    """Have the lines at `pointers` brought into the second-level cache; nobody waits for them."""
+    """Load the cache lines at `pointers` into the second-level cache, without a wait."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

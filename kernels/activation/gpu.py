@@ -1,4 +1,4 @@
-"""SwiGLU on a GPU, in Triton: one read, one write, float32 in between; the sum of a split product, too."""
+"""SwiGLU on a GPU, in Triton: one read, one write, float32 in between; it also adds up a split product."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _swiglu(
 
 
 def swiglu(gate_up: Tensor, dtype: torch.dtype | None = None, *, chained: bool = False) -> Tensor:
-    """`silu(gate) * up` of `[tokens, 2 * width]`, gate first: `[tokens, width]`. Of `[splits, tokens, ...]`
-    in float32 the sum counts, rounded to `dtype`, which is that of the result."""
+    """`silu(gate) * up` of `[tokens, 2 * width]`, gate first: `[tokens, width]` in `dtype`. The splits of
+    `[splits, tokens, ...]` float32 are added up first, and the sum is rounded to `dtype`."""
     rows, width = gate_up.shape[-2], gate_up.shape[-1] // 2
     out = gate_up.new_empty(rows, width, dtype=dtype)
     _swiglu[(rows, triton.cdiv(width, _BLOCK))](

@@ -14,10 +14,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_by_row(gate_up: Tensor) -> Tensor:
-    """The same, one row at a time: bit-equal for a row whatever the other rows are.
+    """The same, one row at a time: a row's bits do not depend on the other rows.
 
-    The exponential of the vector body and of the scalar tail of an eager op differ in the last bit,
-    and where the tail falls depends on the number of rows and threads.
+    The exponentials of the vector body and of the scalar tail of an eager op differ in the last bit, and the
+    start of the tail depends on the number of rows and threads.
     """
     gate, up = gate_up.chunk(2, -1)
     return torch.stack([F.silu(row) for row in gate.unbind(0)]) * up

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache; its blocks are read, written and copied here, too."""
+"""Attention over the paged KV cache, and the reads, writes and copies of its blocks."""
 
 from kernels.attention.ref import (
     FP8,

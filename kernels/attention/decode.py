@@ -1,16 +1,16 @@
 """Paged decode attention on a GPU, in Triton: one query token a row over its whole context.
 
-The tiles of all rows lie one behind the other, and each of a fixed number of workers takes an equal run:
+The tiles of all rows form one sequence, and each of a fixed number of workers takes an equal run of it:
 
     row 0 ████████████ | row 1 ████ | row 2 ██████████████████ | ...
     worker 0 └──────┘ worker 1 └──────┘ worker 2 └──────┘ ...
 
-So the grid does not depend on the lengths (a CUDA graph holds it) and no worker waits for a longer one. A row
-that one worker covers is written at once; the parts of a row that lies across a border are merged by a second
-kernel, with a program for each border. A worker is one program for each kv head, neighbours in the grid, so
-that the heads of a token are read from memory at about the same time; the query heads that share a kv head
-are the rows of one matrix product. KV kept in fp8 is widened to the dtype of the queries. Splitting by equal
-runs of tiles: "Stream-K" (arXiv:2301.03598).
+So the grid does not depend on the lengths (a CUDA graph holds it), and all workers have equal work. If one
+worker has a whole row, it writes the result; the parts of other rows are merged by a second kernel, with a
+program for each border between workers. A worker is one program for each KV head, next to each other in the
+grid, so that the heads of a token are read at about the same time. The query heads that share a KV head are
+the rows of one matrix product. KV in fp8 is widened to the dtype of the queries. Equal runs of tiles:
+"Stream-K" (arXiv:2301.03598).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kernels.launch import begin, prefetch, ready
 
 TILE_TOKENS = 64
 _LOG2_E = 1.4426950408889634
-_PARTS = 16  # of a row, merged at a time
-_LEAST_TILES = 2  # of a worker: more parts cost more to merge than they save
-_ROW_LIMIT = 1024  # of a plan: it is made by one program
+_PARTS = 16  # parts of a row merged at a time
+_LEAST_TILES = 2  # of a worker: a merge of smaller parts costs more than they save
+_ROW_LIMIT = 1024  # of a step: one program plans it
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -209,7 +209,7 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How the kernel is laid out on a device. `per_sm`: programs that one multiprocessor holds at once."""
+    """The layout of the kernel on a device. `per_sm`: programs that one multiprocessor holds at once."""
 
     tile_tokens: int = TILE_TOKENS
     per_sm: int = 2
@@ -220,11 +220,11 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """What the kernels of one engine share: the division of the work, and the parts of rows to merge."""
+    """Memory of one engine's kernels: the division of the work, and the parts of rows to merge."""
 
     tuning: Tuning
     workers: int
-    ends: Tensor  # [rows], tiles up to and with each row
+    ends: Tensor  # [rows], number of tiles up to the end of each row
     first_rows: Tensor  # [workers + 1]
     partial: Tensor  # [workers * 2, kv_heads, group, head_dim], float32
     sums: Tensor  # [workers * 2, kv_heads, 2, group]: maximum and mass
@@ -232,8 +232,8 @@ class DecodeWork:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of a step: `slots` and `lengths` `[rows]` int32, `tables` `[slots, blocks]` int32. A row of length
-    0 is left out, whatever lies in its place of the result."""
+    """Rows of a step: `slots` and `lengths` `[rows]` int32, `tables` `[slots, blocks]` int32. The result of a
+    row of length 0 is undefined."""
 
     slots: Tensor
     lengths: Tensor
@@ -243,7 +243,8 @@ class DecodeRows:
 def decode_work(
     kv: Tensor, heads: int, rows: int, processors: int, tuning: Tuning | None = None
 ) -> DecodeWork:
-    """Room for steps of up to `rows` rows over the cache `kv`, on a GPU of so many multiprocessors."""
+    """Memory for steps of up to `rows` rows over the cache `kv`, on a GPU of so many multiprocessors. Raises
+    ValueError for too many rows."""
     chosen, kv_heads = tuning or Tuning(), kv.shape[4]
     if rows > _ROW_LIMIT:
         raise ValueError(f"{rows} rows in a step; at most {_ROW_LIMIT}")

@@ -1,15 +1,15 @@
-"""A prompt chunk attends to paged KV on a GPU, in Triton: causally, to the tokens before it and to itself.
+"""Paged prefill attention on a GPU, in Triton: a chunk attends causally to the tokens before it and to
+itself.
 
-One program takes a tile of a chunk's tokens with all query heads of one kv head: the rows of its matrix are
-(token, query head), so that K and V are read once for the group. Chunks of any length and with any prefix
-share one launch; tiles are named by columns, and a tile of no tokens ends at once, so that a graph may hold
-more tiles than a step has. A chunk of one token is a decode.
+One program computes a tile of a chunk's tokens with all query heads of one KV head. The rows of its matrix
+are (token, query head), so that K and V are read once for the group. Chunks of any length and prefix share
+one launch. Columns describe the tiles, and a tile without tokens ends at once, so a graph may have more tiles
+than a step. A chunk of one token is a decode.
 
-Where the tiles of a step are too few to fill the device, several programs share a tile's KV, each a part of
-it: a short chunk behind a long prefix has few tiles, and each would walk all of the prefix while most of the
-device idles. The host says in how many parts each tile's KV is walked (it knows all lengths), as more entries
-in the list of tiles. A part leaves its sum, its maximum and its mass, as in decode, and a second kernel
-merges the parts of a tile, in their order: the same plan gives the same bits.
+If a step has too few tiles to fill the device (a short chunk after a long prefix), several programs share a
+tile's KV. The host, which has all lengths, chooses the number of parts and adds entries to the list of tiles.
+A part stores its sum, maximum and mass, as in decode, and a second kernel merges the parts of a tile in
+order: the same plan gives the same bits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 4  # of a tile, merged by one program; divides the rows of every layout
-_PARTS = 16  # of a row, merged at a time
+_ROWS = 4  # rows of a tile merged by one program; divides the rows of every layout
+_PARTS = 16  # parts of a row merged at a time
 
 
 @triton.jit
 def part_of(
     part: tl.tensor, parts: tl.tensor, tokens: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """From where to where part `part` of `tokens` of KV goes, in whole tiles: the last may end past them."""
+    """The first token of part `part` of `tokens` of KV and its end, in whole tiles: the last part may end
+    later."""
     each = ((tokens + TILE - 1) // TILE + parts - 1) // parts * TILE
     return part * each, part * each + each
 
@@ -45,7 +46,7 @@ def keep_part(
     ROWS: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ) -> None:
-    """Leave what a part has found of its rows in PartsRoom, at entry * kv_heads + kv head."""
+    """Store a part's results in PartsRoom, at entry * kv_heads + kv head."""
     m, d = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     tl.store(partial + (place * ROWS + m)[:, None] * DIM_PAD + d[None, :], acc)
     tl.store(sums + place * (2 * ROWS) + m, top)
@@ -204,15 +205,15 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """How the kernel is laid out on a device. `rows`: of a program, tokens times query heads of a kv head.
+    """The layout of the kernel on a device. `rows`: of a program, tokens times query heads of a KV head.
 
-    `one_loop`: all tiles of KV go through one loop, which masks. Then a query's result is the same bits
-    whatever chunk it comes in: its tiles are the same from position 0 on, each is computed by the same
-    instructions, and what it may not see has a weight of exactly zero (`exp2(-1e30 - top)`) and a `shrink` of
-    exactly one, so that it changes nothing. Of two loops each may round `dot * scale - top` its own way. Such
-    a layout takes no split tiles: how a sum is cut would depend on the rest of the step.
+    `one_loop`: all tiles of KV go through one loop, with a mask. Then the bits of a query's result do not
+    depend on its chunk: its tiles from position 0 on are the same, the same instructions compute each, and
+    masked tokens have a weight of exactly zero (`exp2(-1e30 - top)`) and a `shrink` of exactly one. Two loops
+    may round `dot * scale - top` differently. Such a layout has no split tiles: the cuts of a sum would
+    depend on the rest of the step.
 
-    `per_sm`: programs that one multiprocessor holds at once, by which the host plans the splits."""
+    `per_sm`: programs that one multiprocessor holds at once, for the host's plan of the splits."""
 
     rows: int = 64
     tile_tokens: int = 64
@@ -224,7 +225,7 @@ class PrefillTuning:
 
 @dataclass(frozen=True, slots=True)
 class PartsRoom:
-    """Where the parts of a layer's results lie until they are merged. Entry i of the list has place i."""
+    """Memory for the parts of a layer's results before the merge. Entry i of the list uses index i."""
 
     partial: Tensor  # [entries, kv_heads, rows, head_dim padded], float32
     sums: Tensor  # [entries, kv_heads, 2, rows], float32: maximum and mass
@@ -232,14 +233,14 @@ class PartsRoom:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSplit:
-    """Which part of its tile's KV each entry of a list of tiles walks, `[entries]` int32 each.
+    """The part of its tile's KV that each entry of a list of tiles reads, `[entries]` int32 each.
 
-    The entries of a tile in parts lie one behind the other, in order. A list with such a tile has at most as
-    many entries as there is room for; at most half of them are the last of their tile."""
+    The entries of a split tile are consecutive, in the order of the parts. A list with a split tile has at
+    most as many entries as `room`, and at most half of them are the last of their tile."""
 
     part: Tensor
-    parts: Tensor  # of the entry's tile; 0: the entry walks all of it and writes the result itself
-    merges: Tensor  # the last entry of each tile in parts, then zeros
+    parts: Tensor  # of the entry's tile; 0: the entry reads all KV and writes the result itself
+    merges: Tensor  # the last entry of each split tile, then zeros
     room: PartsRoom
 
 
@@ -262,7 +263,7 @@ def tile_queries(heads: int, kv_heads: int, tuning: PrefillTuning) -> int:
 
 
 def parts_room(entries: int, kv_heads: int, rows: int, dim: int, device: torch.device) -> PartsRoom:
-    """Room for so many entries of tiles of `rows` rows (see PrefillTuning) with heads of `dim`."""
+    """Memory for so many entries of tiles of `rows` rows (see PrefillTuning) with heads of `dim`."""
     padded = max(16, int(triton.next_power_of_2(dim)))
     partial = torch.zeros(entries, kv_heads, rows, padded, dtype=torch.float32, device=device)
     return PartsRoom(partial, torch.zeros(entries, kv_heads, 2, rows, dtype=torch.float32, device=device))
@@ -272,13 +273,13 @@ def attend_prefill(
     query: Tensor, kv: Tensor, layer: int, tiles: PrefillTiles, tuning: PrefillTuning, out: Tensor
 ) -> None:
     """Attention of the tokens of `tiles` with their queries `[tokens, heads, head_dim]` into `out`, of the
-    same shape; other rows of `out` stay as they are. KV of the chunks is in the cache already. Raises
-    ValueError for tiles that may be split and a layout of one loop."""
+    same shape; other rows of `out` stay unchanged. KV of the chunks must be in the cache already. Raises
+    ValueError for `split` with a layout of one loop."""
     _, heads, dim = query.shape
     kv_heads, block_tokens = kv.shape[4], kv.shape[3]
     split = tiles.split
     if split is not None and tuning.one_loop:
-        raise ValueError("a layout of one loop, whose bits depend on the query alone, takes no split tiles")
+        raise ValueError("a layout of one loop takes no split tiles: its bits depend on the query alone")
     parts = (None,) * 4 if split is None else (split.part, split.parts, split.room.partial, split.room.sums)
     _attend[(kv_heads, len(tiles.counts))](
         query, kv, tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts, *parts, out,
@@ -294,8 +295,8 @@ def attend_prefill(
 
 
 def merge_parts(rows: Tensor, counts: Tensor, split: PrefillSplit, out: Tensor) -> None:
-    """Merge what the entries of tiles in parts have left into `out` `[tokens, heads, head_dim]`. `rows` and
-    `counts`: of the entries, as in PrefillTiles."""
+    """Merge the parts of split tiles into `out` `[tokens, heads, head_dim]`. `rows` and `counts` of the
+    entries as in PrefillTiles."""
     entries, kv_heads, tile_rows, padded = split.room.partial.shape
     _, heads, dim = out.shape
     _merge[(tile_rows // _ROWS, kv_heads, min(len(split.merges), entries // 2))](

@@ -1,1 +1,1 @@
-"""Kernels that store to all ranks: a sum with the norm behind it, and columns of which each rank has some."""
+"""Kernels that store to all ranks' memory: fused all-reduce + RMSNorm, and an all-gather of columns."""

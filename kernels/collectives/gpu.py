@@ -1,21 +1,19 @@
-"""GPUs store to each other's memory, in Triton: sums with the norm behind them, and columns.
+"""Collectives in which GPUs store to each other's memory, in Triton.
 
-`all_reduce_add_rms_norm_` is the sum of a product's parts over GPUs, the residual add and the norm, in one
-kernel:
+`all_reduce_add_rms_norm_` fuses the sum of all GPUs' parts of a product, the residual add and the norm:
 
-    rank 0   row 0: part ─┐                      ┌─▶ row 0's norm          row r belongs to rank r % ranks: it
-    rank 1   row 0: part ─┴─▶ rank 0: add, norm ─┴─▶ row 0's norm          alone keeps that row's residual
+    rank 0   row 0: part ─┐                      ┌─▶ row 0's norm          rank r % ranks owns row r: only it
+    rank 1   row 0: part ─┴─▶ rank 0: add, norm ─┴─▶ row 0's norm          keeps that row's residual
 
-All goes by mail: numbers are stored to the memory of who waits for them, and waiting is reading them until
-they are there. So there are two hops and no barrier. Of a short sum every part goes to all ranks, and each
-adds up all rows: one hop, of more bytes. Either way every rank gets the same bits of a row. A letter box
-that holds nothing holds EMPTY, a pattern that no number has (of the two zeros in 16 bits only one is sent);
-who takes something out writes EMPTY again. Calls alternate between two halves of the boxes: that somebody
-writes to a half again is later than everybody's call between, and so than what emptied it. Numbers that say
-themselves that they have come: "LL" of NCCL, and TensorRT-LLM's Lamport all-reduce.
+A sender stores numbers to the receiver's buffer, and the receiver reads until they are there: two hops, no
+barrier. For a short sum every part goes to all ranks, and each rank adds up all rows: one hop with more
+bytes. In both ways every rank gets the same bits of a row. An empty cell of a buffer holds EMPTY, a pattern
+that no sent number has (of the two zeros in 16 bits only one is sent); the receiver writes EMPTY again after
+it has read a cell. Calls alternate between two halves of the buffers: before a half is written again, all
+ranks have made the call between, and so have emptied it. Numbers that show by themselves that they have
+arrived: "LL" of NCCL, and TensorRT-LLM's Lamport all-reduce.
 
-`all_gather` stores columns that a rank has computed to where every rank of the group wants them. Each GPU
-then has the whole rows in their order, without a copy that puts together what has come.
+`all_gather` stores a rank's columns directly into the whole rows on every rank, so no copy has to join them.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from torch import Tensor
 
 from kernels.launch import begin, ready
 
-EMPTY = -(1 << 15)  # in 16 bits, what boxes are filled with: -0.0 in both types of float
-_EMPTY_32 = -((1 << 31) - (1 << 15))  # the same pattern twice: a float32 as good as zero
-_BLOCK = 2048  # columns that a program hands out
+EMPTY = -(1 << 15)  # an empty cell of 16 bits: -0.0 in both types of float
+_EMPTY_32 = -((1 << 31) - (1 << 15))  # the same pattern twice: a tiny float32, which is sent as zero
+_BLOCK = 2048  # columns of a program
 
 
 @triton.jit
@@ -54,7 +52,7 @@ def _take(
     DTYPE: tl.constexpr,
     NOTHING: tl.constexpr,
 ) -> tl.tensor:
-    """Wait for COUNT letters: their sum in float32, in their order."""
+    """Wait for COUNT cells; their sum in float32, in their order."""
     total = tl.zeros(cells.shape, tl.float32)
     missing = 1
     while missing > 0:
@@ -169,17 +167,17 @@ def _all_gather(
 
 @dataclass(frozen=True, slots=True)
 class PeerBuffers:
-    """The symmetric buffers of a group as rank `rank` of `size` has them, each of two halves of `half_bytes`,
-    and filled with EMPTY before anybody begins. Sums of up to `one_hop_bytes` go in one hop."""
+    """The symmetric buffers of a group for rank `rank` of `size`. Each has two halves of `half_bytes`, filled
+    with EMPTY before the first call. Sums of up to `one_hop_bytes` use one hop."""
 
-    addresses: Tensor  # [size] int64, of the boxes of all ranks
+    addresses: Tensor  # [size] int64, of all ranks' buffers
     rank: int
     size: int
     half_bytes: int
     one_hop_bytes: int = 0
 
     def fits(self, rows: int, row_bytes: int) -> bool:
-        """Whether there is room for such a call."""
+        """Whether a half is large enough for such a call."""
         owned = -(-rows // self.size) * self.size
         needed = rows * self.size if rows * row_bytes <= self.one_hop_bytes else rows + owned
         return row_bytes % 16 == 0 and needed * row_bytes <= self.half_bytes
@@ -187,7 +185,7 @@ class PeerBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The norm behind a sum, of `weight` `[width]`."""
+    """The norm after a sum, with `weight` `[width]`."""
 
     weight: Tensor
     eps: float
@@ -197,10 +195,9 @@ class Norm:
 def all_reduce_add_rms_norm_(
     x: Tensor, residual: Tensor, norm: Norm, buffers: PeerBuffers, turn: int, out: Tensor | None = None
 ) -> Tensor:
-    """kernels.norm.gpu.add_rms_norm_ of the sum over all ranks of their `x`, at once on all of them; but
-    of `residual` only the rows that a rank owns are right afterwards, `rank` and every `size`-th after it, or
-    all of a short sum.
-    `turn` is 0 and 1 by turns, in whatever is called."""
+    """kernels.norm.gpu.add_rms_norm_ of the sum of all ranks' `x`; all ranks call it at once. Afterwards
+    `residual` is right only in the rows that a rank owns (`rank` and every `size`-th after it), or in all
+    rows of a short sum. `turn` alternates between 0 and 1 over all calls."""
     out = torch.empty_like(residual) if out is None else out
     rows, width = out.shape
     block, narrow = triton.next_power_of_2(width), out.element_size() == 2
@@ -216,8 +213,8 @@ def all_reduce_add_rms_norm_(
 
 
 def all_gather(own: Tensor, addresses: Tensor, rank: int, whole: int) -> None:
-    """Put `own` `[rows, width]` into columns `rank * width` on of `[rows, whole]` at each of `addresses`,
-    int64, one for each rank. Columns behind the last are left out."""
+    """Store `own` `[rows, width]` from column `rank * width` on of `[rows, whole]` at each of `addresses`
+    (int64, one for each rank). Columns from `whole` on are left out."""
     rows, width = own.shape
     _all_gather[(rows, triton.cdiv(width, _BLOCK))](
         own, addresses, rank, width, whole, RANKS=len(addresses), BLOCK=_BLOCK, num_warps=8

@@ -11,9 +11,9 @@ from torch import Tensor
 from kernels.cpu_jit.llvm_intrinsics import bf16_at, exp, f32_at, fast, fetch_add, narrow, widen
 from kernels.cpu_jit.thread_team import Call, Kernel
 
-_ROWS = 4  # of a piece
+_ROWS = 4  # of a piece of work
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
-_LEAST = np.float32(-88.0)  # below it the gate is closed: `exp` stops growing at 88, and its part would not
+_LEAST = np.float32(-88.0)  # below it the gate is zero: `exp` stops growing at 88, the gate's value would not
 
 
 @fast

@@ -1,11 +1,11 @@
-"""Attention on a CPU, over the blocks where they lie: nothing is gathered, no row is padded.
+"""Attention on a CPU reads the KV blocks in place: it gathers nothing and pads no row.
 
-A piece of work is one row and one kv head with the query heads that share it: their scores, softmax, and sums
-of the values. Keys and values come from memory once and are widened once. See kernels.attention.ref.
+A piece of work is one row and one KV head with the query heads that share it: their scores, softmax, and sums
+of the values. Keys and values are read and widened once. See kernels.attention.ref.
 
-The tokens of a prompt are rows, too, each one longer than the one before. Their keys and values come from
-the caches of the core then. Beside gathering them for torch's scaled dot product, us for 9 heads, 3 of KV, of
-64 in bfloat16, on two Zen 4 cores:
+The tokens of a prompt are rows, too, each one token longer than the row before; their keys and values come
+from the core's caches. Measured against a gather and torch's scaled dot product, on two Zen 4 cores, us for 9
+heads and 3 KV heads of 64 in bfloat16:
 
     tokens before + of the chunk   0+32   96+32   0+64   0+128   512+32   512+128   0+512
     gather and sdpa                  78     145    155     406      427     1,706   4,511
@@ -32,7 +32,7 @@ _ZERO, _ONE, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-3.0e38)
 
 @fast
 def _softmax(scores: Any, tokens: int, scale: Any) -> Any:
-    """Scores become weights, in their place, that add up to what is returned."""
+    """Turn scores into weights in place; returns the sum of the weights."""
     highest, total = _LOWEST, _ZERO
     for token in range(tokens):
         highest = max(highest, scores[token])
@@ -51,7 +51,7 @@ def _divide(sums: Any, total: Any, dim: int, out: Any) -> None:
 
 @njit(inline="always")
 def _attend(query: Any, kv: Any, out: Any, p: Any, heads: int, dim: int) -> None:
-    """`heads` query heads at a time; `p` as `attend_decode` fills it."""
+    """Attend `heads` query heads at a time; `decode_call` fills `p`."""
     tables, lengths = i64_at(p[6]), i64_at(p[7])
     rows, shared, kv_heads, row_stride, blocks = p[8], p[9], p[10], p[11], p[12]
     block_tokens, block_stride, layer, room = p[13], p[14], p[15], p[16]
@@ -104,16 +104,16 @@ def _f32(heads: int, dim: int) -> Kernel:
 
 
 def can_attend(kv: Tensor) -> bool:
-    """True for KV of a dtype and a head size that there are kernels for."""
+    """Whether kernels exist for the dtype and the head size of `kv`."""
     return kv.dtype in (torch.bfloat16, torch.float32) and kv.shape[-1] % LANES == 0
 
 
 def attend_decode(query: Tensor, kv: Tensor, layer: int, tables: Tensor, lengths: Tensor) -> Tensor:
-    """One query token per row over its whole context, or some of a prompt, each over those up to itself.
+    """One query token per row over its context, decode rows and tokens of prompts.
 
-    `query` `[rows, heads, head_dim]`, rows any distance apart, of the dtype of `kv`; `tables`
-    `[rows, blocks]` and `lengths` `[rows]` int64, contiguous: a row's tokens, itself included. Returns the
-    shape of `query`.
+    `query` `[rows, heads, head_dim]` of the dtype of `kv`, with any stride between rows; `tables` `[rows,
+    blocks]` and `lengths` `[rows]` int64, contiguous; a row's length counts its own token. Returns the shape
+    of `query`.
     """
     out = query.new_empty(query.shape)
     decode_call(query, kv, layer * kv.stride(1), tables, lengths, out).run()
@@ -123,7 +123,7 @@ def attend_decode(query: Tensor, kv: Tensor, layer: int, tables: Tensor, lengths
 def decode_call(
     query: Tensor, kv: Tensor, layer: Number, tables: Tensor, lengths: Tensor, out: Tensor
 ) -> Call:
-    """See attend_decode; `layer` is where it begins in a block, in numbers."""
+    """See attend_decode; `layer` is the layer's offset in a block, in numbers."""
     rows, heads, dim = query.shape
     _, _, _, block_tokens, kv_heads, _ = kv.shape
     blocks, shared = tables.shape[1], heads // kv_heads

@@ -1,15 +1,15 @@
-"""Many kernels, one after the other, from one call of machine code.
+"""Runs many kernels one after the other from one call of machine code.
 
-A layer is nine kernels of 5 to 300 µs, and starting one from Python takes ten. Here the calls are written
-into a table first,
+A layer is nine kernels of 5 to 300 µs, and to start one from Python takes 10 µs. So the calls are written
+into a table,
 
     table [layer][call][function, 0, numbers...]
 
-and each thread of torch's team goes through it, waiting for the others behind every call.
+and each thread of torch's team runs through it, with a barrier after every call.
 
-The team has all cores, so what sends the last tokens would wait until Linux takes one back, at its next tick
-(4 ms). Therefore a thread offers its core every EVERY_NS. Where it comes back late, as others compute, too,
-nothing is offered for BACK_OFF_NS: who yields gives up a time slice (Linux 6.18), and would get few.
+The team uses all cores, so the processes that send the last tokens would wait for the next tick of Linux (4
+ms). So a thread yields its core every EVERY_NS. If it returns late, because other processes compute, too, it
+does not yield for BACK_OFF_NS: a thread that yields gives up a time slice (Linux 6.18), and would get few.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kernels.cpu_jit.llvm_intrinsics import call_at, clock_ns, i64_at, offset_by
 from kernels.cpu_jit.thread_team import Call, Kernel, openmp, team_size
 
 EVERY_NS = 150_000
-LONG_NS = 3_000_000  # longer than what services do at a time
+LONG_NS = 3_000_000  # longer than a service works at a time
 BACK_OFF_NS = 50_000_000
-_WIDTH = 24  # numbers of a call: whole lines of the cache, so that who takes work of one disturbs no other
+_WIDTH = 24  # numbers of a call: whole cache lines, so that the counters of two calls share none
 
 
 def _run(p: Any) -> None:
@@ -50,8 +50,8 @@ _RUN = Kernel(_run)
 
 
 def run(calls: Sequence[Call], times: int) -> None:
-    """Make the calls, in order, `times` times. A number of a call is one for all times, or an array of one
-    for each. What they point to stays until this returns."""
+    """Run the calls in order, `times` times. A number of a call is an int for all times, or an array with one
+    for each. The caller keeps the memory that they point to until this returns."""
     table = np.zeros((times, len(calls), _WIDTH), np.int64)
     for i, call in enumerate(calls):
         table[:, i, 0] = call.kernel.address
@@ -64,7 +64,7 @@ def run(calls: Sequence[Call], times: int) -> None:
 
 @cache
 def _libc() -> tuple[int, int]:
-    """The addresses of its clock and of what offers the core to others."""
+    """The addresses of `clock_gettime` and `sched_yield`."""
     library = ctypes.CDLL(None)
     clock, give_way = (
         ctypes.cast(library[name], ctypes.c_void_p) for name in ("clock_gettime", "sched_yield")

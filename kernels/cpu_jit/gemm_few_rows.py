@@ -1,8 +1,7 @@
-"""Products of few rows with a matrix on a CPU: the matrix is read once, as it is kept, and nothing else
-takes time.
+"""Products of few rows with a plain matrix on a CPU: the read of the matrix takes nearly all the time.
 
-A library's product is made for many rows. Here a row of the matrix goes from memory through the registers,
-widened on its way, and meets every row of `x`, which stays in the cache.
+A library's product is made for many rows. Here a row of the matrix is read and widened once, and multiplied
+with every row of `x`, which stays in the cache.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from kernels.cpu_jit.llvm_intrinsics import bf16_at, fast, fetch_add, narrow, widen
 from kernels.cpu_jit.thread_team import Kernel
 
-_BYTES = 1 << 15  # of the matrix, about, in a piece
+_BYTES = 1 << 15  # of the matrix, about, in a piece of work
 _ZERO = np.float32(0.0)
 
 
@@ -67,8 +66,8 @@ _KERNEL = Kernel(_bf16)
 
 
 def few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` of `x` `[rows, in]` and `weight` `[out, in]`, both contiguous and in bfloat16, added
-    up in float32 and rounded once: `[rows, out]`."""
+    """`x @ weight.T` of `x` `[rows, in]` and `weight` `[out, in]`, both contiguous bfloat16, with float32
+    sums rounded once: `[rows, out]`."""
     rows, width = x.shape
     height = weight.shape[0]
     out = x.new_empty(rows, height)

@@ -1,7 +1,7 @@
-"""What a kernel needs that Numba has no word for: addresses, bfloat16, work shared out between threads.
+"""LLVM intrinsics for kernels that Numba lacks: addresses, bfloat16, work shared between threads.
 
-bfloat16 is the upper half of a float32: it is widened by a shift, which costs next to nothing beside reading
-it from memory. The functions below are a few instructions each and are compiled into the kernel around them.
+bfloat16 is the upper half of a float32: a shift widens it, which costs next to nothing compared with the
+read. Each function below is a few instructions, which are inlined into the kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# Sums may be reordered, which vectors need; a division by zero raises nothing, which vectors need, too.
+# Vectors need both: sums may be reordered, and a division by zero does not raise.
 fast = njit(fastmath=True, error_model="numpy")
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -40,7 +40,7 @@ i64_at = _pointer(types.int64, _I64)
 
 @intrinsic
 def offset_by(typing: Any, pointer: types.Type, count: types.Type) -> Any:
-    """The pointer to the element that is `count` after the one at `pointer`."""
+    """The pointer to the element `count` after `pointer`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         return builder.gep(args[0], [args[1]])
@@ -62,7 +62,7 @@ def call_at(typing: Any, address: types.Type, pointer: types.Type) -> Any:
 
 @intrinsic
 def clock_ns(typing: Any, address: types.Type) -> Any:
-    """The monotonic clock, by the `clock_gettime` at `address`."""
+    """The monotonic clock in ns, by the `clock_gettime` at `address`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))  # seconds, nanoseconds
@@ -76,7 +76,7 @@ def clock_ns(typing: Any, address: types.Type) -> Any:
 
 @intrinsic
 def fetch_add(typing: Any, pointer: types.Type) -> Any:
-    """The number at `pointer`, which is one more afterwards: every thread gets another one."""
+    """The number at `pointer`, which is incremented atomically: every thread gets another number."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", args[0], ir.Constant(_I64, 1), "monotonic")
@@ -86,7 +86,7 @@ def fetch_add(typing: Any, pointer: types.Type) -> Any:
 
 @intrinsic
 def power_of_two(typing: Any, shifted: types.Type) -> Any:
-    """2^n of the float32 1.5 * 2^23 + n, whose last bits are n; n from -126 to 127."""
+    """2^n for the float32 1.5 * 2^23 + n, with n in its last bits; n from -126 to 127."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], _I32)
@@ -98,7 +98,7 @@ def power_of_two(typing: Any, shifted: types.Type) -> Any:
 
 @intrinsic
 def float_of(typing: Any, bits: types.Type) -> Any:
-    """The float32 of these bits."""
+    """The float32 with these bits."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _F32)
@@ -108,7 +108,7 @@ def float_of(typing: Any, bits: types.Type) -> Any:
 
 @intrinsic
 def widen(typing: Any, value: types.Type) -> Any:
-    """A stored number as float32: of bfloat16 (its bits as uint16), or of float32."""
+    """A stored bfloat16 (its bits as uint16) or float32, as float32."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         if signature.args[0] == types.float32:
@@ -131,7 +131,7 @@ def nearest(typing: Any, value: types.Type) -> Any:
 
 @intrinsic
 def narrow(typing: Any, value: types.Type, like: types.Type) -> Any:
-    """A float32 as it is stored, in the type of `like`: rounded to nearest, ties to even; NaN stays NaN."""
+    """A float32 in the stored type of `like`: rounded to nearest, ties to even; NaN stays NaN."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         if signature.args[1] == types.float32:
@@ -156,8 +156,8 @@ _TO_INTEGER = np.float32(1.5 * 2**23)  # a float32 of this size has no room for 
 
 @njit(fastmath={"contract", "nsz"})
 def exp(x: Any) -> Any:
-    """e^x of a float32, to 2 units in the last place between -87 and 88, and as there outside. A polynomial,
-    of which a loop makes vector instructions, as it does not of the library's (Moshier, Cephes)."""
+    """e^x of a float32, to 2 units in the last place between -87 and 88; outside x is clamped. A polynomial,
+    which LLVM vectorises in loops, unlike the library's function (Moshier, Cephes)."""
     x = min(max(x, _LEAST), _MOST)
     shifted = x * _LOG2E + _TO_INTEGER
     power = shifted - _TO_INTEGER

@@ -1,8 +1,9 @@
-"""A tile of a matrix product in vector registers: up to 8 rows of `x` by a panel of 48 rows of the matrix. 24
-registers hold sums, three the matrix, and numbers of `x` come from memory as they are multiplied.
+"""The microkernel: a tile of a matrix product in vector registers, up to 8 rows of `x` by 48 rows of the
+matrix.
 
-Compilers do not find this from loops: pairs of bfloat16 have an instruction of their own, and 24 sums must
-not leave their registers between two columns. So it is written down, instruction by instruction.
+24 registers hold sums, three the matrix, and numbers of `x` are read when they are multiplied. Compilers do
+not generate this from loops: pairs of bfloat16 have their own instruction, and 24 sums must stay in registers
+between two columns. So it is written instruction by instruction.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from numba.extending import intrinsic
 
 from kernels.cpu_jit.vectors import LANES, broadcast, call
 
-PANEL = 48  # rows of the matrix
+PANEL = 48  # rows of the matrix packed together
 _WIDE = PANEL // LANES
 
 Sums = list[list[Any]]  # by row and part of the panel, registers
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -72,7 +73,7 @@ def microkernel(rows: int) -> Any:
 
     @intrinsic
     def tile(typing: Any, x: Any, width: Any, panel: Any, out: Any, height: Any) -> Any:
-        """The product of `rows` rows at `x` with a panel, into `out`, float32 or bfloat16, where rows are
+        """Store the product of `rows` rows at `x` with a panel to `out`, float32 or bfloat16, with rows
         `height` apart."""
         return types.void(x, width, panel, out, height), _generator(rows, _KINDS[panel.dtype], out.dtype)
 
@@ -103,7 +104,8 @@ def _generator(rows: int, kind: _Pairs | _Floats, stored: Any) -> Callable[..., 
 
 
 def sum_up(builder: ir.IRBuilder, rows: int, count: Any, step: int, add: Callable[[Any, Sums], Sums]) -> Sums:
-    """The sums of a tile, from zero on, after a loop from 0 to `count`: `add` gives those behind an index."""
+    """The sums of a tile after a loop from 0 to `count`, starting at zero: `add` returns the sums after an
+    index."""
     entry, loop = builder.block, builder.append_basic_block("loop")
     behind = builder.append_basic_block("sums")
     builder.branch(loop)
@@ -124,7 +126,7 @@ def sum_up(builder: ir.IRBuilder, rows: int, count: Any, step: int, add: Callabl
 
 
 def store(builder: ir.IRBuilder, sums: Any, out: Any, dtype: Any) -> None:
-    """Store COMPILERS sums: as they are, or rounded to bfloat16."""
+    """Store LANES sums, as float32 or rounded to bfloat16."""
     if dtype == types.float32:
         builder.store(sums, builder.bitcast(out, _SUMS.as_pointer()), align=4)
     else:
@@ -137,6 +139,6 @@ def number(value: int) -> Any:
 
 
 def load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
-    """A `kind` that begins `offset` elements behind `pointer`."""
+    """Load a `kind` from `offset` elements after `pointer`."""
     at = builder.gep(pointer, [number(offset) if isinstance(offset, int) else offset])
     return builder.load(builder.bitcast(at, kind.as_pointer()), align=1)

@@ -1,9 +1,9 @@
-"""A tile of a matrix product in vector registers, of bytes: up to 4 rows of `x` by a panel of 48 rows of the
-matrix. See kernels.cpu_jit.microkernel.
+"""The microkernel of int8: a tile of up to 4 rows of `x` by 48 rows of the matrix. See
+kernels.cpu_jit.microkernel.
 
-The instruction adds up four products of a byte without a sign and one with: bytes of the matrix are 128 too
-large, and -128 times the sum of `x` is where the sums of a block begin. They are exact; each becomes a
-float32 at the end of its block of columns, which has a scale of its own in each row of `x`.
+The instruction adds up four products of an unsigned and a signed byte. So bytes of the matrix are stored with
+128 added, and the sums of a block start at -128 times the sum of `x`. The sums are exact; at the end of a
+block of columns, which has its own scale in each row of `x`, they become float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AT_ONCE = 4  # columns of an instruction
 _WIDE = PANEL // LANES
 _I32, _F32 = ir.IntType(32), ir.FloatType()
 _WORDS, _SUMS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
-# Words stand for four bytes each, as before LLVM 22, which takes that for the same.
+# A word is four bytes: the signature before LLVM 22, which still accepts it.
 _MULTIPLY, _FMA = "llvm.x86.avx512.vpdpbusd.512", "llvm.fma.v16f32"
 
 
@@ -42,9 +42,9 @@ def microkernel_int8(rows: int) -> Any:
         out: Any,
         height: Any,
     ) -> Any:
-        """The product of `rows` rows of int8 at `x`, each of so many `blocks`, with a panel, into `out`,
-        float32 or bfloat16, where rows are `height` apart. Of each block `of_x` has the scale and `starts`
-        what its sums begin with; `scales` are those of the panel's rows."""
+        """Store the product of `rows` int8 rows of `blocks` blocks at `x` with a panel to `out`, float32 or
+        bfloat16, with rows `height` apart. `of_x` has the scale of each block, `starts` the start of its
+        sums, `scales` the scales of the panel's rows."""
         return types.void(x, of_x, starts, blocks, panel, scales, out, height), _generator(rows, out.dtype)
 
     return tile
@@ -76,7 +76,7 @@ def _generator(rows: int, stored: Any) -> Callable[..., Any]:
 
 
 def _block(builder: ir.IRBuilder, x: Any, starts: Any, places: list[Any], panel: Any) -> list[list[Any]]:
-    """The sums of a block, integers, by row and part of the panel."""
+    """The integer sums of a block, by row and part of the panel."""
     found = [[broadcast(builder, load(builder, starts, place, _I32))] * _WIDE for place in places]
     lines = [builder.gep(x, [builder.mul(place, number(BLOCK))]) for place in places]
     for column in range(0, BLOCK, _AT_ONCE):

@@ -1,4 +1,4 @@
-"""RMS norm after a residual add on a CPU: a row is read once. See kernels.norm.ref."""
+"""RMS norm after a residual add on a CPU; a row is read once. See kernels.norm.ref."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cpu_jit.llvm_intrinsics import bf16_at, f32_at, fast, fetch_add, float_of, narrow, widen
 from kernels.cpu_jit.thread_team import Call, Kernel, Number, bits_of
 
-_ROWS = 4  # of a piece
+_ROWS = 4  # of a piece of work
 _ONE = np.float32(1.0)
 
 
@@ -47,7 +47,7 @@ _KERNELS = {torch.bfloat16: Kernel(_bf16), torch.float32: Kernel(_f32)}
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, and that sum, which takes the place of `residual`: `[tokens, hidden]` each,
+    """The norm of `x + residual`, and the sum, which overwrites `residual`: `[tokens, hidden]` each,
     contiguous."""
     out = torch.empty_like(x)
     norm_call(x, residual, weight.data_ptr(), eps, out).run()

@@ -1,8 +1,8 @@
-"""Products with a matrix in int8 on a CPU with AVX-512 VNNI, which multiplies bytes: half of what bfloat16
-reads, and twice the products of an instruction.
+"""Products with an int8 matrix on a CPU with AVX-512 VNNI: half the bytes of bfloat16, and twice the products
+an instruction.
 
-Each row of the matrix has a scale. `x` is quantised on the way, every 32 columns of a row by their largest
-number, as llama.cpp does (Q8_0).
+Each row of the matrix has a scale. `x` is quantised at the call, every 32 columns of a row by their largest
+number, as in llama.cpp (Q8_0).
 
     panel [out / 48][in / 4][48][4]
 """
@@ -36,8 +36,8 @@ from kernels.cpu_jit.thread_team import Call, Kernel, Number
 
 _MOST = np.float32(127)
 _ZERO = np.float32(0)
-_ROWS = 4  # of a piece of `x`
-_MIDDLE = 128  # what bytes of the matrix are too large by
+_ROWS = 4  # of `x` in a piece of work
+_MIDDLE = 128  # added to the bytes of the matrix
 
 _four, _two, _one = (microkernel_int8(rows) for rows in (4, 2, 1))
 
@@ -122,8 +122,7 @@ _QUANTISE, _PRODUCTS = Kernel(_of_x), {torch.bfloat16: Kernel(_to_bf16), torch.f
 
 @dataclass(frozen=True, slots=True)
 class PackedInt8Weights:
-    """A matrix in bytes, 128 too large, in panels, and what 1 stands for in each of its rows: `scales`
-    `[data, 48]`."""
+    """A matrix in bytes with 128 added, in panels, and the scales of its rows, `[panels, 48]`."""
 
     data: Tensor
     height: int
@@ -134,7 +133,7 @@ class PackedInt8Weights:
         return self.data, self.scales
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
-        """See kernels.cpu_jit.packed_weights.Matrix."""
+        """See kernels.cpu_jit.packed_weights.PackedMatrix."""
         rows, width = x.shape
         blocks = rows * width // BLOCK
         scratch = torch.empty(blocks * (4 + 4 + BLOCK), dtype=torch.uint8)
@@ -149,14 +148,14 @@ class PackedInt8Weights:
 
 
 def can_quantise(weight: Tensor) -> bool:
-    """True where this CPU has the instructions and `weight` `[out, in]` a shape for them."""
+    """Whether this CPU has the instructions and `weight` `[out, in]` a suitable shape."""
     height, width = weight.shape
     fits = weight.dtype == torch.bfloat16 and height >= PANEL and width % BLOCK == 0
     return fits and kernels.cpu_jit.has(*kernels.cpu_jit.INT8)
 
 
 def quantise(weight: Tensor) -> PackedInt8Weights:
-    """`weight` `[out, in]` in bfloat16 to int8, each row by its largest number."""
+    """`weight` `[out, in]` bfloat16 as int8, each row scaled by its largest number."""
     scales = weight.float().abs().amax(1).clamp(min=1e-30) / 127
     rounded = (weight.float() / scales[:, None]).round() + _MIDDLE
     if rest := len(scales) % PANEL:

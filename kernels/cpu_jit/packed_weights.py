@@ -1,12 +1,12 @@
-"""Products with a matrix on a CPU with AVX-512, of which bfloat16 needs the part that multiplies its pairs.
+"""Products with packed weights on a CPU with AVX-512 (bfloat16: AVX512-BF16).
 
-The matrix is kept in panels of 48 of its rows, as instructions want it: 16 rows in one register, of bfloat16
-two neighbouring columns of each.
+The matrix is stored in panels of 48 rows, in the order of the instructions: a register has 16 rows, for
+bfloat16 two neighbouring columns of each.
 
     panel [out / 48][in / 2][48][2]    float32: [out / 48][in][48]
 
-A panel is a piece of work: it comes from memory once and stays in the second cache for all tiles of 8 rows of
-`x` by the panel. With few rows that reading is all the time, with many the arithmetic.
+A panel is a piece of work: it is read once and stays in the second-level cache for all tiles of 8 rows of
+`x`. With few rows the read takes the time, with many rows the arithmetic.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _f32(p: Any) -> None:
     _multiply(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
 
 
-_KERNELS = {  # by what is multiplied and what comes of it
+_KERNELS = {  # by dtype of the operands and of the result
     (torch.bfloat16, torch.bfloat16): Kernel(_bf16),
     (torch.bfloat16, torch.float32): Kernel(_bf16_to_f32),
     (torch.float32, torch.float32): Kernel(_f32),
@@ -75,14 +75,15 @@ _NEEDS = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}
 
 
 def can_multiply(weight: Tensor) -> bool:
-    """True where this CPU has the instructions and `weight` `[out, in]` a shape for panels."""
+    """Whether this CPU has the instructions and `weight` `[out, in]` a suitable shape."""
     height, width = weight.shape
     fits = weight.dtype in _NEEDS and height >= PANEL and width % 2 == 0
     return fits and kernels.cpu_jit.has(_NEEDS[weight.dtype])
 
 
 class PackedMatrix(Protocol):
-    """A matrix `[height, in]` as instructions want it. Of another one alike a product needs its `parts`."""
+    """A packed matrix `[height, in]`. `parts`: its memory, with which `calls` of an equal matrix compute this
+    one's product."""
 
     @property
     def height(self) -> int: ...
@@ -91,13 +92,13 @@ class PackedMatrix(Protocol):
     def parts(self) -> tuple[Tensor, ...]: ...
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
-        """What puts `x @ matrix.T` into `out`, in float32 or the dtype of `x`, one after the other. `parts`
-        are addresses."""
+        """The calls, in order, that store `x @ matrix.T` to `out`, float32 or the dtype of `x`. `parts` are
+        addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """A matrix in float32 or bfloat16, in panels."""
+    """A float32 or bfloat16 matrix in panels."""
 
     data: Tensor
     height: int
@@ -112,12 +113,13 @@ class PackedWeights:
 
 
 def pack(weight: Tensor) -> PackedWeights:
-    """`weight` `[out, in]` in panels, as above. The last one ends with the matrix."""
+    """`weight` `[out, in]` in panels. The last panel ends with the matrix, so it may repeat rows."""
     return PackedWeights(packed_layout(weight, 2 if weight.dtype == torch.bfloat16 else 1), len(weight))
 
 
 def packed_layout(weight: Tensor, columns: int) -> Tensor:
-    """`weight` `[out, in]` in panels, `columns` together: `[data, in / columns, 48, columns]`."""
+    """`weight` `[out, in]` in panels, with `columns` next to each other: `[panels, in / columns, 48,
+    columns]`."""
     height, width = weight.shape
     whole, rest = divmod(height, PANEL)
     panels = weight[: whole * PANEL].view(whole, PANEL, width)
@@ -127,8 +129,8 @@ def packed_layout(weight: Tensor, columns: int) -> Tensor:
 
 
 def multiply(x: Tensor, matrix: PackedMatrix, dtype: torch.dtype | None = None) -> Tensor:
-    """`x @ matrix.T` of `x` `[rows, in]`, contiguous, added up in float32 and rounded once, to `dtype`
-    (float32 or that of `x`): `[rows, out]`."""
+    """`x @ matrix.T` of a contiguous `x` `[rows, in]`, with float32 sums rounded once to `dtype` (float32 or
+    that of `x`): `[rows, out]`."""
     out = x.new_empty(len(x), matrix.height, dtype=dtype)
     for each in matrix.calls(x, out, [part.data_ptr() for part in matrix.parts]):
         each.run()

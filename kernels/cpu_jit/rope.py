@@ -1,5 +1,7 @@
-"""Rotation of queries and keys on a CPU, and the way of K and V into the cache, in one pass over the rows of
-the QKV product. See kernels.rope.ref and kernels.attention.ref."""
+"""Rotates queries and keys on a CPU and writes K and V to the cache, in one pass over the rows of the QKV
+product.
+
+See kernels.rope.ref and kernels.attention.ref."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from kernels.cpu_jit.llvm_intrinsics import bf16_at, f32_at, fast, fetch_add, i64_at, narrow, widen
 from kernels.cpu_jit.thread_team import Call, Kernel, Number
 
-_ROWS = 4  # of a piece
+_ROWS = 4  # of a piece of work
 
 
 @fast
@@ -57,10 +59,10 @@ _KERNELS = {torch.bfloat16: Kernel(_bf16), torch.float32: Kernel(_f32)}
 
 
 def rotate_and_write(x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
-    """Rotate queries and keys of `x` `[tokens, heads + 2 * kv_heads, head_dim]`, contiguous, by `rotation`
-    `[tokens, 2, head_dim]` float32; keys and values go to `rows` `[K|V, tokens]` int64 of `write_rows` in
-    `kv`, of the dtype of `x`. The queries, `[tokens, heads, head_dim]`: a view of `x`, which they
-    overwrite."""
+    """Rotate queries and keys of a contiguous `x` `[tokens, heads + 2 * kv_heads, head_dim]` by `rotation`
+    `[tokens, 2, head_dim]` float32, and store keys and values at `rows` `[K|V, tokens]` int64 of `write_rows`
+    in `kv`, of the dtype of `x`. Returns the queries `[tokens, heads, head_dim]`: a view of `x`, which is
+    overwritten."""
     rotation_call(x, rotation, kv, rows.data_ptr(), heads).run()
     return x[:, :heads]
 

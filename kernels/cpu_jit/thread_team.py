@@ -1,9 +1,9 @@
-"""Kernels on the threads that torch computes with.
+"""Runs kernels on torch's own threads.
 
-Torch shares its operators out to a team of OpenMP threads, which wait spinning for the next one. A second
-pool would fight with it for the cores; so a kernel is handed to the same team, by the entry point that
-compilers call for `#pragma omp parallel`. Within a kernel each thread takes the next piece of work until none
-is left: where something else has one of the cores for a while, the other threads do more.
+Torch computes with a team of OpenMP threads, which spin while they wait. A second pool would compete with it
+for the cores, so kernels run on the same team, through the entry point that compilers call for `#pragma omp
+parallel`. In a kernel each thread takes the next piece of work until none is left: if another process uses a
+core for a while, the other threads do more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class OpenMP:
-    """The library that torch has loaded, by the entry points that compilers call."""
+    """Entry points of the OpenMP library that torch has loaded."""
 
     parallel: Callable[[int, Any, int, int], None]  # function, data, threads, flags
     barrier: int  # the address of a function without arguments
@@ -34,7 +34,7 @@ class OpenMP:
 
 @cache
 def openmp() -> OpenMP | None:
-    """None where torch has none."""
+    """None if torch has no OpenMP."""
     for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):  # LLVM's and Intel's have the same entry point
         for path in (Path(torch.__file__).parent / "lib" / name, Path(name)):
             try:
@@ -52,12 +52,12 @@ _ONLY_IF_LOADED = 4 | 1  # RTLD_NOLOAD | RTLD_LAZY
 
 
 def team_size() -> int:
-    """How many threads a kernel gets."""
+    """How many threads run a kernel."""
     return torch.get_num_threads() if openmp() else 1
 
 
 def bits_of(value: float) -> int:
-    """A float as a number of a call: `float_of` gives it back."""
+    """A float as a number of a call; `float_of` converts it back."""
     return int.from_bytes(struct.pack("<f", value), "little", signed=True)
 
 
@@ -67,12 +67,13 @@ def _machine_code(body: Callable[[Any], None]) -> Any:
         config.CACHE_DIR = str(_code_folder())
     try:
         return cfunc(signature, cache=True, nogil=True)(body)
-    except RuntimeError:  # no place to write to: compiled anew at every start
+    except RuntimeError:  # no writable folder: compile at every start
         return cfunc(signature, nogil=True)(body)
 
 
 def _code_folder() -> Path:
-    """Where machine code is kept. Numba sees when the file of a kernel changes, not when these helpers do."""
+    """The folder of the machine code. Its name has a digest of all sources here: Numba only notices changes
+    of a kernel's own file."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -80,10 +81,10 @@ def _code_folder() -> Path:
 
 
 class Kernel:
-    """A function of numbers, compiled at its first use and kept on disk. Any thread may call it.
+    """A function of numbers, compiled at its first use and cached on disk. Any thread may call it.
 
-    `body(p)` gets a pointer to int64: `p[0]` is where threads `take` the next piece of work, behind it are
-    the numbers of the call, addresses among them.
+    `body(p)` gets a pointer to int64: `p[0]` is the counter of pieces of work (`fetch_add`), then come the
+    numbers and addresses of the call.
     """
 
     def __init__(self, body: Callable[[Any], None]) -> None:
@@ -93,8 +94,8 @@ class Kernel:
         self._alone: Any = None
 
     def __call__(self, pieces: int, *numbers: int) -> None:
-        """Run on as many threads as torch uses, at most `pieces`. What the numbers point to stays until the
-        call returns. The first call takes seconds where nothing is on disk."""
+        """Run on as many threads as torch uses, at most `pieces`. The caller keeps the memory at the
+        addresses until this returns. Without a cached kernel the first call takes seconds."""
         if self._alone is None:
             self._compile()
         data = (ctypes.c_int64 * (len(numbers) + 1))(0, *numbers)
@@ -106,7 +107,7 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """Of the machine code, a function of one pointer."""
+        """The address of the machine code, a function of one pointer."""
         if self._alone is None:
             self._compile()
         return int(self._compiled.address)
@@ -118,13 +119,12 @@ class Kernel:
                 self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
 
-Number = int | NDArray[np.int64]  # or one for each of several calls that are alike
+Number = int | NDArray[np.int64]  # an array: one for each of several equal calls
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A kernel with its numbers, for now or for later: see batched_launch.py. `scratch`: what it has in
-    between."""
+    """A kernel with its numbers, to run now or by batched_launch.py. `scratch`: its intermediate memory."""
 
     kernel: Kernel
     pieces: int
@@ -132,5 +132,5 @@ class Call:
     scratch: torch.Tensor | None = None
 
     def run(self) -> None:
-        """Make the call, whose numbers are all plain."""
+        """Run the call; its numbers must be ints."""
         self.kernel(self.pieces, *self.numbers)

@@ -1,9 +1,8 @@
-"""Sums in vector registers, where a compiler keeps them in memory: it cannot know that what a loop writes is
-not what it reads, nor that a few rows of 64 sums fit.
+"""Loops for attention that keep their sums in vector registers.
 
-Written for 16 lanes of float32; a machine with shorter vectors takes two or four of its own for each. `heads`
-and `dim` are known when a kernel is compiled, as numbers that its function closes over. `dim` is a multiple
-of COMPILERS.
+A compiler keeps such sums in memory: it cannot prove that a loop does not read its own writes, or that a few
+rows of 64 sums fit. Vectors have 16 lanes of float32; LLVM uses two or four shorter vectors on other
+machines. `heads` and `dim` are constants of a compiled kernel. `dim` is a multiple of LANES.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _FAST = ("fast",)
 def dots(
     typing: Any, query: Any, keys: Any, stride: Any, tokens: Any, out: Any, apart: Any, heads: Any, dim: Any
 ) -> Any:
-    """`out[head * apart + token]` is the product of `query[head * dim:]` and `keys[token * stride:]`, for
-    each of `heads` and `tokens`, over `dim` numbers."""
+    """Store the dot products of `query[head * dim:]` and `keys[token * stride:]` over `dim` numbers to
+    `out[head * apart + token]`, for each of `heads` and `tokens`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         query, keys, stride, tokens, out, apart = args[:6]
@@ -68,8 +67,8 @@ def add_weighted(
     heads: Any,
     dim: Any,
 ) -> Any:
-    """To `out[head * dim:]` add `weights[head * apart + token]` times `values[token * stride:]`, for each of
-    `heads` and `tokens`: `dim` numbers."""
+    """Add `weights[head * apart + token]` times `values[token * stride:]`, `dim` numbers, to `out[head *
+    dim:]`, for each of `heads` and `tokens`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         values, stride, tokens, weights, apart, out = args[:6]
@@ -100,7 +99,7 @@ def add_weighted(
 
 
 def _read(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
-    """COMPILERS numbers of a pointer to float32 or to the bits of bfloat16, as float32."""
+    """LANES float32 numbers from a pointer to float32 or to the bits of bfloat16."""
     at = builder.gep(pointer, [ir.Constant(_I64, offset)])
     if pointer.type.pointee == ir.FloatType():
         return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
@@ -110,21 +109,21 @@ def _read(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
 
 
 def broadcast(builder: ir.IRBuilder, number: Any) -> Any:
-    """A number in all COMPILERS."""
+    """A vector with `number` in all lanes."""
     undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     one = builder.insert_element(undefined, number, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * LANES))
 
 
 def call(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
-    """A function that LLVM knows by its name. Its arithmetic may be reordered, where it is several steps."""
+    """Call an LLVM intrinsic by its name. A reduction may be reordered."""
     kind = ir.FunctionType(result, [each.type for each in arguments])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, arguments, fastmath=_FAST if "reduce" in name else ())
 
 
 def _loop(builder: ir.IRBuilder, count: Any, before: list[Any], body: Any) -> list[Any]:
-    """`sums = body(i, sums)` for each i below `count`, in registers, from `before` on; the last sums."""
+    """Run `sums = body(i, sums)` for each i below `count`, in registers, from `before` on; the last sums."""
     entry, loop, behind = (
         builder.block,
         builder.append_basic_block("loop"),

@@ -1,1 +1,2 @@
-"""Products with a large weight: of few rows, bound by reading it, and of any number with the same bits."""
+"""Products with a large weight: for few rows, limited by memory, and with the same bits for any number of
+rows."""

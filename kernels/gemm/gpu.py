@@ -1,20 +1,19 @@
 """`matmul` and `matmul_fixed` are products with a large weight on a GPU, in Triton.
 
-`matmul` is bound by reading the weight. A library's kernels for such shapes leave bandwidth where the weight
-is small: too few programs, or one wave and a piece. Here the weight takes the place of the wide operand of
-the matrix instruction (`weight @ x.T`), and `splits` programs share a column tile, each with a part of the
-inner dimension, so that one wave fills every multiprocessor. Their sums are left apart, in float32: what
-reads them (norm, rotation) adds them up. Of a joined gate and up a program may compute some columns of both,
-and leave `silu(gate) * up` of them.
+`matmul` is for few rows, where the reading of the weight limits. A library's kernels for such shapes waste
+bandwidth if the weight is small: too few programs, or one wave and a bit. Here the weight is the wide operand
+of the matrix instruction (`weight @ x.T`), and `splits` programs share a column tile, each with a part of the
+inner dimension, so that one wave fills every multiprocessor. Their float32 sums stay separate: the next
+kernel (norm, rotation) adds them up. With a joined gate and up a program may compute the same columns of
+both, and store `silu(gate) * up`.
 
-In `matmul_fixed` no row sees the others: for any number of rows the same bits. A library takes another
-kernel, or splits the inner dimension otherwise, when the number of rows is another. Here each element is one
-sum over the inner dimension from its start to its end, in float32, in the matrix instruction's own steps, by
-one program: neither the number of rows nor a row's place in them changes it.
+In `matmul_fixed` a row's bits do not depend on the other rows. A library uses another kernel, or splits the
+inner dimension differently, for another number of rows. Here one program computes each element as one float32
+sum from the start of the inner dimension to its end, in the steps of the matrix instruction.
 
-Layouts may still go by the number of rows: they say which elements a program computes and how it loads what
-it needs, not in which order an element is summed. Those of one device all have tiles of 64 rows or more where
-the type has matrix instructions, so that they take the same one.
+Layouts may still depend on the number of rows: they change which elements a program computes and how it loads
+its operands, not the order of an element's sum. All layouts of a device have tiles of 64 rows or more if the
+type has matrix instructions, so that they use the same instruction.
 """
 
 from __future__ import annotations
@@ -84,8 +83,9 @@ def _matmul(
 
 @dataclass(frozen=True, slots=True)
 class MatmulTuning:
-    """How a product is laid out. `tile` divides the width, `splits * step` the inner dimension. `ahead`:
-    elements of each row of the weight, a power of two of at least 64, fetched before the input is there."""
+    """The layout of a product. `tile` divides the width, `splits * step` the inner dimension. `ahead`:
+    elements of each row of the weight, a power of two of at least 64, prefetched before the input is
+    there."""
 
     tile: int
     step: int
@@ -93,14 +93,15 @@ class MatmulTuning:
     stages: int = 4
     warps: int = 4
     ahead: int = 0
-    gated: bool = False  # of a joined gate and up, which then needs no kernel behind it; for one split
+    gated: bool = False  # for a joined gate and up with one split: SwiGLU in the same kernel
     chained: bool = False  # see kernels.launch
 
 
 def matmul(x: Tensor, weight: Tensor, tuning: MatmulTuning) -> Tensor:
     """`x @ weight.T` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]` in the dtype of
-    `x`, or with more than one split `[splits, rows, width]` in float32, to be added up; of a layout that is
-    gated `silu(gate) * up`, `[rows, width / 2]`."""
+    `x`, or with several splits `[splits, rows, width]` float32, to be added up; with a gated layout
+    `silu(gate) * up`, `[rows, width / 2]`. Raises ValueError if the weight does not divide into the
+    layout."""
     rows, inner = x.shape
     width = weight.shape[0]
     splits = tuning.splits
@@ -135,7 +136,7 @@ def _matmul_fixed(
     EVEN: tl.constexpr,
     BIASED: tl.constexpr,
 ) -> None:
-    # Tiles in groups of JUDGED_TOGETHER rows of tiles, column by column.
+    # Tiles in groups of GROUP rows of tiles, column by column.
     tiles, row_tiles = (width + TILE - 1) // TILE, (rows + ROWS - 1) // ROWS
     group = tl.program_id(0) // (GROUP * tiles)
     high = tl.minimum(row_tiles - group * GROUP, GROUP)
@@ -145,7 +146,7 @@ def _matmul_fixed(
     k = tl.arange(0, STEP)
     exists = (m < rows)[:, None]
     inputs = x + m.to(tl.int64)[:, None] * inner + k[None, :]
-    column = tl.where(n < width, n, 0)  # of those past the end something is computed, and not stored
+    column = tl.where(n < width, n, 0)  # columns past the end are computed, but not stored
     weights = weight + column.to(tl.int64)[:, None] * inner + k[None, :]
     acc = tl.zeros([ROWS, TILE], tl.float32)
     for at in tl.range(0, inner, STEP, num_stages=STAGES):
@@ -165,7 +166,7 @@ def _matmul_fixed(
 
 @dataclass(frozen=True, slots=True)
 class FixedTuning:
-    """How a product is laid out: `rows` and `tile` columns of a program, `step` of the inner dimension at a
+    """The layout of a product: `rows` and `tile` columns of a program, `step` of the inner dimension at a
     time, all powers of two."""
 
     rows: int
@@ -176,8 +177,8 @@ class FixedTuning:
 
 
 def layout_of(rows: int, width: int, processors: int, layouts: tuple[FixedTuning, ...]) -> FixedTuning:
-    """The first of `layouts`, the largest tiles first, that gives most of the multiprocessors a program and
-    does not leave half of its rows empty where another leaves fewer; else the last."""
+    """The first of `layouts` (the largest tiles first) that gives most multiprocessors a program and does not
+    leave half of its rows empty; else the last."""
     least = layouts[-1]
     for tuning in layouts[:-1]:
         programs = triton.cdiv(rows, tuning.rows) * triton.cdiv(width, tuning.tile)

@@ -1,9 +1,8 @@
-"""A step's inputs are worked out on a GPU, in Triton: from the host's columns and the state of the slots.
+"""Computes a step's inputs on a GPU, in Triton, from the host's columns and the state of the slots.
 
-The host knows slot, position and place in the batch of every token, and the id of those that it feeds. Ids
-that the step before has chosen, and whether a slot is done, are known on the device alone.
-
-`record_timestamp` writes the device's clock.
+The host has the slot, position and batch index of every token, and the ids of host-fed tokens. Only the
+device has the ids that the step before has chosen, and whether a slot is done. `record_timestamp` writes the
+device's clock, to time parts of a stream or graph.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-FROM_DEVICE = -1  # the id of a token that the slot's last sample gives
+FROM_DEVICE = -1  # in place of the id of a device-fed token
 _BLOCK = 128
 
 
@@ -74,7 +73,7 @@ def _record_timestamp(target: tl.tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """State of the slots on the device, int32; the last slot is nobody's: always done, its table the spare
+    """State of the slots on the device, int32. The last slot is spare: always done, its table the spare
     block."""
 
     tables: Tensor  # [slots + 1, blocks]
@@ -84,7 +83,8 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What `resolve` writes, int32: of every token, and `lengths` of the decode rows, which come first."""
+    """The results of `resolve`, int32: for every token, and `lengths` for the decode rows, which come
+    first."""
 
     ids: Tensor  # [tokens]
     slot_mapping: Tensor  # [tokens], block * block_tokens + offset
@@ -93,8 +93,8 @@ class Resolved:
 
 def resolve(columns: Tensor, state: SlotState, spare: int, block_tokens: int, found: Resolved) -> None:
     """Resolve the tokens of a step. `columns` is `[3 * tokens + 1]` int32: slots, positions, ids (FROM_DEVICE
-    where the slot's last token is it), and how many of the first tokens are decode rows. KV of slots that are
-    done goes to the block `spare`."""
+    for the slot's last token), and the number of decode rows, which come first. KV of done slots goes to the
+    block `spare`."""
     tokens = len(found.ids)
     _resolve[(triton.cdiv(tokens, _BLOCK),)](
         columns, state.tables, state.last_tokens, state.done, found.ids, found.slot_mapping, found.lengths,
@@ -104,19 +104,19 @@ def resolve(columns: Tensor, state: SlotState, spare: int, block_tokens: int, fo
 
 
 def scatter(at: Tensor, values: Tensor, target: Tensor) -> None:
-    """`target.view(-1)[at] = values`, all int32. Equal places must have equal values."""
+    """`target.view(-1)[at] = values`, all int32. Equal indices must have equal values."""
     count = len(at)
     _scatter[(triton.cdiv(count, _BLOCK),)](at, values, target, count, BLOCK=_BLOCK, num_warps=4)
 
 
 def move(source: Tensor, target: Tensor) -> None:
-    """`target = source`, int32 `[count]`; either may lie in pinned memory of the host. A few KiB take 3 µs. A
-    copy engine would have them wait behind the KV blocks that it is copying: up to 0.7 ms."""
+    """`target = source`, int32 `[count]`; either may be in pinned host memory. A few KiB take 3 µs. With a
+    copy engine they would wait for the KV blocks that it is copying: up to 0.7 ms."""
     count = source.numel()
     _move[(triton.cdiv(count, 4 * _BLOCK),)](source, target, count, BLOCK=4 * _BLOCK, num_warps=4)
 
 
 def record_timestamp(target: Tensor) -> None:
-    """`target[0]`, int64: the device's clock in ns, when all that was queued before on this stream is done. A
-    microsecond of one processor; the clock of some devices moves in steps of one."""
+    """Write the device's clock in ns to `target[0]`, int64, when all earlier work of this stream is done. It
+    takes a microsecond of one processor; the clock of some devices has steps of 1 µs."""
     _record_timestamp[(1,)](target, num_warps=1)

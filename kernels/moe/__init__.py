@@ -1,4 +1,4 @@
-"""The ops of a mixture of experts: which experts a token goes to, its rows in their order, and back."""
+"""The ops of a mixture of experts: route, permute, dispatch, the experts' MLPs, combine."""
 
 from kernels.moe.ref import Permutation, combine, dispatch, experts_mlp, permute, route
 

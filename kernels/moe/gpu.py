@@ -1,7 +1,7 @@
-"""A mixture of experts on a GPU, in Triton and the library's grouped product: as kernels.moe.ref.
+"""A mixture of experts on a GPU, in Triton and with torch's grouped product. See kernels.moe.ref.
 
-How many rows an expert gets is known to the device alone: buffers have room for every pair, and what runs
-over rows reads there how many there are. So nothing waits for the host, and a graph can hold it.
+Only the device has the number of rows of an expert: buffers have room for every pair, and the kernels read
+the number. So nothing waits for the host, and a graph can hold the ops.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from kernels.moe.ref import Permutation
 
 _ROUTED = 8  # rows of logits in a program
-_SUB = 64  # pairs that are counted at once: a tile of them by the experts
-_PARTS = 128  # programs that count; one program adds up what they found
-_LOOPS = 16 * 132  # programs that go through rows of unknown number
+_SUB = 64  # pairs counted at once: a tile of pairs by experts
+_PARTS = 128  # programs that count; one program adds up their counts
+_LOOPS = 16 * 132  # programs that loop over an unknown number of rows
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _count(
     PAD: tl.constexpr,
     SUB: tl.constexpr,
 ) -> None:
-    """How many pairs of each expert are in this program's span of them."""
+    """Count the pairs of each expert in this program's span."""
     begin, each = tl.program_id(0) * span, tl.arange(0, PAD)
     found = tl.zeros([PAD], tl.int32)
     for at in range(0, span, SUB):
@@ -82,7 +82,7 @@ def _begin(
     PAD: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Of counts by span and expert make the row at which each begins; the experts' ends."""
+    """Turn counts by span and expert into first rows, and store the experts' ends."""
     span, each = tl.arange(0, PARTS), tl.arange(0, PAD)
     at = counts + span[:, None] * PAD + each[None, :]
     inside = (span < parts)[:, None] & (each < here)[None, :]
@@ -174,7 +174,7 @@ def _combine(
 
 
 def route(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """See kernels.moe.ref; of equally probable experts the first one comes first."""
+    """See kernels.moe.ref; equally probable experts are in the order of their numbers."""
     rows, experts = logits.shape
     weights = torch.empty(rows, count, dtype=torch.float32, device=logits.device)
     numbers = torch.empty(rows, count, dtype=torch.int32, device=logits.device)
@@ -221,13 +221,13 @@ def combine(y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor:
 
 
 def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
-    """See kernels.moe.ref; all of one dtype."""
+    """See kernels.moe.ref; all arguments have one dtype."""
     gated = torch._grouped_mm(x, gate_up.mT, offs=ends)
     return torch._grouped_mm(_gate(gated, ends), down.mT, offs=ends)
 
 
 def _gate(gate_up: Tensor, ends: Tensor) -> Tensor:
-    """SwiGLU of the rows before the last end."""
+    """SwiGLU of the rows up to the last end."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     _swiglu[(min(rows, _LOOPS),)](

@@ -1,9 +1,8 @@
-"""A mixture of experts in torch (Shazeer et al. 2017, arXiv:1701.06538): the meaning of the ops, and the CPU
-path of ranks that share the experts.
+"""A mixture of experts in torch (Shazeer et al. 2017, arXiv:1701.06538): the reference of kernels.moe.gpu.
 
-    logits ─ route ─▶ experts, weights [tokens, k]
-    experts ─ place ─▶ where each (token, expert) pair lies among rows sorted by expert
-    x [tokens] ─ spread ─▶ [pairs] ─ products, one group of rows an expert ─▶ [pairs] ─ combine ─▶ [tokens]
+logits ─ route ─▶ experts, weights [tokens, k]
+experts ─ permute ─▶ the row of each (token, expert) pair among rows sorted by expert
+x [tokens] ─ dispatch ─▶ [pairs] ─ products, one group of rows an expert ─▶ [pairs] ─ combine ─▶ [tokens]
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from kernels.activation.ref import swiglu
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """Where pairs lie among rows sorted by expert, those of one expert in the order of their tokens.
+    """The rows of pairs sorted by expert, and within an expert by token.
 
-    `ends` `[experts here]` int32: the row behind each expert's last. `rows` `[tokens, k]` int32: the row of
-    each pair, -1 for a pair of an expert that is not here.
+    `ends` `[experts here]` int32: one after each expert's last row. `rows` `[tokens, k]` int32: the row of
+    each pair, -1 for an expert of another rank.
     """
 
     ends: Tensor
@@ -31,8 +30,7 @@ class Permutation:
 
 def route(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """The `count` most probable experts of each row of `logits` `[tokens, experts]`, the most probable first:
-    their weights `[tokens, count]` in float32, which add up to one where they are renormalised, and their
-    numbers in int32."""
+    their weights `[tokens, count]` float32, with a sum of one if `renormalise`, and their numbers, int32."""
     weights, experts = logits.float().softmax(-1).topk(count, -1)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -40,7 +38,7 @@ def route(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Ten
 
 
 def permute(experts: Tensor, first: int, count: int) -> Permutation:
-    """Sort the pairs of `experts` `[tokens, k]` that go to `first` up to `first + count`."""
+    """Sort the pairs of `experts` `[tokens, k]` with the experts `first` to `first + count`."""
     flat = experts.flatten().long() - first
     flat = torch.where((flat >= 0) & (flat < count), flat, count)
     order = flat.argsort(stable=True)
@@ -51,8 +49,8 @@ def permute(experts: Tensor, first: int, count: int) -> Permutation:
 
 
 def dispatch(x: Tensor, permutation: Permutation) -> Tensor:
-    """The rows of `x` `[tokens, width]` where their pairs lie: `[tokens * k, width]`; those behind the last
-    end are undefined."""
+    """The rows of `x` `[tokens, width]` in the order of their pairs: `[tokens * k, width]`; rows after the
+    last end are undefined."""
     tokens, k = permutation.rows.shape
     out = x.new_empty(tokens * k, x.shape[1])
     token, slot = (permutation.rows >= 0).nonzero(as_tuple=True)
@@ -61,17 +59,17 @@ def dispatch(x: Tensor, permutation: Permutation) -> Tensor:
 
 
 def combine(y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor:
-    """The weighted sum, in float32, of each token's rows of `y` `[pairs, width]`: `[tokens, width]`. Pairs
-    that are not here add nothing."""
+    """The weighted float32 sum of each token's rows of `y` `[pairs, width]`: `[tokens, width]`. Pairs of
+    other ranks add nothing."""
     here = permutation.rows >= 0
     rows = y[permutation.rows.clamp(min=0).flatten().long()].view(*permutation.rows.shape, y.shape[1]).float()
-    rows = torch.where(here[..., None], rows, 0.0)  # not weights of 0: what is undefined may be a NaN
+    rows = torch.where(here[..., None], rows, 0.0)  # weights of 0 would not do: undefined rows may be NaN
     return (rows * weights[..., None]).sum(1).to(y.dtype)
 
 
 def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's MLP of its rows of `x` `[pairs, hidden]`, in their dtype; those behind the last end are
-    undefined. `gate_up` is `[experts, 2 * width, hidden]`, `down` `[experts, hidden, width]`."""
+    """Each expert's MLP of its rows of `x` `[pairs, hidden]`, in the dtype of `x`; rows after the last end
+    are undefined. `gate_up` is `[experts, 2 * width, hidden]`, `down` `[experts, hidden, width]`."""
     out, begin = torch.empty_like(x), 0
     for expert, end in enumerate(ends.tolist()):
         if end > begin:

@@ -63,8 +63,8 @@ def add_rms_norm_(
     *,
     chained: bool = False,
 ) -> Tensor:
-    """Add `x` to `residual` `[rows, width]` in place; the norm of the sum, in `out` where it is given. `x` is
-    `[rows, width]`, or `[splits, rows, width]` in float32, whose sum over the splits counts."""
+    """Add `x` to `residual` `[rows, width]` in place; the norm of the sum, in `out` if given. `x` is `[rows,
+    width]`, or `[splits, rows, width]` float32, which is added up over the splits."""
     out = torch.empty_like(residual) if out is None else out
     _launch((x, residual, weight, out), eps, chained)
     return out

@@ -1,8 +1,8 @@
-"""RMS norm in torch (Zhang and Sennrich 2019, arXiv:1910.07467): the meaning of the op, and the CPU path.
+"""RMS norm in torch (Zhang and Sennrich 2019, arXiv:1910.07467): the reference, and the CPU path.
 
-`F.rms_norm` accumulates 16-bit inputs in float and rounds once at the end. It is one kernel on a GPU only; on
-a CPU it is the ops below, some copies and casts: measured on a Zen 3 core, 22 rows of 576, the sum included,
-42 us; spelt out 29 us, with the same bits.
+`F.rms_norm` accumulates 16-bit inputs in float and rounds once at the end. Only on a GPU it is one kernel; on
+a CPU it is the ops below plus copies and casts. Measured on a Zen 3 core, 22 rows of 576, with the sum: 42
+us; the ops below 29 us, with the same bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Rotation and KV write on a GPU, in Triton: from the joined q, k, v of a layer to rotated queries and to the
-paged cache, in one launch.
+"""Rotates q and k of a layer's joined q, k, v and writes K and V to the paged cache, in one Triton launch.
 
-One program a token and kv head: its query heads, its key, its value. Models that normalise each q and k head
-(Qwen3) do so here, in float32, rounded as the separate norm rounds.
+One program a token and KV head: its query heads, its key, its value. The norms of q and k heads (Qwen3) are
+computed here, too, in float32, rounded like the separate norm.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _halves(
     NORM: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Both halves of some heads `[heads, HALF]` in float32, normalised where NORM."""
+    """Both halves of some heads, `[heads, HALF]` float32, normalised if NORM."""
     d = tl.arange(0, HALF)
     inside = rows[:, None] & (d < DIM // 2)[None, :]
     at = source + heads[:, None] * DIM + d[None, :]
@@ -53,7 +52,7 @@ def _halves(
 
 @triton.jit
 def _keep(target: tl.tensor, value: tl.tensor, inside: tl.tensor) -> None:
-    """Write to the cache: in fp8 saturated, for it has no infinity."""
+    """Write to the cache; fp8 saturates, since it has no infinity."""
     if target.dtype.element_ty.is_fp8():
         value = tl.clamp(value.to(tl.float32), -448.0, 448.0, tl.PropagateNan.ALL)
     tl.store(target, value.to(target.dtype.element_ty), mask=inside)
@@ -131,18 +130,19 @@ def _rope_write(
 
 @dataclass(frozen=True, slots=True)
 class RopeInputs:
-    """Where the tokens of a step are: all `[tokens]` int32 but `rotations`, the table of `rope_table`."""
+    """Positions and slot mapping of a step's tokens, `[tokens]` int32; `rotations` is the table of
+    `rope_table`."""
 
     rotations: Tensor
     positions: Tensor
     slot_mapping: Tensor  # block * block_tokens + offset
     chained: bool = False  # see kernels.launch
-    dtype: torch.dtype | None = None  # of the queries; None: that of the cache
+    dtype: torch.dtype | None = None  # of the queries; None: the cache's
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights `[head_dim]` of the norms on each q and k head; None where the model has none."""
+    """Weights `[head_dim]` of the norms on each q and k head; None without them."""
 
     query: Tensor | None
     key: Tensor | None
@@ -152,9 +152,9 @@ class HeadNorms:
 def rope_write(
     qkv: Tensor, inputs: RopeInputs, norms: HeadNorms, kv: Tensor, layer: int, heads: int
 ) -> Tensor:
-    """Rotate the queries and keys of `qkv` `[tokens, (heads + 2 * kv_heads) * head_dim]`, write keys and
-    values of `layer` to `kv`; the queries `[tokens, heads, head_dim]`. Keys are rotated in `qkv`, too. It may
-    also be `[splits, tokens, ...]` in float32, whose sum counts; then it is kept."""
+    """Rotate the queries and keys of `qkv` `[tokens, (heads + 2 * kv_heads) * head_dim]`, and write keys and
+    values of `layer` to `kv`. Returns the queries `[tokens, heads, head_dim]`; keys are rotated in `qkv`,
+    too. The splits of a `qkv` `[splits, tokens, ...]` float32 are added up first; it stays unchanged."""
     _, layers, _, block_tokens, kv_heads, dim = kv.shape
     tokens, width = qkv.shape[-2:]
     query = torch.empty(tokens, heads, dim, dtype=inputs.dtype or kv.dtype, device=kv.device)

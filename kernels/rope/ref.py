@@ -3,9 +3,9 @@
     out[:half] = x[:half] * cos - x[half:] * sin
     out[half:] = x[half:] * cos + x[:half] * sin
 
-The table holds [cos cos | -sin sin], so that the rotation is two products and a sum over whole rows.
-Products and sum are separate ops on purpose: a fused multiply-add would round differently in the
-vector body and in the scalar tail of an eager op, and a row would depend on its place in the batch.
+The table holds [cos cos | -sin sin], so that the rotation is two products and a sum over whole rows. Products
+and sum are separate ops on purpose: a fused multiply-add would round differently in the vector body and in
+the scalar tail of an eager op, and a row's bits would depend on its index in the batch.
 """
 
 from __future__ import annotations

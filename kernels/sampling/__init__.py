@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, by counter-based random numbers."""
+"""These kernels choose tokens from logits, with counter-based random numbers."""
 
 from kernels.sampling.ref import GROUP_TOKENS, INVALID, draw, gumbel, keep_likely, penalize, philox
 

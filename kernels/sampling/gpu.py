@@ -1,21 +1,20 @@
-"""Sampling on a GPU, in Triton, is filters, the draw and the end of a slot, in two launches for any batch.
+"""Samples on a GPU, in Triton: filters, the draw and the end of a slot, in two launches for any batch.
 
-    1. groups of 256 logits each: their maximum and mass                            reads all logits once
-    2. one program a row: which group, which token; last token, done, id and done   reads what it needs
+    1. groups of 256 logits each: their maximum and mass                        reads all logits once
+    2. one program a row: choose group and token; update last token and done    reads few groups
 
-The draw is that of kernels.sampling.ref: one Gumbel noise chooses the group, one the token, from
+The draw is the one of kernels.sampling.ref: one Gumbel noise chooses the group, one the token, from
 Philox(seed, position, level), so it depends on neither batch nor slot.
 
-Filters come down to a least logit. The k-th largest of the group maxima is at most the k-th largest logit, so
-top-k and what top-p keeps of it lie in the few groups whose maximum is at least that; for top-p alone the
-same is tried with the 96 best groups. Their logits at or above that bound are the candidates, and the least
-one kept is found by bisection of its key: exact, no sort, no random number of rounds. Keys are the bits of a
-float32 in an order that integers have. A row whose filter keeps more than there is room for (a flat
-distribution, a large top-k) is bisected over all its logits, by the same program: slower, as exact.
+Each filter is a least logit. The k-th largest group maximum is at most the k-th largest logit, so top-k and
+its top-p lie in the few groups with a maximum of at least that; top-p alone tries the 96 best groups. Their
+logits from that bound on are the candidates, and bisection of a key finds the least kept one: exact, without
+a sort, in a bounded number of rounds. A key is a float32's bits as an integer of the same order. If a filter
+keeps more than CANDIDATES logits (a flat distribution, a large top-k), the same program bisects over all
+logits of the row: exact, but slower.
 
-A row whose largest logit is not finite (NaN counts as infinity, which the first pass writes down) has no
-token: it is INVALID, its slot is done, and it goes through the kernel as a greedy row does, which always
-ends.
+A row without a finite largest logit (the first pass stores infinity for NaN) has no token: it is INVALID, and
+its slot is done. The kernel treats it like a greedy row, which always ends.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from torch import Tensor
 from kernels.sampling.ref import GROUP_TOKENS, INVALID
 
 _PER_PROGRAM = 8  # groups of pass 1
-_TRIED = 96  # groups whose logits are candidates
-_CANDIDATES = 2048  # logits that it bisects
+_TRIED = 96  # groups with candidates
+_CANDIDATES = 2048  # logits to bisect
 _SCAN = 16  # groups read at a time
 _INVALID = tl.constexpr(INVALID)
 LOWEST = tl.constexpr(-0x7FFFFFFF)  # below the key of minus infinity
@@ -39,7 +38,7 @@ LOWEST = tl.constexpr(-0x7FFFFFFF)  # below the key of minus infinity
 
 @triton.jit
 def noise(seed: tl.tensor, index: tl.tensor, position: tl.tensor, LEVEL: tl.constexpr) -> tl.tensor:
-    """Standard Gumbel noise, as kernels.sampling.ref makes it."""
+    """Standard Gumbel noise, equal to kernels.sampling.ref."""
     zero = index * 0
     word, _, _, _ = tl.philox(seed, index, zero + position, zero + LEVEL, zero)
     uniform = ((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
@@ -55,7 +54,7 @@ def key_of(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def largest(keys: tl.tensor, low: tl.tensor, high: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """The largest key, `low` to `high`, that so many of `keys` reach."""
+    """The largest key from `low` to `high` that at least `count` of `keys` reach."""
     while low < high:
         middle = (low + high + 1) >> 1
         enough = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) >= count
@@ -67,7 +66,7 @@ def largest(keys: tl.tensor, low: tl.tensor, high: tl.tensor, count: tl.tensor) 
 def least_within(
     keys: tl.tensor, masses: tl.tensor, low: tl.tensor, high: tl.tensor, limit: tl.tensor
 ) -> tl.tensor:
-    """The least key, `low` to `high`, with less than `limit` of `masses` above it."""
+    """The least key from `low` to `high` with less than `limit` of `masses` above it."""
     while low < high:
         middle = (low + high) >> 1
         inner = tl.sum(tl.where(keys > middle.to(tl.int32), masses, 0.0), 0) < limit
@@ -86,7 +85,7 @@ def scan(
     GROUP: tl.constexpr,
     SCAN: tl.constexpr,
 ) -> tl.tensor:
-    """How many logits of a row are at or above the key `least`, and their mass relative to the largest."""
+    """The number of a row's logits at or above the key `least`, and their mass relative to the largest."""
     count, total = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float32)
     for first in range(0, groups, SCAN):
         token = (first + tl.arange(0, SCAN))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -138,10 +137,10 @@ def list_groups(
     groups: tl.tensor,
     GROUPS_PAD: tl.constexpr,
 ) -> tl.tensor:
-    """Write down the groups whose maximum reaches `bound`; how many they are."""
+    """List the groups with a maximum of at least `bound`; their number."""
     g = tl.arange(0, GROUPS_PAD)
     able = ((keys >= bound.to(tl.int32)) & (g < groups)).to(tl.int32)
-    tl.debug_barrier()  # what was listed before has been read
+    tl.debug_barrier()  # all reads of the list before have ended
     tl.store(listed + tl.cumsum(able, 0) - 1, g, mask=able > 0)
     tl.debug_barrier()
     return tl.sum(able, 0)
@@ -179,7 +178,7 @@ def draw_group(
     GROUP: tl.constexpr,
     SCAN: tl.constexpr,
 ) -> tl.tensor:
-    """The group drawn among those listed, by the mass of what reaches the key `least`."""
+    """Draw one of the listed groups, by the mass of its logits from the key `least` on."""
     top_score, chosen = tl.full([], -float("inf"), tl.float32), tl.full([], 0, tl.int32)
     for first in range(0, count, SCAN):
         group, value, inside = listed_logits(logits, listed, first, count, vocab, GROUP, SCAN)
@@ -353,25 +352,26 @@ def _choose(
     tl.store(ids + row, tl.where(before != 0, -1, answer))
     tl.store(dones + row, tl.where(before != 0, 2, ended))
     if before == 0:
-        tl.store(last_tokens + slot, tl.maximum(answer, 0))  # read though it is done: it must be a token
+        tl.store(last_tokens + slot, tl.maximum(answer, 0))  # must be a token: it is read again
         tl.store(done + slot, tl.where(ended != 0, 1, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """How each slot's tokens are chosen and when it ends: `[slots, ...]` each. State of it is changed."""
+    """How each slot's tokens are chosen and when it ends, `[slots, ...]` each. `choose` updates the last
+    two."""
 
     filters: Tensor  # [slots, 4] float32: temperature, top-k, top-p, min-p; temperature 0 is greedy
     seeds: Tensor  # int64, the bits of a uint64
     max_lengths: Tensor  # int32
-    stop_ids: Tensor  # [slots, stops] int32, -1 where there is none; stops a power of two
+    stop_ids: Tensor  # [slots, stops] int32, padded with -1; stops is a power of two
     last_tokens: Tensor  # int32
     done: Tensor  # int32
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Room of the kernels for up to `rows` rows."""
+    """Memory of the kernels for up to `rows` rows."""
 
     maxima: Tensor  # [rows, groups]
     masses: Tensor
@@ -388,7 +388,7 @@ class Chosen:
 
 
 def scratch(rows: int, vocab: int, device: torch.device) -> Scratch:
-    """Room for steps of up to `rows` rows."""
+    """Memory for steps of up to `rows` rows."""
     groups = triton.cdiv(vocab, GROUP_TOKENS)
     return Scratch(
         maxima=torch.empty(rows, groups, device=device),
@@ -401,9 +401,9 @@ def scratch(rows: int, vocab: int, device: torch.device) -> Scratch:
 def choose(
     logits: Tensor, slots: Tensor, positions: Tensor, choices: Choices, room: Scratch, chosen: Chosen
 ) -> None:
-    """A token for each row of `logits` `[rows, vocab]`: that of slot `slots[row]` for place `positions[row]`
-    of its sequence. Slots that are done get id -1 and done 2, as in a StepResult; others move on, or end with
-    id -1 and done INVALID."""
+    """A token for each row of `logits` `[rows, vocab]`, for slot `slots[row]` at position `positions[row]` of
+    its sequence. Done slots get id -1 and done 2, as in a StepResult; rows without a finite largest logit id
+    -1 and done INVALID."""
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, GROUP_TOKENS)
     _groups[(rows, triton.cdiv(groups, _PER_PROGRAM))](

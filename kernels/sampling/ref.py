@@ -1,15 +1,14 @@
-"""Sampling in torch is penalties, filters, and a draw by the Gumbel-max trick.
+"""Sampling in torch: penalties, filters, and a draw by the Gumbel-max trick.
 
-The draw has two levels. The largest of `logit + Gumbel` over a group of tokens is distributed as
-`logsumexp(group) + Gumbel`, and which token attains it does not depend on its size (Gumbel max-stability;
-Maddison et al. 2014, arXiv:1411.0030). So one noise per group of 256 tokens chooses the group, and one per
-token of that group the token: exact, and 448 Philox calls in place of 49,152 for the default model.
+The draw has two levels. The largest `logit + Gumbel` of a group of tokens is distributed as `logsumexp(group)
++ Gumbel`, and its token does not depend on its size (Gumbel max-stability; Maddison et al. 2014,
+arXiv:1411.0030). So one noise per group of 256 tokens chooses the group, and one per token of that group the
+token: exact, and 448 Philox calls instead of 49,152 for the default model.
 
 Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with the
 sequence's seed as key and the counter (index, position, level): index is the token at level 0 and the group
-at level 1, position the place of the new token in its sequence. Random numbers are a function of a key and a
-counter and have no state: a draw does not depend on the batch, the slot, the step, or on what was drawn
-before.
+at level 1, position that of the new token in its sequence. Random numbers are a function of key and counter
+without state, so a draw does not depend on the batch, the slot, the step or earlier draws.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SORTED = (256, 2048)  # largest logits sorted for a top-k up to this, else all:
 _BINS, _BINS_PER_UNIT = 4096, 128  # for top-p: down to 32 below the largest logit, e^-32 of its probability
 _LEVEL_TOKEN, _LEVEL_GROUP = 0, 1
 
-# Of Philox.
+# Constants of Philox.
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _MUL_A, _MUL_B = 0xD2511F53, 0xCD9E8D57
@@ -32,7 +31,7 @@ _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 
 
 def penalize(logits: Tensor, seen: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
-    """Logits `[rows, vocab]` less likely where a token occurred. Only those tokens are computed.
+    """Logits `[rows, vocab]` with penalties for the tokens in `seen`. Only those are computed.
 
     `seen` `[rows, vocab]`, bool: in the prompt or the output. `counts` `[rows, vocab]`: times in the output.
     `penalties` `[rows, 3]`: repetition (divides a positive logit, multiplies a negative one; Keskar et al.
@@ -48,9 +47,9 @@ def penalize(logits: Tensor, seen: Tensor, counts: Tensor, penalties: Tensor) ->
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Logits `[rows, vocab]` with minus infinity at every token that a filter drops.
 
-    Filters apply one after the other: `top_k` (int64, 0 = off), then `top_p` on what is left, renormalised
-    (the smallest set of most likely tokens with at least this mass), then `min_p` (relative to the likeliest
-    token). Each comes down to a least logit, so tokens of equal logit stay or go together.
+    Filters apply one after the other: `top_k` (int64, 0 = off), then `top_p` on the rest, renormalised (the
+    smallest set of most likely tokens with at least this mass), then `min_p` (relative to the likeliest
+    token). Each is a least logit, so tokens of equal logits are kept or dropped together.
     """
     least = logits.amax(-1) + torch.log(min_p)  # log(0) = -inf: off
     by_k, by_p = top_k > 0, (top_k == 0) & (top_p < 1)
@@ -64,7 +63,7 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
 
 
 def _least_of_top_k(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least logit that top-k, then top-p keep, `[rows]`, from as few sorted logits as hold top-k."""
+    """The least logit that top-k, then top-p keep, `[rows]`; sorts the largest logits only."""
     vocab = logits.shape[-1]
     top_k = top_k.clamp(max=vocab)
     least, below = torch.empty_like(top_p), 0
@@ -89,10 +88,10 @@ def _least_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _least_of_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """The least logit that top-p keeps, `[rows]`, without sorting the vocabulary.
 
-    A token is kept if the tokens likelier than it have less than `top_p` of the mass. Mass is summed by
-    bins of like logits; the least token kept lies in the last bin with less than `top_p` before it, and
-    only the tokens of that bin are sorted. Measured on one Zen 3 core, 32 rows of 49,152 flat logits:
-    15 ms, sorted 136 ms.
+    A token is kept if the likelier tokens have less than `top_p` of the mass. Mass is summed by bins of
+    similar logits; the least kept token is in the last bin with less than `top_p` before it, and only the
+    tokens of that bin are sorted. Measured on one Zen 3 core, 32 rows of 49,152 flat logits: 15 ms, with a
+    sort 136 ms.
     """
     mass = logits.softmax(-1).double()
     below = logits.amax(-1, keepdim=True) - logits
@@ -110,11 +109,11 @@ def _least_of_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     before = before - before[torch.searchsorted(row, row)] + before_bin.gather(1, last)[row, 0]
     candidates = torch.where(before < top_p[row], logit, torch.inf)
     least = torch.full_like(top_p, torch.inf).scatter_reduce_(0, row, candidates, "amin")
-    return torch.where(least < torch.inf, least, -torch.inf)  # an empty bin is the very last: all are kept
+    return torch.where(least < torch.inf, least, -torch.inf)  # only the last bin can be empty: keep all
 
 
 def _rows(logits: Tensor, rows: Tensor) -> Tensor:
-    """Some rows in rising order; without a copy, which costs as much as a filter, when that is all."""
+    """Some rows in rising order; all rows without a copy, which costs as much as a filter."""
     return logits if len(rows) == len(logits) else logits[rows]
 
 
@@ -139,8 +138,8 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: int) -> Tensor:
-    """Word 0 of the block at counter (c0, c1, c2, 0) for key `seed`: uint32 values in int64. Words are those
-    of Triton's `tl.philox(seed, c0, c1, c2, c3)`: the key is the seed's low and high half.
+    """Word 0 of the block at counter (c0, c1, c2, 0) for key `seed`: uint32 values in int64. Equal to
+    Triton's `tl.philox(seed, c0, c1, c2, c3)`: the key is the seed's low and high half.
 
     `seed`, `c0` and `c1` are int64 and broadcast together; a seed is the bits of a uint64.
     """

@@ -1,1 +1,1 @@
-"""Executor: owns device memory. Runs the plans of the scheduler, never decides who runs."""
+"""The executor computes the plans of its scheduler on one engine."""

@@ -1,8 +1,9 @@
-"""The executor actor takes messages from its mailbox to the device thread and sends results to the scheduler.
+"""The executor actor passes messages from its mailbox to the device thread and sends results to the
+scheduler.
 
-An executor has one scheduler, of its own model. It says hello with empty slots until that scheduler welcomes
-this incarnation of its device state; a restarted or lost scheduler, a lost stream or a reset makes a new
-incarnation.
+The launcher builds it (`build`). It serves one scheduler of its own model. With empty slots it sends
+ExecHello until that scheduler welcomes this incarnation of its device state; a restarted or lost scheduler, a
+lost stream or a reset starts a new incarnation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from services.executor.device_thread import DeviceThread, Reset, checked_slot
 from services.executor.engine import Alarm, Backend, BackendInfo, GrammarNews, open_error, plan_error
@@ -43,7 +43,7 @@ from shared.vocab.files import resolve
 log = logging.getLogger("headrace.executor")
 
 STOP_TIMEOUT_S = 5.0
-STUCK_US = 120_000_000  # far above any step; a process whose device call never returns must be replaced
+STUCK_US = 120_000_000  # far above any step: the device call never returns, so the process must be replaced
 MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the engine's
 SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
 OURS = "headrace.executor"
@@ -51,7 +51,7 @@ _US = 1e6
 
 
 class ExecutorActor(Actor):
-    """Runs what the scheduler plans."""
+    """Runs the plans of its scheduler, see the module."""
 
     kind = "executor"
 
@@ -62,7 +62,8 @@ class ExecutorActor(Actor):
         alarm: Alarm | None = None,
         news: GrammarNews | None = None,
     ) -> None:
-        """`alarm` is what the engine rings, `news` whom it tells of grammars."""
+        """`alarm` and `news` are shared with the engine: its death, and the end of a grammar's
+        compilation."""
         self._build_backend = build_backend
         self._host_id = host_id
         self._alarm = alarm or Alarm()
@@ -71,7 +72,7 @@ class ExecutorActor(Actor):
         self._arenas: ArenaTransfers | None = None  # since the engine is built
         self._scheduler = ""  # kind.id
         self._welcomed = False
-        self._kept_out = ""  # why the scheduler lets others serve
+        self._kept_out = ""  # why the scheduler refuses this executor
         self._exec_epoch = 0
         self._last_step = 0
         self._steps = 0
@@ -95,11 +96,11 @@ class ExecutorActor(Actor):
 
         def on_result(result: StepResult) -> None:
             assert self._arenas is not None, "a step before the engine was built"
-            loop.call_soon_threadsafe(take_result, result)  # ahead of any copy that waits for the step
+            loop.call_soon_threadsafe(take_result, result)  # before copies that wait for it
             self._arenas.stepped(result.exec_epoch, result.step)
 
         def on_grammar(news: GrammarReady | GrammarFailed) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(take_grammar, news)
 
         self._grammar_news.report = on_grammar
@@ -112,10 +113,10 @@ class ExecutorActor(Actor):
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         if source != self._scheduler:
-            return  # of a scheduler that this executor does not belong to (any more)
+            return  # from a scheduler that this executor has left, or never joined
         match message:
             case ExecWelcome(exec_epoch=epoch):
-                if epoch == self._exec_epoch:  # else of an earlier one
+                if epoch == self._exec_epoch:  # else it welcomes an earlier incarnation
                     self._welcomed, self._kept_out = True, ""
             case ExecRefused(exec_epoch=epoch, why=why) if epoch == self._exec_epoch:
                 if why != self._kept_out:
@@ -160,7 +161,7 @@ class ExecutorActor(Actor):
                 raise EngineError(f"a {what} has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
         if self._scheduler:
             self._send_hello()
-        elif self._backend is not None:  # the last requests of one that drains need an executor, too
+        elif self._backend is not None:  # a draining scheduler needs an executor for its last requests
             for draining in self._mailbox.peers.draining("scheduler", self._backend.info.model)[:1]:
                 self._choose_scheduler(draining)
 
@@ -178,10 +179,22 @@ class ExecutorActor(Actor):
 
     @property
     def metrics(self) -> Metrics:
+        """`device.idle` is the time that the device thread waited for a plan: its share of `device.idle` +
+        `device.busy` is the idle share under load. It grows when the plan comes, so not while no plan
+        comes."""
         if self._arenas is None:
             return ()
-        counts = StepCounts(self._steps, self._failed_steps, len(self._open_slots))
-        return metric_points(counts, self._device, self._arenas)
+        device = self._device
+        return [
+            MetricPoint(f"{OURS}.steps", self._steps, "{step}", is_counter=True),
+            MetricPoint(f"{OURS}.failed_steps", self._failed_steps, "{step}", is_counter=True),
+            MetricPoint(f"{OURS}.open_slots", len(self._open_slots), "{slot}"),
+            MetricPoint(f"{OURS}.plans_queued", device.queued, "{plan}"),
+            MetricPoint(f"{OURS}.device.busy", device.busy_us / _US, "s", is_counter=True),
+            MetricPoint(f"{OURS}.device.idle", device.idle_us / _US, "s", is_counter=True),
+            MetricPoint(f"{OURS}.copies_queued", self._arenas.queued, "{copy}"),
+            *_copy_metrics(self._arenas),
+        ]
 
     def status(self) -> dict[str, object]:
         if self._backend is None or self._arenas is None:
@@ -205,24 +218,24 @@ class ExecutorActor(Actor):
         }
 
     async def drain(self) -> None:
-        """The scheduler places nothing here any more; what runs may end."""
+        """Wait for the open slots to close; the scheduler places no new sequences on a draining executor."""
         await self._empty.wait()
 
     async def stop(self) -> None:
-        within_s = 0.0 if self._alarm.why else STOP_TIMEOUT_S  # what an engine that is gone was at never ends
+        within_s = 0.0 if self._alarm.why else STOP_TIMEOUT_S  # a dead engine's work never ends: do not wait
         if self._arenas is not None:
             await asyncio.to_thread(self._arenas.close, within_s)
         if self._backend is not None:
             await asyncio.to_thread(self._device.join, within_s)
 
     def _choose_scheduler(self, scheduler: str) -> None:
-        """Start over as an executor of this scheduler; "" for none."""
+        """Start a new incarnation for this scheduler; "" for none."""
         self._scheduler = f"scheduler.{scheduler}" if scheduler else ""
         self._begin_incarnation()
 
     def _begin_incarnation(self) -> None:
-        """Empty slots and a new number for them; the scheduler must welcome it first. What still copies
-        blocks for the incarnation before ends before it is announced."""
+        """Empty the slots and number them anew. ExecHello announces the incarnation once the copies of the
+        one before have ended."""
         if self._arenas is None:
             return
         self._exec_epoch = epoch = max(self._mailbox.clock.wall_us(), self._exec_epoch + 1)
@@ -237,7 +250,7 @@ class ExecutorActor(Actor):
 
     def _send_hello(self) -> None:
         if self._backend is None or self._arenas is None or not self._arenas.idle:
-            return  # once it is quiet, this is called again
+            return  # the end of the copies calls this again
         if self._scheduler and not self._welcomed:
             hello = hello_of(self._backend.info, self._mailbox.actor, self._exec_epoch, self._host_id)
             self._mailbox.send(self._scheduler, hello)
@@ -253,7 +266,7 @@ class ExecutorActor(Actor):
                     self._device.put(message)
                 elif epoch == self._exec_epoch and step > self._last_step:
                     log.error("step %d was planned, step %d expected", step, self._last_step + 1)
-                    self._begin_incarnation()  # the plans between will never come
+                    self._begin_incarnation()  # the plans between are lost
             case SlotOpen() if error := open_error(message, info):
                 self._device.refuse(error)
             case SlotOpen(slot=slot):
@@ -269,12 +282,12 @@ class ExecutorActor(Actor):
                 self._arenas.copy(message)
 
     def _on_grammar(self, news: GrammarReady | GrammarFailed) -> None:
-        if news.slot in self._open_slots:  # of an earlier use of the slot: its generation says so
+        if news.slot in self._open_slots:  # the scheduler compares the generation: the slot may be reused
             self._mailbox.send(self._scheduler, news)
 
     def _on_result(self, result: StepResult) -> None:
         if result.exec_epoch != self._exec_epoch:
-            return  # of slots that are gone
+            return  # the step belongs to an earlier incarnation
         self._steps += 1
         self._failed_steps += bool(result.error)
         self._failed_in_a_row = self._failed_in_a_row + 1 if result.error else 0
@@ -285,9 +298,8 @@ class ExecutorActor(Actor):
 
 
 def scheduler_for(peers: Peers, model: str) -> str:
-    """The scheduler of a model that a new executor belongs to, "" without one: before all others one that has
-    requests and nobody to compute them, then the one that most executors have chosen, so that a second one
-    stands by."""
+    """The scheduler of `model` that a new executor joins, "" without one. First a scheduler with requests and
+    no executor, then the one with the most executors: a second scheduler stands by."""
     served = peers.executors_of(model)
 
     def rank(actor: str) -> tuple[bool, int, str]:
@@ -299,7 +311,7 @@ def scheduler_for(peers: Peers, model: str) -> str:
 
 
 def build(settings: Settings) -> ExecutorActor:
-    """The executor that the configuration asks for. Its engine is built on the device thread."""
+    """The executor of this configuration. Its engine is built on the device thread."""
     alarm, news = Alarm(), GrammarNews()
     return ExecutorActor(engine_builder(settings, alarm, news), settings.host_id, alarm, news)
 
@@ -307,8 +319,8 @@ def build(settings: Settings) -> ExecutorActor:
 def engine_builder(
     settings: Settings, alarm: Alarm | None = None, news: GrammarNews | None = None
 ) -> Callable[[], Backend]:
-    """A function that builds the engine; it runs on the device thread and may take seconds. An engine that
-    can be gone while this process lives rings the alarm."""
+    """A function that builds the engine; it runs on the device thread and may take seconds. An engine of
+    several processes rings `alarm` when one of them dies. Raises SetupError."""
     if settings.backend == "sim":
         return lambda: _sim(settings)
     return lambda: _torch(settings, alarm or Alarm(), news or GrammarNews())
@@ -334,7 +346,6 @@ def _sim(settings: Settings) -> Backend:
 
 
 def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
-    """torch is imported only here, and only when needed."""
     device, ranks = settings.device_and_ranks
     try:
         from services.executor.checkpoint.loader import TorchOptions, device_of
@@ -380,8 +391,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
 
 
 def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) -> ExecHello:
-    """The message by which an executor introduces an incarnation of its device state: the facts of its engine
-    as the scheduler needs them."""
+    """The message that announces an incarnation, with the engine's facts that the scheduler plans with."""
     return ExecHello(
         executor=executor,
         exec_epoch=exec_epoch,
@@ -404,33 +414,6 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
         max_stop_ids=info.max_stop_ids,
         model_digest=info.model_digest,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """What the actor itself counts."""
-
-    steps: int
-    failed_steps: int
-    open_slots: int
-
-
-def metric_points(counts: StepCounts, device: DeviceThread, arenas: ArenaTransfers) -> Metrics:
-    """What an executor shows of itself as metrics: how busy its device is, and what it copies.
-
-    `device.idle` is the time that the device thread waited for a plan: over the sum of `device.idle` and
-    `device.busy` it gives the idle share under load. It is counted when the plan comes, so it stands still
-    while nobody asks for anything."""
-    return [
-        MetricPoint(f"{OURS}.steps", counts.steps, "{step}", is_counter=True),
-        MetricPoint(f"{OURS}.failed_steps", counts.failed_steps, "{step}", is_counter=True),
-        MetricPoint(f"{OURS}.open_slots", counts.open_slots, "{slot}"),
-        MetricPoint(f"{OURS}.plans_queued", device.queued, "{plan}"),
-        MetricPoint(f"{OURS}.device.busy", device.busy_us / _US, "s", is_counter=True),
-        MetricPoint(f"{OURS}.device.idle", device.idle_us / _US, "s", is_counter=True),
-        MetricPoint(f"{OURS}.copies_queued", arenas.queued, "{copy}"),
-        *_copy_metrics(arenas),
-    ]
 
 
 def _copy_metrics(arenas: ArenaTransfers) -> Iterator[MetricPoint]:

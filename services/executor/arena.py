@@ -1,8 +1,7 @@
-"""A host's L1 arena as an executor sees it: the shared-memory segment of kv_offload, mapped read-write.
+"""An executor maps a host's L1 arena, the shared-memory segment of kv_offload, read-write.
 
-By open + mmap and not by Python's SharedMemory, which deletes a segment when a reader ends. A name is
-never used twice, since it ends with its generation: a mapping is of that generation, also when the file
-is long unlinked.
+It uses open + mmap: Python's SharedMemory deletes a segment when a reader ends. A name ends with its
+generation and is never used twice, so a mapping stays valid for its generation after the file is unlinked.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ SHM = Path("/dev/shm")
 
 
 class ArenaError(HeadraceError):
-    """An arena cannot be mapped, or is not what its name says."""
+    """An arena cannot be mapped, or its name does not fit its generation."""
 
     code, type = 500, "arena_error"
 
 
 class Arena:
-    """A mapping of one generation. `close` it when nothing uses `view` any more."""
+    """A mapping of one generation. Call `close` when nothing uses `view` any more."""
 
     def __init__(self, name: str, generation: int) -> None:
         """Map `/dev/shm/<name>`. Raises ArenaError."""
@@ -47,8 +46,8 @@ class Arena:
             raise ArenaError(f"cannot map the arena {name} of {self.size_bytes} bytes: {error}") from error
 
     def range_error(self, offsets: Sequence[int], block_bytes: int) -> str:
-        """Why blocks at these offsets cannot be copied; empty when they can. A segment that has shrunk
-        would kill the process that touches its end."""
+        """Why blocks at these offsets cannot be copied; empty when they can. Access beyond the end of a
+        shrunken segment would kill the process (SIGBUS)."""
         if min(offsets) < 0 or max(offsets) + block_bytes > self.size_bytes:
             return f"an offset is outside the arena of {self.size_bytes} bytes"
         if (now_bytes := os.fstat(self._file).st_size) < self.size_bytes:
@@ -56,6 +55,6 @@ class Arena:
         return ""
 
     def close(self) -> None:
-        """Unmap. Raises BufferError while somebody still has a view of it."""
+        """Unmap. Raises BufferError while a view of it exists."""
         self.view.close()
         os.close(self._file)

@@ -3,10 +3,10 @@
     loop thread:   SlotOpen, StepPlan n, StepPlan n+1, SlotClose ... ──▶ queue
     device thread: take -> forward -> sample -> StepResult ──▶ loop thread
 
-With two plans queued, the next step starts while the result of the last is still on its way. A step with
-rows whose tokens need the host is sampled on the host thread instead, and what follows it meanwhile, too. So
-is a step whose sampling an engine has queued behind its forward: the lane waits for the ids, and the next
-plan of the same slots is queued on the device before the ids come.
+With two plans queued, the next step starts while the result of the last one travels. The host thread samples
+a step with host-fed rows, and every step while another is there. Where the engine has
+queued the sampling after the forward, the host thread waits for the ids, while the device thread queues the
+next plan of the same slots. ExecutorActor creates it and puts the work.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ MAX_ERROR_CHARS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget every slot; then call `done` on the device thread: the steps before it are over."""
+    """Forget every slot once the steps before have ended, then call `done` on the device thread."""
 
     done: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Something that the engine must not see; the next step fails with this error."""
+    """In place of a plan or slot that must not reach the engine: the next step fails with this error."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedSlot:
-    """A slot for a sequence that the engine must not see: each of its rows is a row error."""
+    """A slot of a sequence that the engine cannot compute: each of its rows is a row error."""
 
     opened: SlotOpen
     why: str
 
 
 def checked_slot(opened: SlotOpen, info: BackendInfo) -> SlotOpen | RejectedSlot:
-    """The slot as a device thread may be given it."""
+    """`opened`, or RejectedSlot for a sequence that the engine cannot compute."""
     error = sequence_error(opened, info)
     return RejectedSlot(opened, ROW_REFUSED + error) if error else opened
 
@@ -66,8 +66,7 @@ Deliver = Callable[[StepResult], None]
 
 
 class DeviceThread:
-    """Owns the backend. `deliver` is called with each result in step order, on the device thread or on the
-    host thread."""
+    """Owns the backend. It calls `deliver` with each result in step order, on its own or the host thread."""
 
     def __init__(self, build: Callable[[], Backend], clock: Clock, deliver: Deliver) -> None:
         self._build = build
@@ -76,19 +75,20 @@ class DeviceThread:
         self._work: queue.SimpleQueue[tuple[int, Work]] = queue.SimpleQueue()  # with its arrival
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._on_built: Callable[[Backend | BaseException], None] = lambda built: None
-        self._broken: Exception | None = None  # what a slot's opening or closing met
+        self._broken: Exception | None = None  # the next step fails with it
         self._host_thread = HostThread()
-        self._staged = False  # a pipeline: the last stage of a step runs under the first of the next
+        self._staged = False  # a pipeline: a step's last stage runs while the next step's first one does
         self._host_fed: set[int] = set()  # slots with logits processors
-        self._rejected: dict[int, str] = {}  # slots whose sequence could not be opened, and why
+        self._rejected: dict[int, str] = {}  # why a slot's rows are errors
         self._began_us = 0
         self.busy_us = 0
         self.idle_us = 0
-        self._ended_us = 0  # when the last step's result was there
-        self.published_us = 0  # set by who publishes: see StepResult
+        self._ended_us = 0  # when the last step ended
+        self.published_us = 0  # the actor sets it: see StepResult
 
     def start(self, on_built: Callable[[Backend | BaseException], None]) -> None:
-        """Build and warm the backend on the device thread; `on_built` is called there with it."""
+        """Build and warm up the backend on the device thread, then call `on_built` there with it or its
+        error."""
         self._on_built = on_built
         self._thread.start()
 
@@ -97,7 +97,7 @@ class DeviceThread:
         self._work.put((self._clock.now_us(), work))
 
     def refuse(self, error: str) -> None:
-        """Make the next step fail with this flaw, if there is one."""
+        """Make the next step fail with `error`, unless it is empty."""
         if error:
             self.put(Refused(EngineError(error)))
 
@@ -112,7 +112,7 @@ class DeviceThread:
 
     @property
     def since_us(self) -> int:
-        """When the oldest step that has no result yet began, 0 between steps."""
+        """When the oldest step without a result began, 0 between steps."""
         return self._host_thread.since_us or self._began_us
 
     def _run(self) -> None:
@@ -134,7 +134,7 @@ class DeviceThread:
         while True:
             waited_from_us = self._clock.now_us()
             arrived_us, work = self._work.get()
-            if not self._host_thread.busy:  # else the device works on what was queued before
+            if not self._host_thread.busy:  # else the device works on an earlier step
                 wait_us += max(self._clock.now_us() - max(waited_from_us, self._ended_us), 0)
             if work is None:
                 return
@@ -158,7 +158,7 @@ class DeviceThread:
         if host_fed or step.answered or self._host_thread.busy or self._staged:
             if not step.answered:
                 self.busy_us += self._clock.now_us() - began_us
-            fenced = () if step.answered else plan.sample_slots  # what is queued on the device comes in order
+            fenced = () if step.answered else plan.sample_slots  # the device's queue keeps the order
             self._host_thread.put(fenced, began_us, lambda: self._finish(step, began_us))
             self._began_us = 0
         else:
@@ -168,7 +168,7 @@ class DeviceThread:
     def _finish(self, step: Step, began_us: int = 0) -> None:
         result = step.finish(self.published_us, self._ended_us)
         ended_us = self._clock.now_us()
-        if step.answered and began_us:  # queued behind the one before, it began when that ended
+        if step.answered and began_us:  # queued on the device, it starts when the step before ends
             self.busy_us += ended_us - max(began_us, self._ended_us)
         self._ended_us = ended_us
         if not self._host_thread.busy:
@@ -178,8 +178,7 @@ class DeviceThread:
     def _set_slots(
         self, backend: Backend, work: SlotOpen | RejectedSlot | SlotClose | Reset | Refused
     ) -> None:
-        """An error here has no answer of its own: one of a sequence becomes that of its rows, any other that
-        of the next step."""
+        """These works have no result: an error of a sequence fails its rows, any other the next step."""
         try:
             match work:
                 case SlotOpen():
@@ -207,7 +206,7 @@ class DeviceThread:
             self._host_fed.add(opened.slot)
         try:
             backend.open_slot(opened)
-        except Exception as error:  # noqa: BLE001 - of this sequence, say no memory for its penalties
+        except Exception as error:  # noqa: BLE001 - it fails this sequence, e.g. no memory for its penalties
             self._reject(backend, opened, f"the slot cannot be opened: {type(error).__name__}: {error}")
 
     def _reject(self, backend: Backend, opened: SlotOpen, why: str) -> None:
@@ -216,19 +215,18 @@ class DeviceThread:
         self._rejected[opened.slot] = cut_why(why)
 
     def _free(self, slot: int) -> None:
-        """Wait until no step samples the slot, and forget what is known of it here."""
+        """Wait until no step samples the slot, then forget its state here."""
         self._host_thread.wait_for((slot,))
         self._host_fed.discard(slot)
         self._rejected.pop(slot, None)
 
 
 class Step:
-    """One step on its way: its forward, then its sampling, perhaps on another thread, and the times they
-    took.
+    """One step: its forward, then its sampling (perhaps on another thread), and the times of both.
 
         plan arrives ── queued ──▶ start ── forward ──▶ (host thread) ── processors ── sample ──▶ end
 
-    An engine's error in either half becomes the error of the result."""
+    An engine's error in either becomes the error of the result."""
 
     def __init__(
         self,
@@ -240,8 +238,8 @@ class Step:
         queued_us: int = 0,
         rejected: Mapping[int, str] | None = None,
     ) -> None:
-        """`wait_us`: the device had nothing to do before; `queued_us`: the plan lay here; `rejected`: slots
-        whose rows are errors, and why."""
+        """`wait_us`: how long the device was idle before; `queued_us`: how long the plan waited; `rejected`:
+        why the rows of a slot are errors."""
         self._backend = backend
         self._plan = plan
         self._clock = clock
@@ -253,7 +251,7 @@ class Step:
         self._error: Exception | None = None
 
     def forward(self, refused: Exception | None = None) -> None:
-        """Run the forward half, unless the step was `refused`."""
+        """Run the forward pass, unless the step was `refused`."""
         self._error = refused
         if refused is not None:
             return
@@ -269,8 +267,8 @@ class Step:
         return self._pending is not None and self._pending.answer is not None
 
     def finish(self, published_us: int = 0, before_us: int = 0) -> StepResult:
-        """Choose the tokens; the result of the step. `published_us`: see StepResult. `before_us`: when the
-        step before ended; one that was queued behind it began then."""
+        """Choose the tokens; the step's result. `published_us`: see StepResult. `before_us`: when the step
+        before ended; a step with queued sampling starts then."""
         if self._pending is None:
             return self._failed(self._error)
         if self.answered and (waited_us := before_us - self._start_us) > 0:

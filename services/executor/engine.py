@@ -1,15 +1,13 @@
-"""An engine runs plans behind `Backend`; SimBackend and TorchBackend pass the same contract tests.
+"""The protocol of engines (`Backend`) and the validation of plans. All engines pass one contract test.
 
-Every method of an engine is called from one thread, the device thread, in the order of the messages, but
-`sample`: it may run on the host thread, of one step at a time and in step order, while the device thread goes
-on. Whatever the device thread then forwards, opens or closes is of other slots than those sampled: both
-threads write entries of their own slots in state that they share. Plans are strictly ordered by step. The
-methods of its copier belong to a third thread, the copy worker (services.executor.kv_transfer.worker).
+The device thread calls every method, in the order of the messages. Only `sample` may run on the host thread:
+one step at a time, in step order, while the device thread forwards, opens and closes other slots. So each
+thread writes only the entries of its own slots in the state that both share. Plans are strictly ordered by
+step. The copier's methods belong to a third thread, the copy worker (services.executor.kv_transfer.worker).
 
-`plan_error`, `open_error`, `sequence_error` and `copy_error` find what must not reach an engine: slots that
-are not open, blocks, positions and tokens that do not exist. On a device such an index kills the process or
-writes into another sequence's memory; here it costs the step, the sequence that brings it, or the copy. They
-are called on the event loop, while the device computes.
+`plan_error`, `open_error`, `sequence_error` and `copy_error` reject slots that are not open, and blocks,
+positions and tokens that do not exist. On a device such an index kills the process or writes into another
+sequence's memory; here it fails the step, the sequence or the copy. The event loop calls them.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.cuda import Event
 
-WARM_ROWS = 64  # matrix products are compiled up to here: larger steps take so long that it does not show
-MAX_SEGMENTS = 32  # pieces: of some four layers
+WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
+MAX_SEGMENTS = 32  # about four layers
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
-COMPUTE, COMM = (0, 1), (2, 3)  # the lanes of A and B, see shared.messages.SEGMENT_LANES
+COMPUTE, COMM = (0, 1), (2, 3)  # of micro-batches A and B, see shared.messages.SEGMENT_LANES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,45 +63,44 @@ class BackendInfo:
     slots: int
     max_step_tokens: int
     max_context: int
-    stages: int = 1  # of a pipeline: so many steps are computed at once
-    two_stream_tokens: int = 0  # see ExecHello
-    max_stop_ids: int = 0  # likewise
-    reports_grammars: bool = False  # likewise
-    model_digest: str = ""  # likewise
+    stages: int = 1  # of a pipeline: it computes as many steps at once
+    two_stream_tokens: int = 0  # this and the next three: see ExecHello
+    max_stop_ids: int = 0
+    reports_grammars: bool = False
+    model_digest: str = ""
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence that its cache holds."""
+        """Tokens of the longest sequence that the engine can hold."""
         return min(self.max_context, self.blocks * self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some compute or talk of a half of a step: when it began, from the step's start on, and how long it
-    took."""
+    """A span of one micro-batch's compute or collectives."""
 
-    lane: int
-    from_us: int
+    lane: int  # see COMPUTE and COMM
+    from_us: int  # since the step's start
     took_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A step between its forward and its sampling: what `forward` returns and `sample` takes, once."""
+    """A step between its forward and its sampling: `forward` returns it, `sample` takes it once."""
 
     plan: StepPlan
     logits: Tensor | None = None  # [samples, vocab]
     padding_rows: int = 0
-    forwarded: Event | None = None  # marks the forward's end on a GPU; with an answer, the sampling's
+    forwarded: Event | None = None  # the forward's end on a GPU; with an answer, the end of sampling
     answer: Tensor | None = None  # ids and done [2, rows]: sampling is queued already, `sample` only waits
     tokens: tuple[Ints, ...] = ()  # with an answer: the host records of its slots
-    due_s: float = 0.0  # sim: when the forward ends, on the monotonic clock
-    segments: Callable[[], tuple[Segment, ...]] = tuple  # of a step in halves, once it has ended
+    due_s: float = 0.0  # simulated engine: when the forward ends, on the monotonic clock
+    segments: Callable[[], tuple[Segment, ...]] = tuple  # of a split step, once it has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Sampled ids of one step, row for row as `StepPlan.sample_slots`. See StepResult."""
+    """The result of one step, row for row as `StepPlan.sample_slots`. See StepResult."""
 
     ids: Ints
     done: Ints
@@ -114,17 +111,17 @@ class StepOutput:
     top_logprobs: Floats = field(default_factory=floats)
     host_us: int = 0  # logits processors
     row_errors: tuple[tuple[int, str], ...] = ()
-    segments: tuple[Segment, ...] = ()  # of a step in halves
+    segments: tuple[Segment, ...] = ()  # of a split step
 
 
 @dataclass(slots=True)
 class Alarm:
-    """Why an engine is gone, empty while it is there: set once, on any thread. Its steps then never end."""
+    """Why an engine has died, empty while it lives. Set once, on any thread. Its pending steps never end."""
 
     why: str = ""
 
     def ring(self, why: str) -> None:
-        """The engine is gone."""
+        """Report the engine's death; the first reason stays."""
         self.why = self.why or why
 
 
@@ -132,12 +129,12 @@ ReportGrammar = Callable[[GrammarReady | GrammarFailed], None]
 
 
 def ignore_grammar_news(news: GrammarReady | GrammarFailed) -> None:
-    """A ReportGrammar of an engine that is asked nothing."""
+    """A ReportGrammar for engines that compile no grammars."""
 
 
 @dataclass(slots=True)
 class GrammarNews:
-    """Whom an engine tells that a grammar has been compiled: set once, before it is built."""
+    """Where an engine reports compiled grammars. The actor sets `report` before the engine is built."""
 
     report: ReportGrammar = ignore_grammar_news
 
@@ -151,67 +148,65 @@ def no_yield(took_s: float) -> bool:
 
 
 class Copier(Protocol):
-    """Moves whole KV blocks between an engine and the host's arena, while steps run. Nobody else writes or
-    reads the blocks of a load, or writes those of a store, until `finish` returns."""
+    """Moves whole KV blocks between an engine and the host's arena, while steps run. Until `finish` returns,
+    nothing else writes the blocks of a store, or reads or writes the blocks of a load."""
 
-    piece_bytes: int  # to copy in one call: about a millisecond's work, so that a stop need not wait longer
+    piece_bytes: int  # to copy in one call: about a millisecond's work, so that a stop waits no longer
 
     def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
-        """Copy from and to this arena from now on. May take seconds, in slices of some milliseconds: after
-        each `yield_device` is called with what it took, returns when the next may begin, and False when
-        nobody wants the arena any more. Raises ArenaError then. Errors leave nothing attached."""
+        """Copy from and to this arena from now on. May take seconds, in slices of some milliseconds. After
+        each slice `yield_device` is called with the slice's seconds. It returns True when the next slice may
+        start, and False when the arena is not wanted any more; ArenaError is raised then. Errors leave
+        nothing attached."""
 
     def detach(self) -> None:
-        """Let go of the mapping; without one it does nothing."""
+        """Drop the mapping, if there is one."""
 
     def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
-        """Copy block `blocks[i]` to the arena's bytes from `offsets[i]` on, as the steps whose results are
-        delivered left it. Returns when what was asked before is done, or later."""
+        """Copy block `blocks[i]` to the arena at byte `offsets[i]`, in the state that the steps with
+        delivered results left. Returns when the calls before are done, or later."""
 
     def load(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
-        """Copy the arena's bytes from `offsets[i]` on to block `blocks[i]`, after the steps whose results
-        are delivered. Returns when what was asked before is done, or later."""
+        """Copy the arena's bytes at `offsets[i]` to block `blocks[i]`, after the steps with delivered
+        results. Returns when the calls before are done, or later."""
 
     def finish(self) -> int:
-        """Return when all that was asked is done: what was stored is in the arena, and every later forward
-        reads what was loaded. The time since the last `finish` in which bytes were on their way, by the
-        device's clock, in us; 0 where the caller's clock tells as much."""
+        """Wait for all copies: stored blocks are in the arena, and every later forward reads the loaded ones.
+        Returns the time since the last `finish` in which bytes moved, by the device's clock, in us; 0 where
+        the caller's clock measures the same."""
 
 
 class Backend(Protocol):
     """An engine. Errors in `forward` or `sample` fail the step, not the process."""
 
     @property
-    def info(self) -> BackendInfo:
-        """Facts, known once the engine is built."""
+    def info(self) -> BackendInfo: ...
 
     def warm_up(self) -> None:
-        """Run every code path once, so that the first request pays for nothing."""
+        """Run every code path once, so that the first request waits for no compilation."""
 
     def open_slot(self, opened: SlotOpen) -> None:
-        """Set a slot up from scratch: tokens, sampling, seed, stops. Its block table is empty. What this
-        raises is that sequence's error; its `without_host_work` is opened then."""
+        """Set a slot up from scratch: tokens, sampling, seed, stops, an empty block table. An exception fails
+        this sequence only; its `without_host_work` is opened then."""
 
     def close_slot(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
 
     def forward(self, plan: StepPlan) -> Pending:
-        """Apply table deltas, then block copies, then compute the forward rows. Rows of a slot that
-        is done (stop id seen, or `max_length` reached) are no-ops and write no KV. On return the
-        work is queued or done. The slots of forwards that are not sampled yet are not in this plan, but
-        for those that have their `answer` queued."""
+        """Apply table deltas, then block copies, then compute the forward rows. Rows of a done slot (stop id
+        sampled, or `max_length` reached) are no-ops and write no KV. On return the work is queued or done.
+        The plan has no slot of a forward that is not sampled yet, unless its `answer` is queued."""
 
     def sample(self, pending: Pending) -> StepOutput:
-        """Choose a token for each sample row of that forward, remember it as the slot's last token
-        (so the next plan may be device-fed), and wait for the ids to reach the host. Logits processors
-        run first. A row whose processor fails, or whose logits are not finite, gets a row error, id -1 and
-        done 2, and its slot is done."""
+        """Choose a token for each sample row of that forward, keep it as the slot's last token (so the next
+        plan may be device-fed), and wait for the ids to reach the host. Logits processors run first. A failed
+        processor, or logits that are not finite, give a row error with id -1 and done 2, and end the slot."""
 
     def copier(self) -> Copier:
-        """The one that moves this engine's blocks; always the same."""
+        """The copier of this engine's blocks; always the same object."""
 
     def reset(self) -> None:
-        """Forget every slot and block table; keep the weights, and what lies in the blocks."""
+        """Forget every slot and block table; keep the weights and the contents of the blocks."""
 
     def close(self) -> None:
         """Free everything. A second call does nothing."""
@@ -220,7 +215,7 @@ class Backend(Protocol):
 def plan_error(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
     """Why the plan cannot run on this engine with these slots open; empty when it can."""
     slots = {*plan.slots, *plan.table_slots}
-    if plan.sample_slots != plan.slots:  # as in a step of decodes
+    if plan.sample_slots != plan.slots:  # they are equal in a step of decodes
         slots.update(plan.sample_slots)
     if not slots <= open_slots:
         return f"the plan names slot {min(slots - open_slots)}, which is not open"
@@ -235,7 +230,7 @@ def plan_error(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
 
 
 def open_error(opened: SlotOpen, info: BackendInfo) -> str:
-    """Why there is no such slot on this engine, whatever runs in it; empty when there is."""
+    """Why this engine cannot have such a slot; empty when it can."""
     if opened.slot >= info.slots:
         return f"slot {opened.slot} is not one of {info.slots} slots"
     if not opened.tokens:
@@ -246,8 +241,8 @@ def open_error(opened: SlotOpen, info: BackendInfo) -> str:
 
 
 def sequence_error(opened: SlotOpen, info: BackendInfo) -> str:
-    """Why this engine cannot compute what the sequence brings; empty when it can. The scheduler's door looks
-    at the same, with what ExecHello says."""
+    """Why this engine cannot compute the sequence; empty when it can. The scheduler's load shedding checks
+    the same with the facts of ExecHello."""
     for what, ids in (("prompt", opened.tokens), ("logit_bias", opened.sampling.bias_ids)):
         if ids and (largest := int(_numbers(ids).max())) >= info.vocab:
             return f"{what}: the weights have {info.vocab} tokens, and no token {largest}"
@@ -259,8 +254,8 @@ def sequence_error(opened: SlotOpen, info: BackendInfo) -> str:
 
 
 def without_host_work(opened: SlotOpen, vocab: int) -> SlotOpen:
-    """The slot of a sequence that cannot be opened, so that plans which name it can be computed: with what
-    the engine knows of its tokens, and no wishes."""
+    """A plain slot in place of one that cannot be opened, so that plans with it can be computed: token ids
+    out of the vocabulary become 0, and sampling is greedy."""
     tokens = opened.tokens
     if tokens and int(_numbers(tokens).max()) >= vocab:
         tokens = ints(token if token < vocab else 0 for token in tokens)
@@ -277,7 +272,7 @@ def without_host_work(opened: SlotOpen, vocab: int) -> SlotOpen:
 
 
 def copy_error(copy: KvCopy, info: BackendInfo) -> str:
-    """Why the blocks cannot be copied, whatever the arena; empty when they can."""
+    """Why the blocks cannot be copied to or from any arena; empty when they can."""
     if len(copy.blocks) != len(copy.offsets):
         return f"it has {len(copy.blocks)} blocks and {len(copy.offsets)} offsets"
     if not info.bytes_per_block or copy.block_bytes != info.bytes_per_block:
@@ -288,7 +283,7 @@ def copy_error(copy: KvCopy, info: BackendInfo) -> str:
 
 
 def _farthest(first: Ints, counts: Ints) -> int:
-    """The largest end of a range. No number is negative, so no sum of two is over 32 bits."""
+    """The largest end of a range. Numbers are below 2^31: the sum of two fits."""
     return int((_numbers(first) + _numbers(counts)).max()) if first else 0
 
 
@@ -300,12 +295,12 @@ _GREEDY = Sampling(temperature=0.0)
 _FILTERED = Sampling(temperature=1.0, top_k=5, top_p=0.9, frequency_penalty=0.1)
 
 
-WarmUp = tuple[SlotOpen, list[StepPlan]]  # a slot to open, and what runs after it
+WarmUp = tuple[SlotOpen, list[StepPlan]]  # a slot to open, and the plans to run after it
 
 
 def warm_up_steps(info: BackendInfo) -> Iterator[WarmUp]:
-    """Steps that touch every code path once: first chunk, chunk with prefix, decode, every sampler. Slots to
-    open, each with the plans to run after it; they use slot 0 and the first blocks."""
+    """Steps that run every code path once: first chunk, chunk with prefix, decode, every sampler. They use
+    slot 0 and the first blocks."""
     tokens = min(info.max_step_tokens, info.max_context - 3, 2 * info.block_tokens)
     if tokens < 2:
         return
@@ -328,7 +323,7 @@ def warm_up_steps(info: BackendInfo) -> Iterator[WarmUp]:
 
 
 def long_steps(info: BackendInfo) -> Iterator[WarmUp]:
-    """A prompt of as many tokens as a step may have, or a sequence, and as many behind it."""
+    """A prompt in two chunks, each of as many tokens as a step and half a sequence may have."""
     longest = min(info.max_step_tokens, (info.context - 1) // 2)
     if longest < 1:
         return
@@ -364,9 +359,9 @@ def _plan(start: int, count: int, blocks: int) -> StepPlan:
 
 
 class HostSegmentTimer:
-    """What the two halves of one step did when: their compute, and their talks under it. For traces. A lane
-    may be noted on a thread of its own. Only the first pieces of a step are given: they show how it went on,
-    and a step of a deep model has hundreds."""
+    """Times of one step's micro-batches, for traces: their compute, and their collectives under it. Each lane
+    may be timed on its own thread. Only the first MAX_SEGMENTS are kept: a step of a deep model has hundreds,
+    and the layers are alike."""
 
     def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now_ns = now_ns
@@ -375,7 +370,7 @@ class HostSegmentTimer:
 
     @contextmanager
     def segment(self, lane: int) -> Iterator[None]:
-        """Note what is done within this."""
+        """Time the body of this context."""
         began_ns = self._now_ns()
         try:
             yield
@@ -383,7 +378,7 @@ class HostSegmentTimer:
             self._recorded.append((lane, began_ns, self._now_ns()))
 
     def segments(self) -> tuple[Segment, ...]:
-        """The first ones, in the order of their beginnings."""
+        """The first segments, in the order of their starts."""
         first = sorted(self._recorded, key=lambda timed: timed[1])[:MAX_SEGMENTS]
         return tuple(
             Segment(lane, (began - self._began_ns) // 1000, (ended - began) // 1000)

@@ -1,9 +1,9 @@
-"""The host thread: what is left of a step after its forward, off the device thread.
+"""The host thread finishes steps after their forward: processors, sampling and result, off the device thread.
 
     device thread: forward A ─┬─ forward B ───────┬─ forward A' ...
     host thread:                └ processors, sample, result A ┘ └ ... B
 
-Steps leave it in the order in which they came.
+DeviceThread puts the steps; they leave in the same order.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-MAX_PENDING = 2  # two halves of a batch; with more, results would only grow older here
+MAX_PENDING = 2  # the two steps of two_batch; with more, results would only wait longer here
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    slots: frozenset[int]  # whose next token is not chosen yet
+    slots: frozenset[int]  # their next tokens are not chosen yet
     since_us: int
     finish: Callable[[], None]
 
 
 class HostThread:
-    """A thread, started by the first step that needs it. One other thread gives it work."""
+    """The thread starts with the first step. Only one other thread may call `put`."""
 
     def __init__(self, most: int = MAX_PENDING) -> None:
         self._most = most
@@ -40,12 +40,12 @@ class HostThread:
 
     @property
     def since_us(self) -> int:
-        """When the oldest step here began, 0 when there is none."""
+        """When the oldest step here began, 0 without one."""
         with self._changed:
             return self._pending[0].since_us if self._pending else 0
 
     def put(self, slots: Collection[int], since_us: int, finish: Callable[[], None]) -> None:
-        """Have `finish` called, which must not raise. Waits while the most steps are here."""
+        """Call `finish` on the host thread; it must not raise. Waits while `most` steps are here."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="host-lane", daemon=True)
             self._thread.start()

@@ -57,8 +57,8 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 82, 20_106
-PRODUCT_FILES, PRODUCT_LINES = 201, 43_886
+PATH_FILES, PATH_LINES = 82, 20_041
+PRODUCT_FILES, PRODUCT_LINES = 201, 43_795
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

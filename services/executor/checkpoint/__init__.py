@@ -1,1 +1,1 @@
-"""From a checkpoint on disk to weights on the device, and the KV cache beside them."""
+"""These modules load a checkpoint's weights to the device and allocate the KV cache next to them."""

@@ -1,8 +1,8 @@
-"""The shape of a model: one dataclass, read from GGUF metadata or from a Hugging Face config.json.
+"""Reads the shapes of a model (one dataclass) from GGUF metadata or from a Hugging Face config.json.
 
-Supported: the Llama family as Llama 2 and 3, SmolLM2, Mistral, Qwen2 (bias on q, k, v) and Qwen3 (norm on
-each q and k head); with a mixture of experts, Mixtral and Qwen3-MoE. What these loaders do not know they
-refuse, naming it (known_keys.py): a model that loads is computed as its authors meant.
+Supported: the Llama family with Llama 2 and 3, SmolLM2, Mistral, Qwen2 (bias on q, k, v) and Qwen3 (norm on
+each q and k head); with a mixture of experts, Mixtral and Qwen3-MoE. Unknown keys are refused by name
+(known_keys.py), so a model that loads is computed as its authors intended.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class ExpertShapes:
     width: int  # of an expert's MLP
     renormalise: bool  # the weights of a token's experts add up to one
     dense_layers: tuple[int, ...] = ()
-    first: int = field(default=0, repr=False)  # of those held here, as many as the weights have
+    first: int = field(default=0, repr=False)  # the first expert on this rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """A model as numbers. `rope_factors` divides each rotation frequency; empty means no scaling."""
+    """The numbers of a model. `rope_factors` divides each rotation frequency; empty means no scaling."""
 
     architecture: str
     layers: int
@@ -55,7 +55,7 @@ class Shapes:
     tied: bool = False  # the head is the embedding
     qkv_bias: bool = False
     qk_norm: bool = False
-    experts: ExpertShapes | None = field(default=None, repr=False)  # fingerprints hold the repr, see there
+    experts: ExpertShapes | None = field(default=None, repr=False)  # fingerprint() adds its repr
 
     def sparse(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts."""
@@ -69,11 +69,11 @@ class Shapes:
 
 
 def refuse(what: str, kinds: Sequence[str] = SUPPORTED) -> SetupError:
-    """The error for a model that this executor does not compute."""
+    """The error for an unsupported model."""
     return SetupError(f"{what} is not supported; supported are models of the kinds {', '.join(kinds)}")
 
 
-# What transformers takes for a key that is absent, where that is not the same for all kinds.
+# The defaults of transformers for absent keys, where they differ by kind.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
@@ -88,8 +88,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """The shapes of a Hugging Face folder. Raises SetupError where there is no config.json, or one that is
-    damaged or of a model that is not supported."""
+    """The shapes of a Hugging Face folder. Raises SetupError if config.json is absent or damaged, or the
+    model is not supported."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text("utf-8"))
@@ -107,8 +107,8 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def from_hf(config: Mapping[str, Any]) -> Shapes:
-    """Shapes from a Hugging Face config.json. Raises SetupError for what is not supported, KeyError,
-    TypeError, ValueError or ArithmeticError for what is not a configuration."""
+    """Shapes from a Hugging Face config.json. Raises SetupError for an unsupported model; KeyError,
+    TypeError, ValueError or ArithmeticError for a damaged file."""
     kind = str(config.get("model_type", "(none)"))
     if kind not in SUPPORTED:
         raise refuse(f"model type {kind!r}")
@@ -140,7 +140,7 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
 
 
 def _plausible(shapes: Shapes) -> Shapes:
-    """The same, or ValueError for numbers that no model has."""
+    """`shapes`. Raises ValueError for impossible numbers."""
     counts = {name: getattr(shapes, name) for name in _COUNTS}
     if min(counts.values()) <= 0 or shapes.heads % shapes.kv_heads or shapes.head_dim % 2:
         raise ValueError(f"no model has these numbers: {counts}")
@@ -148,8 +148,8 @@ def _plausible(shapes: Shapes) -> Shapes:
 
 
 def _hf_window(kind: str, config: Mapping[str, Any]) -> int:
-    """The attention window in tokens of the layers that have one, 0 where none has. Up to that many tokens a
-    layer with a window and one without compute the same."""
+    """The attention window in tokens of the layers with a window, 0 without any. Up to that many tokens
+    layers with and without a window compute the same."""
     kinds = {*(config.get("layer_types") or ())}
     if not kinds <= {"full_attention", "sliding_attention"}:
         raise refuse(f"attention of the types {sorted(kinds)}")
@@ -199,7 +199,7 @@ def _hf_rope_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> tu
 
 
 def _llama3_factor(wavelength: float, factor: float, bounds: tuple[float, float], original: float) -> float:
-    """Llama 3.1: short waves stay, long waves slow down by `factor`, those between are interpolated."""
+    """Llama 3.1: short waves stay, long waves slow down by `factor`, waves between are interpolated."""
     low, high = bounds
     smooth = (original / wavelength - low) / (high - low)
     kept = min(max(smooth, 0.0), 1.0)
@@ -207,12 +207,9 @@ def _llama3_factor(wavelength: float, factor: float, bounds: tuple[float, float]
 
 
 def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
-    """Shapes from GGUF metadata and the set of tensor names. Raises SetupError for what is not supported.
-
-    Keys as in the GGUF specification. Frequencies that are not scaled alike come as the tensor
-    `rope_freqs.weight`, which the weights loader reads into `rope_factors`. Raises KeyError, TypeError or
-    ValueError for what is not a model's metadata.
-    """
+    """Shapes from GGUF metadata (keys: the GGUF specification) and the set of tensor names. Raises SetupError
+    for an unsupported model; KeyError, TypeError or ValueError for damaged metadata. The loader (gguf.py)
+    reads factors that differ by frequency from the tensor `rope_freqs.weight`."""
     kind = str(metadata.get("general.architecture", "(none)"))
     if kind not in IN_GGUF:
         raise refuse(f"GGUF architecture {kind!r}", IN_GGUF)

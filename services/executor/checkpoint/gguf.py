@@ -1,8 +1,8 @@
-"""A GGUF file gives the weights of a model, dequantised to float32.
+"""Loads the weights of a model from a GGUF file, dequantised to float32. loader.py calls it.
 
-llama.cpp stores q and k of the llama architecture with the two halves of each head interleaved, because
-it rotates neighbours where everybody else rotates halves; here they are put back. Qwen's are not touched
-(conversion/llama.py and convert_hf_to_gguf.py of llama.cpp).
+llama.cpp interleaves the two halves of each head in q and k of the llama architecture, because it rotates
+neighbours and not halves; here the order is restored. Qwen's heads are stored as they are (llama.cpp:
+conversion/llama.py, convert_hf_to_gguf.py).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _DEFAULT_ALIGNMENT_BYTES = 32
 def load_gguf(
     path: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = whole_model
 ) -> tuple[Shapes, Weights]:
-    """Shapes and weights of a part of the model in `path`. One whole tensor is in memory
-    at a time, dequantised. Raises SetupError for an architecture or tensor that is not supported."""
+    """Shapes and weights of a part of the model in `path`. Memory holds one dequantised whole tensor at a
+    time. Raises SetupError for an unsupported architecture or tensor."""
     tensors = GgufTensors(path)
     shapes = _shapes(path, tensors)
     sizes = part_sizes(shapes)
@@ -85,8 +85,8 @@ def load_gguf(
 
 
 def stored_gguf(path: Path) -> tuple[Shapes, Iterator[StoredTensor]]:
-    """The shapes of the whole model in a file, and every tensor as the file has it, in order of names. Raises
-    SetupError as `load_gguf`."""
+    """The shapes of the whole model in a file, and every stored tensor in order of names. Raises SetupError
+    as `load_gguf`."""
     tensors = GgufTensors(path)
     stored = (
         (name, f"{tensors.kind(name)} {tensors.shape(name)}", tensors.raw(name))
@@ -118,7 +118,7 @@ def _shapes(path: Path, tensors: GgufTensors) -> Shapes:
 
 
 def _halves(values: Tensor, heads: int) -> Tensor:
-    """Rows (or a bias) of each head from (pair, half) order back to (half, pair) order."""
+    """Rows (or a bias) of each head, from (pair, half) to (half, pair) order."""
     return values.view(heads, len(values) // heads // 2, 2, -1).transpose(1, 2).reshape(values.shape)
 
 
@@ -131,9 +131,8 @@ class _Entry:
 
 
 class GgufTensors:
-    """A mapped GGUF file: `metadata`, and tensors by name, as float32. The directory is read here and not
-    through `gguf.GGUFReader`, which first wraps every string of the vocabulary and takes seconds (measured:
-    2.8 s for 49k tokens)."""
+    """A mapped GGUF file: `metadata`, and tensors by name, as float32. It does not use `gguf.GGUFReader`,
+    which first wraps every string of the vocabulary (measured: 2.8 s for 49k tokens)."""
 
     def __init__(self, path: Path) -> None:
         """Read the header. Raises SetupError on a damaged file or an unknown tensor type."""
@@ -148,33 +147,27 @@ class GgufTensors:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors."""
         return frozenset(self._entries)
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of the file."""
-        return int(self._data.size)
-
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that is there, slowest dimension first."""
+        """The shape of a tensor, slowest dimension first. Raises KeyError without it."""
         return self._entries[name].shape
 
     def kind(self, name: str) -> str:
-        """The type of a tensor that is there."""
+        """The type of a tensor. Raises KeyError without it."""
         return str(self._entries[name].kind.name)
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor as they lie in the file."""
+        """The bytes of a tensor in the file. Raises SetupError without it."""
         entry = self._entry(name)
         return self._data[entry.start_bytes : entry.start_bytes + entry.size_bytes]
 
     def read(self, name: str) -> Tensor:
-        """A tensor, dequantised. Raises SetupError when there is none or its type cannot be read."""
+        """A tensor, dequantised. Raises SetupError if it is absent or its type cannot be read."""
         entry = self._entry(name)
         try:
             return dequantize(self.raw(name), entry.kind, entry.shape)
-        except NotImplementedError as error:  # how the gguf library says that it cannot read a type
+        except NotImplementedError as error:  # the gguf library cannot read the type
             raise SetupError(
                 f"{self._path}: tensor {name!r} has type {entry.kind.name}, not supported"
             ) from error
@@ -211,11 +204,12 @@ class GgufTensors:
 
 
 def dequantize(raw: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """The values of a tensor of `shape`, float32. A type that the gguf library cannot read either raises its
-    NotImplementedError: only the caller can name the file and the tensor. The gguf library's NumPy code is
-    the reference and serves every type that is not in _FAST; the types of common small models are done again
-    in torch, bit-equal and on all threads (0.3 s where NumPy takes 2 s for 135M parameters on 2 cores).
-    Layouts: ggml-common.h."""
+    """The values of a tensor of `shape`, float32. Raises the gguf library's NotImplementedError for a type
+    that it cannot read; the caller adds the file and the tensor.
+
+    The gguf library's NumPy code is the reference, and serves every type outside _FAST. _FAST has the types
+    of common small models in torch, bit-equal and on all threads: 0.3 s where NumPy takes 2 s, for 135M
+    parameters on 2 cores. Layouts: ggml-common.h of llama.cpp."""
     if kind == Kind.F32:
         return torch.from_numpy(raw.view(np.float32).copy()).view(shape)
     if kind in _FAST:
@@ -224,7 +218,7 @@ def dequantize(raw: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Te
 
 
 def _float16s(blocks: Tensor, count: int) -> Tensor:
-    """The first `count` float16 numbers of each block, as float32."""
+    """The first `count` float16 numbers of each block as float32."""
     return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
 
 

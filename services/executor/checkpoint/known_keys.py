@@ -1,8 +1,8 @@
-"""What a checkpoint may say of itself. A key that is not listed here may change what the model computes, so
-the model is refused by that key's name: a list of what is known, not of what is known to be bad.
+"""Checks the keys of a checkpoint's configuration; config.py calls it.
 
-A key with the value null says nothing. Of a Hugging Face config.json keys are read (config.py), harmless at
-any value (training, generation, bookkeeping), or harmless at one value; of GGUF metadata likewise.
+A key that is not listed here may change what the model computes, so the model is refused with that key's
+name. The listed keys of config.json and of GGUF metadata are read by config.py, or harmless at any value
+(training, generation, bookkeeping), or harmless at one value. A key with the value null is ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HARMLESS = frozenset((
     # names and versions
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "transformers.js_config",
     "tokenizer_class", "is_llama_config", "unsloth_fixed", "unsloth_version", "finetuning_task",
-    # how it is stored, and how another program runs it
+    # storage, and settings of other programs
     "dtype", "torch_dtype", "use_cache", "use_bfloat16", "torchscript", "return_dict", "output_attentions",
     "output_hidden_states", "output_router_logits", "chunk_size_feed_forward", "pretraining_tp",
     "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
@@ -38,9 +38,9 @@ _HARMLESS = frozenset((
     # training
     "initializer_range", "attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop",
     "classifier_dropout", "router_aux_loss_coef", "router_jitter_noise", "neftune_noise_alpha",
-    # heads that are not used here; their tensors are refused by name
+    # unused heads; their tensors are refused by name
     "num_labels", "id2label", "label2id", "problem_type", "task_specific_params", "tf_legacy_loss",
-    # generation: read elsewhere, or by requests
+    # generation: read elsewhere, or set by requests
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id",
     "mask_token_id", "decoder_start_token_id", "prefix", "max_length", "min_length", "max_new_tokens",
     "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature",
@@ -99,7 +99,7 @@ def check_hf(config: Mapping[str, Any], kind: str) -> None:
     for name in given.get("architectures", ()):
         if str(name).lower() != made_for:
             raise SetupError(
-                f"config.json says model_type {kind!r}, but architectures {_shown(name)}, which is not "
+                f"config.json has model_type {kind!r}, but architectures {_shown(name)}, which is not "
                 "supported; use a model that generates text in the plain architecture"
             )
     rope = {**given.get("rope_scaling", {}), **given.get("rope_parameters", {})}
@@ -118,8 +118,7 @@ def check_hf(config: Mapping[str, Any], kind: str) -> None:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """How a config.json says that rotation frequencies are scaled; raises SetupError for a way that is not
-    computed here."""
+    """How rotation frequencies are scaled. Raises SetupError for an unsupported type."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     if kind not in ("default", "linear", "llama3"):
         raise SetupError(
@@ -162,7 +161,7 @@ def _unknown(key: str, value: object, where: str) -> SetupError:
         how = f"write a copy without it: gguf-new-metadata --remove-metadata {key} OLD NEW"
     return SetupError(
         f"{key} = {_shown(value)} in {where} is not known here and may change what the model computes: "
-        f"not supported; where its authors say that the key changes nothing, {how}"
+        f"not supported; if its authors document that the key changes nothing, {how}"
     )
 
 

@@ -1,9 +1,9 @@
-"""The paged KV cache is one tensor, block-major; here are its formats and its fingerprint, too.
+"""The paged KV cache is one block-major tensor; this module has its formats and fingerprint, too.
 
     kv [block][layer][K|V][token][kv_head][head_dim]
 
-A block of all layers is one contiguous run, so that a copy between tiers is one transfer. Behind the
-blocks of the scheduler lies one more, the spare block: rows of finished sequences write there.
+A block of all layers is contiguous, so that a copy between tiers is one transfer. After the scheduler's
+blocks comes the spare block: rows of finished sequences and padding write there.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from shared.messages import Ints
 
 LAYOUT = "block.layer.kv.token.head.dim"
 _CPU_BYTES = 1 << 30
-_GPU_SHARE = 0.9  # of the memory free once the weights are loaded; the rest is for activations
+_GPU_SHARE = 0.9  # of the free memory after the weights are loaded; the rest is for activations
 TOKENS = 128  # of the pass that finds the scales of fp8
-_STRIDE = 7919  # a prime: its tokens are spread over the vocabulary
-HEADROOM = 2.0  # of the largest number seen; that of a power of two comes on top. What is over it saturates
-_LEAST_CAPABILITY = (8, 9)  # of a GPU that converts e4m3
+_STRIDE = 7919  # a prime: spreads the tokens of that pass over the vocabulary
+HEADROOM = (
+    2.0  # over the largest number of that pass, before rounding up to a power of two; above it saturates
+)
+_LEAST_CAPABILITY = (8, 9)  # GPUs that convert e4m3
 _FORMAT = "headrace-kv-1"  # of the fingerprint
-_SAMPLES = 1024  # of each tensor, evenly spread
+_SAMPLES = 1024  # of each tensor, evenly spread, for the fingerprint
 _CHARACTERS = 32  # of a fingerprint
 
 
 class KvCache:
-    """Owns the device memory of the blocks. Zeroed at start: a masked score must not meet a NaN."""
+    """Owns the device memory of the blocks. They start as zeros: masked scores must not be NaN."""
 
     def __init__(self, tensor: Tensor, activations: torch.dtype | None = None) -> None:
-        """`tensor` is `[blocks + 1, layers, 2, block_tokens, kv_heads, head_dim]`; `activations` is what the
-        model computes in, where KV is kept in another dtype."""
+        """`tensor` is `[blocks + 1, layers, 2, block_tokens, kv_heads, head_dim]`; `activations` is the dtype
+        of the computation, if it is not the tensor's."""
         self.tensor = tensor
         self.activations = activations or tensor.dtype
         self.blocks = tensor.shape[0] - 1
@@ -61,24 +63,23 @@ class KvCache:
 
 
 def allocate(shapes: Shapes, blocks: int, block_tokens: int, kept: torch.dtype, like: Tensor) -> KvCache:
-    """A cache in `kept` of `blocks` blocks and the spare one, for activations like `like` and on its device.
-    Raises SetupError when the memory is not there."""
+    """A cache of `blocks` blocks and the spare one in dtype `kept`, on the device and for the activations of
+    `like`. Raises SetupError without enough memory."""
     shape = (blocks + 1, shapes.layers, 2, block_tokens, shapes.kv_heads, shapes.head_dim)
     try:
         return KvCache(torch.zeros(shape, dtype=kept, device=like.device), like.dtype)
-    except (RuntimeError, MemoryError) as error:  # torch says out of memory with either
+    except (RuntimeError, MemoryError) as error:  # torch raises either when out of memory
         raise SetupError(
             f"no memory for {blocks} KV blocks on {like.device} ({error}); lower kv_blocks"
         ) from error
 
 
 def block_bytes(shapes: Shapes, block_tokens: int, dtype: torch.dtype) -> int:
-    """The size of one block of all layers."""
     return shapes.layers * 2 * block_tokens * shapes.kv_heads * shapes.head_dim * dtype.itemsize
 
 
 def fitting_blocks(size_bytes: int, device: torch.device, most: int) -> int:
-    """How many blocks of `size_bytes` to have: what free memory allows, and not over `most`."""
+    """How many blocks of `size_bytes` fit into the free memory, at most `most`."""
     budget = _CPU_BYTES
     if device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
@@ -87,27 +88,26 @@ def fitting_blocks(size_bytes: int, device: torch.device, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """How KV is kept: as the model computes it, or in fp8 (e4m3), which halves bf16 in every tier. `scales`
-    `[layers, K|V, kv_heads]` float32: what a kept number stands for, over itself; None: 1.
+    """The dtype of KV: the model's, or fp8 (e4m3), half the size of bf16 in every tier. `scales`
+    `[layers, K|V, kv_heads]` float32: the true number over the stored number; None: 1.
 
-    fp8 needs scales, one for K and one for V of each layer and kv head. They are found at load, in one short
-    pass over fixed tokens, and never change: a block means the same at any time, and on any engine of the
-    same fingerprint, which the scales are part of. They are powers of two: fp8 is a floating point format
-    that a finer scale makes no finer, and a product with a power of two is exact. So no kernel has to know
-    the scales. They go into the weights: the rows that give K and V are divided, what reads K and V (the
-    queries, `out`) is multiplied, and not a bit of a result changes but by the rounding of K and V. Where
-    keys are normalised (Qwen3) the heads of a layer have one scale of K: they share the norm's weight."""
+    fp8 needs one scale for K and one for V of each layer and KV head. One short pass over fixed tokens finds
+    them at load, and they never change: a block has the same meaning on any engine with the same fingerprint,
+    which covers the scales. They are powers of two: finer scales give a floating point format no finer
+    resolution, and a product with a power of two is exact. So the scales go into the weights, and no kernel
+    reads them: the rows that compute K and V are divided, the readers of K and V (queries, `out`) multiplied.
+    Results change only by the rounding of K and V. With normed keys (Qwen3) all heads of a layer have one
+    scale of K, because they share the norm's weight."""
 
     dtype: torch.dtype
     scales: Tensor | None = None
 
     @property
     def name(self) -> str:
-        """For people."""
         return str(self.dtype).removeprefix("torch.")
 
     def marks(self) -> tuple[str, ...]:
-        """What a fingerprint must tell apart; nothing for KV in the model's dtype."""
+        """The parts that a fingerprint must distinguish; none for KV in the model's dtype."""
         if self.scales is None:
             return ()
         return self.name, hashlib.sha256(self.scales.cpu().numpy().tobytes()).hexdigest()
@@ -116,8 +116,8 @@ class KvFormat:
 def kv_format(
     wanted: str, shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE
 ) -> KvFormat:
-    """The format named `auto` (the model's dtype) or `fp8`, whose scales are put into `weights`. Raises
-    SetupError for another one and for a GPU without fp8."""
+    """The format `auto` (the model's dtype) or `fp8`, which puts scales into `weights`. Raises SetupError for
+    another format and for a GPU without fp8."""
     device = weights.embedding.device
     if wanted == "auto":
         return KvFormat(weights.embedding.dtype)
@@ -131,14 +131,14 @@ def kv_format(
     scales = fp8_scales(shapes, weights, ranks, stage)
     put_scales(scales, shapes, weights)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the blocks are counted by what is free
+        torch.cuda.empty_cache()  # fitting_blocks measures the free memory
     return KvFormat(FP8, scales)
 
 
 def fp8_scales(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE) -> Tensor:
-    """Powers of two `[layers, K|V, kv_heads]`, float32: those above `largest * HEADROOM / FP8_MAX`."""
+    """The powers of two above `largest * HEADROOM / FP8_MAX`, `[layers, K|V, kv_heads]` float32."""
     _, exponents = torch.frexp(largest_kv(shapes, weights, ranks, stage) * (HEADROOM / FP8_MAX))
-    scales = ((exponents + 127) << 23).view(torch.float32)  # 2^exponent, bit by bit: a power may round
+    scales = ((exponents + 127) << 23).view(torch.float32)  # 2^exponent as bits: pow may round
     if shapes.qk_norm:
         scales[:, 0] = scales[:, 0].amax(-1, keepdim=True)
     return scales
@@ -146,10 +146,10 @@ def fp8_scales(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
 
 @torch.no_grad()
 def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE) -> Tensor:
-    """The largest magnitudes of K and V over the fixed tokens: `[layers, K|V, kv_heads]`, float32. Those of K
-    hold for every position: a rotation moves a pair of numbers on a circle, and its radius is taken.
+    """The largest magnitudes of K and V over the fixed tokens, `[layers, K|V, kv_heads]` float32. K's hold
+    for every position: a rotation moves a pair of numbers on a circle, and the circle's radius is measured.
 
-    All in float32 and eagerly: other devices and batches differ by little enough to find the same powers."""
+    Everything is float32 and eager, so all devices find the same powers of two."""
     count, eps = min(TOKENS, shapes.max_context), shapes.norm_eps
     ids = torch.arange(count, device=weights.embedding.device) * _STRIDE % shapes.vocab
     frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
@@ -180,8 +180,8 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of one sequence, `[tokens, heads, head_dim]` each: `[tokens, heads * head_dim]`. By
-    hand, for what the library takes differs by device."""
+    """Causal attention of one sequence, `[tokens, heads, head_dim]` each, to `[tokens, heads * head_dim]`.
+    torch's attention is not used: its algorithm differs by device."""
     tokens, heads, dim = query.shape
     shared = heads // key.shape[1]
     q, k, v = (each.transpose(0, 1) for each in (query, key, value))
@@ -198,18 +198,18 @@ def _mlp(x: Tensor, layer: LayerWeights, shapes: Shapes) -> Tensor:
     assert shapes.experts is not None, "a router comes with experts"
     logits = F.linear(x, layer.router.float())
     weights, chosen = route(logits, shapes.experts.per_token, renormalise=shapes.experts.renormalise)
-    places = permute(chosen, shapes.experts.first, len(layer.gate_up))
-    found = experts_mlp(dispatch(x, places), layer.gate_up, layer.down, places.ends)
-    return combine(found, places, weights)
+    permuted = permute(chosen, shapes.experts.first, len(layer.gate_up))
+    found = experts_mlp(dispatch(x, permuted), layer.gate_up, layer.down, permuted.ends)
+    return combine(found, permuted, weights)
 
 
 def put_scales(scales: Tensor, shapes: Shapes, weights: Weights) -> None:
-    """Change `weights` so that K and V come out divided by `scales`, and the logits stay as they are."""
+    """Change `weights` so that K and V come out divided by `scales`, and the logits stay the same."""
     group = shapes.heads // shapes.kv_heads
     for i, layer in enumerate(weights.layers):
         key, value = scales[i].to(layer.qkv.dtype)
         read = key.repeat_interleave(group)
-        if layer.q_norm is not None and layer.k_norm is not None:  # it takes out what the product brings
+        if layer.q_norm is not None and layer.k_norm is not None:  # the norm would undo scaled rows of qkv
             layer = replace(layer, q_norm=layer.q_norm * key[0], k_norm=layer.k_norm / key[0])
             read, key = torch.ones_like(read), torch.ones_like(key)
         rows = torch.cat((read, 1 / key, 1 / value)).repeat_interleave(shapes.head_dim)
@@ -224,11 +224,12 @@ def _scaled(layer: LayerWeights, rows: Tensor, columns: Tensor) -> LayerWeights:
 def fingerprint(
     model: str, shapes: Shapes, weights: Weights, block_tokens: int, kept: KvFormat, ranks: Ranks = SOLO
 ) -> str:
-    """Digest of everything that makes KV bytes interchangeable between engines, in hex: model name, weights,
-    dtype, shapes with rope, block size, layout, and how KV is kept.
-    The weights go in as shapes and as a sample of the loaded values of every tensor, so that the same model
-    gives the same digest from one file or many, and any other quantisation or finetune another one. Several
-    ranks have one, of all their digests in order: their blocks go together, and to as many ranks."""
+    """Hex digest of everything that makes KV bytes interchangeable between engines: model name, weights,
+    dtype, shapes with rope, block size, layout and KV format.
+
+    Weights count by their shapes and a sample of the loaded values of every tensor, so the digest does not
+    depend on the number of files, but on any quantisation or finetune. Several ranks have one digest of all
+    their digests in order: a block has a part on each, and fits only as many ranks."""
     digest = hashlib.sha256()
     parts = (_FORMAT, model, repr(shapes), str(weights.embedding.dtype), str(block_tokens), LAYOUT)
     experts = () if shapes.experts is None else (repr(shapes.experts),)

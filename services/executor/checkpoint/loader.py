@@ -1,4 +1,4 @@
-"""From options to a model in memory with its KV cache: what the torch engines share before they compute."""
+"""Loads a model and allocates its KV cache from TorchOptions. The torch engines (cpu, cuda) call it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from shared.vocab.vocabulary import load_vocabulary
 log = logging.getLogger("headrace.executor")
 
 _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
-_PIECES, _PIECE_BYTES = 8192, 64  # that a digest samples of a model: as many, but for models of many tensors
+_PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
@@ -47,31 +47,31 @@ _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchOptions:
-    """What to serve and how. Zeros and "auto" are worked out at start."""
+    """What to serve and how. Zeros and "auto" are determined at start."""
 
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
     dtype: str = "auto"  # bf16, f32; int8: bf16 with weights in int8; auto: f32 on a CPU, bf16 on a GPU
-    kv_dtype: str = "auto"  # fp8; auto: as the model computes
-    device: str = "auto"  # cpu, cuda; auto: cuda where there is one
-    blocks: int = 0  # 0: from the free memory, 1 GiB on a CPU
+    kv_dtype: str = "auto"  # fp8; auto: the model's dtype
+    device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
+    blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
     block_tokens: int = 16
     slots: int = 64
     max_step_tokens: int = 256
     max_context: int = 0  # 0: the model's
-    threads: int = 0  # 0: as many as cores may be used, fewer while fewer are quicker
-    pipeline: bool = False  # of several ranks each is a stage; else they share every layer
-    overlap_comm: str = "auto"  # ranks: off, two_stream, or found out at start from how many tokens on
-    deterministic: bool = False  # a row's bits depend on neither its batch nor the cuts of its prompt
-    processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
+    threads: int = 0  # 0: as many as usable cores, fewer while fewer are faster
+    pipeline: bool = False  # each of several ranks is a stage; else they share every layer
+    overlap_comm: str = "auto"  # several ranks: off, two_stream; auto: measures the split threshold at start
+    deterministic: bool = False  # a row's bits depend on neither its batch nor the chunks of its prompt
+    processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by name
     report_grammar: ReportGrammar = ignore_grammar_news
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model, or a rank's part of it, on its device, and its cache. `context`: the longest sequence;
-    `ranks`: those which share its layers."""
+    """A model or a rank's part of it, on its device, with its cache. `context`: tokens of the longest
+    sequence; `ranks`: the ranks that share its layers."""
 
     shapes: Shapes
     weights: Weights
@@ -80,12 +80,12 @@ class Loaded:
     fingerprint: str
     ranks: Ranks = SOLO
     stage: Stage = WHOLE
-    int8: bool = False  # how its products keep weights
+    int8: bool = False  # products keep int8 weights
 
 
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
-    """Load this rank's weights and allocate its cache; takes seconds. Raises SetupError for what cannot
-    work."""
+    """Load this rank's weights and allocate its cache; takes seconds. Raises SetupError for options that
+    cannot work."""
     torch.set_num_threads(options.threads or usable_threads(ranks.size))
     device = device_of(options.device, ranks.rank)
     dtype, int8 = _dtype(options.dtype, device), options.dtype == "int8"
@@ -101,7 +101,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     else:
         shapes, weights = load_hf(options.model_path, dtype, device, shard_of)
     if ranks.size > 1 and device.type == "cuda":
-        torch.cuda.empty_cache()  # what was cut off is free, and counts for the blocks
+        torch.cuda.empty_cache()  # the other ranks' parts: fitting_blocks measures the free memory
     wanted = _context_tokens(shapes, options.max_context)
     kept = kv_format(options.kv_dtype, shapes, weights, sharing, stage)
     size = block_bytes(shapes, options.block_tokens, kept.dtype)
@@ -130,13 +130,12 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
 
 
 def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
-    """Digest of what decides which tokens are chosen, in hex: weights, shapes with rope, dtype, KV format,
-    deterministic mode. Of how many ranks the executor is and how its KV lies in memory is not in it.
+    """Hex digest of everything that decides which tokens are chosen: weights, shapes with rope, dtype, KV
+    format, deterministic mode; not the number of ranks or the layout of KV.
 
-    Of the weights names, types and shapes go in, and of each tensor's bytes in the file a sample, spread
-    evenly: some 512 kB in all, in a tenth of a second, where the whole would take seconds for each GB. A
-    change that leaves all of these bytes alone is missed: of one row, say. The same weights in another
-    file format are another kind."""
+    Weights count by the names, types and shapes of their tensors, and by evenly spread samples of the
+    tensors' bytes in the file: about 512 kB in 0.1 s, where all bytes take seconds for each GB. So a change
+    of one row may be missed, and the same weights in another file format have another digest."""
     stored: Iterable[StoredTensor] = ()
     if options.dummy or options.model_path.suffix != ".gguf":
         shapes = read_shapes(options.model_path)
@@ -158,7 +157,7 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
 
 
 def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
-    """The facts of an engine over what was loaded."""
+    """The facts of an engine with the loaded model."""
     cache = loaded.cache
     kept = _NAMES[cache.tensor.dtype]
     computed = "int8" if loaded.int8 else _NAMES[cache.activations]
@@ -181,14 +180,14 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
 
 
 def grammars_of(options: TorchOptions, loaded: Loaded) -> Grammars:
-    """What follows the grammars of requests; the vocabulary is read when the first one comes."""
+    """The grammars of an engine. The vocabulary is read at the first grammar."""
     files = ModelFiles(options.model_name, options.model_path)
     return Grammars(lambda: load_vocabulary(files), loaded.shapes.vocab, options.report_grammar)
 
 
 def device_of(name: str, rank: int = 0) -> torch.device:
-    """The device that a setting names; of the GPUs that this process sees, the one at `rank`. Raises
-    SetupError for cuda where there is none."""
+    """The device of the setting `name`; with several GPUs, the one at index `rank`. Raises SetupError for
+    cuda without that GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -208,11 +207,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "int8":
         if device.type != "cpu":
             raise SetupError("dtype int8 is for CPUs; use bf16")
-        if not kernels.cpu_jit.has(
-            *kernels.cpu_jit.INT8
-        ):  # as measured: services.executor.cpu.compiled_linear
+        if not kernels.cpu_jit.has(*kernels.cpu_jit.INT8):  # measured: services.executor.cpu.compiled_linear
             raise SetupError(
-                "dtype int8 is for CPUs with AVX-512 BF16 and VNNI; on this one bf16 is the quickest for up "
+                "dtype int8 is for CPUs with AVX-512 BF16 and VNNI; on this one bf16 is the fastest for up "
                 "to 12 requests at once, and f32 (auto) for more"
             )
         return torch.bfloat16
@@ -222,7 +219,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _context_tokens(shapes: Shapes, asked: int) -> int:
-    """The longest sequence: what is asked for, at most what the model can do without a sliding window."""
+    """Tokens of the longest sequence: `asked`, or the most that the model can without a sliding window."""
     most, why = shapes.max_context, "its context"
     if 0 < shapes.sliding_window < most:
         most, why = shapes.sliding_window, "its attention window, and sliding windows are not supported"
@@ -234,5 +231,5 @@ def _context_tokens(shapes: Shapes, asked: int) -> int:
 def _vocab_digest(options: TorchOptions) -> str:
     path = options.model_path
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        return "none"  # weights alone: nobody can send it text
+        return "none"  # weights without a tokenizer
     return load_vocabulary(ModelFiles(options.model_name, path)).digest

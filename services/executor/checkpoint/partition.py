@@ -1,16 +1,16 @@
-"""Each rank of several holds a part of a model: a run of layers (see Stage), or of every layer a `shard`:
+"""Each of several ranks holds a part of a model: a run of layers (a Stage), or a `shard` of every layer:
 
-    q, k, v, gate, up   rows of its heads and of its part of the MLP's width: no rank needs the others'
-    out, down           the columns that read those: their products are parts of a sum over all ranks
-    experts             some of them, whole; every rank has all tokens and routes them, its experts' part of
-                        the result is one of a sum: nothing else is said, and no expert is read twice
-    head                rows of its part of the vocabulary: the logits are gathered, so that every rank has
-                        the same bits of them, and may choose the same tokens from them
-    embedding, norms    all: a row of the embedding costs nothing to read, the sum that would replace it does
+    q, k, v, gate, up   the rows of its heads and of its part of the MLP's width: no exchange
+    out, down           the columns that read those rows: their products are parts of a sum over all ranks
+    experts             some whole experts; every rank has all tokens and routes them, and its experts' result
+                        is a part of a sum: no other exchange, and no expert is read twice
+    head                the rows of its part of the vocabulary: the logits are gathered, so that every rank
+                        has the same bits and chooses the same tokens
+    embedding, norms    everything: to read an embedding row costs less than the sum that a split would need
 
-Heads are whole: a KV head and the query heads that read it lie on one rank. Where the KV heads do not divide,
-some ranks have one more (3 on 2 ranks: 2 and 1). With more ranks than KV heads, a KV head lies on several
-ranks, and its query heads are divided between them. Experts that do not divide are dealt likewise.
+Heads are whole: a KV head and the query heads that read it lie on one rank. If the KV heads do not divide
+evenly, some ranks have one more (3 on 2 ranks: 2 and 1); so with experts. With more ranks than KV heads,
+several ranks hold the same KV head and divide its query heads.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from shared.errors import SetupError
 if TYPE_CHECKING:
     from torch.distributed import Work
 
-_UNIT = 16  # a rank's part of a width is a multiple of this where the width is: what matrix units take
+_UNIT = 16  # matrix units compute multiples of it: a rank's part is one if the whole width is
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Numbers `begin` to `end` of a tensor along dimension `dim`."""
+    """Indices `begin` to `end` of a tensor along dimension `dim`."""
 
     dim: int
     begin: int
     end: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """That part, in memory of its own."""
+        """A copy of that part."""
         return whole.narrow(self.dim, self.begin, self.end - self.begin).clone()
 
 
@@ -50,27 +50,25 @@ _NOTHING = Cut(0, 0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A rank's part. `shapes` are those of what it holds: with its heads, KV heads and MLP width, and of all
-    the vocabulary."""
+    """A rank's part. `shapes` has its heads, KV heads, MLP width and layers, and the whole vocabulary."""
 
     shapes: Shapes
-    head_rows: int  # of the head on every rank; zeros behind the vocabulary's end
-    cuts: dict[str, Cut]  # of the parts that it does not hold all of
-    first_layer: int = 0  # of `shapes.layers` that it holds
+    head_rows: int  # of the head, the same on every rank; rows after the vocabulary's end are zeros
+    cuts: dict[str, Cut]  # by part; parts without a cut are whole
+    first_layer: int = 0  # of its `shapes.layers` layers
 
 
 ShardOf = Callable[[Shapes], Shard]  # which part of a model to load
 
 
 class Stage:
-    """Stage `index` of `count` of a pipeline; `index` is also its rank. Rows go through the stages one after
-    the other. A stage that is alone sends and receives nothing.
+    """Stage `index` of `count` of a pipeline; `index` is also its rank. A single stage sends nothing.
 
         stage 0: embedding, layers ── residual stream ──▶ stage 1: layers ── ··· ──▶ last: layers, norm, head
 
-    What goes from one stage to the next is the sum that the next layer's norm reads, no more. A stage waits
-    for the one before it in its own stream of work (gloo on CPUs, NCCL on GPUs). Nothing ever goes back that
-    way: tokens come back through the hosts, so that no GPU waits for a stage behind."""
+    A stage sends only the sum that the next layer's norm reads. It waits for the stage before in its own
+    stream of work (gloo on CPUs, NCCL on GPUs). Sampled tokens return through the hosts, so no GPU waits for
+    a later stage."""
 
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count = index, count
@@ -78,13 +76,13 @@ class Stage:
         self._sent: Work | None = None  # on a CPU: it holds what it sends
 
     def receive(self, rows: Tensor) -> Tensor:
-        """Fill `rows` with what the stage before has sent; `rows` itself. On a GPU it is queued."""
+        """Fill `rows` with the rows from the stage before, and return it. On a GPU this is queued."""
         torch.distributed.recv(rows, self.index - 1)
         return rows
 
     def send(self, rows: Tensor) -> None:
-        """Give `rows` to the stage behind. On a GPU it is queued, and ends when that one receives; on a CPU
-        `rows` is not to be changed, and the send before must have ended first."""
+        """Send `rows` to the next stage. On a GPU this is queued, and ends when the next stage receives. On a
+        CPU it waits for the send before, and `rows` must not be changed."""
         if rows.is_cuda:
             torch.distributed.send(rows, self.index + 1)
             return
@@ -97,12 +95,12 @@ WHOLE = Stage(0, 1)
 
 
 def whole_model(whole: Shapes) -> Shard:
-    """The part of a rank that is alone."""
+    """The part of a single rank: everything."""
     return shard(whole, 0, 1)
 
 
 def shard(whole: Shapes, rank: int, size: int) -> Shard:
-    """The part of rank `rank` of `size`. Raises SetupError where there are not enough heads or experts."""
+    """The part of rank `rank` of `size`. Raises SetupError with too few heads or experts."""
     if size == 1:
         return Shard(shapes=whole, head_rows=whole.vocab, cuts={})
     width = _UNIT if whole.intermediate % _UNIT == 0 else 1
@@ -137,8 +135,8 @@ def shard(whole: Shapes, rank: int, size: int) -> Shard:
 
 
 def stage_shard(whole: Shapes, stage: Stage) -> Shard:
-    """What a stage holds: the first one the embedding, the last one the head (which may be the embedding),
-    each its layers. Raises SetupError as `layers_of`."""
+    """The part of a stage: its layers, on the first stage also the embedding, on the last also the head
+    (which may be the embedding). Raises SetupError as `layers_of`."""
     if stage.count == 1:
         return whole_model(whole)
     first, end = layers_of(whole, stage.index, stage.count)
@@ -152,9 +150,8 @@ def stage_shard(whole: Shapes, stage: Stage) -> Shard:
 
 
 def layers_of(whole: Shapes, index: int, count: int) -> tuple[int, int]:
-    """The layers of a stage, from the first to behind the last. Stages have as many weights to read as can
-    be; those of the head, which the last one has, count as layers. Raises SetupError for fewer layers than
-    stages."""
+    """The layers of a stage, from the first to one after the last. Stages read about the same number of
+    weights; the head's weights count for the last stage. Raises SetupError for fewer layers than stages."""
     if whole.layers < count:
         raise SetupError(f"{count} stages are too many for {whole.layers} layers: use fewer")
     head = whole.vocab * whole.hidden / _layer_weights(whole)
@@ -167,7 +164,7 @@ def layers_of(whole: Shapes, index: int, count: int) -> tuple[int, int]:
 
 
 def gathered_logits(own: Tensor, vocab: int, ranks: Ranks) -> Tensor:
-    """Logits `[samples, vocab]` from every rank's `[samples, head rows]`, which end with those of padding."""
+    """Logits `[samples, vocab]` from every rank's `[samples, head_rows]`, without the padding at the end."""
     if ranks.size == 1 or not len(own):
         return own[:, :vocab]
     found = ranks.all_gather(own).transpose(0, 1).reshape(len(own), -1)
@@ -175,7 +172,7 @@ def gathered_logits(own: Tensor, vocab: int, ranks: Ranks) -> Tensor:
 
 
 def _heads(whole: Shapes, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """KV heads and query heads of a rank, each from the first to behind the last."""
+    """The KV heads and query heads of a rank, each from the first to one after the last."""
     group = whole.heads // whole.kv_heads
     if size <= whole.kv_heads:
         first, end = _share(whole.kv_heads, rank, size)
@@ -187,7 +184,8 @@ def _heads(whole: Shapes, rank: int, size: int) -> tuple[tuple[int, int], tuple[
 
 
 def _share(units: int, rank: int, size: int) -> tuple[int, int]:
-    """The units of a rank, from the first to behind the last: as even as can be, with more on the first."""
+    """The units of a rank, from the first to one after the last: even, with the remainder on the first
+    ranks."""
     each, more = divmod(units, size)
     begin = rank * each + min(rank, more)
     return begin, begin + each + (rank < more)
@@ -198,7 +196,7 @@ def _rows(heads: tuple[int, int], head_dim: int) -> Cut:
 
 
 def _layer_weights(whole: Shapes) -> int:
-    """Of one layer, those that a step of many rows reads."""
+    """How many weights of one layer a step of many rows reads."""
     attention = 2 * (whole.heads + whole.kv_heads) * whole.head_dim
     width = 3 * whole.intermediate
     if whole.experts is not None:

@@ -1,13 +1,13 @@
-"""Weights are a model as the forward pass wants it, from any file that can name its tensors.
+"""Assembles Weights, a model as the forward pass reads it, from Hugging Face folders or random numbers.
 
 Projections that read the same input are joined, so that a layer is four matrix products:
 
     qkv [(heads + 2 * kv_heads) * head_dim, hidden] · out · gate_up [2 * intermediate, hidden] · down
 
-Those of experts are stacked: gate_up [experts, 2 * width, hidden], down [experts, hidden, width].
+Experts are stacked: gate_up [experts, 2 * width, hidden], down [experts, hidden, width].
 
-`load_hf` reads a Hugging Face folder, config.json and one or more *.safetensors files. `load_dummy` draws
-random weights in the shapes of a config.json: for benchmarks of models that are not on this machine.
+`load_hf` reads config.json and one or more *.safetensors files. `load_dummy` draws random weights in the
+shapes of a config.json, for benchmarks of models that are not on this machine. gguf.py uses `assemble`, too.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from services.executor.checkpoint.partition import Cut, Shard, ShardOf, whole_mo
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 
-# A part of a layer (or of the model, with layer -1) as [out, in], in halves-rotating order for q and k;
-# with a cut, what that leaves of it. The parts of experts come as they are kept: "experts_gate_up" and
-# "experts_down".
+# Reads a part of a layer (or of the model, with layer -1) as [out, in], with a cut only that part; q and k
+# in the order for a rotation of halves. Experts are read as "experts_gate_up" and "experts_down", joined.
 ReadTensor = Callable[[str, int, Cut | None], Tensor]
 
-StoredTensor = tuple[str, str, NDArray[np.uint8]]  # as a file has it: name, type and shape, bytes (mapped)
+StoredTensor = tuple[str, str, NDArray[np.uint8]]  # in a file: name, type and shape, bytes (mapped)
 
 # The names of the parts in a Hugging Face folder.
 _MODEL = {
@@ -61,21 +60,21 @@ _LAYER = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
-# The router and, of each expert, gate, up and down.
+# The names of the router, of the experts, and of an expert's gate, up and down.
 _EXPERTS = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
 }
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _NOT_STORED = (".rotary_emb.inv_freq",)  # in old files; they follow from the configuration
-_DUMMY_STD = 0.02  # of random weights, as models are initialised: activations stay in range
+_DUMMY_STD = 0.02  # of random weights, as in the initialisation of models: activations stay in range
 _SEED = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Matrices are `[out, in]`, norms `[width]`. With a `router` `[experts, hidden]` it is sparse,
-    and `gate_up` and `down` are those of all experts."""
+    """One layer. Matrices are `[out, in]`, norms `[width]`. A sparse layer has a `router` `[experts,
+    hidden]`, and `gate_up` and `down` of all experts, stacked."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -91,17 +90,17 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A whole model. `head` is `embedding` itself where they are tied. The model that computes takes the
-    layers out, so that plain matrices go as packed ones come."""
+    """A model, or a rank's part. Where they are tied, `head` is `embedding` itself. The engine removes the
+    layers one by one, so that plain matrices are freed while it makes packed ones."""
 
     embedding: Tensor  # [vocab, hidden]
     norm: Tensor
-    head: Tensor  # [vocab, hidden], of one of several ranks its rows
+    head: Tensor  # [vocab, hidden]; with several ranks, this rank's rows
     layers: list[LayerWeights]
 
 
 def assemble(shard: Shard, read: ReadTensor, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Read every tensor of a rank's part through `read` and put it together on `device`."""
+    """Read every tensor of a rank's part through `read` and assemble the weights on `device`."""
     shapes = shard.shapes
 
     def take(part: str, layer: int = -1) -> Tensor:
@@ -140,7 +139,7 @@ def assemble(shard: Shard, read: ReadTensor, dtype: torch.dtype, device: torch.d
 
 
 def parts_of(shapes: Shapes) -> Iterator[tuple[str, int]]:
-    """Every part, with its layer, that `assemble` reads of a whole model."""
+    """Every part of a whole model that `assemble` reads, with its layer."""
     yield from (("embedding", -1), ("norm", -1), *([("head", -1)] * (not shapes.tied)))
     parts = ["attention_norm", "mlp_norm", "q", "k", "v", "out"]
     parts += ["q_bias", "k_bias", "v_bias"] * shapes.qkv_bias + ["q_norm", "k_norm"] * shapes.qk_norm
@@ -153,8 +152,8 @@ def parts_of(shapes: Shapes) -> Iterator[tuple[str, int]]:
 def check_tensors(
     where: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises SetupError where a file has tensors that the model does not compute with, or lacks some, or has
-    them in other shapes."""
+    """Raises SetupError if a file has tensors that the model does not use, lacks some, or has other
+    shapes."""
     unknown = sorted(found.keys() - wanted.keys())
     if unknown:
         raise SetupError(
@@ -167,7 +166,7 @@ def check_tensors(
             raise SetupError(f"{where} has no tensor {name!r}: incomplete, or another model; fetch it again")
         if found[name] != size:
             raise SetupError(
-                f"{where}: tensor {name!r} is {list(found[name])}, where the model's configuration says "
+                f"{where}: tensor {name!r} is {list(found[name])}, where the model's configuration gives "
                 f"{list(size)}; fetch the model again"
             )
 
@@ -175,8 +174,8 @@ def check_tensors(
 def load_hf(
     folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = whole_model
 ) -> tuple[Shapes, Weights]:
-    """Shapes and weights of a part of the model in `folder`: nothing else of it is read. Raises
-    SetupError for a model or folder that is not supported or not complete."""
+    """Shapes and weights of a part of the model in `folder`; only that part is read. Raises SetupError for an
+    unsupported or incomplete model."""
     shapes = read_shapes(folder)
     tensors = _Tensors(folder)
     tensors.check(shapes)
@@ -184,7 +183,7 @@ def load_hf(
     def read(part: str, layer: int, cut: Cut | None) -> Tensor:
         if part not in ("experts_gate_up", "experts_down"):
             return tensors.read(_hf_name(shapes.architecture, part, layer), cut)
-        assert shapes.experts is not None, "the parts of experts are of a model that has them"
+        assert shapes.experts is not None, "only a model with experts has these parts"
         some = range(shapes.experts.count) if cut is None else range(cut.begin, cut.end)
         each = (_expert_names(shapes.architecture, part, layer, expert) for expert in some)
         return torch.stack([torch.cat([tensors.read(name, None) for name in names]) for names in each])
@@ -196,9 +195,9 @@ def load_hf(
 def load_dummy(
     folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = whole_model
 ) -> tuple[Shapes, Weights]:
-    """Shapes of a part of `folder`/config.json, and weights drawn on `device`, each tensor with a
-    seed of its own: any part of the model is a part of the same; norms are ones. Raises
-    SetupError for a model that is not supported or a folder without a config."""
+    """Shapes of a part of `folder`/config.json, and weights drawn on `device`; norms are ones. Each tensor
+    has its own seed, so all ranks hold parts of one model. Raises SetupError for an unsupported model or a
+    folder without config.json."""
     shapes = read_shapes(folder)
     generator = torch.Generator(device)
     sizes = part_sizes(shapes)
@@ -223,14 +222,14 @@ def _hf_name(architecture: str, part: str, layer: int) -> str:
 
 
 def _expert_names(architecture: str, part: str, layer: int, expert: int) -> list[str]:
-    """The tensors that a part of one expert is joined from."""
+    """The tensors to join for a part of one expert."""
     _, experts, (gate, up, down) = _EXPERTS[architecture]
     names = (down,) if part == "experts_down" else (gate, up)
     return [f"model.layers.{layer}.{experts}.{expert}.{name}.weight" for name in names]
 
 
 def _hf_sizes(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that a folder with such a model has."""
+    """Name and shape of every tensor in a folder with such a model."""
     sizes = part_sizes(shapes)
     for part, layer in parts_of(shapes):
         if part not in ("experts_gate_up", "experts_down"):
@@ -243,7 +242,7 @@ def _hf_sizes(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class _Tensors:
-    """The tensors of a folder; its files stay open, for experts are many small tensors."""
+    """The tensors of a folder. Its files stay open: experts are many small tensors."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -257,7 +256,7 @@ class _Tensors:
             self._files.update(dict.fromkeys(names, file))
 
     def check(self, shapes: Shapes) -> None:
-        """Raises SetupError unless the folder has the tensors of such a model, no others, in plain types."""
+        """Raises SetupError unless the folder has exactly the tensors of such a model, in plain types."""
         sizes = {}
         for name, file in self._files.items():
             stored = self._open(file).get_slice(name)
@@ -272,12 +271,12 @@ class _Tensors:
         check_tensors(self._folder, sizes, dict(_hf_sizes(shapes)))
         if again and not torch.equal(self.read(_MODEL["head"], None), self.read(_MODEL["embedding"], None)):
             raise SetupError(
-                f"{self._folder}: config.json says tie_word_embeddings, but {_MODEL['head']!r} is stored and "
+                f"{self._folder}: config.json sets tie_word_embeddings, but {_MODEL['head']!r} is stored and "
                 "is not the embedding; if it is meant, set the key to false, else fetch the model again"
             )
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
-        """Of a tensor what `cut` leaves."""
+        """A tensor, or the part of it within `cut`."""
         opened = self._open(self._files[name])
         tensor: Tensor = opened.get_tensor(name) if cut is None else _part(opened, name, cut)
         return tensor
@@ -312,8 +311,8 @@ def _part(opened: Any, name: str, cut: Cut) -> Tensor:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files with a folder's weights, chosen as transformers does: model.safetensors, or those that the
-    index of a sharded model names; else whatever is there, but Mistral's copy in names of its own."""
+    """The files with a folder's weights, chosen like transformers: model.safetensors, or the files in the
+    index of a sharded model; else all files but Mistral's second copy (consolidated*)."""
     if (folder / "adapter_config.json").is_file():
         raise SetupError(f"{folder} has an adapter (adapter_config.json); merge it into the model first")
     index = folder / "model.safetensors.index.json"
@@ -332,7 +331,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def part_sizes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """The shape of every part that `assemble` asks for."""
+    """The shape of every part that `assemble` reads."""
     hidden, wide = shapes.hidden, shapes.intermediate
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     experts: dict[str, tuple[int, ...]] = {}

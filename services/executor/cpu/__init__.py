@@ -1,1 +1,1 @@
-"""The torch engine: the forward pass on a CPU, and the reference for the GPU's."""
+"""The torch engine: it computes on a CPU, and is the reference for the CUDA engine."""

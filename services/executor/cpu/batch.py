@@ -1,12 +1,12 @@
 """A BatchBuilder makes the tensors of a forward pass from the columns of a plan and the state of the Slots.
 
-Tokens are laid out decode rows first, grouped by context length, then prompt chunks one after the other:
+Decode rows come first, grouped by context length, then the prompt chunks:
 
     | decode, ≤ 16 tokens | decode, 17-32 | ... | chunk of slot 3 | chunk of slot 5 | padding |
 
-A group of decode rows is one attention call, padded to its longest row; a chunk is one call of its own.
-Kernels that take rows of any length take every token as one, all in one group.
-In deterministic mode each token is a call: neither its company nor the chunk that it came in changes a bit.
+A group of decode rows is one attention call, padded to its longest row; a chunk is one call.
+Ragged kernels take every token as a row of its own length, all in one group.
+In deterministic mode each token is one call: neither other rows nor the chunk's bounds change its bits.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode rows of like context, or tokens of any: token rows `first` to `first + len(tables)`. See
-    attend_decode."""
+    """Token rows `first` to `first + len(tables)`: decode rows of similar context, or any tokens where the
+    kernel is ragged. See attend_decode."""
 
     first: int
     tables: Tensor  # [rows, blocks]
     lengths: Tensor  # [rows], tokens
-    mask: Tensor | None  # [rows, 1, 1, tokens]; none where all tokens are in one group
+    mask: Tensor | None  # [rows, 1, 1, tokens]; None for a ragged kernel
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A chunk of one prompt: token rows `first` to `first + count`. See attend_prefill."""
+    """Token rows `first` to `first + count`: a chunk of one prompt. See attend_prefill."""
 
     first: int
     count: int
@@ -58,11 +58,11 @@ class Batch:
 
     ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    rows: Tensor  # [layers, K|V, tokens], where KV goes
+    rows: Tensor  # [layers, K|V, tokens], slot mapping
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillChunk, ...]
-    sampled: Tensor  # [samples], the token row that each sample row reads
-    padding: int  # token rows at the end that stand for nothing
+    sampled: Tensor  # [samples], the token row of each sample row
+    padding: int  # token rows at the end without a token
 
 
 class BatchBuilder:
@@ -71,14 +71,14 @@ class BatchBuilder:
     def __init__(
         self, slots: Slots, cache: KvCache, *, deterministic: bool = False, ragged: bool = False
     ) -> None:
-        """`ragged`: all tokens, of decode rows and chunks, go into one group, without a mask."""
+        """`ragged`: all tokens of decode rows and chunks go into one group without a mask."""
         self._slots = slots
         self._cache = cache
         self._deterministic = deterministic
         self._ragged = ragged
 
     def build(self, plan: StepPlan) -> Batch:
-        """The batch of a plan whose table deltas are applied. Raises EngineError for a slot not open."""
+        """The batch of a plan, after Slots.apply_tables. Raises EngineError for a slot that is not open."""
         slots, starts, counts = (np.array(c, dtype=np.int64) for c in (plan.slots, plan.starts, plan.counts))
         by_token = self._deterministic or self._ragged
         order, ranks = (np.arange(len(counts)), counts[:0]) if by_token else self._order(starts, counts)
@@ -88,9 +88,9 @@ class BatchBuilder:
         positions = starts[row] + np.arange(len(row)) - first[row]
         padding = -len(row) % ROW_TILE if self._deterministic else 0
         if by_token:
-            each = np.arange(len(row))  # alone: how a prompt was cut would show in the last bits
-            alike = np.zeros_like(each) if self._ragged else each
-            decode, prefill = self._decode(slots[row], positions, each, alike), order[:0]
+            each = np.arange(len(row))  # one group each: a chunk's bounds would change the last bits
+            ranks = np.zeros_like(each) if self._ragged else each
+            decode, prefill = self._decode(slots[row], positions, each, ranks), order[:0]
         else:
             decode, prefill = self._decode(slots, starts, order, ranks), order[len(ranks) :]
         return Batch(
@@ -106,10 +106,8 @@ class BatchBuilder:
         )
 
     def _order(self, starts: _Column, counts: _Column) -> tuple[_Column, _Column]:
-        """Rows in token order, and the group of each decode row among them.
-
-        Groups double in length, so that padding costs less than a factor of two.
-        """
+        """Rows in token order, and the group of each decode row. The lengths of groups double, so padding
+        costs less than a factor of two."""
         decode = np.flatnonzero(counts == 1)
         blocks = -(-(starts[decode] + 1) // self._cache.block_tokens)
         ranks = np.ceil(np.log2(blocks)).astype(np.int64)
@@ -136,7 +134,7 @@ class BatchBuilder:
         return on_device
 
     def _rows(self, slots: _Column, positions: _Column, padding: int) -> Tensor:
-        """Where each token's KV goes; that of finished slots and of padding to the spare block."""
+        """The slot mapping. KV of done slots and of padding goes to the spare block."""
         cache = self._cache
         blocks = self._on_device(self._slots.tables[slots, positions // cache.block_tokens])
         blocks = torch.where(self._slots.done[self._on_device(slots)], cache.spare, blocks)
@@ -180,15 +178,14 @@ class BatchBuilder:
 
 
 class Slots:
-    """The slots of running sequences: their tokens and block tables on the host, their last token on the
-    device. Tables are `[slots, blocks]`; entries never set point at the spare block.
+    """The slots of running sequences: tokens and block tables on the host, the last token on the device.
+    Tables are `[slots, blocks]`; entries never set point at the spare block.
 
-    A slot's end (stop id or length) is found on the device when a token is sampled. The plan after may have
-    been made without knowing it: its rows for that slot are then no-ops, which is why `done` lives here. The
-    host thread advances slots while the device thread reads and opens others. Nothing is guarded, since each
-    writes entries of its own slots only, in place: the tensors by index, the dict by key. Two things move:
-    `_stop_ids` may be widened by a new slot, which leaves both the old and the new tensor right for the
-    others. `tables` is the device thread's alone."""
+    Sampling finds a slot's end (stop id or length) on the device. The scheduler may have sent the next plan
+    before: its rows of a slot in `done` are no-ops. The host thread advances slots while the device thread
+    reads and opens others. There is no lock, since each thread writes only the entries of its own slots, in
+    place. The exception: a new slot may widen `_stop_ids`; the old and the new tensor are both right for the
+    other slots. Only the device thread uses `tables`."""
 
     def __init__(
         self, count: int, table_blocks: int, spare: int, max_context: int, device: torch.device
@@ -198,13 +195,13 @@ class Slots:
         self.done = torch.zeros(count, dtype=torch.bool, device=device)
         self._max_length = torch.zeros(count, dtype=torch.int64, device=device)
         self._stop_ids = torch.full((count, 1), _NO_TOKEN, dtype=torch.int64, device=device)
-        self._outgrown: list[Tensor] = []  # narrower stop ids: freed memory would be written by others
+        self._outgrown: list[Tensor] = []  # narrower stop ids, kept: a sample may still read their memory
         self._tokens: dict[int, Ints] = {}
         self._spare = spare
         self._max_context = max_context
 
     def open(self, opened: SlotOpen) -> None:
-        """Set a slot up from scratch. Raises EngineError for a slot number that does not exist."""
+        """Set up a slot. Raises EngineError for a slot number that does not exist."""
         slot = opened.slot
         if not 0 <= slot < len(self.tables):
             raise EngineError(f"slot {slot} is not one of {len(self.tables)} slots")
@@ -216,7 +213,7 @@ class Slots:
         self._set_stop_ids(slot, opened.stop_ids)
 
     def end(self, slots: list[int]) -> None:
-        """Slots that failed: like one that has stopped, without a further token."""
+        """End failed slots, like stopped ones: they get no further token."""
         if slots:
             self.done[torch.tensor(slots, device=self.done.device)] = True
 
@@ -229,7 +226,7 @@ class Slots:
         self._tokens.clear()
 
     def tokens(self, slot: int) -> Ints:
-        """The host record: the tokens of SlotOpen and those sampled since. Raises EngineError if closed."""
+        """The tokens of SlotOpen and the sampled ones after them. Raises EngineError for a closed slot."""
         try:
             return self._tokens[slot]
         except KeyError:
@@ -245,12 +242,9 @@ class Slots:
     def advance(
         self, slots: list[int], ids: Tensor, positions: list[int]
     ) -> tuple[Ints, Ints, dict[int, str]]:
-        """Take one sampled token, or one of ROW_ERRORS, for each of `slots`, at its place `positions` in the
-        sequence.
-
-        Returns the ids and the done column of a StepResult, on the host, and why rows have no token, by
-        index: waits for the device.
-        """
+        """Append one sampled token, or an id of ROW_ERRORS, to each of `slots`, at `positions` of the
+        sequences. Waits for the device. Returns the columns `ids` and `done` of a StepResult, and the errors
+        of rows without a token by index."""
         at = torch.tensor(slots, device=ids.device)
         lengths = torch.tensor(positions, device=ids.device) + 1
         before, flawed = self.done[at], ids < 0
@@ -265,7 +259,7 @@ class Slots:
         return ints(chosen), ints(ended), flaws
 
     def take(self, slots: list[int], ids: Ints, done: Ints, positions: list[int]) -> None:
-        """As `advance`, with the columns that it has given on another rank."""
+        """Like `advance`, with the columns that another rank's `advance` has returned."""
         at, ended = torch.tensor(slots), torch.tensor(done)
         chosen = torch.where(ended == 2, self.last_token[at], torch.tensor(ids, dtype=torch.int64))
         self.last_token[at], self.done[at] = chosen, ended != 0
@@ -282,7 +276,7 @@ class Slots:
         if len(stop_ids) > have:
             more = self._stop_ids.new_full((len(self._stop_ids), len(stop_ids) - have), _NO_TOKEN)
             wider = torch.cat((self._stop_ids, more), 1)
-            if wider.is_cuda:  # a sample on another stream may read either one at any moment
+            if wider.is_cuda:  # a sample on another stream may read either tensor at any moment
                 torch.cuda.current_stream().synchronize()
                 self._outgrown.append(self._stop_ids)
             self._stop_ids = wider

@@ -1,4 +1,6 @@
-"""Kernels compiled for this CPU do a layer's operators, or all layers in one call. They need Numba."""
+"""Runs a layer's operators, or all layers in one call, in kernels compiled for this CPU. Needs Numba.
+
+cpu/model.py imports it only where Numba is installed and the kernels fit the cache."""
 
 from __future__ import annotations
 
@@ -42,25 +44,25 @@ class CompiledOperators:
 
 
 def compiled_layers(layers: Sequence[Layer], shapes: Shapes, norm: Tensor) -> CompiledLayers | None:
-    """All layers in one; None where a layer has what there is no kernel for: a bias, norms of queries and
-    keys, experts, or products of a library."""
-    normed = any(layer.q_norm is not None for layer in layers)
-    if normed or not all(isinstance(layer.mlp, Dense) for layer in layers):
+    """All layers as one call. None if a layer has a part without a kernel: a bias, norms of queries and keys,
+    experts, or a product of a library."""
+    mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, Dense)]
+    if len(mlps) < len(layers) or any(layer.q_norm is not None for layer in layers):
         return None
-    kinds = [_together([kind(layer) for layer in layers]) for kind in (_qkv, _out, _gate_up, _down)]
-    found = [kind for kind in kinds if kind is not None]
+    qkv, out = [layer.qkv for layer in layers], [layer.out for layer in layers]
+    kinds = (qkv, out, [mlp.gate_up for mlp in mlps], [mlp.down for mlp in mlps])
+    found = [product for kind in kinds if (product := _together(kind)) is not None]
     return CompiledLayers(layers, found, shapes, norm) if len(found) == len(kinds) else None
 
 
 class CompiledLayers:
-    """See services.executor.cpu.layers.BatchedLayers. One call of machine code: see
-    kernels.cpu_jit.batched_launch. Started one by one from Python, the 270 kernels of a decode step of a 135M
-    model take 3 of 13 ms to start."""
+    """See services.executor.cpu.layers.BatchedLayers. One batched launch (kernels.cpu_jit.batched_launch):
+    to start the 270 kernels of a 135M model's decode step one by one from Python takes 3 of 13 ms."""
 
     def __init__(
         self, layers: Sequence[Layer], products: Sequence[_Product], shapes: Shapes, norm: Tensor
     ) -> None:
-        """`products`: those of the layers, in the order of their use."""
+        """`products`: qkv, out, gate_up, down."""
         self._shapes = shapes
         self._products = products
         following = [layer.attention_norm for layer in layers[1:]] + [norm]
@@ -116,21 +118,3 @@ def _together(products: Sequence[Linear]) -> _Product | None:
 
 def _addresses(tensors: Iterable[Tensor]) -> Number:
     return np.array([each.data_ptr() for each in tensors], np.int64)
-
-
-def _qkv(layer: Layer) -> Linear:
-    return layer.qkv
-
-
-def _out(layer: Layer) -> Linear:
-    return layer.out
-
-
-def _gate_up(layer: Layer) -> Linear:
-    assert isinstance(layer.mlp, Dense)
-    return layer.mlp.gate_up
-
-
-def _down(layer: Layer) -> Linear:
-    assert isinstance(layer.mlp, Dense)
-    return layer.mlp.down

@@ -1,4 +1,7 @@
-"""The torch engine behind the Backend protocol: weights, paged KV, slots, forward pass and sampler."""
+"""The torch engine implements Backend: it joins weights, paged KV, slots, forward pass and sampler.
+
+services/executor/actor.py builds it for one rank, group/ for several. It also runs on a GPU, as the tests'
+reference for the CUDA engine."""
 
 from __future__ import annotations
 
@@ -32,9 +35,10 @@ from shared.messages import Ints, SlotOpen, StepPlan, ints
 
 
 def build(options: TorchOptions, ranks: Ranks = SOLO) -> TorchBackend:
-    """Load the model and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
+    """Load the model and allocate the cache; takes seconds. Raises SetupError for options that cannot
+    work."""
     if device_of(options.device).type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each context length: 82 ms a step, not 4
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each context length: 82 ms, not 4
     return TorchBackend(options, load(options, ranks))
 
 
@@ -46,9 +50,7 @@ class TorchBackend:
         device, exact = weights.embedding.device, options.deterministic
         self._info, self._samples = info_of(options, loaded), loaded.stage.last
         self._comm_thread = CommThread() if options.overlap_comm != "off" and loaded.ranks.size > 1 else None
-        if (
-            self._comm_thread is not None
-        ):  # the cores that talk are those that compute: never but where it is asked
+        if self._comm_thread is not None:  # collectives use the computing cores: split only where a plan asks
             self._info = replace(self._info, two_stream_tokens=NEVER)
         self._cache = cache
         kinds = operators_for(cache, deterministic=exact)
@@ -59,11 +61,11 @@ class TorchBackend:
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact, ragged=kinds.ragged)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
-        self._logprobs: dict[int, int] = {}  # logprobs by slot
-        self._computed: torch.cuda.Event | None = None  # the newest forward's end, on a GPU
+        self._logprobs: dict[int, int] = {}  # SlotOpen.logprobs by slot
+        self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
-        self._threads = None if fixed else ThreadCount(torch.get_num_threads())  # of a CPU on its own
+        self._threads = None if fixed else ThreadCount(torch.get_num_threads())
         self._copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
 
     @property
@@ -173,4 +175,4 @@ class TorchBackend:
         if self._comm_thread is not None:
             self._comm_thread.close()
         for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "_copier"):
-            self.__dict__.pop(name, None)  # the memory goes with the last reference
+            self.__dict__.pop(name, None)  # frees the memory

@@ -1,4 +1,6 @@
-"""A layer of a model has its matrices as products, an MLP, and operators between the products."""
+"""A layer consists of matrix products, an MLP or experts, and the operators between the products.
+
+cpu/model.py builds the layers and calls them. The operators are torch's here, compiled in cpu/compiled.py."""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from services.executor.cpu.linear import ROW_TILE, Linear, Products
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Products hold the matrices as they want them: the plain ones go with the `Weights`."""
+    """One layer. Its products keep the matrices in their own format; the plain ones are freed with
+    Weights."""
 
     attention_norm: Tensor
     q_norm: Tensor | None
@@ -37,7 +40,6 @@ class Layer:
 def layer_of(
     weights: LayerWeights, shapes: Shapes, products: Products, operators: Operators, *, deterministic: bool
 ) -> Layer:
-    """The layer of these weights."""
     return Layer(
         attention_norm=weights.attention_norm,
         q_norm=weights.q_norm,
@@ -50,14 +52,12 @@ def layer_of(
 
 
 class Mlp(Protocol):
-    """Of a layer, one MLP for all tokens or experts, of which a token sees a few: `[rows, hidden]` to the
-    same."""
+    """`[rows, hidden]` to `[rows, hidden]`: one MLP for all tokens, or a mixture of experts."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def compile(self, x: Tensor) -> None:
-        """Have the kernels of every product of as many rows as `x` has."""
-        ...
+        """Compile the kernels of every product for as many rows as `x` has."""
 
 
 def mlp(
@@ -94,11 +94,11 @@ class Dense:
 
 
 class _Experts:
-    """Goes through the experts here that have tokens, in order: a token's sum is in one order in any batch.
-    Of several ranks each gives its experts' part of the sum."""
+    """Computes this rank's experts that have tokens, in order: a token's sum has one order in any batch. With
+    several ranks the result is this rank's part of the sum."""
 
     def __init__(self, router: Linear, experts: list[Dense], shapes: ExpertShapes, tile: int) -> None:
-        """Products come in multiples of `tile` rows."""
+        """Rows are padded to multiples of `tile`."""
         self._router, self._experts, self._shapes, self._tile = router, experts, shapes, tile
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -120,13 +120,11 @@ class _Experts:
 
 
 class Operators(Protocol):
-    """What a layer does between its matrix products, on a CPU: in torch's operators, or in kernels of our
-    own. See the torch functions of the same names for what they do. The kernels do in one pass what torch
-    does in several, and attention reads the blocks where they lie: 2 to 8 times faster. Torch's operators are
-    what the kernels mean (kernels/*/ref.py), and stay for what the kernels cannot do: KV in fp8, odd head
-    sizes, deterministic mode (whose bits are those of the operators), no Numba."""
+    """A layer's operators between its matrix products, on a CPU; kernels/*/ref.py defines them. Our compiled
+    kernels need one pass where torch needs several, and attention reads the blocks in place: 2 to 8 times
+    faster. Torch's operators stay for KV in fp8, odd head sizes, deterministic mode, and without Numba."""
 
-    ragged: bool  # tokens of decode rows and of chunks go into one group, whatever their lengths
+    ragged: bool  # tokens of decode rows and of chunks go into one group
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """May put the sum into `residual`."""
@@ -134,8 +132,8 @@ class Operators(Protocol):
     def swiglu(self, gate_up: Tensor) -> Tensor: ...
 
     def rotate_and_write(self, x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
-        """Of `x` `[tokens, heads + 2 * kv_heads, head_dim]`, queries, keys and values, rotate queries and
-        keys by `rotation`; store keys and values at `rows` `[K|V, tokens]` of `write_rows`. The queries."""
+        """Rotate the queries and keys of `x` `[tokens, heads + 2 * kv_heads, head_dim]` (queries, keys,
+        values), store keys and values at `rows` `[K|V, tokens]` of `write_rows`, and return the queries."""
 
     def attend_decode(self, query: Tensor, kv: Tensor, layer: int, group: DecodeGroup) -> Tensor: ...
 
@@ -146,12 +144,12 @@ class BatchedLayers(Protocol):
     def __call__(
         self, normed: Tensor, residual: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """From the norm of the first layer's input, and that input, to those behind the last: `[tokens,
-        hidden]` each, which may take the place of what is given."""
+        """The first layer's input, `normed` and plain (`residual`), `[tokens, hidden]` each, to both after
+        the last layer. May overwrite the arguments."""
 
 
 class TorchOperators:
-    """See Operators. With `deterministic` a row's result does not depend on the other rows."""
+    """Torch's operators. With `deterministic` a row's result does not depend on the other rows."""
 
     ragged = False
 

@@ -1,8 +1,9 @@
-"""Matrix products with the weights, each by the fastest way this machine has, and bit-equal by row if asked.
+"""Chooses the fastest matrix product with the weights on this machine, bit-equal by row in deterministic
+mode.
 
-Float32 on a CPU takes oneDNN's product with weights packed once, at load: F.linear and torch.mm (MKL) pack
-them anew in every call, which a step of few rows has no work to hide behind. Measured on 2 Zen 3 cores
-(AVX2, no bf16 instructions), all products of a 135M model, ms by rows (head not included above 32):
+Float32 on a CPU uses oneDNN's product with weights packed once at load: F.linear and torch.mm (MKL) pack them
+in every call, which dominates a step of few rows. Measured on 2 Zen 3 cores (AVX2, no bf16 instructions), all
+products of a 135M model, ms by rows (head not included above 32):
 
     rows                                    1    2    4    8   16   20   32   64  128  464
     f32   F.linear                         39   73   78   74   89   96  121  133  218  761
@@ -12,13 +13,13 @@ them anew in every call, which a step of few rows has no work to hide behind. Me
     bf16  F.linear                         17   34       110            430
           widened in slices                40   40        77             99
 
-oneDNN compiles a kernel for each shape, at first use, and keeps it: 4 to 5 ms and 2.5 MB for each number of
-rows of this model. Larger numbers are therefore padded, by 3 % on average, to 56 numbers up to 256. Those
-that decode steps and the last tokens of a cached prompt come to are compiled at start.
+oneDNN compiles a kernel for each shape at first use and keeps it: 4 to 5 ms and 2.5 MB for each number of
+rows of this model. Above 32, rows are therefore padded (by 3 % on average) to one of 56 numbers up to 256.
+The numbers of decode steps and of the last tokens of a cached prompt are compiled at start.
 
-F.linear on bf16 has no matrix kernel here, one row at a time; oneDNN has where there are bf16 instructions.
-On GPUs it is best and is used. With Numba there are kernels of our own, see compiled_linear.py: on machines
-with AVX-512 none of the above is used.
+Without bf16 instructions F.linear on bf16 computes one row at a time, and weights are widened in slices. GPUs
+use F.linear. With Numba our own kernels (compiled_linear.py) are used where they fit: with AVX-512 they
+replace all of the above.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Linear = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 ROW_TILE = 16  # rows of every product in deterministic mode
 _SLICE_ELEMENTS = 1 << 20  # 4 MiB of float32: stays in the cache between widening and use
 _EXACT_ROWS = 32  # up to here each number of rows has its kernel: padding 23 rows by one takes 8 % more time
-_SIZES = 8  # of kernels from each power of two to the next, above
-_NARROW_ROWS = 2  # up to here F.linear on bf16 heartbeats widening
+_SIZES = 8  # kernels from each power of two to the next, above _EXACT_ROWS
+_NARROW_ROWS = 2  # up to here F.linear on bf16 is faster than widening
 
 
 class Products:
@@ -46,7 +47,7 @@ class Products:
     def __init__(
         self, dtype: torch.dtype, device: torch.device, *, deterministic: bool, int8: bool = False
     ) -> None:
-        """`int8`: weights are kept so, each row by its largest number; on a CPU that can."""
+        """`int8`: keep the weights in int8 with a scale for each row, on a CPU with the instructions."""
         self._int8 = int8
         self._deterministic = deterministic
         self._on_cpu = device.type == "cpu"
@@ -59,8 +60,7 @@ class Products:
         self._scratch = torch.empty(_SLICE_ELEMENTS if self._widen else 0)
 
     def kernel_sizes(self, most_rows: int) -> list[int]:
-        """The numbers of rows up to `most_rows` for which products that were made have kernels of their own,
-        compiled at first use."""
+        """The numbers of rows up to `most_rows` for which a product compiles a kernel at first use."""
         if not self._any_packed:
             return []
         if self._deterministic:
@@ -68,10 +68,10 @@ class Products:
         return sorted({kernel_rows(rows) for rows in range(1, most_rows + 1)})
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
-        """The product with `weight` `[out, in]`, plus `bias`. Kernels of our own round it to `dtype`, all
-        others, and all where that is None, to the dtype of what they multiply. With `deterministic` a row's
-        result does not depend on the other rows: products run in tiles of ROW_TILE rows, so that every one
-        has the same shape and adds up in the same order; rows must then be a multiple of ROW_TILE."""
+        """The product with `weight` `[out, in]`, plus `bias`. The result has the input's dtype; our own
+        kernels round it to `dtype` if given. With `deterministic` a row's result does not depend on the other
+        rows: products run in tiles of ROW_TILE rows, which all have one shape and one order of summation; the
+        number of rows must then be a multiple of ROW_TILE."""
         product = self._compiled_product(weight, dtype) if self._compiled else None
         if product is None:
             product = self._of_torch(weight)
@@ -83,7 +83,7 @@ class Products:
 
         if product := packed_product(weight, int8=self._int8, dtype=dtype):
             return _tiled(product) if self._int8 and self._deterministic else product
-        wide = weight.dtype != torch.bfloat16  # a plain copy of it would be large
+        wide = weight.dtype != torch.bfloat16  # a plain copy would be large
         return None if wide or self._deterministic else by_rows(weight, self._of_torch(weight))
 
     def _of_torch(self, weight: Tensor) -> Linear:
@@ -117,7 +117,7 @@ def _plain(weight: Tensor) -> Linear:
 
 
 def _packed(weight: Tensor) -> Linear:
-    # A copy in oneDNN's own layout: the caller may let go of `weight`.
+    # A copy in oneDNN's own layout: the caller may free `weight`.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
@@ -131,8 +131,8 @@ def _packed(weight: Tensor) -> Linear:
 
 
 def kernel_rows(rows: int) -> int:
-    """Rows of the compiled kernel that takes `rows`: the same number up to _EXACT_ROWS, then _SIZES numbers
-    from each power of two to the next."""
+    """`rows` rounded up to a number that has a kernel: any up to _EXACT_ROWS, above it _SIZES numbers from
+    each power of two to the next."""
     if rows <= _EXACT_ROWS:
         return rows
     step = (1 << (rows - 1).bit_length()) // (2 * _SIZES)

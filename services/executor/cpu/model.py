@@ -5,8 +5,8 @@ for each layer:  x += out(attention(rope(qkv(norm(x)))))   K and V go through th
                  x += mlp(norm(x))                       down(swiglu(gate_up)), or experts
 logits = head(norm(x))                                      of the sampled rows only
 
-Of one of several ranks, `out` and `down` give parts of a sum over the ranks, and `head` some of the logits.
-A stage of a pipeline has some of the layers, and x from the stage before.
+On each of several ranks, `out` and `down` compute a part of a sum over the ranks, and `head` some of the
+logits. A stage of a pipeline has some of the layers and receives x from the stage before.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ RunInterleaved = Callable[[Sequence[ForwardPass]], list[Tensor]]
 
 
 class Model:
-    """A model on its device. Runs in `torch.inference_mode` and on one thread."""
+    """A model on its device, for one thread in `torch.inference_mode`."""
 
     def __init__(self, loaded: Loaded, operators: Operators, *, deterministic: bool = False) -> None:
-        """With `deterministic` a row's logits do not depend on the other rows of its batch, bit for bit (on a
-        CPU). Takes the layers out of `loaded.weights`."""
+        """`deterministic`: on a CPU the bits of a row's logits do not depend on the other rows. Takes the
+        layers out of `loaded.weights`."""
         shapes, weights, stage = loaded.shapes, loaded.weights, loaded.stage
         self._shapes, self._operators, self._ranks, self._stage = shapes, operators, loaded.ranks, stage
         self._embedding = weights.embedding
@@ -63,8 +63,8 @@ class Model:
 
     @torch.inference_mode()
     def compile_products(self, most_rows: int) -> None:
-        """Run the products for every number of rows up to `most_rows` that has kernels of its own, so that no
-        step waits for their compilation. One layer of each kind stands for all: they have the same shapes."""
+        """Compile the kernels of the products for up to `most_rows` rows, so that no step waits for them. One
+        layer of each kind stands for all, since their shapes are the same."""
         kinds = {type(layer.mlp): layer for layer in self._layers}
         hidden = self._embedding.shape[1]
         for rows in self._products.kernel_sizes(most_rows):
@@ -75,8 +75,8 @@ class Model:
                 layer.mlp.compile(x)
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor | None:
-        """Logits `[samples, vocab]` in float32 of the batch's sampled rows, of the last stage; writes the KV
-        of all rows."""
+        """Writes the KV of all rows. Returns the logits of the sampled rows, `[samples, vocab]` float32, or
+        None on any stage but the last."""
         found = run_alone(self._forward_pass(batch, kv))
         if self._stage.last:
             return self._logits(found)
@@ -86,12 +86,12 @@ class Model:
     def forward_micro_batches(
         self, micro_batches: Sequence[Batch], order: Tensor, kv: Tensor, run_interleaved: RunInterleaved
     ) -> Tensor:
-        """The same of a step that comes in halves: its logits in the `order` of parallel/step_split.py."""
+        """The same for a split step: its logits in the `order` of parallel/step_split.py."""
         found = run_interleaved([self._forward_pass(batch, kv) for batch in micro_batches])
         return self._logits(torch.cat(found)[order])
 
     def _forward_pass(self, batch: Batch, kv: Tensor) -> ForwardPass:
-        """What the head reads of the sampled rows; of a stage but the last, what the next one reads."""
+        """The head's input for the sampled rows; on any stage but the last, the next stage's input."""
         stage = self._stage
         rotation = self._rotations[batch.positions]
         if stage.first:
@@ -124,7 +124,7 @@ class Model:
         return normed, residual
 
     def _logits(self, chosen: Tensor) -> Tensor:
-        assert self._head is not None, "the last stage has it"
+        assert self._head is not None, "only the last stage has it"
         samples = len(chosen)
         if self._deterministic:
             chosen = F.pad(chosen, (0, 0, 0, -samples % ROW_TILE))
@@ -157,7 +157,7 @@ class Model:
 
 
 def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:
-    """The fastest there are over this cache."""
+    """The fastest operators that work on this cache."""
     on_cpu = cache.tensor.device.type == "cpu"
     if on_cpu and cache.activations == cache.tensor.dtype and not deterministic:
         if not kernels.cpu_jit.available():
@@ -173,7 +173,7 @@ def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:
 def batched_layers(
     layers: Sequence[Layer], shapes: Shapes, norm: Tensor, kinds: Operators, ranks: Ranks
 ) -> BatchedLayers | None:
-    """A faster way through all layers, if there is one; `norm` follows the last."""
+    """All layers as one call, if the kernels can; `norm` follows the last layer."""
     if not isinstance(kinds, TorchOperators) and ranks.size == 1:
         from services.executor.cpu.compiled import compiled_layers
 

@@ -1,1 +1,1 @@
-"""The GPU engine: graphs, kernels, overlapped communication."""
+"""The GPU engine runs steps as CUDA graphs and overlaps collectives with compute."""

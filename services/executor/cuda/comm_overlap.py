@@ -1,11 +1,12 @@
-"""On GPUs the two micro-batches of a step talk each under the other's compute; how they communicate goes by
-the model.
+"""Runs a step's two micro-batches on two CUDA streams, so that one's collectives overlap the other's compute.
 
-    dense models         NCCL with few thread blocks, each of which holds a processor
-    of experts           copies between GPUs, which hold none, where these map each other's memory: a grouped
-                         product has a program for each processor, and runs twice as long where one must wait
+split_graphs.py calls it. The kind of collective depends on the model:
 
-Measured on four H200 (docs/benchmarks/multi_gpu.md): 8,192 tokens of a dense 8B 1.17 x with NCCL; of experts
+    dense models    NCCL with few thread blocks, each of which occupies a processor experts         copies
+    between GPUs that map each other's memory: they occupy no processor. A grouped product
+                    has a program for each processor, and takes twice as long if one of them must wait
+
+Measured on four H200 (docs/benchmarks/multi_gpu.md), 8,192 tokens: a dense 8B model 1.17 x with NCCL; experts
 1.02 x with NCCL, 1.12 x with copies.
 """
 
@@ -34,39 +35,39 @@ from services.executor.parallel.step_split import CUT_TOKENS
 log = logging.getLogger("headrace.executor")
 
 BLOCKS = 16  # of a collective that has a limit
-BARRIER_PROCESSORS = 2  # processors that are left for the programs with which copies wait for each other
-_HIGH = -1  # a talk waits for no compute: its few programs get processors before the other stream's
+BARRIER_PROCESSORS = 2  # processors left free for the programs of the copies' barriers
+_HIGH = -1  # a collective's few programs get processors before the other stream's
 
 
 class SegmentTimer(Protocol):
-    """What two micro-batches of a step did when, on a GPU. See services.executor.engine.Notes.
+    """Times of a step's micro-batches on a GPU, like services.executor.engine.HostSegmentTimer.
 
-    Of steps that are launched one kernel after the other by events (EventSegmentTimer); of those in a graph
-    by kernels that write the device's clock (TimestampSegmentTimer), for the events of a graph are those of
-    its next replay, too."""
+    EventSegmentTimer uses events, for steps without a graph. TimestampSegmentTimer uses kernels that write
+    the device's clock, for graphs: a graph's next replay overwrites its events."""
 
     def segment(self, lane: int) -> AbstractContextManager[None]:
-        """Note what is queued on the current stream within this. The first MAX_SEGMENTS pieces are."""
+        """Time the work that this context queues on the current stream, for the first MAX_SEGMENTS
+        segments."""
 
 
 class TwoStreams:
-    """One for an engine. `sums`: what the micro-batches say."""
+    """The streams of one engine. `sums`: the collectives of its micro-batches."""
 
     def __init__(self, sums: AllReduces, spared: int, device: torch.device) -> None:
-        """`spared`: processors that the products leave free."""
+        """`spared`: how many processors the products leave free."""
         self.sums, self._spared = sums, spared
         self._comm_stream = CommStream(device)
 
     def run_interleaved(self, forward_passes: Sequence[ForwardPass], timer: SegmentTimer) -> list[Tensor]:
-        """Queue both programs to their ends; what they return."""
+        """Queue both forward passes to their ends; their results."""
         with leave_processors_free(self._spared):
             return self._comm_stream.run_interleaved(forward_passes, timer)
 
 
 def two_streams(loaded: Loaded, most_tokens: int, *, deterministic: bool) -> TwoStreams:
-    """For an engine of several ranks, made by all of them at once; `most_tokens` in a step."""
+    """The streams of an engine of several ranks; all ranks call it at once. `most_tokens`: of a step."""
     ranks, device, shapes = loaded.ranks, loaded.cache.tensor.device, loaded.shapes
-    if deterministic:  # by rank, wherever a number stands
+    if deterministic:  # `ranks` adds up in the order of the ranks
         return TwoStreams(ranks, 0, device)
     if shapes.experts is not None and shapes.hidden % ranks.size == 0:
         rows = most_tokens // 2 + 2 * CUT_TOKENS
@@ -77,40 +78,39 @@ def two_streams(loaded: Loaded, most_tokens: int, *, deterministic: bool) -> Two
 
 
 def nccl_of_few_blocks() -> Collectives:
-    """Collectives of at most BLOCKS thread blocks, made by every rank at once."""
+    """Collectives of at most BLOCKS thread blocks; all ranks call it at once."""
     options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = BLOCKS
     return Collectives(distributed.new_group(pg_options=options))
 
 
 def _copies(ranks: Ranks, device: torch.device, most_bytes: int) -> PeerCopies | None:
-    """None, on all ranks, where one cannot have such memory."""
+    """Collectives by copies; None on all ranks if any cannot map the memory."""
     copies = None
     try:
         assert distributed.group.WORLD is not None, "the ranks have joined"
         copies = PeerCopies(PeerMemory(most_bytes, device, distributed.group.WORLD))
     except (RuntimeError, ImportError, AttributeError, OSError) as error:
-        log.warning("micro-batches of steps talk through NCCL, and gain less: %s", error)
+        log.warning("micro-batches use NCCL instead of copies, and gain less: %s", error)
     return copies if all(ranks.exchange(copies is not None)) else None
 
 
 class CommStream:
-    """Two streams: programs compute on one, in turn, and communicate on another, of high priority, under each
-    other.
+    """Owns a stream of high priority for collectives. Forward passes compute in turn on the current stream.
 
-        compute   A ─── B ─── A ─── B ───     waits for A's collective before A goes on
+        compute   A ─── B ─── A ─── B ───     waits for A's collective before A's next compute
         comm            A     B     A         waits for the compute that it sends
 
-    Owns the stream that communicates. One for a thread that computes."""
+    For one computing thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = Stream(device, priority=_HIGH)  # type: ignore[no-untyped-call]  # torch annotates it not
+        self._stream = Stream(device, priority=_HIGH)  # type: ignore[no-untyped-call]  # no annotations in torch
 
     def run_interleaved(
         self, forward_passes: Sequence[ForwardPass], timer: SegmentTimer | None = None
     ) -> list[Tensor]:
-        """Run programs to their ends; what they return, on the current stream. Without notes it may be
-        captured in a graph."""
+        """Queue forward passes to their ends; their results, on the current stream. A graph may capture
+        it."""
         compute, comm = torch.cuda.current_stream(), self._stream
 
         def start(micro_batch: int, collective: Collective) -> Callable[[], object]:
@@ -131,12 +131,12 @@ class CommStream:
 
 
 def _wait(compute: Stream, done: Event, collective: Collective) -> None:
-    """Until then the `collective` holds its tensors."""
+    """`collective` is a parameter so that its tensors live until this wait."""
     compute.wait_event(done)
 
 
 class EventSegmentTimer:
-    """Of one step; an event costs the host some microseconds."""
+    """A SegmentTimer of one step; an event costs the host some microseconds."""
 
     def __init__(self) -> None:
         self._recorded: list[tuple[int, Event, Event]] = []
@@ -155,7 +155,7 @@ class EventSegmentTimer:
             self._recorded.append((lane, began, ended))
 
     def segments(self) -> tuple[Segment, ...]:
-        """Once the step has ended on the device."""
+        """The segments, once the step has ended on the device."""
         origin = self._recorded[0][1]
         return tuple(
             Segment(lane, int(1e3 * origin.elapsed_time(began)), int(1e3 * began.elapsed_time(ended)))
@@ -164,7 +164,8 @@ class EventSegmentTimer:
 
 
 class TimestampSegmentTimer:
-    """Of a graph, while it is captured: where each piece begins and ends the clock is written to `times`."""
+    """A SegmentTimer of a graph's capture: replays write the clock at each segment's start and end to
+    `times`."""
 
     def __init__(self, device: torch.device) -> None:
         self.times: Tensor = torch.zeros(MAX_SEGMENTS, 2, dtype=torch.int64, device=device)  # ns
@@ -184,7 +185,7 @@ class TimestampSegmentTimer:
             record_timestamp(self.times[at, 1:])
 
     def segments(self, times: Tensor) -> tuple[Segment, ...]:
-        """Of a replay: `times` as it left them, on the host."""
+        """The segments of a replay, from a copy of its `times` on the host."""
         timed: list[list[int]] = times[: len(self._lanes)].tolist()
         origin = timed[0][0]
         return tuple(
@@ -195,18 +196,17 @@ class TimestampSegmentTimer:
 
 @contextmanager
 def leave_processors_free(count: int) -> Iterator[None]:
-    """Within this, products of torch and cuBLAS use `count` of the processors less; 0: all. What runs beside
-    the products has the processors that they leave free.
+    """In this context, products of torch and cuBLAS leave `count` processors free for work on another stream.
 
-    A product with a program for each processor, one of which must wait for a processor that communicates,
-    runs twice as long; on fewer processors it runs a few per cent longer. Counts at the launch, so at the
-    capture of a graph."""
+    If one program of a product must wait for a processor that communicates, the product takes twice as long;
+    on fewer processors it takes a few per cent longer. The setting counts at the launch or a graph's
+    capture."""
     if not count:
         yield
         return
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     before = torch._C._get_sm_carveout_experimental()
-    torch._C._set_sm_carveout_experimental(count)  # what _grouped_mm goes by
+    torch._C._set_sm_carveout_experimental(count)  # _grouped_mm reads it
     _cublas_processors(properties.multi_processor_count - count)
     try:
         yield
@@ -216,11 +216,12 @@ def leave_processors_free(count: int) -> Iterator[None]:
 
 
 def _cublas_processors(count: int) -> None:
-    """0: all. Not every release of torch tells cuBLAS itself."""
+    """Limit cuBLAS to `count` processors; 0: all. Not every release of torch passes the carveout to
+    cuBLAS."""
     major = str(torch.version.cuda).split(".", maxsplit=1)[0]
     try:
         library = ctypes.CDLL(f"libcublas.so.{major}")
-    except OSError:  # linked in otherwise: then torch's own products alone leave processors free
+    except OSError:  # linked in another way: then only torch's own products leave processors free
         return
-    handle: int = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]  # torch annotates it not
+    handle: int = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]  # no annotations in torch
     library.cublasSetSmCountTarget(ctypes.c_void_p(handle), ctypes.c_int(count))

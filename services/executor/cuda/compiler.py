@@ -1,8 +1,8 @@
-"""Triton's compiler: what it needs of a machine, and what it compiles while an engine serves.
+"""Checks that Triton can compile, and reports kernels that it compiles while the CUDA engine serves.
 
-A request waits for a compilation, for a second or more. The warm-up is to meet every kernel in every form
-(types, alignments, constants), so that nothing is left. What was compiled on an earlier start comes from
-Triton's cache, in milliseconds; it is told all the same, since on a new machine it would not.
+A request waits a second or more for a compilation. So the warm-up must meet every kernel in every form
+(types, alignments, constants). A kernel from Triton's cache takes milliseconds, but it is reported as well: a
+new machine would have to compile it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ log = logging.getLogger("headrace.executor")
 
 
 def check_compiler() -> None:
-    """Raises SetupError where Triton could not start a kernel: by a module that a C compiler makes and that
-    is mapped from its cache."""
+    """Raises SetupError if Triton cannot start kernels. It needs a C compiler and maps the compiled module
+    from its cache."""
     from triton import knobs
 
     cache = Path(knobs.cache.dir)
@@ -44,19 +44,19 @@ def check_compiler() -> None:
 
 
 class CompileWatch:
-    """Tells what is compiled from `start` to `stop`. One of a process."""
+    """Logs a warning for each kernel compiled from `start` to `stop`. One a process."""
 
     def __init__(self) -> None:
-        self.kernels: list[str] = []  # in the order in which they were compiled
+        self.kernels: list[str] = []  # in the order of their compilation
 
     def start(self) -> None:
-        """The warm-up is over."""
+        """Call it after the warm-up."""
         from triton import knobs
 
         knobs.runtime.jit_post_compile_hook = self._compiled
 
     def stop(self) -> None:
-        """The engine ends; another one may have begun."""
+        """Call it when the engine ends. The watch of another engine stays."""
         from triton import knobs
 
         if knobs.runtime.jit_post_compile_hook == self._compiled:

@@ -1,10 +1,11 @@
-"""The CUDA engine queues a step's forward and its sampling together, behind the Backend protocol.
+"""The CUDA engine implements Backend: it queues a step's forward and its sampling together.
 
-    forward: words to set, forward graph, sample graph, ids on their way ──▶ returns at once
-    sample:  waits for the ids                                  (the next step is queued behind already)
+    forward: device-state updates, forward graph, sample graph, copy of the ids ──▶ returns at once
+    sample:  waits for the ids                                         (the next step is queued already)
 
 Rows that the kernel does not sample (penalties, bias, processors, grammars, log probabilities) are sampled in
-torch, and the next step waits for that.
+torch, and the next step waits for them. services/executor/actor.py builds it for one rank, group/ for
+several.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ log = logging.getLogger("headrace.executor")
 
 
 def build(options: TorchOptions, ranks: Ranks = SOLO) -> CudaBackend:
-    """Load the model and allocate the cache; takes seconds. Raises SetupError for what cannot work."""
+    """Load the model and allocate the cache; takes seconds. Raises SetupError for options that cannot
+    work."""
     check_compiler()
     loaded = load(options, ranks)
     plain = loaded.cache.activations == torch.bfloat16 and not options.deterministic
@@ -96,7 +98,7 @@ class CudaBackend:
             from services.executor.cuda.comm_overlap import two_streams
 
             streams = two_streams(loaded, most, deterministic=options.deterministic)
-        self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: micro-batches are no steps of few rows
+        self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: no micro-batch is a step of few rows
         self._slots = CudaSlots(
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
         )
@@ -107,10 +109,10 @@ class CudaBackend:
             options.slots, shapes.vocab, self._slots.choices, cache.activations
         )
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
-        self._logprobs: dict[int, int] = {}  # logprobs by slot
+        self._logprobs: dict[int, int] = {}  # SlotOpen.logprobs by slot
         self._no_ids = torch.empty(2, 0, dtype=torch.int32)
         self._by_torch: set[int] = set()  # slots that the kernel does not sample
-        self._computed: torch.cuda.Event | None = None  # the newest sampled forward's end
+        self._computed: torch.cuda.Event | None = None  # the end of the last sampled forward
         self._copier = CudaCopier(cache, lambda: self._computed)
         self._compiles = CompileWatch()
 
@@ -122,11 +124,11 @@ class CudaBackend:
     def warm_up(self) -> None:
         began_s = time.monotonic()
 
-        def told(done: int, of: int) -> None:
+        def progress(done: int, of: int) -> None:
             if done % 16 == 0 or done == of:
                 log.info("captured %d of %d graphs in %.1f s", done, of, time.monotonic() - began_s)
 
-        self._runner.capture(told, alone=self._alone)
+        self._runner.capture(progress, alone=self._alone)
         for opened, plans in self._warm_up_steps():
             self.open_slot(opened)
             for plan in plans:
@@ -137,13 +139,13 @@ class CudaBackend:
             since = two_stream_tokens(self, self._ranks, micro_batches.capture)
             micro_batches.capture_from(LEAST if self._splits_steps else since)
             self._info = replace(self._info, two_stream_tokens=since)
-            log.info("captured steps in micro-batches, too, after %.1f s in all", time.monotonic() - began_s)
+            log.info("captured the graphs of split steps, %.1f s in all", time.monotonic() - began_s)
         self.reset()
         self._compiles.start()
 
     def _warm_up_steps(self) -> Iterator[WarmUp]:
-        """The steps of any engine; those of rows that the kernel samples, and with a block copied; and steps
-        as long as there are, for which there may be no graph."""
+        """The steps of any engine; the same with rows that the kernel samples and with a block copied; and
+        the longest steps, which may have no graph."""
         copied = ints([self._cache.spare])
         for opened, plans in warm_up_steps(self._info):
             yield opened, plans
@@ -172,7 +174,7 @@ class CudaBackend:
     def forward(self, plan: StepPlan) -> Pending:
         segments = self._queue(plan)
         samples = len(plan.sample_slots)
-        if not samples:  # nobody waits for ids, but the step lasts until its end
+        if not samples:  # no ids to wait for, but the step ends with its forward
             forwarded = self._host_rows.forwarded()
             return Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, segments=segments)
         if not self._stage.last:
@@ -185,20 +187,19 @@ class CudaBackend:
         return Pending(plan=plan, forwarded=ready, answer=answer, tokens=tokens, segments=segments)
 
     def _queue(self, plan: StepPlan) -> Callable[[], tuple[Segment, ...]]:
-        """A plan's forward, whole or in micro-batches; what these do when."""
-        words = self._slots.take_updates(plan)
+        """Queue a plan's forward, whole or in micro-batches; the segments of the micro-batches."""
+        updates = self._slots.take_updates(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
-        passes, slots = self._runner, self._slots
+        runner, slots = self._runner, self._slots
         parts = None
-        if plan.two_stream and passes.split_graphs is not None and sum(plan.counts) >= self._least:
+        if plan.two_stream and runner.split_graphs is not None and sum(plan.counts) >= self._least:
             parts = split(plan)
-        if parts is None or passes.split_graphs is None:
-            passes.queue(arrange(plan, slots, apart=passes.apart), words)
+        if parts is None or runner.split_graphs is None:
+            runner.queue(arrange(plan, slots, apart=runner.apart), updates)
             return tuple
-        first = arrange(parts.first, slots, apart=passes.apart)
-        return passes.split_graphs.queue(
-            (first, arrange(parts.second, slots, apart=False)), parts.order, words
-        )
+        first = arrange(parts.first, slots, apart=runner.apart)
+        second = arrange(parts.second, slots, apart=False)
+        return runner.split_graphs.queue((first, second), parts.order, updates)
 
     @torch.inference_mode()
     def sample(self, pending: Pending) -> StepOutput:
@@ -210,7 +211,7 @@ class CudaBackend:
             return self._sample_by_torch(pending, positions)
         assert pending.forwarded is not None, "an answer has its event"
         pending.forwarded.synchronize()
-        self._computed = pending.forwarded  # not before: a copy would wait for a step that has no result yet
+        self._computed = pending.forwarded  # only now: a copy must not wait for a step without a result
         ids, done = answer[:, : len(positions)].tolist()
         flaws = row_errors(done)
         for known, token, position in zip(pending.tokens, ids, positions, strict=True):
@@ -248,8 +249,8 @@ class CudaBackend:
         )
 
     def _choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
-        """The tokens chosen, the ids and the done column of a StepResult: `[3, rows]`. Rows that the kernel
-        can sample it does sample: how a token is chosen does not depend on the other rows."""
+        """The chosen tokens, and the columns `ids` and `done` of a StepResult: `[3, rows]`. The kernel
+        samples the rows that it can: how a token is chosen must not depend on the other rows."""
         answer = torch.empty(3, len(slots), dtype=torch.int64, device=logits.device)
         asked = [row for row, slot in enumerate(slots) if slot in self._by_torch]
         plain = sorted({*range(len(slots))}.difference(asked))
@@ -295,17 +296,17 @@ class CudaBackend:
         self._compiles.stop()
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
-        for_rows = ("_sampler", "_host_rows", "_plain_rows")
-        for name in ("_cache", "_slots", "_passes", *for_rows, "_copier"):
-            self.__dict__.pop(name, None)  # the memory goes with the last reference
+        for_rows = ("_sampler", "_device_sampling", "_host_rows")
+        for name in ("_cache", "_slots", "_runner", *for_rows, "_copier"):
+            self.__dict__.pop(name, None)  # frees the memory
 
 
 class DeviceSampling:
-    """Rows that the kernel samples in a step whose other rows torch samples. The kernel and torch round
-    differently, so which of the two draws a row's token must not depend on the other rows.
+    """Samples rows by the kernel in a step that torch samples in part. The kernel and torch round
+    differently, so which of them draws a row's token must not depend on the other rows.
 
-    Has scratch of its own: the steps that are all of such rows may be sampled at the same time. Belongs to
-    the thread that samples."""
+    It has its own scratch memory, since a graph may sample another step at the same time. Only the thread
+    that samples uses it."""
 
     def __init__(self, rows: int, vocab: int, choices: Choices, dtype: torch.dtype) -> None:
         """`dtype`: of the logits as the model gives them."""
@@ -313,9 +314,9 @@ class DeviceSampling:
         self._scratch = scratch(rows, vocab, choices.seeds.device)
 
     def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
-        """Ids and done `[2, rows]`, as in a StepResult. Row i of `logits` `[rows, vocab]`, those of the model
-        in float32, is for `slots[i]`, and its token takes place `positions[i]`."""
-        # Both columns begin at 16 bytes: what graphs hold is compiled for that.
+        """Ids and done `[2, rows]`, as in a StepResult. Row i of `logits` `[rows, vocab]` (the model's,
+        float32) belongs to `slots[i]`, its token to position `positions[i]`."""
+        # Both columns start at a multiple of 16 bytes: the kernels were compiled for that.
         spare = [0] * (-len(slots) % 4)
         columns = torch.tensor((slots + spare, positions + spare), dtype=torch.int32, device=logits.device)
         found = torch.empty_like(columns)
@@ -325,8 +326,8 @@ class DeviceSampling:
 
 
 def _check_alike(shapes: Shapes, ranks: Ranks) -> None:
-    """Raises SetupError for ranks with different numbers of heads: they would cut steps up differently, and
-    wait for each other in different graphs."""
+    """Raises SetupError for ranks with different numbers of heads: they would choose different graphs and
+    wait for each other for ever."""
     heads = ranks.exchange((shapes.heads, shapes.kv_heads))
     if len({*heads}) > 1:
         raise SetupError(
@@ -335,10 +336,10 @@ def _check_alike(shapes: Shapes, ranks: Ranks) -> None:
 
 
 def _check_same(pending: Pending, ids: Ints) -> None:
-    """Raises EngineError where this rank has chosen by now, too, and not what the leader has: it must not
-    go on with other tokens."""
+    """Raises EngineError if this rank has already chosen other tokens than the driver: it must not continue
+    with them."""
     answer, event = pending.answer, pending.forwarded
     if answer is None or event is None or not event.query():  # type: ignore[no-untyped-call]  # torch's
         return
     if (here := answer[0, : len(ids)].tolist()) != list(ids):
-        raise EngineError(f"step {pending.plan.step}: the leader chose {list(ids)}, this rank {here}")
+        raise EngineError(f"step {pending.plan.step}: the driver chose {list(ids)}, this rank {here}")

@@ -1,12 +1,12 @@
-"""A step on the device: its inputs copied, its forward and its sampling queued, as graphs where there is one.
+"""GraphRunner queues a step's inputs, forward and sampling on the device, as CUDA graphs where they fit.
 
-    copy inputs ─▶ set slot words ─▶ forward (graph by tokens) ─▶ head, sample (graph by samples) ─▶ copy ids
-                                       stages before ─▶│   │─▶ stages behind
+    copy inputs ─▶ update slots ─▶ forward (graph by tokens) ─▶ head, sample (graph by samples) ─▶ copy ids
+                            from the stage before ─▶│   │─▶ to the next stage
 
-Decodes have a graph for each bucket of rows, mixed steps for each bucket of tokens; longer steps are launched
-one kernel after the other, which a long step hides. Forward and sampling meet in one buffer of hidden states.
-Where a row's bits must not depend on its company (tuning.by_row) all steps are mixed ones. Of a pipeline only
-the last stage samples.
+Decode steps have a graph for each bucket of rows, mixed steps for each bucket of tokens. Longer steps are
+launched kernel by kernel, which their length hides. The forward leaves hidden states in a buffer that
+sampling reads. If a row's bits must not depend on other rows (tuning.by_row), all steps are mixed steps. Only
+the last stage of a pipeline samples.
 """
 
 from __future__ import annotations
@@ -42,15 +42,22 @@ if TYPE_CHECKING:
     from services.executor.cuda.split_graphs import SplitGraphRunner
 
 
-# Not 224, 448, 576 or 896: the library is slower there than at the next (448 rows: 13.0 ms, 512: 9.5).
+# Not 224, 448, 576 or 896: the library is slower there than at the next bucket (448 rows: 13.0 ms, 512: 9.5).
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 _TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-_LONG_BUCKETS = (2560, 3072, 4096, 5120, 6144, 8192)  # of several GPUs, which are quicker than one host
+_LONG_BUCKETS = (
+    2560,
+    3072,
+    4096,
+    5120,
+    6144,
+    8192,
+)  # with several GPUs the host launches too slowly
 
 
 class GraphRunner:
-    """Owns the buffers and the graphs. Runs in `torch.inference_mode` and on one thread, but for reading what
-    `queue` returns."""
+    """Owns the buffers and the graphs. Runs in `torch.inference_mode` and on one thread; another thread may
+    read the results of `sample`."""
 
     def __init__(
         self,
@@ -61,7 +68,7 @@ class GraphRunner:
         most: int,
         streams: TwoStreams | None = None,
     ) -> None:
-        """`most`: tokens in a step. With `streams` some may come in micro-batches."""
+        """`most`: tokens in a step. With `streams` steps may be split into micro-batches."""
         shapes, cache, stage = loaded.shapes, loaded.cache, loaded.stage
         self._model, self._slots, self._stage = model, slots, stage
         rows, device = slots.spare_slot, cache.tensor.device
@@ -81,7 +88,7 @@ class GraphRunner:
         self._results = [torch.empty(2, samples, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
         self._turn = 0
         self._graphs: dict[tuple[str, int], CUDAGraph] = {}
-        self._pool: Any = None  # of torch's allocator: the graphs share their memory
+        self._pool: Any = None  # torch's memory pool that the graphs share
         self.split_graphs: SplitGraphRunner | None = None
         if streams is not None:
             from services.executor.cuda.split_graphs import SplitGraphRunner
@@ -91,17 +98,17 @@ class GraphRunner:
                 model, streams, self._tile_planner, stagings, self._hidden[:rows], most
             )
 
-    def capture(self, told: Callable[[int, int], None], *, alone: bool = True) -> None:
-        """Capture all graphs, the largest first: they share their memory. `told` hears how many are done. A
-        GPU that is not `alone` sums with others: the library for that looks at its events meanwhile, on a
-        thread of its own, which a capture forbids to all threads unless it is told not to."""
+    def capture(self, progress: Callable[[int, int], None], *, alone: bool = True) -> None:
+        """Capture all graphs, the largest first, since they share memory. Calls `progress` with the number of
+        captured graphs and of all. If the GPU is not `alone`, NCCL's own thread queries events meanwhile: the
+        capture then forbids that only to this thread."""
         forbids = "global" if alone else "thread_local"
         wanted = [("mixed", size) for size in reversed(self.token_buckets)]
         wanted += [("split", size) for kind, size in wanted if self._tile_planner.splits(size)]
         wanted += [("decode", size) for size in reversed(self.row_buckets) if self.apart]
         wanted += [("sample", size) for size in reversed(self.row_buckets) if self._stage.last]
         for done, (kind, size) in enumerate(wanted):
-            told(done, len(wanted))
+            progress(done, len(wanted))
             layout = self._tile_planner.layout(kind, size)
             self._staging.stage(layout, IDLE, NO_TILES)
             run = self._sample if kind == "sample" else self._forward
@@ -111,9 +118,9 @@ class GraphRunner:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=forbids):
                 run(layout, size)
             self._pool = self._pool or graph.pool()
-            graph.replay()  # its first launch brings it to the device
+            graph.replay()  # the first launch uploads the graph
             self._graphs[kind, size] = graph
-        told(len(wanted), len(wanted))
+        progress(len(wanted), len(wanted))
 
     def queue(self, step: ArrangedStep, updates: tuple[Words, Words]) -> None:
         """Queue a step's inputs and its forward."""
@@ -144,8 +151,8 @@ class GraphRunner:
         keep(hidden, self._hidden[: step.samples.shape[1]], self._staging.words[: self._tile_planner.samples])
 
     def sample(self, count: int) -> tuple[Tensor, Event]:
-        """Queue the head and the sampler for the first `count` sample rows of the step queued last. Ids and
-        done `[2, rows]` in pinned memory, right once the event has come."""
+        """Queue the head and the sampler for the first `count` sample rows of the step queued last. Returns
+        ids and done `[2, rows]` in pinned memory, valid after the event."""
         size = next(size for size in self.row_buckets if size >= count)
         graph = self._graphs.get(("sample", size))
         if graph is None:
@@ -155,16 +162,16 @@ class GraphRunner:
         self._turn = (self._turn + 1) % RING
         answer = self._results[self._turn]
         move(self._chosen, answer)
-        ready = Event()  # type: ignore[no-untyped-call]  # torch annotates it not
+        ready = Event()  # type: ignore[no-untyped-call]  # no annotations in torch
         ready.record()
         return answer, ready
 
     def logits(self, count: int) -> Tensor:
-        """Logits `[count, vocab]` in float32 of the first sample rows of the step queued last."""
+        """Logits `[count, vocab]` float32 of the first sample rows of the step queued last."""
         return self._model.logits(self._hidden, self._staging.words[:count]).float()
 
     def _receive(self, tokens: int, rows: int) -> Tensor | None:
-        """What the stage before gives for this step, followed by zeros: `[rows, hidden]`."""
+        """The rows from the stage before, followed by zeros: `[rows, hidden]`. None on the first stage."""
         if self._received is None:
             return None
         received = (
@@ -174,7 +181,7 @@ class GraphRunner:
         )
         if tokens:
             self._stage.receive(received[:tokens])
-        received[tokens:] = 0  # what padding adds up there must not grow from step to step
+        received[tokens:] = 0  # sums in padding rows must not grow from step to step
         return received
 
     def _send(self, hidden: Tensor, tokens: int) -> None:

@@ -1,15 +1,14 @@
-"""A step goes from the columns of a plan to words that a graph reads: one pinned buffer, one copy.
+"""Turns the columns of a plan into the words that a graph reads: one pinned buffer, one copy.
 
-    plan ─▶ Cutter: tiles, the room of a graph ─▶ Staging: pinned words ─▶ words on the device ─▶ ForwardStep
+    plan ─▶ TilePlanner: tiles, layout ─▶ InputStaging: pinned words ─▶ words on the device ─▶ ForwardStep
 
-The words:
+graph_runner.py and split_graphs.py call it. The words:
 
     sample rows, slots, positions [3 * slots] | token slots, positions, ids [3 * tokens], decode rows |
-    tiles: slots, rows, starts, counts, and where they may be split part, parts, merges [4 or 7 * tiles] |
-    places, values of slot words to set
+    tiles: slots, rows, starts, counts, and if tiles may be split part, parts, merges [4 or 7 * tiles] |
+    device-state updates: indices, values
 
-Tokens are laid out decode rows first, then chunks one after the other; what a bucket has over is padding on
-nobody's slot.
+Decode rows come first, then the chunks; the rest of a bucket is padding on the spare slot.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from shared.messages import Ints, StepPlan
 Words = NDArray[np.int32]
 
 TILE_COLUMNS, SPLIT_COLUMNS = 4, 7  # slots, rows, starts, counts; and part, parts, merges
-DENSE_TOKENS = 1024  # a prompt's first chunk from here on is attended by cuDNN, which reads no block table
-DENSE_STEP = 512  # but for what is over a multiple of this: cuDNN plans each length once, for 80 ms
-RING = 8  # steps whose inputs or answers may lie in pinned memory at once: more than are ever in flight
+DENSE_TOKENS = 1024  # from here on cuDNN, which reads no block table, attends a prompt's first chunk
+DENSE_STEP = 512  # cuDNN attends multiples of this: it plans each length once, which takes 80 ms
+RING = 8  # steps with inputs or answers in pinned memory at once: more than are ever in flight
 LONG_TOKENS = 4096
-_CHUNKS = 32  # of a mixed graph beside decodes: each may end in a tile that is not full
+_CHUNKS = 32  # in a mixed graph besides decodes: each may end in a tile that is not full
 
-# In the time that a program takes for one tile of KV, as measured on an H200 (docs/benchmarks/gpu.md):
-_START = 1  # what a program takes beside its tiles
-_MERGE = 2  # to merge anything
-_PARTS = 10  # to write and to read the parts of as many programs as the device runs at once
-_ROUNDS = 2  # of such programs in a step with parts, at most: the room for parts is bounded
+# In units of a program's time for one tile of KV, as measured on an H200 (docs/benchmarks/gpu.md):
+_START = 1  # a program's fixed time
+_MERGE = 2  # the fixed time of a merge
+_PARTS = 10  # to write and read the parts of as many programs as the device runs at once
+_ROUNDS = 2  # rounds of such programs in a step with parts, at most: the memory for parts is bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ IDLE = ArrangedStep(0, 0, np.zeros((3, 0), dtype=np.int32), (), np.zeros((3, 0),
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are in the buffer, in words. `tiles` 0: a step of decodes; `split`: they may be split."""
+    """Offsets in the buffer, in words. `tiles` 0: a decode step; `split`: tiles may be split."""
 
     samples: int
     tokens: int
@@ -94,8 +93,8 @@ class Layout:
 
 
 def arrange(plan: StepPlan, slots: CudaSlots, *, apart: bool = True) -> ArrangedStep:
-    """Put a plan's rows in token order; decodes are chunks of one token unless they stand `apart`. Raises
-    EngineError for a slot not open or tokens not known."""
+    """Put a plan's rows in token order, decode rows first; if not `apart`, decode rows are chunks of one
+    token. Raises EngineError for a slot that is not open or tokens that are not recorded."""
     rows, starts, counts = _numbers(plan.slots), _numbers(plan.starts), _numbers(plan.counts)
     fed = _numbers(plan.from_device)
     alone = (counts == 1) & apart
@@ -132,15 +131,15 @@ def _numbers(column: Ints) -> NDArray[np.int64]:
     return np.array(column, dtype=np.int64)
 
 
-def samples_of(first: ArrangedStep, second: ArrangedStep, behind: int, order: Sequence[int]) -> Words:
-    """The samples of both micro-batches of a step in the `order` of step_split.Halves; the tokens of the
-    second begin `behind` those of the first."""
-    moved = second.samples + np.array([[behind], [0], [0]], dtype=np.int32)
+def samples_of(first: ArrangedStep, second: ArrangedStep, offset: int, order: Sequence[int]) -> Words:
+    """The samples of a step's two micro-batches in the `order` of step_split.MicroBatches; the second one's
+    token rows start at `offset`."""
+    moved = second.samples + np.array([[offset], [0], [0]], dtype=np.int32)
     return np.concatenate((first.samples, moved), 1)[:, list(order)]
 
 
 def split_dense(chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """What cuDNN attends, and the rest: long chunks that start their sequence, but for their last tokens."""
+    """The chunks for cuDNN (long ones that start their sequence, without their last tokens), and the rest."""
     dense, tiled = [], []
     for chunk in chunks:
         count = 0 if chunk.start or chunk.count < DENSE_TOKENS else chunk.count // DENSE_STEP * DENSE_STEP
@@ -152,42 +151,41 @@ def split_dense(chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], tuple[Chu
 
 
 def tiles_of(chunks: tuple[Chunk, ...], size: int) -> Words:
-    """`[4, tiles]`: slot, token row, position and count of tiles of up to `size` tokens, long ones first."""
+    """`[4, tiles]`: slot, token row, position and count of tiles of up to `size` tokens."""
     found = [
         (chunk.slot, chunk.first + at, chunk.start + at, min(size, chunk.count - at))
         for chunk in chunks
         for at in range(0, chunk.count, size)
     ]
-    found.sort(key=lambda tile: -tile[2])  # those that look back farthest take longest
+    found.sort(key=lambda tile: -tile[2])  # tiles with the longest past first: they take longest
     return np.array(found, dtype=np.int32).reshape(-1, 4).T
 
 
 @dataclass(frozen=True, slots=True)
 class SplitRoom:
-    """What bounds the splits of a step."""
+    """The bounds of the splits of a step."""
 
-    tile_tokens: int  # KV that a program walks at a time
-    at_once: int  # entries, each a program for every kv head, that the device runs at once
-    entries: int  # of the list of a step in which a tile is split; 0: none ever is
+    tile_tokens: int  # KV that a program reads at a time
+    at_once: int  # entries that the device runs at once; an entry is a program for every KV head
+    entries: int  # the most in a step with split tiles; 0: tiles are never split
 
 
 def split_room(tuning: PrefillTuning, kv_heads: int, processors: int) -> SplitRoom:
-    """For a GPU of so many multiprocessors. A layout of one loop has no splits: where a sum is cut would
-    depend on the rest of the step, and so would its bits."""
+    """The bounds for a GPU of so many multiprocessors. A layout of one loop (`one_loop`) has no splits: the
+    cuts of a sum, and so its bits, would depend on the rest of the step."""
     at_once = max(1, processors * tuning.per_sm // kv_heads)
     return SplitRoom(tuning.tile_tokens, at_once, 0 if tuning.one_loop else _ROUNDS * at_once)
 
 
 def split_tiles(tiles: Words, room: SplitRoom) -> Words:
-    """`tiles` as `tiles_of` gives them, `[4, tiles]`, with a split for each that gains by it: in how many
-    parts its KV is walked, so that a few tiles fill the device.
+    """Split the KV of `tiles` `[4, tiles]` (see `tiles_of`) into parts, so that a few tiles fill the device.
 
-    A short chunk behind a long prefix is a tile or two, each of which would walk the whole prefix alone. The
-    host knows all lengths, so it decides: it cuts KV into parts of one length, the one with which attention
-    is predicted to take least. Tiles that fill the device stay whole: merging parts costs something, too.
+    A short chunk after a long prefix is one or two tiles, each of which would read the whole prefix in one
+    program. The host has all lengths, so it chooses the length of parts with the least predicted time. Tiles
+    that fill the device stay whole, because a merge costs time.
 
-    `[7, entries]` then, at most `room.entries`, those with much to do first: with the columns part, parts and
-    merges of `kernels.attention.prefill.PrefillSplit`; the same `tiles` where none is split."""
+    Returns `[7, entries]`, at most `room.entries`, long ones first, with the columns part, parts and merges
+    of `kernels.attention.prefill.PrefillSplit`; or `tiles` itself if no tile is split."""
     count = tiles.shape[1]
     if not count or 2 * count > room.entries:
         return tiles
@@ -197,10 +195,10 @@ def split_tiles(tiles: Words, room: SplitRoom) -> Words:
 
 
 def in_parts(tiles: Words, lengths: list[int], each: int) -> Words:
-    """Cut `tiles` `[4, tiles]`, whose KV is `lengths` tiles, into parts of up to `each` of them."""
+    """Split `tiles` `[4, tiles]` with `lengths` tiles of KV into parts of up to `each` tiles of KV."""
     cut = []
     for column, length in zip(tiles.T.tolist(), lengths, strict=True):
-        walked = -(-length // -(-length // each))  # as the kernel cuts: all parts of a tile but the last
+        walked = -(-length // -(-length // each))  # as the kernel cuts: the length of all parts but the last
         cut.append((walked, -(-length // walked), column))
     entries: list[tuple[int, ...]] = []
     merges = []
@@ -214,10 +212,10 @@ def in_parts(tiles: Words, lengths: list[int], each: int) -> Words:
 
 
 def _part_tiles(lengths: list[int], room: SplitRoom) -> int:
-    """The length of a part with which a step is predicted to take least, in tiles of KV. A few tens of µs, so
-    in plain numbers: arrays this small are slower."""
+    """The length of parts with the least predicted time, in tiles of KV. Plain numbers take some tens of µs:
+    arrays this small are slower."""
     longest, total = max(lengths), sum(lengths)
-    most = max(1, room.entries * longest // total)  # parts of the longest; more would never fit
+    most = max(1, room.entries * longest // total)  # parts of the longest tile; more would not fit
     chosen, least = longest, -(-len(lengths) // room.at_once) * (longest + _START) * 1.0
     for each in sorted({-(-longest // parts) for parts in range(2, most + 1)}, reverse=True):
         entries = sum(-(-length // each) for length in lengths)
@@ -230,7 +228,7 @@ def _part_tiles(lengths: list[int], room: SplitRoom) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """A step's tiles, and where they and its tokens lie. `dense`: what cuDNN attends."""
+    """A step's tiles and layout. `dense`: the chunks for cuDNN."""
 
     layout: Layout
     tiles: Words
@@ -241,10 +239,10 @@ class TilePlanner:
     """Cuts the tokens of one engine's steps into tiles of attention."""
 
     def __init__(self, loaded: Loaded, tuning: DeviceTuning, rows: int) -> None:
-        """`rows`: the most that are sampled in a step."""
+        """`rows`: the most sampled rows of a step."""
         shapes, device = loaded.shapes, loaded.cache.tensor.device
-        self.apart = not tuning.by_row  # decodes have a kernel and graphs of their own
-        self._has_dense = (  # cuDNN does it, and need not do it alike for every length
+        self.apart = not tuning.by_row  # decode rows have their own kernel and graphs
+        self._has_dense = (  # cuDNN supports it; its bits may differ by length
             loaded.cache.activations == torch.bfloat16 and shapes.head_dim in (64, 128) and not tuning.by_row
         )
         self._tile = tile_queries(shapes.heads, shapes.kv_heads, tuning.prefill)
@@ -260,15 +258,14 @@ class TilePlanner:
         return split_tiles(tiles_of(chunks, self._tile), self._splits) if chunks else NO_TILES
 
     def whole_tiles(self, chunks: tuple[Chunk, ...]) -> Words:
-        """None of them split."""
         return tiles_of(chunks, self._tile) if chunks else NO_TILES
 
     def splits(self, tokens: int) -> bool:
-        """Whether a step of so many tokens may gain by splits."""
+        """Whether splits can speed up a step of so many tokens."""
         return tokens // self._tile < self._splits.entries
 
     def layout(self, kind: str, size: int) -> Layout:
-        """Of the graph of a kind for so many tokens, or rows."""
+        """The layout of the graph of a kind for `size` tokens or rows."""
         if kind in ("decode", "sample"):
             return Layout(self.samples, size, 0)
         split = kind == "split"
@@ -276,15 +273,15 @@ class TilePlanner:
         return Layout(self.samples, size, -(-tiles // 4) * 4, split)
 
     def longest(self, tokens: int) -> Layout:
-        """No step of up to so many tokens needs more."""
+        """The largest layout of steps of up to so many tokens."""
         return Layout(self.samples, tokens, max(tokens, self._splits.entries + 4), split=True)
 
     def wants_dense(self, step: ArrangedStep) -> bool:
-        """Whether a prompt in it is so long that cuDNN is worth the launches of all its kernels."""
+        """Whether a prompt is so long that cuDNN is worth a launch of every kernel of the step."""
         return self._has_dense and any(c.start == 0 and c.count > LONG_TOKENS for c in step.chunks)
 
     def without_graph(self, step: ArrangedStep) -> TilePlan:
-        """As long as it must be."""
+        """The tiles and the exact layout of a step without a graph."""
         dense, rest = split_dense(step.chunks) if self._has_dense else ((), step.chunks)
         tiles = self.tiles(rest)
         room, split = -(-tiles.shape[1] // 4) * 4, len(tiles) == SPLIT_COLUMNS
@@ -292,8 +289,8 @@ class TilePlanner:
 
 
 def fill(buffer: Words, layout: Layout, step: ArrangedStep, tiles: Words, spare_slot: int) -> None:
-    """Write a step into the first `layout.updates` words of `buffer`. `tiles` may lack the columns of splits:
-    then none is split."""
+    """Write a step into the first `layout.words` words of `buffer`. `tiles` without the columns of splits: no
+    tile is split."""
     samples = buffer[: layout.token_at].reshape(3, -1)
     samples[0], samples[1], samples[2] = 0, spare_slot, 0
     samples[:, : step.samples.shape[1]] = step.samples
@@ -308,7 +305,7 @@ def fill(buffer: Words, layout: Layout, step: ArrangedStep, tiles: Words, spare_
 
 
 class InputStaging:
-    """The inputs of a forward, in pinned memory and on the device. What is queued reads the newest."""
+    """The inputs of forwards, in pinned memory and on the device. Queued work reads the step staged last."""
 
     def __init__(self, loaded: Loaded, slots: CudaSlots, tile_planner: TilePlanner, tokens: int) -> None:
         """`tokens`: the most in a step."""
@@ -326,7 +323,7 @@ class InputStaging:
     def stage(
         self, layout: Layout, step: ArrangedStep, tiles: Words, updates: tuple[Words, Words] = UNSET
     ) -> None:
-        """Bring a step's words to the device and set those of the slots."""
+        """Copy a step's words to the device and apply the device-state updates."""
         turn, self._turn = self._turn, (self._turn + 1) % RING
         free = self._free[turn]
         if free is not None:
@@ -345,11 +342,11 @@ class InputStaging:
                 self.words[begin : begin + count], self.words[begin + room : begin + room + count],
                 self._slots.words,
             )  # fmt: skip
-        free = self._free[turn] = Event()  # type: ignore[no-untyped-call]  # torch annotates it not
+        free = self._free[turn] = Event()  # type: ignore[no-untyped-call]  # no annotations in torch
         free.record()
 
     def step(self, layout: Layout, rows: int, dense: tuple[Chunk, ...] = ()) -> ForwardStep:
-        """The tensors of a forward over the words of the device, and the launch that resolves them."""
+        """Launch the kernel that resolves the staged words; the tensors of a forward over them."""
         tokens, at = layout.tokens, layout.token_at
         found = Resolved(self._found[0, :tokens], self._found[1, :tokens], self._lengths[: max(rows, 1)])
         state, words = self._slots.state, self.words
@@ -365,7 +362,8 @@ class InputStaging:
 
 
 def keep(hidden: Tensor, sampled: Tensor, rows: Tensor) -> None:
-    """Have a step's sampled rows, which `rows` begin with, where a graph that samples finds them."""
+    """Copy the first rows that `rows` names to `sampled`, where the sample graphs read; `rows` then counts
+    up."""
     sampled.copy_(hidden.index_select(0, rows[: len(sampled)]))
     torch.arange(len(rows), out=rows)
 

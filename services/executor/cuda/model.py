@@ -2,10 +2,10 @@
 
     residual = embedding[ids]
     for each layer:  qkv │ rotate, write KV │ attention │ out │ add, norm │ gate, up │ swiglu │ down │ add …
-    of experts:      router │ route │ place │ spread │ gate, up │ swiglu │ down │ combine │ add …
+    with experts:    router │ route │ permute │ dispatch │ gate, up │ swiglu │ down │ combine │ add …
 
-A product of few rows may come in parts that the kernel behind it adds up (kernels.gemm.gpu). Nothing here
-reads the device or depends on lengths: a pass of given sizes can be captured in a graph.
+A product of few rows may return parts that the next kernel adds up (kernels.gemm.gpu). Nothing here reads the
+device or depends on lengths, so a graph can capture a pass of given sizes. graph_runner.py calls it.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ log = logging.getLogger("headrace.executor")
 
 @dataclass(frozen=True, slots=True)
 class ForwardStep:
-    """The inputs of a pass. Token rows: decode rows first."""
+    """The inputs of a pass. Decode rows come first among the token rows."""
 
     resolved: Resolved
     positions: Tensor  # [tokens] int32
-    decode: DecodeRows | None  # of the first rows
+    decode: DecodeRows | None
     tiles: PrefillTiles | None
     dense: tuple[Chunk, ...] = ()  # chunks that start their sequence, for cuDNN
 
 
 class CudaModel:
-    """A model on its device. Runs in `torch.inference_mode` and on one thread."""
+    """A model on its device, for one thread in `torch.inference_mode`."""
 
     def __init__(
         self, loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning, most: int
     ) -> None:
-        """`most`: rows that are sampled in a step."""
+        """`most`: sampled rows in a step."""
         shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
         self._ranks, self._most = loaded.ranks, most
@@ -77,9 +77,9 @@ class CudaModel:
         self._rotations = rope_table(frequencies, loaded.context + 1).to(kv.device)
 
     def hidden(self, step: ForwardStep, out: Tensor | None = None, received: Tensor | None = None) -> Tensor:
-        """What the head reads, of every token: `[tokens, hidden]`, in `out` where it is given. Writes KV. Of
-        a stage but the last one, what the stage behind reads; of one but the first, `received` is what the
-        stage before gave, and is changed."""
+        """The head's input for every token, `[tokens, hidden]`, in `out` if given; on any stage but the last,
+        the next stage's input. Writes KV. `received`: the rows from the stage before, which are overwritten;
+        None on the first stage."""
         return run_alone(self.forward_pass(step, out=out, received=received))
 
     def forward_pass(
@@ -89,15 +89,15 @@ class CudaModel:
         out: Tensor | None = None,
         received: Tensor | None = None,
     ) -> ForwardPass:
-        """The same as a program. With `sums` it is a half of a step: these are all that it says, and other
-        micro-batches may compute meanwhile."""
+        """`hidden` as a ForwardPass. `sums` are given for a micro-batch: it then uses no other collectives,
+        and another micro-batch may compute meanwhile."""
         eps, layers = self._shapes.norm_eps, self._layers
         layouts = self._tuning.of(len(step.positions))
         if step.decode is not None:
             plan_decode(self._works[layouts.decode], step.decode.lengths)
         chained = layouts.chained
-        places, dtype = step.resolved.slot_mapping, self._embedding.dtype
-        inputs = RopeInputs(self._rotations, step.positions, places, chained, dtype)
+        slot_mapping, dtype = step.resolved.slot_mapping, self._embedding.dtype
+        inputs = RopeInputs(self._rotations, step.positions, slot_mapping, chained, dtype)
         residual = self._embedding.index_select(0, step.resolved.ids) if received is None else received
         adding = _ResidualAdd(self._ranks, sums, residual, eps, chained=chained)
         normed = rms_norm(residual, layers[0].attention_norm, eps, chained=chained)
@@ -145,28 +145,27 @@ class CudaModel:
         assert shapes is not None, "a router comes with experts"
         logits = self._product(x, layer.router, whole=True)
         weights, chosen = route(logits, shapes.per_token, renormalise=shapes.renormalise)
-        places = permute(chosen, shapes.first, len(layer.gate_up))  # those of other ranks add nothing
-        found = experts_mlp(dispatch(x, places), layer.gate_up, layer.down, places.ends)
-        return combine(found, places, weights)
+        permuted = permute(chosen, shapes.first, len(layer.gate_up))  # other ranks' experts add nothing
+        found = experts_mlp(dispatch(x, permuted), layer.gate_up, layer.down, permuted.ends)
+        return combine(found, permuted, weights)
 
 
 class _ResidualAdd:
-    """How the parts of a pass's sums, one of each rank, are added to its residual, with the norm behind."""
+    """Adds the sum of all ranks' parts to a pass's residual, and norms it."""
 
     def __init__(
         self, ranks: Ranks, sums: AllReduces | None, residual: Tensor, eps: float, *, chained: bool
     ) -> None:
         rows, row_bytes = len(residual), residual.shape[1] * residual.element_size()
-        buffers = (
-            ranks.symmetric if isinstance(ranks, DistributedRanks) and sums is None else None
-        )  # no two use them at once
+        # Not for micro-batches: two passes must not use the buffers at once.
+        buffers = ranks.symmetric if isinstance(ranks, DistributedRanks) and sums is None else None
         self._buffers: PeerBuffers | None = buffers.of(rows, row_bytes) if buffers is not None else None
         self._sums: AllReduces = ranks if sums is None else sums
         self._residual, self._eps, self._chained = residual, eps, chained
-        self.whole = ranks.size > 1 and self._buffers is None  # parts must not come in splits
+        self.whole = ranks.size > 1 and self._buffers is None  # products must not return splits
 
     def add(self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None) -> ForwardPass:
-        """See kernels.norm. `turn` alternates, and ends at 1."""
+        """See kernels.norm. `turn` alternates between 0 and 1; the last call of a pass has 1."""
         buffers, residual, eps, chained = self._buffers, self._residual, self._eps, self._chained
         if buffers is not None:
             return all_reduce_add_rms_norm_(part, residual, Norm(weight, eps, chained), buffers, turn, out)
@@ -176,8 +175,8 @@ class _ResidualAdd:
 
 
 def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out: Tensor) -> None:
-    """A chunk that starts its sequence, by cuDNN, from the joined q, k, v itself: where the cache is fp8, it
-    attends to K and V before they are rounded, and what follows it to the cache."""
+    """Attend a chunk that starts its sequence by cuDNN, on the joined q, k, v. With an fp8 cache it reads K
+    and V before they are rounded; later tokens read the cache."""
     rows = slice(chunk.first, chunk.first + chunk.count)
     joined = qkv[rows].view(chunk.count, -1, shapes.head_dim)
     key, value = torch.split(joined[:, shapes.heads :], shapes.kv_heads, 1)
@@ -188,11 +187,10 @@ def _attend_dense(query: Tensor, qkv: Tensor, chunk: Chunk, shapes: Shapes, out:
 
 
 class Products(Protocol):
-    """Matrix products with the weights: the quickest for so many rows, or the same bits for any number of
-    rows.
+    """Matrix products with the weights: the fastest for the number of rows, or the same bits for any number.
 
-    `x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]`; or, unless
-    it is asked for `whole`, `[splits, rows, width]` in float32, to be added up by what reads it."""
+    `x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`, as `[rows, width]`; unless
+    `whole`, it may be `[splits, rows, width]` float32, which the reader adds up."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False
@@ -200,14 +198,13 @@ class Products(Protocol):
 
 
 def products_of(tuning: DeviceTuning, device: torch.device) -> Products:
-    """The products that a device's layouts ask for."""
     if tuning.by_row:
         return _by_row(tuning, torch.cuda.get_device_properties(device).multi_processor_count)
     return _tuned(tuning)
 
 
 def gated(product: Products, layouts: Layouts, x: Tensor, gate_up: Tensor, *, chained: bool) -> Tensor:
-    """`silu(gate) * up` of the joined product, in one kernel where its layout says so."""
+    """`silu(gate) * up` of the joined product, in one kernel if its layout is `gated`."""
     chosen = layouts.product(gate_up.shape[0], gate_up.shape[1], len(x))
     if chosen is not None and chosen.gated and x.dtype == torch.bfloat16:
         return matmul(x, gate_up, chosen)
@@ -215,7 +212,7 @@ def gated(product: Products, layouts: Layouts, x: Tensor, gate_up: Tensor, *, ch
 
 
 def _tuned(tuning: DeviceTuning) -> Products:
-    """The library's product, or a kernel of ours where that is faster."""
+    """The library's product, or our kernel where that is faster."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
         rows = len(x)
@@ -229,7 +226,7 @@ def _tuned(tuning: DeviceTuning) -> Products:
 
 
 def _by_row(tuning: DeviceTuning, processors: int) -> Products:
-    """A row's bits depend on neither the number of rows nor its place in them."""
+    """Products in which a row's bits depend on neither the number of rows nor its index."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
         return matmul_fixed(x, weight, bias, layout_of(len(x), weight.shape[0], processors, tuning.fixed))
@@ -238,16 +235,15 @@ def _by_row(tuning: DeviceTuning, processors: int) -> Products:
 
 
 class SharedLogits:
-    """The logits of a group of GPUs: every rank computes those of its part of the vocabulary, and stores them
-    to all ranks' memory itself. No NVLink multicast.
+    """Gathers logits of several GPUs: each rank stores the logits of its part of the vocabulary to the memory
+    of all ranks. It uses no NVLink multicast.
 
-    Has room for `[rows, vocab]` on every rank. The next `gather` of any rank writes over what it held:
-    between two of them all ranks wait for each other in some sum, which is later than what reads the
-    first."""
+    The memory holds `[rows, vocab]` on every rank, and the next `gather` of any rank overwrites it. This is
+    safe: after the readers of one gather, all ranks meet in a sum of the next step before the next gather."""
 
     def __init__(self, ranks: Ranks, like: Tensor, rows: int, vocab: int) -> None:
-        """All ranks do this at once, for logits of the dtype and device of `like`. Raises what torch says
-        where GPUs cannot map each other's memory."""
+        """For logits of the dtype and device of `like`; all ranks create it at once. Raises torch's errors if
+        GPUs cannot map each other's memory."""
         group = torch.distributed.group.WORLD
         assert group is not None, "the ranks have joined"
         self._memory = PeerMemory(rows * vocab * like.element_size(), like.device, group)
@@ -257,17 +253,17 @@ class SharedLogits:
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=like.device)
 
     def gather(self, own: Tensor) -> Tensor:
-        """Logits `[rows, vocab]` from every rank's `[rows, head rows]`, which end with those of padding."""
+        """Logits `[rows, vocab]` from every rank's `[rows, head_rows]`, without the padding at the end."""
         all_gather(own, self._addresses, self._rank, self._vocab)
         self._memory.barrier()
         return self._memory.of(self._rank, torch.Size([len(own), self._vocab]), self._dtype)
 
 
 def shared_logits(ranks: Ranks, like: Tensor, rows: int, vocab: int) -> SharedLogits | None:
-    """None, on all ranks, where there is no such memory: NCCL then gathers."""
+    """None on all ranks if any cannot map the memory: NCCL gathers then."""
     found = None
     try:
         found = SharedLogits(ranks, like, rows, vocab)
     except (RuntimeError, ImportError, AttributeError) as error:
-        log.warning("logits go through NCCL, and take longer: %s", error)
+        log.warning("logits are gathered by NCCL, which is slower: %s", error)
     return found if all(ranks.exchange(found is not None)) else None

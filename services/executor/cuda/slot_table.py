@@ -1,13 +1,13 @@
-"""The slots of running sequences on a GPU: all state of the device in one buffer of 32-bit words.
+"""CudaSlots keeps the state of all slots on a GPU in one buffer of 32-bit words.
 
     tables [slots + 1, blocks] | last token | done | max length | temperature, k, p, min-p | seed | stop ids
 
-Opening a slot and a step's block-table deltas are therefore one thing: words to set. They gather on the host
-and go with the next step's inputs, in one copy and one launch. The last slot is nobody's: padding is on it.
+So an opened slot and a step's block-table deltas are both updates of words. They collect on the host and go
+with the next step's inputs, in one copy and one launch. The last slot is spare: padding uses it.
 
-Tokens are kept on the host, too, for rows that are fed from there. The device thread opens and closes slots
-while the host thread takes what others have sampled: each touches its own slots' entries. What another stage
-of a pipeline has sampled becomes words to set.
+The host keeps the tokens, too, for host-fed rows. The device thread opens and closes slots while the host
+thread records the samples of other slots: each uses its own slots' entries. Samples of another stage of a
+pipeline also become updates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.executor.sampling.sampler import filters_of, row_error_codes
 from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan
 
-STOP_IDS = 128  # of a slot; a power of two, and more than a request may ask for with all ends of a model
+STOP_IDS = 128  # of a slot; a power of two, and more than a request's limit plus a model's own stop ids
 _NO_TOKEN = -1
 _SIGN = 1 << 63
 
@@ -33,7 +33,7 @@ StateUpdates = NDArray[np.int32]
 
 
 class CudaSlots:
-    """State of every slot."""
+    """See the module."""
 
     def __init__(
         self, count: int, table_blocks: int, spare: int, max_context: int, device: torch.device
@@ -43,8 +43,8 @@ class CudaSlots:
         self._max_context = max_context
         self._table_blocks = table_blocks
         self._tokens: dict[int, Ints] = {}
-        self._unset: list[tuple[StateUpdates, StateUpdates]] = []  # places and values
-        self._sampled: dict[int, tuple[int, int]] = {}  # by slot, last token and done: not set either
+        self._unset: list[tuple[StateUpdates, StateUpdates]] = []  # indices in `words`, and values
+        self._sampled: dict[int, tuple[int, int]] = {}  # more updates by slot: last token, done
         self._recording = threading.Lock()
         sizes = (rows * table_blocks, rows, rows, rows, 4 * rows, 2 * rows, STOP_IDS * rows)
         begins = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
@@ -67,8 +67,8 @@ class CudaSlots:
         self.choices.stop_ids.fill_(_NO_TOKEN)
 
     def open(self, opened: SlotOpen) -> None:
-        """Set a slot up from scratch. Raises EngineError for a slot number that does not exist or more stop
-        ids than there is room for."""
+        """Set up a slot. Raises EngineError for a slot number that does not exist, or over STOP_IDS stop
+        ids."""
         slot = opened.slot
         if not 0 <= slot < self.spare_slot:
             raise EngineError(f"slot {slot} is not one of {self.spare_slot} slots")
@@ -95,24 +95,24 @@ class CudaSlots:
         self._sampled.clear()
 
     def tokens(self, slot: int) -> Ints:
-        """The host record: the tokens of SlotOpen and those sampled since. Raises EngineError if closed."""
+        """The tokens of SlotOpen and the sampled ones after them. Raises EngineError for a closed slot."""
         try:
             return self._tokens[slot]
         except KeyError:
             raise EngineError(f"the plan names slot {slot}, which is not open") from None
 
     def take_updates(self, plan: StepPlan) -> tuple[StateUpdates, StateUpdates]:
-        """The words that are to be set before this plan's forward: places in `words`, and values."""
+        """The updates before this plan's forward: indices in `words`, and values."""
         at = 0
         for slot, first, count in zip(plan.table_slots, plan.table_first, plan.table_counts, strict=True):
             begin = slot * self._table_blocks + first
-            places = np.arange(begin, begin + count, dtype=np.int32)
-            self._unset.append((places, np.array(plan.table_blocks[at : at + count], dtype=np.int32)))
+            indices = np.arange(begin, begin + count, dtype=np.int32)
+            self._unset.append((indices, np.array(plan.table_blocks[at : at + count], dtype=np.int32)))
             at += count
         if self._sampled:
             with self._recording:
-                told, self._sampled = self._sampled, {}
-            at_slots, values = np.array([*told], dtype=np.int32), np.array([*told.values()], dtype=np.int32)
+                found, self._sampled = self._sampled, {}
+            at_slots, values = np.array([*found], dtype=np.int32), np.array([*found.values()], dtype=np.int32)
             self._unset += [
                 (self._at["last"] + at_slots, values[:, 0]),
                 (self._at["done"] + at_slots, values[:, 1]),
@@ -120,11 +120,11 @@ class CudaSlots:
         taken, self._unset = self._unset, []
         if not taken:
             return _NOTHING, _NOTHING
-        return np.concatenate([places for places, _ in taken]), np.concatenate([words for _, words in taken])
+        return np.concatenate([at for at, _ in taken]), np.concatenate([words for _, words in taken])
 
     def record_sampled(self, slots: list[int], ids: Ints, done: Ints) -> None:
-        """What another stage has chosen, columns as in StepResult: it is set with the next step's words. On
-        the host thread; nobody opens or forwards these slots meanwhile."""
+        """Record the choices of another stage (columns as in StepResult) for the next step's updates. For the
+        host thread; these slots are not opened or forwarded meanwhile."""
         with self._recording:
             for slot, token, ended in zip(slots, ids, done, strict=True):
                 self._sampled[slot] = max(token, 0), int(ended > 0)
@@ -139,13 +139,13 @@ _NOTHING: StateUpdates = np.zeros(0, dtype=np.int32)
 
 
 def end_slots(choices: Choices, slots: list[int]) -> None:
-    """Slots that failed: like ones that have stopped, without a further token."""
+    """End failed slots, like stopped ones: they get no further token."""
     if slots:
         choices.done[torch.tensor(slots, device=choices.done.device)] = 1
 
 
 def take(choices: Choices, slots: list[int], ids: Ints, done: Ints) -> None:
-    """As `advance`, with the columns that it has given on another rank."""
+    """Like `advance`, with the columns that another rank's `advance` has returned."""
     at, ended = (torch.tensor(each, device=choices.done.device) for each in (slots, list(done)))
     chosen = torch.tensor(list(ids), dtype=torch.int32, device=choices.done.device)
     choices.last_tokens[at] = torch.where(ended == 2, choices.last_tokens[at], chosen)
@@ -153,10 +153,9 @@ def take(choices: Choices, slots: list[int], ids: Ints, done: Ints) -> None:
 
 
 def advance(choices: Choices, slots: list[int], ids: Tensor, positions: list[int]) -> tuple[Tensor, Tensor]:
-    """What the sampler's kernel does once a token is chosen, in torch: for rows that are sampled outside it.
-
-    Takes one token, or one of ROW_ERRORS, for each of `slots`, at its place of the sequence; the ids and the
-    done column as the kernel gives them, on the device."""
+    """Append one sampled token, or an id of ROW_ERRORS, to each of `slots`, at `positions` of the sequences,
+    like the sampler's kernel: for rows that torch samples. Returns the columns `ids` and `done` on the
+    device, coded as by the kernel."""
     at = torch.tensor(slots, device=ids.device)
     lengths = torch.tensor(positions, device=ids.device) + 1
     chosen = ids.int()

@@ -1,9 +1,10 @@
-"""Steps in two micro-batches, one's collectives under the other's compute: as graphs, where there are some.
+"""Runs split steps, one micro-batch's collectives under the other's compute, as one CUDA graph where it fits.
 
-    inputs of A, inputs of B ─▶ both programs (graph by the tokens of a half), sampled rows ─▶ head, sample
+    inputs of A, inputs of B ─▶ both passes (graph by the tokens of a micro-batch), sampled rows ─▶ head,
+    sample
 
-Without a graph the host starts every kernel of both micro-batches, and a few GPUs are quicker than it. In a
-graph all chunks are attended by their block tables: none goes to cuDNN, which wants to know their lengths.
+Without a graph the host launches every kernel of both micro-batches, and several GPUs wait for it. In a graph
+all chunks are attended by block tables: cuDNN needs their lengths. graph_runner.py owns it.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ from services.executor.cuda.model import CudaModel, ForwardStep
 from services.executor.engine import MAX_SEGMENTS, Segment
 from services.executor.parallel.step_split import CUT_TOKENS
 
-_BUCKETS = (512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)  # tokens of a half
+# Tokens of a micro-batch.
+_BUCKETS = (512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
 
-Segments = Callable[[], tuple[Segment, ...]]  # once the step has ended on the device
+Segments = Callable[[], tuple[Segment, ...]]  # call it once the step has ended on the device
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     layout: Layout
-    rows: int  # decodes of the first half
+    rows: int  # decode rows of the first micro-batch
     timer: TimestampSegmentTimer
     graph: CUDAGraph
 
@@ -63,7 +65,7 @@ class _Captured:
 
 
 class SplitGraphRunner:
-    """Of an engine with several ranks. Runs on the thread of its Passes."""
+    """Split steps of an engine with several ranks. Runs on the thread of its GraphRunner."""
 
     def __init__(
         self,
@@ -74,18 +76,18 @@ class SplitGraphRunner:
         sampled: Tensor,
         most: int,
     ) -> None:
-        """`sampled` `[rows, hidden]`: where a step leaves what the head reads. `most`: tokens in a step."""
+        """`sampled` `[rows, hidden]`: gets the head's input. `most`: tokens in a step."""
         self._model, self._streams, self._tile_planner = model, streams, tile_planner
         self._stagings, self._sampled = stagings, sampled
         largest = -(-most // (2 * CUT_TOKENS)) * CUT_TOKENS
         self._buckets = (*(size for size in _BUCKETS if size < largest), largest)
         self._graphs: dict[int, _Captured] = {}
-        self._pool: Any = None  # of torch's allocator
+        self._pool: Any = None  # torch's memory pool that the graphs share
         self._times = torch.empty(RING, 4 * MAX_SEGMENTS, dtype=torch.int32, pin_memory=True)
         self._turn = 0
 
     def capture(self, tokens: int) -> None:
-        """Capture the graph of steps of so many tokens. All ranks do it at once, larger ones first."""
+        """Capture the graph of steps of so many tokens. All ranks call it at once, larger steps first."""
         size = next(size for size in self._buckets if 2 * size >= tokens)
         layout = self._tile_planner.layout("mixed", size)
         rows = min(size, len(self._sampled)) if self._tile_planner.apart else 0
@@ -100,7 +102,7 @@ class SplitGraphRunner:
         self._graphs[size] = _Captured(layout, rows, timer, graph)
 
     def capture_from(self, tokens: int) -> None:
-        """Those that steps of so many tokens and more want; others are given up."""
+        """Capture the graphs of steps of at least so many tokens; drop the others."""
         for size in reversed(self._buckets):
             if 2 * size < tokens:
                 self._graphs.pop(size, None)
@@ -113,9 +115,9 @@ class SplitGraphRunner:
         order: Sequence[int],
         updates: tuple[Words, Words],
     ) -> Segments:
-        """Queue the inputs and the forwards of a step in micro-batches, of which the second has no decode
-        rows; the `order` of their sample rows: see services.executor.parallel.step_split. What they do
-        when."""
+        """Queue the inputs and the forwards of a split step. The second micro-batch has no decode rows.
+        `order` of the sample rows: see services.executor.parallel.step_split. Returns the segments of the
+        step."""
         first, second = micro_batches
         tiles = self._tile_planner.whole_tiles(first.chunks), self._tile_planner.whole_tiles(second.chunks)
         held = (self._graphs[size] for size in sorted(self._graphs))
@@ -123,9 +125,9 @@ class SplitGraphRunner:
         if captured is None:
             return self._launch(first, second, order, updates)
         samples = samples_of(first, second, captured.layout.tokens, order)
-        front, behind = self._stagings
-        front.stage(captured.layout, replace(first, samples=samples), tiles[0], updates)
-        behind.stage(captured.layout, replace(second, samples=IDLE.samples), tiles[1])
+        staging_a, staging_b = self._stagings
+        staging_a.stage(captured.layout, replace(first, samples=samples), tiles[0], updates)
+        staging_b.stage(captured.layout, replace(second, samples=IDLE.samples), tiles[1])
         captured.graph.replay()
         turn, self._turn = self._turn, (self._turn + 1) % RING
         times = self._times[turn]
@@ -133,8 +135,9 @@ class SplitGraphRunner:
         return lambda: captured.timer.segments(times.view(torch.int64).view(-1, 2))
 
     def _run(self, layout: Layout, rows: int, timer: SegmentTimer) -> None:
-        front, behind = self._stagings
-        self._run_interleaved(front.step(layout, rows), behind.step(layout, 0), len(self._sampled), timer)
+        staging_a, staging_b = self._stagings
+        first, second = staging_a.step(layout, rows), staging_b.step(layout, 0)
+        self._run_interleaved(first, second, len(self._sampled), timer)
 
     def _launch(
         self, first: ArrangedStep, second: ArrangedStep, order: Sequence[int], updates: tuple[Words, Words]

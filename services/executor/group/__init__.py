@@ -1,1 +1,2 @@
-"""An engine of several ranks: the driver in the actor's process, a worker process for each other rank."""
+"""An engine of several ranks has its driver in the actor's process and a worker process for each other
+rank."""

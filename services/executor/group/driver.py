@@ -1,22 +1,20 @@
-"""The driver of a group drives several ranks as one engine behind the Backend protocol, by commands.
+"""The driver of a group runs several ranks as one Backend; it sends commands to the workers (worker.py).
 
-    device thread:  SlotOpen, StepPlan, ... ──▶ commands ──▶ workers        then the same here
-    who samples:    ids chosen here         ──▶ SetSampled ──▶ workers        before the result is delivered
+    device thread:    SlotOpen, StepPlan, ... ──▶ commands ──▶ workers        then the same here
+    sampling thread:  ids chosen here         ──▶ SetSampled ──▶ workers      before the result is delivered
 
-Where ranks share the layers only the driver chooses tokens that need the host (processors, grammars,
-penalties); on a GPU the others are chosen on every rank at once, from the same bits. What was chosen always
-reaches the workers' records before anything that builds on it, for the driver sends in the order in which
-it does things itself.
+If ranks share the layers, only the driver chooses tokens that need the host (processors, grammars,
+penalties); on a GPU every rank chooses the others, from the same bits. The driver sends commands in the order
+of its own work, so the workers have the chosen tokens before any command that needs them.
 
-Where ranks are stages the last one chooses all tokens (worker.SampleThread), and the driver gets them:
+If ranks are stages of a pipeline, the last stage chooses all tokens (worker.SampleThread):
 
-    device thread:  StepPlan ──▶ commands ──▶ stages; the first layers here, and on to the next plan
-    who samples:    waits    ◀── Sampled ── last stage
-                    SetSampled ──▶ commands ──▶ stages between
+    device thread:    StepPlan ──▶ commands ──▶ stages; the first layers here, then the next plan
+    sampling thread:  waits    ◀── Sampled ── last stage
+                      SetSampled ──▶ commands ──▶ stages between
 
-The commands are the types of `Command`, the scheduler's SlotOpen and StepPlan among them. A worker is told
-nothing else, and hears neither NATS nor the scheduler, so that all ranks see one sequence of plans, slots and
-resets, whatever is lost, repeated or refused on the way to the driver.
+Workers receive only the types of `Command`, and nothing from NATS. So all ranks have one sequence of plans,
+slots and resets, also if messages to the driver are lost, repeated or refused.
 """
 
 from __future__ import annotations
@@ -57,12 +55,12 @@ from shared.processes import module_command, with_import_path
 log = logging.getLogger("headrace.executor")
 
 END_TIMEOUT_S = 5.0
-LAST_ERROR_S = 2.0  # for those of a rank that is at its end
+LAST_ERROR_S = 2.0  # to wait for the LastError of a dying rank
 
 
 @dataclass(frozen=True, slots=True)
 class JoinGroup:
-    """The first order: which rank to be, of how many, and the port of the store where they meet."""
+    """The first command: the worker's rank, the number of ranks, and the port of the driver's store."""
 
     options: TorchOptions
     rank: int
@@ -79,7 +77,7 @@ class CloseSlot:
 
 @dataclass(frozen=True, slots=True)
 class SetSampled:
-    """What was chosen in a step: columns as in StepResult."""
+    """The tokens chosen in a step: columns as in StepResult."""
 
     step: int
     ids: Ints
@@ -88,13 +86,13 @@ class SetSampled:
 
 @dataclass(frozen=True, slots=True)
 class DropStep:
-    """A step that the driver could not compute, before any rank needed another, or could not sample."""
+    """A step that all ranks refused, or that could not be sampled."""
 
     step: int
 
 
 class Control(Enum):
-    """Commands without more to say."""
+    """Commands without arguments."""
 
     WARM_UP = "warm up"
     RESET = "reset"
@@ -103,7 +101,7 @@ class Control(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttachArena:
-    """Map this arena, and answer."""
+    """Map this arena; answered by CopyReply."""
 
     name: str
     generation: int
@@ -111,7 +109,7 @@ class AttachArena:
 
 @dataclass(frozen=True, slots=True)
 class MoveBlocks:
-    """Copy this rank's part of blocks to or from the arena, where the whole blocks begin at `offsets`."""
+    """Copy this rank's part of blocks to or from the arena. `offsets` are those of the whole blocks."""
 
     to_arena: bool
     blocks: Sequence[int]
@@ -119,7 +117,7 @@ class MoveBlocks:
 
 
 class CopyControl(Enum):
-    """Commands about copies without more to say. Each is answered."""
+    """Commands about copies without arguments; answered by CopyReply."""
 
     FINISH = "finish"
     DETACH = "detach"
@@ -131,7 +129,7 @@ Command = JoinGroup | SlotOpen | CloseSlot | StepPlan | SetSampled | DropStep | 
 
 @dataclass(frozen=True, slots=True)
 class CopyReply:
-    """Of one worker to Attach or Copies: the time as Copier.finish gives it, or what went wrong."""
+    """A worker's answer to AttachArena or CopyControl: the time of Copier.finish, or an error."""
 
     took_us: int = 0
     error: str = ""
@@ -139,7 +137,7 @@ class CopyReply:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Of the last stage of a pipeline, unasked: what it chose in a step, or what went wrong."""
+    """A step's result from the last stage of a pipeline, or its error."""
 
     step: int
     output: StepOutput | None
@@ -148,7 +146,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class LastError:
-    """A worker's last words."""
+    """Why a worker ends."""
 
     why: str
 
@@ -157,8 +155,8 @@ class RankBackend(Backend, Protocol):
     """An engine that can be one rank of several."""
 
     def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
-        """Instead of `sample`: remember what the driver has chosen, columns as in StepResult. Does not wait
-        for the device."""
+        """In place of `sample`: record the tokens that another rank has chosen, columns as in StepResult.
+        Does not wait for the device."""
 
 
 BuildRank = Callable[[TorchOptions, Ranks], RankBackend]
@@ -170,8 +168,9 @@ def build_group(
     lost: Callable[[str], None],
     environment: Mapping[str, str] | None = None,
 ) -> GroupBackend:
-    """Start the other ranks, with `environment` besides this process's, and become their driver; takes
-    seconds. `lost` is called on some thread when one is gone: nothing returns then. Raises SetupError."""
+    """Start the other ranks, with `environment` added to this process's, and become their driver; takes
+    seconds. `lost` is called on any thread when a rank dies: calls of the engine never return then. Raises
+    SetupError."""
     device = device_of(options.device)
     store = rendezvous(size)
     workers = Workers(size - 1, environment or {}, lost, options.report_grammar)
@@ -187,7 +186,7 @@ def build_group(
             undo.callback(ranks.close)
             own = rank_builder(device.type)(options, ranks)
             group = GroupBackend(own, workers, ranks, pipeline=options.pipeline)
-        except RuntimeError as error:  # a sum without one of them
+        except RuntimeError as error:  # a collective fails when a rank dies
             if why := workers.why(LAST_ERROR_S):
                 raise SetupError(why) from error
             raise
@@ -196,7 +195,7 @@ def build_group(
 
 
 def rank_builder(device: str) -> BuildRank:
-    """The function that builds a rank's engine on such a device."""
+    """The function that builds a rank's engine on a device of this type."""
     if device == "cuda":
         from services.executor.cuda.engine import build as build_cuda
 
@@ -209,8 +208,8 @@ def rank_builder(device: str) -> BuildRank:
 class GroupBackend:
     """See services.executor.engine.Backend. Made by `build_group`.
 
-    The ranks of a pipeline are stages, the driver the first, and the last one samples. As many steps as there
-    are stages may be between `forward` and `sample`, each in another stage."""
+    The ranks of a pipeline are stages: the driver is the first, and the last one samples. As many steps as
+    stages may be between `forward` and `sample`, each in another stage."""
 
     def __init__(self, own: RankBackend, workers: Workers, ranks: Ranks, *, pipeline: bool) -> None:
         self._own, self._workers, self._ranks, self._pipeline = own, workers, ranks, pipeline
@@ -245,10 +244,10 @@ class GroupBackend:
         self._workers.send(plan)
         try:
             return self._own.forward(plan)
-        except EngineError:  # of the plan itself: every rank has refused it
+        except EngineError:  # an error of the plan: every rank refuses it
             self._workers.send(DropStep(plan.step))
             raise
-        except Exception as error:  # noqa: BLE001 - wherever it was, the others wait there
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
             self._workers.give_up(f"step {plan.step} failed on the driver: {type(error).__name__}: {error}")
 
     def sample(self, pending: Pending) -> StepOutput:
@@ -264,7 +263,7 @@ class GroupBackend:
         if not self._pipeline:
             return self._own.sample(pending)
         found = self._workers.sampled()
-        assert found.step == pending.plan.step, "steps leave the last stage in order, and each one leaves"
+        assert found.step == pending.plan.step, "the last stage answers each step, in order"
         if found.output is None:
             raise EngineError(found.error)
         self._own.take(pending, found.output.ids, found.output.done)
@@ -284,22 +283,23 @@ class GroupBackend:
 
 
 def for_workers(opened: SlotOpen) -> SlotOpen:
-    """A slot without what only the rank that samples runs. Its rows stay such as a kernel does not sample."""
+    """A slot without processors and grammar, which only the sampling rank runs. With `logprobs` its rows
+    still are rows that the kernel does not sample."""
     if not (opened.processors or opened.grammar):
         return opened
     return replace(opened, processors=(), grammar="", logprobs=max(1, opened.logprobs))
 
 
 class Workers:
-    """The workers of one driver: their processes, what they are told, and their end.
+    """The worker processes of one driver.
 
         driver ── commands ──▶ rank 1, rank 2, ...      one pipe each; a closed pipe ends the worker
-               ◀─ answers ──                          its end, however it comes, is the end of the group
+               ◀─ answers ──                            a worker's end is the end of the group
 
-    A group lives and dies as one. A rank that is gone cannot be replaced: the KV of every sequence is cut
-    across all ranks, and the others may be waiting for that rank in the middle of a sum, on a GPU for ever.
+    A dead rank cannot be replaced: every rank has a part of each sequence's KV, and the others may wait for
+    the dead rank in a collective, on a GPU for ever.
 
-    `tell` may be called by any thread, `replies` by one at a time."""
+    Any thread may call `send`, one thread at a time `replies`."""
 
     def __init__(
         self,
@@ -308,11 +308,11 @@ class Workers:
         lost: Callable[[str], None],
         report_grammar: ReportGrammar = ignore_grammar_news,
     ) -> None:
-        """Start them. `lost` is called once, on a thread of its own, when one is gone before `end`;
-        `report_grammar` there, too, with what the last stage says of grammars."""
+        """Start the processes. `lost` is called once, on another thread, when a worker dies before `end`;
+        `report_grammar` there, too, with the last stage's reports."""
         self._lost, self._report_grammar = lost, report_grammar
         self._over = False  # lost or ended
-        self.why_gone = ""  # one of them, before `end`
+        self.why_gone = ""  # why a worker died before `end`
         self._is_gone = threading.Event()
         self._send_lock = threading.Lock()
         self._replies: queue.SimpleQueue[CopyReply | EngineError] = queue.SimpleQueue()
@@ -332,45 +332,45 @@ class Workers:
             self._pipes.append(ours)
         threading.Thread(target=self._listen, name="members", daemon=True).start()
 
-    def send(self, order: Command) -> None:
-        """Send an order to all; they have those of one thread in order."""
-        data = ForkingPickler.dumps(order)
+    def send(self, command: Command) -> None:
+        """Send a command to all workers. They receive the commands of one thread in order."""
+        data = ForkingPickler.dumps(command)
         with self._send_lock:
             for pipe in self._pipes:
                 self._send(pipe, data)
 
     def send_each(self, commands: list[Command]) -> None:
-        """Send each worker its own order."""
+        """Send each worker its own command."""
         with self._send_lock:
-            for pipe, order in zip(self._pipes, commands, strict=True):
-                self._send(pipe, ForkingPickler.dumps(order))
+            for pipe, command in zip(self._pipes, commands, strict=True):
+                self._send(pipe, ForkingPickler.dumps(command))
 
     def replies(self) -> int:
-        """Wait for an answer of each; the longest time of them. Raises EngineError for an error in any, or
-        once one is gone."""
+        """Wait for an answer from each worker; their longest time. Raises EngineError for an error in any
+        answer, or if a worker dies."""
         found = [self._reply() for _ in self._pipes]
         if errors := [answer.error for answer in found if answer.error]:
             raise EngineError(errors[0])
         return max(answer.took_us for answer in found)
 
     def sampled(self) -> Sampled:
-        """Wait for the last stage's next step. Never returns once one is gone, as `fail_all`."""
+        """Wait for the last stage's next step. Never returns if a worker dies, like `give_up`."""
         return self._sampled.get()
 
     def give_up(self, why: str) -> NoReturn:
-        """The group cannot go on: say so, and never return. What the ranks were at has no answer, and a
-        sequence whose step fails would be told so, where one whose executor dies goes on elsewhere."""
+        """Report that the group cannot continue, and never return: a failed step would end its sequences, but
+        those of a dead executor continue on another one."""
         self._gone(why)
         threading.Event().wait()
         raise AssertionError("nothing sets that event")
 
     def why(self, timeout_s: float) -> str:
-        """Wait so long for one to be gone; empty when none is."""
+        """Why a worker died, after at most so long a wait for it; empty if all live."""
         self._is_gone.wait(timeout_s)
         return self.why_gone
 
     def end(self) -> None:
-        """Have them end; kill who does not."""
+        """End the workers, and kill those that do not end in time."""
         if self._over:
             return
         self._over = True
@@ -385,12 +385,12 @@ class Workers:
     def _reply(self) -> CopyReply:
         answer = self._replies.get()
         if isinstance(answer, EngineError):
-            self._replies.put(answer)  # for whoever asks next
+            self._replies.put(answer)  # for the next caller
             raise answer
         return answer
 
     def _send(self, pipe: Connection, data: memoryview) -> None:
-        with contextlib.suppress(OSError):  # whoever is gone is noticed by its end of the pipe
+        with contextlib.suppress(OSError):  # _listen notices a dead worker
             pipe.send_bytes(data)
 
     def _listen(self) -> None:
@@ -424,13 +424,12 @@ class Workers:
 
 
 class GroupCopier:
-    """The driver's copier: every rank copies its part of each block to and from the arena. See
-    services.executor.engine.Copier.
+    """The driver's copier: every rank copies its part of each block. See services.executor.engine.Copier.
 
         a block in the arena:  [rank][layer][K|V][token][kv_head of that rank][head_dim]
 
-    For the tiers a block is one thing, of the bytes of all ranks: a copy has ended when it has on every rank,
-    and failed if it has on any. So a block is in a tier whole or not at all."""
+    A copy has ended when it has ended on every rank, and has failed if it failed on any. So a tier has whole
+    blocks only."""
 
     def __init__(self, own: Copier, workers: Workers, size: int) -> None:
         self._own, self._workers = own, workers
@@ -461,8 +460,8 @@ class GroupCopier:
         return self._with_all(self._own.finish)
 
     def _with_all(self, here: Callable[[], int | None]) -> int:
-        """Do it here, too, and wait for all; the longest time. An error here must not leave answers behind,
-        which would be taken for those of the next order."""
+        """Call `here` and wait for all workers; the longest time. The answers are read also after an error
+        here: they must not be taken for those of the next command."""
         try:
             own_us = here()
         finally:
@@ -471,15 +470,15 @@ class GroupCopier:
 
 
 class RankCopier:
-    """A worker's copier: its part lies `before` bytes into each block in the arena."""
+    """A worker's copier: its part starts `before` bytes into each block in the arena."""
 
     def __init__(self, own: Copier, before: int) -> None:
         self._own, self._before = own, before
         self._arena: Arena | None = None
-        self._error = ""  # of a move since the last finish; an error itself would keep a view of the arena
+        self._error = ""  # of a move since the last finish; an exception would keep a view of the arena
 
     def attach(self, name: str, generation: int, yield_device: YieldDevice = no_yield) -> None:
-        """Map an arena. Raises ArenaError, or what the device's driver says."""
+        """Map an arena. Raises ArenaError, or an error of the device's driver."""
         arena = Arena(name, generation)
         try:
             self._own.attach(arena, yield_device)
@@ -489,22 +488,22 @@ class RankCopier:
         self._arena = arena
 
     def detach(self) -> None:
-        """Unmap it, if there is one."""
+        """Unmap the arena, if there is one."""
         arena, self._arena = self._arena, None
         if arena is not None:
             self._own.detach()
             arena.close()
 
-    def move(self, order: MoveBlocks) -> None:
-        """Copy; what goes wrong is kept for `finish`."""
+    def move(self, blocks: MoveBlocks) -> None:
+        """Copy blocks; `finish` raises the error."""
         try:
-            copy = self._own.store if order.to_arena else self._own.load
-            copy(order.blocks, [offset + self._before for offset in order.offsets])
-        except Exception as error:  # noqa: BLE001 - the driver asks for it
+            copy = self._own.store if blocks.to_arena else self._own.load
+            copy(blocks.blocks, [offset + self._before for offset in blocks.offsets])
+        except Exception as error:  # noqa: BLE001 - finish raises it
             self._error = f"{type(error).__name__}: {error}"
 
     def finish(self) -> int:
-        """As Copier.finish. Raises EngineError for what a move since the last one has met."""
+        """Like Copier.finish. Raises EngineError for an error of a move since the last finish."""
         took_us = self._own.finish()
         error, self._error = self._error, ""
         if error:

@@ -1,8 +1,8 @@
-"""The process of every rank but the driver: does what it is told, in order, until its pipe closes.
+"""The process of every rank but the driver executes the driver's commands in order until its pipe closes.
 
-    reader thread:  commands off the pipe; its end is the driver's end: the process goes, wherever it is
+    reader thread:  reads commands; a closed pipe means that the driver died: the process exits at once
     main thread:    slots and steps
-    copy thread:    copies, each after the commands that came before it
+    copy thread:    copies, each after the commands before it
 
 `python -m services.executor.group.worker FD RANK`, started by services.executor.group.driver.
 """
@@ -50,34 +50,34 @@ from shared.messages import SlotOpen, StepPlan
 
 log = logging.getLogger("headrace.executor")
 
-REFUSED_TIMEOUT_S = 10.0  # the driver refuses what this rank has refused, or waits for it in vain
+REFUSED_TIMEOUT_S = 10.0  # the driver refuses the same step within this, or waits for this rank in vain
 
 Copy = Callable[[CopyCommand], None]
 
 
 class Worker:
-    """One rank's engine under commands; with `sampler` it is the last stage of a pipeline."""
+    """Executes commands on one rank's engine; with `sampler` it is the last stage of a pipeline."""
 
     def __init__(self, backend: RankBackend, copy: Copy, sampler: SampleThread | None = None) -> None:
         self._backend, self._copy, self._sampler = backend, copy, sampler
         self._pending: dict[int, Pending] = {}  # by step
-        self.refused = 0  # a step that this rank could not compute, and the driver has not said so yet
+        self.refused = 0  # a step that this rank refused, until the driver's DropStep
         self.stepped_s = -RECENT_US / 1e6  # when the last step came
 
-    def execute(self, order: Command) -> None:
-        """Carry an order out. What it raises this rank cannot answer for."""
-        match order:
+    def execute(self, command: Command) -> None:
+        """Execute a command. An exception ends this rank."""
+        match command:
             case StepPlan():
                 self.stepped_s = time.monotonic()
-                self._forward(order)
+                self._forward(command)
             case SetSampled(step, ids, done):
-                if self._sampler is None:  # the last stage has chosen them itself
+                if self._sampler is None:  # the last stage chose them itself
                     self._backend.take(self._pending.pop(step), ids, done)
             case DropStep(step=step):
                 self._pending.pop(step, None)
                 self.refused = 0 if step == self.refused else self.refused
             case SlotOpen():
-                self._open(order)
+                self._open(command)
             case CloseSlot(slot=slot):
                 self._backend.close_slot(slot)
             case Control.WARM_UP:
@@ -86,7 +86,7 @@ class Worker:
                 self._pending.clear()
                 self._backend.reset()
             case AttachArena() | MoveBlocks() | CopyControl():
-                self._copy(order)
+                self._copy(command)
 
     def _forward(self, plan: StepPlan) -> None:
         try:
@@ -103,24 +103,24 @@ class Worker:
     def _open(self, opened: SlotOpen) -> None:
         try:
             self._backend.open_slot(opened)
-        except Exception as error:  # noqa: BLE001 - of the driver, too, which opens a stand-in; or steps fail
+        except Exception as error:  # noqa: BLE001 - the driver fails, too, and opens a plain slot; else steps fail
             log.warning("slot %d is refused: %s", opened.slot, error)
 
 
 class SampleThread:
-    """Samples the steps of a pipeline's last stage on a thread of its own, and sends what it has chosen. The
-    driver waits for that before it does anything else with the slots of a step."""
+    """Samples the steps of a pipeline's last stage on another thread, and reports the tokens. The driver
+    waits for them before it uses a step's slots again."""
 
     def __init__(
         self, backend: RankBackend, report: Callable[[Sampled], None], enter: Callable[[], None], stages: int
     ) -> None:
-        """`enter` is called on the thread first."""
-        self._backend, self._tell, self._enter = backend, report, enter
-        self._lane = HostThread(max(MAX_PENDING, stages))
+        """`enter` is called on the thread before each step."""
+        self._backend, self._report, self._enter = backend, report, enter
+        self._thread = HostThread(max(MAX_PENDING, stages))
 
     def put(self, pending: Pending) -> None:
-        """Sample a step. Waits while as many as there are stages are here."""
-        self._lane.put((), 0, lambda: self._sample(pending))
+        """Sample a step. Waits while as many steps as stages are here."""
+        self._thread.put((), 0, lambda: self._sample(pending))
 
     def _sample(self, pending: Pending) -> None:
         step = pending.plan.step
@@ -129,11 +129,11 @@ class SampleThread:
             done = Sampled(step, self._backend.sample(pending))
         except Exception as error:  # noqa: BLE001 - the driver must not wait for ever
             done = Sampled(step, None, f"{type(error).__name__}: {error}")
-        self._tell(done)
+        self._report(done)
 
 
 class CopyThread:
-    """Carries copies out beside the steps, and answers."""
+    """Executes copy commands while steps run, and answers."""
 
     def __init__(
         self, copier: RankCopier, answer: Callable[[CopyReply], None], enter: Callable[[], None]
@@ -148,17 +148,17 @@ class CopyThread:
     def _run(self) -> None:
         self._enter()
         while True:
-            order = self._commands.get()
-            if isinstance(order, MoveBlocks):
-                self._copier.move(order)
+            command = self._commands.get()
+            if isinstance(command, MoveBlocks):
+                self._copier.move(command)
                 continue
             try:
-                self._reply(CopyReply(self._settle(order)))
+                self._reply(CopyReply(self._execute(command)))
             except Exception as error:  # noqa: BLE001 - the driver must not wait for ever
                 self._reply(CopyReply(error=f"{type(error).__name__}: {error}"))
 
-    def _settle(self, order: AttachArena | CopyControl) -> int:
-        match order:
+    def _execute(self, command: AttachArena | CopyControl) -> int:
+        match command:
             case AttachArena(name=name, generation=generation):
                 self._copier.attach(name, generation, self._yield_device)
             case CopyControl.DETACH:
@@ -174,13 +174,13 @@ class CopyThread:
 
 
 def run_worker(pipe: Connection, driver_gone: Callable[[], None], processors: str = "") -> None:
-    """Be a rank until the driver says that it is over. `driver_gone` is called when the driver is no more, on
-    another thread: this one may be waiting for it. `processors`: the setting, for a rank that samples. Raises
-    whatever this rank cannot go on after."""
+    """Join the group as a worker and execute commands until Control.END. `driver_gone` is called when the
+    driver has died, on another thread: this one may wait for the driver. `processors`: the setting, for a
+    rank that samples. Raises any error that ends this rank."""
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, commands, driver_gone), name="commands", daemon=True).start()
     first = commands.get()
-    assert isinstance(first, JoinGroup), "the first order says which rank to be"
+    assert isinstance(first, JoinGroup), "JoinGroup is the first command"
     options, rank, size = first.options, first.rank, first.size
     device = device_of(options.device, rank)
     enter = _enter(device.type, rank)
@@ -189,14 +189,14 @@ def run_worker(pipe: Connection, driver_gone: Callable[[], None], processors: st
         rank, size, first.port, device, ordered=options.deterministic, sums=not options.pipeline
     )
     samples = options.pipeline and rank == size - 1
-    start = _one_at_a_time(pipe.send)
+    send = _one_at_a_time(pipe.send)
     if samples:
-        options = replace(options, processors=load_processors(processors), report_grammar=start)
+        options = replace(options, processors=load_processors(processors), report_grammar=send)
     backend = rank_builder(device.type)(options, ranks)
     sizes = ranks.exchange(backend.info.bytes_per_block)
     copier = RankCopier(backend.copier(), sum(sizes[:rank]))
-    copies = CopyThread(copier, start, enter)
-    worker = Worker(backend, copies.put, SampleThread(backend, start, enter, size) if samples else None)
+    copies = CopyThread(copier, send, enter)
+    worker = Worker(backend, copies.put, SampleThread(backend, send, enter, size) if samples else None)
     copies.stepped_s = lambda: worker.stepped_s
     serve(worker, commands, REFUSED_TIMEOUT_S)
     backend.close()
@@ -204,15 +204,15 @@ def run_worker(pipe: Connection, driver_gone: Callable[[], None], processors: st
 
 
 def serve(worker: Worker, commands: queue.SimpleQueue[Command], timeout_s: float) -> None:
-    """Carry out commands until the last. Raises EngineError for a step that only this rank refuses."""
+    """Execute commands until Control.END. Raises EngineError for a step that only this rank refuses."""
     while True:
         try:
-            order = commands.get(timeout=timeout_s if worker.refused else None)
+            command = commands.get(timeout=timeout_s if worker.refused else None)
         except queue.Empty:
-            raise EngineError(f"it alone cannot compute step {worker.refused}") from None
-        if order is Control.END:
+            raise EngineError(f"only this rank cannot compute step {worker.refused}") from None
+        if command is Control.END:
             return
-        worker.execute(order)
+        worker.execute(command)
 
 
 def _read(pipe: Connection, commands: queue.SimpleQueue[Command], driver_gone: Callable[[], None]) -> None:
@@ -224,18 +224,18 @@ def _read(pipe: Connection, commands: queue.SimpleQueue[Command], driver_gone: C
 
 
 def _one_at_a_time(send: Callable[[object], None]) -> Callable[[object], None]:
-    """For a pipe into which several threads speak."""
+    """`send` under a lock, for several threads."""
     sending = threading.Lock()
 
-    def start(what: object) -> None:
+    def locked(message: object) -> None:
         with sending:
-            send(what)
+            send(message)
 
-    return start
+    return locked
 
 
 def _enter(device: str, rank: int) -> Callable[[], None]:
-    """What a thread that uses the device does first."""
+    """The first call of a thread that uses the device."""
     if device != "cuda":
         return lambda: None
     import torch
@@ -244,9 +244,9 @@ def _enter(device: str, rank: int) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Follow, and end without waiting for anybody: threads, GPUs and the other ranks are left as they are."""
+    """Run the worker, then exit without waiting for threads, the GPU or other ranks."""
     fd, rank = (int(word) for word in sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal's whole group: the driver says when
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's signals reach the whole group
         signal.signal(number, signal.SIG_IGN)
     settings = config.load().settings
     processes.setup(f"rank {rank}", level=settings.log_level, as_json=settings.log_json)
@@ -255,7 +255,7 @@ def main() -> None:
     try:
         run_worker(pipe, lambda: os._exit(1), settings.logits_processors)
     except Exception as error:
-        log.exception("this rank is at its end")
+        log.exception("this rank ends with an error")
         pipe.send(LastError(f"{type(error).__name__}: {error}"))
         status = 1
     logging.shutdown()

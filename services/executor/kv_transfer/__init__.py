@@ -1,1 +1,1 @@
-"""Copies of KV blocks between device memory and the host's arena, beside the steps."""
+"""These modules copy KV blocks between device memory and the host's arena while steps run."""

@@ -1,6 +1,6 @@
 """A copier moves blocks of a cache to and from the arena: HostCopier on a CPU, CudaCopier on a GPU.
 
-It imports torch; worker.py, which the engine without weights uses, too, does not.
+worker.py calls it. This module imports torch; worker.py does not, for the simulated engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.executor.engine import YieldDevice, no_yield
 from shared.errors import EngineError
 
 log = logging.getLogger("headrace.executor")
-PIN_BYTES = 8 << 20  # pinned at a time, in 2.5 ms: a step beside it waits no longer for the driver
+PIN_BYTES = 8 << 20  # pinned at a time, in 2.5 ms: a step waits no longer for the CUDA driver
 _PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
@@ -32,11 +32,11 @@ Addresses = NDArray[np.uint64]
 
 
 class HostCopier:
-    """Copies between a CPU's memory and the arena: one memcpy a block, on one core. See
+    """Copies between a CPU's memory and the arena, one memcpy a block, on one core. See
     services.executor.engine.Copier.
 
-    By numpy and not by torch: torch would copy with as many threads as it computes with, and take them from
-    the step that runs beside the copy. Both let go of the GIL meanwhile."""
+    It uses numpy: torch would copy with all its threads and take them from the running step. Both release the
+    GIL during a copy."""
 
     piece_bytes = 4 << 20  # 0.6 ms; the rate is the same from 0.5 to 8 MiB
 
@@ -64,29 +64,28 @@ class HostCopier:
             np.copyto(self._blocks[block], arena[offset : offset + size])
 
     def finish(self) -> int:
-        """Nothing is left to wait for: copies are over when they return."""
+        """Copies end before they return."""
         return 0
 
 
 class CudaCopier:
-    """Copies between a GPU's memory and the arena, on a stream of their own. See
-    services.executor.engine.Copier.
+    """Copies between a GPU's memory and the arena, on its own stream. See services.executor.engine.Copier.
 
-    Through pinned memory the GPU's copy engines move all blocks of a piece (CopyEngine). An arena that cannot
-    be pinned is copied block by block through the driver's own buffers: a fifth of the rate."""
+    With pinned memory the GPU's copy engines move all blocks of a piece (CopyEngine). If the arena cannot be
+    pinned, blocks go one by one through the driver's buffers, at a fifth of the rate."""
 
     piece_bytes = 32 << 20  # 0.7 ms on an H200 at 48 GB/s; 4 MiB give 36, 128 MiB 50
 
     def __init__(self, cache: KvCache, computed: Callable[[], Event | None]) -> None:
-        """`computed` gives what marks the end of the newest forward that is or was sampled."""
+        """`computed` returns the event at the end of the last forward that is or was sampled."""
         self._device = cache.tensor.device
         self._bytes = cache.tensor.view(-1).view(torch.uint8)
         self._block_bytes, self._spare = cache.bytes_per_block, cache.spare
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch annotates it not
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no annotations in torch
         self._computed = computed
         self._engine = CopyEngine()
-        self._first: Event | None = None  # the beginning of what was asked since `finish`
-        self._newest: Event | None = None  # the end of what was asked last
+        self._first: Event | None = None  # the start of the copies since `finish`
+        self._newest: Event | None = None  # the end of the last copy
         self._arena: Tensor | None = None
         self._pinned = False
 
@@ -116,20 +115,20 @@ class CudaCopier:
         self._first = self._newest = None
         if first is None:
             return 0
-        self._stream.synchronize()  # of one that failed, too, there may be copies on the way
+        self._stream.synchronize()  # a failed call may have started copies, too
         if newest is None:
             return 0
         took_ms: float = first.elapsed_time(newest)
         return max(1, round(1e3 * took_ms))
 
     def _mark(self) -> Event:
-        event = Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch annotates it not
+        event = Event(enable_timing=True)  # type: ignore[no-untyped-call]  # no annotations in torch
         event.record(self._stream)
         return event
 
     def _warm_up(self) -> None:
-        """Give this thread the device's context, and make the driver's first copies, which take long, between
-        the spare block and memory that nobody reads: a rate learnt from them would keep all others away."""
+        """Give this thread the device's context, and do the driver's slow first copies, with the spare block:
+        a rate learnt from slow copies would stop the scheduler from copying at all."""
         size = self._block_bytes
         own = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -154,20 +153,20 @@ class CudaCopier:
             if self._pinned:
                 runs = within_pieces(begins, ends, size, begins if source is self._arena else ends)
                 sources, targets = (
-                    places.astype(np.uint64) + np.uint64(memory.data_ptr())
-                    for places, memory in ((runs.begins, source), (runs.ends, target))
+                    offsets.astype(np.uint64) + np.uint64(memory.data_ptr())
+                    for offsets, memory in ((runs.begins, source), (runs.ends, target))
                 )
                 self._engine.copy(targets, sources, runs.sizes, self._stream.cuda_stream)
             else:
                 for begin, end in zip(begins, ends, strict=True):
                     target[end : end + size].copy_(source[begin : begin + size])
             before, self._newest = self._newest, self._mark()
-        if before is not None:  # one is always queued behind the one that runs: the link is never idle
+        if before is not None:  # one copy stays queued after the running one: the link is never idle
             before.synchronize()
 
 
 class Runs(NamedTuple):
-    """Copies of `sizes` bytes from `begins` to `ends`, int64 each."""
+    """Copies of `sizes` bytes from the offsets `begins` to the offsets `ends`, int64 each."""
 
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
@@ -175,8 +174,8 @@ class Runs(NamedTuple):
 
 
 def within_pieces(begins: Sequence[int], ends: Sequence[int], size: int, host: Sequence[int]) -> Runs:
-    """Copies of `size` bytes, cut in two where their place in the arena, `host`, lies across two pinned
-    pieces: the driver copies from and to one at a time."""
+    """Copies of `size` bytes, cut in two if their range in the arena (offsets `host`) crosses pinned pieces:
+    the driver copies from or to one piece at a time."""
     runs = Runs(np.array(begins), np.array(ends), np.full(len(begins), size))
     at = np.array(host)
     first = PIN_BYTES - at % PIN_BYTES  # up to the end of the piece
@@ -189,10 +188,10 @@ def within_pieces(begins: Sequence[int], ends: Sequence[int], size: int, host: S
 
 
 def _pin(view: Tensor, engine: CopyEngine, yield_device: YieldDevice) -> bool:
-    """Lock the pages of a mapping and give the GPU an address for them: about 0.3 s a GiB, in pieces. While
-    the driver is at it nobody in this process gets memory from the system or starts a kernel: pieces of 256
-    MiB one after the other let the first requests stand still for seconds. Raises ArenaError when the arena
-    is no longer wanted."""
+    """Pin a mapping, in pieces: about 0.3 s a GiB. False if the driver cannot. While the driver pins a piece,
+    this process can neither get memory from the system nor start a kernel: with pieces of 256 MiB one after
+    the other, the first requests stood still for seconds. Raises ArenaError when the arena is not wanted any
+    more."""
     for at in range(0, view.numel(), PIN_BYTES):
         began_s = time.monotonic()
         error = engine.pin(view.data_ptr() + at, min(PIN_BYTES, view.numel() - at))
@@ -227,35 +226,35 @@ class _Attributes(ctypes.Structure):
 
 
 class CopyEngine:
-    """Many copies between a GPU's memory and pinned memory of the host, by its copy engines, in one call of
-    the CUDA driver. The calling thread has made the device current.
+    """Many copies between a GPU's memory and the host's pinned memory in one call of the CUDA driver, by the
+    GPU's copy engines. The calling thread must have made the device current.
 
-    A kernel that reads and writes pinned memory by itself is as fast, but what it writes stands in the way of
-    the step beside it: docs/benchmarks/kv_copies.md. One call a copy costs the host up to 7 µs each, which
-    for blocks of 64 KiB is most of the time."""
+    A kernel that reads and writes pinned memory is as fast, but its writes slow the running step down
+    (docs/benchmarks/kv_copies.md). One call a copy costs the host up to 7 µs: most of the time for blocks of
+    64 KiB."""
 
     def __init__(self) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self.batches = hasattr(self._driver, "cuMemcpyBatchAsync")  # since CUDA 12.8
 
     def pin(self, address: int, size_bytes: int) -> int:
-        """Lock pages; 0, or the error of cuda.h. Other threads run meanwhile: through torch they would stand
-        still for 0.3 s a GiB, and the executor would be given up for dead."""
+        """Lock pages; 0 or an error of cuda.h. ctypes releases the GIL, torch would not: all threads would
+        stand still for 0.3 s a GiB, and the executor would be declared dead."""
         error: int = self._driver.cuMemHostRegister_v2(
             ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_uint(_PORTABLE_MAPPED)
         )
         return error
 
     def unpin(self, address: int) -> int:
-        """Unlock them; 0, or the error of cuda.h."""
+        """Unlock pages; 0 or an error of cuda.h."""
         error: int = self._driver.cuMemHostUnregister(ctypes.c_void_p(address))
         return error
 
     def copy(
         self, targets: Addresses, sources: Addresses, sizes_bytes: NDArray[np.int64], stream: int
     ) -> None:
-        """Queue a copy from each of `sources` to its target. All memory of the host among it is pinned.
-        Raises EngineError."""
+        """Queue a copy from each of `sources` to its target. Host memory must be pinned. Raises
+        EngineError."""
         if self.batches:
             error = self._batch(targets, sources, sizes_bytes.astype(np.uint64), stream)
             if error != _NOT_SUPPORTED:
@@ -278,7 +277,7 @@ class CopyEngine:
             ctypes.c_void_p(sizes.ctypes.data),
             ctypes.c_size_t(len(targets)),
             ctypes.byref(attributes),
-            ctypes.byref(first),  # the attributes hold from the first copy on
+            ctypes.byref(first),  # the attributes apply from the first copy on
             ctypes.c_size_t(1),
             ctypes.byref(failed),
             ctypes.c_void_p(stream),

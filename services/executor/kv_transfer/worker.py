@@ -1,14 +1,13 @@
-"""The copy worker copies blocks between the cache and the host's arena, beside the steps.
+"""The copy worker copies blocks between the cache and the host's arena while steps run.
 
     device thread: step 7 ────┐ step 8 ──────── step 9 ...
     copy worker:                └ KvCopy(after_step=7): piece, piece, piece ─▶ KvCopied
 
-The worker takes the oldest copy whose step has been computed; one that still waits for its step holds nobody
-up. A copy stops between two pieces: a new incarnation may use its blocks for something else, so that
-incarnation is not announced before the worker is quiet; a new arena ends the mapping that the copy goes
-through.
+The worker takes the oldest copy with a computed `after_step`; a copy that waits for its step delays no other.
+A copy can stop between two pieces: for a new incarnation, which may reuse its blocks and is announced only
+after the copy has ended, or for a new arena, which ends the copy's mapping.
 
-`ArenaTransfers` is the actor's side of the worker; a `Mapping` attaches the copier to at most one arena.
+ExecutorActor uses `ArenaTransfers`; a `Mapping` attaches the copier to at most one arena.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from shared.messages import ArenaReleased, KvCopied, KvCopy
 log = logging.getLogger("headrace.executor")
 
 NO_ARENA = ("", 0)  # name and generation
-REST = 3  # while steps go on, an arena is attached in one part of so many and one of the time
-RECENT_US = 50_000  # steps go on for so long behind the last one
+REST = 3  # while steps run, `attach` pauses for so many times the length of each slice
+RECENT_US = 50_000  # steps count as running for so long after the last one
 MAX_QUEUED = 4_096  # copies; a scheduler has a few for each sequence
-_KEEP = 7 / 8  # of a rate: of what was known before each copy: the last dozen copies count
+_KEEP = 7 / 8  # weight of the earlier copies in a rate: about the last dozen copies count
 P = ParamSpec("P")
 
 
@@ -47,15 +46,15 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyCallbacks:
-    """Whom the worker tells what, on its own thread."""
+    """The worker calls these on its own thread."""
 
-    copied: Callable[[int, KvCopied], None]  # of that incarnation
-    idle: Callable[[], None]  # the copy that ran when a new incarnation began has ended
+    copied: Callable[[int, KvCopied], None]  # with the incarnation
+    idle: Callable[[], None]  # the last copy of an earlier incarnation has ended
     unmapped: Callable[[int], None]  # no mapping of this arena generation is left
 
 
 class CopyWorker:
-    """A thread. `stepped` is called by the device thread or the host thread, the rest by one other thread."""
+    """Owns the copy thread. The device or host thread calls `stepped`, one other thread the rest."""
 
     def __init__(
         self,
@@ -64,19 +63,19 @@ class CopyWorker:
         callbacks: CopyCallbacks,
         computing: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`computing` says whether a step is under way."""
+        """`computing`: whether a step is running."""
         self._copier = copier
         self._clock = clock
         self._callbacks = callbacks
         self._computing = computing
-        self._stepped_us = -RECENT_US  # when the last step had been computed
+        self._stepped_us = -RECENT_US  # when the last step ended
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._running: _Job | None = None
         self._began_us = 0
         self._epoch = 0
-        self._computed = -1  # last step of this incarnation; 0 once the device has begun it
-        self._mapping = Mapping(copier, self._yield_device)  # the thread's to change
+        self._computed = -1  # last computed step of this incarnation; 0 once the device has reset
+        self._mapping = Mapping(copier, self._yield_device)  # only the thread changes it
         self._wanted = NO_ARENA  # name and generation
         self._closed = False
         self.stored, self.loaded = CopyRate(), CopyRate()
@@ -95,24 +94,24 @@ class CopyWorker:
 
     @property
     def since_us(self) -> int:
-        """When the copy that runs began, 0 when none does."""
+        """When the running copy began, 0 without one."""
         return self._began_us
 
     @property
     def generation(self) -> int:
-        """Of the arena that is mapped, 0 without one."""
+        """The generation of the mapped arena, 0 without one."""
         arena = self._mapping.arena
         return 0 if arena is None else arena.generation
 
     def begin(self, epoch: int) -> None:
-        """A new incarnation: forget what is queued and stop what runs, without an answer. Nothing of the new
-        one runs before `stepped(epoch, 0)`."""
+        """Start a new incarnation: drop the queued copies and stop the running one, without answers. Copies
+        of the new one wait for `stepped(epoch, 0)`."""
         with self._changed:
             self._epoch, self._computed = epoch, -1
             self._queue.clear()
 
     def stepped(self, epoch: int, step: int) -> None:
-        """A step has been computed, and all before it."""
+        """Report that this step and all before it have been computed."""
         with self._changed:
             if epoch == self._epoch:
                 self._computed = step
@@ -121,7 +120,7 @@ class CopyWorker:
                     self._changed.notify()
 
     def put(self, copy: KvCopy) -> bool:
-        """Queue a copy of the present incarnation; False when there are too many. Never blocks for long."""
+        """Queue a copy of this incarnation; False if MAX_QUEUED are queued. Never blocks for long."""
         with self._changed:
             if len(self._queue) >= MAX_QUEUED:
                 return False
@@ -130,13 +129,13 @@ class CopyWorker:
         return True
 
     def map(self, name: str, generation: int) -> None:
-        """Use this arena instead of the present one; NO_ARENA: none."""
+        """Map this arena instead of the present one; NO_ARENA: none."""
         with self._changed:
             self._wanted = (name, generation)
             self._changed.notify()
 
     def close(self, timeout_s: float) -> None:
-        """Stop what runs, unmap, end the thread."""
+        """Stop the running copy, unmap, end the thread."""
         with self._changed:
             self._closed = True
             self._queue.clear()
@@ -161,7 +160,7 @@ class CopyWorker:
                 return
 
     def _yield_device(self, took_s: float) -> bool:
-        """See Copier.attach. With nobody's steps beside it the next slice begins at once."""
+        """See Copier.attach. Without running steps the next slice starts at once."""
         with self._changed:
             if self._computing() or self._clock.now_us() - self._stepped_us < RECENT_US:
                 self._changed.wait_for(self._unwanted, REST * took_s)
@@ -196,7 +195,7 @@ class CopyWorker:
         began_us = self._began_us
         try:
             status, done, moved_us = self._pieces(job)
-        except Exception as error:  # noqa: BLE001 - a dead thread would leave every copy waiting
+        except Exception as error:  # noqa: BLE001 - all copies would wait for a dead thread
             log.error("the copy of job %d failed: %s: %s", job.copy.job, type(error).__name__, error)
             status, done, moved_us = "failed", 0, 0
         took_us = self._clock.now_us() - began_us
@@ -207,13 +206,13 @@ class CopyWorker:
             job=job.copy.job,
             status=status,
             bytes=moved,
-            took_us=min(moved_us or took_us, took_us),  # what is the host's part counts as its messages' way
+            took_us=min(moved_us or took_us, took_us),  # the host's part counts as message time
             wait_us=began_us - job.arrived_us,
         )
 
     def _pieces(self, job: _Job) -> tuple[str, int, int]:
-        """Copy until the end or a reason to stop; the status, how many blocks were copied, and how long that
-        took by the device's clock, if it has one."""
+        """Copy until the end or a reason to stop. Returns the status, the number of copied blocks, and the
+        device clock's time in us (0 without one)."""
         copy, arena = job.copy, self._mapping.arena
         if not copy.blocks:
             return "ok", 0, 0
@@ -232,32 +231,31 @@ class CopyWorker:
         return status, done, self._copier.finish()
 
     def _move(self, job: _Job) -> tuple[str, int]:
-        """As `_pieces`; of what was asked of the copier some may still be under way."""
+        """Like `_pieces`; the copier may still be moving bytes on return."""
         copy = job.copy
         move = self._copier.store if copy.to_arena else self._copier.load
-        segment = max(1, self._copier.piece_bytes // copy.block_bytes)
-        for first in range(0, len(copy.blocks), segment):
+        piece = max(1, self._copier.piece_bytes // copy.block_bytes)
+        for first in range(0, len(copy.blocks), piece):
             if self._closed or job.epoch != self._epoch:
                 return "failed", first
             if self._wanted != self._mapping.of:
                 return "stale_arena", first
-            move(copy.blocks[first : first + segment], copy.offsets[first : first + segment])
+            move(copy.blocks[first : first + piece], copy.offsets[first : first + piece])
         return "ok", len(copy.blocks)
 
 
 class Mapping:
-    """Which arena a copier is attached to: at most one, changed as a whole. `arena` is the one in use, None
-    where there is none or it could not be had."""
+    """Attaches a copier to at most one arena. `arena` is the mapped one, or None."""
 
     def __init__(self, copier: Copier, yield_device: YieldDevice) -> None:
         self._copier = copier
         self._yield_device = yield_device
-        self.of = NO_ARENA  # what was asked for last
+        self.of = NO_ARENA  # the last wanted arena, also if it could not be mapped
         self.arena: Arena | None = None
 
     def change(self, name: str, generation: int) -> int:
-        """Use this arena instead, or none. The generation of which no mapping is left now, 0 if there was
-        none. An arena that cannot be had is logged: nothing is stored then, and the engine goes on."""
+        """Map this arena instead, or none. Returns the generation that is unmapped now, 0 without one. If an
+        arena cannot be mapped, an error is logged and the engine works without copies."""
         released = self._unmap()
         self.of = (name, generation)
         if self.of != NO_ARENA:
@@ -269,7 +267,7 @@ class Mapping:
         try:
             arena = Arena(name, generation)
             self._copier.attach(arena, self._yield_device)
-        except Exception as error:  # noqa: BLE001 - of a device's driver, too
+        except Exception as error:  # noqa: BLE001 - a device's driver raises other types
             log.error("no arena: %s", error)
         else:
             self.arena, arena = arena, None
@@ -287,15 +285,15 @@ class Mapping:
 def _close(arena: Arena) -> bool:
     try:
         arena.close()
-    except BufferError:  # a copier that keeps a view: its memory is lost until the process ends
+    except BufferError:  # a copier keeps a view: the memory stays mapped until the process ends
         log.error("the arena of generation %d is still in use and stays mapped", arena.generation)
         return False
     return True
 
 
 class CopyRate:
-    """How fast copies go in one direction, learnt from those that were made: counts, and a rate in bytes a
-    microsecond, which is MB/s."""
+    """Counters of the copies in one direction, and their recent rate in bytes a microsecond, which is
+    MB/s."""
 
     def __init__(self) -> None:
         self.copies = 0
@@ -304,7 +302,7 @@ class CopyRate:
         self._recent_bytes = self._recent_us = 0.0
 
     def add(self, copied_bytes: int, took_us: int) -> None:
-        """Count a copy that was made in full."""
+        """Count a complete copy."""
         self.copies += 1
         self.bytes += copied_bytes
         self.us += took_us
@@ -313,18 +311,18 @@ class CopyRate:
 
     @property
     def mb_s(self) -> int:
-        """Of the last copies together, 0 when nothing is known."""
+        """The rate of the last copies, 0 without any."""
         return round(self._recent_bytes / self._recent_us) if self._recent_us else 0
 
 
 class ArenaTransfers:
-    """The actor's side of the KV tiers: which arena to map, which copies to make, and whom to tell. Of one
-    executor, from the moment that its engine is built.
+    """The actor's side of the KV tiers: it maps the host's arena, makes copies and sends the answers. The
+    actor creates it once the engine is built.
 
-        Beat of kv_offload ──▶ on_peer ──▶ copy worker: map        ──▶ ArenaReleased of the one before
-        KvCopy             ──▶ copy    ──▶ copy worker: pieces ... ──▶ KvCopied
+        heartbeat of kv_offload ──▶ on_peer ──▶ copy worker: map        ──▶ ArenaReleased of the arena before
+        KvCopy                  ──▶ copy    ──▶ copy worker: pieces ... ──▶ KvCopied
 
-    Everything here is called on the event loop; the worker's answers come back through the loop."""
+    All calls are on the event loop; the worker's answers return through the loop."""
 
     def __init__(
         self,
@@ -334,8 +332,8 @@ class ArenaTransfers:
         quiet: Callable[[], None],
         computing: Callable[[], bool],
     ) -> None:
-        """`idle` is called when the last copy of an earlier incarnation has ended; `computing` says whether
-        a step is under way."""
+        """`quiet` is called when the last copy of an earlier incarnation has ended; `computing`: whether a
+        step is running."""
         loop = asyncio.get_running_loop()
 
         def on_loop(handler: Callable[P, None]) -> Callable[P, None]:
@@ -351,38 +349,38 @@ class ArenaTransfers:
         self._host_id = host_id
         self._scheduler = ""
         self._epoch = 0
-        self._owner, self._since = "", 0  # the kv_offload whose arena it is, and its epoch
+        self._owner, self._since = "", 0  # the kv_offload that owns the arena, and its epoch
         callbacks = CopyCallbacks(
             copied=on_loop(self._on_copied), idle=on_loop(quiet), unmapped=on_loop(self._on_unmapped)
         )
         self._worker = CopyWorker(backend.copier(), mailbox.clock, callbacks, computing)
-        self.stepped = self._worker.stepped  # by the threads that compute
+        self.stepped = self._worker.stepped  # for the computing threads
         self.close = self._worker.close
-        self._look()
+        self._find_arena()
 
     @property
     def generation(self) -> int:
-        """Of the arena that is mapped, 0 without one."""
+        """The generation of the mapped arena, 0 without one."""
         return self._worker.generation
 
     @property
     def idle(self) -> bool:
-        """True when no copy of an earlier incarnation runs: the blocks may be used for something else."""
+        """True when no copy of an earlier incarnation runs: its blocks may be reused."""
         return self._worker.idle
 
     @property
     def since_us(self) -> int:
-        """When the copy that runs began, 0 when none does."""
+        """When the running copy began, 0 without one."""
         return self._worker.since_us
 
     def begin(self, scheduler: str, epoch: int) -> None:
-        """A new incarnation, of this scheduler."""
+        """Start a new incarnation for this scheduler."""
         self._scheduler, self._epoch = scheduler, epoch
         self._worker.begin(epoch)
 
     def on_peer(self, peer: Peer) -> None:
-        """Map the arena of this host's kv_offload, the latest that said it is ready. One that died leaves its
-        mapping here until the next."""
+        """Map the arena of the latest ready kv_offload on this host. The mapping stays after its kv_offload
+        has died, until the next one."""
         heartbeat = peer.heartbeat
         if heartbeat.kind != "kv_offload" or heartbeat.host_id != self._host_id or heartbeat.state != "ready":
             return
@@ -393,13 +391,14 @@ class ArenaTransfers:
         self._worker.map(*((heartbeat.arena, heartbeat.arena_generation) if heartbeat.arena else NO_ARENA))
 
     def on_peer_gone(self, peer: Peer) -> None:
-        """Where the owner of the arena has gone another one may follow, whose clock had gone back perhaps."""
+        """Without its owner the arena may be replaced by any other, also of an earlier epoch (a clock set
+        back)."""
         if peer.source == self._owner:
             self._owner, self._since = "", 0
-            self._look()
+            self._find_arena()
 
     def copy(self, copy: KvCopy) -> None:
-        """Make a copy, or say why not."""
+        """Queue a copy, or send its failure."""
         error = copy_error(copy, self._info)
         if not error and not self._worker.put(copy):
             error = "too many copies wait"
@@ -409,12 +408,10 @@ class ArenaTransfers:
 
     @property
     def copied(self) -> dict[str, CopyRate]:
-        """What was copied so far, by direction."""
         return {"store": self._worker.stored, "load": self._worker.loaded}
 
     @property
     def queued(self) -> int:
-        """Copies that wait."""
         return self._worker.queued
 
     def status(self) -> dict[str, object]:
@@ -433,7 +430,7 @@ class ArenaTransfers:
             "load_mb_s": loaded.mb_s,
         }
 
-    def _look(self) -> None:
+    def _find_arena(self) -> None:
         for actor in self._mailbox.peers.ready("kv_offload"):
             if (peer := self._mailbox.peers.get(f"kv_offload.{actor}")) is not None:
                 self.on_peer(peer)

@@ -1,1 +1,1 @@
-"""What ranks of one engine share: collectives, memory of peers, split steps, coroutines."""
+"""Ranks of one engine use these modules: collectives, peer memory, split steps, coroutines."""

@@ -1,12 +1,12 @@
-"""A forward pass is a program that stops at each collective, so that another one's compute can run meanwhile.
+"""A forward pass is a generator that stops at each collective, so that another pass can compute meanwhile.
 
     alone      A compute ─ comm ─ compute ─ comm ─ …
     together   compute   A ─── B ─── A ─── B ─── A …
                comm            A     B     A     B
 
-A program is a generator. It yields its next `Collective`, and goes on when that is done. A Collective reads
-and writes tensors that the program made before and holds: on a GPU the allocator then gives none of them
-away while a collective still uses it, for a program's memory is used again in the order of its own stream.
+The models (cpu, cuda) define the passes; they yield the next `Collective`, and continue when it is done. A
+Collective uses only tensors that the pass has made and holds. So on a GPU the allocator, which reuses memory
+in the order of the pass's own stream, frees none of them while a collective uses it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ from services.executor.engine import COMM, COMPUTE, HostSegmentTimer
 
 Collective = Callable[[], object]
 ForwardPass = Generator[Collective, None, Tensor]
-StartCollective = Callable[[int, Collective], Callable[[], object]]  # of a pass; the result waits for it
-TimeCompute = Callable[
-    [int], AbstractContextManager[object]
-]  # around what a program computes between two collectives
-_Done = SimpleQueue[Exception | None]  # gets one when a collective is done
+StartCollective = Callable[[int, Collective], Callable[[], object]]  # by index of the pass; the result waits
+TimeCompute = Callable[[int], AbstractContextManager[object]]  # around compute between two collectives
+_Done = SimpleQueue[Exception | None]  # gets one item when a collective is done
 
 
 class AllReduces(Protocol):
-    """The sums between the ranks of a pass."""
+    """The all-reduce of a pass."""
 
     def all_reduce(self, x: Tensor) -> object:
-        """`x` becomes the sum over all ranks of their `x`."""
+        """Replace `x` by the sum of all ranks' `x`."""
 
 
 def run_alone(forward_pass: ForwardPass) -> Tensor:
-    """Run a program, each collective where it stands; what it returns."""
+    """Run a pass to its end, with each collective in its place; the pass's result."""
     while True:
         try:
             collective = next(forward_pass)
@@ -54,10 +52,9 @@ def run_interleaved(
     start: StartCollective,
     watch: TimeCompute = lambda forward_pass: nullcontext(),
 ) -> list[Tensor]:
-    """Run programs to their ends, in turn, each as far as its next collective; what they return. All run
-    their collectives in the order of the programs, so that the collectives of all ranks meet. The programs of
-    a step may be two micro-batches of one prompt: what the second reads of the first's (its KV) was computed
-    before."""
+    """Run passes in turn, each to its next collective, until all have ended; their results. Collectives start
+    in the order of the passes, so that those of all ranks match. The second pass may read KV that the first
+    one computes: the first is always ahead."""
     waits: dict[int, Callable[[], object]] = {}
     found: dict[int, Tensor] = {}
     while len(found) < len(forward_passes):
@@ -77,37 +74,30 @@ def run_interleaved(
 
 
 def run_in_turn(forward_passes: Sequence[ForwardPass]) -> list[Tensor]:
-    """Run programs as `run_interleaved`, with nothing under anything."""
+    """Like `run_interleaved`, without overlap."""
 
     def start(forward_pass: int, collective: Collective) -> Callable[[], object]:
         collective()
-        return _nothing
+        return lambda: None
 
     return run_interleaved(forward_passes, start)
 
 
-def _nothing() -> None:
-    """There is nothing to wait for."""
-
-
 class CommThread:
-    """Two threads: programs compute on one, in turn, and communicate on another, under each other. For ranks
-    of CPUs.
+    """Owns a thread for the collectives of CPU ranks. Passes compute in turn on the calling thread.
 
         compute   A ─── B ─── A ─── B ───
         comm            A     B     A         one at a time, in the same order on all ranks
 
-    While gloo waits for what comes it needs no core, and no lock of Python's. Owns the thread that
-    communicates. One for a thread that computes."""
+    While gloo waits for other ranks it holds neither a core nor Python's lock. For one computing thread."""
 
     def __init__(self) -> None:
         self._collectives: SimpleQueue[tuple[Callable[[], None], _Done] | None] = SimpleQueue()
-        threading.Thread(
-            target=self._run_collectives, name="collectives", daemon=True
-        ).start()  # one may wait for the dead
+        # A daemon: a collective may wait for a dead rank.
+        threading.Thread(target=self._run_collectives, name="collectives", daemon=True).start()
 
     def run_interleaved(self, forward_passes: Sequence[ForwardPass], timer: HostSegmentTimer) -> list[Tensor]:
-        """Run two programs to their ends; what they return."""
+        """Run two passes to their ends; their results."""
 
         def start(micro_batch: int, collective: Collective) -> Callable[[], object]:
             def timed() -> None:
@@ -130,7 +120,7 @@ class CommThread:
             try:
                 collective()
                 done.put(None)
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            except Exception as error:  # noqa: BLE001 - _wait raises it
                 done.put(error)
 
 

@@ -1,7 +1,8 @@
-"""The GPUs of one host map each other's memory, and ranks talk through it: torch's symmetric memory.
+"""The GPUs of one host map each other's memory (torch's symmetric memory) for fast collectives.
 
-A PeerMemory is such memory as it is. In SymmetricBuffers a sum between ranks, the residual add and the norm
-are one kernel (kernels.collectives.gpu). OneShotAllReduce are sums alone. Nothing here uses NVLink multicast.
+PeerMemory is the plain memory. SymmetricBuffers serve the fused all-reduce + RMSNorm
+(kernels.collectives.gpu). OneShotAllReduce only sums. Nothing here uses NVLink multicast. ranks.py and cuda/
+call it.
 """
 
 from __future__ import annotations
@@ -19,32 +20,27 @@ from kernels.collectives.gpu import EMPTY, PeerBuffers
 
 log = logging.getLogger("headrace.executor")
 
-# Of symmetric buffers.
-LIMIT_BYTES = 2 << 20  # of a sum: up to here it is quicker than a sum and a norm apart, as measured on H200
-ONE_HOP_BYTES = 128 << 10  # of a sum: over them two hops are quicker
-_ROWS = 1024  # each a program that waits for those of the other ranks: a GPU runs as many at once
-_HALF_BYTES = 2 * LIMIT_BYTES + (1 << 18)  # norms, parts, and the rows by which these are rounded up
+# Symmetric buffers.
+LIMIT_BYTES = 2 << 20  # of a sum: up to here faster than a separate sum and norm, as measured on H200
+ONE_HOP_BYTES = 128 << 10  # of a sum: above it two hops are faster
+_ROWS = 1024  # each is a program that waits for the other ranks: a GPU runs as many at once
+_HALF_BYTES = 2 * LIMIT_BYTES + (1 << 18)  # norms, parts, and the rows for rounding up
 
-# Of the meetings over PeerMemory.
-BARRIER_TIMEOUT_MS = 60_000  # then the device traps, and the process ends: the group starts anew
+BARRIER_TIMEOUT_MS = 60_000  # then the device traps, the process ends and the group starts anew
 
-# Of one-shot all-reduces.
-ONE_SHOT_LIMITS = {
-    2: 4 << 20,
-    4: 2 << 20,
-}  # bytes of a sum by ranks: over them NCCL is quicker, as measured on H200
+# One-shot all-reduces: bytes of a sum, by ranks, above which NCCL is faster, as measured on H200.
+ONE_SHOT_LIMITS = {2: 4 << 20, 4: 2 << 20}
 _MORE_RANKS = 256 << 10
 _ALIGNED_BYTES = 16
 
 
 class PeerMemory:
-    """Memory of the GPUs of one host, mapped by all of its ranks. See
-    services.executor.parallel.ranks.Memory. What is called is queued on the current stream, and may be
-    captured."""
+    """Memory of the GPUs of one host, mapped by all ranks: see services.executor.parallel.ranks.Memory. Calls
+    are queued on the current stream, and a graph may capture them."""
 
     def __init__(self, bytes_each: int, device: torch.device, group: distributed.ProcessGroup) -> None:
-        """Made by all ranks together. RuntimeError where GPUs cannot map each other's memory."""
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # needs rights not every host gives
+        """All ranks create it at once. Raises RuntimeError if GPUs cannot map each other's memory."""
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not every host grants the rights
         import torch.distributed._symmetric_memory as symmetric
 
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
@@ -60,16 +56,15 @@ class PeerMemory:
 
 
 class SymmetricBuffers:
-    """The symmetric buffers of one rank of several GPUs. Owns the memory. Made by all ranks at once; raises
-    what torch says where GPUs cannot map each other's. Whoever writes first must wait until all ranks have
-    made theirs."""
+    """Owns the symmetric buffers of one rank. All ranks create them at once; raises torch's errors if GPUs
+    cannot map each other's memory. No rank may write before all ranks have created theirs."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         group = torch.distributed.group.WORLD
         assert group is not None, "the ranks have joined"
-        self._memory = symmetric.empty(_HALF_BYTES, dtype=torch.int16, device=device)  # two micro-batches
+        self._memory = symmetric.empty(_HALF_BYTES, dtype=torch.int16, device=device)  # two halves, by turn
         shared = symmetric.rendezvous(self._memory, group)
         self._memory.fill_(EMPTY)
         torch.cuda.synchronize(device)
@@ -77,30 +72,30 @@ class SymmetricBuffers:
         self._buffers = PeerBuffers(addresses, rank, size, _HALF_BYTES, ONE_HOP_BYTES)
 
     def of(self, rows: int, row_bytes: int) -> PeerBuffers | None:
-        """The boxes, for a sum of so many rows; None where it is not for them."""
+        """The buffers for a sum of so many rows; None if it is too large."""
         fits = rows <= _ROWS and rows * row_bytes <= LIMIT_BYTES and self._buffers.fits(rows, row_bytes)
         return self._buffers if fits else None
 
 
 def symmetric_buffers(rank: int, size: int, device: torch.device) -> SymmetricBuffers | None:
-    """None where there is no such memory: sum and norm are then apart."""
+    """None if GPUs cannot map the memory: sum and norm are separate kernels then."""
     try:
         return SymmetricBuffers(rank, size, device)
     except (RuntimeError, ImportError, AttributeError) as error:
-        log.warning("sums between GPUs and norms are apart, and take longer: %s", error)
+        log.warning("no fused all-reduce + RMSNorm, sums and norms are separate and slower: %s", error)
         return None
 
 
 class OneShotAllReduce:
-    """one-shot all-reduces over the GPUs of one host: every GPU reads the others' numbers itself, in one
-    launch. This is the buffer of one rank. Raises what torch says where GPUs cannot map each other's memory.
+    """One-shot all-reduce over the GPUs of one host: every GPU reads the others' numbers in one launch, where
+    a ring needs many hops even for short tensors. Owns the buffer of one rank.
 
-    A ring passes what is short around in as many hops as for what is long. In which order a GPU adds up is
-    its own business, so residual streams may differ in their last bits between ranks. Logits are gathered and
-    not summed, which is why that never changes a token on one rank alone."""
+    The order of summation differs by rank, so residual streams may differ in their last bits between ranks.
+    This never changes a token on one rank only, because logits are gathered and not summed."""
 
     def __init__(self, size: int, device: torch.device, limit_bytes: int = 0) -> None:
-        """All ranks do this at once. `limit_bytes` 0: as measured."""
+        """All ranks create it at once; raises torch's errors if GPUs cannot map each other's memory.
+        `limit_bytes` 0: as measured."""
         import torch.distributed._symmetric_memory as symmetric
 
         group = torch.distributed.group.WORLD
@@ -112,22 +107,22 @@ class OneShotAllReduce:
         self._sum: Any = torch.ops.symm_mem.one_shot_all_reduce_copy_out
 
     def fits(self, x: Tensor) -> bool:
-        """True for what it can sum, and quicker than NCCL."""
+        """Whether it can sum `x` faster than NCCL."""
         size = x.numel() * x.element_size()
         return 0 < size <= self._limit_bytes and size % _ALIGNED_BYTES == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place of `x`; `x` itself. Two at once, on two streams, would write over
-        each other's numbers: all come from one stream, or wait for each other."""
+        """Replace `x` by the sum of all ranks' `x`, and return it. Two calls on two streams must not overlap:
+        they share the buffer."""
         buffer = self._buffer.view(x.dtype)[: x.numel()]
         self._sum(buffer, x.view(-1), "sum", self._group, x.view(-1))
         return x
 
 
 def one_shot_all_reduce(size: int, device: torch.device) -> OneShotAllReduce | None:
-    """None where there is no such memory: NCCL then sums everything."""
+    """None if GPUs cannot map the memory: NCCL sums everything then."""
     try:
         return OneShotAllReduce(size, device)
     except (RuntimeError, ImportError, AttributeError) as error:
-        log.warning("one-shot all-reduces go through NCCL, and take longer: %s", error)
+        log.warning("no one-shot all-reduces, NCCL sums and is slower: %s", error)
         return None

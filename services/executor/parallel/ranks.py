@@ -1,12 +1,9 @@
-"""The ranks of an executor are processes that compute one model together, and talk to each other.
+"""The ranks of an executor are processes that compute one model together, with collectives between them.
 
-A rank of `Solo` is alone and says nothing: it joins no process group. `join` makes the others: gloo between
-CPUs, NCCL between GPUs. Every rank makes the same calls in the same order, on one thread; on a GPU a call is
-queued on the current stream and may be captured in a graph.
-
-Small host objects go through the store over which the ranks have met, so that no GPU is asked for them.
-
-`Collectives` and `PeerCopies` are what ranks say in the middle of a pass, into tensors that are there.
+`Solo` is a single rank without a process group. `join` creates the others, with gloo between CPUs and NCCL
+between GPUs. Every rank makes the same calls in the same order, on one thread; on a GPU a call is queued on
+the current stream, and a graph may capture it. Small host objects are exchanged through the rendezvous store,
+without a GPU. `Collectives` and `PeerCopies` are for split steps: they write into given tensors.
 """
 
 from __future__ import annotations
@@ -37,52 +34,52 @@ T = TypeVar("T")
 
 log = logging.getLogger("headrace.executor")
 
-DRIVER = 0  # the rank that is the actor
-RENDEZVOUS_TIMEOUT_S = 600.0  # the others may still be loading
+DRIVER = 0  # the rank in the actor's process
+RENDEZVOUS_TIMEOUT_S = 600.0  # the others may still load their weights
 LEAVE_TIMEOUT_S = 5.0
-_LOOK_S = 0.002  # between two looks for what the others say
+_LOOK_S = 0.002  # between two polls of the store
 _ONE_HOST = "127.0.0.1"
-# Over NVLink it needs rights that not every host gives, and more than one process that uses it may hang.
+# NVLink multicast needs rights that not every host grants, and several processes that use it may hang.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
-_ALIGNED = 256  # bytes: where a tensor begins in the memory of Copies
+_ALIGNED = 256  # bytes: alignment of tensors in the memory of PeerCopies
 
 
 class Ranks(Protocol):
-    """What one rank has of its group. `rank` is from 0 on, below `size`."""
+    """One rank's view of its group. `rank` is from 0 to `size - 1`."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place of `x`, which is contiguous; `x` itself."""
+        """Replace the contiguous `x` by the sum of all ranks' `x`, and return it."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`[size, *x.shape]`: the `x` of every rank, all of one shape, which is not `[]`."""
 
     def exchange(self, mine: T) -> list[T]:
-        """Everybody's small host object, by rank. Takes milliseconds: for the start. Raises SetupError when
-        one is gone."""
+        """The small host objects of all ranks, by rank. Takes milliseconds: use it at start only. Raises
+        SetupError when a rank has died."""
 
     def close(self) -> None:
-        """Leave. A second call does nothing."""
+        """Leave the group. A second call does nothing."""
 
 
 class Memory(Protocol):
-    """Memory of as many bytes on every rank; every rank can read and write that of all."""
+    """Memory of the same size on every rank; every rank can read and write all of it."""
 
     rank: int
     size: int
 
     def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
-        """A rank's memory from byte `at` on. RuntimeError if that is more than it has."""
+        """A rank's memory from byte `at` on. Raises RuntimeError beyond its end."""
 
     def barrier(self) -> None:
-        """What comes after this sees what all ranks did before their call of it."""
+        """Work after the barrier sees the work of all ranks before their barrier."""
 
 
 class Solo:
-    """The only rank of its group. See Ranks."""
+    """A single rank. See Ranks."""
 
     rank, size = DRIVER, 1
 
@@ -106,13 +103,13 @@ class DistributedRanks:
     """A rank of several, over torch.distributed. See Ranks; made by `join`."""
 
     one_shot: OneShotAllReduce | None = None  # on GPUs
-    symmetric: SymmetricBuffers | None = None  # on GPUs, for sums with a norm behind them
+    symmetric: SymmetricBuffers | None = None  # on GPUs, for fused all-reduce + RMSNorm
 
     def __init__(
         self, rank: int, size: int, store: TCPStore, *, ordered: bool, gone: Callable[[], str]
     ) -> None:
-        """With `ordered` a sum adds up by rank, so that a number's bits do not depend on where in `x` it
-        stands; it costs the bytes of all ranks. `gone` says why another rank is no more."""
+        """With `ordered` sums add up in the order of the ranks, so that a number's bits do not depend on its
+        index in `x`; this moves the bytes of all ranks. `gone`: why another rank has died, or empty."""
         self.rank, self.size = rank, size
         self._gone = gone
         self._store = store
@@ -140,12 +137,12 @@ class DistributedRanks:
 
     def _awaited(self, key: str) -> bytes:
         give_up_s = time.monotonic() + RENDEZVOUS_TIMEOUT_S
-        while not self._store.check([key]):  # its own wait would go on when nobody will ever say it
+        while not self._store.check([key]):  # the store's own wait does not notice a dead rank
             if why := self._gone():
                 raise SetupError(why)
             if time.monotonic() > give_up_s:
                 raise SetupError(
-                    f"another rank has said nothing for {RENDEZVOUS_TIMEOUT_S:.0f} s: see its log"
+                    f"another rank has not answered for {RENDEZVOUS_TIMEOUT_S:.0f} s: see its log"
                 )
             time.sleep(_LOOK_S)
         return self._store.get(key)
@@ -157,8 +154,8 @@ class DistributedRanks:
         if torch.distributed.get_backend() != "nccl":
             torch.distributed.destroy_process_group()
             return
-        gc.collect()  # NCCL ends after the last graph that sums, which may lie in some cycle
-        # Orderly it would wait for the others.
+        gc.collect()  # NCCL ends after the last graph with a sum, which a reference cycle may hold
+        # An orderly end would wait for the other ranks.
         abort = torch.distributed.distributed_c10d._abort_process_group
         leaving = threading.Thread(target=abort, name="leave", daemon=True)
         leaving.start()
@@ -168,7 +165,7 @@ class DistributedRanks:
 
 
 def rendezvous(size: int) -> TCPStore:
-    """The store over which the ranks of a new group meet, on a free port: the leader's."""
+    """The driver's store for the rendezvous of a new group, on a free port."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(_ONE_HOST, 0, size, is_master=True, wait_for_workers=False, timeout=_patience())
@@ -184,9 +181,9 @@ def join(
     sums: bool = True,
     gone: Callable[[], str] = str,
 ) -> DistributedRanks:
-    """Become rank `rank` of `size` on this host, with `device`. `store`: the leader's, or its port for the
-    others; `sums`: there will be many short ones; `gone`: why another rank is no more, empty while all are.
-    Returns when all are there. One group a process. Raises SetupError when one is gone."""
+    """Become rank `rank` of `size` on this host, with `device`; waits for all ranks. One group a process.
+    `store`: the driver's, workers give its port. `sums`: many short sums will follow. `gone`: why another
+    rank has died, or empty. Raises SetupError when a rank has died."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     on_gpu = device.type == "cuda"
@@ -198,7 +195,7 @@ def join(
     if isinstance(store, int):
         store = TCPStore(_ONE_HOST, store, size, timeout=_patience())
     ranks = DistributedRanks(rank, size, store, ordered=ordered, gone=gone)
-    ranks.exchange(None)  # all have come: torch would wait for one that is gone
+    ranks.exchange(None)  # all ranks are here: torch would wait for a dead rank
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=PrefixStore("torch", store),
@@ -217,8 +214,8 @@ def join(
 
 
 def _call(newer: str, older: str, *given: Any, **more: Any) -> None:
-    """Call torch.distributed's function by its newer name: the older one warns where there are both. Looked
-    up at the call, for a torch that was built without it serves on one device."""
+    """Call torch.distributed's function by its newer name, if there is one: the older one warns then. The
+    look-up is at the call because a torch build without torch.distributed can still serve one device."""
     call = getattr(distributed, newer, None) or getattr(distributed, older)
     call(*given, **more)
 
@@ -228,59 +225,55 @@ def _patience() -> timedelta:
 
 
 class Collectives:
-    """What ranks say to each other in the middle of a pass: into tensors that are there, on the current
-    stream. A stream of its own may then carry it, and the tensors stay those of the stream that made them
-    (services.executor.parallel.coroutines).
-
-    Over a process group of torch.distributed, the default one unless told. All tensors are contiguous."""
+    """Collectives of split steps over a process group of torch.distributed (None: the default one). They
+    write into given contiguous tensors, on the current stream: the communication may have its own stream,
+    while the tensors belong to the stream that made them (services.executor.parallel.coroutines)."""
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def all_reduce(self, x: Tensor) -> None:
-        """`x` becomes the sum over all ranks of their `x`."""
+        """Replace `x` by the sum of all ranks' `x`."""
         distributed.all_reduce(x, group=self._group)
 
     def all_gather_into(self, out: Tensor, x: Tensor) -> None:
-        """`out` `[size, *x.shape]`: everybody's `x`."""
+        """Fill `out` `[size, *x.shape]` with the `x` of all ranks."""
         _call("all_gather_single", "all_gather_into_tensor", out.flatten(), x.flatten(), group=self._group)
 
     def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-        """all_gather_into for several."""
+        """all_gather_into for several tensors."""
         for out, x in zip(outs, xs, strict=True):
             self.all_gather_into(out, x)
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
-        """`out`: the sum over all ranks of their `x[rank]`; `x` is `[size, *out.shape]`."""
+        """Fill `out` with the sum of all ranks' `x[rank]`; `x` is `[size, *out.shape]`."""
         _call("reduce_scatter_single", "reduce_scatter_tensor", out.flatten(), x.flatten(), group=self._group)
 
 
 class PeerCopies:
-    """What Collectives says, said by plain copies, in memory that all ranks can address. All tensors are
-    contiguous.
+    """Collectives by plain copies in memory that all ranks can address. All tensors are contiguous.
 
-        all-gather       all come │ lay out what I have │ all have │ take what the others laid out
-        reduce-scatter   all come │ put each part into its owner's slots │ all have │ add up my slots
+        all-gather       barrier │ write my part to my memory │ barrier │ read the other ranks' memory
+        reduce-scatter   barrier │ write each part to its owner's memory │ barrier │ add up my memory
 
-    Between GPUs of one host the copy engines carry a copy: it takes no processor from compute beside it,
-    where a collective's kernel takes some, and a product that has a program for each processor then runs
-    twice as long. "All come" stands first, so that nobody still reads what was said before, whatever that was
-    and in whichever graph; a rank never writes what another one may be reading."""
+    Between GPUs of one host the copy engines do the copies and take no processors from compute. The kernel of
+    an NCCL collective takes some, and a product with a program for each processor then takes twice as long.
+    The first barrier ensures that no rank still reads the memory for an earlier collective, in any graph."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.rank, self.size = memory.rank, memory.size
 
     def all_gather_into(self, out: Tensor, x: Tensor) -> None:
-        """`out` `[size, *x.shape]`: everybody's `x`."""
+        """Fill `out` `[size, *x.shape]` with the `x` of all ranks."""
         self.all_gather_each((out,), (x,))
 
     def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-        """all_gather_into for several, with no more waiting than for one."""
+        """all_gather_into for several tensors, with two barriers in all."""
         memory = self._memory
         at = list(accumulate((-(-x.nbytes // _ALIGNED) * _ALIGNED for x in xs), initial=0))
-        all_of = list(zip(outs, xs, at, strict=False))  # the last is where they end
+        all_of = list(zip(outs, xs, at, strict=False))  # `at` has their end, too
         memory.barrier()
         for _, x, begin in all_of:
             memory.of(self.rank, x.shape, x.dtype, begin).copy_(x)
@@ -292,7 +285,8 @@ class PeerCopies:
             out[self.rank].copy_(x)
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
-        """`out`: the sum over all ranks, in their order, of their `x[rank]`; `x` is `[size, *out.shape]`."""
+        """Fill `out` with the sum, in the order of the ranks, of their `x[rank]`; `x` is `[size,
+        *out.shape]`."""
         memory = self._memory
         slots = memory.of(self.rank, x.shape, x.dtype)
         memory.barrier()
@@ -303,7 +297,7 @@ class PeerCopies:
         torch.sum(slots, 0, out=out)
 
     def all_reduce(self, x: Tensor) -> None:
-        """`x` becomes the sum over all ranks of their `x`. ValueError unless they can share its elements."""
+        """Replace `x` by the sum of all ranks' `x`. Raises ValueError unless `size` divides its elements."""
         if x.numel() % self.size:
             raise ValueError(f"{x.numel()} elements for {self.size} ranks")
         parts = x.view(self.size, -1)
@@ -312,6 +306,6 @@ class PeerCopies:
         self.all_gather_into(parts, mine)
 
     def _others(self) -> Iterator[int]:
-        """From the next rank on, so that at any time each is written by one and read by one."""
+        """The other ranks, from the next one on, so that at any time one rank writes or reads each memory."""
         for step in range(1, self.size):
             yield (self.rank + step) % self.size

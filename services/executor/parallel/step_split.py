@@ -1,9 +1,7 @@
-"""A step's chunks are split into two micro-batches of as many tokens; the cut may go through a prompt.
+"""Splits a step into two micro-batches of equal tokens, and measures from how many tokens on this is faster.
 
-The second half of a cut prompt attends to the KV of the first, which must be there first in every layer.
-
-`two_stream_tokens` measures at an engine's start from how many tokens on its prefill steps are quicker in
-micro-batches.
+The cut may go through a prompt: its second part attends to the KV of the first, so in every layer the first
+micro-batch must compute first. `two_stream_tokens` measures the split threshold at an engine's start.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ from shared.kv_blocks import blocks_for
 from shared.messages import SlotOpen, StepPlan, ints
 
 log = logging.getLogger("headrace.executor")
-CUT_TOKENS = 64  # the first half has a multiple of this: a product's tile of rows
-LEAST = 1024  # tokens: below, micro-batches read weights twice and gain nothing
-PROMPT = 2048
+CUT_TOKENS = 64  # the first micro-batch has a multiple of this: a product's tile of rows
+LEAST = 1024  # tokens: below it micro-batches gain nothing, since they read the weights twice
+PROMPT = 2048  # tokens of a measured prompt
 REPEATS = 3
-_STRIDE = 7919  # a prime: tokens are spread over the vocabulary
+_STRIDE = 7919  # a prime: spreads the tokens over the vocabulary
 NEVER = 1 << 30
-MARGIN = 0.98  # of the one stream's time: what is less is noise, and `off` is simpler
-Times = dict[int, tuple[float, float]]  # by tokens: a step's time whole and in micro-batches
+MARGIN = 0.98  # two streams must need less than this share of one stream's time: the rest is noise
+Times = dict[int, tuple[float, float]]  # by tokens: a step's time whole and split
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of one prompt: token rows `first` to `first + count`, from position `start` on."""
+    """Tokens of one sequence: token rows `first` to `first + count`, from position `start` on."""
 
     slot: int
     first: int
@@ -42,8 +40,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """Two plans in place of one. `order`: for each sample row of the one, where it is among those of the
-    first half followed by those of the second."""
+    """Two plans in place of one. `order`: for each sample row of the whole plan, its index among the sample
+    rows of `first` followed by those of `second`."""
 
     first: StepPlan
     second: StepPlan
@@ -53,24 +51,24 @@ class MicroBatches:
 def split_chunks(
     chunks: Sequence[Chunk], cut: int = CUT_TOKENS
 ) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """The chunks of the first half of the tokens, and of the rest, whose rows begin at 0 again. Chunks stand
-    in the order of their rows, from row 0 on; no half is empty where there are `2 * cut` tokens."""
+    """The chunks of the first half of the tokens, and of the second half with token rows from 0 on. `chunks`
+    are in the order of their rows, from row 0 on; with `2 * cut` tokens neither half is empty."""
     tokens = sum(chunk.count for chunk in chunks)
     middle = (tokens // 2 + cut // 2) // cut * cut
-    before, behind = [], []
+    before, after = [], []
     for chunk in chunks:
         here = min(max(middle - chunk.first, 0), chunk.count)
         if here:
             before.append(replace(chunk, count=here))
         if here < chunk.count:
             first = chunk.first + here - middle
-            behind.append(Chunk(chunk.slot, first, chunk.start + here, chunk.count - here))
-    return tuple(before), tuple(behind)
+            after.append(Chunk(chunk.slot, first, chunk.start + here, chunk.count - here))
+    return tuple(before), tuple(after)
 
 
 def split(plan: StepPlan, cut: int = CUT_TOKENS) -> MicroBatches | None:
-    """The rows of a plan, decodes among them, in micro-batches, without its tables and copies, which come
-    before both; None for a step of less than `2 * cut` tokens."""
+    """The rows of a plan (chunks and decodes) as two micro-batches, without its table deltas and copies,
+    which are applied before; None for a step of less than `2 * cut` tokens."""
     rows, tokens = [], 0
     for row, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
         rows.append(Chunk(row, tokens, start, count))
@@ -78,10 +76,10 @@ def split(plan: StepPlan, cut: int = CUT_TOKENS) -> MicroBatches | None:
     if tokens < 2 * cut:
         return None
     parts = split_chunks(rows, cut)
-    behind = {chunk.slot for chunk in parts[1]}  # with the row that is cut, whose end is there
+    in_second = {chunk.slot for chunk in parts[1]}  # with a row that is cut: its last token is there
     samples: tuple[list[int], list[int]] = ([], [])
     for sample, row in enumerate(plan.sample_rows):
-        samples[row in behind].append(sample)
+        samples[row in in_second].append(sample)
     order = [0] * len(plan.sample_rows)
     for at, sample in enumerate([*samples[0], *samples[1]]):
         order[sample] = at
@@ -90,7 +88,7 @@ def split(plan: StepPlan, cut: int = CUT_TOKENS) -> MicroBatches | None:
 
 
 def _rows(plan: StepPlan, chunks: Sequence[Chunk], samples: Sequence[int]) -> StepPlan:
-    """These parts of a plan's rows, which chunks have as their slots, and these of its sample rows."""
+    """The plan of these parts of rows (the chunks' slots are row indices) and these sample rows."""
     row_of = {chunk.slot: row for row, chunk in enumerate(chunks)}
     return StepPlan(
         exec_epoch=plan.exec_epoch,
@@ -112,23 +110,24 @@ def two_stream_tokens(
     prepare: Callable[[int], None] = lambda tokens: None,
     now_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> int:
-    """From how many tokens on an engine's prefill steps are quicker in two micro-batches: what the ranks say
-    in their hello. `prepare` is told the tokens of the steps that come next: from the longest on, until
-    micro-batches gain nothing. Leaves slots open.
+    """The split threshold for ExecHello: from how many tokens on an engine's prefill steps are faster in two
+    micro-batches. It measures the longest steps first, until micro-batches gain nothing; `prepare` is called
+    with the tokens of the next steps. Leaves slots open.
 
-    All ranks measure at once, the same steps in the same order, and the slowest rank's times count: a step
-    ends when all have. The two ways take turns, so that neither has the cooler device. Prompts are as long as
-    prompts are, of tokens that differ, for a router sends equal ones to the same experts."""
+    All ranks measure the same steps at once, and the slowest rank's time counts, because a step ends on all
+    ranks. Whole and split steps alternate, so that neither finds a cooler device. The prompts have different
+    tokens: a router sends equal ones to the same experts."""
     slowest: Times = {}
     for tokens in reversed(sizes(backend.info)):
         prepare(tokens)
         found = ranks.exchange(_times(backend, tokens, now_ns))
-        slowest[tokens] = max(whole for whole, _ in found), max(halved for _, halved in found)
+        slowest[tokens] = max(whole for whole, _ in found), max(in_two for _, in_two in found)
         if split_threshold(slowest) != tokens:
             break
     since = split_threshold(slowest)
     log.info(
-        "steps in micro-batches, one's collectives under the other's compute: %s (ms whole and halved: %s)",
+        "steps are split into micro-batches, one's collectives under the other's compute: %s "
+        "(ms whole and split: %s)",
         "never" if since == NEVER else f"from {since} tokens on",
         ", ".join(f"{tokens} {one / 1e6:.1f} {two / 1e6:.1f}" for tokens, (one, two) in slowest.items()),
     )
@@ -136,12 +135,11 @@ def two_stream_tokens(
 
 
 def split_threshold(times: Mapping[int, tuple[float, float]]) -> int:
-    """The least number of tokens from which on two streams took less than MARGIN of one's time wherever
-    they were measured; NEVER if not even at the most. `times`: by tokens, one stream's and two streams'.
+    """The least number of tokens from which on two streams took less than MARGIN of one stream's time at
+    every measured size; NEVER if not even at the largest. `times`: one stream's and two streams', by tokens.
 
-    Both are measured at a few sizes. Halves of few tokens are slower (the weights are read twice, a
-    collective is mostly its latency), those of many are quicker, and between there is one size from which on
-    it stays so."""
+    Small micro-batches are slower (the weights are read twice, and a collective is mostly latency), large
+    ones are faster."""
     found = NEVER
     for tokens, (one, two) in sorted(times.items(), reverse=True):
         if two >= MARGIN * one:
@@ -151,7 +149,7 @@ def split_threshold(times: Mapping[int, tuple[float, float]]) -> int:
 
 
 def sizes(info: BackendInfo) -> list[int]:
-    """The steps to measure: powers of two that this engine can compute, in tokens."""
+    """The tokens of the steps to measure: powers of two times LEAST that this engine can compute."""
     return [tokens for tokens in _doubling(LEAST, info.max_step_tokens) if _fits(info, tokens)]
 
 
@@ -162,7 +160,7 @@ def _doubling(first: int, last: int) -> Iterator[int]:
 
 
 def _prompts(info: BackendInfo, tokens: int) -> list[int]:
-    """Their lengths."""
+    """The lengths of the prompts of a measured step."""
     each = min(PROMPT, tokens, info.max_context - 1)
     return [min(each, tokens - at) for at in range(0, tokens, each)]
 
@@ -174,21 +172,21 @@ def _fits(info: BackendInfo, tokens: int) -> bool:
 
 
 def _times(backend: Backend, tokens: int, now_ns: Callable[[], int]) -> tuple[float, float]:
-    """The medians, after one step of each that does not count."""
+    """The median times of a step, whole and split, without the first of each."""
     opened, plan = _step(backend.info, tokens)
     taken: tuple[list[int], list[int]] = ([], [])
     for _ in range(1 + REPEATS):
-        for halved in (False, True):
+        for in_two in (False, True):
             for each in opened:
                 backend.open_slot(each)
             began_ns = now_ns()
-            backend.sample(backend.forward(replace(plan, two_stream=halved)))
-            taken[halved].append(now_ns() - began_ns)
+            backend.sample(backend.forward(replace(plan, two_stream=in_two)))
+            taken[in_two].append(now_ns() - began_ns)
     return statistics.median(taken[False][1:]), statistics.median(taken[True][1:])
 
 
 def _step(info: BackendInfo, tokens: int) -> tuple[list[SlotOpen], StepPlan]:
-    """Prompts that come at once, and nobody's next token."""
+    """A step of whole prompts that samples nothing, and its slots."""
     lengths = _prompts(info, tokens)
     counts = [blocks_for(length, info.block_tokens) for length in lengths]
     slots = ints(range(len(lengths)))

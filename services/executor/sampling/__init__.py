@@ -1,1 +1,1 @@
-"""From logits to tokens: sampling, grammars, logits processors."""
+"""Sampling, grammars and logits processors choose tokens from logits."""

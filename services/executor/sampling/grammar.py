@@ -1,13 +1,12 @@
-"""A grammar says which tokens may follow, for slots that were opened with one: structured output.
+"""Structured output: a slot's grammar restricts which tokens may follow. host_sampling.py calls it.
 
-    SlotOpen ──▶ compile, in a process of its own; equal grammars once ──▶ a matcher for each slot
-    refused  ──▶ the matcher takes the slot's new tokens, then the one just chosen, if that may follow
-    mask     ──▶ the matcher takes the slot's new tokens, the logits of all others become -inf
+    SlotOpen ──▶ compile in another process, equal grammars once ──▶ a matcher for each slot
+    refused  ──▶ the matcher accepts the slot's new tokens, then the chosen one if it may follow
+    mask     ──▶ the matcher accepts the slot's new tokens; the logits of forbidden tokens become -inf
 
-A matcher needs the token before, and that is known here as soon as it is sampled: unlike rows with
-processors, these are planned like any other, with the next step queued (run-ahead). The first token waits for
-the compilation: the scheduler is told when it has ended, and plans the row then. Source: XGrammar, arXiv
-2411.15100.
+A matcher needs the token before, which is known here once it is sampled. So these rows, unlike rows with
+processors, may be planned while the step before runs (run-ahead). The first token waits for the compilation:
+the scheduler plans the row after GrammarReady. Source: XGrammar, arXiv 2411.15100.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from shared.vocab.vocabulary import Vocabulary
 
 _WORD_BITS = 32
 _NONE = -1
-Tokens = Callable[[int], Sequence[int]]  # of a slot, so far
+Tokens = Callable[[int], Sequence[int]]  # a slot's tokens so far
 
 
 @dataclass(slots=True)
@@ -45,14 +44,15 @@ class _Row:
     """The grammar of one slot."""
 
     compilation: Compilation
-    taken: int  # tokens of the slot that the matcher knows, the prompt among them
+    taken: int  # tokens of the slot that the matcher has accepted, counted with the prompt
     matcher: Any = None
-    mute: frozenset[int] = frozenset()  # tokens without a text, of which XGrammar would warn
-    ahead: int = _NONE  # a token that it knows besides, chosen and perhaps not in the record yet
+    mute: frozenset[int] = frozenset()  # tokens without text: XGrammar would log a warning
+    ahead: int = _NONE  # accepted beyond `taken`: a chosen token, perhaps not recorded yet
 
 
 class Grammars:
-    """The grammars of open slots. `open` and `close` are the device thread's; who samples has the rest."""
+    """The grammars of open slots. `open` and `close` are for the device thread, the rest for the thread that
+    samples."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class Grammars:
         vocab: int,
         report: ReportGrammar = ignore_grammar_news,
     ) -> None:
-        """`report` is called on some thread when the compilation for a slot that is open has ended."""
+        """`report` is called on any thread when the compilation for an open slot has ended."""
         self._compiler = GrammarCompiler(load_vocabulary, vocab)
         self._report = report
         self._rows: dict[int, _Row] = {}
         self._words = -(-vocab // _WORD_BITS)
 
     def open(self, opened: SlotOpen) -> None:
-        """Take a slot's grammar, if it has one, and begin to compile it."""
+        """Start to compile a slot's grammar, if it has one."""
         self.close(opened.slot)
         if opened.grammar:
             compilation = self._compiler.request(opened.grammar, opened.tenant)
@@ -81,7 +81,7 @@ class Grammars:
             self._compiler.release(row.compilation)
 
     def end(self) -> None:
-        """End what compiles."""
+        """End the compilations."""
         self._compiler.close()
 
     def _ended(self, opened: SlotOpen, row: _Row) -> None:
@@ -91,7 +91,7 @@ class Grammars:
         error = row.compilation.result.exception()
         if isinstance(error, GrammarRefusedError):
             self._report(GrammarFailed(slot=slot, generation=generation, message=str(error)))
-        else:  # any other error is told by its row
+        else:  # any other error becomes a row error
             took_us = row.compilation.took_us
             self._report(GrammarReady(slot=slot, generation=generation, compile_us=took_us))
 
@@ -104,18 +104,18 @@ class Grammars:
         logits: Tensor,
         rows: Sequence[int],
         slots: Sequence[int],
-        tokens: Callable[[int], Sequence[int]],
+        tokens: Tokens,
     ) -> dict[int, str]:
-        """Forbid what may not follow, in place, in these rows of `logits` `[rows, vocab]`. Row i is for
-        `slots[i]`, of which `tokens` gives what there is so far. Returns why rows failed, by index."""
+        """Forbid in place the tokens that may not follow, in these rows of `logits` `[rows, vocab]`; row i
+        belongs to `slots[i]`. Returns why rows failed, by index."""
         allowed = torch.full((len(rows), self._words), -1, dtype=torch.int32)
-        places = {row: k for k, row in enumerate(rows)}
+        index = {row: k for k, row in enumerate(rows)}
 
         def fill(row: int) -> None:
             slot = slots[row]
             matcher = self._accept(self._rows[slot], tokens(slot))
-            if not matcher.is_terminated():  # else a row of a plan made before its end was known
-                matcher.fill_next_token_bitmask(allowed, places[row])
+            if not matcher.is_terminated():  # else the plan was made before the sequence's end was known
+                matcher.fill_next_token_bitmask(allowed, index[row])
 
         failures = _each(rows, fill)
         _forbid(logits, rows, allowed)
@@ -126,12 +126,13 @@ class Grammars:
         ids: Sequence[int],
         rows: Sequence[int],
         slots: Sequence[int],
-        tokens: Callable[[int], Sequence[int]],
+        tokens: Tokens,
     ) -> tuple[list[int], dict[int, str]]:
-        """Those of these rows whose token, `ids[row]`, may not follow; and why rows failed, by index."""
+        """The rows among `rows` with a token `ids[row]` that may not follow; and why rows failed, by
+        index."""
         again: list[int] = []
 
-        def ask(row: int) -> None:
+        def accept(row: int) -> None:
             slot, token = slots[row], ids[row]
             state = self._rows[slot]
             matcher = self._accept(state, tokens(slot))
@@ -142,11 +143,11 @@ class Grammars:
             else:
                 again.append(row)
 
-        failures = _each(rows, ask)
+        failures = _each(rows, accept)
         return again, failures
 
     def _accept(self, row: _Row, tokens: Sequence[int]) -> Any:
-        """The slot's matcher, which knows all of its tokens then and no other."""
+        """The slot's matcher, after it has accepted exactly `tokens`."""
         if row.matcher is None:
             compiled = row.compilation.result.result(COMPILE_S)
             row.matcher = xgrammar().GrammarMatcher(compiled)
@@ -173,16 +174,16 @@ def choose(
     positions: list[int],
     tokens: Tokens,
 ) -> tuple[Tensor, int, dict[int, str]]:
-    """As Sampler.choose, within the slots' grammars: ids `[rows]`, the time on the host in us, and why rows
-    failed, by index; the id of such a row means nothing.
+    """Like Sampler.choose, within the slots' grammars, by rejection sampling. Returns ids `[rows]`, the time
+    on the host in us, and why rows failed, by index; the id of a failed row means nothing.
 
-        logits ── choose ──▶ may it follow? ── yes ──▶ it stays: no mask was made
+        logits ── choose ──▶ may it follow? ── yes ──▶ it stays: no mask is made
                                            └── no ───▶ mask ── choose again, independently
 
-    Inside of strings and numbers most of what a model wants may follow, and a mask costs a walk over the
-    vocabulary. The chances are those of a masked draw: where the tokens that may follow have the mass A, p(t)
-    + (1 - A) p(t) / A = p(t) / A. And a likeliest token that may follow is the likeliest of those that may.
-    Not so for filters (top-k, top-p, min-p), which count what they leave: rows with one are masked first."""
+    Within strings and numbers most likely tokens may follow, and a mask costs a walk over the vocabulary. The
+    probabilities are those of a masked draw: with A the sum of p over allowed tokens, an allowed token t gets
+    p(t) + (1 - A) p(t) / A = p(t) / A. If the likeliest token is allowed, it is the likeliest allowed token.
+    Filters (top-k, top-p, min-p) depend on the other tokens: rows with a filter are masked first."""
     rows = grammars.rows_of(slots)
     if not rows:
         return sampler.choose(logits, slots, positions), 0, {}
@@ -201,10 +202,10 @@ def choose(
     failures |= failed
     if again:
         at = torch.tensor(again, device=logits.device)
-        some, theirs = logits[at], [slots[row] for row in again]
-        failed = grammars.mask(some, range(len(again)), theirs, tokens)
+        masked, their_slots = logits[at], [slots[row] for row in again]
+        failed = grammars.mask(masked, range(len(again)), their_slots, tokens)
         failures |= {again[k]: why for k, why in failed.items()}
-        ids[at] = sampler.propose(some, theirs, [positions[row] for row in again], again=True)
+        ids[at] = sampler.propose(masked, their_slots, [positions[row] for row in again], again=True)
     sampler.remember(slots, ids)
     host_us = (time.monotonic_ns() - chosen_ns + choosing_ns - began_ns) // 1000
     return ids, host_us, failures
@@ -220,13 +221,13 @@ def _each(rows: Sequence[int], do: Callable[[int], None]) -> dict[int, str]:
             failures[row] = f"{ROW_REFUSED}the grammar takes over {COMPILE_S:g} s to compile: simplify it"
         except GrammarRefusedError as error:
             failures[row] = f"{ROW_REFUSED}{error}"
-        except Exception as error:  # noqa: BLE001 - one request's grammar fails alone
+        except Exception as error:  # noqa: BLE001 - a grammar fails its own request only
             failures[row] = str(error) if isinstance(error, EngineError) else f"grammar: {line(error)}"
     return failures
 
 
 def _forbid(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> None:
-    """Where a bit of `allowed` `[rows, words]` is 0, the logit becomes -inf."""
+    """Set the logits of tokens with a 0 bit in `allowed` `[rows, words]` to -inf."""
     words = allowed.numpy().view(np.uint8)
     bits = np.unpackbits(words, axis=1, count=logits.shape[1], bitorder="little")
     forbidden = torch.from_numpy(bits).to(logits.device, non_blocking=True).eq(0)

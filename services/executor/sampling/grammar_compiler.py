@@ -1,11 +1,11 @@
-"""`GrammarCompiler` has grammars compiled, in processes that can be killed (grammar_process).
+"""GrammarCompiler compiles grammars in processes that can be killed (grammar_process). Grammars calls it.
 
-    want ──▶ known by its digest? ──▶ there at once
-         ──▶ the tenant's queue ── tenants in turn ──▶ a thread: its process ──▶ read back here ──▶ kept
+    request ──▶ compiled before, by digest? ──▶ done
+            ──▶ the tenant's queue ── tenants in turn ──▶ a thread and its process ──▶ read back ──▶ kept
 
-A thread is a thread and its process; the first grammar begins one, and one more is begun while a tenant waits
-for another's. A tenant has one lane at most, so that one whose grammars take long waits behind itself. What
-was refused is kept, too. Nobody waits for a thread at the end.
+Each thread has its own process. The first grammar starts a thread; more start, up to COMPILERS, while a
+tenant waits and all are busy. A tenant has at most one thread, so slow grammars delay only their own tenant.
+Refusals are kept, too. The end waits for no thread.
 """
 
 from __future__ import annotations
@@ -33,48 +33,46 @@ from shared.processes import module_command, with_import_path
 from shared.vocab.vocabulary import Vocabulary
 
 COMPILERS = 2
-COMPILED = 64  # grammars kept, with the tables of tokens that they allow
-KEPT_BYTES = 256 * 1024 * 1024  # of those
-GRACE_S = 10.0  # beyond the limit of one grammar, for a process that begins or does not answer
-MAX_WHY_CHARS = 120  # 256 of them fit in a result
+COMPILED = 64  # compiled grammars kept
+KEPT_BYTES = 256 * 1024 * 1024  # of compiled grammars kept
+GRACE_S = 10.0  # beyond the limit of one grammar, for a process that starts or does not answer
+MAX_WHY_CHARS = 120  # 256 of them fit into a result
 _CONTROL = frozenset(range(0x20))
-_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
+_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # XGrammar's time and source line before a message
 
 
 class GrammarRefusedError(Exception):
-    """The grammar itself is why there is none: what it says is for its client."""
+    """The grammar itself cannot be compiled: the message is for the client."""
 
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """One grammar, for all slots that have it. Its result is what XGrammar compiled; it raises
+    """One grammar, for all slots with this text. `result` is XGrammar's compiled grammar, or raises
     GrammarRefusedError or EngineError."""
 
     text: str
     result: Future[Any] = field(default_factory=Future)
-    wanted: int = 0  # open slots
+    wanted: int = 0  # open slots with it
     took_us: int = 0
     kept_bytes: int = 0
 
 
 class GrammarCompiler:
-    """Of one engine. `request`, `release` and `close` are the device thread's."""
+    """The compiler of one engine. The device thread calls `request`, `release` and `close`."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], vocab: int) -> None:
         self._load_vocabulary = load_vocabulary
         self._vocab = vocab
         self._infos: dict[bool, Any] = {}
-        self._changed = threading.Condition()  # of all that follows
+        self._changed = threading.Condition()  # guards the fields below
         self._cache: OrderedDict[bytes, Compilation] = OrderedDict()
-        self._queues: OrderedDict[str, deque[Compilation]] = (
-            OrderedDict()
-        )  # tenants, whose turn is next first
-        self._busy: set[str] = set()  # tenants that have a thread
+        self._queues: OrderedDict[str, deque[Compilation]] = OrderedDict()  # by tenant, next turn first
+        self._busy: set[str] = set()  # tenants with a thread
         self._threads: list[_CompilerThread] = []
         self._closed = False
 
     def request(self, text: str, tenant: str) -> Compilation:
-        """A grammar for one more slot."""
+        """The compilation of a grammar, for one more slot."""
         key = hashlib.blake2b(text.encode(), digest_size=32).digest()
         with self._changed:
             found = self._cache.get(key)
@@ -88,28 +86,28 @@ class GrammarCompiler:
         return found
 
     def release(self, compilation: Compilation) -> None:
-        """A slot has no use for it any more; what nobody wants is not begun."""
+        """A slot with this grammar has closed. Without slots a compilation does not start."""
         with self._changed:
             compilation.wanted -= 1
 
     def close(self) -> None:
-        """End the processes, and the threads after them. Waits for none."""
+        """End the processes, and with them the threads. Waits for none."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            lanes = list(self._threads)
-        for thread in lanes:
+            threads = list(self._threads)
+        for thread in threads:
             thread.end()
 
     def _start_threads(self) -> None:
-        """Wake a thread for who waits and has none, or begin one."""
+        """Wake a thread for a waiting tenant without one, or start one."""
         waits = not self._closed and any(tenant not in self._busy for tenant in self._queues)
         if waits and len(self._threads) == len(self._busy) < COMPILERS:
             self._threads.append(_CompilerThread(self._run))
         self._changed.notify_all()
 
     def _trim(self) -> None:
-        """Forget the least recently used that are over; who uses one keeps it."""
+        """Drop the least recently used compilations that have ended; slots keep their own reference."""
         kept_bytes = sum(one.kept_bytes for one in self._cache.values())
         for key, one in list(self._cache.items()):
             if len(self._cache) <= COMPILED and kept_bytes <= KEPT_BYTES:
@@ -125,7 +123,7 @@ class GrammarCompiler:
             try:
                 found: Any = self._compile(thread, compilation.text)
                 compilation.kept_bytes = int(found.memory_size_bytes)
-            except Exception as error:  # noqa: BLE001 - one request's grammar must not end the others'
+            except Exception as error:  # noqa: BLE001 - a grammar fails its own request only
                 found = error
             compilation.took_us = (time.monotonic_ns() - began_ns) // 1000
             with self._changed:
@@ -139,7 +137,7 @@ class GrammarCompiler:
             compilation.result.set_exception(found)
 
     def _next(self) -> tuple[str, Compilation] | None:
-        """The next one of the tenant whose turn it is, who has no lane; None at the end."""
+        """The next compilation in turn, of a tenant without a thread; None at the end."""
         with self._changed:
             while not self._closed:
                 tenant = next((tenant for tenant in self._queues if tenant not in self._busy), None)
@@ -149,7 +147,7 @@ class GrammarCompiler:
                 queue = self._queues.pop(tenant)
                 compilation = queue.popleft()
                 if queue:
-                    self._queues[tenant] = queue  # behind the others
+                    self._queues[tenant] = queue  # after the other tenants
                 if compilation.wanted > 0:
                     self._busy.add(tenant)
                     self._start_threads()
@@ -163,7 +161,7 @@ class GrammarCompiler:
                 del self._cache[key]
 
     def _compile(self, thread: _CompilerThread, text: str) -> Any:
-        """On the lane. Raises GrammarRefusedError, EngineError."""
+        """Called on a compiler thread. Raises GrammarRefusedError or EngineError."""
         no_control = json.loads(text)["kind"] == "json"
         info = self._info(no_control)
         outcome = thread.compile(Job(no_control, text), self._texts)
@@ -183,7 +181,8 @@ class GrammarCompiler:
         return self._infos[no_control]
 
     def _texts(self, no_control: bool) -> Texts:
-        """JSON never holds a bare control character, which XGrammar allows in strings of bounded length."""
+        """`no_control`: blank the tokens with control characters. JSON has none, but XGrammar allows them in
+        strings of bounded length."""
         vocabulary = self._load_vocabulary()
         texts = list(vocabulary.token_bytes)
         if no_control:
@@ -192,20 +191,20 @@ class GrammarCompiler:
 
 
 class _CompilerThread:
-    """A thread, and the process that compiles for it; after one that died it begins another."""
+    """A thread and the process that compiles for it. A process that died is replaced."""
 
     def __init__(self, run: Callable[[_CompilerThread], None]) -> None:
         self.process: _Process | None = None
         self._ended = False
-        self._changing = threading.Lock()  # of both
+        self._changing = threading.Lock()  # guards `process` and `_ended`
         self.thread = threading.Thread(target=run, args=(self,), name="grammars", daemon=True)
         self.thread.start()
 
     def compile(self, job: Job, texts: Callable[[bool], Texts]) -> Outcome:
-        """Raises EngineError when the process has ended meanwhile."""
+        """Raises EngineError when the process ends before it answers."""
         with self._changing:
             if self._ended:
-                raise EngineError("this executor ends")
+                raise EngineError("the executor is stopping")
             process = self.process = self.process or _Process()
         try:
             return process.compile(job, texts)
@@ -215,7 +214,7 @@ class _CompilerThread:
             raise EngineError("the compiler of grammars has died: ask again") from None
 
     def end(self) -> None:
-        """End the process, and what it compiles. No other one begins."""
+        """Kill the process and its compilation, and start no other."""
         with self._changing:
             self._ended = True
             if self.process is not None:
@@ -223,7 +222,7 @@ class _CompilerThread:
 
 
 class _Process:
-    """The process, and which vocabularies it has."""
+    """The process, and the vocabularies that it has received."""
 
     def __init__(self) -> None:
         ours, theirs = Pipe()
@@ -240,7 +239,7 @@ class _Process:
         self.pid = self._process.pid
 
     def compile(self, job: Job, texts: Callable[[bool], Texts]) -> Outcome:
-        """Raises EOFError or OSError for a process that has ended: one that does not answer is killed."""
+        """Raises EOFError or OSError if the process has ended; a process that does not answer is killed."""
         wanted = [] if job.no_control in self._has else [texts(job.no_control)]
         watch = threading.Timer(grammar_process.COMPILE_S + GRACE_S, self._process.kill)
         watch.start()
@@ -254,14 +253,14 @@ class _Process:
         return outcome
 
     def kill(self) -> None:
-        """End it now, and what it compiles."""
+        """Kill the process and its compilation."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
 
 
 def xgrammar() -> Any:
-    """The library. Raises GrammarRefusedError where it is not installed."""
+    """The library XGrammar. Raises GrammarRefusedError if it is not installed."""
     try:
         import xgrammar as library
     except ImportError as error:

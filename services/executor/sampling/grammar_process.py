@@ -1,11 +1,11 @@
-"""The process that compiles grammars: nothing but the end of its process stops a compilation.
+"""This process compiles grammars, because only the end of a process stops a compilation.
 
-    executor ── Texts, Job ──▶ this process ── fork, for each job ──▶ compile, serialize
-             ◀── Outcome ────               ◀── what came of it ──── or its death, at a limit
+    executor ── Texts, Job ──▶ this process ── a fork for each job ──▶ compile, serialize
+             ◀── Outcome ────               ◀── Outcome ────────────── or death at a limit
 
-It holds the vocabulary as XGrammar wants it, which a fork has for nothing, so that a job which dies costs the
-next one no time. It ends with the executor, and a job ends with it. XGrammar is loaded without the parts that
-import torch: 60 MB and a second in the place of 300 MB and six.
+It keeps XGrammar's form of the vocabulary, which each fork shares, so a job that dies costs the next one no
+time. It ends with the executor, and a job ends with it. XGrammar is loaded without the parts that import
+torch: 60 MB and 1 s instead of 300 MB and 6 s.
 
 `python -m services.executor.sampling.grammar_process FD`, started by grammar_compiler.
 """
@@ -28,19 +28,19 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-COMPILE_S = 20.0  # of one grammar
-MEMORY_BYTES = 1024 * 1024 * 1024  # of one compilation, beyond what the process has
-MAX_COMPILED_BYTES = 64 * 1024 * 1024  # as it travels
-CACHE_BYTES = 64 * 1024 * 1024  # what a compiler keeps of parts that it has seen: of this job only
-_PARENT_S = 2.0  # between two looks whether the executor is there
+COMPILE_S = 20.0  # limit for one grammar
+MEMORY_BYTES = 1024 * 1024 * 1024  # of one compilation, beyond the process's own
+MAX_COMPILED_BYTES = 64 * 1024 * 1024  # serialized
+CACHE_BYTES = 64 * 1024 * 1024  # XGrammar's cache of the parts of one grammar
+_PARENT_S = 2.0  # between two checks that the executor lives
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What the tokens of a vocabulary of `size` say, with or without control
-    characters."""
+    """The texts of a vocabulary of `size` tokens; with `no_control` those with control characters are
+    empty."""
 
     no_control: bool
     texts: list[bytes]
@@ -58,14 +58,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The grammar as XGrammar writes it, or why there is none: its own fault where it was `refused`."""
+    """The grammar as XGrammar serializes it, or why the grammar is refused."""
 
     compiled: bytes = b""
     refused: str = ""
 
 
 def compiled(compiler: Any, text: str) -> Any:
-    """What XGrammar makes of a grammar. Raises its errors."""
+    """The grammar `text` of a Job, compiled by XGrammar. Raises XGrammar's errors."""
     asked = json.loads(text)
     if asked["kind"] == "tags":
         return compiler.compile_structural_tag(_tags(json.loads(asked["source"])))
@@ -76,7 +76,8 @@ def compiled(compiler: Any, text: str) -> Any:
 
 
 def _tags(asked: dict[str, Any]) -> dict[str, Any]:
-    """Free text in which, behind `trigger`, one of the tags follows: its begin, JSON by a schema, its end."""
+    """A structural tag: free text in which one of the tags follows after `trigger`; a tag is its opening
+    text, JSON by a schema, and its closing text."""
     tags = [
         {
             "type": "tag",
@@ -91,7 +92,7 @@ def _tags(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def attempt(compiler: Any, text: str, executor: Connection) -> Outcome:
-    """Compile in a fork, within the limits. Raises EOFError once the executor is no more."""
+    """Compile in a fork, within the limits. Raises EOFError once the executor has ended."""
     read_end, write_end = os.pipe()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -101,26 +102,26 @@ def attempt(compiler: Any, text: str, executor: Connection) -> Outcome:
     try:
         in_time = _collect(read_end, executor, found)
     finally:
-        os.kill(pid, signal.SIGKILL)  # it has said all, or too much of its time has passed
+        os.kill(pid, signal.SIGKILL)  # it has sent everything, or its time is over
         _, status = os.waitpid(pid, 0)
         os.close(read_end)
     if not in_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
         return Outcome(refused=f"the grammar takes over {COMPILE_S:g} s to compile: simplify it")
     try:
         outcome: Outcome = pickle.loads(found)
-    except Exception:  # noqa: BLE001 - it has died, by a signal or for want of memory
+    except Exception:  # noqa: BLE001 - the fork died, by a signal or for lack of memory
         return Outcome(refused="the grammar broke its compiler: simplify it")
     return outcome
 
 
 def _collect(read_end: int, executor: Connection, found: bytearray) -> bool:
-    """What the fork says, until it has ended. False when that is not within the time."""
+    """Read the fork's output into `found` until it ends. False when its time is over before."""
     until_s = time.monotonic() + COMPILE_S
     while (left_s := until_s - time.monotonic()) > 0:
         both = [read_end, executor.fileno()]
         ready, _, _ = select.select(both, [], [], min(left_s, _PARENT_S))
         if executor.fileno() in ready or _parent_gone():
-            raise EOFError  # the executor says nothing before it has its answer: this is its end
+            raise EOFError  # the executor sends nothing before the answer: it has ended
         if ready:
             data = os.read(read_end, _CHUNK)
             if not data:
@@ -134,7 +135,7 @@ def _parent_gone() -> bool:
 
 
 def _compile_here(compiler: Any, text: str, write_end: int, parent: int) -> NoReturn:
-    """In the fork of `parent`."""
+    """Runs in the fork of `parent`."""
     try:
         _die_with(parent)
         seconds = int(COMPILE_S) + 1
@@ -153,7 +154,7 @@ def _outcome(compiler: Any, text: str) -> Outcome:
         data = compiled(compiler, text).serialize_json().encode()
     except MemoryError:
         return Outcome(refused=_too_large())
-    except Exception as error:  # noqa: BLE001 - XGrammar's, of many kinds
+    except Exception as error:  # noqa: BLE001 - XGrammar raises many types
         return Outcome(refused=_too_large() if "bad_alloc" in str(error) else f"grammar: {line(error)}")
     return Outcome(data) if len(data) <= MAX_COMPILED_BYTES else Outcome(refused=_too_large())
 
@@ -163,14 +164,14 @@ def _too_large() -> str:
 
 
 def line(error: Exception) -> str:
-    """The last line of what an error says."""
+    """The last line of an error's text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(0)
 
 
@@ -189,15 +190,15 @@ def _compiler(texts: Texts) -> Any:
 
 
 def _without_torch() -> None:
-    """Make `import xgrammar.compiler` load that and not the whole package, which needs torch for masks and
-    transformers for tokenizers of its own."""
+    """Make `import xgrammar.compiler` load only that module: the whole package imports torch for masks and
+    transformers for its tokenizers."""
     spec = importlib.util.find_spec("xgrammar")
-    assert spec is not None, "the executor has looked for it before"
+    assert spec is not None, "the executor has imported it before"
     package = types.ModuleType("xgrammar")
     package.__path__ = list(spec.submodule_search_locations or ())
     tokenizers: Any = types.ModuleType("transformers")
     tokenizers.PreTrainedTokenizerBase = tokenizers.PreTrainedTokenizerFast = type(None)
-    absent: Any = None  # an import of it fails as if it were not installed
+    absent: Any = None  # an import fails as if it were not installed
     sys.modules.update(xgrammar=package, transformers=tokenizers, torch=absent)
     importlib.import_module("xgrammar.load_binding")
 
@@ -206,9 +207,12 @@ _PARENT = os.getppid()
 
 
 def main() -> None:
-    """Compile what the executor sends, until it ends."""
+    """Compile the executor's grammars until the executor ends."""
     executor = Connection(int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal's whole group: the executor says when
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a terminal's signals reach the whole group
         signal.signal(number, signal.SIG_IGN)
     _without_torch()
     compilers: dict[bool, Any] = {}
@@ -226,6 +230,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module(
-        "services.executor.sampling.grammar_process"
-    ).main()  # what travels names its types
+    # Not as __main__: pickled messages name this module's types.
+    importlib.import_module("services.executor.sampling.grammar_process").main()

@@ -1,12 +1,11 @@
-"""Logits processors and grammars over the rows of a step on a torch device.
+"""HostRows applies logits processors and grammars to the rows of a step. The torch engines call it.
 
-Rows with processors go to the host, through them, and back; then grammars forbid what may not follow, ahead
-of the choice (`process`) or behind it (`choose`, see grammar.py): a mask is made under the forward only
-where the host need not wait for that.
+Rows with processors are copied to the host, processed and copied back. Then grammars forbid tokens: before
+the choice (`process`), or after it by rejection (`choose`, see grammar.py).
 
-On a GPU the rows of one half must not queue behind the other half's forward. So an event marks the end of
-their own forward, and all that follows it runs on a stream beside the one that computes. That holds for
-steps without such rows, too: on the host thread they may be sampled when the next forward is queued already.
+On a GPU a step's sampling must not queue after the next step's forward. So an event marks the end of each
+forward, and sampling runs on a second stream after that event. This holds for steps without such rows, too:
+the host thread may sample them when the next forward is queued already.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shared.messages import SlotOpen
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """Logits `[rows, vocab]` to sample from, the time on the host, and why rows failed, by index."""
+    """Logits `[rows, vocab]` to sample from, and why rows failed, by index."""
 
     logits: Tensor
     host_us: int
@@ -37,8 +36,7 @@ class Processed:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Ids `[rows]` as Sampler.choose gives them, the time on the host, and why rows failed, by index; the id
-    of such a row means nothing."""
+    """Ids `[rows]` of Sampler.choose, and why rows failed, by index; a failed row's id means nothing."""
 
     ids: Tensor
     host_us: int
@@ -46,8 +44,8 @@ class Chosen:
 
 
 class HostRows:
-    """The processors and grammars of open slots. `open`, `close` and `forwarded` are the device thread's,
-    the rest is the host thread's."""
+    """The processors and grammars of open slots. `open`, `close` and `forwarded` are for the device thread,
+    the rest for the host thread."""
 
     def __init__(self, known: Mapping[str, MakeProcessor], grammars: Grammars, device: torch.device) -> None:
         self._pipelines = ProcessorPipelines(known)
@@ -55,10 +53,10 @@ class HostRows:
         self._stream: torch.cuda.Stream | None = None
         self._marks = device.type == "cuda"
         if device.type == "cuda" and known:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch annotates it not
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # no annotations in torch
 
     def open(self, opened: SlotOpen) -> None:
-        """Take a slot's processors and grammar, if it has any."""
+        """Take over a slot's processors and grammar, if it has any."""
         self._pipelines.open(opened)
         self._grammars.open(opened)
 
@@ -68,19 +66,19 @@ class HostRows:
         self._grammars.close(slot)
 
     def end(self) -> None:
-        """End what compiles grammars."""
+        """End the compilation of grammars."""
         self._grammars.end()
 
     def forwarded(self) -> torch.cuda.Event | None:
-        """Mark the end of a forward, on a GPU: copies of its blocks wait for that, too."""
+        """Mark the end of a forward, on a GPU. Copies of its blocks also wait for the event."""
         if not self._marks:
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch annotates it not
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # no annotations in torch
         event.record()
         return event
 
     def overlapping(self, forwarded: torch.cuda.Event | None) -> AbstractContextManager[object]:
-        """Where to sample: after that forward, beside whatever the device computes next."""
+        """The context to sample in: on the second stream, after that forward."""
         if forwarded is None or self._stream is None:
             return nullcontext()
         self._stream.wait_event(forwarded)
@@ -89,8 +87,8 @@ class HostRows:
     def process(
         self, logits: Tensor, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]
     ) -> Processed:
-        """Run the processors and grammars of the rows that have some; `tokens` gives a slot's tokens so far.
-        Row i is for `slots[i]`. `logits` is left as it is."""
+        """Run the processors and grammars of the rows; `tokens` returns a slot's tokens so far. Row i belongs
+        to `slots[i]`. `logits` stays unchanged."""
         processed = self._through_processors(logits, slots, tokens)
         rows = self._grammars.rows_of(slots)
         if not rows:
@@ -109,7 +107,7 @@ class HostRows:
         positions: list[int],
         tokens: Callable[[int], Sequence[int]],
     ) -> Chosen:
-        """Run the processors and choose a token for each row, as Sampler.choose, within the grammars."""
+        """Run the processors, then choose a token for each row within the grammars."""
         processed = self._through_processors(logits, slots, tokens)
         ids, host_us, failed = grammar.choose(
             self._grammars, sampler, processed.logits, slots, positions, tokens
@@ -131,14 +129,14 @@ class HostRows:
         back = host.to(logits.device, non_blocking=True)
         failed = self._pipelines.with_row_errors(hosted, failed, back.amax(-1).isfinite().tolist())
         for k in failed:
-            back[k] = 0  # a token is drawn from it, and not used
+            back[k] = 0  # the token drawn from it is not used
         changed = logits.clone()
         changed[at] = back
         return Processed(changed, host_us, {rows[k]: why for k, why in failed.items()})
 
     def _to_host(self, logits: Tensor) -> Tensor:
-        """A copy, in pinned memory where there is a GPU. Measured on an H200, both ways and sampling, 256
-        rows of 128,256 logits: 7 to 9 ms; through pageable memory 139 ms in the one run made."""
+        """A copy, pinned if the logits are on a GPU. Measured on an H200, 256 rows of 128,256 logits, both
+        ways and sampling: 7 to 9 ms; through pageable memory 139 ms (one run)."""
         if self._stream is None:
             return logits.cpu()
         return torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True).copy_(logits)

@@ -1,8 +1,9 @@
 """Logits processors are the extension point for custom sampling. See docs/design/processors.md.
 
-A processor is a class of yours, loaded by name at start and built for each sequence that asks for it. It
-sees a row of logits on the host before penalties, bias and sampling. Rows with one are *host-fed*: they are
-computed again only after their result, so two halves of a batch take turns on the device and the host.
+A processor is a class of the operator, loaded by name at start and built for each sequence that requests it.
+It changes a row of logits on the host before penalties, bias and sampling. Rows with a processor are
+*host-fed*: their next step starts after their result, so the two halves of two_batch take turns on the device
+and the host.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_WAIT_MS = 10_000
-SIDE_BY_SIDE = 32  # rows whose processors wait at one time
-MAX_WHY_BYTES = 160  # 256 of them fit in a result
+SIDE_BY_SIDE = 32  # rows with waiting processors that run at once
+MAX_WHY_BYTES = 160  # 256 of them fit into a result
 
 
 class LogitsProcessor(Protocol):
-    """One for each sequence and request entry. Called on the host thread of the executor, once a row; an
-    error ends the request that it belongs to, and no other."""
+    """One instance for each sequence and entry of its request. Called once a row, on the executor's host
+    thread. An error ends only its own request."""
 
     def process(self, generated: Sequence[int], logits: Tensor) -> Tensor:
         """The logits to sample from: `logits` `[vocab]`, float32, on the CPU, changed in place or not, or
@@ -39,8 +40,8 @@ class LogitsProcessor(Protocol):
         token. `generated` are the sequence's tokens after its prompt."""
 
 
-# Called with the request's `args` and the prompt's tokens. A class attribute `waits = True` says that
-# `process` waits for something outside rather than computes: rows then wait side by side, on other threads.
+# Called with the request's `args` and the prompt's tokens. The class attribute `waits = True`: `process`
+# waits for something outside instead of computing, so rows wait at the same time, on several threads.
 MakeProcessor = Callable[[dict[str, Any], Sequence[int]], LogitsProcessor]
 
 
@@ -88,8 +89,8 @@ def _load(name: str, target: str) -> MakeProcessor:
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
-    """A sampled row for its slot's processors, which change `logits` `[vocab]` float32 in place. `tokens`
-    are the sequence so far, with its prompt."""
+    """A sampled row. The slot's processors change `logits` `[vocab]` float32 in place. `tokens` is the
+    sequence so far, with its prompt."""
 
     slot: int
     tokens: Sequence[int]
@@ -110,24 +111,22 @@ class _Stage:
 class _Pipeline:
     prompt: Sequence[int]
     stages: tuple[_Stage, ...]
-    waits: bool  # for something outside
+    waits: bool  # see MakeProcessor
 
 
 class ProcessorPipelines:
-    """The logits processors of open slots, and their run over the rows of a step.
+    """The logits processors of open slots.
 
-    A slot's processors are built when its first row comes, on the host thread: what a constructor does must
-    not stop the device. Whatever a plugin raises is that row's failure, said in words.
-
-    Slots are opened and closed on the device thread while the host thread runs
-    the rows of others: an entry is one slot's, and whoever changes a slot waits for its rows first."""
+    A slot's processors are built at its first row, on the host thread: a slow constructor must not stop the
+    device. Any exception of a plugin fails that row. The device thread opens and closes slots while the host
+    thread runs rows of other slots; it waits for a slot's rows before it changes the slot."""
 
     def __init__(self, known: Mapping[str, MakeProcessor]) -> None:
         self._makers = known
         self._pipelines: dict[int, _Pipeline] = {}
 
     def open(self, opened: SlotOpen) -> None:
-        """Take a slot's processors, if it has any."""
+        """Take over a slot's processors, if it has any."""
         self._pipelines.pop(opened.slot, None)
         if opened.processors:
             stages = tuple(self._stage(text) for text in opened.processors)
@@ -146,9 +145,9 @@ class ProcessorPipelines:
     def run(
         self, rows: Sequence[HostRow], around: Callable[[], AbstractContextManager[object]]
     ) -> dict[int, str]:
-        """Run the rows' processors, within what `around` makes for each thread that does. Returns why rows
-        failed, by index; the logits of such a row mean nothing. Whether those of the others can be sampled
-        from is for the caller to see, for all of them at once."""
+        """Run the rows' processors, each row within a context `around()` on its thread. Returns why rows
+        failed, by index; the logits of a failed row mean nothing. The caller checks that the other logits are
+        finite, for all rows at once."""
         failures: dict[int, str] = {}
         waiting: deque[int] = deque()
 
@@ -168,7 +167,8 @@ class ProcessorPipelines:
     def with_row_errors(
         self, rows: Sequence[HostRow], failures: Mapping[int, str], sound: Sequence[bool]
     ) -> dict[int, str]:
-        """`failures` of a run, and the rows whose logits were left without a finite largest one, in order."""
+        """`failures` of a run plus the rows that are not `sound` (their largest logit is not finite), in
+        order."""
         found = dict(failures)
         for i, row in enumerate(rows):
             if not sound[i] and i not in found:
@@ -181,19 +181,19 @@ class ProcessorPipelines:
             asked = json.loads(text)
             name, args = str(asked["name"]), dict(asked["args"])
         except (ValueError, TypeError, LookupError, RecursionError):
-            name, args = text[:40], {}  # no tokenizer sends that; its row says that it is unknown
+            name, args = text[:40], {}  # no tokenizer sends this; the row fails with an unknown processor
         return _Stage(name, args, self._makers.get(name))
 
 
 def _side_by_side(rows: deque[int], run_row: Callable[[int], None]) -> None:
-    """Run rows that wait, on this thread and others. Those end with the step: a row that waits for ever must
-    not keep the process from ending, as the threads of a pool would."""
+    """Run waiting rows on this and other threads. The others are daemons of this step: the threads of a pool
+    would keep the process alive while a row waits for ever."""
 
     def work() -> None:
         while rows:
             try:
                 row = rows.popleft()
-            except IndexError:  # another thread was quicker
+            except IndexError:  # another thread took the last row
                 return
             run_row(row)
 
@@ -209,7 +209,7 @@ def _side_by_side(rows: deque[int], run_row: Callable[[int], None]) -> None:
 
 
 def _run(pipeline: _Pipeline, row: HostRow) -> str:
-    """Empty, or why the row failed."""
+    """Why the row failed, or empty."""
     generated = row.tokens[len(pipeline.prompt) :]
     for stage in pipeline.stages:
         try:
@@ -228,7 +228,7 @@ def _why(name: str, error: BaseException) -> str:
 
 
 def cut_why(why: str) -> str:
-    """Why a row failed, as short as MAX_WHY_BYTES."""
+    """`why`, cut to MAX_WHY_BYTES."""
     return why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
 
 

@@ -1,1 +1,1 @@
-"""An engine without weights, with tokens by formula and times by a model of the machine."""
+"""The simulated engine computes tokens by a formula and takes the times of a step model."""

@@ -1,16 +1,15 @@
-"""The simulated engine has no weights: a latency model and reproducible tokens. It ships in the product.
+"""The simulated engine implements Backend without weights: a latency model and reproducible tokens.
 
-A step takes the time of its shape (SimTiming), slept through as a GPU would be waited for; in a pipeline it
-passes one stage after the other, and another step may be in the stage that it has left. The next token
-depends on the slot's seed, its position and the token before, so that the same request gives the same tokens
-in any batch, slot or order of steps.
+It sleeps for the time of a step's shape (SimTiming). In a pipeline a step passes the stages one after the
+other, and other steps may be in the other stages. The next token depends on the slot's seed, the position and
+the token before, so a request gets the same tokens in any batch, slot or order of steps.
 
-The setting `sim` says how long the steps and the copies take:
+The setting `sim` has the times of steps and copies:
 
-    step=5000,token=20          µs for each step, and more for each of its tokens
+    step=5000,token=20          µs for each step, plus µs for each of its tokens
     h200-8b                     a preset of shared.step_model
-    h200-8b,stages=2,host_row=30    a pipeline of two; 30 µs of logits processors for each row that waits
-    step=5000,block=65536,d2h=5000,h2d=5000  bytes of a KV block; MB/s from the device, and to it (0: no time)
+    h200-8b,stages=2,host_row=30    a pipeline of two stages; 30 µs for each row with the processor Wait
+    step=5000,block=65536,d2h=5000,h2d=5000  bytes of a KV block; MB/s from the device and to it (0: no time)
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ if TYPE_CHECKING:
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in SplitMix64
 _MASK = (1 << 64) - 1
 _NO_GRAMMARS = f"{ROW_REFUSED}the simulated engine follows no grammar: ask an engine with weights"
-FIRST_TEXT_ID = 256  # below are control tokens in most vocabularies
+FIRST_TEXT_ID = 256  # most vocabularies have control tokens below
 _WORDS = 4
-SIGNATURE_BYTES = 8 * _WORDS  # what a simulated block holds
-_FREE_PIECE_BYTES = 64 << 20  # copied in one call where copies take no time
+SIGNATURE_BYTES = 8 * _WORDS  # the contents of a simulated block
+_FREE_PIECE_BYTES = 64 << 20  # copied in one call if copies take no time
 _KEYS = ("step", "token", "stages", "host_row", "block", "d2h", "h2d")
 _MOST_US = 60_000_000  # the most of any number in the setting
 
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """The engine that SimBackend pretends to be."""
+    """The simulated engine's facts and settings."""
 
     model: str = "sim"
     vocab: int = 32_000
@@ -60,7 +59,7 @@ class SimOptions:
     max_step_tokens: int = 8_192
     max_context: int = 131_072
     timing: str = "step=5000"  # the setting `sim`
-    processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by the names requests give
+    processors: Mapping[str, MakeProcessor] = field(default_factory=dict)  # by name
 
 
 @dataclass(slots=True)
@@ -69,7 +68,7 @@ class _Slot:
     stop_ids: frozenset[int]
     last: int
     max_length: int
-    tokens: list[int]  # all so far; of a slot with logits processors, else empty
+    tokens: list[int]  # all so far in a slot with logits processors, else empty
     done: bool = False
 
 
@@ -79,10 +78,9 @@ class SimBackend:
     def __init__(self, options: SimOptions) -> None:
         self._options = options
         self._slots: dict[int, _Slot] = {}
-        # Slots that were opened with one: its tokens are not chosen by logits.
-        self._grammars: set[int] = set()
+        self._grammars: set[int] = set()  # slots with a grammar, which has no logits here: their rows fail
         self._timing = sim_timing(options.timing)
-        self._free_s = [0.0] * self._timing.stages  # when each stage has nothing left to do
+        self._free_s = [0.0] * self._timing.stages  # when each stage becomes idle
         self._host_rows = SimHostRows(options.processors, options.vocab, self._timing.host_row_us)
         self._blocks = SimBlocks(options.blocks, options.block_tokens, options.slots, options.max_context)
         self._copier = SimCopier(self._blocks, self._timing.copies)
@@ -109,7 +107,7 @@ class SimBackend:
         )
 
     def warm_up(self) -> None:
-        """Nothing to warm."""
+        """Does nothing."""
 
     def open_slot(self, opened: SlotOpen) -> None:
         last, max_length = opened.tokens[-1], opened.max_length or self._options.max_context
@@ -128,7 +126,7 @@ class SimBackend:
         self._write(plan)
         left_s, due_s = self._pass_stages(now_s, self._timing.step_us(shape_of(plan)) / 1e6)
         if len(self._free_s) > 1 or self._host_rows.rows_of(plan.sample_slots):
-            _sleep_until(left_s)  # the next step's forward may begin before this step is sampled
+            _sleep_until(left_s)  # the next step's forward may start before this step is sampled
         return Pending(plan=plan, due_s=due_s)
 
     def sample(self, pending: Pending) -> StepOutput:
@@ -175,7 +173,7 @@ class SimBackend:
         self.reset()
 
     def _write(self, plan: StepPlan) -> None:
-        """Write the blocks of the rows that are not done."""
+        """Write the blocks of rows in slots that are not done."""
         states = [self._slots[slot] for slot in plan.slots]
         rows = [row for row, state in enumerate(states) if not state.done]
         self._blocks.write(plan, rows, [states[row].opened.seq for row in rows])
@@ -184,7 +182,7 @@ class SimBackend:
         return self._slots[slot].tokens
 
     def _pass_stages(self, now_s: float, took_s: float) -> tuple[float, float]:
-        """When a step that begins now leaves the first stage, and when the last."""
+        """When a step that starts now leaves the first and the last stage."""
         at_s, stages = now_s, len(self._free_s)
         for stage, free_s in enumerate(self._free_s):
             at_s = max(at_s, free_s) + took_s / stages
@@ -207,18 +205,16 @@ def _sleep_until(at_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SimCopies:
-    """Blocks of so many bytes, copied at these rates."""
+    """The size of a block, and the rates of its copies."""
 
-    block_bytes: int = 65_536  # small, so that many fit into a small arena; 0: nothing can be copied
+    block_bytes: int = 65_536  # small, so that many fit into a small arena; 0: no copies
     d2h_mb_s: int = 0  # from the device to the arena; 0: copies take no time
     h2d_mb_s: int = 0
 
     def store_s(self, blocks: int) -> float:
-        """The time to copy so many blocks to the arena."""
         return blocks * self.block_bytes / (self.d2h_mb_s * 1e6) if self.d2h_mb_s else 0.0
 
     def load_s(self, blocks: int) -> float:
-        """The time to copy so many blocks from the arena."""
         return blocks * self.block_bytes / (self.h2d_mb_s * 1e6) if self.h2d_mb_s else 0.0
 
 
@@ -231,7 +227,7 @@ PRESET_COPIES = {
 
 @dataclass(frozen=True, slots=True)
 class SimTiming:
-    """A step model, with time by the token on top, and the number of pipeline stages."""
+    """The parsed setting `sim`: a step model, more time by the token, pipeline stages, copies."""
 
     model: StepModel
     token_us: int = 0
@@ -245,7 +241,7 @@ class SimTiming:
 
 
 def sim_timing(setting: str) -> SimTiming:
-    """Read the setting. Raises SetupError."""
+    """Parse the setting `sim`. Raises SetupError."""
     names, numbers = [], {}
     for entry in filter(None, (part.strip() for part in setting.split(","))):
         key, equals, value = (part.strip() for part in entry.partition("="))
@@ -278,10 +274,9 @@ def _copies(numbers: dict[str, int], usual: SimCopies) -> SimCopies:
 
 
 class SimBlocks:
-    """The KV blocks and the tables of all slots. Each block holds a signature of what was last written to it,
-    and no more. Its Copier half belongs to the copy worker.
+    """The KV blocks and the block tables of all slots. A block holds only a signature of its last write.
 
-        signature [sequence, index in the sequence, tokens so far, step]   of 8 bytes each"""
+    signature [sequence, index in the sequence, tokens so far, step]   of 8 bytes each"""
 
     def __init__(self, blocks: int, block_tokens: int, slots: int, max_context: int) -> None:
         self._block_tokens = block_tokens
@@ -289,8 +284,8 @@ class SimBlocks:
         self._tables: NDArray[np.int32] = np.zeros((slots, blocks_for(max_context, block_tokens)), np.int32)
 
     def write(self, plan: StepPlan, rows: Sequence[int], sequences: Sequence[int]) -> None:
-        """Apply a plan's tables and copies, then write what its forward `rows` write. `sequences` are those
-        of the rows."""
+        """Apply a plan's table deltas and copies, then write the blocks of its forward `rows`, which belong
+        to `sequences`."""
         at = 0
         for slot, begin, count in zip(plan.table_slots, plan.table_first, plan.table_counts, strict=True):
             self._tables[slot, begin : begin + count] = plan.table_blocks[at : at + count]
@@ -303,7 +298,7 @@ class SimBlocks:
         ends = starts + _numbers(plan.counts)[rows]
         first, last = starts // self._block_tokens, (ends - 1) // self._block_tokens
         spans = last - first + 1
-        row = np.repeat(np.arange(len(rows)), spans)  # of each block that is written
+        row = np.repeat(np.arange(len(rows)), spans)  # one entry for each written block
         index = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(spans) - spans, spans)
         written = np.empty((len(row), _WORDS), np.int64)
         written[:, 0] = np.asarray(sequences)[row]
@@ -318,14 +313,14 @@ def _numbers(column: Sequence[int]) -> NDArray[np.int32]:
 
 
 class SimCopier:
-    """See services.executor.engine.Copier. Copies take the time that the setting `sim` gives, and move the
-    signature for real: what comes back from the arena is what was stored there, or a test can tell."""
+    """See services.executor.engine.Copier. Copies take the times of the setting `sim` and move the
+    signatures, so that tests can compare them."""
 
     def __init__(self, blocks: SimBlocks, times: SimCopies) -> None:
         self._signatures = blocks.signatures
         self._times = times
         slower_mb_s = min(times.d2h_mb_s, times.h2d_mb_s)
-        self.piece_bytes = slower_mb_s * 1_000 or _FREE_PIECE_BYTES  # a millisecond's
+        self.piece_bytes = slower_mb_s * 1_000 or _FREE_PIECE_BYTES  # a millisecond of copying
         self._arena: NDArray[np.uint8] | None = None
 
     def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
@@ -349,26 +344,26 @@ class SimCopier:
         _sleep_until(due_s)
 
     def finish(self) -> int:
-        """Nothing is left to wait for: copies are over when they return."""
+        """Copies end before they return."""
         return 0
 
 
 class SimHostRows:
-    """The logits processors of open slots: they run on zero logits, and what they make of them is not looked
-    at. `Wait` is not run but slept for, all rows of a step at once, so that a row may take 30 µs.
+    """The logits processors of open slots. They run on zero logits, and their results are only checked.
+    `Wait` sleeps once for all rows of a step, so that a row may take 30 µs.
 
-    `process` is the host thread's, the rest the device thread's."""
+    `process` is for the host thread, the rest for the device thread."""
 
     def __init__(self, known: Mapping[str, MakeProcessor], vocab: int, host_row_us: int) -> None:
-        """`host_row_us`: of a `Wait` that names no time."""
-        self._waits: list[float | None] = []  # ms, of the step that is processed
+        """`host_row_us`: of a `Wait` without a time."""
+        self._waits: list[float | None] = []  # ms, by row of the current step
         self._pipelines = ProcessorPipelines({name: self._noted(make) for name, make in known.items()})
         self._reads_logits = any(make is not Wait for make in known.values())
         self._vocab = vocab
         self._host_row_us = host_row_us
 
     def open(self, opened: SlotOpen) -> None:
-        """Take a slot's processors, if it has any."""
+        """Take over a slot's processors, if it has any."""
         self._pipelines.open(opened)
 
     def close(self, slot: int) -> None:
@@ -376,14 +371,13 @@ class SimHostRows:
         self._pipelines.close(slot)
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
-        """The indices of slots with processors."""
         return self._pipelines.rows_of(slots)
 
     def process(
         self, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]
     ) -> tuple[int, dict[int, str]]:
-        """Run the processors of the rows that have some. Returns their time in µs and why rows failed, by
-        index into `slots`."""
+        """Run the processors of the rows. Returns their time in µs and why rows failed, by index into
+        `slots`."""
         rows = self._pipelines.rows_of(slots)
         began_ns = time.monotonic_ns()
         hosted = [HostRow(slots[row], tokens(slots[row]), self._logits()) for row in rows]
@@ -403,7 +397,7 @@ class SimHostRows:
     def _logits(self) -> Tensor:
         if not self._reads_logits:
             return cast("Tensor", _Unread())
-        import torch  # only where somebody's processor needs it
+        import torch  # only if a processor reads logits
 
         return torch.zeros(self._vocab)
 
@@ -414,7 +408,7 @@ class SimHostRows:
 
 
 class _Noted:
-    """A Wait that is written down."""
+    """A Wait that records its time instead of waiting."""
 
     def __init__(self, wait: Wait, waits: list[float | None]) -> None:
         self._wait = wait
@@ -426,4 +420,4 @@ class _Noted:
 
 
 class _Unread:
-    """Stands for logits that no processor reads, without torch."""
+    """In place of logits that no processor reads, without torch."""

@@ -52,7 +52,7 @@ def test_a_bias_of_one_layer_alone_is_refused(tmp_path: Path) -> None:
 
 def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:
     path = write_gguf("llama", tmp_path / "m.gguf", more={"tokenizer.ggml.tokens": ["a"] * 140})
-    with pytest.raises(SetupError, match=r"'token_embd.weight' is \[131, 64\], where .* says \[140, 64\]"):
+    with pytest.raises(SetupError, match=r"'token_embd.weight' is \[131, 64\], where .* gives \[140, 64\]"):
         load_gguf(path, torch.float32, CPU)
 
 

@@ -116,7 +116,7 @@ def test_quantised_tensors_are_refused_without_a_word_in_the_configuration(tmp_p
 def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     rewritten(folder, model__embed_tokens__weight=torch.ones(140, 64))
-    assert "'model.embed_tokens.weight' is [140, 64], where the model's configuration says [131, 64]" in (
+    assert "'model.embed_tokens.weight' is [140, 64], where the model's configuration gives [131, 64]" in (
         refusal(folder)
     )
 
@@ -128,7 +128,7 @@ def test_a_tie_must_agree_with_what_is_stored(tmp_path: Path) -> None:
     _, weights = load_hf(folder, torch.float32, CPU)
     assert weights.head is weights.embedding
     rewritten(folder, lm_head__weight=embedding * 2)
-    assert "says tie_word_embeddings, but 'lm_head.weight' is stored and is not the embedding" in refusal(
+    assert "sets tie_word_embeddings, but 'lm_head.weight' is stored and is not the embedding" in refusal(
         folder
     )
     folder = rewritten(save_tiny("llama", tmp_path / "b"), lm_head__weight=None)

@@ -33,7 +33,7 @@ def test_the_library_begins_where_it_is_quicker(
 
 def test_a_cpu_without_int8_is_told_what_is_best_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: False)
-    with pytest.raises(SetupError, match="bf16 is the quickest for up to 12 requests at once, and f32"):
+    with pytest.raises(SetupError, match="bf16 is the fastest for up to 12 requests at once, and f32"):
         _dtype("int8", torch.device("cpu"))
     with pytest.raises(SetupError, match="use bf16"):
         _dtype("int8", torch.device("cuda"))

@@ -58,7 +58,7 @@ def test_a_rank_that_has_chosen_something_else_goes() -> None:
     event: Any = Event(True)
     pending = Pending(plan=plan(3), forwarded=event, answer=torch.tensor([[4, -1, 9], [0, 2, 0]]))
     _check_same(pending, ints([4, -1]))  # the buffer is wider than the step
-    with pytest.raises(EngineError, match=r"step 3: the leader chose \[4, 5\], this rank \[4, -1\]"):
+    with pytest.raises(EngineError, match=r"step 3: the driver chose \[4, 5\], this rank \[4, -1\]"):
         _check_same(pending, ints([4, 5]))
     late: Any = Event(False)
     _check_same(replace(pending, forwarded=late), ints([4, 5]))  # it cannot know yet

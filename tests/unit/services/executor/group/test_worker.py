@@ -96,7 +96,7 @@ def test_a_step_that_the_leader_refuses_too_is_over() -> None:
 def test_a_step_that_only_this_rank_refuses_is_its_end() -> None:
     engine = Engine()
     engine.refuses = {3}
-    with pytest.raises(EngineError, match="it alone cannot compute step 3"):
+    with pytest.raises(EngineError, match="only this rank cannot compute step 3"):
         served(plan(2), plan(3), DropStep(2), engine=engine, patience_s=0.01)
 
 
