@@ -18,7 +18,7 @@ FROM_DEVICE = -1  # in place of the id of a device-fed token
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "table_blocks", "spare", "nobody"])
+@triton.jit(do_not_specialize=["tokens", "rows", "table_blocks", "spare", "spare_slot"])
 def _resolve(
     columns: tl.tensor,
     tables: tl.tensor,

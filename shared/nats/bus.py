@@ -54,9 +54,9 @@ _DENIED_READING = "permissions violation for subscription"
 
 
 class _Client(NatsClient):
-    """nats-py whose `flush` is a barrier, which its own is not: its PING overtakes what still waits for
-    the flusher task. The first round trip lets that task write, so the second PING follows it all.
-    Draining a subscription relies on this too: else messages that arrive before its UNSUB are lost.
+    """nats-py with a `flush` that is a barrier. Its own is none: its PING overtakes messages that still wait
+    for the flusher task. The first round trip lets that task write, so the second PING follows them.
+    Draining a subscription relies on this, too: messages that arrive before its UNSUB were lost otherwise.
 
     Its own reader puts each message into the queue of a subscription, and a task takes it from there: this
     one calls the handler. Its own parses all that one read of the socket brought, 256 kB with uvloop, before
@@ -80,7 +80,7 @@ class _Client(NatsClient):
             self.turn = 0
             await asyncio.sleep(0)
 
-    async def flush(self, timeout: int = FLUSH_TIMEOUT_S) -> None:  # noqa: ASYNC109 - nats-py says so
+    async def flush(self, timeout: int = FLUSH_TIMEOUT_S) -> None:  # noqa: ASYNC109 - the name of nats-py
         """Return when the server has handled all that was sent before."""
         await super().flush(timeout)
         await super().flush(timeout)
@@ -135,7 +135,7 @@ class NatsBus:
         on_fault: FaultHandler | None = None,
         turn_messages: int = TURN_MESSAGES,
     ) -> NatsBus:
-        """Connect to `url` (several joined by commas) and stay connected whatever happens.
+        """Connect to `url` (several joined by commas) and stay connected: a lost connection is opened again.
 
         Waits for the server for as long as it takes, or `timeout_s`; then raises SetupError.
         Other tasks run after each `turn_messages`.
@@ -227,7 +227,7 @@ class NatsBus:
         finally:
             del self._replies[token]
         if delivery.no_responders:
-            raise NoResponders(f"nobody listens to {subject}")
+            raise NoResponders(f"nothing listens to {subject}")
         return delivery
 
     async def another(self, suffix: str, timeout_s: float, turn_messages: int = TURN_MESSAGES) -> NatsBus:
@@ -266,7 +266,7 @@ class NatsBus:
             self._writer.cancel()
         await self._nc.close()
 
-    # ---- what nats-py tells ---------------------------------------------------------------------
+    # ---- reports of nats-py ---------------------------------------------------------------------
 
     def _on_reply(self, delivery: Delivery) -> None:
         answer = self._replies.get(delivery.subject.rpartition(".")[2])
@@ -346,13 +346,13 @@ async def _within(work: Coroutine[Any, Any, None], timeout_s: float | None) -> N
 
 
 def _why_not(url: str, error: BaseException, cause: str) -> str:
-    """Why there is no connection, and what to do. `cause` is what was last heard before a time limit."""
+    """Why there is no connection, and what to do. `cause` is the last problem before a time limit."""
     where, user = access.shown(url), access.parse(url).user
     if isinstance(error, Refused):
         who = f"user {user!r}" if user else "a connection without user and password"
         return (
             f"the nats-server at {where} refuses {who} ({error}): put the URL that `headrace auth` made "
-            "for this service or tenant into nats_url, by --config FILE say"
+            "for this service or tenant into nats_url, for example in --config FILE"
         )
     why = cause if isinstance(error, TimeoutError) else text(error)
     return (
@@ -366,11 +366,11 @@ async def _drained(subscription: Any) -> None:  # nats-py leaves its drain witho
 
 
 class Refused(nats_errors.Error):
-    """The server knows these credentials not, or we trust the server not: to try again would not help."""
+    """Bad credentials or an untrusted certificate. Not retryable."""
 
 
 class Faults:
-    """Turns what nats-py reports into BusFaults: one for each burst, and none for what is no news."""
+    """Turns what nats-py reports into BusFaults: one for each burst, and none for a repetition."""
 
     def __init__(self) -> None:
         self.handlers: list[FaultHandler] = []
@@ -397,7 +397,7 @@ class Faults:
             self.report("refused" if _DENIED_READING in words else "permission", str(error))
         elif isinstance(error, OSError | nats_errors.UnexpectedEOF | nats_errors.StaleConnectionError):
             self.cause = text(error)
-        elif self.online:  # a failed attempt to reconnect is no news after "disconnected"
+        elif self.online:  # a failed attempt to reconnect follows "disconnected" anyway
             self.report("error", text(error))
 
     async def on_closed(self) -> None:

@@ -1,4 +1,4 @@
-"""The transport as services see it. NatsBus and the tests' MemoryBus obey one contract (tests/contract).
+"""The transport as services see it. NatsBus and the tests' MemoryBus keep one contract (tests/contract).
 
 Publishing never suspends and never blocks: bytes leave when the caller next yields to the event
 loop, in the order of the calls. A handler is a plain function called serially per subscription;
@@ -16,7 +16,7 @@ from shared.errors import HeadraceError, PayloadTooLarge, Unavailable
 
 _HEADER_FRAME = len(b"NATS/1.0\r\n\r\n")
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
-NO_RESPONDERS = "503"  # value of the header `Status` when nobody listens to a request's subject
+NO_RESPONDERS = "503"  # value of the header `Status` on a request that no subscription matches
 
 
 class Delivery(NamedTuple):
@@ -29,12 +29,12 @@ class Delivery(NamedTuple):
 
     @property
     def no_responders(self) -> bool:
-        """True for the server's own answer that nobody listened (`headers["Nats-Subject"]`)."""
+        """True for the server's own answer that nothing listened (`headers["Nats-Subject"]`)."""
         return not self.data and self.headers.get("Status") == NO_RESPONDERS
 
 
 class NoResponders(Unavailable):
-    """Nobody subscribes to the subject of a request."""
+    """No subscription matches the subject of a request."""
 
 
 class RequestTimeout(HeadraceError):
@@ -55,7 +55,7 @@ class BusFault:
 
 def check_payload(subject: str, data: bytes, headers: Mapping[str, str] | None, most: int) -> None:
     """Raise PayloadTooLarge for a message over the server's limit `most`, which counts headers too: the
-    server would end the connection of whoever sends it."""
+    server would end the connection of its sender."""
     size = len(data)
     if headers:
         size += _HEADER_FRAME + sum(len(n.encode()) + len(v.encode()) + 4 for n, v in headers.items())

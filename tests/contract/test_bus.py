@@ -138,7 +138,7 @@ async def test_a_request_follows_what_was_published_before_it(connect: Connect, 
 
 async def test_a_request_nobody_hears_fails_at_once(connect: Connect, fleet: str) -> None:
     bus = await connect()
-    with pytest.raises(NoResponders, match=f"nobody listens to {fleet}"):
+    with pytest.raises(NoResponders, match=f"nothing listens to {fleet}"):
         await bus.request(fleet, b"", timeout_us=60_000_000)
 
 

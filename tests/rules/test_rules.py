@@ -66,6 +66,21 @@ def test_function_sizes() -> None:
     assert statistics.quantiles(sizes.values(), n=10)[-1] <= 30
 
 
+def test_kernels_name_their_own_parameters() -> None:
+    """Triton ignores a name in `do_not_specialize` that is no parameter, and compiles for each value."""
+    wrong = []
+    for source in product():
+        for function in source.functions():
+            parameters = {each.arg for each in function.args.args}
+            for decorator in function.decorator_list:
+                for keyword in getattr(decorator, "keywords", []):
+                    if keyword.arg == "do_not_specialize":
+                        wrong += [
+                            (source.name, n) for n in ast.literal_eval(keyword.value) if n not in parameters
+                        ]
+    assert wrong == []
+
+
 def test_class_sizes() -> None:
     def methods(node: ast.ClassDef) -> int:
         functions = [n for n in node.body if isinstance(n, FunctionNode)]

@@ -189,7 +189,7 @@ class MemoryBus:
             await subscription.cancel()
             self._mine.remove(subscription)
         if delivery.no_responders:
-            raise NoResponders(f"nobody listens to {subject}")
+            raise NoResponders(f"nothing listens to {subject}")
         return delivery
 
     async def another(self, suffix: str, timeout_s: float, turn_messages: int = 1) -> MemoryBus:
