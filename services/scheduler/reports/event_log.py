@@ -181,6 +181,11 @@ class Recorder:
         """The core's state."""
         return self._core.state
 
+    @property
+    def idle(self) -> bool:
+        """As the core's."""
+        return self._core.idle
+
     def handle(self, event: Event, now_us: int) -> list[Send]:
         """As the core's `handle`."""
         if not self._begun:
