@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway import exchange as visits
+from services.gateway import exchange as exchanges
 from services.gateway.errors import NoRoute, WrongMethod
 from services.gateway.exchange import Exchange, answer, refusal
 from services.gateway.openai_response import BODY_SEND
@@ -138,7 +138,7 @@ class Edge:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 headers = MutableHeaders(raw=message["headers"])
-                headers[visits.ID_HEADER] = exchange.given_id or exchange.request_id
+                headers[exchanges.ID_HEADER] = exchange.given_id or exchange.request_id
                 if exchange.trace:
                     headers[traces.HEADER] = exchange.trace
             await send(message)
@@ -153,11 +153,11 @@ class Edge:
         headers = Headers(scope=scope)
         tracer, given = self._endpoints.tracer, traces.from_headers(headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
-        given_id = visits.given_id(headers.get(visits.ID_HEADER, ""))
+        given_id = exchanges.given_id(headers.get(exchanges.ID_HEADER, ""))
         return Exchange(
             method=scope["method"],
             route=_route(scope["path"]),
-            request_id=visits.fresh_id(given_id),
+            request_id=exchanges.fresh_id(given_id),
             given_id=given_id,
             trace=trace,
             parent_span=parent_span,
@@ -173,7 +173,7 @@ class Edge:
             endpoints.health.doubt(why, exchange.model)
         if endpoints.tracer is not None and exchange.requested_us and traces.is_sampled(exchange.trace):
             endpoints.tracer.export(
-                exchange.trace, exchange.parent_span, visits.spans(exchange, endpoints.component)
+                exchange.trace, exchange.parent_span, exchanges.spans(exchange, endpoints.component)
             )
 
 

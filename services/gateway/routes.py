@@ -38,7 +38,7 @@ log = logging.getLogger("headrace.gateway")
 
 MAX_ACTIVE = 8_192  # requests of one gateway
 RETRY_AFTER_MS = 1_000
-EXCHANGE = "headrace.visit"  # where a request's Exchange is kept in its scope
+EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
 
 OPERATOR = access.user_of(access.OPERATOR)
 HASHED = "sha256:"

@@ -23,7 +23,7 @@ from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 from shared.telemetry.tracer import Tracer
 
-log = logging.getLogger("headrace.port")
+log = logging.getLogger("headrace.mailbox")
 
 P = ParamSpec("P")
 Receive = Callable[[str, Message, str], None]  # source, message, trace

@@ -79,7 +79,7 @@ class CopyWorker:
         self._wanted = NO_ARENA  # name and generation
         self._closed = False
         self.stored, self.loaded = CopyRate(), CopyRate()
-        self._thread = threading.Thread(target=self._run, name="copy-lane", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
         self._thread.start()
 
     @property

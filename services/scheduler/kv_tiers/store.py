@@ -21,7 +21,7 @@ from services.scheduler.kv_tiers.lookups import (
 )
 from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.policies import EAGER_COPY_PM, OffloadView
-from services.scheduler.state.requests import Phase as Life
+from services.scheduler.state.requests import Phase as SequencePhase
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.transfers import ANSWER_US, LONG_COPY_US, Job, JobPhase, Tier
@@ -360,4 +360,4 @@ def most_blocks(executor: Executor, most_bytes: int = JOB_BYTES) -> int:
 def is_preempted(state: State, seq: int) -> bool:
     """Whether the sequence waits, and will use its computed blocks."""
     sequence = state.sequences.get(seq)
-    return sequence is not None and sequence.phase is Life.WAITING
+    return sequence is not None and sequence.phase is SequencePhase.WAITING
