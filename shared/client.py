@@ -248,6 +248,7 @@ class FrameOrder:
 
     def take(self, frame: Mapping[str, Any]) -> bool:
         """True if this is the next frame; a new attempt starts at 0 again."""
+        # the usual frame, on the path of every chunk
         if frame["frame"] == self.frame > 0 and frame["attempt"] == self.attempt and self.gap is None:
             self.frame += 1
             return True

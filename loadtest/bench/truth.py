@@ -4,7 +4,8 @@
     python -m loadtest.bench.truth --in-flight 1000 --first-ms 1200 --gap-ms 200
 
 The server is a process of its own. A row is good if the client is within 1 % or 1 ms of the server's record.
-Exit status 1 if a row is not. On a busy machine the client's timestamps are late; the output shows that, too.
+The exit status is 1 if any row is worse. On a busy machine the client's timestamps are late; the output shows
+that, too.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class EventStream(Response):
     The status waits for the first chunk: an earlier error is a response of its own, a later error ends the
     stream with an event `{"error": …}` and without `[DONE]`. A disconnect cancels the request. A slow client
     delays no other: its frames wait in the native client, which ends the request if they are too many
-    (shared/client.py: Unread); the kernel ends a connection that reads nothing.
+    (shared/client.py: UnreadFrames); the kernel ends a connection that reads nothing.
     """
 
     media_type = "text/event-stream"
@@ -309,6 +309,6 @@ def _body(data: bytes, *, last: bool = False) -> Message:
 
 def events(chunks: Sequence[str]) -> bytes:
     """Chunks as server-sent events."""
-    if len(chunks) == 1:
+    if len(chunks) == 1:  # almost always
         return f"data: {chunks[0]}\n\n".encode("utf-8", "replace")
     return "".join([f"data: {chunk}\n\n" for chunk in chunks]).encode("utf-8", "replace")

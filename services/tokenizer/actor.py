@@ -52,7 +52,7 @@ log = logging.getLogger("headrace.tokenizer")
 
 TICK_S = 0.1
 RETRY_AFTER_MS = 1_000
-MAX_WAITING = 8_192  # requests: as many as the bus keeps unread
+MAX_WAITING = 8_192  # requests: a burst of 5,000 finds room
 CROWDED_S = 0.001  # until the next check whether a scheduler has answered
 TENANT = 3  # index of the tenant in a request's subject
 # Each request arrives up to three times: at its owner, as a copy, and for the group of any model. The last

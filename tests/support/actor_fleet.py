@@ -117,7 +117,7 @@ def cancel(name: str) -> Cancel:
 
 @contextlib.asynccontextmanager
 async def watched_fleet() -> AsyncIterator[Fleet]:
-    """A fleet whose heartbeats are written down; everybody ends with it."""
+    """A fleet that records every heartbeat. Its actors stop at the end of the test."""
     fleet = Fleet()
 
     def on_beat(delivery: Any) -> None:

@@ -1,6 +1,7 @@
 """A copier moves blocks of a cache to and from the arena: HostCopier on a CPU, CudaCopier on a GPU.
 
-worker.py calls it. This module imports torch; worker.py does not, for the simulated engine.
+The copy worker (worker.py) calls it. Only this module imports torch: the simulated engine uses worker.py
+without torch.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def nobody_forgotten(world: World) -> None:
     for executor in executors:
         assert not executor.running, "sequences that run, and no step"
         first = state.waiting.first(executor.hello.model)
-        assert first is None or not fits_alone(executor, first), "an idle executor, and somebody waits"
+        assert first is None or not fits_alone(executor, first), "an executor is idle while a group waits"
 
 
 ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten]
