@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.running_up import HEADRACE, StartUp, Up, wait_until_gone
+from support.running_up import HEADRACE, StartUp, Up, until_requests, wait_until_gone
 from support.source_tree import ROOT
 
 from loadtest import faults
@@ -112,6 +112,7 @@ def test_whoever_still_waits_when_the_time_to_drain_is_over_is_told(start_up: St
         with http.stream("POST", "/completions", json={**body, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
+            until_requests(up, 4)
             assert up.stop(signal.SIGTERM) == 0
             events = [line.removeprefix("data: ") for line in lines if line]
     assert "its time to drain is over" in json.loads(events[-1])["error"]["message"]
