@@ -42,7 +42,7 @@ OURS = (
     ("Client CPU (% of a core):", "client_cpu_pct"),
 )
 COUNTED = (
-    ("Recompute tax (%):", "recompute_tax_pct"),
+    ("Recompute overhead (%):", "recompute_overhead_pct"),
     ("Recomputed tokens:", "recomputed"),
     ("Preemptions:", "preemptions"),
     ("Tokens from the prefix cache:", "prefix_hits"),

@@ -16,7 +16,7 @@ TIMES = tuple(
 )
 COUNTS = ("completed", "failed", "total_input_tokens", "total_output_tokens", "cached_tokens")
 COUNTED = (
-    "recompute_tax_pct",
+    "recompute_overhead_pct",
     "preemptions",
     "prefix_hits",
     "l1_hit_blocks",

@@ -1,4 +1,4 @@
-"""What the schedulers counted during a run: the recompute tax, preemptions, tokens by tier.
+"""What the schedulers counted during a run: the recompute overhead, preemptions, tokens by tier.
 
 Read over NATS from the status that `headrace status` shows. A tenant's credentials cannot read it, and other
 servers do not have it: then there are no such figures.
@@ -32,12 +32,12 @@ async def counts(bus: Bus, model: str) -> Counts | None:
 
 
 def between(before: Counts | None, after: Counts | None) -> dict[str, Any] | None:
-    """What was counted in between. The recompute tax is the share of recomputed tokens among all that were
-    prefilled."""
+    """What was counted in between. The recompute overhead is the share of recomputed among all prefilled
+    tokens."""
     if before is None or after is None:
         return None
     counted = {name: after[name] - before[name] for name in after}
-    return counted | {"recompute_tax_pct": 100 * counted["recomputed"] / max(counted["prefilled"], 1)}
+    return counted | {"recompute_overhead_pct": 100 * counted["recomputed"] / max(counted["prefilled"], 1)}
 
 
 def _serves(answer: dict[str, Any], model: str) -> bool:

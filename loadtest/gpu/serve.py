@@ -30,7 +30,7 @@ from loadtest.gpu.readers import ANSWER, Read, bodies, executor_status, figures,
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.real.served import Served, env_of, served
 from loadtest.real.steady import steady
-from loadtest.recompute_tax import arms_of
+from loadtest.recompute_overhead.protocol import arms_of
 from services.scheduler.state.requests import DEFAULT_CLASSES
 from shared.vocab.vocabulary import byte_characters
 
@@ -40,8 +40,8 @@ CLOSED, REQUESTS = 64, 192
 LONGER = 320  # ten seconds of 32 a second, as the peer's figures were taken
 KV_BLOCKS, L1_MIB = 8192, 32_768  # of the runs that lack memory: 131,072 tokens
 CHATS_L1_MIB = 49_152  # 96 conversations are 46 GB at the end
-PARTS = "decode,short,loops,defaults,overload,multi_turn,modes"  # and `tax`, by name only
-TAX_ROUNDS = 2
+PARTS = "decode,short,loops,defaults,overload,multi_turn,modes"  # and `overhead`, by name only
+ROUNDS = 2
 SHORT = 80  # answers of one token: as from classifiers and probes
 
 
@@ -149,8 +149,8 @@ class Bench:
             return {name: await self._loops()}
         if name == "overload":
             return {name: {kv: await self._overload(kv, sizes[0]) for kv in ("on_demand", "foreseen")}}
-        if name == "tax":
-            return {name: [await self._tax(sizes[0]) for _ in range(TAX_ROUNDS)]}
+        if name == "overhead":
+            return {name: [await self._overhead(sizes[0]) for _ in range(ROUNDS)]}
         if name == "multi_turn":
             return {name: {mode: await self._chats(mode, sizes[-1]) for mode in self._chat_modes}}
         if name == "modes":
@@ -164,8 +164,8 @@ class Bench:
             await fleet.all(bodies("warm-tiers", 8, 16))
             return _told(await overload(fleet))
 
-    async def _tax(self, step_tokens: int) -> dict[str, Any]:
-        """The overload with each arm of the recompute tax, where admission leaves nothing free for growth."""
+    async def _overhead(self, step_tokens: int) -> dict[str, Any]:
+        """The overload with each arm of the recompute overhead. Admission leaves nothing free for growth."""
         found = {}
         for arm in arms_of(greedy=True):
             tiers = {"l1": L1_MIB if arm.tiers else "off", "policy": arm.policy}

@@ -172,7 +172,7 @@ def measured(state: State) -> dict[str, dict[str, object]]:
             "prefix_hit_pct": counters.prefix_hit_pm / 10,
             "preemptions": counters.preemptions,
             "recomputed": counters.recomputed_tokens,
-            "recompute_tax_pct": counters.recompute_tax_pm / 10,
+            "recompute_overhead_pct": counters.recompute_overhead_pm / 10,
         },
         "tiers": _measured_tiers(state),
     }
@@ -275,7 +275,7 @@ def _gauges(state: State) -> Iterator[MetricPoint]:
     counters = state.counters
     yield MetricPoint(f"{PREFIX}.step.budget_tokens", counters.budget_tokens, "{token}")
     yield MetricPoint(f"{PREFIX}.prefix.hit_ratio", counters.prefix_hit_pm / _PER_MILLE, "1")
-    yield MetricPoint(f"{PREFIX}.recompute_tax", counters.recompute_tax_pm / _PER_MILLE, "1")
+    yield MetricPoint(f"{PREFIX}.recompute_overhead", counters.recompute_overhead_pm / _PER_MILLE, "1")
 
 
 def _links(executor: Executor, where: Attributes) -> Iterator[MetricPoint]:

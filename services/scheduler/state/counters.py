@@ -170,7 +170,7 @@ class Counters:
             self.recompute_error_pm.add(abs(took_us - predicted_us) * 1000 // predicted_us)
 
     @property
-    def recompute_tax_pm(self) -> int:
+    def recompute_overhead_pm(self) -> int:
         """Recomputed tokens / prefilled tokens, per mille."""
         return self.recomputed_tokens * 1000 // max(self.prefill_tokens, 1)
 

@@ -201,7 +201,7 @@ def test_what_was_counted_between() -> None:
     after |= {"prefilled": 210, "recomputed": 15}
     counted: dict[str, Any] | None = between(before, after)
     assert counted is not None
-    assert (counted["prefilled"], counted["recomputed"], counted["recompute_tax_pct"]) == (200, 5, 2.5)
+    assert (counted["prefilled"], counted["recomputed"], counted["recompute_overhead_pct"]) == (200, 5, 2.5)
     assert between(None, after) is None
 
 

@@ -133,7 +133,7 @@ def test_goals() -> None:
 def test_the_block_has_the_lines_of_vllm() -> None:
     made = figures(RECORDS, 1_000 * MS, {"ttft": 200})
     point = {"request_rate": 4.0, "max_concurrency": None, "burstiness": 1.0}
-    lines = block({"point": point, "figures": made, "counted": {"recompute_tax_pct": 1.5}}).splitlines()
+    lines = block({"point": point, "figures": made, "counted": {"recompute_overhead_pct": 1.5}}).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[1:3] == [f"{'Successful requests:':<40} {4:<10}", f"{'Failed requests:':<40} {1:<10}"]
     assert f"{'Request rate configured (RPS):':<40} {'4.00':<10}" in lines
@@ -143,7 +143,7 @@ def test_the_block_has_the_lines_of_vllm() -> None:
     assert "---------------Inter-token Latency----------------" in lines
     assert "----------------End-to-end Latency----------------" in lines
     assert f"{'Median TTFT (ms):':<40} {'150.00':<10}" in lines
-    assert f"{'Recompute tax (%):':<40} {'1.50':<10}" in lines
+    assert f"{'Recompute overhead (%):':<40} {'1.50':<10}" in lines
     assert lines[-2:] == ["1 x 429 overloaded", "=" * 50]
     full = block({"point": point, "figures": {**made, "client_cpu_pct": 81.0}}).splitlines()
     assert full[-2] == "warning: the client was nearly full: its own work is in these latencies"

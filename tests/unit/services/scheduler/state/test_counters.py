@@ -63,8 +63,8 @@ def test_a_meter_counts() -> None:
     assert (meter.inter_token_us.count, meter.inter_token_us.total) == (3, 90)
     meter.prefill_tokens, meter.recomputed_tokens = 400, 30
     meter.prefix_lookup_tokens, meter.prefix_hit_tokens = 300, 100
-    assert (meter.recompute_tax_pm, meter.prefix_hit_pm) == (75, 333)
-    assert (Counters().recompute_tax_pm, Counters().prefix_hit_pm) == (0, 0)
+    assert (meter.recompute_overhead_pm, meter.prefix_hit_pm) == (75, 333)
+    assert (Counters().recompute_overhead_pm, Counters().prefix_hit_pm) == (0, 0)
 
 
 def busy() -> World:

@@ -1,8 +1,8 @@
-"""Measures the recompute tax of preemption, by vllm-project/vllm#54644 (see loadtest/tax/protocol.py).
+"""Measures the recompute overhead of preemption, by vllm-project/vllm#54644 (see loadtest/recompute_overhead/protocol.py).
 
-python -m loadtest.recompute_tax --out out                    300 requests, simulated
-python -m loadtest.recompute_tax --real --out out             the default model, real processes
-python -m loadtest.recompute_tax --real --greedy --out out    admission keeps nothing free for growth
+python -m loadtest.recompute_overhead --out out                    300 requests, simulated
+python -m loadtest.recompute_overhead --real --out out             the default model, real processes
+python -m loadtest.recompute_overhead --real --greedy --out out    admission keeps nothing free for growth
 ... --real --greedy --pools 190 --only least tiered --rounds 3            some arms in turn, L1 a quarter
 """
 
@@ -12,14 +12,12 @@ import argparse
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from loadtest.real.report import Report
-from loadtest.sim import plots
-from loadtest.tax import measured, simulated
-from loadtest.tax.protocol import (
-    ARMS,
+from loadtest.recompute_overhead import measured, simulated
+from loadtest.recompute_overhead.protocol import (
     FULL,
     HEAD,
     POOLS_PM,
@@ -29,11 +27,13 @@ from loadtest.tax.protocol import (
     Outcome,
     Point,
     Runs,
+    arms_of,
     checks,
     points,
     row_of,
 )
-from loadtest.tax.simulated import BLOCK_TOKENS
+from loadtest.recompute_overhead.simulated import BLOCK_TOKENS
+from loadtest.sim import plots
 
 REQUESTS = 300
 ONLY = ("latest", "least", "swap", "tiered")  # the arms, in their order
@@ -69,25 +69,30 @@ def table(
 def _fill(report: Report, runs: Runs) -> None:
     report.checks = checks(runs, measured.NOISE if report.kind == "real" else 1.0)
     report.data["runs"] = [
-        {"pool_pm": pool, "l1": l1, "arm": name, "tax_pct": outcome.tax_pct, **asdict(outcome)}
+        {"pool_pm": pool, "l1": l1, "arm": name, "overhead_pct": outcome.overhead_pct, **asdict(outcome)}
         for (pool, l1, name), outcome in runs.items()
     ]
 
 
 def _draw(report: Report, runs: Runs, path: Path) -> None:
-    """The tax of each arm by the pool; of those with tiers where L1 is a quarter."""
+    """The overhead of each arm by the pool; of those with tiers where L1 is a quarter."""
     series: plots.Series = {}
     for (pool, l1, name), outcome in runs.items():
         if l1 != FULL:
-            series.setdefault(name, []).append((pool / 10, max(outcome.tax_pct, 0.01)))
-    plots.curves(report.title, series, ("KV pool, % of the working set", "recompute tax, %"), path)
+            series.setdefault(name, []).append((pool / 10, max(outcome.overhead_pct, 0.01)))
+    plots.curves(report.title, series, ("KV pool, % of the working set", "recompute overhead, %"), path)
 
 
 def _simulated(args: argparse.Namespace) -> Report:
     lengths = simulated.LENGTHS.draw()
     text = _text(simulated.LENGTHS, simulated.SLOTS, "SmolLM2-135M in float32 on two cores")
     report = Report(
-        "recompute_tax", "Recompute tax, simulated", text + SIMULATED, _command(args), HEAD, kind="sim"
+        "recompute_overhead",
+        "Recompute overhead, simulated",
+        text + SIMULATED,
+        _command(args),
+        HEAD,
+        kind="sim",
     )
     at = [p for p in points(lengths, simulated.SLOTS, BLOCK_TOKENS) if p.pool_pm in args.pools]
     wanted = [(point, arm) for point in at for arm in arms_of(greedy=args.greedy)]
@@ -99,8 +104,8 @@ def _real(args: argparse.Namespace) -> Report:
     size = measured.size_of(args.requests, args.threads)
     lengths = size.lengths.draw()
     text = _text(size.lengths, size.slots, f"SmolLM2-135M-Instruct in float32, {size.threads} threads")
-    name = "recompute_tax_greedy" if args.greedy else "recompute_tax"
-    report = Report(name, "Recompute tax, real model", text + GREEDY * args.greedy, _command(args), HEAD)
+    name = "recompute_overhead_greedy" if args.greedy else "recompute_overhead"
+    report = Report(name, "Recompute overhead, real model", text + GREEDY * args.greedy, _command(args), HEAD)
     at = [p for p in points(lengths, size.slots, measured.BLOCK_TOKENS) if p.pool_pm in args.pools]
     # swap with room for all victims is compared with nothing: its minutes are saved
     wanted = [
@@ -120,8 +125,10 @@ def _in_turn(args: argparse.Namespace) -> Report:
     size = measured.size_of(args.requests, args.threads)
     lengths = size.lengths.draw()
     text = _text(size.lengths, size.slots, f"SmolLM2-135M-Instruct in float32, {size.threads} threads")
-    name = "recompute_tax_in_turn"
-    report = Report(name, "Recompute tax, arms in turn", text + GREEDY * args.greedy, _command(args), HEAD)
+    name = "recompute_overhead_in_turn"
+    report = Report(
+        name, "Recompute overhead, arms in turn", text + GREEDY * args.greedy, _command(args), HEAD
+    )
     at = [p for p in points(lengths, size.slots, measured.BLOCK_TOKENS) if p.pool_pm in args.pools]
     arms = [arms_of(greedy=args.greedy)[ONLY.index(short)] for short in args.only]
     report.data["runs"] = runs = list[dict[str, object]]()
@@ -135,24 +142,17 @@ def _in_turn(args: argparse.Namespace) -> Report:
     return report
 
 
-def arms_of(*, greedy: bool) -> list[Arm]:
-    """The arms; `greedy`: with admission that leaves nothing for growth."""
-    return [
-        replace(arm, policy=arm.policy + ",reservation=loadtest.policies:greedy" * greedy) for arm in ARMS
-    ]
-
-
 def _text(lengths: Lengths, slots: int, machine: str) -> str:
     return (
         f"{machine}. {lengths.requests} requests at once, prompts of {lengths.prompt[0]}–{lengths.prompt[1]} "
         f"tokens, answers of {lengths.answer[0]}–{lengths.answer[1]}; {slots} slots. Pool: share of the "
-        f"working set, which is {slots} requests at their end. Tax: tokens computed again, over prompt and "
+        f"working set, which is {slots} requests at their end. Overhead: tokens computed again, over prompt and "
         "answer tokens; of device time, what steps were longer for that."
     )
 
 
 def _command(args: argparse.Namespace) -> str:
-    words = ["python -m loadtest.recompute_tax", "--real" * args.real, "--greedy" * args.greedy]
+    words = ["python -m loadtest.recompute_overhead", "--real" * args.real, "--greedy" * args.greedy]
     if args.pools != list(POOLS_PM):
         words.append("--pools " + " ".join(str(pool) for pool in args.pools))
     if args.real and args.requests != REQUESTS:

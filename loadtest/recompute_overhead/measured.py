@@ -11,7 +11,7 @@ from typing import Any
 
 from loadtest.fleet import MODEL
 from loadtest.real.served import ANSWER_S, Body, Served, env_of, real_env, served
-from loadtest.tax.protocol import SEED, Arm, Lengths, Outcome, Point
+from loadtest.recompute_overhead.protocol import SEED, Arm, Lengths, Outcome, Point
 from shared.client import request_all
 from shared.nats import subjects
 
@@ -85,7 +85,7 @@ def warming() -> list[Body]:
     return bodies([(WARM_TOKENS, 2)] * WARM, "warm", SEED - 1)
 
 
-def bodies(lengths: list[tuple[int, int]], name: str = "tax", seed: int = SEED) -> list[Body]:
+def bodies(lengths: list[tuple[int, int]], name: str = "overhead", seed: int = SEED) -> list[Body]:
     """Prompts that share nothing."""
     rng = random.Random(seed)
     return [

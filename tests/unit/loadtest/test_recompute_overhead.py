@@ -1,4 +1,4 @@
-"""The recompute tax in the virtual world: what a paused sequence computes twice, with tiers and without; and
+"""The recompute overhead in the virtual world: what a paused sequence computes twice, with tiers and without; and
 what the scheduler has predicted that its return would cost."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from loadtest.tax import simulated
-from loadtest.tax.protocol import ARMS, Arm, Lengths, Outcome, checks, points
+from loadtest.recompute_overhead import simulated
+from loadtest.recompute_overhead.protocol import ARMS, Arm, Lengths, Outcome, checks, points
 from services.scheduler.state.counters import Counters
 
 pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
@@ -54,8 +54,8 @@ def test_with_room_for_the_victims_nothing_is_computed_twice(at: int) -> None:
     lengths = SMALL.draw()
     point = points(lengths, simulated.SLOTS, simulated.BLOCK_TOKENS)[at]
     latest, tiered = (simulated.outcome(lengths, point, arm) for arm in (LATEST, TIERED))
-    assert latest.tax_pct > 3
-    assert tiered.tax_pct <= 1
+    assert latest.overhead_pct > 3
+    assert tiered.overhead_pct <= 1
     assert tiered.device_s < latest.device_s
     assert tiered.makespan_s < latest.makespan_s
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from loadtest.recompute_overhead.protocol import Arm, Lengths, Outcome, Point
 from loadtest.sim.arms import limits_of
 from loadtest.sim.real_tier import RealTier
 from loadtest.sim.scenarios import CPU, ROOM
@@ -17,7 +18,6 @@ from loadtest.simulator.report import figures, percentile
 from loadtest.simulator.requests import HOUR_US, SimRequest, Workload, plain_prompt
 from loadtest.simulator.tiers import TierSpec
 from loadtest.simulator.world import Setup, World
-from loadtest.tax.protocol import Arm, Lengths, Outcome, Point
 
 SLOTS = 32
 BLOCK_TOKENS = CPU.block_tokens
@@ -44,7 +44,7 @@ def outcome(lengths: list[tuple[int, int]], point: Point, arm: Arm) -> Outcome:
         latency_s=(percentile(latencies, 50) / 1e6, percentile(latencies, 99) / 1e6),
         makespan_s=row["makespan_s"],
         device_s=row["busy_s"],
-        device_tax_pct=100 * row["recompute_s"] / (row["busy_s"] - row["recompute_s"]),
+        device_overhead_pct=100 * row["recompute_s"] / (row["busy_s"] - row["recompute_s"]),
     )
 
 
