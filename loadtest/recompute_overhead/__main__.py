@@ -1,4 +1,4 @@
-"""Measures the recompute overhead of preemption, by vllm-project/vllm#54644 (see loadtest/recompute_overhead/protocol.py).
+"""Measures the recompute overhead of preemption, by vllm-project/vllm#54644 (see protocol.py).
 
 python -m loadtest.recompute_overhead --out out                    300 requests, simulated
 python -m loadtest.recompute_overhead --real --out out             the default model, real processes
@@ -146,8 +146,8 @@ def _text(lengths: Lengths, slots: int, machine: str) -> str:
     return (
         f"{machine}. {lengths.requests} requests at once, prompts of {lengths.prompt[0]}–{lengths.prompt[1]} "
         f"tokens, answers of {lengths.answer[0]}–{lengths.answer[1]}; {slots} slots. Pool: share of the "
-        f"working set, which is {slots} requests at their end. Overhead: tokens computed again, over prompt and "
-        "answer tokens; of device time, what steps were longer for that."
+        f"working set, which is {slots} requests at their end. Overhead: tokens computed again, over "
+        "prompt and answer tokens; of device time, what steps were longer for that."
     )
 
 

@@ -1,9 +1,9 @@
 """The protocol: requests of mixed lengths all at once, and KV pools of 38, 19 and 9.5 % of the working set.
 
-The working set is what `slots` requests of mean length hold at their end. The overhead is prompt tokens computed
-again over tokens with KV that had to be computed once (prompts and answers). The overhead of device time is the
-time that this added to steps over the rest of their time. L1 `holds the victims` if pool and L1 together hold
-the working set.
+The working set is what `slots` requests of mean length hold at their end. The overhead is prompt tokens that
+were computed again, over tokens with KV that had to be computed once (prompts and answers). The overhead of
+device time is the time that this added to steps, over the rest of their time. L1 `holds the victims` if pool
+and L1 together hold the working set.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def arms_of(*, greedy: bool) -> list[Arm]:
     ]
 
 
-HEAD = ["pool", "L1", "arm", "preemptions", "recomputed tokens", "overhead %", "device s", "device overhead %",
-        "GB moved", "tok/s", "latency p50 s", "latency p99 s", "all done s"]  # fmt: skip
+HEAD = ["pool", "L1", "arm", "preemptions", "recomputed tokens", "overhead %", "device s",
+        "device overhead %", "GB moved", "tok/s", "latency p50 s", "latency p99 s", "all done s"]  # fmt: skip
 
 
 def row_of(point: Point, arm: Arm, outcome: Outcome) -> list[object]:

@@ -1,5 +1,5 @@
-"""The recompute overhead in the virtual world: what a paused sequence computes twice, with tiers and without; and
-what the scheduler has predicted that its return would cost."""
+"""The recompute overhead in the virtual world: what a paused sequence computes twice, with tiers and
+without; and what the scheduler has predicted that its return would cost."""
 
 from __future__ import annotations
 
