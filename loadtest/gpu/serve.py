@@ -41,7 +41,7 @@ LONGER = 320  # ten seconds of 32 a second, as the peer's figures were taken
 KV_BLOCKS, L1_MIB = 8192, 32_768  # of the runs that lack memory: 131,072 tokens
 CHATS_L1_MIB = 49_152  # 96 conversations are 46 GB at the end
 PARTS = "decode,short,loops,defaults,overload,multi_turn,modes"  # and `overhead`, by name only
-ROUNDS = 2
+OVERHEAD_ROUNDS = 2
 SHORT = 80  # answers of one token: as from classifiers and probes
 
 
@@ -150,7 +150,7 @@ class Bench:
         if name == "overload":
             return {name: {kv: await self._overload(kv, sizes[0]) for kv in ("on_demand", "foreseen")}}
         if name == "overhead":
-            return {name: [await self._overhead(sizes[0]) for _ in range(ROUNDS)]}
+            return {name: [await self._overhead(sizes[0]) for _ in range(OVERHEAD_ROUNDS)]}
         if name == "multi_turn":
             return {name: {mode: await self._chats(mode, sizes[-1]) for mode in self._chat_modes}}
         if name == "modes":

@@ -149,11 +149,11 @@ def checks(runs: Runs, noise: float = 1.0) -> list[tuple[str, bool]]:
 def _of_a_quarter(at: str, found: Sequence[Outcome], noise: float) -> list[tuple[str, bool]]:
     latest, least, swap, mine = found
     moved, other = mine.moved_bytes / 1e9, swap.moved_bytes / 1e9
-    least_other = min(latest.overhead_pct, least.overhead_pct)
+    best_other = min(latest.overhead_pct, least.overhead_pct)
     best, late = min(run.latency_s[1] for run in (latest, least, swap)), mine.latency_s[1]
     times = "" if noise == 1 else f"{noise:g} × "
     return [
         (f"{at}: {moved:.3f} < {other:.3f} GB of swap", mine.moved_bytes < swap.moved_bytes),
-        (f"{at}: overhead {mine.overhead_pct:.2f} < {least_other:.2f} %", mine.overhead_pct < least_other),
+        (f"{at}: overhead {mine.overhead_pct:.2f} < {best_other:.2f} %", mine.overhead_pct < best_other),
         (f"{at}: p99 latency {late:.2f} ≤ {times}{best:.2f} s of the best other", late <= noise * best),
     ]

@@ -137,19 +137,6 @@ def assert_idle(up: Up) -> None:
     asyncio.run(ask())
 
 
-def until_requests(up: Up, count: int) -> None:
-    """Return when the scheduler has `count` requests: clients of their own processes start when they can."""
-
-    async def ask() -> None:
-        nc = await nats.connect(up.nats_url)
-        async with asyncio.timeout(30):
-            while (await statuses(nc))["scheduler"]["requests"] < count:
-                pass
-        await nc.close()
-
-    asyncio.run(ask())
-
-
 def _held(services: dict[str, dict[str, Any]]) -> dict[str, Any]:
     scheduler, executor = services["scheduler"], services["executor"]
     counts = {name: scheduler[name] for name in ("requests", "waiting", "running", "closing")}
