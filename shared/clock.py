@@ -26,23 +26,6 @@ class SystemClock:
         return time.time_ns() // 1000
 
 
-class FakeClock:
-    """A clock that only `advance` moves."""
-
-    def __init__(self, now_us: int = 1_000_000) -> None:
-        self._now_us = now_us
-
-    def now_us(self) -> int:
-        return self._now_us
-
-    def wall_us(self) -> int:
-        return 1_700_000_000_000_000 + self._now_us
-
-    def advance(self, by_us: int) -> None:
-        """Let `by_us` microseconds pass."""
-        self._now_us += by_us
-
-
 def new_epoch(clock: Clock) -> int:
     """The incarnation number of a process: its start in wall microseconds, so a later one is larger."""
     return clock.wall_us()

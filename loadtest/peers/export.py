@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shared.config import load
 from shared.errors import SetupError
 from shared.vocab.files import ModelFiles, resolve
-from shared.vocab.vocab_files import gguf_parts
-from shared.vocab.vocabulary import load_vocabulary
+from shared.vocab.vocabulary import gguf_parts, load_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor

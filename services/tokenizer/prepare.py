@@ -1,6 +1,6 @@
 """`prepared` turns the bytes of a public request into a Tokenized: parse, validate, render, encode. Pure.
 
-The actor calls it on the event loop for short requests, background.py on a thread for long ones. Each 400
+The actor calls it on the event loop for short requests, BackgroundEncoder on a thread for long ones. Each 400
 names its field: a wrong type or range, an unknown field (misspelt fields are never ignored), or a value that
 is not supported. shared/api.py defines the fields.
 """

@@ -11,26 +11,39 @@ A JSON schema that the grammar engine cannot follow exactly is refused, with the
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.tokenizer.automaton_size import ebnf_states, regex_states
 from shared.api import GenerateRequest, Tool
 from shared.errors import BadRequest
 
 Schema = dict[str, Any]
 
 MAX_GRAMMAR_CHARS = 32_768  # kind included: more would leave no room for other options in the message
-MAX_STATES = 4_096  # of an automaton, see automaton_size.py; in a schema of all distinct patterns and lengths
+# States are counted before an automaton is built: sets and wildcards, for which the compiler checks most of
+# the vocabulary, times the repetitions around them (`([a-z]{0,60} ){0,60}`: 3,600). In a schema all
+# patterns and lengths that differ count together.
+MAX_STATES = 4_096
 MAX_DEPTH = 32  # of a schema
 _TOO_DEEP = f"is nested deeper than {MAX_DEPTH}"
 MAX_LENGTH, MAX_ITEMS = 1_024, 256  # repetitions that a grammar writes out: more take seconds to compile
 FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # formats with a bounded length
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 BEGIN, END = "<tool_call>", "</tool_call>"
+
+_sre: Any = importlib.import_module("re._parser")
+_REPEATS = (_sre.MAX_REPEAT, _sre.MIN_REPEAT, _sre.POSSESSIVE_REPEAT)
+_ASSERTS = (_sre.ASSERT, _sre.ASSERT_NOT)
+_FREE = (_sre.LITERAL, _sre.AT)
+# A text, a set, a comment, a repetition with its bounds, a bracket, or a name.
+_EBNF = re.compile(
+    r'"(?:\\.|[^"\\])*+"?|\[(?:\\.|[^\]\\])*+\]?|#[^\n]*|\{\s*(\d*)\s*,?\s*(\d*)\s*\}|[()]|[\w.-]+', re.DOTALL
+)
+MOST_COUNT = 10**9
 
 _FIELDS = ("response_format", "structured_outputs", "grammar")  # these and `tools` exclude each other
 
@@ -263,6 +276,56 @@ def resolved(schema: Any, param: str) -> Schema | bool:
     kept = reader.read(schema, "", 0)
     reader.check_states()
     return kept
+
+
+def regex_states(pattern: str) -> int:
+    """The states of a regular expression. It is parsed, not compiled: Python's compiler visits each character
+    of a case-insensitive set. Raises re.error, RecursionError, OverflowError."""
+    return _states(_sre.parse(pattern))
+
+
+def _states(parsed: Any) -> int:
+    total = 0
+    for kind, of in parsed:
+        if kind in _REPEATS:
+            least, most, inner = of
+            total += _states(inner) * max(1, least + 1 if most is _sre.MAXREPEAT else most)
+        elif kind is _sre.SUBPATTERN:
+            total += _states(of[-1])
+        elif kind is _sre.BRANCH:
+            total += sum(map(_states, of[1]))
+        elif kind is _sre.ATOMIC_GROUP:
+            total += _states(of)
+        elif kind in _ASSERTS:
+            total += _states(of[1])
+        elif kind not in _FREE:
+            total += 1
+    return total
+
+
+def ebnf_states(text: str) -> int:
+    """The states that bounded repetitions, `{n,m}`, add to a grammar."""
+    added, last, outer = 0, 0, list[int]()
+    inside = 0  # states of the current group so far
+    for part in _EBNF.finditer(text):
+        if part[0] == "(":
+            outer.append(inside)
+            inside = 0
+        elif part[0] == ")":
+            last, inside = inside, inside + (outer.pop() if outer else 0)
+        elif part[0][0] == "{":
+            count = max(map(_count, part.groups()))
+            added += last * count
+            inside, last = inside + last * (count - 1), last * count
+        elif part[0][0] not in '"#':
+            inside, last = inside + 1, 1
+        else:
+            last = 0
+    return added
+
+
+def _count(digits: str | None) -> int:
+    return min(int(digits[:10] or 1), MOST_COUNT) if digits else 1
 
 
 class _Reader:

@@ -3,24 +3,71 @@
 Decoding is defined on bytes: each token is a byte string, empty for special tokens. A text is the
 concatenation decoded as UTF-8, with U+FFFD for invalid bytes (the maximal-subpart rule of Unicode 3.9, which
 both Python and Hugging Face's decoder follow). So decoding token by token equals decoding the whole.
+
+`hf_parts` reads a Hugging Face folder, `gguf_parts` a GGUF file, of two families: byte-level BPE (`gpt2`:
+GPT-2, Llama 3, Qwen, SmolLM), and SentencePiece BPE with byte fallback (`llama`: Llama 2, Mistral) with
+merges derived from the tokens' scores. llama.cpp's name in `tokenizer.ggml.pre` selects the split of text
+into words before BPE; each entry of _BY_NAME is the pipeline of the model's own tokenizer.json (llama.cpp's
+`llama-vocab.cpp` has the same patterns).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
 from shared.errors import SetupError
-from shared.vocab.files import ModelFiles
-from shared.vocab.vocab_files import VocabularyParts, gguf_parts, hf_parts, with_other_names
+from shared.vocab.files import ModelFiles, unreadable
+from shared.vocab.gguf import read_metadata
 
 _LOOKS_CONTROL = re.compile(r"<[|｜].+[|｜]>")
 _MARKUP = re.compile(r"</?[a-z_]+>")
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
+_SPECIAL = (_UNKNOWN, _CONTROL)
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Tokens with these names end a text, for any token type in the file. llama.cpp's list without `</s>` and the
+# like, which are text in some vocabularies (where they are the end, a key names them).
+_END_NAMES = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"}
+    | {"<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "<｜end▁of▁sentence｜>"}
+)
+_HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with these, `<|end|>` ends only a part of an answer
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # special for any entry in tokenizer.json
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyParts:
+    """The parts of a vocabulary. `tokens[i]` is the stored form of token i: byte-level BPE writes each byte
+    as one printable character (GPT-2's table), SentencePiece a space as U+2581 and a lone byte as
+    `<0xAB>`."""
+
+    tokens: list[str]  # "" for an id without a token
+    special: frozenset[int]  # control tokens: they have no text
+    added: frozenset[int]  # matched whole in a text before BPE; includes the special ones
+    byte_level: bool  # else SentencePiece with byte fallback
+    build: Callable[[], Tokenizer]  # builds a new one; slow (0.2 s), and not needed by a detokenizer
+    prefix_ids: tuple[int, ...]  # put before a completion prompt: BOS, or nothing
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    chat_template: str  # jinja source, "" if the model has none
+    context_tokens: int  # the model's longest sequence, 0 if unknown
 
 
 def load_vocabulary(files: ModelFiles) -> Vocabulary:
@@ -177,3 +224,273 @@ def _sentencepiece_table(tokens: list[str]) -> list[bytes]:
         return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode("utf-8")
 
     return [to_bytes(token) for token in tokens]
+
+
+def hf_parts(folder: Path) -> VocabularyParts:
+    """Read the vocabulary of a model folder (tokenizer.json, tokenizer_config.json, ...). Raises SetupError
+    if tokenizer.json is missing or of a family that cannot be decoded token by token."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise SetupError(f"{folder} has no tokenizer.json; Headrace reads no other tokenizer format there")
+    source = file.read_text("utf-8")
+    try:
+        tokenizer = Tokenizer.from_str(source)
+    except Exception as error:  # the library raises nothing narrower
+        raise unreadable(file, "a tokenizer", error) from error
+    config = _json(folder / "tokenizer_config.json")
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = [""] * (max(vocab.values()) + 1)
+    for token, i in vocab.items():
+        tokens[i] = token
+    added = tokenizer.get_added_tokens_decoder()
+    named = {_text_of(value) for name, value in config.items() if name in _NAMED}
+    bos = vocab.get(_text_of(config.get("bos_token")))
+    return VocabularyParts(
+        tokens=tokens,
+        special=frozenset(i for i, token in added.items() if token.special or token.content in named),
+        added=frozenset(added),
+        byte_level=_is_byte_level(json.loads(source), file),
+        build=lambda: Tokenizer.from_str(source),
+        prefix_ids=_prefix_ids(tokenizer, config, bos),
+        bos_id=bos,
+        eos_ids=_eos_ids(folder, config, vocab),
+        chat_template=_chat_template(folder, config),
+        context_tokens=int(_json(folder / "config.json").get("max_position_embeddings", 0)),
+    )
+
+
+def _is_byte_level(source: dict[str, Any], file: Path) -> bool:
+    decoder = source.get("decoder") or {}
+    kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", [])]}
+    if not kinds & {"ByteLevel", "ByteFallback"}:
+        raise SetupError(
+            f"{file} decodes with {sorted(map(str, kinds))}; Headrace streams byte-level BPE and "
+            "SentencePiece with byte fallback only"
+        )
+    return "ByteLevel" in kinds
+
+
+def _eos_ids(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> tuple[int, ...]:
+    """The end token of the tokenizer, and those of generation_config.json (a chat model may have several), or
+    else those of config.json."""
+    ids: list[Any] = [vocab.get(_text_of(config.get("eos_token")))]
+    for name in ("generation_config.json", "config.json"):
+        listed = _json(folder / name).get("eos_token_id")
+        if listed is not None:
+            ids += listed if isinstance(listed, list) else [listed]
+            break
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
+
+
+def _prefix_ids(tokenizer: Tokenizer, config: dict[str, Any], bos: int | None) -> tuple[int, ...]:
+    """The ids that the tokenizer puts before a text. As in transformers `add_bos_token` decides, if set."""
+    asked = config.get("add_bos_token")
+    if asked is not None:
+        return (bos,) if asked and bos is not None else ()
+    around = tokenizer.encode("a")
+    put = takewhile(lambda pair: pair[1], zip(around.ids, around.special_tokens_mask, strict=True))
+    return tuple(i for i, _ in put)
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    template = config.get("chat_template") or ""
+    if isinstance(template, list):  # several named ones
+        template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+    return str(template)
+
+
+def _text_of(token: object) -> str:
+    """Special tokens stand as text or as an object with the text inside."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise unreadable(file, "valid JSON", error) from error
+
+
+def gguf_parts(path: Path) -> VocabularyParts:
+    """Read the vocabulary of a GGUF file's metadata. Raises SetupError for a family that is not supported."""
+    data = read_metadata(path)
+    builders: dict[str, Callable[[dict[str, Any]], Callable[[], Tokenizer]]] = {
+        "gpt2": _byte_level,
+        "llama": _sentencepiece,
+    }
+    model = data.get("tokenizer.ggml.model", "")
+    if model not in builders:
+        raise SetupError(f"{path} has a {model!r} vocabulary; Headrace reads {' and '.join(builders)}")
+    tokens: list[str] = data["tokenizer.ggml.tokens"]
+    ends = _gguf_ends(data)
+    kinds: list[int] = data.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    kinds = [_CONTROL if i in ends else kind for i, kind in enumerate(kinds)]
+    data["tokenizer.ggml.token_type"] = kinds
+    bos = data.get("tokenizer.ggml.bos_token_id")
+    begins = model == "llama" or skips_merges_for_whole_words(data.get("tokenizer.ggml.pre", ""))
+    add_bos = data.get("tokenizer.ggml.add_bos_token", begins)
+    return VocabularyParts(
+        tokens=tokens,
+        special=frozenset(i for i, kind in enumerate(kinds) if kind in _SPECIAL),
+        added=frozenset(i for i, kind in enumerate(kinds) if kind in (*_SPECIAL, _USER_DEFINED)),
+        byte_level=model == "gpt2",
+        build=builders[model](data),
+        prefix_ids=(bos,) if add_bos and bos is not None else (),
+        bos_id=bos,
+        eos_ids=ends,
+        chat_template=data.get("tokenizer.chat_template", ""),
+        context_tokens=int(data.get(f"{data.get('general.architecture')}.context_length", 0)),
+    )
+
+
+def _gguf_ends(data: dict[str, Any]) -> tuple[int, ...]:
+    """The end ids: those of the keys, `eos_token_id` first, then those of _END_NAMES."""
+    tokens: list[str] = data["tokenizer.ggml.tokens"]
+    keyed = [data[f"tokenizer.ggml.{key}"] for key in _END_KEYS if f"tokenizer.ggml.{key}" in data]
+    names = _END_NAMES.intersection(tokens)
+    if names >= _HARMONY:
+        names -= {"<|end|>"}
+    named = [i for i, token in enumerate(tokens) if token in names]
+    return tuple(dict.fromkeys(i for i in (*keyed, *named) if 0 <= i < len(tokens)))
+
+
+def _byte_level(data: dict[str, Any]) -> Callable[[], Tokenizer]:
+    pre = data.get("tokenizer.ggml.pre", "")
+    pipeline = pre_tokenizer(pre)  # here, so that an unknown name fails at start
+
+    def build() -> Tokenizer:
+        tokens, merges = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]
+        model = BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ", 1)) for merge in merges],
+            ignore_merges=skips_merges_for_whole_words(pre),
+        )
+        tokenizer = Tokenizer(model)
+        tokenizer.pre_tokenizer = pipeline
+        if "qwen" in pre:
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.decoder = decoders.ByteLevel()
+        _add_special(tokenizer, data)
+        return tokenizer
+
+    return build
+
+
+def _sentencepiece(data: dict[str, Any]) -> Callable[[], Tokenizer]:
+    def build() -> Tokenizer:
+        tokens, scores = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.scores"]
+        unknown = tokens[data.get("tokenizer.ggml.unknown_token_id", 0)]
+        vocab = {token: i for i, token in enumerate(tokens)}
+        model = BPE(
+            vocab=vocab,
+            merges=merges_from_scores(tokens, scores),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+        tokenizer = Tokenizer(model)
+        steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+        if data.get("tokenizer.ggml.add_space_prefix", True):
+            steps.insert(0, normalizers.Prepend("▁"))
+        tokenizer.normalizer = normalizers.Sequence(steps)
+        _add_special(tokenizer, data)
+        return tokenizer
+
+    return build
+
+
+def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """BPE merges in SentencePiece's order: all splits of each token into two tokens, by the score of the
+    token (higher first)."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    ranked = []
+    for i, token in enumerate(tokens):
+        for cut in range(1, len(token)):
+            left, right = ids.get(token[:cut]), ids.get(token[cut:])
+            if left is not None and right is not None:
+                ranked.append((-scores[i], i, left, right))
+    ranked.sort()
+    return [(tokens[left], tokens[right]) for _, _, left, right in ranked]
+
+
+def _add_special(tokenizer: Tokenizer, data: dict[str, Any]) -> None:
+    tokens, kinds = data["tokenizer.ggml.tokens"], data.get("tokenizer.ggml.token_type", [])
+
+    def added(wanted: tuple[int, ...], special: bool) -> list[AddedToken]:
+        chosen = (token for token, kind in zip(tokens, kinds, strict=False) if kind in wanted)
+        return [AddedToken(token, special=special, normalized=False) for token in chosen]
+
+    tokenizer.add_special_tokens(added(_SPECIAL, special=True))
+    tokenizer.add_tokens(added((_USER_DEFINED,), special=False))
+
+
+def with_other_names(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
+    """A copy in which some tokens have other names and match only these, neither their old names nor merges.
+    All ids stay."""
+    source = json.loads(tokenizer.to_str())
+    model = source["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
+    else:  # Unigram
+        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [
+            [left, right]
+            for left, right in model["merges"]
+            if names.keys().isdisjoint((left, right, left + right))
+        ]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    for token in source["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    source["post_processor"] = None  # it adds tokens by name around a text, which no caller needs
+    return Tokenizer.from_str(json.dumps(source))
+
+
+def pre_tokenizer(pre: str) -> PreTokenizer:
+    """The pre-tokenizer of a byte-level BPE model. Raises SetupError for an unknown name."""
+    make = _BY_NAME.get(pre)
+    if make is None:
+        known = ", ".join(sorted(_BY_NAME))
+        raise SetupError(
+            f"this GGUF file has the unknown pre-tokenizer {pre!r} (known: {known}); use the "
+            "model's Hugging Face folder with its tokenizer.json"
+        )
+    return make()
+
+
+def skips_merges_for_whole_words(pre: str) -> bool:
+    """True if a word that is a token needs no merges (Llama 3)."""
+    return pre in ("llama-bpe", "llama3", "llama-v3")
+
+
+def _gpt2() -> PreTokenizer:
+    return ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> PreTokenizer:
+    return Sequence([Digits(individual_digits=True), _gpt2()])
+
+
+def _words(digits: str) -> Callable[[], PreTokenizer]:
+    def make() -> PreTokenizer:
+        split = Split(Regex(_WORDS % digits), behavior="isolated")
+        return pre_tokenizers.Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    return make
+
+
+_BY_NAME: dict[str, Callable[[], PreTokenizer]] = {
+    "gpt-2": _gpt2,
+    "smollm": _smollm,
+    "llama-bpe": _words("{1,3}"),
+    "llama3": _words("{1,3}"),
+    "llama-v3": _words("{1,3}"),
+    "qwen2": _words(""),
+    "deepseek-r1-qwen": _words(""),
+}

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from support.memory_bus import MemoryBroker, MemoryBus
 from support.text_models import write_bpe_gguf
+from support.virtual_loop import FakeClock
 
 from services.detokenizer import actor as detokenizer
 from services.tokenizer import actor as tokenizer
 from services.tokenizer import queries
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
-from shared.clock import FakeClock
 from shared.config import Settings
 from shared.messages import (
     Accepted,

@@ -26,13 +26,13 @@ from support.text_models import served
 from services.scheduler import arrival, load_shedding
 from services.scheduler.state import block_pool, requests, state, step_log
 from services.tokenizer import prepare
-from shared.actor import stream
+from shared.actor import mailbox
 from shared.client import Client
 from shared.errors import HeadraceError
 
 SAMPLES = 40
 FULL_EARLY = (
-    (requests, "MAX_ENDED"), (step_log, "MAX_KEPT"), (block_pool, "MOST_LOST"), (stream, "HISTORY"),
+    (requests, "MAX_ENDED"), (step_log, "MAX_KEPT"), (block_pool, "MOST_LOST"), (mailbox, "HISTORY"),
     (state, "MAX_DROPPED"), (state, "MAX_MOVED"), (prepare, "MAX_CANCELS"), (arrival, "MAX_TOMBSTONES"),
     (load_shedding, "MAX_REFUSED"),
 )  # fmt: skip

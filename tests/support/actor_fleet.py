@@ -12,12 +12,12 @@ from shared import codec
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
-from shared.clock import FakeClock
 from shared.codec import Envelope
 from shared.errors import WireError
 from shared.messages import Cancel, Heartbeat, Message
 from shared.nats import subjects
 from support.memory_bus import MemoryBroker
+from support.virtual_loop import FakeClock
 
 INTERVAL_US = 3_600_000_000  # an hour by the fake clock; nothing heartbeats by itself
 

@@ -30,7 +30,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from shared.vocab.vocab_files import merges_from_scores, pre_tokenizer
+from shared.vocab.vocabulary import merges_from_scores, pre_tokenizer
 from support.executor.tiny_gguf import write_model
 from support.text_models import TEXT
 

@@ -1,7 +1,8 @@
-"""An event loop whose time is virtual: it passes only when nothing else is left to do, and then at once.
+"""A clock that only a test moves, and an event loop whose time is virtual.
 
-What runs on it takes exactly as long as it says. Sockets work, where the other end is in the same process
-and needs no time: a Unix socket has at once what was written to it.
+The loop's time passes only when nothing else is left to do, and then at once. What runs on it takes exactly
+as long as it says. Sockets work, where the other end is in the same process and needs no time: a Unix socket
+has at once what was written to it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import asyncio
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
-
-from shared.clock import FakeClock
 
 T = TypeVar("T")
 
@@ -38,6 +37,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.virtual.now_s
+
+
+class FakeClock:
+    """A clock that only `advance` moves."""
+
+    def __init__(self, now_us: int = 1_000_000) -> None:
+        self._now_us = now_us
+
+    def now_us(self) -> int:
+        return self._now_us
+
+    def wall_us(self) -> int:
+        return 1_700_000_000_000_000 + self._now_us
+
+    def advance(self, by_us: int) -> None:
+        """Let `by_us` microseconds pass."""
+        self._now_us += by_us
 
 
 class LoopClock(FakeClock):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from support.virtual_loop import FakeClock
+
 from services.executor.engine import Pending, StepOutput
 from services.executor.sim.engine import SimBackend, SimOptions
-from shared.clock import FakeClock
 from shared.messages import SlotOpen, StepPlan, ints
 
 

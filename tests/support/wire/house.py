@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from support.memory_bus import MemoryBroker
+from support.virtual_loop import FakeClock
 from support.wire.fake_executor import FakeExecutor
 from support.wire.fake_scheduler import FakeScheduler
 from support.wire.fakes import Arena, FakeDetokenizer, FakeKv, FakeTokenizer
 
 from shared import codec
 from shared.actor.runtime import Actor, Runtime
-from shared.clock import FakeClock
 from shared.messages import Resend, StreamAt, StreamReset, Tokenized, ints
 from shared.nats.interface import Delivery
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from support.executor.scripted_engine import Scripted, opened, plan
+from support.virtual_loop import FakeClock
 
 from services.executor.device_thread import MAX_ERROR_CHARS, DeviceThread, RejectedSlot, Reset, Step, Work
-from shared.clock import FakeClock
 from shared.messages import SlotClose, SlotOpen, StepResult
 
 CLOSED = SlotClose(slot=1, generation=1, last_step=2)

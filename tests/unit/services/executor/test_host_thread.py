@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from support.executor.scripted_engine import Scripted, opened, plan
+from support.virtual_loop import FakeClock
 
 from services.executor.device_thread import DeviceThread, Reset, Work
 from services.executor.engine import Pending, StepOutput
 from services.executor.host_thread import HostThread
-from shared.clock import FakeClock
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
 
 WITHIN_S = 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.virtual_loop import FakeClock
 
 from services.tokenizer import actor
 from services.tokenizer.actor import Arrival, Arrivals, TenantQueue
@@ -12,7 +13,6 @@ from services.tokenizer.core import Fail
 from services.tokenizer.prepare import Origin
 from services.tokenizer.queries import refusal_spans
 from services.tokenizer.standby import PendingRequest
-from shared.clock import FakeClock
 from shared.errors import Overloaded, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import Delivery

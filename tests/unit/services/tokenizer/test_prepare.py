@@ -19,8 +19,7 @@ from services.tokenizer.prepare import ServedModel, Submission, prepare, read_bo
 from services.tokenizer.queries import tokenize_body
 from shared.errors import BadRequest, SetupError
 from shared.messages import Sampling, Tokenized, floats, ints
-from shared.vocab.vocab_files import gguf_parts
-from shared.vocab.vocabulary import Vocabulary
+from shared.vocab.vocabulary import Vocabulary, gguf_parts
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi 12"}]}
 WALL_US = 1_700_000_000_000_000

@@ -9,9 +9,8 @@ from support.actor_fleet import INTERVAL_US, Fleet, Recorder, cancel, watched_fl
 from support.memory_bus import MemoryBus
 
 from shared import codec
-from shared.actor.mailbox import REANNOUNCE_HEARTBEATS, RETIRED_US
+from shared.actor.mailbox import ANNOUNCEMENTS, REANNOUNCE_HEARTBEATS, RETIRED_US
 from shared.actor.membership import MISSED_HEARTBEATS
-from shared.actor.stream import ANNOUNCEMENTS
 from shared.codec import Envelope
 from shared.errors import PayloadTooLarge
 from shared.messages import Accepted, Heartbeat, Message, Open, Resend, StreamReset, ints

@@ -24,8 +24,7 @@ from tokenizers import decoders
 from shared.errors import SetupError
 from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, ModelFiles, resolve, served_name
 from shared.vocab.gguf import read_metadata
-from shared.vocab.vocab_files import gguf_parts, pre_tokenizer
-from shared.vocab.vocabulary import Vocabulary, byte_characters, load_vocabulary
+from shared.vocab.vocabulary import Vocabulary, byte_characters, gguf_parts, load_vocabulary, pre_tokenizer
 
 TOKENS, MERGES = trained()
 TRICKY = [

@@ -13,7 +13,7 @@ from support.executor.tiny_models import save_tiny
 from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.weights import load_dummy, load_hf
 from shared.errors import SetupError
-from shared.vocab.vocab_files import hf_parts
+from shared.vocab.vocabulary import hf_parts
 
 CPU = torch.device("cpu")
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 9\n"

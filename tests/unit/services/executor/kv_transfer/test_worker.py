@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from support.shm import Segment, segment
+from support.virtual_loop import FakeClock
 
 from services.executor.arena import Arena, ArenaError
 from services.executor.engine import YieldDevice, no_yield
 from services.executor.kv_transfer import worker
 from services.executor.kv_transfer.worker import RECENT_US, CopyCallbacks, CopyRate, CopyWorker
 from services.kv_offload.backends.builtin import PlainArena
-from shared.clock import FakeClock
 from shared.messages import KvCopied, KvCopy, ints, longs
 
 WITHIN_S = 30

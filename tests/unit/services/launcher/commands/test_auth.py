@@ -14,7 +14,7 @@ from services.gateway.routes import read_keys
 from services.launcher.cli import main
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan, Tls
-from services.tokenizer.tenant_classes import read_classes
+from services.tokenizer.actor import read_classes
 from shared.errors import SetupError
 from shared.nats import access
 from shared.nats.access import DEFAULT_CLASSES

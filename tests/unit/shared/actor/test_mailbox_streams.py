@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.actor.stream import (
+from shared.actor.mailbox import (
     ANNOUNCEMENTS,
     HISTORY,
     MAX_EARLY,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.text_models import served
 
-from services.tokenizer import background
-from services.tokenizer.background import BackgroundEncoder
+from services.tokenizer import actor
+from services.tokenizer.actor import BackgroundEncoder
 from services.tokenizer.prepare import Prepared, ServedModel, Submission
 from shared.errors import BadRequest, Overloaded
 from shared.messages import Tokenized
@@ -49,7 +49,7 @@ async def test_they_come_back_on_the_loop_in_order(model: ServedModel) -> None:
 
 
 async def test_only_so_many_bytes_wait(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAX_WAITING_BYTES", 500)
+    monkeypatch.setattr(actor, "MAX_WAITING_BYTES", 500)
     done: list[Prepared] = []
     waiting = BackgroundEncoder(model, done.append)
     waiting.put(asked("r1", "a" * 300))
@@ -68,7 +68,7 @@ async def test_only_so_many_bytes_wait(model: ServedModel, monkeypatch: pytest.M
 async def test_bytes_of_tenants_that_somebody_invents_are_bounded_too(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MAX_WAITING_BYTES", 500)
+    monkeypatch.setattr(actor, "MAX_WAITING_BYTES", 500)
     done: list[Prepared] = []
     waiting = BackgroundEncoder(model, done.append)
     for i in range(3):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.actor.stream import (
+from shared.actor.mailbox import (
     HISTORY,
     MAX_EARLY,
     MAX_RESEND_REQUESTS,

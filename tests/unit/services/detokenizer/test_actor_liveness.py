@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.detokenizer.client_liveness import ABSENT_TURNS, ClientLiveness, Probe
+from services.detokenizer.actor import ABSENT_TURNS, ClientLiveness, Probe
 from services.detokenizer.response import ResponseText
 from shared.messages import Open
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.text_models import served
 
+from services.tokenizer.actor import TenantClasses, read_classes
 from services.tokenizer.prepare import Submission, prepared
-from services.tokenizer.tenant_classes import TenantClasses, read_classes
 from shared.errors import Forbidden, HeadraceError, SetupError
 from shared.messages import Tokenized
 from shared.nats.access import CLASSES, DEFAULT_CLASSES
