@@ -58,7 +58,7 @@ HANGING = (
     "services/tokenizer/standby.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 82, 20_044
-PRODUCT_FILES, PRODUCT_LINES = 201, 43_805
+PRODUCT_FILES, PRODUCT_LINES = 199, 43_781
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
