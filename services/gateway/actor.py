@@ -17,11 +17,9 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.gateway.app import build_app
+from services.gateway.app import Endpoints, Keys, build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
-from services.gateway.health import Health
-from services.gateway.native_call import TenantConnections
-from services.gateway.routes import Endpoints, Keys
+from services.gateway.native_call import Health, TenantConnections
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -160,18 +158,14 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A listening socket; port 0 is any free one. Raises SetupError."""
     bound = bind(host, port, shared=shared)
     bound.listen(BACKLOG)
-    _bound_peers(bound)  # accepted connections inherit these options
-    bound.setblocking(False)
-    return bound
-
-
-def _bound_peers(bound: socket.socket) -> None:
+    # Accepted connections inherit these options.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = [(STALL_MS, "TCP_USER_TIMEOUT"), *_PROBES]
-    for value, name in options:
+    for value, name in ((STALL_MS, "TCP_USER_TIMEOUT"), *_PROBES):
         if hasattr(socket, name):  # Linux
             bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    bound.setblocking(False)
+    return bound
 
 
 class _Uvicorn(uvicorn.Server):

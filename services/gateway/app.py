@@ -1,14 +1,22 @@
-"""The ASGI application: the paths of the gateway, and `Edge`, the middleware around every request.
+"""The HTTP application: the paths of the gateway, and `Edge`, the middleware around every request.
 
-The edge gives each request its id and trace, counts it, and exports its spans after the last byte. Exception
-handlers turn typed errors into responses. The endpoints of `system_routes` describe this gateway and need no
-key, except for /metrics, which needs the operator's.
+`build_app` has the paths. `Endpoints` serves them and holds their shared state. An endpoint of models finds
+the tenant of the request's key, then uses that tenant's connection. The endpoints that describe this gateway
+need no key, except for /metrics, which needs the operator's. `Keys` maps API keys to tenants. The edge gives
+each request its id and trace, counts it, and exports its spans after the last byte. Exception handlers turn
+typed errors into responses.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from importlib import metadata
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,75 +27,51 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import exchange as exchanges
-from services.gateway.errors import NoRoute, WrongMethod
-from services.gateway.exchange import Exchange, answer, refusal
-from services.gateway.openai_response import BODY_SEND
+from services.gateway import openai_response
+from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
+from services.gateway.exchange import Exchange, ExchangeCounters, answer, given_id, refusal
+from services.gateway.native_call import (
+    HEADROOM_BYTES,
+    Health,
+    NativeCall,
+    TenantConnections,
+    read_body,
+    unless_gone,
+)
+from services.gateway.openai_request import Call, fields_of, model_of, read_call
+from services.gateway.openai_response import BODY_SEND, ChunkBuilder, EventStream
 from services.gateway.openapi import document
-from services.gateway.routes import EXCHANGE, Endpoints, exchange_of
-from shared.errors import EngineError, HeadraceError, Unavailable
+from shared.client import Client
+from shared.clock import Clock, SystemClock
+from shared.config import WatchedFile
+from shared.errors import (
+    EngineError,
+    Forbidden,
+    HeadraceError,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+)
+from shared.fair_share import over_share
+from shared.nats import access, subjects
+from shared.nats.interface import NoResponders
+from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
 from shared.telemetry import traces
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
+from shared.telemetry.tracer import Tracer
+
+log = logging.getLogger("headrace.gateway")
+
+MAX_ACTIVE = 8_192  # requests of one gateway
+RETRY_AFTER_MS = 1_000
+EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
 
 OTHER = "other"  # the route of unknown paths in metrics
 MET_503 = "a request was answered with 503"
 
-_ROUTES = frozenset(document("")["paths"])
-
-
-def build_app(endpoints: Endpoints) -> ASGIApp:
-    """The application of one gateway."""
-    routes = [
-        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-        Route("/v1/completions", endpoints.complete, methods=["POST"]),
-        Route("/v1/models", endpoints.models, methods=["GET"]),
-        Route("/v1/models/{model:path}", endpoints.model, methods=["GET"]),
-        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-        *system_routes(endpoints),
-    ]
-    handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
-    return Edge(Starlette(routes=routes, exception_handlers=handlers), endpoints)  # type: ignore[arg-type]  # its handlers are typed for Exception alone
-
-
-def system_routes(endpoints: Endpoints) -> list[Route]:
-    """Health, readiness, metrics, version, and the OpenAPI document."""
-    version = _version()
-    described = document(version)
-    to_prometheus(())  # imports prometheus_client now, before the first request
-
-    async def health(_: Request) -> Response:
-        return _state(endpoints.health.why)
-
-    async def ready(_: Request) -> Response:
-        return _state(endpoints.health.unready)
-
-    async def metrics(request: Request) -> Response:
-        endpoints.keys.only_operator(request.headers.get("authorization", ""))
-        readings = endpoints.counters.metrics()
-        if endpoints.instance:  # several gateways share the port, each with its own counts
-            own = (("gateway", endpoints.instance),)
-            readings = [replace(each, attributes=(*own, *each.attributes)) for each in readings]
-        return Response(to_prometheus(readings), headers={"Content-Type": CONTENT_TYPE})
-
-    async def version_of(_: Request) -> Response:
-        return answer({"version": version})
-
-    async def openapi(_: Request) -> Response:
-        return answer(described)
-
-    return [
-        Route("/health", health, methods=["GET"]),
-        Route("/ready", ready, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-        Route("/version", version_of, methods=["GET"]),
-        Route("/openapi.json", openapi, methods=["GET"]),
-    ]
-
-
-def _state(why: str) -> Response:
-    if why:
-        return answer({"status": "unavailable", "reason": why}, 503, {"Retry-After": "1"})
-    return answer({"status": "ok"})
+OPERATOR = access.user_of(access.OPERATOR)
+HASHED = "sha256:"
+_HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def _version() -> str:
@@ -97,8 +81,200 @@ def _version() -> str:
         return "0"
 
 
+VERSION = _version()
+_DOCUMENT = document(VERSION)
+
+
+def build_app(endpoints: Endpoints) -> ASGIApp:
+    """The application of one gateway."""
+    to_prometheus(())  # imports prometheus_client now, before the first request
+    routes = [
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/completions", endpoints.complete, methods=["POST"]),
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", endpoints.model, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/health", endpoints.healthy, methods=["GET"]),
+        Route("/ready", endpoints.ready, methods=["GET"]),
+        Route("/metrics", endpoints.metrics, methods=["GET"]),
+        Route("/version", endpoints.version, methods=["GET"]),
+        Route("/openapi.json", endpoints.openapi, methods=["GET"]),
+    ]
+    handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
+    return Edge(Starlette(routes=routes, exception_handlers=handlers), endpoints)  # type: ignore[arg-type]  # its handlers are typed for Exception alone
+
+
+@dataclass(slots=True)
+class Endpoints:
+    """The endpoints, and the state that outlives a request."""
+
+    connections: TenantConnections
+    keys: Keys
+    health: Health
+    timeout_s: float
+    component: str = "gateway"  # name in spans
+    instance: str = ""  # id among the gateways on this port; empty: the only one
+    tracer: Tracer | None = None
+    counters: ExchangeCounters = field(default_factory=ExchangeCounters)
+    clock: Clock = field(default_factory=SystemClock)
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        return await self._generate(request, chat=True)
+
+    async def complete(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        return await self._generate(request, chat=False)
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        return answer(await _models(await self._client(request)))
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/{model}`."""
+        name = request.path_params["model"]
+        listed = await _models(await self._client(request))
+        for entry in listed["data"]:
+            if entry["id"] == name:
+                return answer(entry)
+        raise _unknown(name, [entry["id"] for entry in listed["data"]])
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`: the native answer in vLLM's shape."""
+        fields, client = await self._asked(request)
+        found = await self._request_native(client, subjects.tokenize(client.tenant, fields["model"]), fields)
+        return answer({"model": found["model"], "count": found["count"], "tokens": found["tokens"]})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`: the native answer in vLLM's shape."""
+        fields, client = await self._asked(request)
+        found = await self._request_native(
+            client, subjects.detokenize(client.tenant, fields["model"]), fields
+        )
+        return answer({"model": found["model"], "prompt": found["text"]})
+
+    # ---- this gateway ---------------------------------------------------------------------------
+
+    async def healthy(self, _: Request) -> Response:
+        """`GET /health`."""
+        return _state(self.health.why)
+
+    async def ready(self, _: Request) -> Response:
+        """`GET /ready`."""
+        return _state(self.health.unready)
+
+    async def metrics(self, request: Request) -> Response:
+        """`GET /metrics`."""
+        self.keys.only_operator(request.headers.get("authorization", ""))
+        readings = self.counters.metrics()
+        if self.instance:  # several gateways share the port, each with its own counts
+            own = (("gateway", self.instance),)
+            readings = [replace(each, attributes=(*own, *each.attributes)) for each in readings]
+        return Response(to_prometheus(readings), headers={"Content-Type": CONTENT_TYPE})
+
+    async def version(self, _: Request) -> Response:
+        """`GET /version`."""
+        return answer({"version": VERSION})
+
+    async def openapi(self, _: Request) -> Response:
+        """`GET /openapi.json`."""
+        return answer(_DOCUMENT)
+
+    # ---- internals ------------------------------------------------------------------------------
+
+    async def _generate(self, request: Request, *, chat: bool) -> Response:
+        exchange = _exchange(request)
+        self._admit(request)
+        counters, tenant = self.counters, exchange.tenant
+        counters.enter(exchange)
+        own = counters.open[tenant]
+        if own > 1 and over_share(own, counters.active, MAX_ACTIVE, len(counters.open)):
+            full = (
+                f"{counters.active} requests are open at this gateway, {own} of them yours: try again later"
+            )
+            raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
+        fields, client = await self._asked(request)
+        call = read_call(fields, chat=chat, request_id=exchange.request_id)
+        if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
+            exchange.request_id = call.request_id
+        native = NativeCall(client, self.timeout_s, exchange.trace)
+        echoed = await self._echoed(call, client) if call.echo else ()
+        exchange.requested_us = self.clock.wall_us()
+        if call.stream:
+            return EventStream(
+                native.frames(call), ChunkBuilder(call, echoed), exchange, self.counters, self.clock
+            )
+        natives = await unless_gone(request.receive, native.responses(call))
+        exchange.answered_us = self.clock.wall_us()
+        return answer(openai_response.answer(call, natives, echoed))
+
+    def _admit(self, request: Request) -> str:
+        """Find the tenant of the request's key. Raises NotAuthorized."""
+        tenant = _exchange(request).tenant = self.keys.tenant_of(request.headers.get("authorization", ""))
+        return tenant
+
+    async def _client(self, request: Request) -> Client:
+        """The native client of the request's tenant. Raises NotAuthorized, Unavailable."""
+        return await self.connections.of(self._admit(request))
+
+    async def _asked(self, request: Request) -> tuple[dict[str, Any], Client]:
+        """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""
+        client = await self._client(request)
+        fields = fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES))
+        served = [] if fields.get("model") else await _served(client)
+        model = _exchange(request).model = model_of(fields, served)
+        return {**fields, "model": model}, client
+
+    async def _request_native(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """A request to the tokenizers or detokenizers of a model. Raises UnknownModel if it is not served."""
+        try:
+            return await client.request(subject, fields)
+        except NoResponders:
+            served = await _served(client)
+            if fields["model"] not in served:
+                raise _unknown(fields["model"], served) from None
+            raise
+
+    async def _echoed(self, call: Call, client: Client) -> tuple[str, ...]:
+        """The texts of the prompts; token ids are detokenized."""
+
+        async def text(body: Mapping[str, Any]) -> str:
+            if isinstance(body["prompt"], str):
+                return body["prompt"]
+            subject = subjects.detokenize(client.tenant, call.model)
+            return str((await client.request(subject, {"tokens": body["prompt"]}))["text"])
+
+        return tuple(await asyncio.gather(*map(text, call.bodies)))
+
+
+def _exchange(request: Request) -> Exchange:
+    """The Exchange of a request, made by the edge."""
+    exchange: Exchange = request.scope[EXCHANGE]
+    return exchange
+
+
+def _state(why: str) -> Response:
+    if why:
+        return answer({"status": "unavailable", "reason": why}, 503, {"Retry-After": "1"})
+    return answer({"status": "ok"})
+
+
+async def _models(client: Client) -> dict[str, Any]:
+    return await client.request(subjects.models(client.tenant))
+
+
+async def _served(client: Client) -> list[str]:
+    return [entry["id"] for entry in (await _models(client))["data"]]
+
+
+def _unknown(model: str, served: list[str]) -> UnknownModel:
+    there = ", ".join(served)
+    return UnknownModel(f"no service serves model {model!r:.80}; there is {there:.200}", param="model")
+
+
 async def _refused(request: Request, error: HeadraceError) -> Response:
-    exchange = exchange_of(request)
+    exchange = _exchange(request)
     exchange.error = error
     return refusal(error, exchange.request_id)
 
@@ -153,12 +329,12 @@ class Edge:
         headers = Headers(scope=scope)
         tracer, given = self._endpoints.tracer, traces.from_headers(headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
-        given_id = exchanges.given_id(headers.get(exchanges.ID_HEADER, ""))
+        named = given_id(headers.get(exchanges.ID_HEADER, ""))
         return Exchange(
             method=scope["method"],
             route=_route(scope["path"]),
-            request_id=exchanges.fresh_id(given_id),
-            given_id=given_id,
+            request_id=exchanges.fresh_id(named),
+            given_id=named,
             trace=trace,
             parent_span=parent_span,
             started_us=self._endpoints.clock.wall_us(),
@@ -180,4 +356,72 @@ class Edge:
 def _route(path: str) -> str:
     if path.startswith("/v1/models/"):
         return "/v1/models/{model}"
-    return path if path in _ROUTES else OTHER
+    return path if path in _DOCUMENT["paths"] else OTHER
+
+
+def read_keys(text: str) -> dict[str, str]:
+    """Tenants by the hash of their keys. Raises ValueError with the line number."""
+    tenants: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        if len(fields) != 2 or len(fields[0]) > MAX_NAME_CHARS:
+            raise ValueError(f"line {number}: `tenant key` is expected")
+        tenant, key = fields
+        name = key.removeprefix(HASHED) if key.startswith(HASHED) else _hash(key)
+        if not _HEX.fullmatch(name):
+            raise ValueError(f"line {number}: {HASHED} and 64 hex digits are expected")
+        if tenants.setdefault(name, tenant) != tenant:
+            raise ValueError(f"line {number}: this key is another tenant's, too")
+    return tenants
+
+
+class Keys:
+    """The API keys: a file of lines `tenant key`, read again when it changes. With an empty path all requests
+    are allowed, as the default tenant.
+
+        acme   hr-3f9c…                    the key that a client sends as `Authorization: Bearer hr-3f9c…`
+        acme   sha256:9b74c9897bac…        or its SHA-256 in hex, so that the file holds no secret
+        headrace-operator   hr-77aa…       may read /metrics; its other requests are the default tenant's
+        # a comment
+
+    Keys are looked up by their hash, so that the time of a lookup reveals nothing about them.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises SetupError if the file is invalid."""
+        self.demanded = bool(path)
+        self._file = WatchedFile("http_keys", path, read_keys, log) if path else None
+
+    def tenant_of(self, authorization: str) -> str:
+        """The tenant of the key in an `Authorization` header. Raises NotAuthorized."""
+        if self._file is None:
+            return DEFAULT_TENANT
+        name = self._name_of(authorization)
+        return DEFAULT_TENANT if name == OPERATOR else name
+
+    def only_operator(self, authorization: str) -> None:
+        """Raises NotAuthorized, and Forbidden for a tenant's key."""
+        if self._file is not None and self._name_of(authorization) != OPERATOR:
+            raise Forbidden(
+                f"this page counts all tenants' requests: send the key of {OPERATOR} in http_keys"
+            )
+
+    def _name_of(self, authorization: str) -> str:
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise NotAuthorized("no API key: send `Authorization: Bearer KEY`")
+        name = self._file.value.get(_hash(key.strip())) if self._file is not None else None
+        if name is None:
+            raise NotAuthorized("unknown API key")
+        return name
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; an invalid file is logged and ignored."""
+        if self._file is not None:
+            self._file.refresh()
+
+
+def _hash(key: str) -> str:
+    return sha256(key.encode()).hexdigest()

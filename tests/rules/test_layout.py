@@ -58,7 +58,7 @@ HANGING = (
     "services/tokenizer/standby.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 76, 19_957
-PRODUCT_FILES, PRODUCT_LINES = 195, 43_718
+PRODUCT_FILES, PRODUCT_LINES = 193, 43_694
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

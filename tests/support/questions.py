@@ -108,9 +108,9 @@ QUESTIONS = (
     Question("add a routing policy", 2, ("services/scheduler/state/policies.py:prefix",)),
     Question(
         "add an HTTP endpoint",
-        4,
+        3,
         (
-            "services/gateway/routes.py:Endpoints",
+            "services/gateway/app.py:Endpoints",
             "services/gateway/app.py:build_app",
             "services/gateway/openapi.py:_paths",
             "services/gateway/native_call.py:NativeCall",

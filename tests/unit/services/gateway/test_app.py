@@ -8,10 +8,8 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from services.gateway.app import MET_503, build_app
-from services.gateway.health import Health
-from services.gateway.native_call import TenantConnections
-from services.gateway.routes import Endpoints, Keys
+from services.gateway.app import MET_503, Endpoints, Keys, build_app
+from services.gateway.native_call import Health, TenantConnections
 from shared.client import Client
 from shared.errors import Unavailable
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from services.gateway.app import Keys, read_keys
 from services.gateway.errors import NotAuthorized, SlowRequest, body_of, headers_of, status_of
 from services.gateway.exchange import Exchange, ExchangeCounters, fresh_id, given_id, spans
-from services.gateway.routes import Keys, read_keys
 from shared.client import SlowReader
 from shared.errors import (
     BadRequest,

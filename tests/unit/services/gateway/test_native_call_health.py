@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from support.memory_bus import MemoryBroker
 
-from services.gateway import health
-from services.gateway.health import Health
+from services.gateway import native_call
+from services.gateway.native_call import Health
 from shared.actor.membership import NEEDED, Peers
 from shared.client import Client
 from shared.errors import Unavailable
@@ -26,7 +26,7 @@ class Served:
         self.probed: list[str] = []
         self.peers = Peers()
         self.health = Health(Client(MemoryBroker().connect()))
-        monkeypatch.setattr(health, "probe", self._probe)
+        monkeypatch.setattr(native_call, "probe", self._probe)
         for kind in NEEDED:
             for model in "abc":
                 self.hear(kind, model)
@@ -72,7 +72,7 @@ async def test_a_drain_ends_a_probe_that_is_under_way_and_begins_none(
         served.probed.append(model)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(health, "probe", never)
+    monkeypatch.setattr(native_call, "probe", never)
     assert await served.beats() == "starting"
     served.health.stop()
     assert await served.beats(2) == "draining"
