@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -32,6 +32,7 @@ from shared.fair_share import over_share
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
+from shared.telemetry.readings import Metrics
 from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.gateway")
@@ -58,9 +59,9 @@ class Endpoints:
     connections: TenantConnections
     keys: Keys
     health: Health
+    fleet_metrics: Callable[[], Awaitable[Metrics]]
     timeout_s: float
     component: str = "gateway"  # name in spans
-    instance: str = ""  # id among the gateways on this port; empty: the only one
     tracer: Tracer | None = None
     counters: ExchangeCounters = field(default_factory=ExchangeCounters)
     clock: Clock = field(default_factory=SystemClock)
