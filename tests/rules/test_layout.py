@@ -58,7 +58,7 @@ HANGING = (
     "services/tokenizer/standby.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 82, 20_060
-PRODUCT_FILES, PRODUCT_LINES = 202, 43_933
+PRODUCT_FILES, PRODUCT_LINES = 202, 43_943
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
