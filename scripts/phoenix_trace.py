@@ -42,7 +42,7 @@ PARENTS = {  # of every stage; a pause is below the prefill or the request, as i
     "detokenize": {REQUEST}, "send": {REQUEST},
 }  # fmt: skip
 MAYBE = {"restore"}  # where computing again is quicker, nothing is brought
-SERVICES = {"headrace-gateway", "headrace-tokenizer", "headrace-scheduler", "headrace-detokenizer"}
+SERVICES = {f"headrace-{kind}" for kind in ("gateway", "tokenizer", "scheduler", "executor", "detokenizer")}
 SHOOT = """
 import sys
 from playwright.sync_api import sync_playwright

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from services.gateway.app import Endpoints, Keys, build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
+from services.gateway.fleet_metrics import FleetMetrics
 from services.gateway.native_call import Health, TenantConnections
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
@@ -61,9 +62,9 @@ class GatewayActor(Actor):
             connections=TenantConnections(client, apart=self._keys.demanded),
             keys=self._keys,
             health=Health(client),
+            fleet_metrics=FleetMetrics(mailbox, lambda: self.metrics).collect,
             timeout_s=self._timeout_s,
             component=mailbox.source,
-            instance=mailbox.actor if self._shared else "",
             tracer=mailbox.tracer,
             clock=mailbox.clock,
         )

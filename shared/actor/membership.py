@@ -72,6 +72,10 @@ class Peers:
         own = self._peers.get(source)
         return own is not None and now_us - own.last_seen_us > OWN_HEARTBEATS_LATE * own.heartbeat.interval_us
 
+    def sources(self) -> list[str]:
+        """All living actors, sorted."""
+        return sorted(self._peers)
+
     def get(self, source: str) -> Peer | None:
         """The actor `kind.id`, if alive."""
         return self._peers.get(source)

@@ -32,6 +32,7 @@ from shared.messages import Heartbeat, Message
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery
 from shared.replies import to_json
+from shared.telemetry import readings
 from shared.telemetry import tracer as tracing
 from shared.telemetry.metrics import MeterSink, from_env, scrape_point
 from shared.telemetry.readings import MetricPoint, Metrics, Recent, process_metrics
@@ -161,6 +162,7 @@ class Runtime:
         for ask in (subjects.heartbeat_request(self.fleet), subjects.HEARTBEAT_REQUEST_ALL_FLEETS):
             await self.bus.subscribe(ask, lambda _: self.send_heartbeat())
         await self.bus.subscribe(subjects.STATUS, self._on_status)
+        await self.bus.subscribe(subjects.metrics(self.fleet), self._on_metrics)
         await answer_status(self.bus, self.mailbox, lambda: self.state, self._status)
         self._upkeep_us = self.clock.now_us()
         self._heartbeats = asyncio.get_running_loop().create_task(self._heartbeat_forever())
@@ -304,6 +306,10 @@ class Runtime:
                 "last_10_s": self._recent.change(self.clock.now_us(), self._payload().counts),
             }
             self.bus.publish(delivery.reply, to_json({**about, **self._status()}))
+
+    def _on_metrics(self, delivery: Delivery) -> None:
+        if access.answerable(self.bus, delivery):
+            self.bus.publish(delivery.reply, readings.pack(self.mailbox.source, self.collect_metrics()))
 
     @property
     def _started(self) -> bool:

@@ -164,7 +164,7 @@ class Permissions:
 def of_service(kind: str, fleet: str) -> Permissions:
     """The permissions of a service `kind`, one of SERVICES."""
     f, name = token(fleet), SERVICE_PREFIX + kind
-    asks = (*_ASKS, *_LOOKS) if kind == "gateway" else ()
+    asks = (*_ASKS, *_LOOKS, f"hr.{f}.metrics") if kind == "gateway" else ()
     publish = (
         *(f"hr.{f}.{other}.*.in.*" for other in _MAILBOXES[kind]),
         *_WRITES.get(kind, ()),
@@ -178,6 +178,7 @@ def of_service(kind: str, fleet: str) -> Permissions:
         f"hr.{f}.beat.*.*",
         f"hr.{f}.beat_ask",
         "hr.beat_ask",
+        f"hr.{f}.metrics",
         f"{PUBLIC}.status",
         *(
             f"$SRV.{verb}{tail}"

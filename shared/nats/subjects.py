@@ -151,6 +151,11 @@ def heartbeat_request(fleet: str) -> str:
     return f"hr.{token(fleet)}.beat_ask"
 
 
+def metrics(fleet: str) -> str:
+    """Request-reply: every actor of the fleet answers with its metrics."""
+    return f"hr.{token(fleet)}.metrics"
+
+
 def gone(actor: str, request: str) -> str:
     """The reply subject of frames: a 503 of the server on it means that the client has gone."""
     return f"_R.{token(actor)}.{token(request)}"

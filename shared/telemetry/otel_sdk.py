@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from opentelemetry.context import Context
@@ -52,6 +53,7 @@ SWITCH_S = 0.000_5  # the thread that encodes spans delays the event loop at mos
 QUEUE_SPANS = 8_192  # defaults of OTEL_BSP_*: a second of spans, sent each second
 DELAY_MS = 1_000
 TEST_TIMEOUT_S = 3
+MAX_RESOURCES = 256  # actors whose spans a process sends; restarted ones have new names
 QUIET_S = 60.0  # between two log lines about lost spans
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _ERRNO = re.compile(r"\[Errno \d+\] ([^\"')]+)")
@@ -65,9 +67,10 @@ class OtelTracer:
 
     def __init__(self, kind: str, actor: str, protocol: str) -> None:
         self._protocol = protocol
-        self._resource = process_resource(kind, actor)
+        self._own = f"{kind}.{actor}"
         self._reasons = _Reasons()
-        provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
+        self._resource = lru_cache(MAX_RESOURCES)(process_resource)
+        provider = TracerProvider(resource=self._resource(self._own), shutdown_on_exit=False)
         self._sampler = provider.sampler  # by OTEL_TRACES_SAMPLER
         self._ids = provider.id_generator
         sys.setswitchinterval(SWITCH_S)
@@ -123,6 +126,10 @@ class OtelTracer:
             mend = f"start a collector there, or correct {ENDPOINTS[1]}"
             log.warning("traces: a test span did not arrive at %s (%s): %s", where, self._reasons.last, mend)
 
+    def _resource_of(self, component: str) -> Resource:
+        """The resource of a service in a span: `kind.id`, or `kind`; "" is this process."""
+        return self._resource(self._own if self._own.startswith(component) else component)
+
     def _readable(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> list[ReadableSpan]:
         root = _context(trace)
         above = traces.span_number(parent_span)
@@ -134,7 +141,7 @@ class OtelTracer:
                 span.name,
                 contexts[i],
                 remote if span.parent is None else contexts[span.parent],
-                self._resource,
+                self._resource_of(str(span.attributes.get(traces.COMPONENT, ""))),
                 span.attributes,
                 [Event(e.name, e.attributes, e.at_us * 1000) for e in span.events],
                 [Link(_context(link)) for link in span.links],
@@ -208,17 +215,18 @@ def _exporter(protocol: str, timeout_s: float | None = None) -> SpanExporter:
     return OTLPSpanExporter(timeout=timeout_s)
 
 
-def process_resource(kind: str, actor: str) -> Resource:
-    """The resource of this process: the OTEL_* variables, with defaults for service and instance."""
-    own = Resource({traces.SERVICE_INSTANCE: f"{kind}.{actor}"})
+def process_resource(actor: str) -> Resource:
+    """The resource of the actor `kind.id`: the OTEL_* variables, with defaults for service and instance; of a
+    `kind` alone the instance is not known."""
+    own = Resource({traces.SERVICE_INSTANCE: actor} if "." in actor else {})
     found = own.merge(Resource.create())
     if str(found.attributes[traces.SERVICE_NAME]).startswith("unknown_service"):
-        found = found.merge(Resource({traces.SERVICE_NAME: f"headrace-{kind}"}))
+        found = found.merge(Resource({traces.SERVICE_NAME: f"headrace-{actor.partition('.')[0]}"}))
     return _ProcessResource(found.attributes, found.schema_url)
 
 
 class _ProcessResource(Resource):
-    """The only resource of a process. The encoder hashes it for each span, and the SDK's hash dumps all
+    """The only resource of an actor. The encoder hashes it for each span, and the SDK's hash dumps all
     attributes as JSON: a sixth of the encoding time."""
 
     def __hash__(self) -> int:
@@ -249,7 +257,9 @@ class OtelMeterSink:
         self._reader = PeriodicExportingMetricReader(
             _WithHistograms(_metric_exporter(protocol), self._histograms, where)
         )
-        self._provider = MeterProvider([self._reader], process_resource(kind, actor), shutdown_on_exit=False)
+        self._provider = MeterProvider(
+            [self._reader], process_resource(f"{kind}.{actor}"), shutdown_on_exit=False
+        )
         self._meter = self._provider.get_meter(SCOPE)
 
     def put(self, readings: Metrics) -> None:

@@ -7,7 +7,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from shared.errors import WireError
 
 Attributes = tuple[tuple[str, str], ...]
 
@@ -41,6 +46,27 @@ class HistogramPoint:
 
 
 Metrics = Sequence[MetricPoint | HistogramPoint]
+
+
+Report = tuple[str, list[MetricPoint | HistogramPoint]]  # an actor `kind.id` and its metrics
+
+
+@cache
+def _reports() -> TypeAdapter[Report]:
+    return TypeAdapter(Report, config=ConfigDict(ser_json_inf_nan="constants"))
+
+
+def pack(source: str, metrics: Metrics) -> bytes:
+    """The metrics of the actor `source` as a message."""
+    return _reports().dump_json((source, list(metrics)))
+
+
+def unpack(data: bytes) -> Report:
+    """Read a message of `pack`. Raises WireError."""
+    try:
+        return _reports().validate_json(data)
+    except ValidationError as error:
+        raise WireError(f"damaged metrics: {error.error_count()} errors") from None
 
 
 class Recent:

@@ -133,6 +133,20 @@ def test_every_page_is_clean_and_says_that_its_process_is_ready(up: Up) -> None:
         assert len(names) == len(set(names))
 
 
+def test_the_gateway_has_the_metrics_of_all_services_on_one_page(up: Up) -> None:
+    def families(text: str) -> set[str]:
+        return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+
+    apart = {name: families(httpx.get(url, timeout=30).text) for name, url in pages(up).items()}
+    page = httpx.get(httpx.URL(up.http_url).join("/metrics"), timeout=30).text
+    assert set().union(*apart.values()) <= families(page)
+    living = {line for line in page.splitlines() if line.startswith("headrace_up{")}
+    assert {line.partition('service="')[2].partition('"')[0] for line in living} == KINDS
+    assert all(line.endswith(" 1.0") for line in living)
+    samples = [line for line in page.splitlines() if not line.startswith("#")]
+    assert [line for line in samples if 'service="' not in line or 'instance="' not in line] == []
+
+
 def test_what_is_not_the_page_is_refused(up: Up) -> None:
     url = pages(up)["tokenizer"]
     assert httpx.get(url.replace("/metrics", "/"), timeout=30).status_code == 404

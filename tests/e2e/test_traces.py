@@ -125,8 +125,13 @@ def test_one_trace_per_request_that_covers_its_time(start_up: StartUp, receiver:
     assert min(found) >= 0.95
     check_steps(spans)
     services = {s.resource["service.name"] for s in spans}
-    assert services == {"headrace-tokenizer", "headrace-scheduler", "headrace-detokenizer"}
-    assert len({s.resource["service.instance.id"] for s in spans}) == 5
+    assert services == {f"headrace-{kind}" for kind in ("tokenizer", "scheduler", "executor", "detokenizer")}
+    assert {s.attributes["component"].partition(".")[0] for s in spans if "component" in s.attributes} == {
+        name.removeprefix("headrace-") for name in services
+    }
+    assert (
+        len({s.resource.get("service.instance.id") for s in spans}) == 7
+    )  # one without: where only the kind is known
     assert up.log.read_text().count("a test span arrived at") == 5
 
 

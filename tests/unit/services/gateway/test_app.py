@@ -12,6 +12,7 @@ from services.gateway.app import MET_503, Endpoints, Keys, build_app
 from services.gateway.native_call import Health, TenantConnections
 from shared.client import Client
 from shared.errors import Unavailable
+from shared.telemetry.readings import Metrics
 
 SECRET = "request r-1 of acme has met the death of its third scheduler"
 
@@ -28,6 +29,10 @@ class Away:
         raise Unavailable(SECRET)
 
 
+async def nothing() -> Metrics:
+    return ()
+
+
 @pytest.mark.parametrize(("keys", "told"), [("acme one\n", MET_503), ("", SECRET)])
 async def test_health_quotes_nobodys_request_where_there_are_keys(
     tmp_path: Path, keys: str, told: str
@@ -36,7 +41,11 @@ async def test_health_quotes_nobodys_request_where_there_are_keys(
     path.write_text(keys)
     client = cast(Client, Away())
     desk = Endpoints(
-        TenantConnections(client, apart=False), Keys(str(path) if keys else ""), Health(client), timeout_s=1
+        TenantConnections(client, apart=False),
+        Keys(str(path) if keys else ""),
+        Health(client),
+        nothing,
+        timeout_s=1,
     )
     transport = httpx.ASGITransport(build_app(desk))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:

@@ -118,6 +118,25 @@ def test_a_tree_arrives_as_it_was_built(otel_env: pytest.MonkeyPatch, receiver: 
     assert [top.resource[name] for name in names] == ["headrace-detokenizer", "i7", "test"]
 
 
+def test_each_span_is_of_the_service_that_spends_the_time(
+    otel_env: pytest.MonkeyPatch, receiver: Receiver
+) -> None:
+    tracer = started(otel_env, receiver)
+    trace, parent = tracer.begin("")
+    of = ("", "executor.host.1", "scheduler", "detokenizer")
+    spans = [SpanRecord(f"of {name}", 10, 40, 0 if name else None, {traces.COMPONENT: name}) for name in of]
+    tracer.export(trace, parent, spans)
+    tracer.stop(5)
+    names = ("service.name", "service.instance.id")
+    own = ("headrace-detokenizer", "detokenizer.d1")
+    assert {s.name: tuple(s.resource.get(name) for name in names) for s in receiver.spans} == {
+        "of ": own,
+        "of executor.host.1": ("headrace-executor", "executor.host.1"),
+        "of scheduler": ("headrace-scheduler", None),
+        "of detokenizer": own,
+    }
+
+
 def test_the_self_test_says_where_the_span_arrived(
     otel_env: pytest.MonkeyPatch, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
