@@ -53,6 +53,9 @@ class Settings(BaseSettings):
     tenant_classes: str = Field(
         "", description="file of lines `tenant class,...`: the classes that each tenant may use"
     )
+    tenant_quotas: str = Field(
+        "", description="file of lines `tenant requests tokens`: most of each a minute; above: 429"
+    )
     # model
     cache_dir: Path = Field(Path("~/.cache/headrace"), description="folder for models and run files")
     model: str = Field("smollm2-135m-instruct", description="model to serve: a name, a GGUF file or a folder")
@@ -186,6 +189,7 @@ _METAVARS = {  # for names with an unclear last word
     "http": "HOST:PORT",
     "http_keys": "FILE",
     "tenant_classes": "FILE",
+    "tenant_quotas": "FILE",
     "drain_timeout_s": "SECONDS",
     "request_timeout_s": "SECONDS",
     "max_context": "TOKENS",

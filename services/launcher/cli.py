@@ -27,7 +27,7 @@ _REQUEST = (*_FLEET, "model", "model_name", "request_timeout_s")
 # The settings that each command offers as flags. The environment and a TOML file may set all the others.
 _SETTINGS = {
     "chat": _REQUEST, "request": _REQUEST, "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
-    "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
+    "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
 _EVERY_SETTING = ("up", "serve", "config")
 
@@ -160,6 +160,8 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
     )
     kv = add("kv", "what the KV tiers hold, and how much work they save", _kv)
     kv.add_argument("--json", action="store_true", help="everything, as JSON")
+    usage = add("usage", "requests and tokens of each tenant", _usage)
+    usage.add_argument("--json", action="store_true", help="as JSON")
     trace = add("trace", "where the time of one request went", _trace)
     trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
     trace.add_argument("--json", action="store_true", help="the data, with the steps during the request")
@@ -263,6 +265,12 @@ def _kv(given: argparse.Namespace) -> None:
     from services.launcher.commands.status import kv
 
     _run(kv(*_find_fleet(given), as_json=given.json))
+
+
+def _usage(given: argparse.Namespace) -> None:
+    from services.launcher.commands.usage import usage
+
+    _run(usage(*_find_fleet(given), as_json=given.json))
 
 
 def _trace(given: argparse.Namespace) -> None:

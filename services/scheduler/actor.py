@@ -6,6 +6,7 @@ The core decides everything; this file has the mailbox, the clock and the timers
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 
 from services.scheduler.arrival import CLIENT
@@ -14,6 +15,7 @@ from services.scheduler.kv_tiers import store
 from services.scheduler.reports import status, traces
 from services.scheduler.reports.event_log import Recorder, attach
 from services.scheduler.state import policies, requests
+from services.scheduler.state.quotas import Quota, read_quotas
 from services.scheduler.state.requests import (
     Arrived,
     DrainRequested,
@@ -22,6 +24,7 @@ from services.scheduler.state.requests import (
     PeerDraining,
     PeerLost,
     PeerReady,
+    QuotasChanged,
     StreamLost,
     Ticked,
     TierLost,
@@ -32,7 +35,7 @@ from services.scheduler.state.step_log import StepSpan, step_spans, step_trace
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer, detection_us
 from shared.actor.runtime import Actor, HeartbeatPayload
-from shared.config import Settings
+from shared.config import Settings, WatchedFile
 from shared.messages import Cancel, Message, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
@@ -40,6 +43,8 @@ from shared.replies import to_json
 from shared.telemetry.readings import Metrics
 from shared.telemetry.tracer import Tracer
 from shared.vocab.files import served_name
+
+log = logging.getLogger("headrace.scheduler")
 
 TICK_US = 10_000
 SLOW_TICK_US = 50_000  # while nothing waits: a tick takes 0.3 ms of a core that an engine on CPUs could use
@@ -51,10 +56,18 @@ class SchedulerActor(Actor):
     kind = "scheduler"
     traced = True
 
-    def __init__(self, limits: Limits, model: str, event_log: str = "") -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        model: str,
+        event_log: str = "",
+        quotas: WatchedFile[dict[str, Quota]] | None = None,
+    ) -> None:
         self._core = Scheduler(limits)
         self._model = model
         self._event_log = event_log
+        self._quotas = quotas
+        self._quotas_set: dict[str, Quota] = {}  # as the core has them
         self._recorder: Recorder | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -65,6 +78,7 @@ class SchedulerActor(Actor):
         self._core.state.next_seq = mailbox.epoch % 2**30 + 1  # numbers are not used again after a restart
         if self._event_log:
             self._recorder = await attach(self._core, mailbox, self._event_log, self._model)
+        self._set_quotas()
         await mailbox.bus.subscribe(subjects.CANCEL_ALL, mailbox.guarded(self._on_cancel))
         await mailbox.bus.subscribe(
             subjects.TRACE_ALL, lambda tokenized: answer_trace(mailbox, self._core.state, tokenized)
@@ -104,6 +118,9 @@ class SchedulerActor(Actor):
             self._ticking.result()  # a tick that failed fails the actor, as a message would have
         if store.waits(self._core.state):
             self._handle(Ticked())
+        if self._quotas is not None:
+            self._quotas.refresh()
+            self._set_quotas()
         if self._recorder is not None:
             self._recorder.upkeep(self._mailbox.clock.now_us())
 
@@ -113,7 +130,7 @@ class SchedulerActor(Actor):
 
     @property
     def metrics(self) -> Metrics:
-        return status.metric_points(self._core.state)
+        return [*status.metric_points(self._core.state), *status.usage_points(self._core.state, self._model)]
 
     def status(self) -> dict[str, object]:
         return {"model": self._model, **status.status(self._core.state)}
@@ -145,6 +162,12 @@ class SchedulerActor(Actor):
         self._idle.clear()
         if self._ticking is None:
             self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    def _set_quotas(self) -> None:
+        if self._quotas is not None and self._quotas.value != self._quotas_set:
+            self._quotas_set = self._quotas.value
+            rows = ((tenant, *quota) for tenant, quota in self._quotas_set.items())
+            self._handle(QuotasChanged(tuple(rows)))
 
     async def _tick(self) -> None:
         while not self._core.idle:
@@ -208,4 +231,6 @@ def build(settings: Settings) -> SchedulerActor:
         ended_within_us=detection_us(settings.heartbeat_interval_ms * 1000),
     )
     model = settings.model_name or served_name(settings.model)
-    return SchedulerActor(limits, model, settings.event_log)
+    path = settings.tenant_quotas
+    quotas = WatchedFile("tenant_quotas", path, read_quotas, log) if path else None
+    return SchedulerActor(limits, model, settings.event_log, quotas)

@@ -50,6 +50,7 @@ def arrive(state: State, source: str, tokenized: Tokenized, trace: str, transit_
     )
     request.sequences = [new_sequence(state, request, choice) for choice in range(tokenized.n)]
     state.requests[key] = request
+    state.quotas.charge(tokenized.tenant, state.now_us, requests=1, tokens=len(tokenized.tokens))
     for executor in state.executors.values():  # hash the prompt now, not while a step waits for the plan
         if executor.hello.model == tokenized.model:
             prefix_cache.extend_keys(executor, request.sequences[0])

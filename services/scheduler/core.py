@@ -19,6 +19,7 @@ from services.scheduler.state.requests import (
     PeerDraining,
     PeerLost,
     PeerReady,
+    QuotasChanged,
     Send,
     StreamLost,
     Ticked,
@@ -145,6 +146,8 @@ class Scheduler:
                 state.draining = True
             case DrainTimedOut():
                 finish.fail_all(state)
+            case QuotasChanged(quotas):
+                state.quotas.set(quotas)
 
     def _apply_message(self, source: str, message: Message) -> None:
         state = self.state

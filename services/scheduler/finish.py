@@ -12,7 +12,7 @@ from services.scheduler.preemption import withdraw
 from services.scheduler.state.requests import EndedRequest, Phase, Request, Sequence, close_of, request_record
 from services.scheduler.state.state import State
 from shared.errors import drain_over
-from shared.messages import Close, Ended, StopFound
+from shared.messages import Close, Ended, StopFound, Usage
 from shared.telemetry.traces import Reply
 
 TOMBSTONE_US = 60_000_000
@@ -113,6 +113,7 @@ def forget(state: State, sequence: Sequence) -> None:
     request = sequence.request
     if all(s.phase is Phase.ENDED for s in request.sequences):
         state.requests.pop(request.key, None)
+        _count_usage(state, request)
         state.ended.add(
             request.key,
             EndedRequest(request.tokenized.inbox, request.trace, request_record(request, state.now_us)),
@@ -120,11 +121,23 @@ def forget(state: State, sequence: Sequence) -> None:
         request.sequences = []  # breaks the reference cycle, so that it is freed now
 
 
+def _count_usage(state: State, request: Request) -> None:
+    """Count an ended request of its tenant. The choices of a request share one prompt."""
+    first = request.sequences[0]
+    usage = Usage(
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        completion_tokens=sum(sequence.final for sequence in request.sequences),
+    )
+    state.counters.add_usage(request.tokenized.tenant, usage)
+
+
 def _close(state: State, sequence: Sequence, final: int, reason: str) -> Close:
     """Free a sequence's blocks and build its Close. The device ends a row itself at a stop id: the KV of the
     last token is never computed."""
-    client = sequence.request.client
-    state.waiting.served.charge_output(client, max(sequence.generated - sequence.charged_tokens, 0))
+    request = sequence.request
+    state.waiting.served.charge_output(request.client, max(sequence.generated - sequence.charged_tokens, 0))
+    state.quotas.charge(request.tokenized.tenant, state.now_us, requests=0, tokens=sequence.generated)
     if sequence.phase is Phase.RUNNING:
         withdraw(state, sequence, len(sequence.tokens) - 1)
     else:

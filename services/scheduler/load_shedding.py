@@ -39,7 +39,11 @@ def refuse(state: State, tokenized: Tokenized) -> Rejected | None:
     known = state.refused.get(key)
     if known is not None and known[1] == submission:
         return known[2]
-    refusal = _refusal(state, tokenized, len(tokenized.tokens)) or _no_room(state, tokenized)
+    refusal = (
+        _refusal(state, tokenized, len(tokenized.tokens))
+        or _over_quota(state, tokenized.tenant)
+        or _no_room(state, tokenized)
+    )
     if refusal is None:
         return None
     state.refused.pop(key, None)  # the oldest are first
@@ -116,6 +120,15 @@ def _unknown(executors: list[Executor], tokenized: Tokenized) -> str:
             "the engine: ask for fewer"
         )
     return ""
+
+
+def _over_quota(state: State, tenant: str) -> Refusal | None:
+    """Why the quota of a tenant allows no request now; None if it does."""
+    if (found := state.quotas.wait(tenant, state.now_us)) is None:
+        return None
+    what, wait_us = found
+    why = f"the quota of {tenant!r:.80}, {what}, is used up: try again in {wait_us / 1e6:.1f} s"
+    return 429, why, -(-wait_us // 1000)
 
 
 def _no_room(state: State, tokenized: Tokenized) -> Refusal | None:

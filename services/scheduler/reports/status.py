@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import islice
 
 from services.scheduler import model_kinds
@@ -80,6 +81,7 @@ def status(state: State) -> dict[str, object]:
             if e.hello.host_id in state.tiers.by_host
         },
         "measured": measured(state),
+        "usage": {tenant: asdict(usage) for tenant, usage in sorted(state.counters.usage.items())},
     }
 
 
@@ -258,6 +260,15 @@ def _counters(state: State) -> Iterator[MetricPoint]:
         yield MetricPoint(
             f"{PREFIX}.finished", sequences, "{sequence}", (("reason", reason),), is_counter=True
         )
+
+
+def usage_points(state: State, model: str) -> Iterator[MetricPoint]:
+    """The usage of the tenants of a model."""
+    for tenant, usage in sorted(state.counters.usage.items()):
+        whose: Attributes = ((c.TENANT, tenant), ("model", model))
+        for name, count in asdict(usage).items():
+            unit = "{request}" if name == "requests" else "{token}"
+            yield MetricPoint(f"{PREFIX}.usage.{name}", count, unit, whose, is_counter=True)
 
 
 def _gauges(state: State) -> Iterator[MetricPoint]:

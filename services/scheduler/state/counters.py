@@ -7,13 +7,15 @@ state leaves them out.
 counters     prefix_lookup_tokens   prompt tokens that were looked up in a prefix cache
              prefix_hit_tokens      ... that were found there and not computed
              prefill_tokens         prompt tokens that steps computed, including recomputed ones
-             recomputed_tokens      tokens with KV that was computed before, and lost by a preemption or
-             requeue generated_tokens       sampled tokens that were applied wasted_rows            rows of a
-             step with a sample that was not used preemptions            sequences that were preempted
+             recomputed_tokens      tokens whose KV a preemption or requeue lost
+             generated_tokens       sampled tokens that were applied
+             wasted_rows            rows of a step with a sample that was not used
+             preemptions            sequences that were preempted
              predicted_us           predicted time of all steps in `step_error_pm`
 by a name    steps {mode: n}        `count_step(mode)`
              rejected {code: n}     `count_rejected(code)`
              finished {reason: n}   `count_finished(reason)`
+             usage {tenant: counts} `add_usage(tenant, usage)`
              loads                  loads of blocks from a tier
              loads_declined         loads not made, because computing again was faster
              loads_failed           loads that failed
@@ -46,6 +48,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from shared.messages import Usage
+
 LATENCY_BOUNDS_US = (
     1_000, 2_000, 5_000, 10_000, 20_000, 40_000, 80_000, 160_000, 320_000, 640_000, 1_280_000, 2_560_000,
     5_120_000, 10_240_000, 30_000_000, 60_000_000,
@@ -54,6 +58,8 @@ STEP_BOUNDS_US = (
     500, 1_000, 2_000, 4_000, 6_000, 8_000, 12_000, 16_000, 24_000, 32_000, 50_000, 100_000, 250_000,
     1_000_000,
 )  # fmt: skip
+MAX_TENANTS = 1_000  # a metric for each: clients without credentials may invent tenants
+OTHERS = "(others)"
 ERROR_BOUNDS_PM = (10, 20, 50, 100, 150, 200, 300, 500, 1_000, 2_000)
 
 
@@ -93,6 +99,16 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class TenantUsage:
+    """What the ended requests of a tenant have used."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts: found in a cache, not computed
+    completion_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Counters:
     """See the top of this file."""
 
@@ -121,6 +137,7 @@ class Counters:
     steps: dict[str, int] = field(default_factory=dict)
     rejected: dict[int, int] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
+    usage: dict[str, TenantUsage] = field(default_factory=dict)
     queue_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
     ttft_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
     inter_token_us: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_US))
@@ -144,6 +161,16 @@ class Counters:
     def count_finished(self, reason: str) -> None:
         """Count an ended sequence: stop, length, error, cancelled."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def add_usage(self, tenant: str, usage: Usage) -> None:
+        """Count an ended request. Above MAX_TENANTS tenants the others are counted together."""
+        if tenant not in self.usage and len(self.usage) >= MAX_TENANTS:
+            tenant = OTHERS
+        counts = self.usage.setdefault(tenant, TenantUsage())
+        counts.requests += 1
+        counts.prompt_tokens += usage.prompt_tokens
+        counts.cached_tokens += usage.cached_tokens
+        counts.completion_tokens += usage.completion_tokens
 
     def add_ended(self, e2e_us: int, decode_us: int, tokens: int) -> None:
         """Count a sequence that ended normally, `decode_us` after the first of its `tokens`."""

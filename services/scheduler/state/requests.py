@@ -485,6 +485,13 @@ class DrainTimedOut:
     """The time to drain is over: remaining requests fail."""
 
 
+@dataclass(frozen=True, slots=True)
+class QuotasChanged:
+    """The quotas of the tenants, in place of those before."""
+
+    quotas: tuple[tuple[str, int, int], ...]  # tenant, requests and tokens a minute; 0: unlimited
+
+
 Event = (
     Arrived
     | PeerReady
@@ -496,6 +503,7 @@ Event = (
     | Ticked
     | DrainRequested
     | DrainTimedOut
+    | QuotasChanged
 )
 
 

@@ -10,6 +10,7 @@ from services.scheduler.state.block_pool import BlockPool
 from services.scheduler.state.cost_model import CostModel, StepPace
 from services.scheduler.state.counters import Counters
 from services.scheduler.state.policies import Policy
+from services.scheduler.state.quotas import Quotas
 from services.scheduler.state.requests import (
     ChunkRecord,
     Deadlines,
@@ -162,6 +163,7 @@ class State:
     refused: dict[tuple[str, str], tuple[int, tuple[int, int], Rejected]] = field(default_factory=dict)
     ended: EndedRequests = field(default_factory=EndedRequests)
     step_log: StepLog = field(default_factory=StepLog)
+    quotas: Quotas = field(default_factory=Quotas)
     counters: Counters = field(default_factory=Counters)
     commands: list[Send] = field(default_factory=list)
 

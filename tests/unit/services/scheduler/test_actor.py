@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from services.scheduler.actor import SchedulerActor, build
 from services.scheduler.state.state import Limits
 from shared.actor.runtime import HeartbeatPayload, Runtime
 from shared.config import Settings
+from shared.errors import SetupError
 from shared.messages import (
     Accepted,
     Close,
@@ -271,3 +273,32 @@ def test_build_takes_the_limits_from_the_settings() -> None:
     actor = build(settings)
     assert actor._core.state.limits == Limits(window=3, step_tokens=99, max_waiting=7, max_waiting_tokens=8)
     assert actor.heartbeat_payload().model == "named"
+
+
+async def test_quotas_are_read_from_a_file_that_may_change(tmp_path: Path) -> None:
+    path = tmp_path / "quotas"
+    path.write_text("t 1 -\n")
+    actor = build(Settings(model="m", tenant_quotas=str(path)))
+    async with watched_fleet() as fleet:
+        runtime = await fleet.started(actor, "s")
+        quotas = actor._core.state.quotas
+        assert quotas.by_tenant == {"t": (1, 0)}
+        path.write_text("t 1\n")
+        runtime.upkeep()
+        assert quotas.by_tenant == {"t": (1, 0)}, "an invalid file is ignored"
+        path.write_text("t 2 30\nu - 5\n")
+        runtime.upkeep()
+        assert quotas.by_tenant == {"t": (2, 30), "u": (0, 5)}
+    with pytest.raises(SetupError, match="tenant_quotas"):
+        build(Settings(model="m", tenant_quotas=str(tmp_path / "none")))
+
+
+async def test_usage_is_in_the_status_and_in_the_metrics(house: House) -> None:
+    await house.ask("r")
+    await house.step()
+    await house.end()
+    used = {"requests": 1, "prompt_tokens": 2, "cached_tokens": 0, "completion_tokens": 1}
+    assert house.actor.status()["usage"] == {"t": used}
+    points = {p.name: (p.value, dict(p.attributes)) for p in house.actor.metrics if ".usage." in p.name}
+    whose = {"tenant": "t", "model": "m"}
+    assert points == {f"headrace.scheduler.usage.{name}": (count, whose) for name, count in used.items()}
