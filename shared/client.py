@@ -271,8 +271,9 @@ class FrameOrder:
 
 async def probe(client: Client, model: str) -> None:
     """Send a request like a user's, a chat without `max_tokens`, and cancel it at the first text; a model
-    without a chat template gets a completion. Returns when an answer has started. Raises like
-    `Client.stream`."""
+    without a chat template gets a completion. Returns when an answer has started. Its tenant is PROBE_TENANT.
+    Raises like `Client.stream`."""
+    client = client.as_tenant(subjects.PROBE_TENANT)
     asked: Body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
     try:
         await _begun(client, asked)

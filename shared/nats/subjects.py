@@ -14,6 +14,7 @@ MAX_NAME_CHARS = 128  # of a tenant, a model, a request id
 MAX_INBOX_CHARS = 512  # an inbox is part of several messages of its request
 _OURS = ("hr.", "headrace.", "_R.", "$")  # no reply may go here
 DEFAULT_TENANT = "public"
+PROBE_TENANT = "headrace-probe"  # of requests that test a model; no quota holds for it
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _ESCAPED = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 

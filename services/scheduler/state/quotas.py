@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shared.nats.subjects import MAX_NAME_CHARS
+from shared.nats.subjects import MAX_NAME_CHARS, PROBE_TENANT
 
 ANY = "*"  # the quota of each tenant without a line of its own
 UNLIMITED = "-"
@@ -87,7 +87,9 @@ class Quotas:
         bucket.left = [left - amount * MINUTE_US for left, amount in zip(bucket.left, taken, strict=True)]
 
     def _quota(self, tenant: str) -> Quota | None:
-        return self.by_tenant.get(tenant) or self.by_tenant.get(ANY) if self.by_tenant else None
+        if not self.by_tenant or tenant == PROBE_TENANT:
+            return None
+        return self.by_tenant.get(tenant) or self.by_tenant.get(ANY)
 
     def _filled(self, tenant: str, quota: Quota, now_us: int) -> Bucket:
         """The tenant's bucket, filled up to now."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.state import quotas
 from services.scheduler.state.quotas import MINUTE_US, Quotas, read_quotas
+from shared.nats.subjects import PROBE_TENANT
 
 
 def test_a_file_has_a_line_for_each_tenant() -> None:
@@ -56,6 +57,8 @@ def test_a_star_is_for_all_others_each_by_itself() -> None:
     found.charge("acme", 0, requests=1, tokens=0)
     assert found.wait("bob", 0) is not None
     assert found.wait("eve", 0) is found.wait("acme", 0) is None
+    found.charge(PROBE_TENANT, 0, requests=9, tokens=0)
+    assert found.wait(PROBE_TENANT, 0) is None, "a full quota makes no model unhealthy"
 
 
 def test_new_quotas_hold_at_once_and_forget_nothing() -> None:
