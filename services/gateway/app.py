@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import exchange as exchanges
 from services.gateway import openai_response
+from services.gateway.access_log import AccessLog
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
 from services.gateway.exchange import Exchange, ExchangeCounters, answer, given_id, refusal
 from services.gateway.native_call import (
@@ -117,6 +118,7 @@ class Endpoints:
     timeout_s: float
     component: str = "gateway"  # name in spans
     tracer: Tracer | None = None
+    access_log: AccessLog | None = None
     counters: ExchangeCounters = field(default_factory=ExchangeCounters)
     clock: Clock = field(default_factory=SystemClock)
 
@@ -194,7 +196,10 @@ class Endpoints:
             )
             raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
         fields, client = await self._asked(request)
+        if self.access_log is not None and self.access_log.prompts:
+            exchange.body = fields
         call = read_call(fields, chat=chat, request_id=exchange.request_id)
+        exchange.stream = call.stream
         if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
             exchange.request_id = call.request_id
         native = NativeCall(client, self.timeout_s, exchange.trace)
@@ -206,6 +211,7 @@ class Endpoints:
             )
         natives = await unless_gone(request.receive, native.responses(call))
         exchange.answered_us = self.clock.wall_us()
+        exchange.usages += [each["usage"] for each in natives]
         return answer(openai_response.answer(call, natives, echoed))
 
     def _admit(self, request: Request) -> str:
@@ -337,12 +343,16 @@ class Edge:
             trace=trace,
             parent_span=parent_span,
             started_us=self._endpoints.clock.wall_us(),
+            client=(scope.get("client") or ("",))[0],
+            agent=headers.get("user-agent", ""),
         )
 
     def _end(self, exchange: Exchange) -> None:
         endpoints = self._endpoints
         exchange.ended_us = max(endpoints.clock.wall_us(), exchange.started_us)
         endpoints.counters.end(exchange)
+        if endpoints.access_log is not None:
+            endpoints.access_log.write(exchange)
         if isinstance(exchange.error, Unavailable):
             why = MET_503 if endpoints.keys.demanded else exchange.error.message  # /health needs no key
             endpoints.health.doubt(why, exchange.model)

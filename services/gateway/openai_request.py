@@ -109,12 +109,15 @@ def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
 
 
 def _usage(fields: Body, *, stream: bool) -> tuple[bool, Body]:
-    """Whether a stream ends with its usage, and the native fields, where the default is the opposite."""
+    """Whether a stream ends with its usage, and the native fields: the gateway always reads the usage."""
     options = fields.get("stream_options", {})
     if not stream or not isinstance(options, dict):
         return False, dict(fields)
-    options = {"include_usage": False, **{k: v for k, v in options.items() if v is not None}}
-    return options["include_usage"] is True, {**fields, "stream_options": options}
+    options = {k: v for k, v in options.items() if v is not None}
+    wanted = options.get("include_usage", False)
+    if isinstance(wanted, bool):  # else the tokenizer refuses it
+        options["include_usage"] = True
+    return wanted is True, {**fields, "stream_options": options}
 
 
 def _bodies(native: Body) -> list[Body]:

@@ -284,6 +284,8 @@ class EventStream(Response):
             async with aclosing(self._frames) as frames:
                 async for frame in frames:
                     chunks = self._chunks.take(frame.get(PROMPT, 0), frame)
+                    if frame["type"] == "done":
+                        self._exchange.usages.append(frame["usage"])
                     if chunks and not started:
                         started = True
                         self._exchange.first_us = self._clock.wall_us()
