@@ -1,4 +1,4 @@
-"""The state of kv_offload's core. Only core.py, jobs/ and l2/dispatch.py change it."""
+"""The state of kv_offload's core. Only core.py, jobs.py and l2/dispatch.py change it."""
 
 from __future__ import annotations
 
