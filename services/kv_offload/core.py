@@ -35,8 +35,7 @@ from services.kv_offload.events import (
 )
 from services.kv_offload.l1_cache import L1
 from services.kv_offload.l2 import dispatch
-from services.kv_offload.l2.state import L2, Call
-from services.kv_offload.state import State
+from services.kv_offload.state import L2, Call, State
 from shared.messages import (
     ArenaReleased,
     KvCommit,

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 from services.kv_offload.events import Name
 from services.kv_offload.l1_cache import Entry, Range
-from services.kv_offload.l2.state import LeaseId, Want
 from services.kv_offload.state import (
     MOST_LEASE_US,
+    LeaseId,
     Load,
     Lookup,
     Quarantined,
     ReadLease,
     State,
+    Want,
     WriteLease,
     names_of,
 )
