@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 
 from services.kv_offload.backends import arena as arenas
 from services.kv_offload.backends.arena import Opened, Plan
-from services.kv_offload.backends.builtin import CountingArena
+from services.kv_offload.backends.builtin import CountingArena, NoRoom
 from services.kv_offload.backends.interface import Arena, Remote
-from services.kv_offload.backends.shared_memory import NoRoom
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (
     Abandon,

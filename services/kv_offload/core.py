@@ -19,6 +19,7 @@ Each message is answered at once, or by its deadline, also if L2 hangs.
 
 from __future__ import annotations
 
+from services.kv_offload import jobs
 from services.kv_offload.backends.interface import Arena
 from services.kv_offload.events import (
     Arrived,
@@ -32,11 +33,9 @@ from services.kv_offload.events import (
     Restarted,
     Send,
 )
-from services.kv_offload.jobs import leases, load, store
 from services.kv_offload.l1_cache import L1
 from services.kv_offload.l2 import dispatch
-from services.kv_offload.l2.state import L2, Call
-from services.kv_offload.state import State
+from services.kv_offload.state import L2, Call, State
 from shared.messages import (
     ArenaReleased,
     KvCommit,
@@ -83,43 +82,43 @@ class KvCore:
                 self._l2_ended(event)
             case Restarted(source):
                 self._forget(source)
-                leases.scheduler_restarted(state, source)
+                jobs.scheduler_restarted(state, source)
             case PeerSeen(source, epoch) if source.startswith("executor."):
-                leases.executor_seen(state, source, epoch)
+                jobs.executor_seen(state, source, epoch)
             case PeerLost(source) if source.startswith("executor."):
-                leases.executor_lost(state, source)
+                jobs.executor_lost(state, source)
             case PeerLost(source):
                 self._forget(source)
 
     def _arrived(self, event: Arrived) -> None:
         state, message, trace = self.state, event.message, event.trace
         if isinstance(message, ArenaReleased):
-            leases.arena_released(state, message)
+            jobs.arena_released(state, message)
             return
         state.schedulers[event.source] = None
         lease = (event.source, event.epoch, getattr(message, "job", 0))
         match message:
             case KvLookup():
-                load.look_up(state, lease, message, trace)
+                jobs.look_up(state, lease, message, trace)
             case KvReserve():
-                store.reserve(state, lease, message, trace)
+                jobs.reserve(state, lease, message, trace)
             case KvCommit():
-                store.commit(state, lease, message, trace)
+                jobs.commit(state, lease, message, trace)
             case KvPrefetch():
-                load.prefetch(state, lease, message, trace)
-            case KvRelease(jobs=jobs):
-                for job in jobs:
-                    load.drop(state, (event.source, event.epoch, job))
-                leases.release(state, event.source, event.epoch, message)
+                jobs.prefetch(state, lease, message, trace)
+            case KvRelease(jobs=released):
+                for job in released:
+                    jobs.drop_load(state, (event.source, event.epoch, job))
+                jobs.release(state, event.source, event.epoch, message)
 
     def _forget(self, source: str) -> None:
         """A scheduler waits for no answer any more: drop its lookups and loads."""
         state = self.state
         state.schedulers.pop(source, None)
         for lease in [lease for lease in state.lookups if lease[0] == source]:
-            load.drop_lookup(state, lease)
+            jobs.drop_lookup(state, lease)
         for lease in [lease for lease in state.loads if lease[0] == source]:
-            load.drop(state, lease)
+            jobs.drop_load(state, lease)
 
     # ---- time -----------------------------------------------------------------------------------
 
@@ -131,13 +130,13 @@ class KvCore:
             what, lease = due
             match what:
                 case "lookup":
-                    load.finish_lookup(state, lease)
+                    jobs.finish_lookup(state, lease)
                 case "load":
-                    load.finish(state, lease)
+                    jobs.finish_load(state, lease)
                 case "lease":
-                    leases.expire(state, lease)
+                    jobs.expire_lease(state, lease)
                 case _:
-                    leases.end_quarantine(state, lease)
+                    jobs.end_quarantine(state, lease)
 
     # ---- L2 -------------------------------------------------------------------------------------
 
@@ -166,13 +165,13 @@ class KvCore:
         if state.l2.breaker.failed(state.now_us):
             state.l2.forget_wants()
             for lease in list(state.lookups):
-                load.finish_lookup(state, lease)
+                jobs.finish_lookup(state, lease)
             for lease in list(state.loads):
-                load.finish(state, lease)
+                jobs.finish_load(state, lease)
         if call.lookup is not None:
-            load.finish_lookup(state, call.lookup)
+            jobs.finish_lookup(state, call.lookup)
         if call.kind == "get":
-            load.arrived(state, call.names[0], None)
+            jobs.value_arrived(state, call.names[0], None)
 
     def _answered(self, call: Call, event: L2Ended) -> None:
         state = self.state
@@ -183,7 +182,7 @@ class KvCore:
                 if present:
                     state.l2.presence.add(name)
         if call.lookup is not None:
-            load.finish_lookup(state, call.lookup)
+            jobs.finish_lookup(state, call.lookup)
 
     def _got(self, name: Name, event: L2Ended) -> None:
         """A get has ended: with the value, or because it is lost or damaged."""
@@ -205,7 +204,7 @@ class KvCore:
                 state.counters.l2_absent += 1
             if entry is None:
                 state.l1.evicted.append(name)
-        load.arrived(state, name, entry)
+        jobs.value_arrived(state, name, entry)
 
     # ---- evicted keys ---------------------------------------------------------------------------
 

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.kv_offload.backends.builtin import PlainArena
+from services.kv_offload.backends.builtin import SHM, PlainArena, segment_name, sweep
 from services.kv_offload.backends.interface import Arena
 from services.kv_offload.backends.lmcache import LmcacheArena, SubAllocatedArena
-from services.kv_offload.backends.shared_memory import SHM, segment_name, sweep
 from shared.errors import SetupError
 
 PAGE = 4096

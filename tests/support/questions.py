@@ -58,7 +58,7 @@ QUESTIONS = (
             "services/executor/kv_transfer/worker.py:put",
             "services/executor/kv_transfer/copiers.py:HostCopier",
             "services/kv_offload/core.py:handle",
-            "services/kv_offload/jobs/store.py:commit",
+            "services/kv_offload/jobs.py:commit",
             "services/kv_offload/l2/dispatch.py:pump",
             "services/kv_offload/l2/worker.py:L2Job",
             "services/kv_offload/backends/lmcache.py:open_remote",

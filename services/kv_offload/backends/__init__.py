@@ -3,6 +3,5 @@
 interface.py        the protocols of an arena and a remote store
 arena.py            the size and the backend of L1
 lmcache.py          LMCache's arena and remote clients
-builtin.py          an arena and a remote store without LMCache
-shared_memory.py    the arena's shared-memory segment
+builtin.py          an arena and a remote store without LMCache; the shared-memory segment of arenas
 """

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from services.kv_offload.backends.interface import Arena
-from services.kv_offload.backends.lmcache import SubAllocatedArena
-from services.kv_offload.backends.shared_memory import (
+from services.kv_offload.backends.builtin import (
     PAGE_BYTES,
     SHM,
     NoRoom,
@@ -21,6 +19,8 @@ from services.kv_offload.backends.shared_memory import (
     segment_name,
     sweep,
 )
+from services.kv_offload.backends.interface import Arena
+from services.kv_offload.backends.lmcache import SubAllocatedArena
 from shared.errors import SetupError
 
 log = logging.getLogger("headrace.kv_offload")

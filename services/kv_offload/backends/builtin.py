@@ -1,14 +1,142 @@
-"""An arena and a remote store without LMCache, for tests and for machines without it.
+"""An arena and a remote store without LMCache, and the shared-memory segment of every arena.
 
-The arena is a shared-memory segment that executors map; the remote store is a dictionary in this process.
+Executors map the segment's file by open + mmap (not by Python's SharedMemory, which deletes it when a reader
+ends), so only its owner unlinks it. Owner and executors run under one uid: the mode is 0600. The remote store
+is a dictionary in this process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import mmap
+import os
+import re
 from bisect import bisect_left, insort
+from pathlib import Path
 
 from services.kv_offload.backends.interface import DamagedValue
-from services.kv_offload.backends.shared_memory import PAGE_BYTES, Segment, check_room, segment_name
+from shared.errors import SetupError
+
+SHM = Path("/dev/shm")
+PAGE_BYTES = 4096
+# LMCache adds this prefix to every name without it.
+_PREFIX = "lmcache_l1_pool_headrace_"
+_LOCK = ".lock"
+
+
+class NoRoom(SetupError):
+    """/dev/shm cannot hold the arena."""
+
+
+def segment_name(host: str, generation: int) -> str:
+    """The segment's file name under /dev/shm. `host` is letters, digits, dots, dashes and underscores."""
+    if not re.fullmatch(r"[\w.-]{1,128}", host, re.ASCII):
+        raise SetupError(f"host {host!r} cannot be part of a file name: use letters, digits, . _ or -")
+    return f"{_PREFIX}{host}_g{generation}"
+
+
+def hold(name: str) -> int:
+    """Lock the segment `name` before it is made, to show that its owner lives. The lock lasts as long as the
+    returned descriptor is open: until `let_go` or the death of the process. Raises BlockingIOError if the
+    segment is locked."""
+    draft = SHM / f"{name}.{os.getpid()}"
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.link(draft, _lock_file(name))  # locked before other processes can see it, for `sweep`
+    except FileExistsError:
+        os.close(descriptor)
+        raise BlockingIOError(f"the segment {name} has an owner") from None
+    finally:
+        draft.unlink()
+    return descriptor
+
+
+def let_go(name: str, descriptor: int) -> None:
+    """Release the lock of the segment `name`."""
+    _lock_file(name).unlink(missing_ok=True)
+    os.close(descriptor)
+
+
+def sweep(host: str) -> list[str]:
+    """Unlink this user's segments without a living owner, and return their names. These are all segments of
+    `host`, and segments of other hosts with the lock file of a dead owner. Call it before the arena is made:
+    the segment of a killed owner keeps its memory."""
+    ours = re.compile(re.escape(segment_name(host, 0)[:-1]) + r"\d+")
+    names = sorted(path.name for path in SHM.iterdir() if path.name.startswith(_PREFIX))
+    locked = [name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)]
+    found = dict.fromkeys([name for name in names if ours.fullmatch(name)] + locked)
+    return [name for name in found if _removed(name)]
+
+
+def _removed(name: str) -> bool:
+    """Remove a segment of this user without an owner; True if there was one. No race: a name is never used
+    twice."""
+    lock = None
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(_lock_file(name), os.O_RDWR | os.O_NOFOLLOW)
+            if os.fstat(lock).st_uid != os.getuid():
+                return False
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        there = os.path.lexists(SHM / name)
+        if there and (SHM / name).lstat().st_uid != os.getuid():
+            return False
+        for path in (SHM / name, _lock_file(name)):
+            path.unlink(missing_ok=True)
+        return there
+    except OSError:  # its owner lives, or the file cannot be removed
+        return False
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock_file(name: str) -> Path:
+    return SHM / f"{name}{_LOCK}"
+
+
+def check_room(size_bytes: int) -> None:
+    """Raise NoRoom if /dev/shm cannot hold `size_bytes` more."""
+    stat = os.statvfs(SHM)
+    available = stat.f_bavail * stat.f_frsize
+    if size_bytes > available:
+        raise NoRoom(
+            f"/dev/shm has {available >> 20} MiB left and L1 needs {size_bytes >> 20}: "
+            "make L1 smaller (--l1) or /dev/shm larger (--shm-size of docker, HEADRACE_SHM of compose)"
+        )
+
+
+class Segment:
+    """A mapping of the segment with all its pages reserved (0.36 s a GiB). So a full /dev/shm is an error at
+    the start, not a SIGBUS in the executor that first uses a page."""
+
+    def __init__(self, name: str, size_bytes: int, *, create: bool) -> None:
+        self._path = SHM / name
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        descriptor = os.open(self._path, flags, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            self._map = mmap.mmap(descriptor, size_bytes)
+        except OSError as error:
+            self._path.unlink(missing_ok=True)
+            raise NoRoom(f"cannot reserve {size_bytes >> 20} MiB in /dev/shm: {error}") from error
+        finally:
+            os.close(descriptor)
+        self._view = memoryview(self._map)
+
+    def view(self, offset: int, size_bytes: int) -> memoryview:
+        """The bytes from `offset` on, writable."""
+        return self._view[offset : offset + size_bytes]
+
+    def close(self) -> None:
+        """Unmap and unlink."""
+        self._path.unlink(missing_ok=True)
+        # A view in a worker thread keeps the mapping until it is released.
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
 
 
 def pages(size_bytes: int) -> int:

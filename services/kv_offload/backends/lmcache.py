@@ -17,9 +17,14 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from services.kv_offload.backends.builtin import CountingArena, MemoryRemote
+from services.kv_offload.backends.builtin import (
+    CountingArena,
+    MemoryRemote,
+    Segment,
+    check_room,
+    segment_name,
+)
 from services.kv_offload.backends.interface import Arena, DamagedValue, RefusedWrite, Remote, RemoteError
-from services.kv_offload.backends.shared_memory import Segment, check_room, segment_name
 from shared.errors import SetupError
 
 _FOREVER_S = 2**31 - 1  # the core handles expiry: an expired write lock would give a range to another writer

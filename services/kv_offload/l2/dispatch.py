@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 
 from services.kv_offload.events import Abandon, L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, Name
 from services.kv_offload.l1_cache import Entry
-from services.kv_offload.l2.state import L2, Call
-from services.kv_offload.state import State
+from services.kv_offload.state import L2, Call, State
 
 IN_FLIGHT = 8
 LOOKUPS_IN_FLIGHT = 2  # of IN_FLIGHT, only for lookups

@@ -1,8 +1,9 @@
 """`headrace status`, `top` and `kv` request the state of all services over NATS and print it.
 
-`status` and `top` print the lines of overview.py; `kv` prints what each KV tier holds, how much work it saved
-and how good its predictions were. `ScrapeTargets` has the addresses at which Prometheus reads the processes
-of `up`.
+`status` and `top` print problems, one line for each service, or every fact of one. Rates, hits and
+preemptions cover the last ten seconds, counted by each service (`last_10_s` of its answer); all other figures
+are current. `kv` prints what each KV tier holds, how much work it saved and how good its predictions were.
+`ScrapeTargets` has the addresses at which Prometheus reads the processes of `up`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import shutil
 import socket
 import sys
 import termios
+import textwrap
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
+from typing import Any
 
 from services.launcher import console
-from services.launcher.commands.overview import ANSWER_S, Facts, Fleet, every_fact, lines, percent, size
 from services.launcher.serve import KINDS
 from services.launcher.session import Target, connected
+from shared.actor.membership import NEEDED
 from shared.client import request_all
 from shared.errors import BadRequest, HeadraceError, Unavailable
 from shared.nats import access, subjects
@@ -150,12 +155,12 @@ async def kv(target: Target, fleet: str, *, as_json: bool) -> None:
 
 def draw(stores: list[Facts], schedulers: list[Facts]) -> list[str]:
     """The lines of `kv`, from the answers of the kv_offloads and the schedulers."""
-    lines = [] if stores else list(NOBODY)
+    drawn = [] if stores else list(NOBODY)
     for store in stores:
-        lines += _store_lines(store)
+        drawn += _store_lines(store)
     for scheduler in schedulers:
-        lines += _scheduler_lines(_of_tiers(scheduler))
-    return lines
+        drawn += _scheduler_lines(_of_tiers(scheduler))
+    return drawn
 
 
 def _of_tiers(scheduler: Facts) -> Facts:
@@ -289,3 +294,351 @@ class ScrapeTargets:
         """Release all ports."""
         for held in self._held:
             held.close()
+
+
+Facts = dict[str, Any]
+
+ANSWER_S = 0.5  # to wait for answers: a ready service needs milliseconds, one that starts may need longer
+ID_DIGITS = 4  # shown of an id, more if two start alike
+GROWS = 10  # requests by which a queue has grown in ten seconds to be reported as a problem
+FULL_PCT = 95
+FOOT = "Rates, hits, preemptions: last 10 s. Every fact: headrace status SERVICE"
+_STARTS = {
+    "executor": "it loads its model, and requests wait for it",
+    "kv_offload": "until it is ready, KV blocks that leave device memory are computed again",
+}
+_REFUSALS = {
+    429: "its queue is full, or its wait too long. Add an executor, send less, or raise max_waiting",
+    503: "it had no executor or no detokenizer, or it was draining",
+}
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The answers of all services of a fleet, in the order of the pipeline."""
+
+    name: str
+    nats_url: str  # without a password
+    services: Sequence[Facts]
+
+    @cached_property
+    def models(self) -> list[str]:
+        """The models of all services, sorted."""
+        return sorted({str(s["model"]) for s in self.services if s.get("model")})
+
+    @cached_property
+    def _short_ids(self) -> dict[str, str]:
+        ids = {str(s["id"]) for s in self.services}
+        longest = max(map(len, ids), default=0)
+        enough = (n for n in range(ID_DIGITS, longest) if len({i[:n] for i in ids}) == len(ids))
+        digits = next(enough, longest)
+        return {i: i[:digits] for i in ids}
+
+    def name_of(self, kind: object, actor: object) -> str:
+        """`kind.id`, with the id cut to a unique start; the whole id of a service that has not answered."""
+        return f"{kind}.{self._short_ids.get(str(actor), actor)}"
+
+    def of_kind(self, kind: str) -> list[tuple[str, Facts]]:
+        """The ready services of a kind with their names."""
+        found = [s for s in self.services if (s["kind"], s["state"]) == (kind, "ready")]
+        return [(self.name_of(kind, s["id"]), s) for s in found]
+
+    def find(self, wanted: str) -> list[Facts]:
+        """The services with a `kind.id` or an id that starts with `wanted`."""
+        names = [(f"{s['kind']}.{s['id']}", str(s["id"]), s) for s in self.services]
+        return [s for name, actor, s in names if name.startswith(wanted) or actor.startswith(wanted)]
+
+
+def lines(fleet: Fleet, width: int = 0) -> list[str]:
+    """Problems, then one line for each service, cut to `width` columns; 0 is no limit."""
+    found = list(problems(fleet))
+    count = {0: "no problems", 1: "1 problem"}.get(len(found), f"{len(found)} problems")
+    models = f", {', '.join(fleet.models)}" if fleet.models else ""
+    head = f"fleet {fleet.name} at {fleet.nats_url}{models}: {count}"
+    return [
+        console.bold(head[: width or None]),
+        *(line for problem in found for line in _folded(problem, width)),
+        "",
+        *_table(fleet, width),
+        "",
+        console.dim(FOOT[: width or None]),
+    ]
+
+
+def _folded(problem: str, width: int) -> list[str]:
+    first, *more = textwrap.wrap(problem, width - 2 if width else 10_000)
+    return [f"{console.red('!')} {first}", *(f"  {line}" for line in more)]
+
+
+def every_fact(fleet: Fleet, service: Facts) -> list[str]:
+    """One service: its problems, then one fact a line, for an executor also its scheduler's facts."""
+    name, seen = fleet.name_of(service["kind"], service["id"]), {}
+    for scheduler, facts in fleet.of_kind("scheduler"):
+        if service["kind"] == "executor" and service["id"] in facts.get("executors", {}):
+            seen[scheduler] = facts["executors"][service["id"]]
+    rows = list(_flat({**service, **seen}))
+    longest = max(len(fact) for fact, _ in rows)
+    return [
+        console.bold(f"{service['kind']}.{service['id']}"),
+        *(line for problem in problems(fleet) if name in problem for line in _folded(problem, 0)),
+        *(f"  {fact:<{longest}}  {value}".rstrip() for fact, value in rows),
+    ]
+
+
+def _flat(facts: Facts, above: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in facts.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{name}.")
+        elif isinstance(value, list) and not any(isinstance(v, dict | list) for v in value):
+            yield f"{above}{name}", ", ".join(map(str, value))
+        else:
+            yield f"{above}{name}", value if isinstance(value, str) else json.dumps(value)
+
+
+# ---- one line a service -------------------------------------------------------------------------
+
+
+def _table(fleet: Fleet, width: int) -> list[str]:
+    rows = [(fleet.name_of(s["kind"], s["id"]), s, _cells(fleet, s)) for s in fleet.services]
+    names, states = max(len(n) for n, _, _ in rows), max(len(str(s["state"])) for _, s, _ in rows)
+    shown = []
+    for name, service, cells in rows:
+        alike = [other for _, s, other in rows if s["kind"] == service["kind"]]
+        line = f"{name:<{names}}  {service['state']:<{states}}  {age(service.get('age_s', 0)):>3}"
+        for i, cell in enumerate(cells):
+            longest = max(len(other[i]) for other in alike if len(other) > i)
+            word = i == len(cells) - 1 and not cell[0].isdigit()  # a model, a URL
+            text = cell if word else f"{cell:>{longest}}"
+            if width and len(line) + 2 + len(text) > width:
+                break
+            line += f"  {text}"
+        shown.append(line)
+    return shown
+
+
+def _cells(fleet: Fleet, service: Facts) -> list[str]:
+    """The cells of a service's line; none if it starts or has failed: then its answer has no facts."""
+    if service["state"] == "starting":
+        return []
+    try:
+        cells = _CELLS[service["kind"]](fleet, service)
+    except KeyError:
+        return []
+    model = service.get("model")
+    return [*cells, model] if model and (len(fleet.models) > 1 or service["kind"] == "executor") else cells
+
+
+def _gateway(_: Fleet, gateway: Facts) -> list[str]:
+    return [f"{gateway['active']:,} open", f"{_rate(gateway, 'requests')} requests/s", gateway["url"]]
+
+
+def _tokenizer(_: Fleet, tokenizer: Facts) -> list[str]:
+    rates = f"{_rate(tokenizer, 'requests')} requests/s", f"{_rate(tokenizer, 'prompt_tokens')} tok/s"
+    return [f"{tokenizer['pending']:,} in work", *rates]
+
+
+def _scheduler(_: Fleet, scheduler: Facts) -> list[str]:
+    recent = scheduler["last_10_s"]
+    return [
+        f"{scheduler['running']:,} running",
+        f"{scheduler['waiting']:,} waiting",
+        f"in {_rate(scheduler, 'prefilled')}",
+        f"out {_rate(scheduler, 'generated')} tok/s",
+        f"prefix hits {percent(recent.get('prefix_hits', 0), recent.get('prefix_lookups', 0))}",
+        f"{recent.get('preemptions', 0):,} preempted",
+    ]
+
+
+def _executor(fleet: Fleet, executor: Facts) -> list[str]:
+    """KV, step time and slots come from the scheduler, which has the block pool."""
+    of_schedulers = [s.get("executors", {}).get(executor["id"]) for _, s in fleet.of_kind("scheduler")]
+    pool = next((pool for pool in of_schedulers if pool), None)
+    engine = f"{executor['backend']} {executor['dtype']}".removesuffix(" none")
+    if pool is None:
+        return [engine]
+    used = pool["slots"] - pool["free_slots"]
+    return [
+        f"KV {pool['kv_used_pct']:.0f} %",
+        f"step {pool['step_p50_ms']:.1f} ms",
+        f"{used} of {pool['slots']} slots",
+        engine,
+    ]
+
+
+def _kv_offload(_: Fleet, store: Facts) -> list[str]:
+    l1, l2, recent = store["tiers"]["l1"], store["tiers"]["l2"], store["last_10_s"]
+    if not l1["capacity_bytes"]:
+        return ["off"]
+    used = f"L1 {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])}"
+    reached = {"none": "no L2", "open": "L2 does not answer"}.get(l2["breaker"], "L2 answers")
+    return [used, reached, f"hits {percent(recent.get('hits', 0), recent.get('lookups', 0))}"]
+
+
+def _detokenizer(_: Fleet, detokenizer: Facts) -> list[str]:
+    return [f"{detokenizer['requests']:,} in work", f"{_rate(detokenizer, 'tokens')} tok/s"]
+
+
+_CELLS = {
+    "gateway": _gateway, "tokenizer": _tokenizer, "scheduler": _scheduler, "executor": _executor,
+    "kv_offload": _kv_offload, "detokenizer": _detokenizer,
+}  # fmt: skip
+
+
+# ---- problems -----------------------------------------------------------------------------------
+
+
+def problems(fleet: Fleet) -> Iterator[str]:
+    """Each problem as a sentence that starts with a service or a model, and what to do about it."""
+    for check in (_not_ready, _silent, _lacking, _kept_out, _queues, _gateways, _tiers, _faults):
+        yield from check(fleet)
+
+
+def _not_ready(fleet: Fleet) -> Iterator[str]:
+    for service in fleet.services:
+        name, state = fleet.name_of(service["kind"], service["id"]), service["state"]
+        if state == "starting":
+            why, old = _STARTS.get(service["kind"], "requests wait for it"), age(service.get("age_s", 0))
+            yield f"{name} has been starting for {old}: {why}. Its log shows how far it is."
+        elif state == "draining":
+            yield f"{name} drains: it takes no new requests, and ends after its last one or drain_timeout_s."
+        elif state != "ready":
+            yield f"{name} has {state}: its log has the reason. `headrace up` starts it again."
+
+
+def _silent(fleet: Fleet) -> Iterator[str]:
+    """Services that a scheduler counts on and that have not answered."""
+    there = {(s["kind"], s["id"]) for s in fleet.services}
+    for scheduler, facts in fleet.of_kind("scheduler"):
+        members = [(kind, i) for kind in ("executor", "detokenizer") for i in facts.get(f"{kind}s", ())]
+        for kind, actor in members:
+            if (kind, actor) not in there:
+                yield (
+                    f"{fleet.name_of(kind, actor)} has not answered within {ANSWER_S} s, and {scheduler} "
+                    "counts on it: it is busy, stopped or cut off. Try again; its log has the reason."
+                )
+
+
+def _lacking(fleet: Fleet) -> Iterator[str]:
+    for model in fleet.models:
+        there = {s["kind"] for s in fleet.services if s.get("model") == model}
+        schedulers = [(name, s) for name, s in fleet.of_kind("scheduler") if s.get("model") == model]
+        counted_on = {kind for kind in NEEDED for _, s in schedulers if s.get(f"{kind}s")}
+        starting = {s["kind"] for s in fleet.services if s["state"] == "starting"}
+        for kind in NEEDED:
+            if kind not in there | counted_on | starting:
+                yield (
+                    f"{model} has no {kind}: new requests for it are refused. "
+                    f"Start one: `headrace serve {kind} --model {model}`."
+                )
+        for name, facts in schedulers if "executor" in there else ():
+            if not facts.get("executors"):
+                yield f"{name} has no executor yet: it serves nothing until one joins it."
+
+
+def _kept_out(fleet: Fleet) -> Iterator[str]:
+    for scheduler, facts in fleet.of_kind("scheduler"):
+        for actor, refused in facts.get("kept_out", {}).items():
+            name = fleet.name_of("executor", actor)
+            yield f"{name} serves nothing, {scheduler} keeps it out: {refused['why']}."
+
+
+def _queues(fleet: Fleet) -> Iterator[str]:
+    for name, facts in fleet.of_kind("scheduler"):
+        recent = facts.get("last_10_s", {})
+        if facts.get("waiting") and recent.get("waiting", 0) >= GROWS:
+            yield (
+                f"{name} has {_many(facts['waiting'], 'request')} waiting, {recent['waiting']:,} more than "
+                f"{recent['seconds']:.0f} s ago: {_bottleneck(facts['executors'])}. "
+                "Add an executor, or send less."
+            )
+        for code, why in _REFUSALS.items():
+            if refused := recent.get(f"refused_{code}"):
+                yield f"{name} has refused {_many(refused, 'request')} with {code} {_lately(recent)}: {why}."
+
+
+def _bottleneck(executors: Facts) -> str:
+    pools = executors.values()
+    if not pools:
+        return "it has no executor"
+    if all(pool["free_slots"] == 0 for pool in pools):
+        return "all slots of its executors are in use"
+    if all(pool["kv_used_pct"] >= FULL_PCT for pool in pools):
+        return "the KV cache of its executors is full"
+    return "they come faster than its executors serve them"
+
+
+def _gateways(fleet: Fleet) -> Iterator[str]:
+    for name, facts in fleet.of_kind("gateway"):
+        if (health := facts.get("health", "ok")) != "ok":
+            yield f"{name} is not healthy, and /health answers 503: {health}."
+
+
+def _tiers(fleet: Fleet) -> Iterator[str]:
+    for name, facts in fleet.of_kind("kv_offload"):
+        if why := facts.get("why_off"):
+            yield f"{name} is off: {why}."
+        if facts.get("tiers", {}).get("l2", {}).get("breaker") == "open":
+            why = f" ({facts['l2_error']})" if facts.get("l2_error") else ""
+            yield (
+                f"{name} does not reach its L2 {facts.get('l2_url')}{why}: what leaves L1 is computed again. "
+                "Start that server or repair the connection; kv_offload tries it once a second."
+            )
+        if stuck := facts.get("stuck_calls"):
+            yield f"{name} waits for {_many(stuck, 'call')} that do not end: check {facts.get('l2_url')}."
+
+
+def _faults(fleet: Fleet) -> Iterator[str]:
+    for service in fleet.services:
+        name, recent = fleet.name_of(service["kind"], service["id"]), service.get("last_10_s", {})
+        if errors := service.get("wire_errors"):
+            yield (
+                f"{name} has dropped {_many(errors, 'message')} that it could not read (wire errors): is a "
+                "service of another version in this fleet? Its log has the details."
+            )
+        if failed := recent.get("failed_steps"):
+            yield f"{name} has failed {_many(failed, 'step')} {_lately(recent)}: its log has the reason."
+        if waiting := service.get("failover"):
+            yield f"{name} has {_many(waiting, 'request')} without a scheduler: start a scheduler."
+
+
+# ---- figures ------------------------------------------------------------------------------------
+
+
+def age(seconds: float) -> str:
+    """A duration in its largest whole unit: at most three characters up to 99 days."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def size(count: float) -> str:
+    """Bytes with three digits and a unit."""
+    for unit in _UNITS[:-1]:
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} {_UNITS[-1]}"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share in percent; a dash if `whole` is 0."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _rate(service: Facts, count: str) -> str:
+    """The growth of a count per second; a dash within the first second."""
+    recent = service["last_10_s"]
+    if not recent.get("seconds"):
+        return "-"
+    per_s = recent[count] / recent["seconds"]
+    return f"{per_s:.1f}" if 0 < per_s < 10 else f"{per_s:,.0f}"
+
+
+def _lately(recent: Facts) -> str:
+    return f"in the last {recent['seconds']:.0f} s"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

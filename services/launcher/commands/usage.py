@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 
-from services.launcher.commands.overview import Facts
-from services.launcher.commands.status import services_of
+from services.launcher.commands.status import Facts, services_of
 from services.launcher.session import Target
 
 COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")

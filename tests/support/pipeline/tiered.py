@@ -18,10 +18,10 @@ from support.token_tap import Tap
 from torch import Tensor
 
 from services.executor.actor import ExecutorActor, engine_builder
+from services.kv_offload import jobs
 from services.kv_offload.actor import KvOffloadActor
 from services.kv_offload.backends import arena
 from services.kv_offload.backends.builtin import MemoryRemote
-from services.kv_offload.jobs import load as kv_load
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.kv_tiers import load as tier_load
 from services.scheduler.kv_tiers import lookups, store
@@ -46,7 +46,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "WAIT_US", PATIENCE_US)
     monkeypatch.setattr(lookups, "STALE_US", PATIENCE_US)
     monkeypatch.setattr(lookups, "FEW_BLOCKS", 0)
-    monkeypatch.setattr(kv_load, "LOOKUP_US", PATIENCE_US)
+    monkeypatch.setattr(jobs, "LOOKUP_US", PATIENCE_US)
     for module in (lookups, tier_load, store):
         monkeypatch.setattr(module, "ANSWER_US", PATIENCE_US)
     for module in (tier_load, store):

@@ -16,11 +16,18 @@ from support.memory_bus import MemoryBroker
 
 from services.kv_offload import actor
 from services.kv_offload.actor import KvOffloadActor, build
-from services.kv_offload.backends import arena, shared_memory
+from services.kv_offload.backends import arena, builtin
 from services.kv_offload.backends.arena import GIB, MIB, Plan, plan, size_bytes
-from services.kv_offload.backends.builtin import MemoryRemote, PlainArena
+from services.kv_offload.backends.builtin import (
+    SHM,
+    MemoryRemote,
+    PlainArena,
+    hold,
+    let_go,
+    segment_name,
+    sweep,
+)
 from services.kv_offload.backends.interface import RemoteError
-from services.kv_offload.backends.shared_memory import SHM, hold, let_go, segment_name, sweep
 from services.kv_offload.l2 import worker
 from services.kv_offload.l2.worker import CANARY
 from shared.actor.mailbox import Mailbox
@@ -101,7 +108,7 @@ def test_what_dead_owners_left_is_removed_and_what_living_ones_hold_is_not(host:
 
 @pytest.fixture
 def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(shared_memory, "SHM", tmp_path)
+    monkeypatch.setattr(builtin, "SHM", tmp_path)
     monkeypatch.setattr(arena, "SHM", tmp_path)
     return tmp_path
 

@@ -9,8 +9,7 @@ from support.kv_offload.world import EPOCH, EXECUTOR, PAGE, PRINT, SCHEDULER, SE
 
 from services.kv_offload.backends.builtin import CountingArena
 from services.kv_offload.events import PeerLost, PeerSeen, Restarted, Send
-from services.kv_offload.jobs.leases import LIVE_US, QUARANTINE_US
-from services.kv_offload.jobs.store import REPEATED_COMMITS
+from services.kv_offload.jobs import LIVE_US, QUARANTINE_US, REPEATED_COMMITS
 from shared.messages import (
     ArenaReleased,
     Cancel,

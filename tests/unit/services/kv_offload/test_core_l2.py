@@ -7,9 +7,9 @@ from support.kv_offload.world import EXECUTOR, PAGE, PRINT, SCHEDULER, SECOND, W
 from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
 from services.kv_offload.backends.builtin import CountingArena
 from services.kv_offload.events import L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, PeerLost, Restarted
-from services.kv_offload.jobs.load import LOOKUP_US
+from services.kv_offload.jobs import LOOKUP_US
 from services.kv_offload.l2 import dispatch
-from services.kv_offload.l2.state import PROBE_US, WAITING, queue
+from services.kv_offload.state import PROBE_US, WAITING, queue
 from shared.messages import (
     KvCommit,
     KvFound,

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.kv_offload.world import EXECUTOR, PAGE, PRINT, SCHEDULER, SECOND, World, key
 
 from services.kv_offload.events import L2Probe, Name, PeerLost, PeerSeen, Restarted
-from services.kv_offload.jobs.load import LOOKUP_US
+from services.kv_offload.jobs import LOOKUP_US
 from services.kv_offload.l2.dispatch import IN_FLIGHT
 from shared.messages import (
     ArenaReleased,

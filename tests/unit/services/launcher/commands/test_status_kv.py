@@ -12,7 +12,7 @@ from services.kv_offload import actor
 from services.kv_offload.actor import build
 from services.kv_offload.backends.builtin import CountingArena
 from services.launcher.commands import status
-from services.launcher.commands.overview import Fleet, every_fact, size
+from services.launcher.commands.status import Fleet, every_fact, size
 from services.launcher.session import Target
 from services.scheduler.reports import status as scheduler_status
 from services.scheduler.state.state import Limits, State

@@ -14,7 +14,7 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from loadtest.otlp_receiver import Receiver
-from services.launcher.commands.overview import Fleet, every_fact
+from services.launcher.commands.status import Fleet, every_fact
 from services.scheduler.reports import status
 from services.scheduler.state.counters import Counters, Histogram
 from services.scheduler.state.policies import Policy

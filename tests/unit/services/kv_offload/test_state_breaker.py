@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.kv_offload.events import Deadlines
-from services.kv_offload.l2.state import (
+from services.kv_offload.state import (
     HANGING_PROBES,
     PATIENCE_US,
     PROBE_US,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.launcher.commands import overview
-from services.launcher.commands.overview import Fleet
+from services.launcher.commands import status
+from services.launcher.commands.status import Fleet
 
 M = "smollm2"
 RECENT = {
@@ -45,11 +45,11 @@ def fleet(*changed: dict[str, Any], without: str = "") -> Fleet:
 
 
 def problems(*changed: dict[str, Any], without: str = "") -> list[str]:
-    return list(overview.problems(fleet(*changed, without=without)))
+    return list(status.problems(fleet(*changed, without=without)))
 
 
 def test_one_line_for_each_service() -> None:
-    assert overview.lines(fleet()) == [
+    assert status.lines(fleet()) == [
         "fleet default at nats://h:4222, smollm2: no problems",
         "",
         "gateway.gate      ready  12m  3 open  1.2 requests/s  http://127.0.0.1:8000",
@@ -60,14 +60,14 @@ def test_one_line_for_each_service() -> None:
         "kv_offload.kv_o   ready  12m  L1 1.2 GB of 2.15 GB  no L2  hits 12.5 %",
         "detokenizer.deto  ready  12m  128 in work  1,234 tok/s",
         "",
-        overview.FOOT,
+        status.FOOT,
     ]
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut(width: int) -> None:
     store = answer("kv_offload", wire_errors=1)
-    whole, narrow = overview.lines(fleet(store)), overview.lines(fleet(store), width)
+    whole, narrow = status.lines(fleet(store)), status.lines(fleet(store), width)
     assert max(map(len, narrow)) <= width
     (scheduler,) = [line for line in narrow if line.startswith("scheduler")]
     assert "128 running  64 waiting  in 5,120  out 1,234 tok/s" in scheduler
@@ -81,7 +81,7 @@ def test_services_of_a_kind_stand_in_columns_and_ids_are_as_long_as_it_takes() -
         answer("detokenizer", "deto1yz", requests=7, recent={"tokens": 90_000}),
     ]
     scheduler = answer("scheduler", detokenizers=["deto1x", "deto1yz"])
-    assert overview.lines(fleet(*two, scheduler))[-4:-2] == [
+    assert status.lines(fleet(*two, scheduler))[-4:-2] == [
         "detokenizer.deto1x  ready  12m  128 in work  1,234 tok/s",
         "detokenizer.deto1y  ready  12m    7 in work  9,000 tok/s",
     ]
@@ -89,7 +89,7 @@ def test_services_of_a_kind_stand_in_columns_and_ids_are_as_long_as_it_takes() -
 
 def test_the_model_is_on_each_line_where_there_are_several() -> None:
     other = answer("tokenizer", "t2", model="qwen")
-    lines = overview.lines(fleet(other, answer("tokenizer")))
+    lines = status.lines(fleet(other, answer("tokenizer")))
     assert lines[0].startswith("fleet default at nats://h:4222, qwen, smollm2: 3 problems")
     assert [line.split()[-1] for line in lines if line.startswith("tokenizer")] == ["qwen", "smollm2"]
 
@@ -97,7 +97,7 @@ def test_the_model_is_on_each_line_where_there_are_several() -> None:
 def test_a_service_without_facts_and_one_of_another_kind() -> None:
     bare = {"kind": "scheduler", "id": "s", "state": "starting", "last_10_s": {}}
     other = {"kind": "other", "id": "o", "state": "ready", "last_10_s": {}}
-    lines = overview.lines(Fleet("f", "nats://h", [bare, other]))
+    lines = status.lines(Fleet("f", "nats://h", [bare, other]))
     assert (
         lines[1]
         == "! scheduler.s has been starting for 0s: requests wait for it. Its log shows how far it is."
@@ -109,7 +109,7 @@ def test_figures_before_the_first_second_and_without_an_engine() -> None:
     idle = answer("scheduler", recent={"prefix_lookups": 0, "prefix_hits": 0, "seconds": 0.0}, executors={})
     sim = answer("executor", backend="sim", dtype="none")
     off = answer("kv_offload", tiers={"l1": {"capacity_bytes": 0}, "l2": {"breaker": "none"}})
-    lines = overview.lines(fleet(idle, sim, off))
+    lines = status.lines(fleet(idle, sim, off))
     assert [line[30:] for line in lines if line.startswith(("scheduler", "executor", "kv_offload"))] == [
         "128 running  64 waiting  in -  out - tok/s  prefix hits -  3 preempted", "sim  smollm2", "off",
     ]  # fmt: skip
@@ -118,7 +118,7 @@ def test_figures_before_the_first_second_and_without_an_engine() -> None:
 def test_every_fact_of_a_service_and_what_its_scheduler_counts() -> None:
     found = fleet(answer("executor", wire_errors=2))
     (executor,) = found.find("executor")
-    assert overview.every_fact(found, executor) == [
+    assert status.every_fact(found, executor) == [
         "executor.exec0001",
         "! executor.exec has dropped 2 messages that it could not read (wire errors): is a service of another"
         " version in this fleet? Its log has the details.",
@@ -145,7 +145,7 @@ def test_lists_and_empty_facts() -> None:
     found = fleet(
         answer("scheduler", detokenizers=["a", "b"], measured={"rejected": {}}, late=None, two=[[1]])
     )
-    facts = overview.every_fact(found, found.find("sche0001")[0])
+    facts = status.every_fact(found, found.find("sche0001")[0])
     assert {tuple(line.split(maxsplit=1)) for line in facts if line.startswith("  ")} >= {
         ("detokenizers", "a, b"), ("measured.rejected", "{}"), ("late", "null"), ("two", "[[1]]"),
     }  # fmt: skip
@@ -305,4 +305,4 @@ def test_a_queue_that_grew_and_is_empty_again_is_none() -> None:
     [(0, "0s"), (59, "59s"), (60, "1m"), (3599, "59m"), (7200, "2h"), (90_000, "1d"), (1e7, "115d")],
 )
 def test_ages(seconds: float, text: str) -> None:
-    assert overview.age(seconds) == text
+    assert status.age(seconds) == text
