@@ -232,6 +232,7 @@ class GenerateRequest(BaseModel):
     add_generation_prompt: bool = Field(True, description="a chat's prompt ends with the start of the answer")
     max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
     max_completion_tokens: int | None = Field(None, ge=1, description="the same; wins over `max_tokens`")
+    min_tokens: int = Field(0, ge=0, description="least tokens of an answer: until then nothing ends it")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to the prompt")
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")

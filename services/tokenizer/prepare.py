@@ -230,6 +230,9 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         raise DeadlineExceeded(LATE)
     prompt = encode_prompt(request, tools, model, submission.received_wall_us)
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
+    max_tokens = _max_tokens(request, len(prompt), model.max_context)
+    if request.min_tokens > max_tokens:
+        raise BadRequest(f"`min_tokens`: an answer has at most {max_tokens} tokens", param="min_tokens")
     return Tokenized(
         request=request.request_id or submission.fresh_id,
         attempt=submission.attempt,
@@ -240,7 +243,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         timeout_us=timeout_us,
         received_wall_us=submission.received_wall_us,
         n=request.n,
-        max_tokens=_max_tokens(request, len(prompt), model.max_context),
+        max_tokens=max_tokens,
         stream=request.stream,
         format="chat" if isinstance(request, ChatRequest) else "completion",
         finish_detached=request.finish_detached,
@@ -257,6 +260,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         processors=_processors(request, model),
         grammar=grammar,
         open_end=request.max_completion_tokens is None and request.max_tokens is None,
+        min_tokens=request.min_tokens,
     )
 
 

@@ -72,8 +72,9 @@ def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
         case str(ebnf) | {"grammar": ebnf}:
             text = _ebnf(ebnf, param)
     _check_chars(text, param)
-    if request.ignore_eos:
-        raise BadRequest(f"`ignore_eos`: with `{param}` an answer ends by itself", param="ignore_eos")
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(request, name):
+            raise BadRequest(f"`{name}`: with `{param}` an answer ends by itself", param=name)
     return text
 
 

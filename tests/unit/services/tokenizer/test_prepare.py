@@ -94,7 +94,7 @@ def test_every_field(model: ServedModel) -> None:
             "top_k": -1, "min_p": 0.1, "seed": -1, "stop": "X", "stop_token_ids": [9, 5],
             "presence_penalty": 0.25,
             "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {"7": -100, "3": 1.5},
-            "stream": True, "stream_options": {"include_usage": False}, "user": "u",
+            "stream": True, "stream_options": {"include_usage": False}, "user": "u", "min_tokens": 2,
             "request_id": "job:1.a_b-c",
             "timeout_s": 1.5, "slo_class": "batch", "finish_detached": True, "ignore_eos": True,
             "include_stop_str_in_output": True, "tools": [], "response_format": {"type": "text"},
@@ -137,6 +137,7 @@ def test_every_field(model: ServedModel) -> None:
             '{"name": "wait", "args": {"ms": 20}}',
             '{"name": "wait", "args": {}}',
         ),
+        min_tokens=2,
     )
 
 

@@ -227,6 +227,7 @@ def test_schemas_that_cannot_are_refused_by_the_keyword(value: Any, why: str) ->
         ({"grammar": 'root ::= "x"', "structured_outputs": {"regex": "a"}}, "grammar"),
         ({"grammar": f'root ::= "{"x" * MAX_GRAMMAR_CHARS}"'}, "grammar"),
         ({"grammar": 'root ::= "x"', "ignore_eos": True}, "ignore_eos"),
+        ({"grammar": 'root ::= "x"', "min_tokens": 1}, "min_tokens"),
     ],
 )
 def test_what_is_no_structured_output(fields: dict[str, Any], param: str) -> None:
