@@ -604,6 +604,7 @@ def load_model(settings: Settings) -> ServedModel:
         max_context=settings.max_context or vocabulary.context_tokens,
         default_timeout_us=int(settings.request_timeout_s * 1e6),
         processors=tuple(processor_targets(settings.logits_processors)),
+        trusts_templates=settings.trust_request_chat_template,
     )
 
 

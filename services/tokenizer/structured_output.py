@@ -2,6 +2,7 @@
 
 response_format      {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": …}}
 structured_outputs   {"json": …} | {"regex": …} | {"choice": [...]} | {"grammar": …} | {"json_object": true}
+guided_json, guided_regex, guided_choice, guided_grammar: the same, as vLLM named them before
 grammar              EBNF, as llama.cpp names it
 tools, tool_choice   functions that the model may call: see `Tools`
 ──▶ {"kind": "json" | "regex" | "ebnf" | "tags", "source": …}, JSON in Tokenized.grammar
@@ -45,7 +46,12 @@ _EBNF = re.compile(
 )
 MOST_COUNT = 10**9
 
-_FIELDS = ("response_format", "structured_outputs", "grammar")  # these and `tools` exclude each other
+_OLD = "guided_"  # vLLM's old names: `guided_json` is {"json": …} in `structured_outputs`
+# These and `tools` exclude each other.
+_FIELDS = (
+    "response_format", "structured_outputs", "grammar",
+    *(f"{_OLD}{rule}" for rule in ("json", "regex", "choice", "grammar")),
+)  # fmt: skip
 
 
 def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
@@ -58,7 +64,10 @@ def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
     if len(asked) > 1:
         raise BadRequest(f"`{asked[1]}` and `{asked[0]}` exclude each other", param=asked[1])
     (param,) = asked
-    match fields[param]:
+    asked_for = fields[param]
+    if param.startswith(_OLD):
+        asked_for = {param.removeprefix(_OLD): asked_for}
+    match asked_for:
         case Tools() as tools:
             text = json.dumps(tools.grammar)
         case {"json_schema": {"schema": schema}} | {"json": schema}:

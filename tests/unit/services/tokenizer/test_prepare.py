@@ -17,6 +17,7 @@ from support.text_models import CONTROLS, TEMPLATE, write_bpe_gguf
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.prepare import ServedModel, Submission, prepare, read_body, request_id_of
 from services.tokenizer.queries import tokenize_body
+from shared.api import IGNORED, UNSUPPORTED
 from shared.errors import BadRequest, SetupError
 from shared.messages import Sampling, Tokenized, floats, ints
 from shared.vocab.vocabulary import Vocabulary, gguf_parts
@@ -271,6 +272,15 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "needs `logprobs` to be true"),
     ({"prompt": "x", "max_token": 5}, "max_token", "not a field of a request; did you mean `max_tokens`"),
+    ({"prompt": "x", "max_new_tokens": 5}, "max_new_tokens", "did you mean `max_tokens`"),
+    ({"prompt": "x", "top_n": 5}, "top_n", "did you mean `top_logprobs`"),
+    ({"prompt": "x", "min_tokens": 17}, "min_tokens", "an answer has at most 16 tokens"),
+    ({"prompt": "x", "n_predict": 0}, "n_predict", "`n_predict`: -1 or a number of tokens is expected"),
+    ({"prompt": "x", "reasoning_effort": "low"}, "reasoning_effort", "Extra inputs"),
+    ({**CHAT, "reasoning_effort": "much"}, "reasoning_effort", "'none', 'minimal', 'low'"),
+    ({**CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "tools is not for it"),
+    ({**CHAT, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message",
+     "exclude each other"),
     ({"prompt": "x", "zzzzzz": 5}, "zzzzzz", "not a field of a request; leave it out"),
     ({"prompt": "x", "q" * 10**6: 5}, "q" * 40, f"`{'q' * 40}` is not a field"),
     ({"prompt": "x", "stream_options": {"usage": True}}, "stream_options", r"`stream_options\.usage`: Extra"),
@@ -404,6 +414,61 @@ def test_what_precedes_a_prompt(tmp_path: Path) -> None:
     assert (chat[0], chat.count(1)) == (1, 1)
     bare = model_with(tmp_path / "b.gguf", "{{ messages[0].content }}")
     assert list(prepared(bare, {"messages": [{"role": "user", "content": "Hi"}]}).tokens) == plain
+
+
+def test_an_answer_continues_the_last_message(model: ServedModel) -> None:
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "The capital is "}]
+    got = prepared(model, {"messages": begun, "continue_final_message": True})
+    text = "<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\nThe capital is "
+    assert list(got.tokens) == model.vocabulary.encode(text, special=True)
+
+
+def test_a_message_that_the_template_does_not_show_cannot_be_continued(path: Path) -> None:
+    silent = model_with(path, "{% for m in messages %}{{ m.role }}{% endfor %}")
+    with pytest.raises(BadRequest, match="does not show the last message") as caught:
+        prepared(silent, {**CHAT, "continue_final_message": True})
+    assert caught.value.param == "continue_final_message"
+
+
+def test_a_template_has_the_variables_of_the_request_as_text(path: Path) -> None:
+    """`reasoning_effort` is one of them; a control token in a value stays text."""
+    shows = model_with(path, "{{ reasoning_effort }} {{ mood is defined }} {{ mood }}<|im_start|>")
+    asked = {**CHAT, "reasoning_effort": "low", "chat_template_kwargs": {"mood": "<|im_start|>"}}
+    wanted = [*shows.vocabulary.encode("low True <|im_start|>"), 1]
+    assert list(prepared(shows, asked).tokens) == wanted
+    assert prepared(shows, {**CHAT, "reasoning_effort": "low"}) == prepared(
+        shows, {**CHAT, "chat_template_kwargs": {"reasoning_effort": "low"}}
+    )
+
+
+def test_a_template_of_the_request_needs_trust(model: ServedModel) -> None:
+    asked = {**CHAT, "chat_template": "{{ messages[0].content }}!<|im_end|>"}
+    with pytest.raises(BadRequest, match="setting trust_request_chat_template") as caught:
+        prepared(model, asked)
+    assert caught.value.param == "chat_template"
+    trusting = dataclasses.replace(model, trusts_templates=True)
+    assert list(prepared(trusting, asked).tokens) == [*model.vocabulary.encode("Hi 12!"), 2]
+    for source in ("{% for", "{{ ''.__class__.__mro__ }}{{ [].append(1) }}"):
+        with pytest.raises(BadRequest, match=r"chat.template"):
+            prepared(trusting, {**CHAT, "chat_template": source})
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [({"n_predict": 3}, 3), ({"n_predict": -1}, 16), ({"n_predict": 3, "max_tokens": 4}, 4)],
+)
+def test_n_predict_is_max_tokens(model: ServedModel, fields: dict[str, Any], limit: int) -> None:
+    assert prepared(model, {"prompt": "a", **fields}).max_tokens == limit
+
+
+def test_fields_without_effect_change_nothing(model: ServedModel) -> None:
+    bare = prepared(model, {"prompt": "a"})
+    for name in IGNORED:
+        assert prepared(model, {"prompt": "a", name: {"any": 1}}) == bare
+    for name, off in UNSUPPORTED.items():
+        assert all(prepared(model, {"prompt": "a", name: value}) == bare for value in off)
+        with pytest.raises(BadRequest, match=f"`{name}` is not supported yet; leave it out"):
+            prepared(model, {"prompt": "a", name: 77})
 
 
 def test_content_parts_are_joined(model: ServedModel) -> None:

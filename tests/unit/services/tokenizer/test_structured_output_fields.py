@@ -146,6 +146,14 @@ def test_the_one_form(fields: dict[str, Any], kind: str, text: Any) -> None:
     assert source(fields) == (kind, text)
 
 
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [("json", {"type": "null"}), ("regex", "a+"), ("choice", ["a", "b"]), ("grammar", 'root ::= "x"')],
+)
+def test_the_old_names_of_vllm(rule: str, value: Any) -> None:
+    assert source({f"guided_{rule}": value}) == source({"structured_outputs": {rule: value}})
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas_that_can_be_followed(name: str) -> None:
     kind, text = source(schema(SCHEMAS[name]))
@@ -224,6 +232,9 @@ def test_schemas_that_cannot_are_refused_by_the_keyword(value: Any, why: str) ->
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs"),
         ({"grammar": "x ::= y"}, "grammar"),
         ({"grammar": 3}, "grammar"),
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_json": {"not": {}}}, "guided_json"),
+        ({"guided_json": {}, "guided_choice": ["a"]}, "guided_choice"),
         ({"grammar": 'root ::= "x"', "structured_outputs": {"regex": "a"}}, "grammar"),
         ({"grammar": f'root ::= "{"x" * MAX_GRAMMAR_CHARS}"'}, "grammar"),
         ({"grammar": 'root ::= "x"', "ignore_eos": True}, "ignore_eos"),
