@@ -48,6 +48,12 @@ class Call:
     tools: str = ""  # form of tool calls in its text: see `how_called`
 
     @property
+    def prompt_only(self) -> bool:
+        """The answer is the echoed prompt and no token."""
+        limit = self.bodies[0].get("max_tokens")
+        return self.echo and not self.stream and limit == 0 and type(limit) is int
+
+    @property
     def model(self) -> str:
         """The model of all its prompts."""
         return str(self.bodies[0]["model"])

@@ -114,6 +114,25 @@ async def test_choices_and_prompts_of_a_completion(client: AsyncOpenAI) -> None:
     assert whole.usage.completion_tokens == 20
 
 
+async def test_a_completion_of_no_tokens_is_its_prompt(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    asked: Any = {"model": MODEL, "prompt": ["The sea", [504, 7]], "n": 2, "max_tokens": 0}
+    whole = await client.completions.create(**asked, echo=True)
+    assert [c.text for c in whole.choices[:2]] == ["The sea"] * 2
+    assert {c.finish_reason for c in whole.choices} == {"length"}
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (4, 0)
+    for more, param in (
+        ({}, "max_tokens"),
+        ({"echo": True, "stream": True}, "max_tokens"),
+        ({"echo": True, "temperature": 3}, "temperature"),
+        ({"echo": True, "n": "2"}, "n"),
+        ({"echo": True, "prompt": "x", "model": "none"}, "model"),
+    ):
+        answer = await http.post("/v1/completions", json={**asked, **more})
+        assert answer.status_code in (400, 404)
+        assert answer.json()["error"]["param"] == param
+
+
 async def test_sampling_fields_arrive(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
     """Each shows its effect on the engine that draws from the seed, or is refused by its name."""
     whole = await client.chat.completions.create(
