@@ -32,7 +32,6 @@ MAX_STATES = 4_096
 MAX_DEPTH = 32  # of a schema
 _TOO_DEEP = f"is nested deeper than {MAX_DEPTH}"
 MAX_LENGTH, MAX_ITEMS = 1_024, 256  # repetitions that a grammar writes out: more take seconds to compile
-FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # formats with a bounded length
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -270,7 +269,30 @@ _DATE = (
 )
 _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOUR}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
-_SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}  # RFC 3339
+# RFC 1123 without two hyphens in a row, which have a meaning of their own (RFC 5890); at most 253 characters.
+_LABEL = "[A-Za-z0-9]{1,20}(-[A-Za-z0-9]{1,20}){0,2}"
+_HOST = f"({_LABEL}\\.){{0,3}}[A-Za-z][A-Za-z0-9]{{1,20}}"
+_ATOM = (
+    "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,31}"  # RFC 5322; two with a dot fit into the 64 characters of RFC 5321
+)
+_PCHAR = "([A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-F]{2})"  # RFC 3986
+_GROUP = "[0-9a-f]{1,4}"
+_IPV6 = "|".join(  # RFC 4291: eight groups, or fewer around `::`
+    [f"({_GROUP}:){{7}}{_GROUP}", f"({_GROUP}:){{1,7}}:", f":(:{_GROUP}){{1,7}}", "::"]
+    + [f"({_GROUP}:){{1,{n}}}(:{_GROUP}){{1,{7 - n}}}" for n in range(1, 7)]
+)
+_N = "[0-9]{1,9}"
+_CLOCK = f"T({_N}H({_N}M({_N}S)?)?|{_N}M({_N}S)?|{_N}S)"
+_DAYS = f"({_N}Y({_N}M({_N}D)?)?|{_N}M({_N}D)?|{_N}D)"
+_SPELLED = {
+    "date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$",  # RFC 3339
+    "duration": f"^P({_DAYS}({_CLOCK})?|{_CLOCK}|{_N}W)$",  # RFC 3339, appendix A
+    "hostname": f"^{_HOST}$",
+    "email": f"^{_ATOM}(\\.{_ATOM})?@{_HOST}$",
+    "uri": f"^[a-z][a-z0-9+.-]{{1,15}}://{_HOST}(:[0-9]{{1,4}})?(/{_PCHAR}{{0,80}})?(\\?{_PCHAR}{{0,80}})?$",
+    "ipv6": f"^({_IPV6})$",
+}  # fmt: skip
+FORMATS = (*_SPELLED, "uuid", "ipv4")  # all have a bounded length
 
 
 def resolved(schema: Any, param: str) -> Schema | bool:

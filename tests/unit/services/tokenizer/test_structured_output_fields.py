@@ -209,7 +209,7 @@ for _ in range(MAX_DEPTH + 1):
         ({"type": "array", "minItems": 3, "maxItems": 2}, "/minItems is over `maxItems`"),
         ({"type": "integer", "minimum": "0"}, "/minimum is not a number"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "/pattern cannot be followed beside `pattern`"),
-        ({"type": "string", "format": "email"}, "/format is not one of date"),
+        ({"type": "string", "format": "iri"}, "/format is not one of date, time, date-time, duration"),
         (DEEP, f"is nested deeper than {MAX_DEPTH}"),
     ],
 )
