@@ -86,8 +86,10 @@ def _text_or_ids(prompt: object) -> object:
     raise ValueError("one text or one list of token ids is expected")
 
 
-def _joined(content: object) -> object:
-    """Joins text parts; null, as in a message with only tool calls, becomes an empty text."""
+def _joined(content: object, info: ValidationInfo) -> object:
+    """Joins text parts. An assistant's message may have none, as with only tool calls: an empty text."""
+    if content is None and info.data.get("role") != ASSISTANT:
+        raise ValueError("a text is expected, or a list of parts of type `text`")
     if not isinstance(content, list):
         return "" if content is None else content
     texts = []
@@ -146,13 +148,24 @@ class TextPart(TypedDict):
     text: str
 
 
+ASSISTANT = "assistant"
+_CONTENT: dict[str, Any] = {  # the rule of `_joined`
+    "anyOf": [
+        {"properties": {"role": {"const": ASSISTANT}}},
+        {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+    ]
+}
+
+
 class ChatMessage(BaseModel):
     """One message. Further fields (`name`, `tool_calls`, …) reach the chat template unchanged."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_CONTENT)
 
-    role: Annotated[str, Field(pattern=r"^[A-Za-z_-]{1,32}$")]
-    content: Annotated[str, BeforeValidator(_joined, str | list[TextPart] | None)] = ""
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str, BeforeValidator(_joined, str | list[TextPart] | None)] = Field(
+        None, validate_default=True
+    )
 
 
 class StreamOptions(BaseModel):

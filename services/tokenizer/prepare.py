@@ -356,10 +356,16 @@ def _max_tokens(request: Request, prompt_tokens: int, max_context: int) -> int:
     room, chat = max_context - prompt_tokens, isinstance(request, ChatRequest)
     if room < 1:
         raise _too_long("messages" if chat else "prompt", f"{prompt_tokens} tokens", max_context)
-    _, asked = request.limit
+    name, asked = request.limit
     if asked is None:
-        asked = room if chat else DEFAULT_COMPLETION_TOKENS
-    return min(asked, room)
+        return room if chat else min(DEFAULT_COMPLETION_TOKENS, room)
+    if asked > room:
+        raise _over_context(
+            max_context,
+            f"the prompt has {prompt_tokens} tokens and `{name}` is {asked}; ask for at most {room}",
+            name,
+        )
+    return asked
 
 
 def _check_chars(param: str, chars: int, model: ServedModel) -> None:
@@ -369,11 +375,14 @@ def _check_chars(param: str, chars: int, model: ServedModel) -> None:
 
 
 def _too_long(param: str, size: str, max_context: int) -> BadRequest:
-    return BadRequest(
-        f"context_length_exceeded: the prompt has {size}, the context of this model {max_context} tokens, "
-        "and the answer needs at least one; shorten the prompt",
-        param=param,
-    )
+    why = f"the prompt has {size}, and the answer needs at least one token; shorten the prompt"
+    return _over_context(max_context, why, param)
+
+
+def _over_context(max_context: int, why: str, param: str) -> BadRequest:
+    """Clients find OpenAI's code and the start of its sentence: it is in litellm's list of such errors."""
+    limit = f"This model's maximum context length is {max_context} tokens"
+    return BadRequest(f"context_length_exceeded: {limit}: {why}", param=param)
 
 
 _SAMPLED_AS_GIVEN = {each.name for each in fields(Sampling)} & set(GenerateRequest.model_fields) - {"top_k"}

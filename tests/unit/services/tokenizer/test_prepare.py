@@ -166,7 +166,7 @@ def test_msgpack_equals_json(model: ServedModel) -> None:
     [
         ({"prompt": [5, 6]}, 16),
         ({"prompt": [5] * 120}, 8),
-        ({"prompt": [5] * 127, "max_tokens": 100}, 1),
+        ({"prompt": [5] * 127, "max_tokens": 1}, 1),
         ({"prompt": [5], "max_tokens": 9, "max_completion_tokens": 7}, 7),
     ],
 )
@@ -239,7 +239,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [5, 10**6]}, "prompt", "1000000 is not a token id"),
     ({"prompt": [-1]}, "prompt", "-1 is not a token id"),
     ({"prompt": ["a", "b"]}, "prompt", "`prompt"),
-    ({"prompt": [5] * 128}, "prompt", "context_length_exceeded: the prompt has 128 tokens"),
+    ({"prompt": [5] * 128}, "prompt", "context_length_exceeded: This model.s maximum context length is 128 "
+     "tokens: the prompt has 128 tokens"),
     ({"prompt": "x", "temperature": "hot"}, "temperature", "`temperature`: Input should be a valid number"),
     ({"prompt": "x", "temperature": 2.5}, "temperature", "less than or equal to 2"),
     ({"prompt": "x", "temperature": float("nan")}, "temperature", "finite"),
@@ -304,12 +305,18 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "request_id": "a\n"}, "request_id", "`request_id`"),
     ({"prompt": "x", "request_id": 7}, "request_id", "`request_id`"),
     ({"prompt": "x", "model": 7}, "model", "`model`"),
-    ({"prompt": "x" * 100_000}, "prompt", "context_length_exceeded: the prompt has 100000 characters"),
+    ({"prompt": "x" * 100_000}, "prompt", "context_length_exceeded: .* the prompt has 100000 characters"),
     ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages", "has 100000 characters"),
     ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages", "at most 4096"),
     ({"messages": {"role": "user", "content": "x"}}, "messages", "valid list"),
     ({"messages": ["x"]}, "messages", r"`messages\.0`"),
-    ({"messages": [{"role": "r" * 33, "content": "x"}]}, "messages", r"`messages\.0\.role`"),
+    ({"messages": [{"role": "x", "content": "x"}]}, "messages", r"`messages\.0\.role`: .* 'system', 'dev"),
+    ({"messages": [{"role": "user"}]}, "messages", r"`messages\.0\.content`: a text is expected"),
+    ({"messages": [{"role": "tool", "content": None}]}, "messages", r"`messages\.0\.content`: a text is"),
+    ({"prompt": "x", "max_tokens": 128}, "max_tokens",
+     "length is 128 tokens: the prompt has 1 tokens and `max_tokens` is 128; ask for at most 127"),
+    ({**CHAT, "max_tokens": 1, "max_completion_tokens": 999}, "max_completion_tokens", "context_length_ex"),
+    ({"prompt": "x", "n_predict": 128}, "n_predict", "`n_predict` is 128"),
 ]  # fmt: skip
 
 
