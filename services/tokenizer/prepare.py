@@ -76,6 +76,7 @@ class Submission:
     key: int = 0  # see standby.key_of
     attempt: int = 1
     classes: tuple[str, ...] = CLASSES  # service classes that the tenant may use
+    grammars: bool = True  # an executor of this model can follow one
 
     @property
     def origin(self) -> Origin:
@@ -238,7 +239,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields)
     tools = read_tools(request)
-    grammar = grammar_of(request, tools)
+    grammar = grammar_of(request, tools, available=submission.grammars)
     if request.model not in (None, model.name):
         raise BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "

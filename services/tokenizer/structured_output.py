@@ -53,9 +53,9 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
-    """The grammar of a request as JSON, empty if it has none; `tools` are those of the request. Raises
-    BadRequest."""
+def grammar_of(request: GenerateRequest, tools: Tools | None, *, available: bool = True) -> str:
+    """The grammar of a request as JSON, empty if it has none; `tools` are those of the request. `available`:
+    an executor can follow it. Raises BadRequest."""
     fields = {name: getattr(request, name) for name in _FIELDS} | {"tools": tools}
     asked = [name for name, value in fields.items() if value is not None]
     if not asked:
@@ -63,6 +63,12 @@ def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
     if len(asked) > 1:
         raise BadRequest(f"`{asked[1]}` and `{asked[0]}` exclude each other", param=asked[1])
     (param,) = asked
+    if not available:
+        raise BadRequest(
+            f"`{param}`: no executor of this model can follow a grammar: it takes an engine with weights and "
+            "the package xgrammar (pip install 'headrace[grammar]')",
+            param=param,
+        )
     asked_for = fields[param]
     if param.startswith(_OLD):
         asked_for = {param.removeprefix(_OLD): asked_for}

@@ -478,6 +478,16 @@ def test_fields_without_effect_change_nothing(model: ServedModel) -> None:
             prepared(model, {"prompt": "a", name: 77})
 
 
+def test_without_a_grammar_engine_a_grammar_is_refused_at_once(model: ServedModel) -> None:
+    body = json.dumps({**CHAT, "response_format": {"type": "json_object"}}).encode()
+    submission = Submission("acme", "inbox", body, "fresh", 99, WALL_US, grammars=False)
+    with pytest.raises(BadRequest, match="no executor of this model can follow a grammar") as caught:
+        prepare(submission, read_body(body), model)
+    assert caught.value.param == "response_format"
+    assert prepare(dataclasses.replace(submission, grammars=True), read_body(body), model).grammar
+    assert prepare(submission, CHAT, model) == prepared(model, CHAT)
+
+
 def test_content_parts_are_joined(model: ServedModel) -> None:
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "12"}]
     assert prepared(model, {"messages": [{"role": "user", "content": parts}]}) == prepared(model, CHAT)
