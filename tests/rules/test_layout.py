@@ -57,8 +57,8 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 82, 20_044
-PRODUCT_FILES, PRODUCT_LINES = 199, 43_781
+PATH_FILES, PATH_LINES = 82, 20_060
+PRODUCT_FILES, PRODUCT_LINES = 199, 43_806
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
