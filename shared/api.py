@@ -174,6 +174,10 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool = Field(default=True, description="with the usage; over HTTP the default is false")
+    continuous_usage_stats: bool = Field(
+        default=False,
+        description="over HTTP, with `include_usage`: each chunk has the usage of its choice so far",
+    )
     include_obfuscation: bool = Field(default=False, description=NO_EFFECT)
 
 

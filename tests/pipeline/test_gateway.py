@@ -87,6 +87,21 @@ async def test_a_chat_streamed_and_not(client: AsyncOpenAI) -> None:
     assert (usage.total_tokens, usage.prompt_tokens_details.cached_tokens) == (49, 32)
 
 
+async def test_each_chunk_has_the_usage_so_far(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": ["The sea", [504, 7, 9]], "n": 2, "max_tokens": 5}
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.completions.create(**asked, stream=True, stream_options=options)
+    *chunks, last = [c async for c in stream]
+    for index, prompt in enumerate((2, 2, 3, 3)):
+        own = [c.usage for c in chunks if c.choices[0].index == index]
+        assert {u.prompt_tokens for u in own if u} == {prompt}
+        counts = [u.completion_tokens for u in own if u]
+        assert counts == sorted(counts)
+        assert (counts[-1], len(counts)) == (5, len(own))
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (5, 20)
+
+
 async def test_a_stream_without_usage_has_none(client: AsyncOpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 3}
     chunks = [c async for c in await client.chat.completions.create(**asked, stream=True)]

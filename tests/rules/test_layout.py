@@ -57,8 +57,8 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 77, 20_439
-PRODUCT_FILES, PRODUCT_LINES = 192, 44_574
+PATH_FILES, PATH_LINES = 77, 20_443
+PRODUCT_FILES, PRODUCT_LINES = 192, 44_594
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
