@@ -40,40 +40,14 @@ class AccessLog:
 
     def write(self, exchange: Exchange) -> None:
         """Write the line of a request that has ended."""
-        record = logging.LogRecord(
-            "access", logging.INFO, "", 0, to_json(self.line(exchange)).decode(), None, None
-        )
-        lost = self._lost
-        self._handler.handle(record)
+        line, lost = line_of(exchange), self._lost
+        if exchange.body is not None:
+            line["body"] = exchange.body
+        text = to_json(line).decode()
+        self._handler.handle(logging.LogRecord("access", logging.INFO, "", 0, text, None, None))
         if lost and lost == self._lost:
             log.info("access_log: %s is written again; %d lines are lost", self._target, lost)
             self._lost = 0
-
-    def line(self, exchange: Exchange) -> dict[str, Any]:
-        """The fields of a line. Times are milliseconds; a field that a request does not have is left out."""
-        line: dict[str, Any] = {
-            "time": datetime.fromtimestamp(exchange.started_us / 1e6, UTC).isoformat(timespec="milliseconds"),
-            "client": exchange.client,
-            "tenant": exchange.tenant,
-            "method": exchange.method,
-            "path": exchange.route,
-            "status": exchange.status,
-            "request_id": exchange.request_id,
-            "model": exchange.model,
-            "stream": exchange.stream,
-            "duration_ms": _ms(exchange.ended_us - exchange.started_us),
-            "first_chunk_ms": _ms(exchange.first_us - exchange.started_us) if exchange.first_us else None,
-            "error": exchange.error.type if exchange.error is not None else None,
-            "user_agent": exchange.agent[:MAX_AGENT_CHARS],
-            "traceparent": exchange.trace,
-        }
-        if exchange.usages:
-            usage = total(exchange.usages)
-            line |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
-            line["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
-        if self.prompts:
-            line["body"] = exchange.body
-        return {name: value for name, value in line.items() if value not in (None, "")}
 
     def close(self) -> None:
         """Close the file."""
@@ -83,6 +57,31 @@ class AccessLog:
         if not self._lost:
             log.error("access_log: %s cannot be written: %s", self._target, sys.exc_info()[1])
         self._lost += 1
+
+
+def line_of(exchange: Exchange) -> dict[str, Any]:
+    """The fields of a line. Times are milliseconds; a field that a request does not have is left out."""
+    line: dict[str, Any] = {
+        "time": datetime.fromtimestamp(exchange.started_us / 1e6, UTC).isoformat(timespec="milliseconds"),
+        "client": exchange.client,
+        "tenant": exchange.tenant,
+        "method": exchange.method,
+        "path": exchange.route,
+        "status": exchange.status,
+        "request_id": exchange.request_id,
+        "model": exchange.model,
+        "stream": exchange.stream,
+        "duration_ms": _ms(exchange.ended_us - exchange.started_us),
+        "first_chunk_ms": _ms(exchange.first_us - exchange.started_us) if exchange.first_us else None,
+        "error": exchange.error.type if exchange.error is not None else None,
+        "user_agent": exchange.agent[:MAX_AGENT_CHARS],
+        "traceparent": exchange.trace,
+    }
+    if exchange.usages:
+        usage = total(exchange.usages)
+        line |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        line["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
+    return {name: value for name, value in line.items() if value not in (None, "")}
 
 
 def _ms(us: int) -> float:

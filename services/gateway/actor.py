@@ -21,8 +21,9 @@ from starlette.types import ASGIApp
 from services.gateway.access_log import AccessLog
 from services.gateway.app import Endpoints, Keys, build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
-from services.gateway.fleet_metrics import FleetMetrics
+from services.gateway.fleet import Fleet
 from services.gateway.native_call import Health, TenantConnections
+from services.gateway.page import Page
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -73,11 +74,13 @@ class GatewayActor(Actor):
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         client = await Client.open(mailbox.bus)
+        fleet = Fleet(mailbox, lambda: self.metrics)
         self._endpoints = Endpoints(
             connections=TenantConnections(client, apart=self._keys.demanded),
             keys=self._keys,
             health=Health(client),
-            fleet_metrics=FleetMetrics(mailbox, lambda: self.metrics).collect,
+            fleet=fleet,
+            page=Page(fleet, self._keys),
             timeout_s=self._timeout_s,
             component=mailbox.source,
             tracer=mailbox.tracer,

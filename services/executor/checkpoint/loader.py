@@ -209,7 +209,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "int8":
         if device.type != "cpu":
             raise SetupError("dtype int8 is for CPUs; use bf16")
-        if not kernels.cpu_jit.has(*kernels.cpu_jit.INT8):  # measured: services.executor.cpu.compiled_linear
+        if not kernels.cpu_jit.has(*kernels.cpu_jit.INT8):  # measured: docs/benchmarks/cpu.md
             raise SetupError(
                 "dtype int8 is for CPUs with AVX-512 BF16 and VNNI; on this one bf16 is the fastest for up "
                 "to 12 requests at once, and f32 (auto) for more"
