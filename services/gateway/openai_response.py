@@ -125,8 +125,10 @@ class ChunkBuilder:
             "model": frame["model"],
         }
 
-    def _chunk(self, index: int, content: Body, logprobs: Body | None, reason: str | None) -> Body:
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+    def _chunk(
+        self, index: int, content: Body, logprobs: Body | None, reason: str | None, **more: str
+    ) -> Body:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason, **more}
         return {**self._head, "choices": [choice], **self._tail}
 
     def _first(self, index: int, prompt: int) -> list[Body]:
@@ -173,7 +175,7 @@ class ChunkBuilder:
                 numbered = [{"index": i, **call} for i, call in enumerate(calls)]
                 chunks.append(self._chunk(index, {"delta": {"tool_calls": numbered}}, None, None))
         content: Body = {"delta": {}} if self._call.chat else {"text": ""}
-        return [*chunks, self._chunk(index, content, None, reason)]
+        return [*chunks, self._chunk(index, content, None, reason, **_stop(choice))]
 
     def _end(self, frame: Body) -> list[Body]:
         if not self._call.include_usage:
@@ -183,6 +185,11 @@ class ChunkBuilder:
             return []
         last = {**self._head, "choices": [], "usage": total(self._usages)}
         return [{**last, "timings": frame["timings"]} if len(self._usages) == 1 else last]
+
+
+def _stop(choice: Body) -> dict[str, str]:
+    """The stop string that ended a choice, under vLLM's name for it."""
+    return {"stop_reason": choice["stop_reason"]} if "stop_reason" in choice else {}
 
 
 def _unsent(logprobs: Body, end: int, sent: int) -> Body | None:
@@ -228,7 +235,7 @@ def total(usages: Sequence[Body]) -> Body:
 
 
 def _choice(call: Call, index: int, choice: Body, echoed: str) -> Body:
-    tail = {"logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"]}
+    tail = {"logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"], **_stop(choice)}
     if not call.chat:
         return {"index": index, "text": echoed + choice["text"], **tail}
     message = {**choice["message"], "refusal": None}

@@ -180,7 +180,9 @@ _USAGE = _object(
 def _answer(kind: str, **content: Schema) -> Schema:
     logprobs = {"anyOf": [{"type": "object"}, {"type": "null"}]}
     reason = _one_of("stop", "length", "tool_calls")
-    choice = _object(index=COUNT, **content, logprobs=logprobs, finish_reason=reason)
+    choice = _object(
+        "stop_reason", index=COUNT, **content, logprobs=logprobs, finish_reason=reason, stop_reason=TEXT
+    )
     return _object(
         "timings",
         id=TEXT,
