@@ -49,18 +49,17 @@ def print_line(text: str) -> None:
 
 
 PROGRESS = "…"  # a line with this end is a progress line: on a terminal the next line replaces it
-_progress_shown = False
+_shown = {"progress": False}  # the terminal's last line is one; stdout and stderr share the terminal
 
 
 def _print(text: str, stream: TextIO) -> None:
     """Print one line. A closed reader or a full disk loses the line and raises nothing."""
-    global _progress_shown
     first, last = "", "\n"
     try:
         if is_terminal(stream):
-            first = "\r\033[K" if _progress_shown else ""
-            _progress_shown = text.endswith(PROGRESS)
-            last = "" if _progress_shown else "\n"
+            first = "\r\033[K" if _shown["progress"] else ""
+            _shown["progress"] = text.endswith(PROGRESS)
+            last = "" if _shown["progress"] else "\n"
         print(first + text, end=last, file=stream, flush=True)
     except OSError as error:
         if error.errno in (errno.EPIPE, errno.EIO):
