@@ -34,6 +34,8 @@ from shared.answer_formats.reader import (
     ARGUMENTS,
     CONTENT,
     MAX_HEAD,
+    MAX_HELD,
+    NO_LIMIT,
     REASONING,
     Part,
     Reader,
@@ -41,7 +43,6 @@ from shared.answer_formats.reader import (
     Truth,
 )
 
-_NONE = 2**31  # no limit of calls
 _SCALAR = re.compile(r"\s*([^\s,}\]<]{1,64})(?=[\s,}\]<])")
 _CHANNEL, _RECIPIENT = re.compile("analysis|commentary|final"), re.compile(rf"\bto=(?:functions\.)?{NAME}")
 _MESSAGE = re.compile(r"(?P<head>.*?)<\|message\|>", re.DOTALL)
@@ -75,7 +76,7 @@ class AnswerParser:
         them the answer has no calls. `parallel`: it may have more than one."""
         self._form = form
         self._tools = tools or {}
-        self._most = (_NONE if parallel else 1) if tools is not None else 0
+        self._most = (NO_LIMIT if parallel else 1) if tools is not None else 0
         self._reader = Reader()
         channels = isinstance(form.notations[0], Channels)
         self._machine = self._channels() if channels else self._answer(thinking)
@@ -262,9 +263,9 @@ class AnswerParser:
         if not (yield from reader.literal(",", step=False)):
             return False
         while True:
-            _, end, done = JsonScanner(1).scan(reader.text, reader.at)
+            _, used, done = JsonScanner(1).scan(reader.text[reader.at : reader.at + MAX_HEAD], 0)
             if done:
-                reader.at = end
+                reader.at += used
                 return True
             if reader.ended or len(reader.text) - reader.at > MAX_HEAD:
                 return False
@@ -326,7 +327,8 @@ class AnswerParser:
             if groups.get("string"):
                 string = groups["string"] == "true"
             reader.emit(ARGUMENTS, f"{separator}{value_of(found['key'], True)}: ")
-            yield from self._argument(notation, string)
+            if not (yield from self._argument(notation, string)):
+                return False
             separator = ", "
         reader.emit(ARGUMENTS, "}" if separator == ", " else "{}")
         return True
@@ -350,7 +352,11 @@ class AnswerParser:
 
         if string:
             reader.emit(ARGUMENTS, '"')
-        end = yield from reader.until((notation.value_ends,), show)
+        end = yield from reader.until((notation.value_ends,), show, NO_LIMIT if string else MAX_HELD)
+        if not string and not end and not reader.ended:  # too long to hold: it is a text
+            reader.emit(ARGUMENTS, '"' + escaped("".join(held)))
+            string = True
+            end = yield from reader.until((notation.value_ends,), show)
         if not string:
             reader.emit(ARGUMENTS, value_of("".join(held), string))
         elif end:
@@ -367,7 +373,8 @@ class AnswerParser:
         reader, held, quotes = self._reader, list[str](), 0
         ends = self._form.ends
         while True:
-            found = yield from reader.until((notation.quote, *ends), held.append)
+            room = MAX_HELD - sum(map(len, held))
+            found = yield from reader.until((notation.quote, *ends), held.append, room)
             if not found or (found in ends and quotes % 2 == 0):
                 break
             quotes += found == notation.quote

@@ -14,6 +14,7 @@ from typing import NamedTuple
 MAX_HEAD = 512  # characters before a call's arguments: a name of 128 with all markers of the longest head
 MAX_HELD = 65_536  # characters of a call that is read whole: a file of 16k tokens in an argument
 MAX_SPACES = 1_024  # characters of white space that may precede a marker
+NO_LIMIT = 2**62
 CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning", "call", "arguments"
 
 _SPACES = re.compile(r"\s*")
@@ -40,10 +41,10 @@ def _markers(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str],
     return re.compile("|".join(map(re.escape, longest_first))), starts, max(map(len, starts), default=0)
 
 
-def begun(text: str, markers: tuple[str, ...]) -> int:
-    """The number of characters at the end of `text` that may be the start of a marker."""
+def _begun(text: str, at: int, markers: tuple[str, ...]) -> int:
+    """The number of characters at the end of `text`, from `at` on, that may be the start of a marker."""
     _, starts, longest = _markers(markers)
-    return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in starts), 0)
+    return next((n for n in range(min(longest, len(text) - at), 0, -1) if text[-n:] in starts), 0)
 
 
 class Reader:
@@ -92,28 +93,34 @@ class Reader:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def until(self, markers: tuple[str, ...], show: Callable[[str], None]) -> Text:
-        """Pass text to `show` up to one of the markers, and step over it; "" at the end."""
+    def until(self, markers: tuple[str, ...], show: Callable[[str], None], most: int = NO_LIMIT) -> Text:
+        """Pass text to `show` up to one of the markers, and step over it; "" at the end, and after `most`
+        characters without a marker."""
         while True:
             found = _markers(markers)[0].search(self.text, self.at) if markers else None
-            keep = begun(self.text[self.at :], markers) if markers and not self.ended else 0
-            end = found.start() if found else len(self.text) - keep
-            show(self.text[self.at : end])
+            if found:
+                end = found.start()
+            else:
+                end = len(self.text) - (0 if self.ended else _begun(self.text, self.at, markers))
+            last = self.at + most
+            show(self.text[self.at : min(end, last)])
+            if end > last:
+                self.at = last
+                return ""
+            most -= end - self.at
             self.at = found.end() if found else end
             if found or self.ended:
                 return found[0] if found else ""
             yield
 
-    def collect(
-        self, scan: Callable[[str, int], tuple[str, int, bool]]
-    ) -> Generator[None, None, tuple[str, bool]]:
+    def collect(self, scan: Scan) -> Generator[None, None, tuple[str, bool]]:
         """The text up to where `scan` sees its end, and whether it did within MAX_HELD characters."""
-        held, size = list[str](), 0
+        held, room = list[str](), MAX_HELD
         while True:
-            part, self.at, done = scan(self.text, self.at)
+            part, used, done = scan(self.text[self.at : self.at + room], 0)
             held.append(part)
-            size += len(part)
-            if done or self.ended or size > MAX_HELD:
+            self.at, room = self.at + used, room - used
+            if done or self.ended or not room:
                 return "".join(held), done
             yield
 

@@ -101,3 +101,20 @@ def test_reasoning_that_does_not_end_is_reasoning() -> None:
 def test_a_marker_within_the_answer_opens_no_reasoning() -> None:
     found = read("qwen3", *"The tag <think> opens reasoning.")
     assert (found.reasoning, found.content) == ("", "The tag <think> opens reasoning.")
+
+
+@pytest.mark.parametrize(
+    ("form", "start"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": "'),
+        ("gemma4", '<|tool_call>call:get_time{zone:<|"|>'),
+        ("lfm2", "<|tool_call_start|>[get_time(zone='"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=unknown>\n{"),
+    ],
+)
+def test_a_call_over_the_bound_is_the_same_at_any_split_and_no_text_is_lost(form: str, start: str) -> None:
+    text = start + "b" * MAX_HELD + "c'\"]"
+    whole = read(form, text)
+    pieces = [text[i : i + 4096] for i in range(0, len(text), 4096)]
+    assert read(form, *pieces) == whole
+    assert whole.content == text or whole.calls[0][1].endswith("bbbc'\\\"]")

@@ -37,6 +37,13 @@ REPORTS = [
         Read(calls=[("f", '{"path": "/tmp/a", "content": "Half')]),
     ),
     Report(
+        "an answer that ends within an argument between tags is incomplete JSON",
+        f"{_GH}/vllm-project/vllm/pull/47963",
+        "qwen3_coder",
+        "<tool_call>\n<function=get_time>\n<parameter=zone>\nEurope/Be",
+        Read(calls=[("get_time", '{"zone": "Europe/Be')]),
+    ),
+    Report(
         "an answer that ends within a name is content",
         f"{_GH}/vllm-project/vllm/issues/9053",
         "mistral",
