@@ -26,6 +26,9 @@ _FLEET = ("nats_url", "fleet", "cache_dir")  # enough to find a fleet
 _REQUEST = (*_FLEET, "model", "model_name", "request_timeout_s")
 # The settings that each command offers as flags. The environment and a TOML file may set all the others.
 _SETTINGS = {
+    "run": ("nats_url", "fleet", "cache_dir", "model_name", "request_timeout_s", "keep_alive_s",
+            "backend", "device", "dtype"),
+    "stop": ("fleet", "cache_dir"),
     "chat": _REQUEST, "request": _REQUEST, "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
@@ -86,11 +89,17 @@ def _parser(verb: str) -> argparse.ArgumentParser:
 
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
+    up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
+    run = add("run", "answer a prompt, or chat; starts a fleet in the background if none runs", _run_model)
+    run.add_argument("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
+    run.add_argument("prompt", nargs="*", metavar="PROMPT", help="and stdin, if piped; neither: a chat")
+    add("stop", "end the fleet of this machine that `up` or `run` has started", _stop)
     chat = add("chat", "chat with the model", _chat)
     chat.add_argument("-q", "--question", help="send one question, print the answer, exit")
-    chat.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
-    chat.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    chat.add_argument("--seed", type=int, help="makes the answer repeatable")
+    for sub in (run, chat):
+        sub.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
+        sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+        sub.add_argument("--seed", type=int, help="makes the answer repeatable")
     request = add("request", "send a JSON request, print the JSON answer", _request)
     request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
     request.add_argument("-f", "--file", type=Path, help="read the request from a file")
@@ -208,7 +217,20 @@ def _up(given: argparse.Namespace) -> int:
     from services.launcher.up import up
 
     given.model, *more = given.model or [None]
-    return up(_load(given).settings, given.auth, more)
+    return up(_load(given).settings, given.auth, more, until_idle=given.until_idle)
+
+
+def _run_model(given: argparse.Namespace) -> None:
+    from services.launcher.commands.run import run
+
+    run(_load(given), given.prompt, _options(given))
+
+
+def _stop(given: argparse.Namespace) -> None:
+    from services.launcher import background, session
+
+    note = background.stop(session.path_for(_load(given).settings))
+    print(f"fleet {note.fleet} has ended, it served {', '.join(note.models)}")
 
 
 def _chat(given: argparse.Namespace) -> None:
@@ -217,12 +239,16 @@ def _chat(given: argparse.Namespace) -> None:
 
     loaded = _load(given)
     target, timeout_s = find_target(loaded), loaded.settings.request_timeout_s
-    named = {"max_tokens": given.max_tokens, "temperature": given.temperature, "seed": given.seed}
-    options = {name: value for name, value in named.items() if value is not None}
+    options = _options(given)
     if given.question is not None:
         _run(ask_once(target, given.question, options, timeout_s))
     else:
         converse(target, options, timeout_s)
+
+
+def _options(given: argparse.Namespace) -> dict[str, Any]:
+    named = {"max_tokens": given.max_tokens, "temperature": given.temperature, "seed": given.seed}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _request(given: argparse.Namespace) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
-from typing import TextIO
+from typing import Self, TextIO
 
 from shared.errors import HeadraceError
 
@@ -71,6 +72,31 @@ def fail(error: HeadraceError) -> int:
 def kind_of(error: HeadraceError) -> str:
     """The kind of an error in words."""
     return error.type.removesuffix("_error").replace("_", " ")
+
+
+class StatusLine:
+    """The last line of a terminal, replaced by each `show` and empty after the block. Elsewhere nothing is
+    shown."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream if is_terminal(stream) else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Show one line, cut to the width of the terminal."""
+        if self._stream is not None:
+            columns = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"\r\033[K{paint(text[:columns], _DIM, self._stream)}")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Show nothing."""
+        self.show("")
 
 
 class ServiceLines:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
-from support.running_up import HEADRACE, Up, assert_idle
+from support.running_up import HEADRACE, Terminal, Up, assert_idle
 
 MODEL = "smollm2-135m-instruct"
 
@@ -130,49 +128,10 @@ def test_doctor_is_content(up: Up) -> None:
     assert f"nats-server at {up.nats_url}, messages up to 8 MB" in done.stdout
 
 
-class Terminal:
-    """A headrace command on a terminal of its own."""
-
-    def __init__(self, up: Up, *args: str) -> None:
-        self._ours, theirs = pty.openpty()
-        env = {**up.env, "TERM": "xterm", "NO_COLOR": "1"}
-        self.process = subprocess.Popen(
-            [*HEADRACE, *args], env=env, stdin=theirs, stdout=theirs, stderr=theirs,
-            start_new_session=True, preexec_fn=_take_terminal,
-        )  # fmt: skip
-        os.close(theirs)
-        self.text = ""
-
-    def read_until(self, pattern: str) -> str:
-        """What is on the screen since the last call, up to a match."""
-        while not (match := re.search(pattern, self.text)):
-            piece = os.read(self._ours, 65536)
-            assert piece, self.text
-            self.text += piece.decode(errors="replace")
-        seen, self.text = self.text[: match.end()], self.text[match.end() :]
-        return seen
-
-    def type(self, text: str) -> None:
-        """Press keys."""
-        os.write(self._ours, text.encode())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-
-
-def _take_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
 @pytest.fixture
 def chat(up: Up) -> Iterator[Terminal]:
     """An interactive chat."""
-    terminal = Terminal(up, "chat", "--max-tokens", "4000")
+    terminal = Terminal(up.env, "chat", "--max-tokens", "4000")
     yield terminal
     terminal.close()
 
@@ -190,7 +149,7 @@ def test_a_conversation_with_a_stopped_answer(up: Up, chat: Terminal) -> None:
 
 @pytest.mark.parametrize("key", ["q", "\x03"])
 def test_top_on_a_terminal_ends_with_a_key_and_gives_the_screen_back(up: Up, key: str) -> None:
-    terminal = Terminal(up, "top", "--interval", "0.6")
+    terminal = Terminal(up.env, "top", "--interval", "0.6")
     try:
         terminal.read_until(r"\x1b\[\?1049h")  # the second screen
         for _ in range(2):
