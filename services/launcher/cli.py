@@ -28,7 +28,7 @@ _REQUEST = (*_FLEET, "model", "model_name", "request_timeout_s")
 _SETTINGS = {
     "run": ("nats_url", "fleet", "cache_dir", "model_name", "request_timeout_s", "keep_alive_s",
             "backend", "device", "dtype"),
-    "stop": ("fleet", "cache_dir"),
+    "stop": ("fleet", "cache_dir"), "logs": ("fleet", "cache_dir"),
     "chat": _REQUEST, "request": _REQUEST, "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
@@ -162,6 +162,14 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
         help="show every fact of this kind, id or start of an id",
     )
     status.add_argument("--json", action="store_true", help="everything, as JSON")
+    logs = add("logs", "the log lines of a service of the fleet that runs here", _logs)
+    logs.add_argument(
+        "service", nargs="?", default="", metavar="SERVICE", help="its name or the start of it; default: all"
+    )
+    logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the fleet ends")
+    logs.add_argument(
+        "-n", "--lines", type=int, default=100, metavar="N", help="last lines of each service; default 100"
+    )
     top = add("top", "the table of `status`, live", _top)
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
     top.add_argument(
@@ -279,6 +287,14 @@ def _status(given: argparse.Namespace) -> None:
     from services.launcher.commands.status import status
 
     _run(status(*_find_fleet(given), given.service, as_json=given.json))
+
+
+def _logs(given: argparse.Namespace) -> None:
+    from services.launcher import session
+    from services.launcher.commands.logs import logs
+
+    note = session.read(session.path_for(_load(given).settings))
+    logs(note, given.service, given.lines, follow=given.follow)
 
 
 def _top(given: argparse.Namespace) -> None:

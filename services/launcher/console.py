@@ -100,15 +100,19 @@ class StatusLine:
 
 
 class ServiceLines:
-    """Prints the log lines of services on stderr, each after its service's name in that service's colour."""
+    """Prints the log lines of services, each after its service's name in that service's colour."""
 
-    def __init__(self, names: list[str], *, bare: bool = False) -> None:
-        self._bare = bare  # JSON lines name their component themselves
+    def __init__(self, names: list[str], stream: TextIO, *, bare: bool = False) -> None:
+        self._stream, self._bare = stream, bare  # bare: JSON lines name their component themselves
         width = max(map(len, names), default=0)
         self._heads = {
-            name: paint(f"{name:<{width}} |", _COLOURS[i % len(_COLOURS)], sys.stderr)
+            name: paint(f"{name:<{width}} |", _COLOURS[i % len(_COLOURS)], stream)
             for i, name in enumerate(names)
         }
 
     def __call__(self, name: str, line: str) -> None:
-        _print(line if self._bare else f"{self._heads[name]} {line}", sys.stderr)
+        _print(self.text(name, line), self._stream)
+
+    def text(self, name: str, line: str) -> str:
+        """The line as it is printed."""
+        return line if self._bare else f"{self._heads[name]} {line}"

@@ -79,6 +79,7 @@ class RunState:
     nats_url: str  # with the operator's credentials, if there are any
     monitoring_url: str
     models: list[str]  # names under which they are served
+    logs: str = ""  # the folder of the log files, see commands/logs.py
 
     def write(self, path: Path) -> None:
         """Replace the note at `path` atomically. Only its owner may read it."""

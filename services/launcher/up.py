@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from services.launcher import background, console, nats_server, own_folder, session
 from services.launcher.commands import auth
+from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
@@ -219,8 +220,16 @@ class _Up:
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
         env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})
-        lines = ServiceLines([spec.name for spec in specs], bare=s.log_json)
-        return Supervisor(specs, env, lines)
+        names = [spec.name for spec in specs]
+        shown, kept = ServiceLines(names, sys.stderr, bare=s.log_json), LogFiles(self._folder.name, names)
+        if self._server is not None:
+            kept.add("nats-server", self._server.log)
+
+        def log_line(name: str, line: str) -> None:
+            shown(name, line)
+            kept(name, line)
+
+        return Supervisor(specs, env, log_line)
 
     def _argv_of(self, spec: ServiceSpec) -> tuple[str, ...]:
         return (*spec.argv, "--heartbeats", self._watch.path(spec.name))
@@ -271,6 +280,7 @@ class _Up:
             nats_url=self._url,
             monitoring_url=monitoring,
             models=list(self._models),
+            logs=self._folder.name,
         )
         try:
             note.write(session.path_for(self._settings))

@@ -114,6 +114,17 @@ def test_the_last_seconds_have_the_tokens_of_a_request(up: Up) -> None:
     assert scheduler["last_10_s"]["generated"] >= 200
 
 
+def test_the_log_lines_of_a_service(up: Up) -> None:
+    executor = status_of(up)["executor"]["id"]
+    done = up.run("logs", "executor", "-n", "1000")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f": executor.{executor} is ready\n" in done.stdout
+    assert done.stdout.splitlines()[-1:] == up.run("logs", "exec", "-n", "1").stdout.splitlines()
+    heads = {line.partition(" ")[0] for line in up.run("logs").stdout.splitlines()}
+    assert heads == {"tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "nats-server"}
+    assert up.run("logs", "--fleet", "other").stderr.startswith("error (setup): no fleet of this name runs")
+
+
 def test_top_is_the_same_table_again(up: Up) -> None:
     done = up.run("top", "--count", "2", "--interval", "0.6")
     assert (done.returncode, done.stderr) == (0, "")

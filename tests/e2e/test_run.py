@@ -76,12 +76,16 @@ def test_the_fleet_of_the_first_prompt_answers_the_next_ones(shell: Shell) -> No
     again = shell.run("run", MODEL, "--max-tokens", "5", "--seed", "7", stdin="Hi you\n")
     assert again == (0, text, "")
     assert shell.run("chat", "-q", "Hi you", "--max-tokens", "5", "--seed", "7") == (0, text, "")
+    following = shell.start("logs", "tokenizer", "-f")
+    assert following.stdout is not None
+    assert following.stdout.readline()
     other = shell.run("run", "elsewhere/other", "Hi")
     assert other[:2] == (1, "")
     assert other[2].startswith(f"error (setup): fleet default serves {MODEL}, not elsewhere/other: end it")
     assert shell.fleet == first
     assert shell.run("stop") == (0, f"fleet default has ended, it served {MODEL}\n", "")
     assert shell.fleet is None
+    assert (following.wait(60), following.communicate()[1]) == (0, "")
     assert shell.run("stop")[2].startswith("error (setup): no fleet default runs here")
 
 
