@@ -17,6 +17,7 @@ from shared.errors import HeadraceError
 if TYPE_CHECKING:
     import argparse
 
+    from services.launcher.commands.chat import Conversation
     from services.launcher.session import Target
     from shared.config import Loaded
 
@@ -100,6 +101,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         sub.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
         sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
         sub.add_argument("--seed", type=int, help="makes the answer repeatable")
+        sub.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
     request = add("request", "send a JSON request, print the JSON answer", _request)
     request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
     request.add_argument("-f", "--file", type=Path, help="read the request from a file")
@@ -231,7 +233,7 @@ def _up(given: argparse.Namespace) -> int:
 def _run_model(given: argparse.Namespace) -> None:
     from services.launcher.commands.run import run
 
-    run(_load(given), given.prompt, _options(given))
+    run(_load(given), given.prompt, _conversation(given))
 
 
 def _stop(given: argparse.Namespace) -> None:
@@ -247,20 +249,24 @@ def _chat(given: argparse.Namespace) -> None:
 
     loaded = _load(given)
     target, timeout_s = find_target(loaded), loaded.settings.request_timeout_s
-    options = _options(given)
+    said = _conversation(given)
     if given.question is not None:
-        _run(ask_once(target, given.question, options, timeout_s))
+        _run(ask_once(target, given.question, said, timeout_s))
     else:
-        converse(target, options, timeout_s)
+        converse(target, said, timeout_s)
 
 
-def _options(given: argparse.Namespace) -> dict[str, Any]:
+def _conversation(given: argparse.Namespace) -> Conversation:
+    from services.launcher.commands.chat import Conversation
+
     named = {"max_tokens": given.max_tokens, "temperature": given.temperature, "seed": given.seed}
-    return {name: value for name, value in named.items() if value is not None}
+    said = Conversation({name: value for name, value in named.items() if value is not None})
+    said.system = given.system
+    return said
 
 
 def _request(given: argparse.Namespace) -> None:
-    from services.launcher.commands.chat import read_body, request
+    from services.launcher.commands.request import read_body, request
     from services.launcher.session import find_target
 
     body = read_body(given.body, given.file)

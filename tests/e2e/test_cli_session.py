@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.running_up import HEADRACE, Terminal, Up, assert_idle
@@ -154,8 +155,34 @@ def test_a_conversation_with_a_stopped_answer(up: Up, chat: Terminal) -> None:
     chat.type("\x03")
     chat.read_until(r"\[stopped\]\r\n> ")
     assert_idle(up)
+    chat.type("unsent\x03")
+    chat.read_until(r"/bye ends\]\r\n> ")
+    chat.type("/set max_tokens 3\n")
+    chat.read_until(r"max_tokens 3\r\n> ")
+    chat.type("\x1b[A")  # up: the line before
+    chat.read_until("/set max_tokens 3")
+    chat.type("\n")
+    chat.read_until(r"max_tokens 3\r\n> ")
     chat.type("\x04")
     assert chat.process.wait(30) == 0
+
+
+def test_a_conversation_from_a_pipe_is_plain_text(up: Up, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    lines = f"/system Be short\n/set max_tokens 4\nHi\n/nope\n\nAnd then?\n/save {file}\n/bye\nno more\n"
+    done = up.run("chat", "--seed", "3", stdin=lines)
+    assert (done.returncode, done.stderr) == (0, "")
+    saved = json.loads(file.read_text())
+    assert [message["role"] for message in saved["messages"]] == ["system", *["user", "assistant"] * 2]
+    first, second = (message["content"] for message in saved["messages"] if message["role"] == "assistant")
+    assert done.stdout == (
+        "system: Be short\ntemperature 0.0, seed 3, max_tokens 4\n"
+        f"{first}\nerror (invalid request): there is no command /nope: /help lists them\n{second}\n"
+        f"5 messages in {file}\n"
+    )
+    assert up.run("request", "-f", str(file)).returncode == 0
+    again = up.run("chat", stdin=f"/load {file}\n/reset\nHi\n").stdout
+    assert again == f"5 messages from {file}\n[a new conversation]\n{first}\n"
 
 
 @pytest.mark.parametrize("key", ["q", "\x03"])

@@ -22,8 +22,8 @@ class Shell:
     def __init__(self, home: Path) -> None:
         bare = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
         self.env = {
-            **bare, **QUICK, "XDG_RUNTIME_DIR": str(home), "TMPDIR": str(home), "HEADRACE_BACKEND": "sim",
-            "HEADRACE_KEEP_ALIVE_S": "300",
+            **bare, **QUICK, "XDG_RUNTIME_DIR": str(home), "XDG_STATE_HOME": str(home), "TMPDIR": str(home),
+            "HEADRACE_BACKEND": "sim", "HEADRACE_KEEP_ALIVE_S": "300",
         }  # fmt: skip
         self.home, self.pids = home, list[int]()
 
@@ -36,8 +36,7 @@ class Shell:
     def run(self, *args: str, stdin: str = "", **env: str) -> tuple[int, str, str]:
         process = self.start(*args, **env)
         out, err = process.communicate(stdin, timeout=60)
-        if (pid := self.fleet) is not None:
-            self.pids.append(pid)
+        self.pids += [pid for pid, command in self.processes().items() if "--until-idle" in command]
         return process.returncode, out, err
 
     @property
@@ -46,16 +45,20 @@ class Shell:
         note = self.home / "headrace" / "default.json"
         return int(json.loads(note.read_text())["pid"]) if note.exists() else None
 
-    def left(self) -> list[str]:
-        """The processes of this environment, and what is in its folder for temporary files."""
-        mark, found = f"XDG_RUNTIME_DIR={self.home}\0".encode(), []
+    def processes(self) -> dict[int, str]:
+        """The command lines of all processes of this environment."""
+        mark, found = f"XDG_RUNTIME_DIR={self.home}\0".encode(), {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (folder / "environ").read_bytes():
-                    found.append((folder / "cmdline").read_text())
+                    found[int(folder.name)] = (folder / "cmdline").read_text()
             except OSError:
                 continue
-        return found + [path.name for path in self.home.glob("headrace-*")]
+        return found
+
+    def left(self) -> list[str]:
+        """These, and what is in the folder for temporary files."""
+        return [*self.processes().values(), *(path.name for path in self.home.glob("headrace-*"))]
 
 
 @pytest.fixture

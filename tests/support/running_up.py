@@ -218,7 +218,7 @@ def starter(folder: Path, running: list[Up]) -> StartUp:
         home = folder / f"up{len(running)}"
         home.mkdir()
         full = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
-        full |= {"XDG_RUNTIME_DIR": str(home), **QUICK, **SMALL_L1, **env}
+        full |= {"XDG_RUNTIME_DIR": str(home), "XDG_STATE_HOME": str(home), **QUICK, **SMALL_L1, **env}
         log = home / "stderr"
         process = subprocess.Popen(
             [*(INSTALLED if cwd else HEADRACE), "up", "--backend", "sim", *args],

@@ -11,10 +11,9 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from services.launcher import background, console
-from services.launcher.commands.chat import ask_once, converse
+from services.launcher.commands.chat import Conversation, ask_once, converse
 from services.launcher.commands.pull import pull
 from services.launcher.session import Target
 from shared.config import Loaded, Settings
@@ -22,7 +21,7 @@ from shared.errors import SetupError
 from shared.vocab.files import resolve, served_name
 
 
-def run(loaded: Loaded, words: Sequence[str], options: dict[str, Any]) -> None:
+def run(loaded: Loaded, words: Sequence[str], said: Conversation) -> None:
     """Answer the prompt: `words`, then stdin if it is not a terminal. Without a prompt on a terminal: a chat.
     An empty prompt only starts the fleet. Raises SetupError, and the request's error."""
     timeout_s = loaded.settings.request_timeout_s
@@ -31,9 +30,9 @@ def run(loaded: Loaded, words: Sequence[str], options: dict[str, Any]) -> None:
     prompt = "\n\n".join(filter(None, (" ".join(words), piped)))
     with _target(loaded) as target:
         if prompt:
-            asyncio.run(ask_once(target, prompt, options, timeout_s))
+            asyncio.run(ask_once(target, prompt, said, timeout_s))
         elif interactive and not words:
-            converse(target, options, timeout_s)
+            converse(target, said, timeout_s)
 
 
 @contextmanager

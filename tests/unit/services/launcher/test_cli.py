@@ -15,8 +15,8 @@ import pytest
 
 from services.launcher.cli import main
 from services.launcher.commands import doctor as doctor_module
-from services.launcher.commands.chat import read_body
 from services.launcher.commands.doctor import Finding
+from services.launcher.commands.request import read_body
 from shared.config import PREFIX, Settings, metavar
 from shared.errors import BadRequest
 
