@@ -33,6 +33,7 @@ _SETTINGS = {
     "chat": _REQUEST, "request": _REQUEST, "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
+_ALL = "*"  # a verb for which each command of the parser has its setting flags
 _EVERY_SETTING = ("up", "serve", "config")
 
 
@@ -84,28 +85,14 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
-        if name == verb and (name in _EVERY_SETTING or name in _SETTINGS):
+        if verb in (name, _ALL) and (name in _EVERY_SETTING or name in _SETTINGS):
             _add_setting_flags(sub, _SETTINGS.get(name), several_models=name == "up")
         return sub
 
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
     up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
-    run = add("run", "answer a prompt, or chat; starts a fleet in the background if none runs", _run_model)
-    run.add_argument("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
-    run.add_argument("prompt", nargs="*", metavar="PROMPT", help="and stdin, if piped; neither: a chat")
-    add("stop", "end the fleet of this machine that `up` or `run` has started", _stop)
-    chat = add("chat", "chat with the model", _chat)
-    chat.add_argument("-q", "--question", help="send one question, print the answer, exit")
-    for sub in (run, chat):
-        sub.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
-        sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-        sub.add_argument("--seed", type=int, help="makes the answer repeatable")
-        sub.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
-    request = add("request", "send a JSON request, print the JSON answer", _request)
-    request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
-    request.add_argument("-f", "--file", type=Path, help="read the request from a file")
-    request.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
+    _add_requests(add)
     pull = add("pull", "fetch a model into the cache", _pull)
     pull.add_argument("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
     pull.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
@@ -147,8 +134,31 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         sub.set_defaults(program=name)
     serve = add("serve", "run one service in the foreground", _serve)
     serve.add_argument("kind", help="gateway, tokenizer, scheduler, executor, kv_offload or detokenizer")
+    completion = add("completion", "print a script that completes command lines in a shell", _completion)
+    completion.add_argument("shell", choices=["bash", "zsh"])
     add("version", "print the versions of Headrace, Python and torch", _version)
     return parser
+
+
+def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
+    """The commands that ask a model."""
+    from pathlib import Path
+
+    run = add("run", "answer a prompt, or chat; starts a fleet in the background if none runs", _run_model)
+    run.add_argument("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
+    run.add_argument("prompt", nargs="*", metavar="PROMPT", help="and stdin, if piped; neither: a chat")
+    add("stop", "end the fleet of this machine that `up` or `run` has started", _stop)
+    chat = add("chat", "chat with the model", _chat)
+    chat.add_argument("-q", "--question", help="send one question, print the answer, exit")
+    for sub in (run, chat):
+        sub.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
+        sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+        sub.add_argument("--seed", type=int, help="makes the answer repeatable")
+        sub.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
+    request = add("request", "send a JSON request, print the JSON answer", _request)
+    request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
+    request.add_argument("-f", "--file", type=Path, help="read the request from a file")
+    request.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
 
 
 def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
@@ -407,6 +417,13 @@ def _serve(given: argparse.Namespace) -> int:
     from services.launcher.serve import serve
 
     return serve(given.kind, _load(given).settings)
+
+
+def _completion(given: argparse.Namespace) -> None:
+    from services.launcher.commands.completion import script
+
+    programs = {program: _load_test_module(program).parser() for program in ("bench", "eval")}
+    print(script(given.shell, _parser(_ALL), programs), end="")
 
 
 def _version(_: argparse.Namespace) -> None:

@@ -58,7 +58,7 @@ HANGING = (
     "services/tokenizer/standby.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 77, 20_176
-PRODUCT_FILES, PRODUCT_LINES = 196, 44_880
+PRODUCT_FILES, PRODUCT_LINES = 197, 45_008
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
