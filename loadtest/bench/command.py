@@ -48,6 +48,8 @@ async def _run(given: argparse.Namespace) -> document.Result:
     async with server(given, pacer) as target:
         bench = Bench(target.transport, asked, options, goals, pacer, target.counts)
         result = document.document(label, flags.configuration(given), target.facts)
+        if given.json:
+            document.write(result, given.json)  # now, since it may not be writable
         if given.num_warmups:
             _check(await bench.warm(given.num_warmups, points[0]))
         gc.collect()

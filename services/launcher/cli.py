@@ -146,7 +146,9 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> No
 
     run = add("run", "answer a prompt, or chat; starts a fleet in the background if none runs", _run_model)
     run.add_argument("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
-    run.add_argument("prompt", nargs="*", metavar="PROMPT", help="and stdin, if piped; neither: a chat")
+    run.add_argument(
+        "prompt", nargs="*", default=[], metavar="PROMPT", help="and stdin, if piped; neither: a chat"
+    )
     add("stop", "end the fleet of this machine that `up` or `run` has started", _stop)
     chat = add("chat", "chat with the model", _chat)
     chat.add_argument("-q", "--question", help="send one question, print the answer, exit")

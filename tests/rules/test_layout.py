@@ -57,8 +57,8 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 77, 20_176
-PRODUCT_FILES, PRODUCT_LINES = 197, 45_008
+PATH_FILES, PATH_LINES = 77, 20_175
+PRODUCT_FILES, PRODUCT_LINES = 197, 45_014
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
